@@ -45,7 +45,8 @@ from fsdpctl.checkpoint.tensor_file import (
     rank_file,
     write_synced,
 )
-from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
+from fsdpctl.config.any_decoder import config_json
+from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer_files import TOKENIZER_FILES
 from fsdpctl.errors import CheckpointError, UsageError

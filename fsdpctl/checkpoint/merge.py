@@ -10,7 +10,6 @@ from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, t
 from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import DOWN, UP, adapted_layers, is_adapter
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -45,7 +44,7 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: boo
         weights = _merged_into_quantized(weights, model, dtype)
     elif merges:
         weights = MergedWeights(weights, model, dtype, transposed=_transposed(model))
-    if model.architecture == TRANSFORMERS:
+    if model.is_foreign:
         from fsdpctl.checkpoint.hub_weights import to_hub  # imports torch
 
         return to_hub(weights, model)

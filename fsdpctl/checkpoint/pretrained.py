@@ -15,7 +15,6 @@ from fsdpctl.checkpoint.manifest import (
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import FileTensors, Overlay, Tensors
 from fsdpctl.checkpoint.tensor_file import TensorFile, open_tensor_file
-from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, is_hugging_face
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -29,7 +28,7 @@ from fsdpctl.io.run_files import RUN_ASSETS as RUN_ASSETS
 _SINGLE = "model.safetensors"
 _MOST_INDEX_BYTES = 64 * MIB
 _HEAD = "lm_head.weight"
-_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")  # the second is GPT-2's
+_EMBEDDING = "model.embed_tokens.weight"
 # Constants that earlier versions of transformers saved as if they were weights.
 _CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -129,40 +128,38 @@ def _hugging_face_weights(folder: Path, model: ModelConfig) -> Tensors:
         CheckpointError: If one is missing, truncated or invalid.
     """
     files = _files_of_weights(folder)
-    if model.architecture == TRANSFORMERS:
+    if model.is_foreign:
         from fsdpctl.checkpoint.hub_weights import from_hub  # imports torch
 
         stored = {name: (file, file.entries[name]) for name, file in files.items()}
         return from_hub(FileTensors(folder, stored), model)
     found = {
-        _full_name(name, model): (file, file.entries[name])
+        _full_name(name): (file, file.entries[name])
         for name, file in files.items()
         if not name.endswith(_CONSTANTS)
     }
     if model.tie_embeddings and _HEAD in found:
-        embedding = _EMBEDDINGS[model.architecture == "gpt2"]
-        if embedding in found:
-            _check_tied(FileTensors(folder, found), embedding)
-        found.setdefault(embedding, found.pop(_HEAD))
+        if _EMBEDDING in found:
+            _check_tied(FileTensors(folder, found))
+        found.setdefault(_EMBEDDING, found.pop(_HEAD))
     return FileTensors(folder, found)
 
 
-def _check_tied(weights: FileTensors, embedding: str) -> None:
+def _check_tied(weights: FileTensors) -> None:
     """Check that a tied head, if it is stored too, equals the input embedding."""
-    keys = [tensor_key(PARAMETER, name) for name in (_HEAD, embedding)]
+    keys = [tensor_key(PARAMETER, name) for name in (_HEAD, _EMBEDDING)]
     shapes = [weights.info(key) for key in keys]
     chunks = zip(*(weights.read(key) for key in keys), strict=True)
     if shapes[0] != shapes[1] or any(head != embed for (_, head), (_, embed) in chunks):
         raise CheckpointError(
-            f"{weights}: {_HEAD} differs from {embedding}, but config.json ties them; set "
+            f"{weights}: {_HEAD} differs from {_EMBEDDING}, but config.json ties them; set "
             "model.tie_embeddings=false to load both"
         )
 
 
-def _full_name(name: str, model: ModelConfig) -> str:
+def _full_name(name: str) -> str:
     """Return the name in the full model, if only its decoder was saved."""
-    prefix = "transformer." if model.architecture == "gpt2" else "model."
-    return name if name.startswith((prefix, "lm_head.")) else prefix + name
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
 def _files_of_weights(folder: Path) -> dict[str, TensorFile]:

@@ -140,14 +140,14 @@ def shard_checkpoint(
     from fsdpctl.checkpoint.source import weight_bytes
     from fsdpctl.config.compose import compose_config
     from fsdpctl.config.hub_cache import cached_model
-    from fsdpctl.config.model_path import is_hugging_face, option_of
+    from fsdpctl.config.model_path import is_hugging_face
     from fsdpctl.config.serialize import config_words, model_words_only
     from fsdpctl.models.registry import build_model
 
     source = cached_model(source)
     if source.is_dir() and not is_hugging_face(source):
         raise UsageError(f"{source}: not a Hugging Face directory: config.json not found")
-    config = compose_config([f"model={option_of(str(source))}", f"model.path={source}"]).config
+    config = compose_config(["model=hf", f"model.path={source}"]).config
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))
     about = About(config=model_words_only(config_words(config)), attachments=assets_beside(source))
@@ -155,8 +155,4 @@ def shard_checkpoint(
         total = shard_weights(
             weights, destination, num_files=world_size, about=about, on_bytes=advance
         )
-    option = option_of(str(destination))
-    say(
-        f"{destination}: {total:,} bytes of weights; train with model={option} "
-        f"model.path={destination}"
-    )
+    say(f"{destination}: {total:,} bytes of weights; train with model=hf model.path={destination}")

@@ -1,19 +1,28 @@
-"""The settings of a decoder that transformers implements, from its config.json."""
+"""Configurations of decoders, as transformers reads them from a config.json."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.hugging_face import CONFIG_JSON
+from fsdpctl.config.config_values import PARTS, check_parts, check_values
+from fsdpctl.config.hugging_face import (
+    ACTIVATIONS,
+    CONFIG_JSON,
+    OWN_FAMILIES,
+    InexactError,
+    defaults_of,
+    own_content,
+    own_words,
+)
+from fsdpctl.config.model import OWN, TRANSFORMERS, ModelConfig
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.io.documents import read_json
+from fsdpctl.io.documents import parse_json
 
-CONFIG_OF = "model=transformers: config.json"  # in messages about one that was read before
-TRANSFORMERS = "transformers"  # the option, and the architecture of its models
+CONFIG_OF = "model.config_json"  # in messages about one that was read before
 # About the file rather than the model, or set by fsdpctl. Names of kernels are left out, as private
 # names are: transformers would download and run them.
 _NOT_THE_MODELS = (
@@ -33,41 +42,134 @@ _NUMBERS = {
     "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "init_std": ("initializer_range",),
 }
+_GPT2 = {
+    "num_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_inner",
+    "num_heads": "n_head", "vocab_size": "vocab_size", "max_seq_len": "n_positions",
+    "norm_eps": "layer_norm_epsilon", "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}  # fmt: skip
+_UNKNOWN = 50257  # tokens of a vocabulary that is known with the data
+_DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 
 
-def transformers_words_of(file: Path) -> dict[str, str]:
-    """Return `transformers_words` of a config.json.
-
-    Raises:
-        UsageError: If it cannot be read, or transformers cannot build the model.
-    """
-    return transformers_words(read_json(file, dict[str, Any]), str(file))
-
-
-def transformers_words(content: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return the settings of a model of transformers, without the prefix `model.`.
+def words_of_content(
+    content: Mapping[str, Any], where: str, module: str = "auto"
+) -> dict[str, str]:
+    """Return the settings of a model, without the prefix `model.`.
 
     Args:
         content: Of its config.json.
         where: The file, for messages.
+        module: The value of `model.module`.
 
     Raises:
-        UsageError: If the installed transformers has no code for a causal decoder of this type.
+        UsageError: If the installed transformers has no code for a causal decoder of this type, or
+            if a value is out of its bounds.
     """
     if content.get("quantization_config") is not None:
         raise UsageError(f"{where}: quantization_config: not supported; expected full weights")
     kept = _of_the_model(content)
     config = read_configuration(kept, where, own_code="auto_map" in content)
+    if module != TRANSFORMERS:
+        if getattr(config, "rope_parameters", None):
+            config.standardize_rope_params()  # keys of the top level, as its module does it
+        try:
+            return own_words(config.to_dict(), type(config)().to_dict())
+        except InexactError as error:
+            if module == OWN:
+                raise _not_ours(where, error) from None
     if config.model_type != kept["model_type"]:  # the text model of one that sees or hears, too
         kept = {**_of_the_model(config.to_diff_dict()), "model_type": config.model_type}
     words = {"architecture": TRANSFORMERS, "config_json": canonical(kept)}
     for ours, theirs in _NUMBERS.items():
         value = _value(config, theirs)
-        if value is not None and value >= 0:
+        if value is not None and value >= 0:  # negative: a default without a limit
             words[ours] = str(value)
     words.setdefault("num_kv_heads", words.get("num_heads", "1"))
     words["tie_embeddings"] = str(bool(getattr(config, "tie_word_embeddings", False))).lower()
     return words
+
+
+def words_of_table(content: Mapping[str, Any], where: str, module: str = "auto") -> dict[str, str]:
+    """Return the same of an entry of the table of published models.
+
+    Those of our own decoder are read without transformers, whose import takes seconds.
+    """
+    if module != TRANSFORMERS and content["model_type"] in OWN_FAMILIES:
+        usual = defaults_of(content["model_type"])
+        try:
+            return own_words({**usual, **content}, usual)
+        except InexactError as error:
+            if module == OWN:
+                raise _not_ours(where, error) from None
+    return words_of_content(content, where, module)
+
+
+def _not_ours(where: str, error: InexactError) -> UsageError:
+    return UsageError(
+        f"{where}: {error}: not supported by model.module={OWN}; set model.module={TRANSFORMERS}"
+    )
+
+
+def content_of(model: ModelConfig) -> dict[str, Any]:
+    """Return the values of config.json that describe a model."""
+    if model.config_json is not None:
+        return parse_json(model.config_json, dict[str, Any], CONFIG_OF)
+    if model.architecture in OWN_FAMILIES:
+        return own_content(model)
+    content = {theirs: getattr(model, ours) for ours, theirs in _GPT2.items()}
+    content["vocab_size"] = model.vocab_size or _UNKNOWN
+    content["activation_function"] = ACTIVATIONS[model.activation or "gelu_tanh"][0]
+    return {**content, **dict.fromkeys(_DROPOUTS, 0.0), "model_type": "gpt2"}
+
+
+def family_of(model: ModelConfig) -> str:
+    """Return the `model_type` of a model."""
+    return str(content_of(model).get("model_type"))
+
+
+def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of config.json, as transformers writes it, for weights of `dtype`.
+
+    Settings of `source`, the config.json of the pretrained model, that don't describe the shape,
+    such as token ids, are kept.
+    """
+    content = content_of(model)
+    family = content["model_type"]
+    from transformers.models.auto import modeling_auto
+
+    # The defaults of the classes are tokens of the vocabulary of the first models.
+    kept: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    if source.get("model_type") == family:
+        ropes = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
+        dropped = ("torch_dtype", *(() if model.is_foreign else ropes))
+        kept |= {name: value for name, value in source.items() if name not in dropped}
+    elif model.config_json is not None:
+        kept = {}
+    try:
+        config = read_configuration({**kept, **content}, CONFIG_OF)
+    except UsageError:  # a value that is not the model's, such as a label
+        config = read_configuration({**_of_the_model(kept), **content}, CONFIG_OF)
+    class_name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    config.architectures = kept.get("architectures") or [class_name]
+    config.dtype = dtype
+    written: dict[str, Any] = json.loads(config.to_json_string())
+    return written
+
+
+def resized(content: Mapping[str, Any], sizes: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the content with other sizes by our keys; kinds of blocks repeat if there are more."""
+    config, changed = read_configuration(content, where), dict(content)
+    for ours, value in sizes.items():
+        names = [name for name in _NUMBERS.get(ours, ()) if _value(config, [name]) is not None]
+        if not names or value is None:
+            continue
+        before = _value(config, names)
+        changed[config.attribute_map.get(names[0], names[0])] = value
+        for name, each in content.items() if ours == "num_layers" else ():
+            if isinstance(each, list) and len(each) == before:
+                changed[name] = (each * -(-value // len(each)))[:value]
+    return changed
 
 
 def _of_the_model(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,11 +216,40 @@ def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool
             f"{CONFIG_JSON} of a text model"
         )
     try:
-        numbers = json.loads(json.dumps(content), object_hook=_special_float)
-        return configuration_auto.CONFIG_MAPPING[family].from_dict(numbers).get_text_config()
+        with _silent(transformers.logging):
+            made = configuration_auto.CONFIG_MAPPING[family]
+            check_parts(content, where, made.sub_configs)
+            check_values(content, where, _usual(made))
+            numbers = json.loads(json.dumps(content), object_hook=_special_float)
+            return made.from_dict(numbers).get_text_config()
+    except UsageError:
+        raise
     except Exception as error:  # its validators raise what they like
-        reason = str(error).strip().replace("\n", " ")
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(f"{where}: transformers {version} rejects it: {reason}") from None
+
+
+def _usual(made: Any) -> dict[str, Any]:
+    """Return the defaults of a class of configurations, with those of its text model."""
+    try:
+        usual: dict[str, Any] = made().to_dict()
+    except Exception:  # a class without defaults
+        return {}
+    inner: dict[str, Any] = next(
+        (usual[name] for name in PARTS if isinstance(usual.get(name), dict)), {}
+    )
+    return {**inner, **usual}
+
+
+@contextmanager
+def _silent(logging: Any) -> Iterator[None]:
+    """Keep transformers from printing warnings about values that it replaces."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def check_installed(where: str) -> None:
@@ -127,7 +258,7 @@ def check_installed(where: str) -> None:
     Raises:
         UsageError: If it isn't; the message begins with `where`.
     """
-    way_on = "install fsdpctl[transformers]"
+    way_on = "install fsdpctl again"
     if find_spec("transformers") is None:
         raise UsageError(f"{where}: package transformers not found; {way_on}")
     found = version("transformers")

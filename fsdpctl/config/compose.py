@@ -13,6 +13,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from fsdpctl.config.earlier import of_this_version
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
 from fsdpctl.config.importers.source_config import NO_TOML
 from fsdpctl.config.keys import AUTO, Value
@@ -66,6 +67,7 @@ def compose_config(
     base = read_recipe(path) if path else []
     refuse_commands(str(recipe), base, typed)
     _refuse_doubles(base)
+    base = list(of_this_version(dict(base)).items())
     base = _resharding(base, [])
     typed = _resharding(typed, base)
     chosen = {name for name, _ in typed if name in GROUPS}

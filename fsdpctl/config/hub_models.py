@@ -1,14 +1,14 @@
 """Configurations of published models by their name on the Hugging Face Hub, for estimates.
 
 The table has facts only, with their source: the values of config.json that differ from the defaults
-of transformers, and the public number of parameters, which a test compares with the module's.
+of transformers, with resolved rope_parameters, and the public number of parameters, which a test
+compares with the module's.
 """
 
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.any_decoder import read_configuration
 from fsdpctl.io.documents import read_json
 
 TABLE = Path(__file__).parent / "hub_models.json"
@@ -20,20 +20,3 @@ def hub_models() -> dict[str, dict[str, Any]]:
     content = read_json(TABLE, dict[str, Any])
     models: dict[str, dict[str, Any]] = content["models"]
     return {**models, **{name: models[same] for name, same in content["aliases"].items()}}
-
-
-def hub_config(name: str) -> dict[str, Any] | None:
-    """Return the contents of config.json of a published model, or None if it isn't known.
-
-    Args:
-        name: ORG/NAME, or ORG/NAME@REVISION.
-
-    Raises:
-        UsageError: If transformers is missing.
-    """
-    entry = hub_models().get(name.partition("@")[0])
-    if entry is None:
-        return None
-    config = read_configuration(entry["config"], f"model.path={name}")
-    content: dict[str, Any] = {**config.to_dict(), "model_type": entry["config"]["model_type"]}
-    return content

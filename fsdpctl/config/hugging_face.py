@@ -1,258 +1,233 @@
-"""Conversion between a Hugging Face config.json and the settings of a model."""
+"""The configurations of transformers that our own decoder computes exactly, and its settings.
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+A configuration is exact if every value that transformers' module reads has a setting here, or is
+the only one that our decoder computes. Values that its module doesn't read have no effect in
+either.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
-from fsdpctl.config.families import NAMES
-from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.model import ROPE_SCALINGS, ModelConfig
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import read_json
 
 CONFIG_JSON = "config.json"
-_MODEL_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
 # By fsdpctl's name; several names of Hugging Face mean the same function.
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu": ("gelu",),
-    "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
     "relu": ("relu",),
 }
-# Settings that change the computation, with the only supported value.
-_FIXED: dict[str, Any] = {
-    "quantization_config": None,
-    "partial_rotary_factor": 1.0,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
+NAMES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
 }
-
-
-# Names of earlier transformers versions for settings that are written under new names.
-_WRITTEN_BEFORE = ("dtype", "rope_parameters", "transformers_version", "layer_types")
-
-
-_MAY_BE_NULL = ("head_dim", "n_inner")
-_LINEAR_KEYS = {"factor": "rope_factor"}
-_YARN_KEYS = {"factor": "rope_factor", "original_max_position_embeddings": "rope_original_len"}
-_ROPE_KEYS = {
-    "factor": "rope_factor",
+_BIASES = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "mistral": (),
+    "qwen2": (),
+    "qwen3": ("attention_bias",),
+}
+# Settings without an equal in the section `model` for decoders of transformers.
+OWN_KEYS = (
+    "activation", "norm_eps", "rope_theta", "rope_scaling", "rope_factor", "rope_original_len",
+    "rope_low_freq_factor", "rope_high_freq_factor", "sliding_window", "first_sliding_layer",
+)  # fmt: skip
+OWN_FAMILIES = tuple(_BIASES)
+_WINDOWED = ("qwen2", "qwen3")  # families whose layers have kinds
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+# The defaults of transformers for keys that the table of published models leaves out.
+_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu", "head_dim": None,
+    "max_position_embeddings": 32768, "initializer_range": 0.02, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "attention_dropout": 0.0, "sliding_window": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+_DEFAULTS_OF: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048,
+        "num_key_value_heads": None, "attention_bias": False, "mlp_bias": False,
+    },
+    "mistral": {
+        "vocab_size": 32000, "intermediate_size": 14336, "max_position_embeddings": 131072,
+        "num_key_value_heads": 8, "sliding_window": 4096,
+    },
+    "qwen2": {"vocab_size": 151936, "use_sliding_window": False},
+    "qwen3": {
+        "vocab_size": 151936, "use_sliding_window": False, "head_dim": 128, "attention_bias": False,
+    },
+}  # fmt: skip
+# Declared by transformers, and without effect on logits and their gradients, or read in other keys.
+_ABOUT = (
+    "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+    "id2label", "is_encoder_decoder", "label2id", "max_window_layers", "model_type",
+    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
+    "return_dict", "transformers_version", "use_cache", "use_sliding_window",
+)  # fmt: skip
+# Not declared, but read by code that families share.
+_READ = ("attention_chunk_size", "is_causal", "per_layer_config", "quantization_config")
+_LINEAR = {"factor": "rope_factor"}
+_YARN = {**_LINEAR, "original_max_position_embeddings": "rope_original_len"}
+_LLAMA3 = {
+    **_YARN,
     "low_freq_factor": "rope_low_freq_factor",
     "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_len",
 }
-_KEYS_OF_SCALING = {"linear": _LINEAR_KEYS, "llama3": _ROPE_KEYS, "yarn": _YARN_KEYS}
-# None: the value follows from the factor.
-_YARN_USUAL = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None,
-               "mscale": None, "mscale_all_dim": None}  # fmt: skip
+ROPES: dict[str, dict[str, str]] = {
+    "none": {}, "linear": _LINEAR, "llama3": _LLAMA3, "yarn": _YARN,
+}  # fmt: skip
+# Values of the paper, which our decoder computes with, by name; None: follows from the factor.
+_YARN_USUAL: dict[str, tuple[object, ...]] = {
+    "beta_fast": (None, 32), "beta_slow": (None, 1), "truncate": (True,),
+    "attention_factor": (None,), "mscale": (None,), "mscale_all_dim": (None,),
+}  # fmt: skip
+_SHORTEST_YARN = 7  # original length; below, transformers interpolates in the other direction
 
 
-def model_words_of(file: Path) -> dict[str, str]:
-    """Return the settings of the model in a config.json, without the prefix `model.`.
+class InexactError(ValueError):
+    """A value that our own decoder does not compute; the text is its key."""
+
+
+def defaults_of(family: str) -> dict[str, Any]:
+    """Return the values that a configuration of one of our families has by default."""
+    return _DEFAULTS | _DEFAULTS_OF[family]
+
+
+def own_words(known: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of our own decoder, without the prefix `model.`.
+
+    Args:
+        known: All values of a configuration of transformers, as it resolves them.
+        usual: The defaults of the same class.
 
     Raises:
-        UsageError: If the file can't be read, or if the model isn't supported.
+        InexactError: If our decoder would compute something else.
     """
-    return words_of_content(read_json(file, dict[str, Any]), str(file))
-
-
-def words_of_content(content: Mapping[str, Any], file: str) -> dict[str, str]:
-    """Return the settings of the model in the contents of the config.json `file`.
-
-    Raises:
-        UsageError: If the model isn't supported.
-    """
-    family = content.get("model_type")
-    if not isinstance(family, str) or family not in NAMES:
-        known = ", ".join(NAMES)
-        raise UsageError(
-            f"{file}: model_type {family}: not supported by model=hf; expected {known}, or "
-            "model=transformers"
-        )
-    for name, only in _FIXED.items():
-        if content.get(name, only) != only:
-            raise UsageError(f"{file}: {name} {content[name]}: not supported; expected {only}")
-    try:
-        values = _values(content, family)
-    except KeyError as error:
-        raise UsageError(f"{file}: {error.args[0]} is required") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{file}: not as expected: {error}") from None
-    values["architecture"] = family
-    return {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in values.items()
-        if value is not None
-    }
-
-
-def _values(content: Mapping[str, Any], family: str) -> dict[str, Any]:
-    names = NAMES[family]
-    known = {**names.defaults, **content}
-    if family != "gpt2" and known.get("num_key_value_heads") is None:
-        known["num_key_value_heads"] = known["num_attention_heads"]
-    values = {ours: known[theirs] for ours, theirs in names.of_keys.items()}
-    for ours, theirs in names.of_keys.items():
-        if values[ours] is None and theirs not in _MAY_BE_NULL:
-            raise KeyError(theirs)
-    KEYS["model.num_layers"].parse(str(values["num_layers"]))  # a limit for the loops below
-    values["activation"] = _our_activation(values["activation"], family)
-    if family == "gpt2":
+    family = str(known.get("model_type"))
+    if family not in OWN_FAMILIES:
+        raise InexactError(f"model_type {family}")
+    _check_others(known, usual, family)
+    values: dict[str, Any] = {ours: known.get(theirs) for ours, theirs in NAMES.items()}
+    values |= {name: known[name] for name in _BIASES[family]}
+    if values["num_kv_heads"] is None:
         values["num_kv_heads"] = values["num_heads"]
-        values["intermediate_size"] = values["intermediate_size"] or 4 * values["hidden_size"]
-    else:
-        values |= _rope_values(content, values["max_seq_len"])
-        values |= _window_values(content, family, values["num_layers"])
-    return values
+    if values["head_dim"] == known["hidden_size"] / known["num_attention_heads"]:
+        values["head_dim"] = None  # follows from them
+    values["activation"] = _activation(known["hidden_act"])
+    values |= _rope(known) | _window(known, family) | {"architecture": family}
+    words = {name: _text(value) for name, value in values.items() if value is not None}
+    for name, text in words.items():
+        try:
+            KEYS[f"model.{name}"].parse(text)
+        except UsageError:
+            raise InexactError(f"{NAMES.get(name, name)} {text}") from None
+    return words
 
 
-def _our_activation(theirs: object, family: str) -> str:
-    if family == "gemma" and theirs == "gelu":  # the first files say gelu, but mean gelu_tanh
-        return "gelu_tanh"
-    for ours, names in _ACTIVATIONS.items():
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_others(known: Mapping[str, Any], usual: Mapping[str, Any], family: str) -> None:
+    """Check that all other values are those that our decoder computes with."""
+    handled = {*NAMES.values(), *_BIASES[family], *_ABOUT, "hidden_act", "rope_parameters"}
+    handled |= {"sliding_window"} - ({"sliding_window"} if family == "llama" else set())
+    handled |= {"layer_types"} if family in _WINDOWED else set()
+    for name, value in known.items():
+        if name in handled:
+            continue
+        is_read = name in usual or name in (*_READ, "sliding_window", "layer_types")
+        if is_read and value != usual.get(name):
+            raise InexactError(f"{name} {value}")
+
+
+def _activation(theirs: object) -> str:
+    for ours, names in ACTIVATIONS.items():
         if theirs in names:
             return ours
-    raise ValueError(f"activation {theirs} is not supported")
+    raise InexactError(f"hidden_act {theirs}")
 
 
-def _rope_values(content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
-    """Read `rope_parameters`, or the names before transformers 5, which take precedence."""
-    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    values: dict[str, Any] = {}
-    usual = 10000.0
-    if content["model_type"] == "gemma3_text":
-        local = rope.get("sliding_attention") or {}
-        known = content.get("rope_local_base_freq", 10000.0)
-        values["rope_local_theta"] = local.get("rope_theta", known)
-        if local.get("rope_type", "default") != "default":
-            raise ValueError(
-                f"rope_type {local['rope_type']} of sliding_attention is not supported"
-            )
-        rope, usual = rope.get("full_attention") or rope, 1e6
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    values["rope_theta"] = rope.get("rope_theta", content.get("rope_theta", usual))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor: expected 1.0")
-    if kind in (None, "default"):
-        return values
-    if kind not in _KEYS_OF_SCALING:
-        expected = ", ".join(_KEYS_OF_SCALING)
-        raise ValueError(f"rope_type {kind} is not supported; expected one of {expected}")
-    if kind == "yarn":
-        _check_yarn(rope)
-    given = {"original_max_position_embeddings": max_seq_len, **rope}
-    scaled = {ours: given[theirs] for theirs, ours in _KEYS_OF_SCALING[kind].items()}
-    return {**values, "rope_scaling": kind, **scaled}
+def _rope(known: Mapping[str, Any]) -> dict[str, Any]:
+    rope = known.get("rope_parameters") or {}
+    kind = rope.get("rope_type")
+    scaling = "none" if kind == "default" else kind
+    nested = next((name for name, value in rope.items() if isinstance(value, Mapping)), None)
+    if nested or scaling not in ROPE_SCALINGS:
+        raise InexactError(f"rope_parameters {nested}" if nested else f"rope_type {kind}")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise InexactError(f"partial_rotary_factor {rope['partial_rotary_factor']}")
+    found: dict[str, Any] = {ours: rope.get(theirs) for theirs, ours in ROPES[scaling].items()}
+    found["rope_theta"] = rope.get("rope_theta")
+    missing = next((name for name, value in found.items() if not _is_number(value)), None)
+    if missing is not None:
+        raise InexactError(f"rope_parameters without {missing}")
+    if scaling == "yarn":
+        for name, usual in _YARN_USUAL.items():
+            if name in rope and rope[name] not in usual:
+                raise InexactError(f"yarn with {name} {rope[name]}")
+        if found["rope_original_len"] < _SHORTEST_YARN:
+            raise InexactError(f"yarn with an original length of {found['rope_original_len']}")
+    return {"rope_scaling": scaling, **found}
 
 
-def _check_yarn(rope: Mapping[str, Any]) -> None:
-    """Reject what differs from the paper's values, which transformers uses by default."""
-    for name, usual in _YARN_USUAL.items():
-        if rope.get(name) not in (None, usual):
-            expected = "no value" if usual is None else usual
-            raise ValueError(f"yarn with {name}={rope[name]} is not supported; expected {expected}")
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _window_values(content: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any]:
-    """Return the sliding window, and which layers have it."""
-    if family in ("llama", "gemma"):
+def _window(known: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return the sliding window, and the first layer that has it."""
+    window = known.get("sliding_window")
+    if family == "llama" or (family in _WINDOWED and not known.get("use_sliding_window")):
+        window = None
+    kinds = known.get("layer_types")
+    if kinds is None:
+        kinds = [_FULL if window is None or family in _WINDOWED else _SLIDING]
+        kinds = kinds * known["num_hidden_layers"]
+    first = kinds.index(_SLIDING) if _SLIDING in kinds else len(kinds)
+    if len(kinds) != known["num_hidden_layers"] or kinds != _kinds(first, len(kinds)):
+        raise InexactError("layer_types")
+    if first == len(kinds):
         return {}
-    window = content.get("sliding_window", None if family == "phi3" else 4096)
-    first, pattern = 0, None
-    if family == "gemma3_text":
-        pattern = content.get("sliding_window_pattern") or _pattern_of(content.get("layer_types"))
-    elif family in ("qwen2", "qwen3"):
-        window = window if content.get("use_sliding_window", False) else None
-        first = content.get("max_window_layers", 28)
-    if pattern is None:
-        slides = [window is not None and layer >= first for layer in range(num_layers)]
-    else:
-        slides = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
-    kinds = ["sliding_attention" if each else "full_attention" for each in slides]
-    if (content.get("layer_types") or kinds) != kinds:
-        raise ValueError(
-            f"layer_types: not supported; they differ from those of {family} with these settings"
-        )
-    if pattern is not None:
-        return {"sliding_window": window, "sliding_pattern": pattern}
-    return {"sliding_window": window, "first_sliding_layer": first} if any(slides) else {}
+    if window is None:
+        raise InexactError("sliding_window None")
+    return {"sliding_window": window, "first_sliding_layer": first}
 
 
-def _pattern_of(kinds: Sequence[str] | None) -> int:
-    """Return the period of layers with full attention; the default is that of Gemma 3."""
-    if not kinds:
-        return 6
-    return 1 + next((n for n, kind in enumerate(kinds) if kind == "full_attention"), len(kinds))
+def _kinds(first: int, count: int) -> list[str]:
+    return [_SLIDING if layer >= first else _FULL for layer in range(count)]
 
 
-def config_json(config: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of config.json for a model with weights of `dtype`.
-
-    Settings of `source`, the config.json of the pretrained model, that don't describe the shape,
-    such as token ids, are kept.
-    """
-    family = config.architecture
-    if config.config_json is not None:
-        kept = {**json.loads(config.config_json), **source}
-        kept.pop("torch_dtype", None)
-        return {**kept, "model_type": json.loads(config.config_json)["model_type"], "dtype": dtype}
-    kept = {
-        name: value
-        for name, value in source.items()
-        if source.get("model_type") == family and name not in _WRITTEN_BEFORE
-    }
-    content = {theirs: getattr(config, ours) for ours, theirs in NAMES[family].of_keys.items()}
-    activation = NAMES[family].of_keys["activation"]
-    content[activation] = _ACTIVATIONS[config.activation or default_activation(family)][0]
-    about = {
-        "architectures": [_MODEL_CLASSES[family]],
-        "model_type": family,
-        "torch_dtype": dtype,
-        "use_cache": True,
-    }
-    own = {} if family == "gpt2" else _of_llama_like(config)
-    # The defaults of the classes are tokens of the vocabulary of the first models.
-    tokens = {"bos_token_id": None, "eos_token_id": None}
-    return {**tokens, **kept, **about, **content, **own}
-
-
-def default_activation(architecture: str) -> str:
-    """Return the activation function that `model.activation=auto` selects."""
-    return "gelu_tanh" if architecture.startswith(("gpt2", "gemma")) else "silu"
-
-
-def _of_llama_like(config: ModelConfig) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "head_dim": config.head_dim or config.hidden_size // config.num_heads,
+def own_content(config: ModelConfig) -> dict[str, Any]:
+    """Return the values of config.json that the settings of our own decoder determine."""
+    family, first = config.architecture, config.first_sliding_layer
+    content = {theirs: getattr(config, ours) for ours, theirs in NAMES.items()}
+    content |= {name: getattr(config, name) for name in _BIASES[family]}
+    content["head_dim"] = config.head_dim or config.hidden_size // config.num_heads
+    content["hidden_act"] = ACTIVATIONS[config.activation or "silu"][0]
+    kind = "default" if config.rope_scaling == "none" else config.rope_scaling
+    content["rope_parameters"] = {
+        "rope_type": kind,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None,
+        **{theirs: getattr(config, ours) for theirs, ours in ROPES[config.rope_scaling].items()},
     }
-    if config.rope_scaling != "none":
-        names = _KEYS_OF_SCALING[config.rope_scaling]
-        content["rope_scaling"] = {
-            "rope_type": config.rope_scaling,
-            **{theirs: getattr(config, ours) for theirs, ours in names.items()},
-        }
-    if config.architecture not in ("llama", "gemma"):
+    if family != "llama":
         content["sliding_window"] = config.sliding_window
-    if config.architecture == "gemma3_text":
-        content["sliding_window_pattern"] = config.sliding_pattern
-        content["rope_local_base_freq"] = config.rope_local_theta
-        content["query_pre_attn_scalar"] = config.query_scalar or content["head_dim"]
-    if config.architecture in ("qwen2", "qwen3"):
-        content["use_sliding_window"] = config.sliding_window is not None
-        content["max_window_layers"] = config.first_sliding_layer
-    return content
+    if family in _WINDOWED:
+        slides = config.sliding_window is not None
+        content["use_sliding_window"] = slides
+        content["layer_types"] = _kinds(first if slides else config.num_layers, config.num_layers)
+        content["max_window_layers"] = min(first, config.num_layers) if slides else 28
+    return {**content, "model_type": family}

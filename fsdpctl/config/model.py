@@ -7,18 +7,19 @@ from fsdpctl.config.keys import key
 from fsdpctl.plan.attention import KERNELS
 
 MOST_TOKENS = 1 << 24  # of a vocabulary; 64 times the largest published
-MOST_LAYERS, _MOST_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published
+MOST_LAYERS, MOST_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published
 ARCHITECTURES = (
     "llama",
     "mistral",
     "qwen2",
     "qwen3",
-    "gemma",
-    "gemma3_text",
-    "phi3",
     "gpt2",
     "transformers",
 )
+TRANSFORMERS, OWN = (
+    "transformers",
+    "own",
+)  # values of model.module; the first is an architecture too
 ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
@@ -27,7 +28,7 @@ class LoraConfig:
     """Low-rank adapters of linear layers (Hu et al., LoRA, 2021); all other weights are frozen."""
 
     rank: int | None = key(
-        None, "rank of LoRA adapters; all other weights are frozen", minimum=1, maximum=_MOST_WIDTH,
+        None, "rank of LoRA adapters; all other weights are frozen", minimum=1, maximum=MOST_WIDTH,
         optional=True,
     )  # fmt: skip
     alpha: float | None = key(
@@ -58,13 +59,12 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of the Llama family, GPT-2, or any one of transformers."""
+    """A decoder of the Llama family, or any one of transformers."""
 
     name: str = "llama_tiny"
     path: str | None = key(
         None,
-        "hf, transformers: Hugging Face directory, name in its cache, or run or checkpoint of "
-        "fsdpctl",
+        "hf: Hugging Face directory, name in its cache, or run or checkpoint of fsdpctl",
         is_path=True,
         optional=True,
     )
@@ -72,6 +72,13 @@ class ModelConfig:
         "auto",
         "initial weights; auto: those in model.path if it is set, else random",
         choices=("auto", "pretrained", "random"),
+    )
+    module: str = key(
+        "auto",
+        "hf: whose code computes the model; auto: fsdpctl's own decoder if it computes exactly "
+        "what config.json says, else that of transformers",
+        choices=("auto", OWN, TRANSFORMERS),
+        is_later=True,
     )
     config_json: str | None = key(
         None, "transformers: contents of config.json", optional=True, is_later=True
@@ -83,19 +90,21 @@ class ModelConfig:
         choices=("model", "global", "none"),
         is_later=True,
     )
-    architecture: str = key("llama", "architecture, as in transformers", choices=ARCHITECTURES)
+    architecture: str = key(
+        "llama", "architecture; gpt2, transformers: code of transformers", choices=ARCHITECTURES
+    )
     num_layers: int = key(4, "number of decoder blocks", minimum=1, maximum=MOST_LAYERS)
-    hidden_size: int = key(128, "width of the residual stream", minimum=1, maximum=_MOST_WIDTH)
-    intermediate_size: int = key(384, "width inside the MLP", minimum=1, maximum=_MOST_WIDTH)
-    num_heads: int = key(4, "number of query heads", minimum=1, maximum=_MOST_WIDTH)
+    hidden_size: int = key(128, "width of the residual stream", minimum=1, maximum=MOST_WIDTH)
+    intermediate_size: int = key(384, "width inside the MLP", minimum=1, maximum=MOST_WIDTH)
+    num_heads: int = key(4, "number of query heads", minimum=1, maximum=MOST_WIDTH)
     num_kv_heads: int = key(
-        2, "number of key and value heads; divides num_heads", minimum=1, maximum=_MOST_WIDTH
+        2, "number of key and value heads; divides num_heads", minimum=1, maximum=MOST_WIDTH
     )
     head_dim: int | None = key(
         None,
         "width of a head; auto: hidden_size / num_heads",
         minimum=2,
-        maximum=_MOST_WIDTH,
+        maximum=MOST_WIDTH,
         auto=True,
     )
     vocab_size: int | None = key(
@@ -109,7 +118,7 @@ class ModelConfig:
     norm_eps: float = key(1e-5, "epsilon of the norms, added to the variance", minimum=0)
     activation: str | None = key(
         None,
-        "activation function of the MLP; auto: silu; gelu_tanh for gpt2 and gemma",
+        "activation function of the MLP; auto: silu; gelu_tanh for gpt2",
         choices=("silu", "gelu", "gelu_tanh", "relu"),
         auto=True,
     )
@@ -129,26 +138,13 @@ class ModelConfig:
     rope_original_len: int = key(
         8192, "llama3 and yarn rope_scaling: context length before scaling", minimum=1
     )
-    rope_local_theta: float = key(
-        10000.0, "gemma3_text: rope_theta of layers with a sliding window", minimum=1, is_later=True
-    )
     sliding_window: int | None = key(
         None,
-        "tokens that a token attends to; not for llama, gemma and gpt2",
+        "mistral, qwen2, qwen3: tokens that a token attends to",
         minimum=1,
         optional=True,
     )
     first_sliding_layer: int = key(0, "first layer with a sliding window", minimum=0)
-    sliding_pattern: int | None = key(
-        None, "gemma3_text: period of layers with full attention", minimum=1, optional=True
-    )
-    query_scalar: int | None = key(
-        None,
-        "gemma3_text: attention scores are divided by its square root; auto: model.head_dim",
-        minimum=1,
-        auto=True,
-        is_later=True,
-    )
     attention_bias: bool = key(False, "llama, qwen3: biases in the attention projections")
     mlp_bias: bool = key(False, "llama: biases in the MLP")
     tie_embeddings: bool = key(True, "share the weight of input embedding and output head")
@@ -180,16 +176,12 @@ class ModelConfig:
 
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a token attends to in a layer; None: all before it."""
-        if self.sliding_pattern is not None:
-            slides = (layer + 1) % self.sliding_pattern != 0
-        else:
-            slides = layer >= self.first_sliding_layer
-        return self.sliding_window if slides else None
+        return self.sliding_window if layer >= self.first_sliding_layer else None
 
     @property
-    def is_gemma(self) -> bool:
-        """Whether norms and embeddings follow Gemma."""
-        return self.architecture.startswith("gemma")
+    def is_foreign(self) -> bool:
+        """Whether transformers' code computes the model."""
+        return self.architecture in ("gpt2", TRANSFORMERS)
 
     @property
     def is_pretrained(self) -> bool:

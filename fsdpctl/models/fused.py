@@ -81,8 +81,6 @@ def _number(owner: Any, *names: str) -> int:
 
 def _queries_keys_values(owner: Any, layer: nn.Module) -> Sizes | None:
     kind, rows = type(owner).__name__, _rows(layer)
-    if isinstance(widths := getattr(owner, "widths", None), tuple):  # a module of our own
-        return widths
     if is_transposed(layer):  # of GPT and GPT-2
         return (rows // 3,) * 3
     if kind == "CodeGenAttention":  # rows are in four parts, one for each of its first accelerators

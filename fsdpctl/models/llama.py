@@ -1,8 +1,5 @@
-"""Decoders of the Llama family: Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 3, Phi-3."""
+"""Decoders of the Llama family: Llama, Mistral, Qwen2, Qwen3."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -30,24 +27,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-class OffsetRMSNorm(RMSNorm):
-    """Gemma's norm, whose weight is added to 1."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__(width, eps)
-        self.weight = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension of `x` in float32."""
-        weight = 1.0 + self.weight.float()
-        return F.rms_norm(x.float(), (x.shape[-1],), weight, self.eps).type_as(x)
-
-
-def norm_of(config: ModelConfig, width: int) -> RMSNorm:
-    """Return the norm of the architecture."""
-    return (OffsetRMSNorm if config.is_gemma else RMSNorm)(width, config.norm_eps)
-
-
 class Attention(nn.Module):
     """Causal self-attention whose query heads share key and value heads in groups."""
 
@@ -57,21 +36,15 @@ class Attention(nn.Module):
         self.window = config.window_of(layer)
         bias = config.attention_bias or config.architecture == "qwen2"
         shared = config.num_kv_heads * head_dim
-        self.widths = (config.num_heads * head_dim, shared, shared)
-        self.is_fused = config.architecture == "phi3"
-        if self.is_fused:
-            self.qkv_proj = nn.Linear(width, sum(self.widths), bias=False)
-        else:
-            self.q_proj = nn.Linear(width, self.widths[0], bias=bias)
-            self.k_proj = nn.Linear(width, shared, bias=bias)
-            self.v_proj = nn.Linear(width, shared, bias=bias)
-        self.o_proj = nn.Linear(self.widths[0], width, bias=config.attention_bias)
-        self.norms_heads = config.architecture in ("qwen3", "gemma3_text")
+        queries = config.num_heads * head_dim
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj = nn.Linear(width, shared, bias=bias)
+        self.v_proj = nn.Linear(width, shared, bias=bias)
+        self.o_proj = nn.Linear(queries, width, bias=config.attention_bias)
+        self.norms_heads = config.architecture == "qwen3"
         if self.norms_heads:
-            self.q_norm = norm_of(config, head_dim)
-            self.k_norm = norm_of(config, head_dim)
-        # Kernels divide by the root of head_dim.
-        self.query_factor = math.sqrt(head_dim / (config.query_scalar or head_dim))
+            self.q_norm = RMSNorm(head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(head_dim, config.norm_eps)
 
     def forward(
         self,
@@ -86,21 +59,15 @@ class Attention(nn.Module):
         `cos` and `sin` are the result of `rotation`, or have the dimensions (batch, 1) before.
         """
         batch, length, _ = x.shape
-        q, k, v = (part.view(batch, length, -1, self.head_dim) for part in self._projected(x))
+        parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (part.view(batch, length, -1, self.head_dim) for part in parts)
         if self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.query_factor != 1:
-            q = q * self.query_factor
         mixed = attend_cached(q, k, v, cache, mask, self.window)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
-
-    def _projected(self, x: Tensor) -> Sequence[Tensor]:
-        if self.is_fused:
-            return self.qkv_proj(x).split(self.widths, dim=-1)  # type: ignore[no-any-return]
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
 
 class GatedMLP(nn.Module):
@@ -109,20 +76,13 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width, hidden, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.is_fused = config.architecture == "phi3"
-        if self.is_fused:
-            self.gate_up_proj = nn.Linear(width, 2 * hidden, bias=False)
-        else:
-            self.gate_proj = nn.Linear(width, hidden, bias=bias)
-            self.up_proj = nn.Linear(width, hidden, bias=bias)
+        self.gate_proj = nn.Linear(width, hidden, bias=bias)
+        self.up_proj = nn.Linear(width, hidden, bias=bias)
         self.down_proj = nn.Linear(hidden, width, bias=bias)
         self.activation = activation_of(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor shaped like `x`, (..., width)."""
-        if self.is_fused:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-            return self.down_proj(self.activation(gate) * up)  # type: ignore[no-any-return]
         out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -133,14 +93,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, head_dim: int, layer: int) -> None:
         super().__init__()
         width = config.hidden_size
-        self.input_layernorm = norm_of(config, width)
+        self.input_layernorm = RMSNorm(width, config.norm_eps)
         self.self_attn = Attention(config, head_dim, layer)
-        self.post_attention_layernorm = norm_of(config, width)
+        self.post_attention_layernorm = RMSNorm(width, config.norm_eps)
         self.mlp = GatedMLP(config)
-        self.norms_results = config.architecture == "gemma3_text"
-        if self.norms_results:
-            self.pre_feedforward_layernorm = norm_of(config, width)
-            self.post_feedforward_layernorm = norm_of(config, width)
 
     def forward(
         self,
@@ -151,20 +107,12 @@ class Block(nn.Module):
         mask: AttentionMask | None = None,
     ) -> Tensor:
         """Return a tensor shaped like `x`; see `Attention`."""
-        others = (cos, sin, cache, mask)
-        if self.norms_results:
-            x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), *others))
-        else:
-            x = x + self.self_attn(self.input_layernorm(x), *others)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, mask)
         return x + self.feed_forward(x)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Return what the block adds to `x` after attention, token by token."""
-        out: Tensor
-        if self.norms_results:
-            out = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        else:
-            out = self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = self.mlp(self.post_attention_layernorm(x))
         return out
 
 
@@ -173,42 +121,34 @@ class _Backbone(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.config = config
-        # Gemma 3's layers with a window have other angles.
-        self.local = replace(config, rope_theta=config.rope_local_theta, rope_scaling="none")
-        self.embedding_factor = math.sqrt(config.hidden_size) if config.is_gemma else 1.0
         self.embed_tokens = embedding(vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Block(config, head_dim, layer) for layer in range(config.num_layers)
         )
-        self.norm = norm_of(config, config.hidden_size)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
         self, tokens: Tensor, cache: Cache | None = None, documents: Documents | None = None
     ) -> Tensor:
         x = self.embed_tokens(tokens)
-        if self.embedding_factor != 1:
-            x = x * self.embedding_factor
-        angles = local = self._rotation(self.config, x, cache, documents)
-        if self.config.architecture == "gemma3_text":
-            local = self._rotation(self.local, x, cache, documents)
+        angles = self._rotation(x, cache, documents)
         blocks = cast("list[Block]", list(self.layers))
         windows = [block.self_attn.window for block in blocks]
         masks = layer_masks(x, self.head_dim, windows, documents)
         for index, layer in enumerate(blocks):
-            turns = angles if windows[index] is None else local
-            x = layer(x, *turns, *layer_arguments(cache, index, masks[index]))
+            x = layer(x, *angles, *layer_arguments(cache, index, masks[index]))
         out: Tensor = self.norm(x)
         return out
 
     def _rotation(
-        self, config: ModelConfig, x: Tensor, cache: Cache | None, documents: Documents | None
+        self, x: Tensor, cache: Cache | None, documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the tokens' positions."""
         start = 0 if cache is None else len(cache)
         end = start + (x.shape[1] if documents is None else documents.positions.shape[1])
         # A table serves one token at a time until the length has doubled.
         length = end if cache is None else 1 << (end - 1).bit_length()
-        cos, sin = rotation(config, self.head_dim, length, x.device, x.dtype)
+        cos, sin = rotation(self.config, self.head_dim, length, x.device, x.dtype)
         if documents is not None:
             places = documents.own_positions
             return cos[places].unsqueeze(1), sin[places].unsqueeze(1)
@@ -217,9 +157,6 @@ class _Backbone(nn.Module):
 
 class LlamaDecoder(CausalDecoder):
     """A decoder of the Llama family."""
-
-    model: _Backbone
-    _places = ("model", "embed_tokens")
 
     def __init__(self, config: ModelConfig, head_dim: int, vocab_size: int) -> None:
         super().__init__(_Backbone(config, head_dim, vocab_size), config, vocab_size)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fsdpctl.config.hugging_face import default_activation
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.documents import Documents
@@ -25,7 +24,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activation_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     """Return the function that `model.activation` names."""
-    return _ACTIVATIONS[config.activation or default_activation(config.architecture)]
+    return _ACTIVATIONS[config.activation or "silu"]
 
 
 def embedding(rows: int, width: int) -> nn.Embedding:
@@ -98,18 +97,16 @@ class Head(nn.Linear):
 class CausalDecoder(nn.Module):
     """A decoder whose input is token ids and whose output is next-token logits or their loss."""
 
-    _places: tuple[str, str]  # the names of the backbone, and of the token embedding within it
-
     def __init__(self, backbone: nn.Module, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
-        self.add_module(self._places[0], backbone)
+        self.model = backbone
         self.lm_head = Head(config.hidden_size, vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.get_input_embeddings().weight
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the token embedding."""
-        found: nn.Embedding = self.get_submodule(".".join(self._places))  # type: ignore[assignment]  # its place is known
+        found: nn.Embedding = self.model.embed_tokens  # type: ignore[assignment]  # its place is known
         return found
 
     def get_output_embeddings(self) -> Head:
@@ -133,6 +130,6 @@ class CausalDecoder(nn.Module):
             cache: The cache of earlier tokens, which `tokens` follow.
             documents: The documents that are packed into rows without seeing one another.
         """
-        hidden = getattr(self, self._places[0])(tokens, cache, documents)
+        hidden = self.model(tokens, cache, documents)
         out: Tensor = self.lm_head(hidden, targets, chunk_tokens)
         return out

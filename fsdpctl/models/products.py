@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from fsdpctl.models.quantized import FrozenLinear
 
 _OUT, _IN = 3, 2  # of the layers that are tried
-# Named, because importing transformers takes seconds.
-_TRANSPOSED = ("transformers.pytorch_utils.Conv1D", "fsdpctl.models.gpt2.Projection")
+_TRANSPOSED = "transformers.pytorch_utils.Conv1D"  # named: importing transformers takes seconds
 _READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size))")
 
 
@@ -29,7 +28,7 @@ def is_transposed(layer: nn.Module) -> bool | None:
     if type(layer) is nn.Linear:
         return False
     kind: Any = type(layer)
-    if f"{kind.__module__}.{kind.__name__}" in _TRANSPOSED:
+    if f"{kind.__module__}.{kind.__name__}" == _TRANSPOSED:
         return True
     if not isinstance(layer, nn.Linear) or set(layer._parameters) != {"weight", "bias"}:
         return None

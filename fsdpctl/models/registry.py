@@ -6,13 +6,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.config.any_decoder import TRANSFORMERS
-from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.model import TRANSFORMERS, ModelConfig
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.models.experts import idle_parameters
-from fsdpctl.models.gpt2 import Gpt2Decoder
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.lora import choose_trained, draw_adapter
 from fsdpctl.models.quantized import count_weights
@@ -24,9 +22,7 @@ _DRAWN_AT_ONCE = 1 << 24
 
 # Settings of some architectures only, and their value in the others.
 _ONLY = {
-    "sliding_window": (("mistral", "qwen2", "qwen3", "gemma3_text", "phi3"), None),
-    "sliding_pattern": (("gemma3_text",), None),
-    "query_scalar": (("gemma3_text",), None),
+    "sliding_window": (("mistral", "qwen2", "qwen3"), None),
     "attention_bias": (("llama", "qwen3"), False),
     "mlp_bias": (("llama",), False),
 }
@@ -110,10 +106,8 @@ def build_plain(config: ModelConfig) -> nn.Module:
     try:
         with torch.device("meta"):
             module: nn.Module
-            if config.architecture == TRANSFORMERS:
+            if config.is_foreign:
                 module = build_transformers(config)
-            elif config.architecture == "gpt2":
-                module = Gpt2Decoder(config, config.vocab_size)
             else:
                 module = LlamaDecoder(config, _head_dim(config), config.vocab_size)
             return module
@@ -132,18 +126,17 @@ def count_active(module: nn.Module) -> int:
 def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelConfig) -> None:
     """Initialize a parameter in place, from the seed and its name alone.
 
-    Vectors are norm weights, which become 1 (Gemma's, which are added to 1, become 0), or biases,
-    which become 0. On CUDA the device draws matrices of at least DRAWN_ON_DEVICE elements, because
-    one core takes an hour for 405B. So models with such matrices have other initial weights on a
-    GPU than on a CPU, but the same for any number of ranks. In GPT-2, projections into the residual
-    stream are scaled down by the root of their number, as its authors do. `draw_adapter` draws
-    adapters.
+    Vectors are norm weights, which become 1, or biases, which become 0. On CUDA the device draws
+    matrices of at least DRAWN_ON_DEVICE elements, because one core takes an hour for 405B. So
+    models with such matrices have other initial weights on a GPU than on a CPU, but the same for
+    any number of ranks. In GPT-2, projections into the residual stream are scaled down by the root
+    of their number, as its authors do. `draw_adapter` draws adapters.
     """
     if config.architecture == TRANSFORMERS and not is_adapter(name):
         draw_parameter(name, whole, _seed_of(name, seed), config)
         return
     if whole.ndim <= 1:
-        whole.fill_(0.0 if name.endswith(".bias") or config.is_gemma else 1.0)
+        whole.fill_(0.0 if name.endswith(".bias") else 1.0)
         return
     number = _seed_of(name, seed)
     generator = torch.Generator().manual_seed(number)

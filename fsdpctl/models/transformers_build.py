@@ -1,7 +1,6 @@
 """Modules and initial weights of decoders that transformers implements."""
 
 import copy
-import json
 import math
 from functools import lru_cache
 from typing import Any
@@ -9,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.config.any_decoder import CONFIG_OF, read_configuration
-from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.any_decoder import CONFIG_OF, content_of, read_configuration
+from fsdpctl.config.model import TRANSFORMERS, ModelConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 
@@ -25,13 +24,11 @@ def build_transformers(config: ModelConfig) -> TransformersDecoder:
 
 
 def _built(config: ModelConfig) -> Any:
-    if config.config_json is None:
-        raise UsageError("model.architecture=transformers: requires model=transformers")
+    if config.architecture == TRANSFORMERS and config.config_json is None:
+        raise UsageError("model.architecture=transformers: requires model=hf")
     import transformers
 
-    told = _of_depth(
-        read_configuration(json.loads(config.config_json), CONFIG_OF), config.num_layers
-    )
+    told = _of_depth(read_configuration(content_of(config), CONFIG_OF), config.num_layers)
     try:
         make: Any = transformers.AutoModelForCausalLM
         return make.from_config(told, dtype=torch.float32)

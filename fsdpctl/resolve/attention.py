@@ -3,7 +3,6 @@
 from dataclasses import replace
 from importlib.util import find_spec
 
-from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention import (
@@ -64,7 +63,7 @@ def _problem(config: Config, *, here: bool) -> str:
     kernel, architecture = config.model.attention, config.cluster.architecture
     if kernel is None:
         return ""
-    if config.model.architecture == TRANSFORMERS:
+    if config.model.is_foreign:
         return "not supported by model=transformers, which selects it"
     if config.launch.device == "cpu":
         return "" if kernel in ON_CPU else "not supported on launch.device=cpu"

@@ -4,7 +4,6 @@ A small copy is run twice: on full rows, and by a thread per rank on parts of th
 shorter than the rows, and layers that run along the rows otherwise see only their part.
 """
 
-import json
 import math
 import threading
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.config.any_decoder import TRANSFORMERS, canonical
+from fsdpctl.config.any_decoder import canonical, content_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
@@ -39,9 +38,9 @@ def check_shared_rows(config: Config) -> None:
         UsageError: If they cannot.
     """
     shared, model = config.train.context_parallel, config.model
-    if shared == 1 or model.architecture != TRANSFORMERS:
+    if shared == 1 or not model.is_foreign:
         return
-    content = json.loads(str(model.config_json))
+    content = content_of(model)
     where = f"train.context_parallel={shared}: model=transformers: {content['model_type']}"
     for name in _DROPOUTS:
         if content.get(name):

@@ -1,6 +1,5 @@
 """Checks of a decoder of transformers that its code does not answer: a small copy of it is run."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.config.any_decoder import TRANSFORMERS, canonical
+from fsdpctl.config.any_decoder import canonical, content_of, family_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import block_names
@@ -25,6 +24,8 @@ _KINDS = 4  # of blocks, in the copy
 _SHRUNK = {
     "vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "ffn_dim": 64,
     "shared_expert_intermediate_size": 32, "ffn_hidden_size": 64, "n_inner": 64,
+    "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16, "n_positions": 512,
+    "max_position_embeddings": 1 << 16,
 }  # fmt: skip
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -37,9 +38,9 @@ def with_packing(config: Config) -> tuple[Config, tuple[str, ...]]:
     Raises:
         UsageError: If the model sees later tokens, or `data.packing=true` would mix documents.
     """
-    if config.model.architecture != TRANSFORMERS:
+    if not config.model.is_foreign:
         return config, ()
-    family = json.loads(str(config.model.config_json))["model_type"]
+    family = family_of(config.model)
     isolates = check_decoder(config.model)
     if isolates or not config.data.holds_documents or config.data.packing is False:
         return config, ()
@@ -63,7 +64,7 @@ def check_decoder(model: ModelConfig) -> bool:
     except UsageError:
         raise
     except Exception as error:  # the code of a family raises what it likes
-        family = json.loads(str(model.config_json))["model_type"]
+        family = family_of(model)
         line = str(error).partition("\n")[0]
         raise UsageError(
             f"model=transformers: {family}: not supported; a small copy fails: {line}"
@@ -110,7 +111,7 @@ def quiet() -> Iterator[None]:
 
 def small_decoder(model: ModelConfig) -> tuple[TransformersDecoder, ModelConfig]:
     """Return a copy with one block of each kind on the meta device, and its configuration."""
-    content = json.loads(str(model.config_json))
+    content = content_of(model)
     small = {name: min(size, content[name]) for name, size in _SHRUNK.items() if content.get(name)}
     few = {name: None for name in _TOKENS if name in content}
     small_model = replace(model, config_json=canonical({**content, **small, **few}))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from fsdpctl.checkpoint.pretrained import weights_folder
+from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import usual_length
 from fsdpctl.data.tokens import DataSet
@@ -78,8 +79,12 @@ def _model(opened: Opened) -> str:
         weights = f"weights from {weights_folder(config.model)}"
     if config.model.base_dtype is not None:
         weights += f", those of linear layers in {config.model.base_dtype}"
+    of = ""
+    if config.model.is_foreign or config.model.path is not None:
+        by = "transformers' module" if config.model.is_foreign else "fsdpctl's decoder"
+        of = f"{family_of(config.model)} in {by}, "
     return (
-        f"{config.model.name}, {_count(count)} parameters{in_part}, vocabulary "
+        f"{config.model.name}, {of}{_count(count)} parameters{in_part}, vocabulary "
         f"{config.model.vocab_size}{_auto(opened, 'model.vocab_size')}, {weights}"
     )
 

@@ -12,7 +12,6 @@ from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.comm.base import Collectives
 from fsdpctl.config.auto import Selection
-from fsdpctl.config.model_path import option_of
 from fsdpctl.config.schema import PrefetchConfig
 from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.data.batches import Batches
@@ -36,7 +35,7 @@ class Evaluation:
 
 def words_of(source: Path) -> list[str]:
     """Return the settings of the model in a checkpoint or directory, with its training data."""
-    words = [f"model={option_of(str(source))}", f"model.path={source}", "launch.nproc_per_node=1"]
+    words = ["model=hf", f"model.path={source}", "launch.nproc_per_node=1"]
     if (source / MANIFEST).exists():
         known: dict[str, str] = read_sealed(source)["config"]
         words += [

@@ -15,7 +15,7 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.comm.base import Collectives
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.model_path import is_hugging_face, option_of
+from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.chats.preview import prompt_tokens
@@ -146,7 +146,7 @@ def _check_text(prompt: str) -> None:
 def _opened(source: Path) -> tuple[Config, Tensors, dict[str, bytes]]:
     """Open the model's configuration, its weights, and its other files."""
     if is_hugging_face(source):
-        config = compose_config([f"model={option_of(str(source))}", f"model.path={source}"]).config
+        config = compose_config(["model=hf", f"model.path={source}"]).config
         return config, open_weights(config.model), read_assets(source)
     reader = CheckpointReader(source)
     config = config_of_checkpoint(reader.manifest.config, str(reader))

@@ -11,7 +11,6 @@ from torch import Tensor
 from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.comm.waits import mark, seconds_between
 from fsdpctl.comm.world import World
-from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.models.attention import AttentionMask, attend, layer_masks
@@ -205,7 +204,7 @@ def settled(config: Config, world: World) -> tuple[Config, tuple[str, ...]]:
         UsageError: If the kernel does not run.
         FsdpctlError: If the configuration cannot be written.
     """
-    if world.device.type != "cuda" or config.model.architecture == TRANSFORMERS:
+    if world.device.type != "cuda" or config.model.is_foreign:
         return config, ()
     if config.model.attention is not None:
         check_kernel(config, world.device)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches, MicroBatch
@@ -85,7 +84,7 @@ def _small_config(config: Config, router_aux_loss: str = "none") -> Config:
         config.model, init="random", path=None, lora=LoraConfig(), trainable=None, base_dtype=None,
         router_aux_loss=router_aux_loss,
     )  # fmt: skip
-    if model.architecture != TRANSFORMERS:
+    if not model.is_foreign:
         model = _narrow(model, config.train.context_parallel)
     train = replace(
         config.train, seq_len=_sample_length(config), global_batch_size=1, micro_batch_size=1,
@@ -105,14 +104,14 @@ def _narrow(model: ModelConfig, context_parallel: int) -> ModelConfig:
     width = max(_WIDTH // heads // 2 * 2, 2)  # of a head; rotary embeddings turn pairs
     return replace(
         model, vocab_size=_VOCABULARY, num_layers=2, hidden_size=heads * width, head_dim=width,
-        intermediate_size=_WIDTH, num_heads=heads, query_scalar=None,
+        intermediate_size=_WIDTH, num_heads=heads,
         num_kv_heads=heads if model.num_kv_heads == model.num_heads else 1,
         sliding_window=None if model.sliding_window is None else _LENGTH // 2,
     )  # fmt: skip
 
 
 def _module(config: Config) -> nn.Module:
-    if config.model.architecture != TRANSFORMERS:
+    if not config.model.is_foreign:
         return build_plain(config.model)
     module, _ = small_decoder(config.model)
     fill_buffers(module)

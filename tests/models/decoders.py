@@ -14,7 +14,7 @@ from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensors import tensor_of
-from fsdpctl.config.any_decoder import read_configuration, transformers_words
+from fsdpctl.config.any_decoder import read_configuration, words_of_content
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
@@ -55,7 +55,7 @@ def tiny_config(family: str) -> Any:
     content = hf.AutoConfig.for_model(
         family, **{**sizes, **_SIZES.get(family, {})}
     ).to_json_string()
-    words = transformers_words(json.loads(content), family)
+    words = words_of_content(json.loads(content), family, "transformers")
     return read_configuration(json.loads(words["config_json"]), family)
 
 

@@ -37,7 +37,7 @@ _YARN = {
 }  # fmt: skip
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64,
-    "initializer_range": 0.15,
+    "initializer_range": 0.15, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
 }  # fmt: skip
 FAMILIES = {
     "llama": LlamaConfig(**_SIZES),

@@ -15,6 +15,9 @@ from fsdpctl.models import attention
 from fsdpctl.models.attention import attend, attention_mask
 from fsdpctl.models.documents import make_documents, spans
 from fsdpctl.models.registry import build_model
+from fsdpctl.models.transformers_build import fill_buffers
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.resolve.decoder_check import allocate
 from tests.matrix import matrix
 from tests.models.families import FAMILIES, LENGTH, VOCABULARY, save_model
 
@@ -54,9 +57,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def opened(folder: Path) -> Any:
     config = compose_config(["model=hf", f"model.path={folder}"]).config
-    model: Any = build_model(config.model).to_empty(device="cpu")
-    if config.model.tie_embeddings:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    model: Any = build_model(config.model)
+    if isinstance(model, TransformersDecoder):
+        fill_buffers(model)
+    allocate(model)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.load_state_dict(theirs.state_dict())
     return model

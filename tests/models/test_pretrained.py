@@ -165,11 +165,10 @@ def test_what_is_missing_or_too_much_is_named(tmp_path):
 
 
 MISTAKES = {
-    "model_type": ("mamba", "model_type mamba: not supported by model=hf; expected llama, mistral"),
-    "hidden_act": ("swiglu", "activation swiglu is not supported"),
-    "num_hidden_layers": ("many", "model.num_layers=many: expected a whole number"),
+    "model_type": ("lama", "model_type lama: not a causal decoder .*; did you mean llama"),
+    "num_hidden_layers": ("many", "num_hidden_layers many: expected a number"),
     "quantization_config": ({"bits": 4}, "quantization_config"),
-    "rope_parameters": ({"rope_type": "longrope"}, "rope_type longrope is not supported"),
+    "rope_parameters": ({"rope_type": "longrope"}, "transformers .* rejects it: .*longrope"),
 }
 
 
@@ -261,8 +260,8 @@ def test_old_and_incomplete_forms_of_rope(tmp_path):
     assert (model.rope_scaling, model.rope_theta, model.rope_original_len) == ("llama3", 500.0, 64)
     del scaling["factor"]
     file.write_text(json.dumps(about | old))
-    with pytest.raises(UsageError, match="factor is required"):
+    with pytest.raises(UsageError, match="factor"):
         compose(tmp_path)
     file.write_text(json.dumps(about | {"hidden_size": None}))
-    with pytest.raises(UsageError, match="hidden_size is required"):
+    with pytest.raises(UsageError, match="hidden_size"):
         compose(tmp_path)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 from fsdpctl.checkpoint.manifest import TensorInfo
 from fsdpctl.checkpoint.quantized import DequantizedTensors, QuantizedTensors
 from fsdpctl.checkpoint.tensors import DTYPE_NAMES, tensor_bytes
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.models.gpt2 import Projection
 from fsdpctl.models.quantized import (
     BLOCK,
     GROUP,
@@ -120,7 +120,7 @@ def test_in_eight_bits_an_error_is_at_most_half_a_code(dtype):
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_product_keeps_no_weights_for_backward(rows, columns, is_transposed, dtype, packing):
-    base = Projection(rows, columns) if is_transposed else nn.Linear(columns, rows)
+    base = Conv1D(columns, rows) if is_transposed else nn.Linear(columns, rows)
     base.requires_grad_(False)
     nn.init.normal_(base.weight)
     layer = FrozenLinear(base, is_transposed=is_transposed)

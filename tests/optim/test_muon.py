@@ -1,5 +1,6 @@
 """Muon on owned matrices is torch's Muon in one process, to the bit."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,10 +22,13 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import UsageError
 from fsdpctl.models.parts import CausalDecoder
 from fsdpctl.models.registry import initialize_parameter
+from fsdpctl.models.transformers_build import fill_buffers
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.muon import MATRICES, Muon, is_muons, muon_flops
 from fsdpctl.plan.units import lay_out
+from fsdpctl.resolve.decoder_check import allocate
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.resolve.preflight import check_optimizer
 from fsdpctl.train.assemble import make_model, make_module
@@ -133,9 +137,15 @@ def test_equals_one_process(rank: int, world_size: int, whole: bool) -> None:
             assert largest_difference(found, wanted) == 0.0, (strategy, owner_map, kind, window)
 
 
+PHI3 = {
+    "model_type": "phi3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 80, "vocab_size": 40, "pad_token_id": None,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 16,
+}  # fmt: skip
 DECODERS = {
     "gpt2": ["model.architecture=gpt2", "model.num_kv_heads=4"],
-    "phi3": ["model.architecture=phi3", "model.num_kv_heads=2"],
+    "phi3": ["model.architecture=transformers", f"model.config_json={json.dumps(PHI3)}"],
     "qwen3": ["model.architecture=qwen3"],
 }
 HEADS, KEYS, WIDTH, HIDDEN = 4, 2, 16, 80
@@ -171,9 +181,13 @@ def decoder_loss(module: nn.Module, tokens: Tensor) -> Tensor:
 
 def drawn(config: Config) -> nn.Module:
     """The module with its initial weights, unsharded."""
-    module = make_module(config).to_empty(device="cpu")
-    assert isinstance(module, CausalDecoder)
-    module.get_output_embeddings().weight = module.get_input_embeddings().weight
+    module = make_module(config)
+    if isinstance(module, TransformersDecoder):
+        fill_buffers(module)
+    allocate(module)
+    assert isinstance(module, CausalDecoder | TransformersDecoder)
+    head: Any = module.get_output_embeddings()
+    head.weight = module.get_input_embeddings().weight
     for name, param in module.named_parameters():
         initialize_parameter(name, param.data, seed=config.train.seed, config=config.model)
     return module

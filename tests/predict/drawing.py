@@ -16,7 +16,7 @@ from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.resolve.preflight import check_placed, check_trained
 from fsdpctl.train.assemble import make_module
 
-ARCHITECTURES = ["llama", "llama", "mistral", "qwen3", "gemma3_text", "phi3", "gpt2"]
+ARCHITECTURES = ["llama", "llama", "mistral", "qwen3", "gpt2"]
 TRAINABLE = [
     "0", "norm|ln", "weight", r"\.0\.(mlp|self_attn|attn)", "mlp|head", "embed|wte", "bias|norm",
 ]  # fmt: skip
@@ -104,9 +104,7 @@ def _model(draw: random.Random) -> list[str]:
         f"model.vocab_size={draw.choice([64, 300, 2000])}",
         f"model.tie_embeddings={draw.choice(['true', 'false'])}",
     ]
-    if arch == "gemma3_text":
-        words += ["model.sliding_window=20", "model.sliding_pattern=2"]
-    if arch in ("mistral", "phi3") and draw.random() < 0.5:
+    if arch == "mistral" and draw.random() < 0.5:
         words += ["model.sliding_window=20"]
     part = draw.random()
     if part < 0.15:

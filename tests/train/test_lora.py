@@ -16,6 +16,7 @@ from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.merge import exported_weights
 from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fsdpctl.config.schema import Config
@@ -88,7 +89,7 @@ def losses_of_peft(config: Config, folder: Path) -> list[float]:
             lora_alpha=lora.alpha,
             use_rslora=lora.rslora,
             target_modules="all-linear",
-            fan_in_fan_out=config.model.architecture == "gpt2",
+            fan_in_fan_out=family_of(config.model) == "gpt2",
             task_type="CAUSAL_LM",
         ),
     )

@@ -24,7 +24,7 @@ CHUNKS = "train.mlp_chunk_tokens"
     "more",
     [
         ["activation_checkpointing=full", "model.lora.rank=4", "train.context_parallel=2"],
-        ["model.architecture=gemma3_text", "model.sliding_window=9"],
+        ["model.architecture=mistral", "model.sliding_window=9"],
         ["model.architecture=gpt2", "model.num_kv_heads=4"],
         ["activation_checkpointing=selective", "accumulation=last"],
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.hugging_face import CONFIG_JSON
-from fsdpctl.config.model_path import option_of
+from fsdpctl.config.model_path import model_words
 from fsdpctl.errors import UsageError
 
 # Names on the Hub without their owner. They match in full, so that quantized models and models of
@@ -33,18 +33,18 @@ def settings_of_model(name: str) -> tuple[str, ...]:
     if folder.is_dir():
         if not (folder / CONFIG_JSON).is_file():
             raise UsageError(f"{name}: {CONFIG_JSON} not found")
-        return (f"model={option_of(str(folder))}", f"model.path={name}")
+        model_words(str(folder))
+        return ("model=hf", f"model.path={name}")
     for weights, init in ((True, ()), (False, ("model.init=random",))):
         if _is_cached(name, weights=weights):
-            option = option_of(local_model(name, weights=weights))
-            return (f"model={option}", f"model.path={name}", *init)
+            return ("model=hf", f"model.path={name}", *init)
     last = name.rsplit("/", 1)[-1].partition("@")[0].lower()
     last = re.sub(r"-(fp|bf)16$", "", last)
     for form, choice in _ON_THE_HUB.items():
         if re.fullmatch(form, last):
             return (f"model={choice}",)
     if name.partition("@")[0] in hub_models():
-        return (f"model={option_of(name)}", f"model.path={name}", "model.init=random")
+        return ("model=hf", f"model.path={name}", "model.init=random")
     return ()
 
 

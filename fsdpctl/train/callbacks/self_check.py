@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fsdpctl.codes import CODES, SCALES
-from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.config.schema import Config
 from fsdpctl.config.selection import NameFilter
@@ -147,7 +146,7 @@ def _frozen_findings(run: "Trainer") -> Iterator[str]:
     chosen = None if model.trainable is None else NameFilter.of(TRAINABLE, model.trainable)
     for name, param in run.parts.model.module.named_parameters():
         is_trained = is_adapter(name) if model.lora.rank else chosen is None or chosen.matches(name)
-        is_own_choice = model.architecture == TRANSFORMERS and param.ndim <= 1
+        is_own_choice = model.is_foreign and param.ndim <= 1
         if is_trained and not param.requires_grad and not is_own_choice:
             yield f"{name}: is frozen; model.trainable and model.lora train it"
 

@@ -1,0 +1,324 @@
+"""A config.json means here what it means in transformers, whatever it says, or it is refused."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from fsdpctl.config.any_decoder import config_json, words_of_content, words_of_table
+from fsdpctl.config.earlier import of_this_version
+from fsdpctl.config.hub_models import hub_models
+from fsdpctl.config.hugging_face import OWN_FAMILIES, defaults_of
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.schema import KEYS
+from fsdpctl.errors import UsageError
+from fsdpctl.models.registry import build_plain
+from fsdpctl.models.transformers_build import fill_buffers
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.resolve.decoder_check import allocate
+from tests.cli.run import environment
+from tests.models.families import VOCABULARY
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "head_dim": 8, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt2"]
+
+
+def rope(kind: str, **about: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": kind, "factor": 4.0, **about}, "rope_theta": 700.0}
+
+
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+TOP = {"original_max_position_embeddings": 16}
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+EDITS: list[dict[str, Any]] = [
+    {},
+    {"rope_theta": 500.0},
+    {"rope_theta": 500},
+    {"rope_scaling": None, "rope_theta": 300.0},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    rope("linear"),
+    rope("linear", factor=2),
+    rope("dynamic"),
+    rope("yarn"),
+    rope("yarn", **TOP),
+    rope("yarn") | TOP,
+    rope("yarn", original_max_position_embeddings=32) | TOP,
+    rope("yarn", attention_factor=1.5, **TOP),
+    rope("yarn", beta_fast=16, **TOP),
+    rope("yarn", truncate=False, **TOP),
+    rope("yarn", mscale=0.7, mscale_all_dim=1.0, **TOP),
+    rope("yarn", original_max_position_embeddings=4),
+    rope("llama3", **BANDS, **TOP),
+    rope("llama3", **BANDS) | TOP,
+    rope("llama3", **BANDS, original_max_position_embeddings=32) | TOP,
+    rope("longrope", **LONG, **TOP),
+    rope("longrope", **LONG) | TOP,
+    rope("proportional"),
+    rope("default", partial_rotary_factor=0.5),
+    rope("linear") | {"partial_rotary_factor": 0.5},
+    {"partial_rotary_factor": 0.5, "rope_theta": 500.0},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}, **rope("linear")},
+    {"rope_parameters": {"rope_type": "default"}, "rope_theta": 200.0},
+    {"rope_parameters": {"rope_theta": 0.5, "rope_type": "default"}},
+    {"rope_local_base_freq": 50.0},
+    {"sliding_window": 5},
+    {"sliding_window": None},
+    {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    {"sliding_window": 5, "use_sliding_window": True, "layer_types": KINDS},
+    {"sliding_window": 5, "layer_types": KINDS},
+    {"sliding_window": 5, "sliding_window_pattern": 2},
+    {"num_key_value_heads": 4},
+    {"num_key_value_heads": None},
+    {"head_dim": 12},
+    {"head_dim": None},
+    {"attention_bias": True},
+    {"mlp_bias": True},
+    {"attention_dropout": 0.1},
+    {"hidden_act": "gelu"},
+    {"hidden_act": "swish"},
+    {"hidden_act": "gelu_new"},
+    {"hidden_act": "quick_gelu"},
+    {"hidden_activation": "relu"},
+    {"tie_word_embeddings": True},
+    {"tie_word_embeddings": False},
+    {"rms_norm_eps": 0.01},
+    {"layer_norm_epsilon": 0.01},
+    {"query_pre_attn_scalar": 12},
+    {"final_logit_softcapping": 2.0},
+    {"attn_logit_softcapping": 2.0},
+    {"scale_attn_by_inverse_layer_idx": True},
+    {"scale_attn_weights": False},
+    {"activation_function": "relu"},
+    {"n_inner": 40},
+    {"resid_pdrop": 0.0},
+    {"logit_scale": 3.0, "residual_multiplier": 2.0, "note": "x"},
+    {"use_bidirectional_attention": True},
+    {"torch_dtype": "bfloat16", "use_cache": False, "num_labels": 3},
+    {"pad_token_id": 3},
+    {"per_layer_config": {"0": {"intermediate_size": 40}}},
+    {"num_hidden_layers": 1},
+]
+
+
+def content_of(family: str, edit: dict[str, Any]) -> dict[str, Any]:
+    base = GPT2 if family == "gpt2" else SIZES
+    content: dict[str, Any] = json.loads(json.dumps({"model_type": family, **base, **edit}))
+    return content
+
+
+def theirs_of(content: dict[str, Any]) -> nn.Module:
+    kept = {name: value for name, value in content.items() if name != "torch_dtype"}
+    config = hf.AutoConfig.for_model(**json.loads(json.dumps(kept)))
+    torch.manual_seed(0)
+    make: Any = hf.AutoModelForCausalLM
+    model: nn.Module = make.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(1.0 if param.ndim == 1 else 0.0, 0.2)
+    return model
+
+
+def model_of(content: dict[str, Any], module: str = "auto") -> ModelConfig:
+    words = words_of_content(content, "config.json", module)
+    return ModelConfig(**{n: KEYS[f"model.{n}"].parse(text) for n, text in words.items()})  # type: ignore[arg-type]
+
+
+def ours_of(model: ModelConfig, theirs: nn.Module) -> nn.Module:
+    module = build_plain(model)
+    if isinstance(module, TransformersDecoder):
+        fill_buffers(module)
+    allocate(module)
+    values = dict(theirs.named_parameters())
+    assert values.keys() == dict(module.named_parameters()).keys()
+    with torch.no_grad():
+        for name, param in module.named_parameters():
+            param.copy_(values[name])
+    return module.eval()
+
+
+@torch.no_grad()
+def check(family: str, edit: dict[str, Any]) -> str:
+    """Compare the logits; return what is wrong."""
+    content = content_of(family, edit)
+    tokens = torch.randint(0, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(1))
+    try:
+        theirs = theirs_of(content)
+        wanted = theirs(tokens, use_cache=False).logits
+    except Exception:
+        theirs = None
+    try:
+        model = model_of(content)
+        if theirs is None:
+            build_plain(model)
+            return ""  # it fails in the check of a small copy
+        found = ours_of(model, theirs)(tokens)
+    except UsageError as error:
+        text = str(error)
+        return "" if theirs is None and "\n" not in text else f"refused: {text}"
+    difference = float((found - wanted).abs().max() / wanted.abs().max())
+    return "" if difference <= 1e-5 else f"{model.architecture} differs by {difference}"
+
+
+def wrong_ones(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    found = [(f"{family} {edit}", check(family, edit)) for family, edit in cases]
+    return [f"{case}: {problem}" for case, problem in found if problem]
+
+
+def test_logits_are_those_of_transformers():
+    every = [(FAMILIES[n % len(FAMILIES)], edit) for n, edit in enumerate(EDITS)]
+    assert not wrong_ones([*every[::2], ("llama", rope("yarn") | TOP)])
+
+
+@pytest.mark.slow
+def test_logits_are_those_of_transformers_for_every_edit():
+    assert len(EDITS) >= 40
+    assert not wrong_ones([(family, edit) for edit in EDITS for family in FAMILIES])
+
+
+def test_our_own_decoder_computes_the_usual_configurations():
+    scaled = [rope("linear"), rope("llama3", **BANDS) | TOP, rope("yarn") | TOP]
+    usual: list[dict[str, Any]] = [{}, *scaled, {"note": "x"}]
+    for family in OWN_FAMILIES:
+        assert [model_of(content_of(family, edit)).architecture for edit in usual] == [family] * 5
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1: not supported by model.module=own"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic: not supp"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act quick_gelu: not supported"),
+        ({"model_type": "phi3"}, "model_type phi3: not supported"),
+    ],
+)
+def test_what_our_own_decoder_does_not_compute_is_named(edit, said):
+    content = content_of("llama", edit)
+    with pytest.raises(UsageError, match=said) as caught:
+        model_of(content, "own")
+    assert str(caught.value).endswith("; set model.module=transformers")
+    assert model_of(content).architecture == "transformers"
+
+
+NOBODY_MEANS: list[tuple[str, dict[str, Any]]] = [
+    *(("llama", {key: value}) for key, value in [
+        ("num_hidden_layers", -1), ("num_hidden_layers", 0), ("num_hidden_layers", None),
+        ("num_hidden_layers", True), ("num_hidden_layers", 10**6), ("num_hidden_layers", 2.5),
+        ("hidden_size", 1 << 40), ("vocab_size", 0), ("max_position_embeddings", -5),
+        ("num_labels", 10**9), ("rope_theta", 0), ("rope_theta", "x"), ("rope_theta", -1.0),
+        ("attention_dropout", 2.0), ("attention_dropout", -1), ("rms_norm_eps", -1.0),
+        ("rms_norm_eps", True), ("initializer_range", -0.1), ("text_config", "x"),
+        ("text_config", {"a": 1}), ("decoder", {"a": 1}), ("generator", 1),
+        ("rope_scaling", [1]), ("rope_scaling", "x"), ("rope_parameters", {"factor": -2.0}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 0}), ("tie_word_embeddings", "maybe"),
+        ("original_max_position_embeddings", -4), ("pad_token_id", 1 << 30), ("head_dim", -8),
+        ("num_key_value_heads", 0), ("mlp_bias", 7), ("some_size", 1 << 60), ("some_count", -3),
+    ]),
+    ("mistral", {"sliding_window": -4}),
+    ("mistral", {"sliding_window": 0}),
+    ("gpt_neo", {"attention_types": [[["global"], 10**9]]}),
+    ("qwen3_moe", {"num_experts": 200_000}),
+    ("gpt2", {"resid_pdrop": 1.5}),
+    ("gemma3_text", {"layer_types": ["full_attention"] * 100_000}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "edit"), NOBODY_MEANS, ids=str)
+def test_a_value_that_nobody_means_is_named(family, edit):
+    with pytest.raises(UsageError) as caught:
+        words_of_content({"model_type": family, **edit}, "DIR/config.json")
+    text = str(caught.value)
+    assert text.startswith("DIR/config.json: ")
+    assert "\n" not in text
+    assert next(iter(edit)).replace("rope_scaling", "rope")[:4] in text
+    assert len(text) < 500
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_configuration_is_equal_when_read_again(family):
+    for edit in ({}, rope("yarn", **TOP), {"sliding_window": 5}, {"tie_word_embeddings": True}):
+        content = content_of(family, edit)
+        try:
+            model = model_of(content)
+        except UsageError:
+            continue  # a kind of rope that the family does not have
+        source = {**content, "torch_dtype": "float16", "architectures": ["Own"], "note": "x"}
+        written = config_json(model, "float32", source)
+        assert (written["dtype"], written["architectures"]) == ("float32", ["Own"])
+        one, two = (
+            hf.AutoConfig.for_model(**json.loads(json.dumps(each))) for each in (source, written)
+        )
+        differing = {
+            key
+            for key, value in one.to_dict().items()
+            if two.to_dict().get(key) != value and key not in ("dtype", "transformers_version")
+        }
+        assert not differing
+
+
+def test_defaults_of_our_families_are_those_of_transformers():
+    for family in OWN_FAMILIES:
+        usual = hf.AutoConfig.for_model(family).to_dict()
+        for name, value in defaults_of(family).items():
+            derived = name in ("head_dim", "num_key_value_heads", "sliding_window") and not value
+            assert derived or usual[name] == value, (family, name)
+
+
+@pytest.mark.slow
+def test_published_models_are_the_same_without_transformers():
+    for name, entry in hub_models().items():
+        if entry["config"]["model_type"] in OWN_FAMILIES:
+            assert words_of_table(entry["config"], name) == words_of_content(entry["config"], name)
+
+
+EARLIER = {
+    "gemma": {"model.head_dim": "16", "model.rope_theta": "10000.0"},
+    "gemma3_text": {
+        "model.head_dim": "16", "model.sliding_window": "9", "model.sliding_pattern": "2",
+        "model.query_scalar": "12", "model.rope_theta": "1000000.0",
+    },
+    "phi3": {"model.sliding_window": "9"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", EARLIER)
+def test_runs_of_earlier_versions_are_read(family):
+    words = {
+        "model.architecture": family, "model.num_layers": "2", "model.hidden_size": "32",
+        "model.intermediate_size": "48", "model.num_heads": "4", "model.num_kv_heads": "2",
+        "model.vocab_size": "64", "model.norm_eps": "1e-06", "model.tie_embeddings": "true",
+        **EARLIER[family],
+    }  # fmt: skip
+    found = of_this_version(words)
+    content = json.loads(found["model.config_json"])
+    assert found["model.architecture"] == "transformers"
+    assert (content["model_type"], content["rms_norm_eps"]) == (family, 1e-6)
+    model = model_of(content)
+    assert sum(param.numel() for param in build_plain(model).parameters()) > 10_000
+    if family == "gemma3_text":
+        assert content["layer_types"] == ["sliding_attention", "full_attention"]
+        assert content["query_pre_attn_scalar"] == 12
+
+
+def test_models_with_our_own_decoder_are_estimated_without_transformers():
+    code = (
+        "import sys; from fsdpctl.config.compose import compose_config as of\n"
+        "of(['model=hf', 'model.path=Qwen/Qwen3-0.6B', 'model.init=random']); of(['model=gpt2'])\n"
+        "assert 'transformers' not in sys.modules and 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
