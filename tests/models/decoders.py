@@ -64,6 +64,8 @@ def save_decoder(family: str, folder: Path, **settings: Any) -> None:
     config = tiny_config(family)
     for name, value in settings.items():
         setattr(config, name, value)
+        if hasattr(config, f"decoder_{name}"):
+            setattr(config, f"decoder_{name}", value)
     torch.manual_seed(0)
     make: Any = hf.AutoModelForCausalLM
     model = make.from_config(config)

@@ -81,13 +81,16 @@ def test_the_auxiliary_loss_can_be_left_out(tmp_path):
 def test_global_balance_counts_the_tokens_of_all_ranks(rank: int, world_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(10, 4, generator=generator) for _ in range(world_size)]
-    config = SimpleNamespace(num_experts_per_tok=2)
+    ends = [7, 10]  # padding does not count
+    model = SimpleNamespace(num_experts=4, num_experts_per_tok=2)
     reduce = collectives_for(CPU).all_reduce
-    found = global_balance([logits[rank]], config, reduce)
-    everywhere = torch.cat(logits)
+    data = torch.arange(10) < ends[rank]
+    found = global_balance([logits[rank]], data[None], model, reduce)
+    counted = [each[:end] for each, end in zip(logits, ends, strict=True)]
+    everywhere = torch.cat(counted)
     chosen = everywhere.softmax(-1).topk(2).indices
     share = F.one_hot(chosen, 4).sum(dim=(0, 1)) / len(everywhere)
-    mean = logits[rank].softmax(-1).mean(0)
+    mean = counted[rank].softmax(-1).mean(0)
     assert float(found) == pytest.approx(float(4 * (share * mean).sum()), rel=1e-6)
 
 

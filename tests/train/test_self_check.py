@@ -77,10 +77,8 @@ def _counted_twice(*args: Any, **named: Any) -> Any:
     return record_step(*args, **{**named, "tokens": 2 * named["tokens"]})
 
 
-def _balance(
-    decoder: Any, hidden: Any, outputs: Any, plain: Any = TransformersDecoder._balance
-) -> Any:
-    return plain(decoder, hidden, outputs).detach()
+def _balance(decoder: Any, *about: Any, plain: Any = TransformersDecoder._balance) -> Any:
+    return plain(decoder, *about).detach()
 
 
 def _unbalanced_in_chunks(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fsdpctl.codes import CODES, SCALES
-from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import MicroBatch
@@ -19,13 +18,14 @@ from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.models.parts import evaluating
+from fsdpctl.models.registry import build_plain
 from fsdpctl.plan.states import SPLIT, is_compressible
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.shards import FlatShard
 from fsdpctl.train.callback import Callback
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.requests import RequestFlags
-from fsdpctl.train.small_copy import compare_gradients, has_auxiliary_gradient
+from fsdpctl.train.small_copy import compare_gradients, has_auxiliary_gradient, unused_units
 
 if TYPE_CHECKING:
     from fsdpctl.train.trainer import Trainer
@@ -94,9 +94,9 @@ class SelfCheck(Callback):
         for lines, *_ in everyone:
             yield from lines
         units = {s.unit for s in run.parts.model.flat_shards() if s.trainable}
-        for unit in sorted(units):
-            if not any(of_rank.get(unit) for _, of_rank, _ in everyone):
-                yield f"{unit or 'the root'}: no parameter has a gradient"
+        units -= {unit for _, of_rank, _ in everyone for unit in of_rank if of_rank[unit]}
+        for unit in sorted(units - unused_units(run.parts, units)):
+            yield f"{unit or 'the root'}: no parameter has a gradient"
         counted = sum(count for *_, count in everyone)
         if self._tokens != counted:
             yield f"loss over {self._tokens} tokens; expected {counted}, the targets of the batch"
@@ -144,10 +144,17 @@ def _frozen_findings(run: "Trainer") -> Iterator[str]:
     """Yield parameters that are frozen, but are trained by the configuration."""
     model = run.parts.config.model
     pattern = re.compile(model.trainable or "")
-    for name, param in run.parts.model.module.named_parameters():
-        is_trained = is_adapter(name) if model.lora.rank else pattern.search(name) is not None
-        is_own_choice = model.architecture == TRANSFORMERS and param.ndim <= 1
-        if is_trained and not param.requires_grad and not is_own_choice:
+    frozen = [
+        name
+        for name, param in run.parts.model.module.named_parameters()
+        if not param.requires_grad
+        and (is_adapter(name) if model.lora.rank else pattern.search(name) is not None)
+    ]
+    if not frozen:
+        return
+    plain = dict(build_plain(model).named_parameters())  # of which transformers may freeze some
+    for name in frozen:
+        if name not in plain or plain[name].requires_grad:
             yield f"{name}: is frozen; model.trainable and model.lora train it"
 
 
