@@ -41,7 +41,15 @@ from fsdpctl.errors import FsdpctlError
 from fsdpctl.models.registry import build_plain
 from fsdpctl.resolve.decoder_check import check_decoder
 from fsdpctl.train.assemble import make_module
-from tests.models.decoders import batches_of, fill, load_decoder, our_loss, their_loss, whole
+from tests.models.decoders import (
+    batches_of,
+    fill,
+    load_decoder,
+    our_loss,
+    their_loss,
+    tiny_config,
+    whole,
+)
 from tests.train.chats import make_chat_model, make_chats
 
 _LIMIT = 120.0  # seconds of a command
@@ -106,7 +114,9 @@ def _refused(ended: Ended) -> bool:
 
 def _make(family: str, folder: Path) -> None:
     _silence()
-    make_chat_model(folder / "model", family)
+    routes = hasattr(tiny_config(family), "output_router_logits")
+    settings = {"output_router_logits": True} if routes else {}
+    make_chat_model(folder / "model", family, **settings)
     make_chats(folder / "chats.jsonl", 20)
 
 

@@ -261,5 +261,5 @@ def _can_cache(config: Any) -> bool:
 
     try:
         return bool(transformers.DynamicCache(config=config).get_seq_length() == 0)
-    except ValueError:
+    except (ValueError, AttributeError):  # no layers, or several lists of them
         return False

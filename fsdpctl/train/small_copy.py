@@ -76,8 +76,11 @@ def has_auxiliary_gradient(parts: TrainingParts) -> bool:
     for aux in (parts.config.model.router_aux_loss, "none"):
         plain = _plain(_small_config(parts.config, aux), parts.device)
         summed_loss(plain, batch, parts.device, chunk).backward()
-        gradients.append([each.grad for each in plain.parameters() if each.grad is not None])
-    pairs = zip(*gradients, strict=True)
+        gradients.append({n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+    with_it, without = gradients
+    if with_it.keys() != without.keys():
+        return True
+    pairs = ((grad, without[name]) for name, grad in with_it.items())
     return any((one - other).norm() > _AUX_SHARE * other.norm() for one, other in pairs)
 
 

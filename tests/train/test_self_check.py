@@ -22,6 +22,8 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.train import assemble, loss, small_copy, step
 from fsdpctl.train.callbacks import self_check
 from tests.distributed import distributed
+from tests.matrix import fast
+from tests.models.decoders import save_decoder
 from tests.train.chats import make_chat_model, make_chats
 from tests.train.ranks import made, words
 
@@ -224,3 +226,21 @@ def test_mistakes_are_found_with_packed_chats(tmp_path, family):
     ]  # fmt: skip
     names = list(CHATS) if kind else ["leak"]
     check(world_size=2, typed=typed, folder=str(tmp_path), names=names)
+
+
+# Parameters that transformers freezes, an encoder that a decoder does not run, and buffers that
+# only building a module computes.
+@pytest.mark.parametrize(
+    "family",
+    fast("ernie4_5_moe", "git", slow=["marian", "pegasus", "apertus", "phi4_multimodal", "afmoe"]),
+)
+@distributed(world_size=1)
+def test_families_of_transformers_pass(
+    rank: int, world_size: int, family: str, tmp_path: Path
+) -> None:
+    save_decoder(family, tmp_path / "model")
+    typed = words(
+        tmp_path, 1, "train.steps=1", "train.self_check=auto", "precision=fp32",
+        "model=transformers", f"model.path={tmp_path / 'model'}", "data.tokenizer=bytes",
+    )  # fmt: skip
+    assert not _found(typed, f"{tmp_path}/run", mock.patch.dict({}))
