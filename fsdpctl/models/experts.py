@@ -45,10 +45,13 @@ def aux_loss_factor(model: Any) -> float:
                 "model.router_aux_loss=none to train without it"
             )
     found = next((value for name in _FACTORS if (value := getattr(model, name, None))), 0.0)
-    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", ())
-    each = recorded if isinstance(recorded, list | tuple) else [recorded]
-    routers: Any = tuple(getattr(one, "target_class", one) for one in each)
-    return float(found) if any(isinstance(one, routers) for one in model.modules()) else 0.0
+    routers: list[Any] = []
+    for part in model.modules():  # the backbone of some families has a list of its own
+        recorded = (getattr(type(part), "_can_record_outputs", None) or {}).get("router_logits", [])
+        each = recorded if isinstance(recorded, list | tuple) else [recorded]
+        routers += [getattr(one, "target_class", one) for one in each]
+    kinds = tuple(set(routers))
+    return float(found) if any(isinstance(part, kinds) for part in model.modules()) else 0.0
 
 
 def global_balance(routers: Any, data: Tensor, model: Any, reduce_counts: Counts | None) -> Tensor:
