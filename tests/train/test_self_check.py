@@ -21,6 +21,7 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.train import assemble, loss, small_copy, step
 from fsdpctl.train.callbacks import self_check
+from tests.cli.run import make_text
 from tests.distributed import distributed
 from tests.matrix import fast
 from tests.models.decoders import save_decoder
@@ -238,9 +239,11 @@ def test_mistakes_are_found_with_packed_chats(tmp_path, family):
 def test_families_of_transformers_pass(
     rank: int, world_size: int, family: str, tmp_path: Path
 ) -> None:
-    save_decoder(family, tmp_path / "model")
-    typed = words(
-        tmp_path, 1, "train.steps=1", "train.self_check=auto", "precision=fp32",
-        "model=transformers", f"model.path={tmp_path / 'model'}", "data.tokenizer=bytes",
-    )  # fmt: skip
+    save_decoder(family, tmp_path / "model", vocab_size=320)
+    typed = [
+        "model=transformers", f"model.path={tmp_path / 'model'}", "data=text",
+        f"data.path={make_text(tmp_path)}", "data.val_fraction=0", "train.seq_len=16",
+        "train.global_batch_size=2", "train.steps=1", "train.self_check=auto", "precision=fp32",
+        "launch.nproc_per_node=1", "launch.device=cpu", "train.sample_tokens=0",
+    ]  # fmt: skip
     assert not _found(typed, f"{tmp_path}/run", mock.patch.dict({}))
