@@ -1,24 +1,36 @@
-"""Try every causal decoder of transformers, tiny, under `model=transformers`.
+"""Try every causal decoder of transformers, tiny, by the command.
 
     python -m benchmarks.decoders --out benchmarks/results/decoders.json
+    python -m benchmarks.decoders --out benchmarks/results/decoders.json --only git doge
 
-Each is written as transformers writes it, loaded, run forward and backward, and exported, in one
-process beside transformers. tests/models/test_decoders.py trains the same models on several ranks.
+Each is a directory as transformers writes it, with a tokenizer and a chat template. Its loss,
+gradients and exported bytes are compared with those of transformers in one process. Then
+`estimate-memory`, `train` on two ranks with the self-check, `evaluate` and `consolidate-checkpoint`
+run on it, and transformers loads the result. Results are kept by family, so a run can be repeated
+for some of them.
 """
 
 import argparse
+import json
+import os
 import re
 import tempfile
 import warnings
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", NO_COLOR="1", COLUMNS="400")
 
 import torch
 import transformers as hf
 from safetensors.torch import load_file
 from transformers.models.auto import modeling_auto
 
+from benchmarks.forked_commands import Ended, call, command, import_all
 from benchmarks.report import write_report
 from fsdpctl.checkpoint.hub_weights import to_hub
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
@@ -34,10 +46,21 @@ from tests.models.decoders import (
     fill,
     load_decoder,
     our_loss,
-    save_decoder,
     their_loss,
+    tiny_config,
     whole,
 )
+from tests.train.chats import make_chat_model, make_chats
+
+_LIMIT = 300.0  # seconds of a command
+_SETTINGS = (
+    "model=transformers", "model.path=model", "data=chat", "data.path=chats.jsonl",
+    "train.seq_len=48", "launch.device=cpu",
+)  # fmt: skip
+_TRAINING = (
+    "train.global_batch_size=4", "train.steps=3", "train.sample_tokens=4", "train.run_dir=run",
+    "train.self_check=auto", "data.val_fraction=0.2", "precision=fp32", "launch=env",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +76,78 @@ class Tried:
     loss_difference: float = 0.0  # from transformers', in nats per token
     gradient_difference: float = 0.0  # largest, relative to the largest gradient of the model
     exports_equal: bool = False  # whether exported bytes are those that were read
+    # The commands that failed, and how; of a family that is not supported, those that did not
+    # end with a figure or a line.
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 def tried(family: str, name: str, folder: Path) -> Tried:
-    """Try one family.
+    """Try one family in this process and by commands, in forks of it."""
+    notes = folder / "tried.json"
+    made = call(partial(_make, family, folder), folder, _LIMIT)
+    if made.code:
+        return Tried(family, name, _line(made.problem), is_tried=False)
+    compared = call(partial(_compare, family, name, folder, notes), folder, _LIMIT)
+    if notes.exists():
+        found = Tried(**json.loads(notes.read_text()))
+    else:
+        found = Tried(family, name, failed={"module": _line(compared.problem)})
+    ended = {"estimate-memory": command(("estimate-memory", *_SETTINGS), folder, _LIMIT)}
+    ended["train"] = command(("train", *_SETTINGS, *_TRAINING), folder, _LIMIT, ranks=2)
+    if found.problem:
+        failed = {each: _line(end.problem) for each, end in ended.items() if not _answered(end)}
+        return replace(found, failed=failed)
+    if not ended["train"].code:
+        ended["evaluate"] = command(("evaluate", "run", "launch.device=cpu"), folder, _LIMIT)
+        words = ("consolidate-checkpoint", "run", "exported")
+        ended["consolidate-checkpoint"] = command(words, folder, _LIMIT)
+        ended["transformers"] = call(partial(_load, folder / "exported"), folder, _LIMIT)
+    failed = {each: _line(end.problem) for each, end in ended.items() if end.code}
+    return replace(found, failed={**found.failed, **failed})
+
+
+def _answered(ended: Ended) -> bool:
+    """Return whether a command ended with a figure or a line."""
+    return ended.code in (0, 1, 2, 4) and "Traceback" not in ended.output
+
+
+def _make(family: str, folder: Path) -> None:
+    _silence()
+    routes = hasattr(tiny_config(family), "output_router_logits")
+    settings = {"output_router_logits": True} if routes else {}
+    make_chat_model(folder / "model", family, **settings)
+    make_chats(folder / "chats.jsonl", 20)
+
+
+def _load(folder: Path) -> None:
+    _silence()
+    make: Any = hf.AutoModelForCausalLM
+    _, about = make.from_pretrained(folder, output_loading_info=True)
+    missing = {name: found for name, found in about.items() if found}
+    assert not missing, missing
+    hf.AutoTokenizer.from_pretrained(folder)
+
+
+def _compare(family: str, name: str, folder: Path, notes: Path) -> None:
+    """Write what a family does to `notes`."""
+    _silence()
+    notes.write_text(json.dumps(asdict(_compared(family, name, folder / "model"))))
+
+
+def _compared(family: str, name: str, folder: Path) -> Tried:
+    """Compare a family with transformers.
 
     Raises:
         Exception: If a step fails that succeeds in transformers.
     """
-    try:
-        save_decoder(family, folder)
-        theirs = load_decoder(folder)
-    except Exception as error:  # the code of a family raises what it likes
-        return Tried(family, name, _line(error), is_tried=False)
+    theirs = load_decoder(folder)
     try:
         config = compose_config(["model=transformers", f"model.path={folder}"]).config
         packs = check_decoder(config.model)
         weights = open_weights(config.model)
         build_plain(config.model)
     except FsdpctlError as error:
-        return Tried(family, name, _line(error))
+        return Tried(family, name, _line(str(error)))
     module = make_module(config)
     fill(module, weights)
     tokens = batches_of(1, 1)[0][0][0]
@@ -90,9 +165,16 @@ def tried(family: str, name: str, folder: Path) -> Tried:
     )
 
 
-def _line(error: Exception) -> str:
+def _silence() -> None:
+    warnings.simplefilter("ignore")
+    logging: Any = hf.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _line(text: str) -> str:
     """Return the first line of a message, with files instead of paths."""
-    return re.sub(r"/\S*/", "", str(error).strip().partition("\n")[0])
+    return re.sub(r"/\S*/", "", text.strip().partition("\n")[0])
 
 
 def _gradient_difference(module: torch.nn.Module, theirs: Any) -> float:
@@ -124,26 +206,25 @@ def _same_bytes(exported: Tensors, folder: Path) -> bool:
 
 
 def main() -> None:
-    """Try all families, and write what they do."""
+    """Try families, and write what they do after each of them."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--families", nargs="*", help="a few of them")
+    parser.add_argument("--only", nargs="*", metavar="FAMILY", help="these, and keep the others")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging: Any = hf.utils.logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    import_all()
     known = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    results = []
-    for family in given.families or sorted(known):
+    results: dict[str, dict[str, Any]] = {}
+    if given.only and given.out and given.out.exists():
+        before = json.loads(given.out.read_text())["results"]
+        results = {each["family"]: each for each in before if each["family"] in known}
+    for family in given.only or sorted(known):
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                found = tried(family, known[family], Path(folder))
-            except Exception as error:
-                found = Tried(family, known[family], f"{type(error).__name__}: {_line(error)}")
+            os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
+            found = tried(family, known[family], Path(folder))
         print(found, flush=True)
-        results.append(asdict(found))
-    write_report(given.out, "decoders", results, transformers=hf.__version__)
+        results[family] = asdict(found)
+        in_order = [results[each] for each in sorted(results)]
+        write_report(given.out, "decoders", in_order, transformers=hf.__version__)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class MicroBatch:
     ] = ()  # of documents and padding in each row; () if rows are full
     context: ContextParallel | None = None
     holds_documents: bool = False  # which do not see one another
+    ends: tuple[int, ...] = ()  # where padding begins in each row
 
     def own(self, place: int) -> int:
         """Return the index in `tokens` of a place in a row, or of the end that is nearest to it."""
@@ -96,10 +97,12 @@ class Batches:
         # No longer than samples: there may be no positions after theirs.
         filling = tuple(min(length, padding - start) for start in range(0, padding, length))
         lengths: list[tuple[int, ...]] = [(length, *filling)] * len(tokens)
+        ends = [0] * len(tokens)
         for row, number in enumerate(samples.tolist()):
             sample = self.rows[number]
             tokens[row, :length], targets[row, :length] = sample.tokens, sample.targets
             lengths[row] = (*(sample.lengths or (length,)), *filling)
+            ends[row] = length - sample.filling
         largest = max(tokens.max(initial=0), targets.max(initial=0))
         if largest >= self.vocab_size:
             raise UsageError(
@@ -114,7 +117,7 @@ class Batches:
             np.ascontiguousarray(each[:, first : first + size]) for each in (tokens, targets)
         )
         own = torch.from_numpy(tokens), torch.from_numpy(targets)
-        return MicroBatch(*own, split, context, packs)
+        return MicroBatch(*own, split, context, packs, tuple(ends))
 
 
 def _as_slice(span: range) -> slice:

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.choices import Choices
 from fsdpctl.estimate.observed_work import work_of
-from fsdpctl.estimate.operators import cpu_nbytes, cuda_workspace, operators_of, result_of
+from fsdpctl.estimate.operators import cpu_nbytes, cuda_workspace, operators_of
 from fsdpctl.models.quantized import OPERATORS
 from fsdpctl.predict.compute import (
     Gone,
@@ -48,6 +49,7 @@ class _Recorder(TorchDispatchMode):
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._muted: set[int] = set()
         self._doubts: set[int] = set()  # storages of results of `any`
+        self._choices = Choices(is_cuda=self._is_cuda)
 
     def begin_pass(self) -> None:
         self.number += 1
@@ -69,7 +71,7 @@ class _Recorder(TorchDispatchMode):
         if (function := OPERATORS.get(func)) is not None:
             with self:
                 return function(*args)
-        result = result_of(func, args, kwargs or {}, is_cuda=self._is_cuda)
+        result = self._choices.result_of(func, args, kwargs or {})
         if (work := work_of(func, args, kwargs, result)) is not None:
             self.work.setdefault(self.place, []).append(work)
         if isinstance(result, Tensor):
@@ -84,16 +86,13 @@ class _Recorder(TorchDispatchMode):
             self.parts[self.place].append(Passing(nbytes, str(func)))
         return result
 
-    def _assumed(self, tensor: Tensor) -> bool:
-        """Return the assumed value of a tensor that a module reads: `all` is true, `any` is false.
+    def _assumed(self, tensor: Tensor) -> bool | int:
+        """Return what a module reads: `all` is true, `any` is false, the place of an expert is 0.
 
         Libraries use these to check whether a mask masks anything, or a number is not finite.
         """
         if tensor.dtype != torch.bool:
-            raise UsageError(
-                "the module reads the value of a tensor, which is unknown before it runs: memory "
-                "that depends on it cannot be estimated"
-            )
+            return self._choices.place_in(tensor)
         return tensor.untyped_storage()._cdata not in self._doubts
 
     def _see(self, tensor: Tensor, func: Any, inputs: Sequence[Any]) -> None:
@@ -138,15 +137,15 @@ class _Recorder(TorchDispatchMode):
                 what = self._made[number, place][index].what
                 outliving.setdefault((place, what), []).append(index)
 
-        def renumbered(gone: Gone) -> Gone:
-            what = self._made[self.number - 1, gone.place][gone.number].what
-            return gone._replace(number=outliving[gone.place, what].pop(0))
+        def renumbered(each: Happening) -> list[Happening]:
+            if not (isinstance(each, Gone) and each.is_old):
+                return [each]
+            entry = self._made[self.number - 1, each.place][each.number]
+            like = outliving.get((each.place, entry.what))  # none if only every second pass has it
+            return [each._replace(number=like.pop(0))] if like else []
 
         parts = {
-            place: [
-                renumbered(each) if isinstance(each, Gone) and each.is_old else each
-                for each in happenings
-            ]
+            place: [each for happening in happenings for each in renumbered(happening)]
             for place, happenings in self.parts.items()
         }
         kept = []

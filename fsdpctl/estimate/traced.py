@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Config
 from fsdpctl.engine.describe import divide_module
+from fsdpctl.errors import UsageError
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
 from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.quantized import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.rope import rotation
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.context import ContextParallel
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import TRACED_OF_A_ROW, Pass, Program, UnitRow
@@ -160,6 +162,9 @@ class TracedModel:
             return module
 
         module = make()
+        self._family = None
+        if isinstance(module, TransformersDecoder):  # whose code raises what it likes
+            self._family = module.transformers_model.config.model_type
         self.num_params = sum(count_weights(module).values())
         self.num_active = count_active(module)
         self.num_trained = sum(
@@ -212,5 +217,13 @@ class TracedModel:
                 tables.cache_clear()
             if self._needs_kernels:
                 import_kernels(self._device)
-            self._programs[key] = self._traced_module.program(run)
+            try:
+                self._programs[key] = self._traced_module.program(run)
+            except (NotImplementedError, RuntimeError, ValueError) as error:
+                if self._family is None:
+                    raise
+                reason = str(error).strip().partition("\n")[0]
+                raise UsageError(
+                    f"model=transformers: {self._family}: memory cannot be estimated: {reason}"
+                ) from error
         return self._programs[key]

@@ -26,14 +26,26 @@ class Documents:
     device_type: str  # the device type whose kernels are used
     context: ContextParallel | None = None  # this rank's part of the rows; None: all of them
     are_rows: bool = False  # every row is one document and padding, as if there were none
+    ends: Tensor | None = None  # (batch, 1): where padding begins in each row; None: there is none
 
     @property
     def own_positions(self) -> Tensor:
         """The positions of this rank's tokens."""
+        return self._own(self.positions)
+
+    @property
+    def own_data(self) -> Tensor:
+        """Whether each of this rank's tokens is data, not padding."""
+        places = torch.arange(self.positions.shape[1], device=self.positions.device)
+        return self._own(
+            (places < (len(places) if self.ends is None else self.ends)).expand_as(self.positions)
+        )
+
+    def _own(self, of_rows: Tensor) -> Tensor:
         if self.context is None:
-            return self.positions
-        length = self.positions.shape[1] // self.context.size
-        return self.positions.narrow(1, self.context.index * length, length)
+            return of_rows
+        length = of_rows.shape[1] // self.context.size
+        return of_rows.narrow(1, self.context.index * length, length)
 
     @property
     def first_keys(self) -> Tensor:
@@ -57,6 +69,7 @@ def make_documents(
     like: str = "",
     context: ContextParallel | None = None,
     are_rows: bool = False,
+    ends: Sequence[int] = (),
 ) -> Documents:
     """Return the documents of a batch.
 
@@ -66,6 +79,7 @@ def make_documents(
         like: The device type whose kernels are used, if it is another one.
         context: This rank's part of the rows.
         are_rows: Every row is one document, and padding that nothing has to hide.
+        ends: Where padding begins in each row; (): there is none.
     """
     rows, size = len(lengths), sum(lengths[0])
     each = list(chain.from_iterable(lengths))
@@ -74,7 +88,8 @@ def make_documents(
     offsets[: len(each) + 1] = torch.tensor([0, *accumulate(each)], dtype=torch.int32)
     longest = min(size, _power_of_two(max(each)))
     sent = send(positions, device), send(offsets, device)
-    return Documents(lengths, *sent, longest, like or device.type, context, are_rows)
+    stops = send(torch.tensor(ends).view(-1, 1), device) if ends else None
+    return Documents(lengths, *sent, longest, like or device.type, context, are_rows, stops)
 
 
 def _power_of_two(least: int) -> int:
@@ -102,7 +117,8 @@ def assumed_documents(
     lengths = (halves,) * rows
     positions = torch.empty(rows, size, dtype=torch.int64)
     offsets = torch.empty(_power_of_two(rows * count) + 1, dtype=torch.int32)
-    return Documents(lengths, positions, offsets, size, like, context, are_rows)
+    ends = torch.empty(rows, 1, dtype=torch.int64)
+    return Documents(lengths, positions, offsets, size, like, context, are_rows, ends)
 
 
 def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,12 +1,18 @@
 """Models of transformers with experts: what a token uses, and the loss of their routers."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fsdpctl.config.any_decoder import CONFIG_OF
+from fsdpctl.errors import UsageError
+
+# Attributes of a model of transformers with the factor of its auxiliary loss.
+_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
+_OTHER_LOSSES = ("z_loss_coefficient", "z_loss_coef", "router_z_loss_coef")
 
 Counts = Callable[[Tensor], Tensor]
 
@@ -27,13 +33,28 @@ def idle_parameters(model: Any) -> int:
 
 
 def aux_loss_factor(model: Any) -> float:
-    """Return the factor of the routers' auxiliary loss; 0 if the model has none."""
-    takes = "output_router_logits" in inspect.signature(type(model).forward).parameters
-    found = getattr(model.config, "router_aux_loss_coef", None) if takes else None
-    return float(found or 0.0)
+    """Return the factor of the routers' auxiliary loss; 0 if the model has none.
+
+    Raises:
+        UsageError: If transformers adds another loss to that of the targets.
+    """
+    for name in _OTHER_LOSSES:
+        if found := getattr(model, name, None):
+            raise UsageError(
+                f"{CONFIG_OF}: {name}={found}: not supported; set it to 0, or "
+                "model.router_aux_loss=none to train without it"
+            )
+    found = next((value for name in _FACTORS if (value := getattr(model, name, None))), 0.0)
+    routers: list[Any] = []
+    for part in model.modules():  # the backbone of some families has a list of its own
+        recorded = (getattr(type(part), "_can_record_outputs", None) or {}).get("router_logits", [])
+        each = recorded if isinstance(recorded, list | tuple) else [recorded]
+        routers += [getattr(one, "target_class", one) for one in each]
+    kinds = tuple(set(routers))
+    return float(found) if any(isinstance(part, kinds) for part in model.modules()) else 0.0
 
 
-def global_balance(routers: Any, config: Any, reduce_counts: Counts | None) -> Tensor:
+def global_balance(routers: Any, data: Tensor, model: Any, reduce_counts: Counts | None) -> Tensor:
     """Return the load-balancing loss with each expert's share of tokens taken over all ranks.
 
     The loss of Fedus et al., Switch Transformer, 2021, eq. 4, over all layers at once as in
@@ -41,15 +62,26 @@ def global_balance(routers: Any, config: Any, reduce_counts: Counts | None) -> T
 
     Args:
         routers: The router logits of each layer, (tokens, experts).
-        config: transformers' configuration.
+        data: Whether a token counts, (batch, length).
+        model: The PreTrainedModel.
         reduce_counts: Sums a tensor over all ranks.
+
+    Raises:
+        UsageError: If the routers do not have a logit for each expert.
     """
-    logits = torch.cat([each.flatten(0, -2) for each in routers], dim=0)
-    odds = torch.softmax(logits, dim=-1)
-    chosen = torch.topk(odds, config.num_experts_per_tok, dim=-1).indices
-    counts = torch.zeros(logits.shape[-1] + 1, dtype=torch.float32, device=logits.device)
-    counts[:-1] = F.one_hot(chosen, logits.shape[-1]).sum(dim=(0, 1))
-    counts[-1] = len(logits)
+    count = model.num_experts
+    if any(each.shape[-1] != count for each in routers):
+        raise UsageError(
+            f"model.router_aux_loss=global: not supported by {model.config.model_type}, whose "
+            "routers have no logit for each expert; expected model or none"
+        )
+    odds = torch.softmax(torch.cat([each.flatten(0, -2) for each in routers]), dim=-1)
+    chosen = torch.topk(odds, model.num_experts_per_tok, dim=-1).indices
+    counted = data.flatten().to(torch.float32).repeat(len(routers)).unsqueeze(-1)
+    counts = torch.zeros(count + 1, dtype=torch.float32, device=odds.device)
+    counts[:-1] = (F.one_hot(chosen, count).sum(dim=1) * counted).sum(dim=0)
+    counts[-1] = own = counted.sum()
     if reduce_counts is not None:
         counts = reduce_counts(counts)
-    return logits.shape[-1] * torch.sum(counts[:-1] / counts[-1] * odds.mean(dim=0))
+    mean = (odds * counted).sum(dim=0) / own.clamp(min=1)
+    return torch.sum(counts[:-1] / counts[-1] * mean) * int(count)

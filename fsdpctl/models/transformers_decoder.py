@@ -228,16 +228,20 @@ class TransformersDecoder(nn.Module):
         loss: Tensor = head(hidden, targets, chunk_tokens, outputs)
         if targets is None or not adds:
             return loss
-        return loss + (targets != -100).sum() * self._balance(hidden, outputs)
+        is_target = targets != -100
+        data = is_target.any(-1, keepdim=True) if documents is None else documents.own_data
+        return loss + is_target.sum() * self._balance(hidden, outputs, data.expand_as(targets))
 
-    def _balance(self, hidden: Tensor, outputs: Any) -> Tensor:
-        """Return the auxiliary loss of the routers of a micro-batch with its factor."""
+    def _balance(self, hidden: Tensor, outputs: Any, data: Tensor) -> Tensor:
+        """Return the auxiliary loss of the routers with its factor, over the tokens in `data`."""
         model = self.transformers_model
         factor = aux_loss_factor(model)
         if self._aux_loss == "global":
-            return factor * global_balance(outputs.router_logits, model.config, self.reduce_counts)
+            return factor * global_balance(outputs.router_logits, data, model, self.reduce_counts)
+        mask = (data | ~data.any()).long()  # without tokens the mean would not be a number
         head = self.get_output_embeddings()
-        found = head.run(hidden[:, -1:], outputs, output_router_logits=True).aux_loss
+        settings = {"output_router_logits": True, "attention_mask": mask}
+        found = head.run(hidden[:, -1:], outputs, **settings).aux_loss
         return factor * found  # type: ignore[no-any-return]  # transformers'
 
 
@@ -250,5 +254,5 @@ def _can_cache(config: Any) -> bool:
 
     try:
         return bool(transformers.DynamicCache(config=config).get_seq_length() == 0)
-    except ValueError:
+    except (ValueError, AttributeError):  # no layers, or several lists of them
         return False

@@ -135,6 +135,15 @@ def small_copy(model: ModelConfig) -> TransformersDecoder:
     return module
 
 
+def fill_unknown(module: TransformersDecoder, model: ModelConfig) -> None:
+    """Give buffers that `fill_buffers` leaves unknown the values of building the module."""
+    if any(bool(buffer.isnan().any()) for buffer in module.buffers()):
+        built = dict(_cut(model, torch.device("cpu")).named_buffers())
+        for name, buffer in module.named_buffers():
+            if bool(buffer.isnan().any()):
+                buffer.copy_(built[name])
+
+
 def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
     """Check that `fill_buffers` gives the values that building the module gives, and use those.
 

@@ -31,8 +31,11 @@ def _documents(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
     """Return the decoder's keyword argument for packed documents and for shared rows."""
     if not batch.lengths:
         return {}
-    rows, are_rows = batch.lengths, not batch.holds_documents
-    return {"documents": make_documents(rows, device, context=batch.context, are_rows=are_rows)}
+    are_rows = not batch.holds_documents
+    documents = make_documents(
+        batch.lengths, device, context=batch.context, are_rows=are_rows, ends=batch.ends
+    )
+    return {"documents": documents}
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.resolve.blocks import checkpoint_blocks
-from fsdpctl.resolve.decoder_check import allocate, small_decoder
+from fsdpctl.resolve.decoder_check import allocate, fill_unknown, small_decoder
 from fsdpctl.run.step_metrics import StepClock
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.step import TrainingParts, run_passes
@@ -74,9 +75,35 @@ def has_auxiliary_gradient(parts: TrainingParts) -> bool:
     for aux in (parts.config.model.router_aux_loss, "none"):
         plain = _plain(_small_config(parts.config, aux), parts.device)
         summed_loss(plain, batch, parts.device, chunk).backward()
-        gradients.append([each.grad for each in plain.parameters() if each.grad is not None])
-    pairs = zip(*gradients, strict=True)
+        gradients.append({n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+    with_it, without = gradients
+    if with_it.keys() != without.keys():
+        return True
+    pairs = ((grad, without[name]) for name, grad in with_it.items())
     return any((one - other).norm() > _AUX_SHARE * other.norm() for one, other in pairs)
+
+
+def unused_units(parts: TrainingParts, units: set[str]) -> set[str]:
+    """Return those of some units whose like has no gradient in the copy, as an image encoder."""
+    if not units or not isinstance(parts.model.module, TransformersDecoder):
+        return set()
+    config = _small_config(parts.config)
+    plain = _plain(config, parts.device)
+    summed_loss(plain, _batches(config, 1).training(0, 0, 0), parts.device, 0).backward()
+    used = {_kind(name) for name, param in plain.named_parameters() if param.grad is not None}
+    known = {_kind(name) for name, _ in plain.named_parameters()}
+
+    kinds = {unit: f"{_kind(unit)}." for unit in units}
+
+    def holds(names: set[str], kind: str) -> bool:
+        return any(each.startswith(kind) for each in names)
+
+    return {unit for unit, kind in kinds.items() if holds(known, kind) and not holds(used, kind)}
+
+
+def _kind(name: str) -> str:
+    """Return a name without the numbers of blocks."""
+    return re.sub(r"\.\d+(?=\.|$)", "", name)
 
 
 def _small_config(config: Config, router_aux_loss: str = "none") -> Config:
@@ -113,8 +140,9 @@ def _narrow(model: ModelConfig, context_parallel: int) -> ModelConfig:
 def _module(config: Config) -> nn.Module:
     if not config.model.is_foreign:
         return build_plain(config.model)
-    module, _ = small_decoder(config.model)
+    module, model = small_decoder(config.model)
     fill_buffers(module)
+    fill_unknown(module, model)
     return module
 
 

@@ -42,6 +42,9 @@ _SIZES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
     "nemotron": {"num_key_value_heads": 2},
+    "zamba": {"layer_types": ["mamba", "hybrid"], "mamba_dt_rank": 4, "n_mamba_heads": 2},
+    "zamba2": {"layer_types": ["mamba", "hybrid"], "n_mamba_heads": 8, "mamba_headdim": 8},
+    "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
 
@@ -64,6 +67,8 @@ def save_decoder(family: str, folder: Path, **settings: Any) -> None:
     config = tiny_config(family)
     for name, value in settings.items():
         setattr(config, name, value)
+        if hasattr(config, f"decoder_{name}"):
+            setattr(config, f"decoder_{name}", value)
     torch.manual_seed(0)
     make: Any = hf.AutoModelForCausalLM
     model = make.from_config(config)

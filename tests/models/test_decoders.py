@@ -120,6 +120,7 @@ def test_the_results_are_those_of_the_installed_transformers():
             assert each["loss_difference"] <= 1e-5, each
             assert each["gradient_difference"] <= 1e-5, each
             assert each["exports_equal"], each
+            assert not each.get("failed"), each
 
 
 # ---- weights -----------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.errors import UsageError
 from fsdpctl.estimate.trace import trace
+from fsdpctl.models.documents import make_documents
 from fsdpctl.models.experts import global_balance
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.optim.sgd import ShardedSGD
@@ -45,23 +47,66 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("recomputes", fast("full", slow=["none", "selective"]))
-def test_the_auxiliary_loss_is_that_of_transformers(recomputes, tmp_path):
-    save_decoder("qwen3_moe", tmp_path, output_router_logits=True, router_aux_loss_coef=0.5)
-    module = plain_module(tmp_path, f"activation_checkpointing={recomputes}")
-    tokens = batches_of(1, 1)[0][0][0]
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+@pytest.mark.parametrize(
+    "case",
+    fast(
+        "qwen3_moe full model",
+        slow=[
+            "qwen3_moe none global", "qwen3_moe selective model", "jetmoe none model",
+            "mixtral none global", "granitemoehybrid none model",
+            "ernie4_5_moe none global",
+        ],
+    ),
+)  # fmt: skip
+def test_the_auxiliary_loss_is_that_of_transformers(case, tmp_path):
+    """Padding does not count, at the end of a row or as a row that fills the micro-batch."""
+    family, recomputes, kind = case.split()
+
+    save_decoder(family, tmp_path, output_router_logits=True)
+    words = f"activation_checkpointing={recomputes}", f"model.router_aux_loss={kind}"
+    module = plain_module(tmp_path, *words)
     theirs = load_decoder(tmp_path)
-    out = theirs(input_ids=inputs, use_cache=False, output_router_logits=True)
-    wanted = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten()) + 0.5 * out.aux_loss
-    loss = module(inputs, targets, 9) / targets.numel()
+    factor = "aux_loss_coef" if family == "jetmoe" else "router_aux_loss_coef"
+    for model in (theirs, module.transformers_model):
+        setattr(model, factor, 0.5)
+    tokens, ends = batches_of(1, 1)[0][0][0].repeat(2, 1)[:3], (5, LENGTH, 0)
+    mask = torch.arange(LENGTH) < torch.tensor(ends)[:, None]
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].where(mask, -100)
+    about = {"use_cache": False, "output_router_logits": True}
+    out = theirs(input_ids=inputs[:2], attention_mask=mask[:2].long(), **about)
+    wanted = F.cross_entropy(out.logits.flatten(0, 1), targets[:2].flatten()) + 0.5 * out.aux_loss
+    lengths = tuple((end, LENGTH - end) if 0 < end < LENGTH else (LENGTH,) for end in ends)
+    documents = make_documents(lengths, CPU, are_rows=True, ends=ends)
+    module.transformers_model.eval()
+    module.training = True
+    loss = module(inputs, targets, 9, documents=documents) / mask.sum()
     assert loss.item() == pytest.approx(wanted.item(), abs=1e-6)
     loss.backward()
     wanted.backward()
     for name, param in theirs.named_parameters():
-        torch.testing.assert_close(
-            module.get_parameter(name).grad, param.grad, rtol=1e-4, atol=1e-6
-        )
+        if param.requires_grad:
+            torch.testing.assert_close(
+                module.get_parameter(name).grad, param.grad, rtol=1e-4, atol=1e-6
+            )
+
+
+def test_rows_of_padding_alone_add_nothing(tmp_path):
+    save_decoder("qwen3_moe", tmp_path, output_router_logits=True)
+    tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
+    for kind in ("model", "global"):
+        module = plain_module(tmp_path, f"model.router_aux_loss={kind}")
+        module.reduce_counts = lambda counts: counts + 1  # another rank has tokens
+        assert module(tokens, torch.full_like(tokens, -100)).item() == 0
+
+
+@pytest.mark.parametrize("family", ["doge", "llama"])
+def test_a_model_without_routers_has_no_auxiliary_loss(family, tmp_path):
+    save_decoder(family, tmp_path, output_router_logits=True)
+    module = plain_module(tmp_path, "model.router_aux_loss=global")
+    assert not module.balances_experts
+    module.transformers_model.z_loss_coefficient = 0.1  # as Bamba's
+    with pytest.raises(UsageError, match="z_loss_coefficient=0.1: not supported; set it to 0, or"):
+        module(*batches_of(1, 1)[0][0][0].chunk(2))
 
 
 def test_the_auxiliary_loss_can_be_left_out(tmp_path):
@@ -81,13 +126,16 @@ def test_the_auxiliary_loss_can_be_left_out(tmp_path):
 def test_global_balance_counts_the_tokens_of_all_ranks(rank: int, world_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(10, 4, generator=generator) for _ in range(world_size)]
-    config = SimpleNamespace(num_experts_per_tok=2)
+    ends = [7, 10]  # padding does not count
+    model = SimpleNamespace(num_experts=4, num_experts_per_tok=2)
     reduce = collectives_for(CPU).all_reduce
-    found = global_balance([logits[rank]], config, reduce)
-    everywhere = torch.cat(logits)
+    data = torch.arange(10) < ends[rank]
+    found = global_balance([logits[rank]], data[None], model, reduce)
+    counted = [each[:end] for each, end in zip(logits, ends, strict=True)]
+    everywhere = torch.cat(counted)
     chosen = everywhere.softmax(-1).topk(2).indices
     share = F.one_hot(chosen, 4).sum(dim=(0, 1)) / len(everywhere)
-    mean = logits[rank].softmax(-1).mean(0)
+    mean = counted[rank].softmax(-1).mean(0)
     assert float(found) == pytest.approx(float(4 * (share * mean).sum()), rel=1e-6)
 
 

@@ -31,12 +31,13 @@ CHATML = (
 )
 
 
-def make_chat_model(folder: Path, family: str) -> Path:
+def make_chat_model(folder: Path, family: str, **settings: Any) -> Path:
     """A directory as transformers writes it, with a tokenizer and ChatML."""
     if family in FAMILIES:
         save_model(family, folder)
     else:
-        save_decoder(family, folder, vocab_size=VOCABULARY, max_position_embeddings=64)
+        sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+        save_decoder(family, folder, **sizes, **settings)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,7 +48,11 @@ def make_chat_model(folder: Path, family: str) -> Path:
     )  # fmt: skip
     tokenizer.train_from_iterator([" ".join(WORDS), "user assistant reverse"] * 9, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    about = {"eos_token": controls[0], "chat_template": CHATML}
+    about = {
+        "eos_token": controls[0],
+        "chat_template": CHATML,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     return folder
 

@@ -21,7 +21,10 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.train import assemble, loss, small_copy, step
 from fsdpctl.train.callbacks import self_check
+from tests.cli.run import make_text
 from tests.distributed import distributed
+from tests.matrix import fast
+from tests.models.decoders import save_decoder
 from tests.train.chats import make_chat_model, make_chats
 from tests.train.ranks import made, words
 
@@ -77,10 +80,8 @@ def _counted_twice(*args: Any, **named: Any) -> Any:
     return record_step(*args, **{**named, "tokens": 2 * named["tokens"]})
 
 
-def _balance(
-    decoder: Any, hidden: Any, outputs: Any, plain: Any = TransformersDecoder._balance
-) -> Any:
-    return plain(decoder, hidden, outputs).detach()
+def _balance(decoder: Any, *about: Any, plain: Any = TransformersDecoder._balance) -> Any:
+    return plain(decoder, *about).detach()
 
 
 def _unbalanced_in_chunks(
@@ -226,3 +227,23 @@ def test_mistakes_are_found_with_packed_chats(tmp_path, family):
     ]  # fmt: skip
     names = list(CHATS) if kind else ["leak"]
     check(world_size=2, typed=typed, folder=str(tmp_path), names=names)
+
+
+# Parameters that transformers freezes, an encoder that a decoder does not run, and buffers that
+# only building a module computes.
+@pytest.mark.parametrize(
+    "family",
+    fast("ernie4_5_moe", "git", slow=["marian", "pegasus", "apertus", "phi4_multimodal", "afmoe"]),
+)
+@distributed(world_size=1)
+def test_families_of_transformers_pass(
+    rank: int, world_size: int, family: str, tmp_path: Path
+) -> None:
+    save_decoder(family, tmp_path / "model", vocab_size=320)
+    typed = [
+        "model=transformers", f"model.path={tmp_path / 'model'}", "data=text",
+        f"data.path={make_text(tmp_path)}", "data.val_fraction=0", "train.seq_len=16",
+        "train.global_batch_size=2", "train.steps=1", "train.self_check=auto", "precision=fp32",
+        "launch.nproc_per_node=1", "launch.device=cpu", "train.sample_tokens=0",
+    ]  # fmt: skip
+    assert not _found(typed, f"{tmp_path}/run", mock.patch.dict({}))

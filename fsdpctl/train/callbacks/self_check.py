@@ -19,13 +19,14 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.models.lora import TRAINABLE
 from fsdpctl.models.parts import evaluating
+from fsdpctl.models.registry import build_plain
 from fsdpctl.plan.states import SPLIT, is_compressible
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.shards import FlatShard
 from fsdpctl.train.callback import Callback
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.requests import RequestFlags
-from fsdpctl.train.small_copy import compare_gradients, has_auxiliary_gradient
+from fsdpctl.train.small_copy import compare_gradients, has_auxiliary_gradient, unused_units
 
 if TYPE_CHECKING:
     from fsdpctl.train.trainer import Trainer
@@ -94,9 +95,9 @@ class SelfCheck(Callback):
         for lines, *_ in everyone:
             yield from lines
         units = {s.unit for s in run.parts.model.flat_shards() if s.trainable}
-        for unit in sorted(units):
-            if not any(of_rank.get(unit) for _, of_rank, _ in everyone):
-                yield f"{unit or 'the root'}: no parameter has a gradient"
+        units -= {unit for _, of_rank, _ in everyone for unit in of_rank if of_rank[unit]}
+        for unit in sorted(units - unused_units(run.parts, units)):
+            yield f"{unit or 'the root'}: no parameter has a gradient"
         counted = sum(count for *_, count in everyone)
         if self._tokens != counted:
             yield f"loss over {self._tokens} tokens; expected {counted}, the targets of the batch"
@@ -144,10 +145,17 @@ def _frozen_findings(run: "Trainer") -> Iterator[str]:
     """Yield parameters that are frozen, but are trained by the configuration."""
     model = run.parts.config.model
     chosen = None if model.trainable is None else NameFilter.of(TRAINABLE, model.trainable)
-    for name, param in run.parts.model.module.named_parameters():
-        is_trained = is_adapter(name) if model.lora.rank else chosen is None or chosen.matches(name)
-        is_own_choice = model.is_foreign and param.ndim <= 1
-        if is_trained and not param.requires_grad and not is_own_choice:
+    frozen = [
+        name
+        for name, param in run.parts.model.module.named_parameters()
+        if not param.requires_grad
+        and (is_adapter(name) if model.lora.rank else chosen is None or chosen.matches(name))
+    ]
+    if not frozen:
+        return
+    plain = dict(build_plain(model).named_parameters())  # of which transformers may freeze some
+    for name in frozen:
+        if name not in plain or plain[name].requires_grad:
             yield f"{name}: is frozen; model.trainable and model.lora train it"
 
 
