@@ -68,7 +68,7 @@ def tried(family: str, name: str, folder: Path) -> Tried:
         return Tried(family, name, _line(error), is_tried=False)
     try:
         config = compose_config(["model=transformers", f"model.path={folder}"]).config
-        packs = check_decoder(config.model)
+        packs = check_decoder(config.model).isolates
         weights = open_weights(config.model)
         build_plain(config.model)
     except FsdpctlError as error:

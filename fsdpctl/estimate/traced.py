@@ -7,6 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.trace import trace
@@ -176,8 +177,10 @@ class TracedModel:
             kernel=assumed_of(config),
         )
         self._holds_documents = config.data.holds_documents
-        # Layers with a window run on packed sequences too.
-        self._needs_kernels = self._holds_documents or config.model.sliding_window is not None
+        # Layers with a window, or with sinks, run on packed sequences too.
+        has_others = config.model.architecture == TRANSFORMERS
+        window = config.model.sliding_window
+        self._needs_kernels = self._holds_documents or has_others or window is not None
         self._device = str(config.launch.device)
         shared = config.train.context_parallel
         self._context = None if shared == 1 else ContextParallel(shared, 0)

@@ -30,10 +30,13 @@ class Documents:
     @property
     def own_positions(self) -> Tensor:
         """The positions of this rank's tokens."""
+        return self.own(self.positions)
+
+    def own(self, of_rows: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of all tokens, (batch, length)."""
         if self.context is None:
-            return self.positions
-        length = self.positions.shape[1] // self.context.size
-        return self.positions.narrow(1, self.context.index * length, length)
+            return of_rows
+        return of_rows.chunk(self.context.size, 1)[self.context.index]
 
     @property
     def first_keys(self) -> Tensor:
