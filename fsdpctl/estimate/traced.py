@@ -16,6 +16,7 @@ from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.quantized import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.rope import rotation
+from fsdpctl.plan.attention import THEIRS
 from fsdpctl.plan.context import ContextParallel
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import TRACED_OF_A_ROW, Pass, Program, UnitRow
@@ -118,6 +119,10 @@ class TracedModule:
             passed = self._trace(run)
         return Program(passed, self._names, self._rows)
 
+    def remake(self) -> None:
+        """Trace another module from now on, which `make` makes."""
+        self._prepare(self._make(), shortens=True)
+
     def _prepare(self, module: nn.Module, *, shortens: bool) -> None:
         self._module = module
         self._rows: list[UnitRow] = shorten(self._module, self._blocks) if shortens else []
@@ -156,10 +161,11 @@ class TracedModel:
         """
 
         def make() -> nn.Module:
-            module = build_model(config.model)
+            module = build_model(self._model)
             chunk_feed_forward(module, mlp_chunk_tokens)
             return module
 
+        self._model = config.model
         module = make()
         self.num_params = sum(count_weights(module).values())
         self.num_active = count_active(module)
@@ -215,5 +221,15 @@ class TracedModel:
                 tables.cache_clear()
             if self._needs_kernels:
                 import_kernels(self._device)
-            self._programs[key] = self._traced_module.program(run)
+            self._programs[key] = self._program(run)
         return self._programs[key]
+
+    def _program(self, run: Callable[[nn.Module], object]) -> Program:
+        try:
+            return self._traced_module.program(run)
+        except Exception:  # of the code of a family, which our attention may not serve
+            if self._model.architecture != TRANSFORMERS or self._model.attention == THEIRS:
+                raise
+        self._model = replace(self._model, attention=THEIRS)
+        self._traced_module.remake()
+        return self._traced_module.program(run)

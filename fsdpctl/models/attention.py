@@ -32,7 +32,7 @@ class Scores:
         return self.softcap is None and not self.dropout
 
 
-_PLAIN = Scores()
+PLAIN = Scores()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,11 @@ class AttentionMask:
 
 
 def layer_masks(
-    x: Tensor, head_dim: int, windows: Sequence[int | None], documents: Documents | None
+    x: Tensor,
+    head_dim: int,
+    windows: Sequence[int | None],
+    documents: Documents | None,
+    scores: Scores = PLAIN,
 ) -> list[AttentionMask | None]:
     """Return the mask of each layer, made once per forward; None: full rows, causally.
 
@@ -57,8 +61,10 @@ def layer_masks(
         head_dim: The width of a head.
         windows: One per layer; None: all earlier tokens.
         documents: The documents that are packed into rows, if any.
+        scores: Of all layers.
     """
-    made = {window: attention_mask(x, head_dim, window, documents) for window in set(windows)}
+    about = (documents, scores)
+    made = {window: attention_mask(x, head_dim, window, *about) for window in set(windows)}
     return [made[window] for window in windows]
 
 
@@ -67,7 +73,7 @@ def attention_mask(
     head_dim: int,
     window: int | None,
     documents: Documents | None,
-    scores: Scores = _PLAIN,
+    scores: Scores = PLAIN,
 ) -> AttentionMask | None:
     """Return the mask of a layer with `scores`; see `layer_masks`."""
     context = None if documents is None else documents.context
@@ -120,7 +126,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     mask: AttentionMask | None = None,
-    scores: Scores = _PLAIN,
+    scores: Scores = PLAIN,
 ) -> Tensor:
     """Attend to the tokens that `mask` allows: by default each token and those before it.
 
@@ -161,7 +167,7 @@ def _attention(
     *,
     mask: Tensor | None = None,
     causal: bool = True,
-    scores: Scores = _PLAIN,
+    scores: Scores = PLAIN,
 ) -> Tensor:
     if scores.sinks is not None or scores.softcap is not None:
         return _attend_plainly(q, k, v, mask, scores)
@@ -174,9 +180,7 @@ def _attention(
     )  # fmt: skip
 
 
-def _attend_plainly(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores
-) -> Tensor:
+def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Attend causally, or with a mask, with scores that no kernel of torch computes."""
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
@@ -234,8 +238,8 @@ def _attend_flat(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: S
 
     window = -1 if mask.window is None else mask.window - 1
     if scores.sinks is not None:
-        rest = offsets, mask.longest, window, scores.scale
-        mixed = attend_to_sequences(flat(q), flat(k), flat(v), scores.sinks, *rest)
+        rest = mask.longest, window, scores.scale
+        mixed: Any = attend_to_sequences(flat(q), flat(k), flat(v), scores.sinks, offsets, rest)
     else:
         call = partial(varlen_attn, max_q=mask.longest, max_k=mask.longest)
         about: dict[str, Any] = {} if scores.scale is None else {"scale": scores.scale}

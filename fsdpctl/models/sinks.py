@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
+About = tuple[int, int, float | None]
+"""At least the longest length, the earlier tokens in sight (-1: all), and the factor of scores."""
 
 
 class _OnCpu(torch.autograd.Function):
@@ -45,22 +47,15 @@ class _OfSequences(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor,
-        offsets: Tensor,
-        longest: int,
-        window: int,  # -1: all earlier tokens
-        scale: float | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, offsets: Tensor, about: About
     ) -> Tensor:
-        out, lse, state = torch.ops.torch_attn._varlen_attn(
+        longest, window, scale = about
+        out, lse, state = _varlen("_varlen_attn")(
             q, k, v, offsets, offsets, longest, longest, window < 0, scale, [window, 0],
             q.shape[1] != k.shape[1],
         )  # fmt: skip
         out, every = _with_sinks(out, lse.t(), sinks)
-        ctx.about = longest, window, scale
+        ctx.about = about
         ctx.save_for_backward(q, k, v, sinks, offsets, state, out, every.t().contiguous())
         return out
 
@@ -68,12 +63,16 @@ class _OfSequences(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, sinks, offsets, state, out, every = ctx.saved_tensors
         longest, window, scale = ctx.about
-        found = torch.ops.torch_attn._varlen_attn_backward(
+        found = _varlen("_varlen_attn_backward")(
             gradient.contiguous(), *inputs, out, every, offsets, offsets, longest, longest,
             window < 0, state, scale, [window, 0],
         )  # fmt: skip
         of_tokens = _of_sinks(gradient, out, every.t(), sinks)
-        return *found, of_tokens.sum(0).to(sinks.dtype), *[None] * 4
+        return *found, of_tokens.sum(0).to(sinks.dtype), None, None
+
+
+def _varlen(name: str) -> Any:
+    return getattr(torch.ops.torch_attn, name)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,8 +96,8 @@ def attend_on_cpu(
 
 
 def attend_to_sequences(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *about: Tensor | float | None
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, offsets: Tensor, about: About
 ) -> Tensor:
     """Attend with a sink for each head, (heads,), on CUDA; see `_OfSequences`."""
-    out: Tensor = _OfSequences.apply(q, k, v, sinks, *about)  # type: ignore[no-untyped-call]  # torch's
+    out: Tensor = _OfSequences.apply(q, k, v, sinks, offsets, about)  # type: ignore[no-untyped-call]  # torch's
     return out

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ _KINDS = {
     frozenset({"causal_mask_function", "sliding_window_overlay"}): "window",
     frozenset({"causal_mask_function", "chunked_overlay"}): "chunk",
 }
-_PLAIN = Scores()
 _running = threading.local()
 
 
@@ -49,7 +48,7 @@ class _Sight:
     pairs: Tensor | None = None  # bool, (batch, 1, queries, keys), if it is none of our kinds
     made: dict[object, AttentionMask | None] = field(default_factory=dict)
 
-    def mask(self, q: Tensor, scores: Scores = _PLAIN) -> AttentionMask | None:
+    def mask(self, q: Tensor, scores: Scores) -> AttentionMask | None:
         key = q.shape[-1], scores.has_kernel, scores.sinks is None
         if key not in self.made:
             self.made[key] = self._make(q, scores)
@@ -93,6 +92,25 @@ class TransformersAttention:
             yield
         finally:
             _running.documents = None
+
+
+class Call(NamedTuple):
+    """Attention of a layer."""
+
+    heads: tuple[int, int]  # of queries; of keys and values
+    width: int  # of a head
+    window: int | None
+    scores: Scores
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """Record the calls of our attention in a block."""
+    _running.calls = calls = list[Call]()
+    try:
+        yield calls
+    finally:
+        _running.calls = None
 
 
 @cache
@@ -190,10 +208,9 @@ def _attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **about: Any,
 ) -> tuple[Tensor, None]:
+    softcap, s_aux = about.pop("softcap", None), about.pop("s_aux", None)
     unknown = [name for name, given in about.items() if name not in _KNOWN and given is not None]
     if not isinstance(attention_mask, _Sight) or any(about[name] is not False for name in unknown):
         raise UsageError(f"attention with {', '.join(unknown) or 'another mask'}")
@@ -201,9 +218,11 @@ def _attention(
     scores = Scores(width**-0.5 if scaling is None else scaling, softcap, s_aux, dropout)
     if of_values != width:  # as in latent attention; kernels for packed rows take one width
         query, key, value = (
-            F.pad(each, (0, max(width, of_values) - each.shape[-1]))
-            for each in (query, key, value)
+            F.pad(each, (0, max(width, of_values) - each.shape[-1])) for each in (query, key, value)
         )
+    if (calls := getattr(_running, "calls", None)) is not None:
+        heads = query.shape[1], key.shape[1]
+        calls.append(Call(heads, query.shape[-1], attention_mask.window, scores))
     mixed = attend(query, key, value, attention_mask.mask(query, scores), scores)
     return mixed[..., :of_values].transpose(1, 2).contiguous(), None
 
@@ -245,4 +264,4 @@ def _short_positions(module: Any) -> int:
     rope = module.config.rope_parameters
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     found = [each.get("original_max_position_embeddings") for each in kinds]
-    return min(each for each in (*found, module.config.max_position_embeddings) if each)
+    return min(int(each) for each in (*found, module.config.max_position_embeddings) if each)

@@ -40,7 +40,9 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 class Found(NamedTuple):
     """What a decoder does."""
 
-    problem: str  # why our attention does not compute what that of transformers does; empty: it does
+    problem: (
+        str  # why our attention does not compute what that of transformers does; empty: it does
+    )
     isolates: bool  # documents that share a sequence do not see one another
     ignores_padding: bool  # padding after a document does not change it
 
@@ -59,13 +61,8 @@ def with_decoder(config: Config) -> tuple[Config, tuple[str, ...]]:
     found = check_decoder(config.model)
     notes: tuple[str, ...] = ()
     if found.problem:
-        if config.model.attention not in (None, THEIRS):
-            raise UsageError(
-                f"model.attention={config.model.attention}: {family}: {found.problem}; set "
-                f"model.attention={THEIRS}"
-            )
         notes = (f"model.attention={THEIRS} (auto): {family}: {found.problem}",)
-        config = replace(config, model=replace(config.model, attention=THEIRS))
+        config = replace(config, model=with_attention(config.model))
     if not config.data.holds_documents:
         return config, notes
     if not found.ignores_padding:
@@ -83,13 +80,25 @@ def with_decoder(config: Config) -> tuple[Config, tuple[str, ...]]:
     return replace(config, data=replace(config.data, packing=False)), notes
 
 
+def with_attention(model: ModelConfig) -> ModelConfig:
+    """Return the model with the attention of transformers if ours does not compute the same.
+
+    Raises:
+        UsageError: If `model.attention` requires ours.
+    """
+    problem = check_decoder(model).problem if model.architecture == TRANSFORMERS else ""
+    if problem and model.attention not in (None, THEIRS):
+        raise UsageError(f"model.attention={model.attention}: {problem}; set it to {THEIRS}")
+    return replace(model, attention=THEIRS) if problem else model
+
+
 def check_decoder(model: ModelConfig) -> Found:
     """Return what a small copy of the model does.
 
     Raises:
         UsageError: If a token sees later ones, or logits of chunks are not those of the model.
     """
-    return _checked(replace(model, name="", path=None, attention=_asked(model)))
+    return _checked(replace(model, name="", attention=_asked(model)))
 
 
 def _asked(model: ModelConfig) -> str | None:

@@ -22,6 +22,7 @@ from fsdpctl.data.chats.formats import Message
 from fsdpctl.data.chats.preview import prompt_tokens
 from fsdpctl.data.tokenizer import BYTES, TOKENIZER_JSON, ByteTokenizer, FileTokenizer
 from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.resolve.decoder_check import with_attention
 from fsdpctl.run.assets import ends_of
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.callbacks.sample import Sampling, generate
@@ -40,7 +41,8 @@ class TextGenerator:
         """
         config, weights, self.files = _opened(source)
         # Compiling takes longer than it saves on a few tokens.
-        self.config = replace(config, train=replace(config.train, compile=False))
+        train = replace(config.train, compile=False)
+        self.config = replace(config, train=train, model=with_attention(config.model))
         self.source, self._count, self.sampling = source, count, sampling
         if TOKENIZER_JSON not in self.files:
             raise UsageError(f"{source}: contains no tokenizer, which is required to generate text")

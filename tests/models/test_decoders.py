@@ -181,16 +181,16 @@ def test_export_has_the_names_of_the_hub(tmp_path):
 # ---- checks at the start -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "packs"), [("qwen3_moe", True), ("bloom", False)])
+@pytest.mark.parametrize(("family", "packs"), [("qwen3_moe", True), ("bart", False)])
 def test_the_start_sees_whether_documents_may_share_a_sequence(family, packs, tmp_path):
     save_decoder(family, tmp_path)
-    assert check_decoder(compose(tmp_path).model) is packs
+    assert check_decoder(compose(tmp_path).model).isolates is packs
     chats = compose(tmp_path, "data=chat", "data.path=x.jsonl")
     config, notes = with_decoder(chats)
     assert config.data.packing is (None if packs else False)
     assert len(notes) == (not packs)
     if not packs:
-        with pytest.raises(UsageError, match="data.packing=true: bloom mixes"):
+        with pytest.raises(UsageError, match="data.packing=true: bart mixes"):
             with_decoder(compose(tmp_path, "data=chat", "data.path=x", "data.packing=true"))
 
 
@@ -232,8 +232,10 @@ def test_sizes_are_those_of_the_config(tmp_path):
     save_decoder("qwen3_moe", tmp_path)
     with pytest.raises(UsageError, match="model.num_layers=9: conflicts"):
         compose(tmp_path, "model.num_layers=9")
-    with pytest.raises(UsageError, match="model.attention=flash: not supported by model=transfo"):
-        check_attention(compose(tmp_path, "model.attention=flash", "launch.device=cpu"))
+    for kernel in ("flash", "transformers"):
+        check_attention(compose(tmp_path, f"model.attention={kernel}", "launch.device=cpu"))
+    with pytest.raises(UsageError, match="model.attention=transformers: only valid with"):
+        check_attention(compose_config(["model.attention=transformers"]).config)
 
 
 def test_initial_weights_depend_on_seed_and_name_alone(tmp_path):
@@ -281,7 +283,9 @@ def test_own_and_transformers_modules_agree(tmp_path):
         assert option_of(str(checkpoints[other])) == other
 
 
-@pytest.mark.parametrize("family", fast("qwen3_moe", slow=["gemma2", "mamba", "qwen3_next"]))
+@pytest.mark.parametrize(
+    "family", fast("qwen3_moe", slow=["gemma2", "gpt_oss", "mamba", "qwen3_next"])
+)
 def test_cached_generation_equals_running_all_tokens(family, tmp_path):
     save_decoder(family, tmp_path)
     module = plain_module(tmp_path)
