@@ -19,7 +19,7 @@ from fsdpctl.plan.context import ContextParallel
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a family does to its scores besides dividing by the root of a head's width."""
+    """The computation of scores, by default products divided by the root of a head's width."""
 
     scale: float | None = None  # their factor, in place of that
     softcap: float | None = None  # the scores' limit, approached by tanh

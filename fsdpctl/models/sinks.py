@@ -17,7 +17,7 @@ About = tuple[int, int, float | None]
 
 
 class _OnCpu(torch.autograd.Function):
-    """Attention of rows, (batch, heads, length, width); `bias` is None for causal attention."""
+    """Attention of rows, (batch, heads, length, width); without `bias`, causal."""
 
     @staticmethod
     def forward(

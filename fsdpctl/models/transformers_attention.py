@@ -41,11 +41,11 @@ _running = threading.local()
 
 @dataclass(slots=True)
 class _Sight:
-    """What the layers of a kind see in a forward."""
+    """The tokens that the layers of a kind see in a forward."""
 
     documents: Documents | None
     window: int | None = None
-    pairs: Tensor | None = None  # bool, (batch, 1, queries, keys), if it is none of our kinds
+    pairs: Tensor | None = None  # bool, (batch, 1, queries, keys), for other kinds
     made: dict[object, AttentionMask | None] = field(default_factory=dict)
 
     def mask(self, q: Tensor, scores: Scores) -> AttentionMask | None:
@@ -165,7 +165,7 @@ def _parts(function: Callable[..., Any]) -> Iterator[str]:
 def _chunks(
     documents: Documents | None, size: int, rows: int, length: int, about: Any
 ) -> Documents | None:
-    """Return documents whose tokens see no other chunk of theirs."""
+    """Return the documents split into chunks, which do not see one another."""
     lengths = ((length,),) * rows if documents is None else documents.lengths
     if max(map(max, lengths)) <= size:
         return documents

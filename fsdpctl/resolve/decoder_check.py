@@ -38,7 +38,7 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 class Found(NamedTuple):
-    """What a decoder does."""
+    """The behavior of a decoder."""
 
     problem: (
         str  # why our attention does not compute what that of transformers does; empty: it does

@@ -241,9 +241,10 @@ def settled(config: Config, world: World) -> tuple[Config, tuple[str, ...]]:
         UsageError: If the kernel does not run.
         FsdpctlError: If the configuration cannot be written.
     """
+    is_foreign = config.model.architecture == TRANSFORMERS
     if world.device.type != "cuda" or config.model.attention == THEIRS:
         return config, ()
-    if not Shape.of(config).windows:
+    if is_foreign and not Shape.of(config).windows:  # no layer runs a kernel
         return config, ()
     if config.model.attention is not None:
         check_kernel(config, world.device)
