@@ -143,7 +143,7 @@ def _compared(family: str, name: str, folder: Path) -> Tried:
     theirs = load_decoder(folder)
     try:
         config = compose_config(["model=transformers", f"model.path={folder}"]).config
-        packs = check_decoder(config.model)
+        packs = check_decoder(config.model).isolates
         weights = open_weights(config.model)
         build_plain(config.model)
     except FsdpctlError as error:

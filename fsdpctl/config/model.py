@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from fsdpctl.config.keys import key
-from fsdpctl.plan.attention import KERNELS
+from fsdpctl.plan.attention import KERNELS, THEIRS
 
 MOST_TOKENS = 1 << 24  # of a vocabulary; 64 times the largest published
 MOST_LAYERS, MOST_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published
@@ -151,8 +151,8 @@ class ModelConfig:
     init_std: float = key(0.02, "standard deviation of the initial weights", minimum=0)
     attention: str | None = key(
         None,
-        "attention kernel; auto: the fastest on CUDA, timed at the start",
-        choices=KERNELS,
+        "attention kernel; transformers: its own; auto: the fastest on CUDA, timed at the start",
+        choices=(*KERNELS, THEIRS),
         auto=True,
         is_later=True,
     )

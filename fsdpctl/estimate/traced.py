@@ -17,6 +17,7 @@ from fsdpctl.models.quantized import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.rope import rotation
 from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.plan.attention import THEIRS
 from fsdpctl.plan.context import ContextParallel
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import TRACED_OF_A_ROW, Pass, Program, UnitRow
@@ -119,6 +120,10 @@ class TracedModule:
             passed = self._trace(run)
         return Program(passed, self._names, self._rows)
 
+    def remake(self) -> None:
+        """Trace another module from now on, which `make` makes."""
+        self._prepare(self._make(), shortens=True)
+
     def _prepare(self, module: nn.Module, *, shortens: bool) -> None:
         self._module = module
         self._rows: list[UnitRow] = shorten(self._module, self._blocks) if shortens else []
@@ -157,10 +162,11 @@ class TracedModel:
         """
 
         def make() -> nn.Module:
-            module = build_model(config.model)
+            module = build_model(self._model)
             chunk_feed_forward(module, mlp_chunk_tokens)
             return module
 
+        self._model = config.model
         module = make()
         self._family = None
         if isinstance(module, TransformersDecoder):  # whose code raises what it likes
@@ -181,8 +187,10 @@ class TracedModel:
             kernel=assumed_of(config),
         )
         self._holds_documents = config.data.holds_documents
-        # Layers with a window run on packed sequences too.
-        self._needs_kernels = self._holds_documents or config.model.sliding_window is not None
+        # Layers with a window, or with sinks, run on packed sequences too.
+        has_others = config.model.is_foreign
+        window = config.model.sliding_window
+        self._needs_kernels = self._holds_documents or has_others or window is not None
         self._device = str(config.launch.device)
         shared = config.train.context_parallel
         self._context = None if shared == 1 else ContextParallel(shared, 0)
@@ -217,13 +225,21 @@ class TracedModel:
                 tables.cache_clear()
             if self._needs_kernels:
                 import_kernels(self._device)
-            try:
-                self._programs[key] = self._traced_module.program(run)
-            except (NotImplementedError, RuntimeError, ValueError) as error:
-                if self._family is None:
-                    raise
-                reason = str(error).strip().partition("\n")[0]
-                raise UsageError(
-                    f"model=transformers: {self._family}: memory cannot be estimated: {reason}"
-                ) from error
+            self._programs[key] = self._program(run)
         return self._programs[key]
+
+    def _program(self, run: Callable[[nn.Module], object]) -> Program:
+        try:
+            return self._traced_module.program(run)
+        except Exception:  # of the code of a family, which our attention may not serve
+            if self._family is None or self._model.attention == THEIRS:
+                raise
+        self._model = replace(self._model, attention=THEIRS)
+        self._traced_module.remake()
+        try:
+            return self._traced_module.program(run)
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UsageError(
+                f"model=hf: {self._family}: memory cannot be estimated: {reason}"
+            ) from error

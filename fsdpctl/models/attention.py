@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,26 @@ from torch.nn import functional as F
 from fsdpctl.models.context import repeated, to_heads, to_tokens
 from fsdpctl.models.documents import Documents
 from fsdpctl.models.kernels import computed_dtype, device_type, must_repeat, takes_sequences
+from fsdpctl.models.sinks import attend_on_cpu, attend_to_sequences
 from fsdpctl.plan.context import ContextParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The computation of scores, by default products divided by the root of a head's width."""
+
+    scale: float | None = None  # their factor, in place of that
+    softcap: float | None = None  # the scores' limit, approached by tanh
+    sinks: Tensor | None = None  # (heads,): one more score for each query, of no token
+    dropout: float = 0.0
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the kernel for packed sequences computes them."""
+        return self.softcap is None and not self.dropout
+
+
+PLAIN = Scores()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +48,11 @@ class AttentionMask:
 
 
 def layer_masks(
-    x: Tensor, head_dim: int, windows: Sequence[int | None], documents: Documents | None
+    x: Tensor,
+    head_dim: int,
+    windows: Sequence[int | None],
+    documents: Documents | None,
+    scores: Scores = PLAIN,
 ) -> list[AttentionMask | None]:
     """Return the mask of each layer, made once per forward; None: full rows, causally.
 
@@ -37,47 +61,59 @@ def layer_masks(
         head_dim: The width of a head.
         windows: One per layer; None: all earlier tokens.
         documents: The documents that are packed into rows, if any.
+        scores: Of all layers.
     """
-    made = {window: attention_mask(x, head_dim, window, documents) for window in set(windows)}
+    about = (documents, scores)
+    made = {window: attention_mask(x, head_dim, window, *about) for window in set(windows)}
     return [made[window] for window in windows]
 
 
 def attention_mask(
-    x: Tensor, head_dim: int, window: int | None, documents: Documents | None
+    x: Tensor,
+    head_dim: int,
+    window: int | None,
+    documents: Documents | None,
+    scores: Scores = PLAIN,
 ) -> AttentionMask | None:
-    """Return the mask of a layer; see `layer_masks`."""
+    """Return the mask of a layer with `scores`; see `layer_masks`."""
     context = None if documents is None else documents.context
     if documents is not None and documents.are_rows:
         documents = None
     batch, length = x.shape[0], x.shape[1] * (1 if context is None else context.size)
-    mask = _row_mask(x, (batch, length, head_dim), window, documents)
+    mask = _row_mask(x, (batch, length, head_dim), window, documents, scores)
     return mask if context is None else replace(mask or AttentionMask(None), context=context)
 
 
 def _row_mask(
-    x: Tensor, sizes: tuple[int, int, int], window: int | None, documents: Documents | None
+    x: Tensor,
+    sizes: tuple[int, int, int],
+    window: int | None,
+    documents: Documents | None,
+    scores: Scores,
 ) -> AttentionMask | None:
     """Return the mask for full rows of `sizes`: batch, length, and width of a head."""
     dtype, (batch, length, head_dim) = computed_dtype(x), sizes
+    device = device_type(x) if documents is None else documents.device_type
+    as_sequences = scores.has_kernel and takes_sequences(device, dtype, head_dim)
     if documents is None:
-        if window is None or length <= window:
+        is_full = window is None or length <= window
+        if is_full and (scores.sinks is None or not as_sequences):
             return None
-        if takes_sequences(device_type(x), dtype, head_dim):
+        if as_sequences:
             ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=x.device)
             return AttentionMask(window, offsets=ends, longest=length)
         return AttentionMask(window, bias=_as_bias(_window_mask(length, window, x.device), dtype))
-    device = documents.device_type
-    if takes_sequences(device, dtype, head_dim):
+    if as_sequences:
         return AttentionMask(window, offsets=documents.offsets, longest=documents.longest)
-    if device == "cuda":
+    if device == "cuda" and scores.has_kernel:
         return AttentionMask(window, bias=_as_bias(documents.mask(window), dtype))
     return AttentionMask(window, documents=documents)
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
     """Return a bool matrix (length, length): whether each token sees another."""
-    everything = torch.ones(length, length, dtype=torch.bool, device=device)
-    return everything.tril().triu(1 - window)
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return seen if window is None else seen.triu(1 - window)
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,29 +121,38 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None = None,
+    scores: Scores = PLAIN,
+) -> Tensor:
     """Attend to the tokens that `mask` allows: by default each token and those before it.
 
     Shapes are (batch, heads, length, head_dim); several heads of `q` may share one of `k` and
     `v`.
     """
     if mask is None:
-        return _attention(q, k, v)
+        return _attention(q, k, v, scores=scores)
     if mask.context is None:
-        return _attend(q, k, v, mask)
-    return to_tokens(_attend(*to_heads(q, k, v, mask.context), mask), mask.context)
+        return _attend(q, k, v, mask, scores)
+    if scores.sinks is not None:
+        own = scores.sinks.chunk(mask.context.size)[mask.context.index]
+        scores = replace(scores, sinks=own)
+    return to_tokens(_attend(*to_heads(q, k, v, mask.context), mask, scores), mask.context)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
     if mask.offsets is not None:
-        return _attend_flat(q, k, v, mask, mask.offsets)
+        return _attend_flat(q, k, v, mask, scores)
     if mask.bias is not None:
-        return _attention(q, k, v, mask=mask.bias)
+        return _attention(q, k, v, mask=mask.bias, scores=scores)
     if mask.documents is None:
-        return _attention(q, k, v)
+        return _attention(q, k, v, scores=scores)
     if torch.compiler.is_compiling():
-        return _attention(q, k, v, mask=mask.documents.mask(mask.window))
-    return _attend_each(q, k, v, mask.window, mask.documents)
+        return _attention(q, k, v, mask=mask.documents.mask(mask.window), scores=scores)
+    return _attend_each(q, k, v, mask.window, mask.documents, scores)
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -116,18 +161,49 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = True,
+    scores: Scores = PLAIN,
 ) -> Tensor:
+    if scores.sinks is not None or scores.softcap is not None:
+        return _attend_plainly(q, k, v, mask, scores)
     shares = q.shape[1] != k.shape[1]
     if shares and must_repeat(q, masked=mask is not None):
         k, v, shares = repeated(k, q.shape[1]), repeated(v, q.shape[1]), False
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=shares
-    )
+        q, k, v, attn_mask=mask, dropout_p=scores.dropout, is_causal=causal and mask is None,
+        scale=scores.scale, enable_gqa=shares,
+    )  # fmt: skip
+
+
+def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Attend causally, or with a mask, with scores that no kernel of torch computes."""
+    k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+    scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    if mask is not None and mask.dtype == torch.bool:
+        mask = _as_bias(mask, q.dtype)
+    is_plain = scores.has_kernel and not torch.compiler.is_compiling()
+    if scores.sinks is not None and is_plain and device_type(q) == "cpu":
+        return attend_on_cpu(q, k, v, scores.sinks, mask, scale)
+    if mask is None:
+        mask = _as_bias(_window_mask(q.shape[2], None, q.device), q.dtype)
+    odds = q @ k.transpose(2, 3) * scale
+    if scores.softcap is not None:
+        odds = torch.tanh(odds / scores.softcap) * scores.softcap
+    odds = odds + mask
+    if scores.sinks is not None:
+        sinks = scores.sinks.view(1, -1, 1, 1).expand(len(q), -1, q.shape[2], 1)
+        odds = torch.cat([odds, sinks.to(odds.dtype)], -1)
+    odds = torch.softmax(odds, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return F.dropout(odds[..., : k.shape[2]], scores.dropout) @ v
 
 
 def _attend_each(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents, scores: Scores
 ) -> Tensor:
     """Attend within each document separately: half the time of a mask on the CPU."""
 
@@ -139,19 +215,20 @@ def _attend_each(
     def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[2]
         if window is None or length <= window:
-            return _attention(q, k, v)
-        return _attention(q, k, v, mask=_window_mask(length, window, q.device))
+            return _attention(q, k, v, scores=scores)
+        return _attention(q, k, v, mask=_window_mask(length, window, q.device), scores=scores)
 
     mixed = iter([alone(*each) for each in zip(parts(q), parts(k), parts(v), strict=True)])
     return torch.cat([torch.cat([next(mixed) for _ in each], 2) for each in documents.lengths])
 
 
-def _attend_flat(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, offsets: Tensor) -> Tensor:
+def _attend_flat(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
     """Attend with all rows as one, by the kernel for sequences of different lengths."""
     from torch.nn.attention.varlen import varlen_attn  # its import takes a third of a second
 
     batch, heads, length, width = q.shape
-    dtype = computed_dtype(q)
+    dtype, offsets = computed_dtype(q), mask.offsets
+    assert offsets is not None
     shares = k.shape[1] != heads
     if shares and not _shares_heads():
         k, v, shares = repeated(k, q.shape[1]), repeated(v, q.shape[1]), False
@@ -159,15 +236,16 @@ def _attend_flat(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, offsets: 
     def flat(x: Tensor) -> Tensor:
         return x.transpose(1, 2).reshape(batch * length, -1, width).to(dtype)
 
-    call = partial(varlen_attn, max_q=mask.longest, max_k=mask.longest)
-    mixed = (partial(call, enable_gqa=True) if shares else call)(
-        flat(q),
-        flat(k),
-        flat(v),
-        offsets,
-        offsets,
-        window_size=(-1 if mask.window is None else mask.window - 1, 0),
-    )
+    window = -1 if mask.window is None else mask.window - 1
+    if scores.sinks is not None:
+        rest = mask.longest, window, scores.scale
+        mixed: Any = attend_to_sequences(flat(q), flat(k), flat(v), scores.sinks, offsets, rest)
+    else:
+        call = partial(varlen_attn, max_q=mask.longest, max_k=mask.longest)
+        about: dict[str, Any] = {} if scores.scale is None else {"scale": scores.scale}
+        mixed = (partial(call, enable_gqa=True) if shares else call)(
+            flat(q), flat(k), flat(v), offsets, offsets, window_size=(window, 0), **about
+        )
     assert isinstance(mixed, Tensor)
     return mixed.view(batch, length, heads, width).transpose(1, 2)
 
@@ -175,7 +253,7 @@ def _attend_flat(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, offsets: 
 def import_kernels(device_type: str) -> None:
     """Import what attention over packed sequences needs, which is not possible while tracing."""
     if device_type == "cuda":
-        _shares_heads()
+        _shares_heads()  # imports the operators too
 
 
 @cache

@@ -31,17 +31,18 @@ class Documents:
     @property
     def own_positions(self) -> Tensor:
         """The positions of this rank's tokens."""
-        return self._own(self.positions)
+        return self.own(self.positions)
 
     @property
     def own_data(self) -> Tensor:
         """Whether each of this rank's tokens is data, not padding."""
         places = torch.arange(self.positions.shape[1], device=self.positions.device)
-        return self._own(
+        return self.own(
             (places < (len(places) if self.ends is None else self.ends)).expand_as(self.positions)
         )
 
-    def _own(self, of_rows: Tensor) -> Tensor:
+    def own(self, of_rows: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of all tokens, (batch, length)."""
         if self.context is None:
             return of_rows
         length = of_rows.shape[1] // self.context.size

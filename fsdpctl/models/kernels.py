@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4, MATH
+from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4, MATH, THEIRS
 
 _TWO_BYTES = (torch.bfloat16, torch.float16)
 _WIDEST = 256  # heads that flash and cuDNN kernels support
@@ -40,7 +40,7 @@ def using(kernel: str | None, *, alone: bool = False) -> Iterator[None]:
         UsageError: If this torch cannot activate it, or its package is missing.
     """
     with ExitStack() as stack:
-        if kernel is not None:
+        if kernel not in (None, THEIRS):
             stack.enter_context(
                 _settings(takes_masks=_is_plain(kernel), repeats=kernel == EFFICIENT)
             )

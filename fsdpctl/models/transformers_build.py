@@ -12,6 +12,7 @@ from fsdpctl.config.any_decoder import CONFIG_OF, content_of, read_configuration
 from fsdpctl.config.model import TRANSFORMERS, ModelConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.plan.attention import THEIRS
 
 
 def build_transformers(config: ModelConfig) -> TransformersDecoder:
@@ -20,7 +21,9 @@ def build_transformers(config: ModelConfig) -> TransformersDecoder:
     Raises:
         UsageError: If transformers cannot build it.
     """
-    return TransformersDecoder(_built(config), config.router_aux_loss)
+    decoder = TransformersDecoder(_built(config), config.router_aux_loss)
+    decoder.attention.use(ours=config.attention != THEIRS)
+    return decoder
 
 
 def _built(config: ModelConfig) -> Any:

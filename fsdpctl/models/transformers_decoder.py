@@ -13,7 +13,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.documents import Documents
 from fsdpctl.models.experts import Counts, aux_loss_factor, global_balance
-from fsdpctl.models.transformers_context import SharedRows
+from fsdpctl.models.transformers_attention import TransformersAttention
 
 _BACKBONES = ("model", "transformer", "backbone")  # where base_model_prefix is not an attribute
 
@@ -152,9 +152,10 @@ class TransformersDecoder(nn.Module):
         self.reduce_counts: Counts | None = None  # sums expert counts over ranks
         forward = type(getattr(model, self._backbone)).forward
         self._caches = _can_cache(model.config)
-        self._rows = SharedRows(model)
+        self.attention = TransformersAttention(model)
         taken = inspect.signature(forward).parameters
         self._takes_positions = "position_ids" in taken
+        self._takes_mask = "attention_mask" in taken
         # The name since transformers 5.24, or before.
         self._cache_name = "cache" if "cache" in taken else "past_key_values"
 
@@ -210,12 +211,15 @@ class TransformersDecoder(nn.Module):
         settings: dict[str, Any] = {}
         if self._takes_positions and documents is not None:
             settings["position_ids"] = documents.own_positions
+        if self._takes_mask and self.attention.is_ours and cache is None:
+            # Without a mask, documents are sought in positions, which waits for the device.
+            settings["attention_mask"] = torch.ones_like(tokens, dtype=torch.bool)
         adds = targets is not None and self.training and self.balances_experts
         if adds:
             settings["output_router_logits"] = True
         if cache is not None and cache.foreign is not None:
             settings[self._cache_name] = cache.foreign
-        with self._rows.among(documents):
+        with self.attention.among(documents):
             outputs = getattr(self, self._backbone)(
                 input_ids=tokens,
                 use_cache=cache is not None and self._caches,

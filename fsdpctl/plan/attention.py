@@ -2,6 +2,7 @@
 
 FLASH, FLASH3, FLASH4 = "flash", "flash3", "flash4"
 CUDNN, EFFICIENT, MATH = "cudnn", "efficient", "math"
+THEIRS = "transformers"  # no kernel: the attention of a family of transformers
 KERNELS = (FLASH, FLASH3, FLASH4, CUDNN, EFFICIENT, MATH)
 FLASHES = (FLASH, FLASH3, FLASH4)  # they share torch's operator
 ON_CPU = (FLASH, MATH)

@@ -12,6 +12,7 @@ from fsdpctl.plan.attention import (
     ON_CPU,
     PACKAGES,
     SHARES,
+    THEIRS,
     TWO_BYTES,
     assumed_kernel,
 )
@@ -20,8 +21,9 @@ from fsdpctl.resolve.machine import with_architecture
 
 def assumed_of(config: Config) -> str | None:
     """Return the kernel that a placed configuration is estimated with; None on the CPU: torch's."""
-    if config.model.attention is not None or config.launch.device == "cpu":
-        return config.model.attention
+    kernel = config.model.attention
+    if kernel not in (None, THEIRS) or config.launch.device == "cpu":
+        return None if kernel == THEIRS else kernel
     deterministic = config.train.deterministic
     return assumed_kernel(config.cluster.architecture, deterministic=deterministic)
 
@@ -63,8 +65,9 @@ def _problem(config: Config, *, here: bool) -> str:
     kernel, architecture = config.model.attention, config.cluster.architecture
     if kernel is None:
         return ""
-    if config.model.is_foreign:
-        return "not supported by model=transformers, which selects it"
+    if kernel == THEIRS:
+        is_theirs = config.model.is_foreign
+        return "" if is_theirs else "only valid with model.module=transformers"
     if config.launch.device == "cpu":
         return "" if kernel in ON_CPU else "not supported on launch.device=cpu"
     if kernel in TWO_BYTES and config.precision.param_dtype == "float32":

@@ -4,29 +4,26 @@ A small copy is run twice: on full rows, and by a thread per rank on parts of th
 shorter than the rows, and layers that run along the rows otherwise see only their part.
 """
 
-import math
+import copy
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.config.any_decoder import canonical, content_of
+from fsdpctl.config.any_decoder import content_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.models.context import use_exchange
 from fsdpctl.models.documents import make_documents
 from fsdpctl.plan.context import ContextParallel
-from fsdpctl.resolve.decoder_check import differ, quiet, small_copy
+from fsdpctl.resolve.decoder_check import differ, quiet, small_copy, with_short_ranges
 
 T = TypeVar("T")
-_TOKENS, _WINDOW = 12, 5  # of a rank; of layers with a window
-_WINDOWS = ("sliding_window", "attention_chunk_size")
-_SWITCHING = ("longrope", "su")  # types of rotary embeddings, and their earlier names
+_TOKENS = 12  # of a rank
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _SECONDS = 60.0  # for which a thread waits for the others
 
@@ -50,16 +47,10 @@ def check_shared_rows(config: Config) -> None:
             f"{where}: its auxiliary loss is that of full rows; set model.router_aux_loss to "
             "global or none"
         )
-    short = _short_positions(content)
-    if config.train.seq_len > short:
-        raise UsageError(
-            f"{where}: its rotary embeddings change where a forward has more than {short} "
-            f"positions, and a rank has only its own; expected train.seq_len of at most {short}"
-        )
     ranks = next(each for each in range(2, shared + 1) if shared % each == 0)
     try:
         with quiet():
-            works = _works(_with_short_windows(model, content), ranks)
+            works = _works(with_short_ranges(model), ranks)
     except UsageError as error:
         raise UsageError(f"{where}: not supported: {error}") from None
     except Exception as error:  # the code of a family raises what it likes
@@ -68,22 +59,6 @@ def check_shared_rows(config: Config) -> None:
         ) from error
     if not works:
         raise UsageError(f"{where}: not supported; its layers do more than attend along a row")
-
-
-def _short_positions(content: dict[str, Any]) -> float:
-    """Return the positions up to which a model has one set of rotary embeddings."""
-    outer = [each for each in content.values() if isinstance(each, dict)]
-    inner = [each for some in outer for each in some.values() if isinstance(each, dict)]
-    name, found = "original_max_position_embeddings", [math.inf]
-    for rope in (*outer, *inner):  # by kind of layer
-        if rope.get("rope_type", rope.get("type")) in _SWITCHING:
-            found.append(rope.get(name) or content.get(name) or math.inf)
-    return min(found)
-
-
-def _with_short_windows(model: ModelConfig, content: dict[str, object]) -> ModelConfig:
-    short = {name: _WINDOW for name in _WINDOWS if content.get(name)}
-    return replace(model, config_json=canonical({**content, **short}))
 
 
 @cache
@@ -98,12 +73,14 @@ def _works(model: ModelConfig, ranks: int) -> bool:
 def _run_in_parts(module: nn.Module, tokens: Tensor, ranks: int) -> Tensor:
     """Return the logits of `tokens`, (batch, length), computed by a thread per rank."""
     rows = ((tokens.shape[1],),) * len(tokens)
+    # Modules of transformers write to themselves.
+    modules = [copy.deepcopy(module) for _ in range(ranks)]
 
     def run(context: ContextParallel) -> Tensor:
         documents = make_documents(rows, tokens.device, context=context, are_rows=True)
         part = tokens.chunk(ranks, 1)[context.index]
         with torch.no_grad():
-            logits: Tensor = module(part, documents=documents)
+            logits: Tensor = modules[context.index](part, documents=documents)
         return logits
 
     return torch.cat(as_ranks(ranks, run), 1)

@@ -39,7 +39,7 @@ from fsdpctl.resolve.data import (
     on_date,
     with_data,
 )
-from fsdpctl.resolve.decoder_check import with_packing
+from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.resolve.launchers import Place, place_of
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens, mlp_chunk_tokens
 from fsdpctl.resolve.machine import (
@@ -118,7 +118,7 @@ def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> O
     config, notes = _with_compiler(config)
     notes += notes_on_engine(config, composed.automatic)
     config = _with_alpha(_with_model_path(config))
-    config, on_packing = with_packing(config)
+    config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
     check_shared_rows(config)
     data = checked_data(config, on_rows)

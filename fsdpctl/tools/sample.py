@@ -23,6 +23,7 @@ from fsdpctl.data.chats.values import Message
 from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
 from fsdpctl.data.tokenizer_files import VOCABULARIES
 from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.resolve.decoder_check import with_attention
 from fsdpctl.run.assets import end_tokens
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.callbacks.sample import Sampling, generate
@@ -41,7 +42,8 @@ class TextGenerator:
         """
         config, weights, files = _opened(source)
         # Compiling takes longer than it saves on a few tokens.
-        self.config = replace(config, train=replace(config.train, compile=False))
+        train = replace(config.train, compile=False)
+        self.config = replace(config, train=train, model=with_attention(config.model))
         self.source, self._count = source, count
         if not files.keys() & set(VOCABULARIES):
             raise UsageError(f"{source}: contains no tokenizer, which is required to generate text")

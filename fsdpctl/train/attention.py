@@ -3,7 +3,8 @@
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,14 +12,17 @@ from torch import Tensor
 from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.comm.waits import mark, seconds_between
 from fsdpctl.comm.world import World
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.models.attention import AttentionMask, attend, layer_masks
+from fsdpctl.models.attention import PLAIN, AttentionMask, Scores, attend, layer_masks
 from fsdpctl.models.documents import ASSUMED_TOKENS, Documents, make_documents
 from fsdpctl.models.kernels import can_undo, using
-from fsdpctl.plan.attention import CUDNN, EFFICIENT, KERNELS, MATH
+from fsdpctl.models.transformers_attention import Call, recorded
+from fsdpctl.plan.attention import CUDNN, EFFICIENT, KERNELS, MATH, THEIRS
 from fsdpctl.plan.context import heads_per_rank, tokens_per_rank
 from fsdpctl.resolve.attention import candidates, with_kernel
+from fsdpctl.resolve.decoder_check import quiet, small_copy
 from fsdpctl.resolve.machine import with_architecture
 from fsdpctl.run.directory import rewrite_config
 
@@ -38,13 +42,16 @@ class Shape:
     dtype: torch.dtype
     windows: tuple[int | None, ...]  # of each layer
     has_documents: bool = False
+    has_sinks: bool = False
 
     @staticmethod
     def of(config: Config) -> "Shape":
-        """Return the shape of a resolved configuration."""
+        """Return the shape of a resolved configuration, whose attention is ours."""
         model, size = config.model, config.train.micro_batch_size
         shared = config.train.context_parallel
         assert size is not None
+        if model.is_foreign:
+            return _as_called(config)
         return Shape(
             size,
             tokens_per_rank(config.train.seq_len, shared) * shared,
@@ -54,6 +61,28 @@ class Shape:
             tuple(model.window_of(layer) for layer in range(model.num_layers)),
             config.data.holds_documents,
         )
+
+
+def _as_called(config: Config) -> Shape:
+    """Return the shape of a model of transformers, with a layer of each kind."""
+    dense = Shape.of(replace(config, model=replace(config.model, architecture="llama")))
+    called = _calls(config.model)
+    if not called:
+        return replace(dense, windows=())
+    return replace(
+        dense,
+        heads=heads_per_rank(*called[0].heads, config.train.context_parallel),
+        width=max(each.width for each in called),
+        windows=tuple(each.window for each in called),
+        has_sinks=any(each.scores.sinks is not None for each in called),
+    )
+
+
+@lru_cache(maxsize=1)
+def _calls(model: ModelConfig) -> list[Call]:
+    with quiet(), recorded() as calls:
+        small_copy(model)(torch.zeros(1, 2, dtype=torch.int64))
+    return [each for each in calls if each.scores.has_kernel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +195,8 @@ def _seconds_of_layer(
     times = []
     for _ in range(_WARM_UP + rounds):
         before = mark(on_cuda=device.type == "cuda")
-        torch.autograd.grad(attend(q, k, v, sight), (q, k, v), gradient)
+        mixed = attend(q, k, v, sight, _scores(shape, device))
+        torch.autograd.grad(mixed, (q, k, v), gradient)
         times.append((before, mark(on_cuda=device.type == "cuda")))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -182,7 +212,13 @@ def _drawn(shape: Shape, heads: int, device: torch.device, generator: torch.Gene
 
 def _seen(shape: Shape, device: torch.device) -> list[AttentionMask | None]:
     like = torch.empty(shape.batch, shape.length, 1, device=device, dtype=shape.dtype)
-    return layer_masks(like, shape.width, shape.windows, _documents(shape, device))
+    documents, scores = _documents(shape, device), _scores(shape, device)
+    return layer_masks(like, shape.width, shape.windows, documents, scores)
+
+
+def _scores(shape: Shape, device: torch.device) -> Scores:
+    sinks = torch.zeros(shape.heads[0], device=device, dtype=shape.dtype)
+    return Scores(sinks=sinks) if shape.has_sinks else PLAIN
 
 
 def _documents(shape: Shape, device: torch.device) -> Documents | None:
@@ -204,7 +240,9 @@ def settled(config: Config, world: World) -> tuple[Config, tuple[str, ...]]:
         UsageError: If the kernel does not run.
         FsdpctlError: If the configuration cannot be written.
     """
-    if world.device.type != "cuda" or config.model.is_foreign:
+    if world.device.type != "cuda" or config.model.attention == THEIRS:
+        return config, ()
+    if config.model.is_foreign and not Shape.of(config).windows:  # no layer runs a kernel
         return config, ()
     if config.model.attention is not None:
         check_kernel(config, world.device)

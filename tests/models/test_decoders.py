@@ -27,7 +27,7 @@ from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.layout import Span
 from fsdpctl.resolve.attention import check_attention
-from fsdpctl.resolve.decoder_check import check_decoder, with_packing
+from fsdpctl.resolve.decoder_check import check_decoder, with_decoder
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.callbacks.sample import Sampling, generate
 from fsdpctl.train.optimizers import make_optimizer
@@ -181,17 +181,17 @@ def test_export_has_the_names_of_the_hub(tmp_path):
 # ---- checks at the start -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "packs"), [("qwen3_moe", True), ("bloom", False)])
+@pytest.mark.parametrize(("family", "packs"), [("qwen3_moe", True), ("bart", False)])
 def test_the_start_sees_whether_documents_may_share_a_sequence(family, packs, tmp_path):
     save_decoder(family, tmp_path)
-    assert check_decoder(compose(tmp_path).model) is packs
+    assert check_decoder(compose(tmp_path).model).isolates is packs
     chats = compose(tmp_path, "data=chat", "data.path=x.jsonl")
-    config, notes = with_packing(chats)
+    config, notes = with_decoder(chats)
     assert config.data.packing is (None if packs else False)
     assert len(notes) == (not packs)
     if not packs:
-        with pytest.raises(UsageError, match="data.packing=true: bloom mixes"):
-            with_packing(compose(tmp_path, "data=chat", "data.path=x", "data.packing=true"))
+        with pytest.raises(UsageError, match="data.packing=true: bart mixes"):
+            with_decoder(compose(tmp_path, "data=chat", "data.path=x", "data.packing=true"))
 
 
 def test_a_model_that_sees_later_tokens_is_rejected(tmp_path):
@@ -232,8 +232,10 @@ def test_sizes_are_those_of_the_config(tmp_path):
     save_decoder("qwen3_moe", tmp_path)
     with pytest.raises(UsageError, match="model.num_layers=9: conflicts"):
         compose(tmp_path, "model.num_layers=9")
-    with pytest.raises(UsageError, match="model.attention=flash: not supported by model=transfo"):
-        check_attention(compose(tmp_path, "model.attention=flash", "launch.device=cpu"))
+    for kernel in ("flash", "transformers"):
+        check_attention(compose(tmp_path, f"model.attention={kernel}", "launch.device=cpu"))
+    with pytest.raises(UsageError, match="model.attention=transformers: only valid with"):
+        check_attention(compose_config(["model.attention=transformers"]).config)
 
 
 def test_initial_weights_depend_on_seed_and_name_alone(tmp_path):
@@ -284,7 +286,9 @@ def test_own_and_transformers_modules_agree(tmp_path):
     assert compose_config(["model=hf", path]).config.model.is_foreign
 
 
-@pytest.mark.parametrize("family", fast("qwen3_moe", slow=["gemma2", "mamba", "qwen3_next"]))
+@pytest.mark.parametrize(
+    "family", fast("qwen3_moe", slow=["gemma2", "gpt_oss", "mamba", "qwen3_next"])
+)
 def test_cached_generation_equals_running_all_tokens(family, tmp_path):
     save_decoder(family, tmp_path)
     module = plain_module(tmp_path)

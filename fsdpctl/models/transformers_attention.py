@@ -1,0 +1,267 @@
+"""Attention of transformers' models.
+
+transformers asks a registered function for each kind of mask, before any layer, and another one for
+attention in each layer. The first returns what a kind of layer sees, which layers pass to the
+second, also if backward recomputes them. Families with attention of their own get transformers'
+masks of all pairs of tokens, without those of other documents.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdpctl.errors import UsageError
+from fsdpctl.models.attention import AttentionMask, Scores, attend, attention_mask
+from fsdpctl.models.documents import Documents, make_documents, send
+from fsdpctl.models.kernels import computed_dtype, device_type
+
+_NAME = "fsdpctl"
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in the files of families that use it
+# Arguments that change nothing, or whose meaning is that of the mask.
+_KNOWN = (
+    "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position", "max_length_q",
+    "max_length_k", "cu_seq_lens_q", "cu_seq_lens_k", "deterministic", "output_router_logits",
+)  # fmt: skip
+_KINDS = {
+    frozenset({"causal_mask_function"}): "full",
+    frozenset({"causal_mask_function", "sliding_window_overlay"}): "window",
+    frozenset({"causal_mask_function", "chunked_overlay"}): "chunk",
+}
+_running = threading.local()
+
+
+@dataclass(slots=True)
+class _Sight:
+    """The tokens that the layers of a kind see in a forward."""
+
+    documents: Documents | None
+    window: int | None = None
+    pairs: Tensor | None = None  # bool, (batch, 1, queries, keys), for other kinds
+    made: dict[object, AttentionMask | None] = field(default_factory=dict)
+
+    def mask(self, q: Tensor, scores: Scores) -> AttentionMask | None:
+        key = q.shape[-1], scores.has_kernel, scores.sinks is None
+        if key not in self.made:
+            self.made[key] = self._make(q, scores)
+        return self.made[key]
+
+    def _make(self, q: Tensor, scores: Scores) -> AttentionMask | None:
+        if self.pairs is None:
+            return attention_mask(q[:, 0], q.shape[-1], self.window, self.documents, scores)
+        bias = torch.zeros_like(self.pairs, dtype=computed_dtype(q))
+        return AttentionMask(None, bias=bias.masked_fill_(~self.pairs, -torch.inf))
+
+
+class TransformersAttention:
+    """The attention of a model: ours if its code uses transformers' interface, or its own."""
+
+    def __init__(self, model: Any) -> None:
+        """Take over attention of `model`, a PreTrainedModel."""
+        _register()
+        modules = list(model.modules())
+        files = {sys.modules[type(each).__module__] for each in modules}
+        self.can_be_ours = any(hasattr(each, _INTERFACE) for each in files)
+        found: list[Any] = [getattr(each, "config", None) for each in modules]
+        configs = {id(each): each for each in found if hasattr(each, "_attn_implementation")}
+        self._usual = [(each, each._attn_implementation) for each in configs.values()]
+        self.use(ours=True)
+        for each in modules:
+            if any(kind in str(getattr(each, "rope_type", "")) for kind in ("dynamic", "longrope")):
+                each.forward = partial(_rotations, each.forward)
+
+    def use(self, *, ours: bool) -> None:
+        """Compute with our attention from now on, if the model can, or with its own."""
+        self.is_ours = ours and self.can_be_ours
+        for config, usual in self._usual:
+            config._attn_implementation_internal = _NAME if self.is_ours else usual
+
+    @contextmanager
+    def among(self, documents: Documents | None) -> Iterator[None]:
+        """Run a forward on the rows of `documents`; its backward may follow the block."""
+        _running.documents = documents
+        try:
+            yield
+        finally:
+            _running.documents = None
+
+
+class Call(NamedTuple):
+    """Attention of a layer."""
+
+    heads: tuple[int, int]  # of queries; of keys and values
+    width: int  # of a head
+    window: int | None
+    scores: Scores
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """Record the calls of our attention in a block."""
+    _running.calls = calls = list[Call]()
+    try:
+        yield calls
+    finally:
+        _running.calls = None
+
+
+@cache
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, _sight)
+    for name in ("eager", "sdpa"):
+        plain = getattr(masking_utils, f"{name}_mask")
+        AttentionMaskInterface.register(name, partial(_apart, plain))
+
+
+def _documents() -> Documents | None:
+    found: Documents | None = getattr(_running, "documents", None)
+    return found
+
+
+def _sight(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    **about: Any,
+) -> _Sight:
+    documents = _documents()
+    kind = _KINDS.get(frozenset(_parts(mask_function)))
+    if kind is None or q_length != kv_length:
+        from transformers.masking_utils import sdpa_mask
+
+        sizes = {"q_length": q_length, "kv_length": kv_length, "local_size": local_size}
+        about = {**about, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        pairs = _apart(sdpa_mask, mask_function=mask_function, **sizes, **about)
+        return _Sight(None, pairs=pairs)
+    if kind == "chunk" and local_size is not None:
+        return _Sight(_chunks(documents, local_size, about["batch_size"], q_length, about))
+    return _Sight(documents, local_size)
+
+
+def _parts(function: Callable[..., Any]) -> Iterator[str]:
+    """Yield the names of the functions that a mask is made of."""
+    cells = [each.cell_contents for each in getattr(function, "__closure__", None) or ()]
+    inner = [each for cell in cells if isinstance(cell, tuple) for each in cell if callable(each)]
+    name = str(getattr(function, "__qualname__", "")).partition(".")[0]
+    if name != "and_masks":
+        yield name
+    for each in inner:
+        yield from _parts(each)
+
+
+def _chunks(
+    documents: Documents | None, size: int, rows: int, length: int, about: Any
+) -> Documents | None:
+    """Return the documents split into chunks, which do not see one another."""
+    lengths = ((length,),) * rows if documents is None else documents.lengths
+    if max(map(max, lengths)) <= size:
+        return documents
+    split = tuple(
+        tuple(min(size, each - at) for each in row for at in range(0, each, size))
+        for row in lengths
+    )
+    device = torch.device(about["device"])
+    if documents is None:
+        return make_documents(split, device, like=device_type(torch.empty(0, device=device)))
+    like, context = documents.device_type, documents.context
+    return make_documents(split, device, like=like, context=context)
+
+
+def _apart(
+    plain: Callable[..., Any], *args: Any, mask_function: Callable[..., Any], **about: Any
+) -> Any:
+    """Return a mask of all pairs of tokens without those of two documents."""
+    documents = _documents()
+    if documents is None or (documents.are_rows and documents.context is None):
+        return plain(*args, mask_function=mask_function, **about)
+    if documents.context is not None:
+        raise UsageError("attention that needs a mask of all pairs of tokens")
+    from transformers.masking_utils import and_masks
+
+    first = documents.first_keys.squeeze(-1)
+
+    def same(row: Any, head: Any, query: Any, key: Any) -> Any:
+        return key >= first[row, query]
+
+    about["allow_is_causal_skip"] = False
+    return plain(*args, mask_function=and_masks(mask_function, same), **about)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **about: Any,
+) -> tuple[Tensor, None]:
+    softcap, s_aux = about.pop("softcap", None), about.pop("s_aux", None)
+    unknown = [name for name, given in about.items() if name not in _KNOWN and given is not None]
+    if not isinstance(attention_mask, _Sight) or any(about[name] is not False for name in unknown):
+        raise UsageError(f"attention with {', '.join(unknown) or 'another mask'}")
+    width, of_values = query.shape[-1], value.shape[-1]
+    scores = Scores(width**-0.5 if scaling is None else scaling, softcap, s_aux, dropout)
+    if of_values != width:  # as in latent attention; kernels for packed rows take one width
+        query, key, value = (
+            F.pad(each, (0, max(width, of_values) - each.shape[-1])) for each in (query, key, value)
+        )
+    if (calls := getattr(_running, "calls", None)) is not None:
+        heads = query.shape[1], key.shape[1]
+        calls.append(Call(heads, query.shape[-1], attention_mask.window, scores))
+    mixed = attend(query, key, value, attention_mask.mask(query, scores), scores)
+    return mixed[..., :of_values].transpose(1, 2).contiguous(), None
+
+
+def _rotations(
+    forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **about: Any
+) -> Any:
+    """Return the rotary embeddings of each document as if it were alone.
+
+    They depend on the last position of a forward, which is given as one more position.
+    """
+    module: Any = forward.__self__  # type: ignore[attr-defined]  # a method
+    for name in [each for each in vars(module) if each.endswith("max_seq_len_cached")]:
+        setattr(module, name, 0)  # an earlier forward may have been longer
+    documents = _documents()
+    if documents is None:
+        return forward(x, position_ids, *args, **about)
+    short = _short_positions(module)
+    lengths = [[each if each > short else 0 for each in row] for row in documents.lengths]
+    keys = [
+        [key for key, each in zip(*pair, strict=True) for _ in range(each)]
+        for pair in zip(lengths, documents.lengths, strict=True)
+    ]
+    ends = documents.own(send(torch.tensor(keys), position_ids.device))
+    found: tuple[Tensor, ...] = ()
+    for end in sorted(set(chain(*lengths))):
+        own = ends == end
+        last = position_ids.new_full((len(own), 1), max(end - 1, 0))
+        places = torch.cat([torch.where(own, position_ids, 0), last], 1)
+        turned = forward(x, places, *args, **about)
+        parts = [each[:, :-1] for each in (turned if isinstance(turned, tuple) else (turned,))]
+        pairs = zip(parts, found or parts, strict=True)
+        found = tuple(torch.where(own.unsqueeze(-1), new, old) for new, old in pairs)
+    return found if isinstance(turned, tuple) else found[0]
+
+
+def _short_positions(module: Any) -> int:
+    """Return the positions up to which rotary embeddings are those of short documents."""
+    rope = module.config.rope_parameters
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    found = [each.get("original_max_position_embeddings") for each in kinds]
+    return min(int(each) for each in (*found, module.config.max_position_embeddings) if each)
