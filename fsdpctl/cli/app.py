@@ -45,7 +45,7 @@ COMMANDS = {
         "inspection", False, "Show a checkpoint's run, files and tensors."
     ),
     "verify-checkpoint": CommandInfo(
-        "inspection", False, "Verify all checksums of a checkpoint and its base."
+        "inspection", False, "Verify the checksums of a checkpoint or an export."
     ),
     "tokenize": CommandInfo("data", False, "Tokenize text into a token file."),
     "data": CommandInfo("data", False, "Show the training samples of one step."),

@@ -110,7 +110,7 @@ def _summary(reader: "CheckpointReader") -> Iterator[str]:
 
 
 def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
-    """Verify all checksums of a checkpoint and its base, or of an exported directory.
+    """Verify the checksums of a checkpoint or an export.
 
     The exit code is 4 if one does not match.
     """

@@ -56,7 +56,9 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
 def _sizes_of(word: str, layer: nn.Module, owner: nn.Module) -> Sizes | None:
     """Return the adjacent rows of each matrix in a layer, or None if it is one matrix."""
     is_known = type(owner).__module__.startswith(("transformers.", "fsdpctl."))
-    rule = _RULES.get(word) if is_known else None
+    weight = layer._parameters.get("weight")
+    is_packed = weight is not None and weight.ndim < 2  # of a quantized layer, which is frozen
+    rule = _RULES.get(word) if is_known and not is_packed else None
     try:
         sizes = None if rule is None else rule(owner, layer)
     except AttributeError:  # another module with a layer of this name

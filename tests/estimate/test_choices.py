@@ -37,7 +37,7 @@ def test_a_family_that_cannot_be_traced_is_named(tmp_path):
     with mock.patch.object(TransformersDecoder, "forward", side_effect=error):
         code, said = invoke("estimate-memory", *words)
     assert code == 2
-    assert said == "model=transformers: llama: memory cannot be estimated: no values"
+    assert said == "model=transformers: llama: not supported; a small copy fails: no values"
 
 
 def test_tokens_are_assumed_to_choose_experts_evenly():

@@ -162,7 +162,7 @@ def test_the_estimate_shows_the_trained_parameters():
     )
     assert found["num_trained_parameters"] == expected
     code, said = invoke(*words, "model.lora.rank=4", "engine=fsdp2")
-    assert (code, "engine=fsdp2: model.lora and model.trainable are not supported" in said) == (
+    assert (code, "model.lora and model.trainable require engine=fsdpctl" in said) == (
         2,
         True,
     ), said

@@ -66,9 +66,8 @@ def test_lines_of_several_threads_stay_whole(tmp_path: Path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
 def test_a_full_disk_is_named(tmp_path: Path):
-    full = tmp_path / "metrics.jsonl"
-    full.symlink_to("/dev/full")
-    file = MetricsFile(full, 0)
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), file._file.fileno())
     with pytest.raises(FsdpctlError, match=r"metrics.jsonl: " + os.strerror(errno.ENOSPC)):
         file.write({"step": 1})
     file.close()
