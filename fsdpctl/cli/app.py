@@ -33,6 +33,7 @@ COMMANDS = {
         "compare", True, "Measure this machine for step-time predictions."
     ),
     "compare-runs": CommandInfo("status", False, "Show how two existing runs differ."),
+    "convert": CommandInfo("convert", True, "Write a recipe from another tool's file."),
     "sample": CommandInfo("sample", False, "Generate text from a checkpoint or a model."),
     "evaluate": CommandInfo("sample", True, "Compute loss, perplexity and bits per byte."),
     "consolidate-checkpoint": CommandInfo(

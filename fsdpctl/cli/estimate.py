@@ -60,7 +60,7 @@ def estimate_memory(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Configuration file of axolotl or accelerate to import.",
+            help="Configuration file of another tool, as `convert` reads it.",
         ),
     ] = None,
 ) -> None:
