@@ -30,6 +30,7 @@ def report_exit(outcome: "Outcome", run_dir: Path) -> None:
         raise typer.Exit(stopped)
     if not outcome.has_failed:
         say(f"done: {run_dir}")
+        say(f"next: fsdpctl sample {run_dir}, or fsdpctl consolidate-checkpoint {run_dir} DIR")
         return
     if cause is None or outcome.hang:
         _show_failure(cause, run_dir, outcome)
@@ -89,12 +90,12 @@ def _about(cause: "Failure", run_dir: Path, outcome: "Outcome") -> list[str]:
 
 def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     """Return the estimate and the available memory; if that was too little, changes that fit."""
-    from fsdpctl.cli.estimate_text import change_lines
     from fsdpctl.estimate.advice import advice
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.resolve.machine import placed_on_cluster
     from fsdpctl.run.directory import read_config
     from fsdpctl.run.progress import format_bytes
+    from fsdpctl.start.fit import change_lines
 
     estimator = Estimator()
     try:

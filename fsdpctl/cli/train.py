@@ -13,7 +13,7 @@ from fsdpctl.cli.config_args import (
     configured,
     normalized,
 )
-from fsdpctl.cli.console import CONVERSATIONS, bytes_bar, count_of, note, out, say
+from fsdpctl.cli.console import CONVERSATIONS, bytes_bar, count_of, emit, note, out, say
 from fsdpctl.cli.outcome import TOO_EARLY, report_exit
 from fsdpctl.errors import StoppedError, UsageError
 
@@ -111,7 +111,7 @@ def _print_config(composed: "Composed", resume: str) -> None:
             note(line)
         assert selection is not None
         config = filled(config, selection)
-    say(config_to_yaml(config).rstrip())
+    emit(config_to_yaml(config).rstrip())
 
 
 def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]":
@@ -136,10 +136,12 @@ def _dry_run(composed: "Composed", resume: str) -> None:
     from fsdpctl.resolve.machine import placed_on_cluster
     from fsdpctl.resolve.run import settle
     from fsdpctl.start.describe import describe_run, describe_units
+    from fsdpctl.start.fit import check_fits
 
     opened, seen, decision = _opened(composed, resume)
     settled = settle(seen.config, decision.selection)
-    estimate = Estimator().estimate(placed_on_cluster(settled.config))
+    estimator = Estimator()
+    estimate = estimator.estimate(placed_on_cluster(settled.config))
     described = describe_run(opened, settled, seen, estimate)
     for line in (*decision.lines, *described):
         say(line)
@@ -148,10 +150,12 @@ def _dry_run(composed: "Composed", resume: str) -> None:
         say(line)
     _show_samples(opened)
     _check_large_token_files(opened)
-    would = "it would run" if estimate.verdict == "fits" else "it would run out of memory"
+    say()
+    check_fits(estimate, estimator, say)
+    would = "it would run"
     if (launcher := settled.config.launch.name) != "local":
         would += f" within a job of launch={launcher}"
-    say(f"\n{would}; nothing was trained")
+    say(f"{would}; nothing was trained")
 
 
 def _show_samples(opened: "Opened") -> None:
