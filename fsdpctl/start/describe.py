@@ -26,6 +26,7 @@ from fsdpctl.run.progress import format_bytes
 
 Row = tuple[str, int, int, str]  # kind, parameters, padding and shares of a unit
 _SHOWN_RANKS = 8
+_FEW_STEPS = 20
 _OWNED = 4  # the master weight, the gradient and two moments of each element
 
 
@@ -184,8 +185,11 @@ def _length(opened: Opened) -> str:
     warmup = warmup_steps(config.lr_scheduler, steps)
     late = warmup >= steps > 0
     reached = f", not reached within lr_scheduler.warmup_steps={warmup}" if late else ""
+    few = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
+    passes = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return (
-        f"{steps} steps, {_count(tokens)} tokens, {epochs:.2g} epochs; peak learning "
+        f"{steps:,} step{'s' * (steps != 1)}, {_count(tokens)} tokens, {passes} "
+        f"epoch{'s' * (passes != '1')}{few * (steps < _FEW_STEPS)}; peak learning "
         f"rate {config.optimizer.lr:g}{_auto(opened, 'optimizer.lr')}{reached}"
     )
 
