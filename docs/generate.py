@@ -251,7 +251,9 @@ def draw(file: Path) -> None:
 
     rows = -(-len(STRATEGIES) // 2)
     size = (9, 8 / 3 * rows)
-    figure, panels = pyplot.subplots(rows, 2, figsize=size, sharex=True, layout="constrained")
+    figure, panels = pyplot.subplots(
+        rows, 2, figsize=size, sharex=True, sharey=True, layout="constrained"
+    )
     for panel in panels.flat[len(STRATEGIES) :]:
         panel.set_axis_off()
     panels.flat[len(STRATEGIES) - 2].tick_params(labelbottom=True)  # the last of its column

@@ -2,6 +2,7 @@
 
 FsdpctlError            1   something failed
 ├── UsageError          2   what the user typed or configured cannot work
+├── DoesNotFitError     3   the estimated memory exceeds what there is
 ├── CheckpointError     4   a checkpoint is damaged or incomplete
 ├── StoppedError       75   stopped on request, after saving what there was
 ├── NonFiniteError     76   a loss or gradient was not finite, or a spike
@@ -33,6 +34,12 @@ class UsageError(FsdpctlError):
     """The command line or the configuration is invalid."""
 
     exit_code = 2
+
+
+class DoesNotFitError(FsdpctlError):
+    """The estimated memory of a run exceeds what its ranks or nodes have."""
+
+    exit_code = 3
 
 
 class CheckpointError(FsdpctlError):

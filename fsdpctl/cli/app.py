@@ -20,37 +20,89 @@ class CommandInfo(NamedTuple):
     module: str  # in fsdpctl.cli
     takes_settings: bool
     help: str  # at most 50 characters
+    examples: tuple[str, ...] = ()  # command lines without `fsdpctl`
     function: str = ""  # of the module; "": the command's name
 
 
 COMMANDS = {
-    "train": CommandInfo("train", True, "Train a model, or resume a run."),
-    "estimate-memory": CommandInfo("estimate", True, "Estimate peak memory per rank before a run."),
-    "status": CommandInfo("status", False, "Show the state and progress of a run."),
-    "check-nodes": CommandInfo("check_nodes", True, "Check the nodes before a run on them."),
-    "compare": CommandInfo("compare", True, "Compare variants by short runs or simulation."),
-    "profile-device": CommandInfo(
-        "compare", True, "Measure this machine for step-time predictions."
+    "train": CommandInfo(
+        "train", True, "Train a model, or resume a run.",
+        ("train", "train model=hf model.path=DIR data.path=chats.jsonl model.lora.rank=16",
+         "train model=llama3_1b data=text data.path=my_text/ --dry-run"),
     ),
-    "compare-runs": CommandInfo("status", False, "Show how two existing runs differ."),
-    "sample": CommandInfo("sample", False, "Generate text from a checkpoint or a model."),
-    "evaluate": CommandInfo("sample", True, "Compute loss, perplexity and bits per byte."),
+    "estimate-memory": CommandInfo(
+        "estimate", True, "Estimate peak memory per rank before a run.",
+        ("estimate-memory model=llama3_8b cluster=h100 --all-strategies",
+         "estimate-memory model=llama3_8b cluster=a100_80 --fit micro_batch"),
+    ),
+    "convert": CommandInfo(
+        "convert", True, "Write a recipe from another tool's file.",
+        ("convert run.yml --out recipe.yaml",),
+    ),
+    "status": CommandInfo("status", False, "Show the state and progress of a run.", ("status",)),
+    "check-nodes": CommandInfo(
+        "check_nodes", True, "Check the nodes before a run on them.",
+        ("check-nodes launch.nnodes=2 launch.node_rank=0 launch.rdzv_endpoint=node0:29400",),
+    ),
+    "compare": CommandInfo(
+        "compare", True, "Compare variants by short runs or simulation.",
+        ("compare strategy=full_shard,shard_optimizer,no_shard --steps 5",
+         "compare --simulate model=llama3_8b cluster=h100 strategy=full_shard,shard_grad_op"),
+    ),
+    "profile-device": CommandInfo(
+        "compare", True, "Measure this machine for step-time predictions.",
+        ("profile-device here.json",),
+    ),
+    "compare-runs": CommandInfo(
+        "status", False, "Show how two existing runs differ.", ("compare-runs runs/a runs/b",)
+    ),
+    "sample": CommandInfo(
+        "sample", False, "Generate text from a checkpoint or a model.",
+        ('sample runs/latest --prompt "Once upon a time"', 'sample my_model --chat --prompt "Hi"'),
+    ),
+    "evaluate": CommandInfo(
+        "sample", True, "Compute loss, perplexity and bits per byte.",
+        ("evaluate runs/latest", "evaluate DIR data=text data.path=other.txt data.val_fraction=0"),
+    ),
     "consolidate-checkpoint": CommandInfo(
-        "checkpoint", False, "Export a checkpoint to Hugging Face, GGUF or PEFT."
+        "checkpoint", False, "Export a checkpoint to Hugging Face, GGUF or PEFT.",
+        ("consolidate-checkpoint runs/latest my_model",
+         "consolidate-checkpoint runs/latest my_model --merge --dtype bfloat16"),
     ),
     "shard-checkpoint": CommandInfo(
-        "checkpoint", False, "Convert a Hugging Face model to a checkpoint."
+        "checkpoint", False, "Convert a Hugging Face model to a checkpoint.",
+        ("shard-checkpoint DIR my_checkpoint --world-size 8",),
     ),
     "inspect-checkpoint": CommandInfo(
-        "inspection", False, "Show a checkpoint's run, files and tensors."
+        "inspection", False, "Show a checkpoint's run, files and tensors.",
+        ("inspect-checkpoint runs/latest",),
     ),
     "verify-checkpoint": CommandInfo(
-        "inspection", False, "Verify the checksums of a checkpoint or an export."
+        "inspection", False, "Verify the checksums of a checkpoint or an export.",
+        ("verify-checkpoint runs/latest",),
     ),
-    "tokenize": CommandInfo("data", False, "Tokenize text into a token file."),
-    "data": CommandInfo("data", False, "Show the training samples of one step."),
-    "list": CommandInfo("listing", False, "List settings, options and recipes.", "list_choices"),
-}
+    "tokenize": CommandInfo(
+        "data", False, "Tokenize text into a token file.",
+        ("tokenize my_text/ tokens.bin --tokenizer DIR",),
+    ),
+    "data": CommandInfo(
+        "data", False, "Show the training samples of one step.", ("data runs/latest --step 10",)
+    ),
+    "list": CommandInfo(
+        "listing", False, "List settings, options and recipes.",
+        ("list", "list strategy", "list optimizer.lr"), "list_choices",
+    ),
+}  # fmt: skip
+# What users of other tools type.
+_ELSEWHERE = {
+    "export": "consolidate-checkpoint", "merge": "consolidate-checkpoint RUN DIR --merge",
+    "chat": "sample SRC --chat", "generate": "sample", "eval": "evaluate", "estimate":
+    "estimate-memory", "fit": "estimate-memory --fit micro_batch", "run": "train", "finetune":
+    "train", "resume": "train", "config": "list", "preprocess": "tokenize", "import": "convert",
+    "inspect": "inspect-checkpoint", "verify": "verify-checkpoint", "version": "--version",
+}  # fmt: skip
+_HELP = {"help_option_names": ["-h", "--help"]}
+_WIDEST_HELP = 120  # columns
 
 
 class _Commands(TyperGroup):
@@ -66,11 +118,22 @@ class _Commands(TyperGroup):
         if (info := COMMANDS.get(cmd_name)) is None:
             return None
         alone = typer.Typer(rich_markup_mode=None, add_completion=False)
-        settings = {"ignore_unknown_options": True} if info.takes_settings else None
+        settings: dict[str, Any] = {**_HELP, "max_content_width": _WIDEST_HELP}
+        if info.takes_settings:
+            settings["ignore_unknown_options"] = True
         module = import_module(f"fsdpctl.cli.{info.module}")
         function = getattr(module, info.function or cmd_name.replace("-", "_"))
-        alone.command(cmd_name, context_settings=settings)(function)
+        lines = "\n".join(f"  fsdpctl {each}" for each in info.examples)
+        epilog = f"\b\nExamples:\n{lines}"
+        alone.command(cmd_name, context_settings=settings, epilog=epilog)(function)
         return typer.main.get_command(alone)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of `args`; one of another tool is answered with ours."""
+        ours = _ELSEWHERE.get(args[0]) if args and args[0] not in COMMANDS else None
+        if ours is not None:
+            raise UsageError(f"{args[0]}: no such command; use fsdpctl {ours}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the table of commands without importing them."""
@@ -108,6 +171,7 @@ app = typer.Typer(
     name="fsdpctl",
     cls=_Commands,
     no_args_is_help=True,
+    context_settings={**_HELP, "max_content_width": _WIDEST_HELP},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Train PyTorch models with fully sharded data parallelism.\n\n"

@@ -58,13 +58,13 @@ def consolidate_checkpoint(
         bool, typer.Option("--overwrite", help="Replace an earlier export in DST.")
     ] = False,
     format: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="|".join(_FORMATS),
             help="hf: a directory for transformers. gguf: a file for llama.cpp. peft: a directory "
-            "of adapters only, for peft.",
+            "of adapters only, for peft. Default: gguf if DST ends with it, else hf.",
         ),
-    ] = "hf",
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="hf, gguf: merge adapters into the weights.")
     ] = False,
@@ -74,6 +74,7 @@ def consolidate_checkpoint(
         if given is not None and given not in known:
             expected = ", ".join(known)
             raise UsageError(f"--{name} {given}: expected {expected}{nearest(given, known)}")
+    format = format or ("gguf" if destination.suffix == ".gguf" else "hf")
     if format != "hf" and max_file_size is not None:
         raise UsageError("--max-file-size: only valid with --format hf")
     if format == "peft" and (merge or dtype is not None):

@@ -1,7 +1,7 @@
 """The arguments of every command that takes a configuration."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -108,12 +108,20 @@ def normalized(config: ConfigArguments, nproc_per_node: str | None = None) -> Co
     return ConfigArguments(settings, recipe, config.config_dir)
 
 
-def composed_from(config: ConfigArguments, *, quiet: bool = False) -> "Composed":
-    """Compose the configuration; print the ignored keys of the recipe unless `quiet`."""
+def composed_from(
+    config: ConfigArguments,
+    *,
+    quiet: bool = False,
+    converted: Sequence[tuple[str, str]] | None = None,
+) -> "Composed":
+    """Compose the configuration; print the ignored keys of the recipe unless `quiet`.
+
+    `converted` are the settings of the recipe if its file is another tool's.
+    """
     from fsdpctl.config.compose import compose_config
 
     settings, recipe, config_dir = normalized(config)
-    composed = compose_config(list(settings or []), recipe, config_dir)
+    composed = compose_config(list(settings or []), recipe, config_dir, converted=converted)
     for name in () if quiet else composed.dropped:
         say(f"{name} of the recipe ignored: {name.split('.')[0]} is set on the command line")
     return composed

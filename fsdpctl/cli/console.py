@@ -1,9 +1,11 @@
 """Printing of lines, tables, panels and progress bars."""
 
-from collections.abc import Callable, Collection, Iterator
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
+from rich.cells import cell_len
 from rich.measure import Measurement
 from rich.panel import Panel
 from rich.progress import (
@@ -15,13 +17,15 @@ from rich.progress import (
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fsdpctl.io.console import PatientConsole, printable
 
 CONVERSATIONS = "conversations tokenized"  # the unit of a count
 _WIDEST = 400  # columns
+_HEAD = 8  # characters of the subject of a line
+_GAP, _FEW_WORDS = 2, 2  # between columns; blanks of a cell that is a name or a number, at most
 _LONGEST = 2000  # characters of a message that quotes a rejected value
 
 out = PatientConsole(highlight=False, soft_wrap=True)
@@ -29,8 +33,30 @@ err = PatientConsole(highlight=False, soft_wrap=True, stderr=True)
 
 
 def say(line: str = "") -> None:
-    """Print a line to standard output verbatim."""
-    out.print(printable(line), markup=False)
+    """Print a line to standard output, wrapped at words if that is a terminal."""
+    _print(out, printable(line))
+
+
+def _print(console: PatientConsole, text: str) -> None:
+    console.print(wrapped(text, console.width) if console.is_terminal else text, markup=False)
+
+
+def wrapped(line: str, width: int) -> str:
+    """Wrap a line at words, with the continuation below its text; several lines stay as they are.
+
+    Names, paths and settings are not broken.
+    """
+    if len(line) <= width or "\n" in line:
+        return line
+    blanks = len(line) - len(line.lstrip())
+    has_head = line[_HEAD - 1] == " " != line[_HEAD] and " " not in line[:_HEAD].rstrip()
+    indent = " " * (_HEAD if has_head else blanks + 2)
+    return "\n".join(
+        textwrap.wrap(
+            line, max(width, 2 * _HEAD), subsequent_indent=indent, break_long_words=False,
+            break_on_hyphens=False, drop_whitespace=True, replace_whitespace=False,
+        )
+    )  # fmt: skip
 
 
 def emit(text: str) -> None:
@@ -40,15 +66,16 @@ def emit(text: str) -> None:
 
 
 def note(line: str) -> None:
-    """Print a line to standard error verbatim."""
-    err.print(printable(line), markup=False)
+    """Print a line to standard error, wrapped as `say` does."""
+    _print(err, printable(line))
 
 
 def fail(message: str) -> None:
     """Print an error to standard error in one line."""
-    err.print(
-        Text("fsdpctl: ", style="bold red") + Text(printable(" ".join(message.split())[:_LONGEST]))
-    )
+    text = f"fsdpctl: {printable(' '.join(message.split())[:_LONGEST])}"
+    shown = Text(wrapped(text, err.width) if err.is_terminal else text)
+    shown.stylize("bold red", 0, len("fsdpctl:"))
+    err.print(shown)
 
 
 def new_table(*columns: str, right: Collection[str] = ()) -> Table:
@@ -66,10 +93,78 @@ def add_row(table: Table, *cells: str) -> None:
 
 
 def show_table(table: Table) -> None:
-    """Print a table to standard output at its full width, so that no name is truncated."""
-    wide = PatientConsole(highlight=False, width=_WIDEST)
-    wide.width = max(out.width, Measurement.get(wide, wide.options, table).maximum)
-    wide.print(table)
+    """Print a table to standard output, without empty columns.
+
+    On a terminal, texts wrap at words; if that is too little, the columns that are left follow
+    below, with the first one repeated. Elsewhere, a table has its full width.
+    """
+    filled = [column for column in table.columns if _texts(column, header=False)]
+    if filled:
+        filled[0].no_wrap = True
+    if not out.is_terminal:
+        wide = PatientConsole(highlight=False, width=_WIDEST)
+        whole = _of_columns(filled, table)
+        wide.width = max(out.width, Measurement.get(wide, wide.options, whole).maximum)
+        wide.print(whole)
+        return
+    for number, part in enumerate(_parts(filled, out.width)):
+        shown = _of_columns(part, table, out.width)
+        out.print(*([""] if number else []), shown, sep="\n", soft_wrap=False, crop=False)
+
+
+def _texts(column: Column, *, header: bool = True) -> list[str]:
+    """Return the cells of a column that are not empty, by default with its header."""
+    cells = [column.header, *column._cells] if header else column._cells
+    texts = [each.plain if isinstance(each, Text) else str(each) for each in cells]
+    return [each for each in texts if each.strip() not in ("", "-")]
+
+
+def _least(column: Column) -> int:
+    """Return the width of a column whose texts are wrapped at words."""
+    words = (
+        word for text in _texts(column) for word in (text.split() if _wraps(column) else [text])
+    )
+    return max((cell_len(word) for word in words), default=0)
+
+
+def _wraps(column: Column) -> bool:
+    """Return whether a column has texts rather than names and numbers."""
+    return not column.no_wrap and any(
+        text.count(" ") >= _FEW_WORDS for text in _texts(column, header=False)
+    )
+
+
+def _parts(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
+    """Divide columns so that each part fits into `width`; all have the first column."""
+    if not columns:
+        return
+    first, rest = columns[0], columns[1:]
+    part, used = [first], _least(first)
+    for column in rest:
+        more = _least(column) + _GAP
+        if len(part) > 1 and used + more > width:
+            yield part
+            part, used = [first], _least(first)
+        part.append(column)
+        used += more
+    yield part
+
+
+def _of_columns(columns: Sequence[Column], like: Table, width: int = _WIDEST) -> Table:
+    """Return a table with some columns of another one, of at most `width` if texts allow it."""
+    wanted = [max(map(cell_len, _texts(column)), default=0) for column in columns]
+    widths = [_least(column) for column in columns]
+    free = width - sum(widths) - _GAP * (len(columns) - 1)
+    while free > 0 and widths != wanted:  # the text that lacks most gets more
+        lacking = max(range(len(widths)), key=lambda each: wanted[each] - widths[each])
+        more = min(free, max(1, (wanted[lacking] - widths[lacking]) // 4))
+        widths[lacking], free = widths[lacking] + more, free - more
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=like.show_header)
+    for column, own in zip(columns, widths, strict=True):
+        table.add_column(column.header, justify=column.justify, width=own)
+    for row in zip(*(column._cells for column in columns), strict=True):
+        table.add_row(*row)
+    return table
 
 
 @contextmanager

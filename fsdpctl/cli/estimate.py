@@ -11,7 +11,6 @@ from fsdpctl.cli.config_args import ConfigArguments, composed_from, configured
 from fsdpctl.cli.console import note, say, show_table
 from fsdpctl.cli.estimate_text import (
     breakdown_table,
-    change_lines,
     conclusions,
     fit_line,
     heading,
@@ -60,7 +59,7 @@ def estimate_memory(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Configuration file of axolotl or accelerate to import.",
+            help="Configuration file of another tool, as `convert` reads it.",
         ),
     ] = None,
 ) -> None:
@@ -169,6 +168,7 @@ def _show_one(estimator: "Estimator", found: "RunEstimate", fits: list["Fit"]) -
     nothing_fits = fits[0].estimate is None if fits else found.verdict != "fits"
     if nothing_fits:
         from fsdpctl.estimate.advice import advice
+        from fsdpctl.start.fit import change_lines
 
         changes = advice(estimator, found.config)
         for line in change_lines(changes):

@@ -7,7 +7,6 @@ from rich.table import Table
 from fsdpctl.cli.console import new_table
 
 if TYPE_CHECKING:
-    from fsdpctl.estimate.changes import Change
     from fsdpctl.estimate.fit import Fit
     from fsdpctl.estimate.run_estimate import RunEstimate
 
@@ -58,7 +57,11 @@ def _trained(estimate: "RunEstimate") -> str:
 
 def strategies_table(estimates: list["RunEstimate"]) -> Table:
     """Return the memory at the peak, a row for each strategy."""
-    parts = [name for name in estimates[0].step.breakdown if name != "rounding"]
+    parts = [
+        name
+        for name in estimates[0].step.breakdown
+        if name != "rounding" and any(each.step.breakdown[name] for each in estimates)
+    ]
     names = [name.replace("_", " ") for name in [*parts, "allocated", "reserved", "margin"]]
     table = new_table("strategy", *names, "", right=names)
     for each in estimates:
@@ -126,17 +129,6 @@ def fit_line(found: "Fit") -> str:
         return f"{found.settings} ({held}), the maximum"
     over = _size(found.next.peak_reserved)
     return f"{found.settings} ({held}); {found.value + found.multiple} does not fit ({over})"
-
-
-def change_lines(changes: list[tuple["Change", "RunEstimate"]]) -> list[str]:
-    """Return lines with the changes that make a configuration fit."""
-    if not changes:
-        return ["to fit  no change found that makes it fit"]
-    lines = [
-        f"{' '.join(change.words)}: {_size(estimate.peak_reserved)}; {change.cost}"
-        for change, estimate in changes
-    ]
-    return [f"{'to fit' if not i else '':<8}{line}" for i, line in enumerate(lines)]
 
 
 def _size(nbytes: int) -> str:

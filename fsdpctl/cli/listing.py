@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from fsdpctl.cli.console import emit, out, say
+from fsdpctl.cli.console import add_row, emit, new_table, out, say, show_table
 from fsdpctl.config.keys import Key, value_in
 from fsdpctl.config.recipe import choices_of, first_comment, package_folder, recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError
 
+_NARROW = 120  # columns of a terminal, below which each key has lines of its own
 _JSON_TYPES = {
     "text": "string",
     "whole number": "integer",
@@ -125,47 +125,45 @@ def _schema_of(key: Key) -> dict[str, Any]:
     return {"anyOf": [found, {"type": "string"}]} if texts and key.type != "text" else found
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=bool(columns), header_style="bold")
-    for column in columns or ("", ""):
-        table.add_column(column, no_wrap=column in ("key", "option", ""), overflow="fold")
-    return table
-
-
 def _list_everything(default: Config, config_dir: Path | None) -> None:
-    groups = _table("group", "options (default first)")
+    groups = new_table("group", "options (default first)")
     for group in GROUPS:
         first = getattr(default, group).name
         others = [each for each in choices_of(group, config_dir) if each != first]
-        groups.add_row(group, ", ".join([first, *others]))
-    out.print(groups)
+        add_row(groups, group, ", ".join([first, *others]))
+    show_table(groups)
     say(f"\nsections without options: {', '.join(s for s in SECTIONS if s not in GROUPS)}")
-    recipes = _table("recipe", "purpose")
+    recipes = new_table("recipe", "purpose")
     for name in recipe_names():
-        recipes.add_row(name, first_comment(package_folder("recipes") / f"{name}.yaml"))
+        add_row(recipes, name, first_comment(package_folder("recipes") / f"{name}.yaml"))
     say()
-    out.print(recipes)
+    show_table(recipes)
     say("\n`fsdpctl list GROUP` shows the options and keys of a group.")
 
 
 def _list_section(section: str, default: Config, config_dir: Path | None) -> None:
     found, part = _keys_of(section), getattr(default, section.split(".")[0])
     if section in GROUPS:
-        choices = _table("option", "description")
+        choices = new_table("option", "description")
         for choice in choices_of(section, config_dir):
             file = package_folder("conf") / section / f"{choice}.yaml"
             marked = f"{choice} (default)" if choice == part.name else choice
             if not file.is_file() and config_dir is not None:
                 file = config_dir / section / f"{choice}.yaml"
-            choices.add_row(marked, first_comment(file))
-        out.print(choices)
+            add_row(choices, marked, first_comment(file))
+        show_table(choices)
         if not found:
             return
         say()
-    keys = _table("key", "default", "allowed", "meaning")
+    if out.is_terminal and out.width < _NARROW:
+        for name, key in found.items():
+            say(f"{name}={_default(key, part)}")
+            say(f"    {key.meaning} ({key.allowed})")
+        return
+    keys = new_table("key", "default", "allowed", "meaning")
     for name, key in found.items():
-        keys.add_row(name, _default(key, part), key.allowed, key.meaning)
-    out.print(keys)
+        add_row(keys, name, _default(key, part), key.allowed, key.meaning)
+    show_table(keys)
 
 
 def _default(key: Key, part: object) -> str:

@@ -1,7 +1,5 @@
 """`fsdpctl train`, and the report at its end."""
 
-import os
-import signal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,35 +8,25 @@ import typer
 
 from fsdpctl.cli.config_args import (
     ConfigArguments,
-    ConfigDir,
     RanksPerNode,
-    Recipe,
-    Settings,
     composed_from,
+    configured,
     normalized,
 )
-from fsdpctl.cli.console import CONVERSATIONS, bytes_bar, count_of, fail, note, out, say, show_panel
-from fsdpctl.errors import LOST, StoppedError, UsageError
-from fsdpctl.launch.outcome import listed
+from fsdpctl.cli.console import CONVERSATIONS, bytes_bar, count_of, emit, note, out, say
+from fsdpctl.cli.outcome import TOO_EARLY, report_exit
+from fsdpctl.errors import StoppedError, UsageError
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
-    from fsdpctl.launch.outcome import Failure, Outcome
     from fsdpctl.resolve.run import Opened
     from fsdpctl.run.directory import Look
     from fsdpctl.start.begin import Decision
 
-TOO_EARLY = "stopped before there was anything to save"
-AGAIN = "run the same command to resume from the last checkpoint"
-_SAVED = 75
-_SELF_EXPLANATORY = (2, 4, 76, 77)  # exit codes whose message needs no panel
-_LAST_LINES = 12
 
-
+@configured
 def train(
-    settings: Settings = None,
-    recipe: Recipe = None,
-    config_dir: ConfigDir = None,
+    asked: ConfigArguments,
     resume: Annotated[
         str,
         typer.Option(
@@ -54,17 +42,41 @@ def train(
         bool, typer.Option("--print-config", help="Print the configuration and exit.")
     ] = False,
     nproc_per_node: RanksPerNode = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Another tool's file, as `convert` reads it."),
+    ] = None,
 ) -> None:
     """Train a model, or resume a run."""
-    config = normalized(ConfigArguments(settings, recipe, config_dir), nproc_per_node)
-    composed = composed_from(config, quiet=print_config)
+    config = normalized(asked, nproc_per_node)
+    composed, config = _composed(config, source, quiet=print_config)
     if print_config:
         _print_config(composed, resume)
     elif dry_run:
         _dry_run(composed, resume)
     else:
-        options = [f"--recipe {config.recipe}"] if config.recipe else []
+        option = "--recipe" if source is None else "--from"
+        options = [f"{option} {config.recipe}"] if config.recipe else []
         _train(composed, [*options, *(config.settings or [])], resume)
+
+
+def _composed(
+    config: ConfigArguments, source: Path | None, *, quiet: bool
+) -> "tuple[Composed, ConfigArguments]":
+    """Compose the configuration, of another tool's file if there is one."""
+    if source is None:
+        return composed_from(config, quiet=quiet), config
+    from fsdpctl.cli.convert import converted
+
+    if config.recipe is not None:
+        raise UsageError(f"--from {source}: conflicts with the recipe {config.recipe}; pass one")
+    recipe = converted(source, list(config.settings or []))
+    for _, why in recipe.missing:
+        raise UsageError(f"{source}: {why}")
+    for line in () if quiet else recipe.left_out:
+        note(f"{source.name}: left out: {line}")
+    config = config._replace(recipe=str(source))
+    return composed_from(config, quiet=quiet, converted=recipe.words), config
 
 
 def _train(composed: "Composed", settings: list[str], resume: str) -> None:
@@ -99,7 +111,7 @@ def _print_config(composed: "Composed", resume: str) -> None:
             note(line)
         assert selection is not None
         config = filled(config, selection)
-    say(config_to_yaml(config).rstrip())
+    emit(config_to_yaml(config).rstrip())
 
 
 def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]":
@@ -124,10 +136,12 @@ def _dry_run(composed: "Composed", resume: str) -> None:
     from fsdpctl.resolve.machine import placed_on_cluster
     from fsdpctl.resolve.run import settle
     from fsdpctl.start.describe import describe_run, describe_units
+    from fsdpctl.start.fit import check_fits
 
     opened, seen, decision = _opened(composed, resume)
     settled = settle(seen.config, decision.selection)
-    estimate = Estimator().estimate(placed_on_cluster(settled.config))
+    estimator = Estimator()
+    estimate = estimator.estimate(placed_on_cluster(settled.config))
     described = describe_run(opened, settled, seen, estimate)
     for line in (*decision.lines, *described):
         say(line)
@@ -136,10 +150,12 @@ def _dry_run(composed: "Composed", resume: str) -> None:
         say(line)
     _show_samples(opened)
     _check_large_token_files(opened)
-    would = "it would run" if estimate.verdict == "fits" else "it would run out of memory"
+    say()
+    check_fits(estimate, estimator, say)
+    would = "it would run"
     if (launcher := settled.config.launch.name) != "local":
         would += f" within a job of launch={launcher}"
-    say(f"\n{would}; nothing was trained")
+    say(f"{would}; nothing was trained")
 
 
 def _show_samples(opened: "Opened") -> None:
@@ -170,112 +186,3 @@ def _check_large_token_files(opened: "Opened") -> None:
     with bytes_bar(sum(file.num_bytes for file in large)) as advance:
         for file in large:
             check_tokens(file, advance)
-
-
-def report_exit(outcome: "Outcome", run_dir: Path) -> None:
-    """Print how the training ended, and exit with the code for it."""
-    cause = outcome.cause
-    stopped = 130 if outcome.stop_signal == signal.SIGINT else _SAVED
-    if outcome.was_stopped_at_start:
-        fail(TOO_EARLY)
-        raise typer.Exit(stopped)
-    if not outcome.has_failed:
-        say(f"done: {run_dir}")
-        return
-    if cause is None or outcome.hang:
-        _show_failure(cause, run_dir, outcome)
-        raise typer.Exit(1)
-    if cause.exit_code == _SAVED:
-        fail(f"{cause.message}; run the same command to resume")
-        raise typer.Exit(stopped)
-    if cause.exit_code in _SELF_EXPLANATORY:
-        fail(cause.message)
-        raise typer.Exit(cause.exit_code)
-    if outcome.stop_signal is not None and cause.exit_code == -signal.SIGKILL:
-        fail(f"killed; {AGAIN}")
-        raise typer.Exit(stopped)
-    _show_failure(cause, run_dir, outcome)
-    raise typer.Exit(1)
-
-
-def _show_failure(cause: "Failure | None", run_dir: Path, outcome: "Outcome") -> None:
-    from fsdpctl.run.heartbeat import record_cause
-
-    record_cause(run_dir, outcome.reason)
-    title, lines = "ranks hang", [f"cause  {outcome.reason}"]
-    if cause is None:
-        title = "other nodes are unreachable"
-    elif not outcome.hang:
-        waited = "ranks timed out waiting for others"
-        title = waited if cause.waited_in_vain else f"rank {cause.rank} on {cause.host} failed"
-        lines = [f"cause  {cause.cause}"]
-    if outcome.silent_nodes:
-        nodes = listed(outcome.silent_nodes)
-        lines.append(f"detail launcher of node {nodes} unreachable: exited, or disconnected")
-    if outcome.hang or cause is None:
-        lines += [f"hint   {AGAIN}", f"log    {run_dir / 'logs'}/rank-*.log (stack of each rank)"]
-    else:
-        lines += _about(cause, run_dir, outcome)
-    show_panel(title, lines)
-
-
-def _about(cause: "Failure", run_dir: Path, outcome: "Outcome") -> list[str]:
-    """Return the lines about a failed rank."""
-    log, lines = run_dir / "logs" / f"rank-{cause.rank:05d}.log", []
-    if cause.waited_in_vain:
-        silent = listed(outcome.silent_ranks)
-        lines.append(f"detail rank {cause.rank} waited; another rank may be the one that hangs")
-        lines += [f"       no message from rank {silent}"] if silent else []
-    last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
-    if len(last) > 1:
-        lines += ["", *last, ""]
-    lacked_memory = cause.out_of_memory or "out of memory" in cause.message.lower()
-    if cause.exit_code == -signal.SIGKILL or lacked_memory:
-        lines += [*_memory_report(run_dir, lacked_memory=lacked_memory), ""]
-    log = log if log.is_file() else run_dir / "logs" / "node-00000.log"
-    if LOST in cause.message and not (run_dir / "config.yaml").is_file():
-        return [*lines, f"hint   restore {run_dir}; without it, the same command begins again"]
-    return [*lines, f"hint   {_hint(cause)}", f"log    {log}"]
-
-
-def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
-    """Return the estimate and the available memory; if that was too little, changes that fit."""
-    from fsdpctl.cli.estimate_text import change_lines
-    from fsdpctl.estimate.advice import advice
-    from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.resolve.machine import placed_on_cluster
-    from fsdpctl.run.directory import read_config
-    from fsdpctl.run.progress import format_bytes
-
-    estimator = Estimator()
-    try:
-        found = estimator.estimate(placed_on_cluster(read_config(run_dir)))
-    except UsageError:
-        return []  # the configuration is corrupted; report the failure alone
-    lacks = lacked_memory or found.verdict != "fits"
-    changes = change_lines(advice(estimator, found.config, more_ranks=False)) if lacks else []
-    return [
-        f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
-        f"reserved; {format_bytes(found.memory_bytes)} available per rank",
-        f"peak   {found.step.peak.when}",
-        *changes,
-    ]
-
-
-def _hint(cause: "Failure") -> str:
-    if cause.out_of_memory:
-        return f"use fewer ranks per node, or a smaller micro-batch; {AGAIN}"
-    if cause.exit_code == -signal.SIGKILL:
-        return (
-            "often the kernel, out of memory: use fewer ranks per node, or a smaller micro-batch; "
-            f"{AGAIN}"
-        )
-    if "could not be written" in cause.message:
-        return f"free disk space, or set another train.run_dir; {AGAIN}"
-    if "inductor" in cause.message.lower() or "dynamo" in cause.message.lower():
-        return "torch.compile failed: set another compiler in CXX, or train.compile=false"
-    if "out of memory" in cause.message.lower():
-        return "use more ranks: each holds a smaller shard of the model"
-    if "timed out" in cause.message.lower():
-        return f"a rank hangs or exited: see {os.path.join('logs', 'rank-*.log')}; {AGAIN}"
-    return AGAIN

@@ -53,9 +53,15 @@ class Composed:
 
 
 def compose_config(
-    words: Sequence[str], recipe: str | None = None, config_dir: Path | None = None
+    words: Sequence[str],
+    recipe: str | None = None,
+    config_dir: Path | None = None,
+    *,
+    converted: Sequence[Pair] | None = None,
 ) -> Composed:
     """Return the configuration of `words` (KEY=VALUE settings) and a recipe.
+
+    `converted` are the settings of the recipe if its file is another tool's.
 
     Raises:
         UsageError: If a setting is unknown or given twice, or its value is invalid.
@@ -64,7 +70,8 @@ def compose_config(
     typed = [_split(word) for word in words]
     _refuse_doubles(typed)
     path = None if recipe is None else find_recipe(recipe)
-    base = read_recipe(path) if path else []
+    read = read_recipe(path) if path and converted is None else []
+    base = read if converted is None else list(converted)
     refuse_commands(str(recipe), base, typed)
     _refuse_doubles(base)
     base = list(of_this_version(dict(base)).items())

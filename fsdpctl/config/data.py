@@ -6,6 +6,7 @@ from fsdpctl.config.keys import key
 from fsdpctl.errors import UsageError
 
 CHAT = "chat"
+CHAT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
 TRAIN_ON = ("assistant", "last", "all")
 REWRITTEN = ("split", "last", "keep", "refuse")
 _CHAT_KEYS = ("template", "train_on", "rewritten_turns", "date", "too_long")
@@ -82,6 +83,16 @@ class DataConfig:
     def holds_documents(self) -> bool:
         """Whether a sequence can have several documents."""
         return self.name == CHAT
+
+
+def option_of_data(path: str) -> str:
+    """Return the option of `data` for a path: by its suffix, else text."""
+    name = path.rpartition("/")[2].lower()
+    for packed in (".gz", ".zst"):
+        name = name.removesuffix(packed)
+    if name.endswith(CHAT_SUFFIXES):
+        return CHAT
+    return "tokens" if name.endswith(".bin") else "text"
 
 
 def check_chat_keys(config: DataConfig) -> None:

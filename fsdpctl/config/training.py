@@ -87,6 +87,11 @@ class TrainConfig:
         choices=("auto", "warn", "off"),
         is_later=True,
     )
+    require_fit: bool = key(
+        True,
+        "do not start a run whose estimated memory exceeds that of its ranks or nodes; exit code 3",
+        is_later=True,
+    )
     compile: bool = key(False, "compile each block with torch.compile")
     profile: bool = key(False, "write a Chrome trace of three steps to the run directory")
     deterministic: bool = key(False, "CUDA: use deterministic kernels only")

@@ -1,6 +1,7 @@
 """The micro-batches of a rank: a function of seed, position, rank and micro-step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -72,26 +73,53 @@ class Batches:
     def training(self, position: int, rank: int, micro_step: int) -> MicroBatch:
         """Return a micro-batch of the step that begins after `position` samples."""
         order = samples_at(position, self.plan.global_batch_size, self.num_samples, self.seed)
-        return self._gather(order[_as_slice(self.plan.samples(rank, micro_step))], rank)
+        own = order[_as_slice(self.plan.samples(rank, micro_step))]
+        return self._gather(own, rank, self.plan.micro_batch_size)
 
     def validation(self, number: int, rank: int, micro_step: int) -> MicroBatch:
-        """Return a micro-batch of the `number`-th global batch of validation, which is in order."""
+        """Return a micro-batch of the `number`-th global batch of validation, which is in order.
+
+        It has only rows that exist, as evenly on all ranks as possible, and no tokens after the
+        last target of the longest one. A rank without a row has one token without a target.
+        """
+        start, count = self._validated(number)
+        own = range(count)[self._share(count, rank)][self._pass(micro_step)]
+        order = np.array([start + each for each in own], dtype=np.uint64)
+        return _without_rest(self._gather(order, rank, max(len(own), 1)))
+
+    def num_validation_passes(self, number: int) -> int:
+        """Return the micro-batches of every rank in the `number`-th global batch of validation."""
+        _, count = self._validated(number)
+        return -(-self._most(count) // self.plan.micro_batch_size)
+
+    def _validated(self, number: int) -> tuple[int, int]:
+        """Return the first row of a global batch of validation, and its rows."""
         start = number * self.plan.global_batch_size
-        stop = min(start + self.plan.global_batch_size, self.num_samples)
-        order = np.arange(start, stop, dtype=np.uint64)
-        return self._gather(order[_as_slice(self.plan.samples(rank, micro_step))], rank)
+        return start, min(self.plan.global_batch_size, self.num_samples - start)
+
+    def _most(self, count: int) -> int:
+        """Return the most of `count` rows that a rank has."""
+        return -(-count // (self.plan.world_size // self.plan.context_parallel))
+
+    def _share(self, count: int, rank: int) -> slice:
+        group, most = rank // self.plan.context_parallel, self._most(count)
+        return slice(group * most, (group + 1) * most)
+
+    def _pass(self, micro_step: int) -> slice:
+        size = self.plan.micro_batch_size
+        return slice(micro_step * size, (micro_step + 1) * size)
 
     def num_validation_batches(self, at_most: int) -> int:
         """Return the global batches that cover the data, at most `at_most` unless that is 0."""
         needed = -(-self.num_samples // self.plan.global_batch_size)
         return min(needed, at_most) if at_most else needed
 
-    def _gather(self, samples: Indices, rank: int) -> MicroBatch:
-        """Return the samples, padded with ignored targets to a whole micro-batch."""
+    def _gather(self, samples: Indices, rank: int, num_rows: int) -> MicroBatch:
+        """Return the samples, padded with ignored targets to `num_rows`."""
         context = self.plan.context(rank)
         size = tokens_per_rank(self.rows.seq_len, self.plan.context_parallel)
         length, padding = self.rows.seq_len, size * self.plan.context_parallel - self.rows.seq_len
-        shape = self.plan.micro_batch_size, length + padding
+        shape = num_rows, length + padding
         tokens = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORED, dtype=np.int64)
         # No longer than samples: there may be no positions after theirs.
@@ -118,6 +146,25 @@ class Batches:
         )
         own = torch.from_numpy(tokens), torch.from_numpy(targets)
         return MicroBatch(*own, split, context, packs, tuple(ends))
+
+
+def _without_rest(batch: MicroBatch) -> MicroBatch:
+    """Cut what follows the last target of all rows, unless ranks share the rows."""
+    if batch.context is not None:
+        return batch
+    used = (batch.targets != IGNORED).any(0).nonzero()
+    end = int(used[-1]) + 1 if len(used) else 1
+    lengths = tuple(_first(each, end) for each in batch.lengths)
+    return replace(
+        batch, tokens=batch.tokens[:, :end], targets=batch.targets[:, :end], lengths=lengths
+    )
+
+
+def _first(lengths: tuple[int, ...], end: int) -> tuple[int, ...]:
+    """Return the lengths of what is within the first `end` tokens."""
+    ends = [min(each, end) for each in accumulate(lengths)]
+    found = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
+    return tuple(each for each in found if each)
 
 
 def _as_slice(span: range) -> slice:

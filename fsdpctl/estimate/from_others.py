@@ -179,13 +179,15 @@ def _batches(
     passes = _whole(typed.get("accumulation.steps")) or batch.accumulation
     groups = max(1, sample_groups(placed))
     each = "ranks" if placed.train.context_parallel == 1 else "groups of ranks"
-    said = [str(value) for value in (batch.micro, batch.accumulation) if value]
+    said = [str(value) for value in (batch.micro, batch.accumulation, batch.samples) if value]
     note = f"over {groups} {each}" if said else "assumed: not set in the file"
     micro, passes = micro or 1, passes or 1
     words: tuple[str, ...] = (
         f"accumulation.steps={passes}",
         f"train.global_batch_size={micro * passes * groups}",
     )
+    if batch.samples is not None:
+        words = (f"train.global_batch_size={max(batch.samples, groups)}",)
     if whole_gradients and passes > 1:
         words = ("accumulation=last", *words)
         note += "; gradients stay unsharded between micro-batches"

@@ -81,7 +81,7 @@ class RunProgress:
         if self._live is not None and self._task is not None:
             note = (
                 f"loss {metrics.figures.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  "
-                f"{'' if metrics.mfu is None else _mfu(metrics) + '  '}"
+                f"{_mfu(metrics)}"
                 f"{_memory(metrics.memory)}{saving}"
             )
             self._live.update(self._task, completed=metrics.step, note=note)
@@ -114,7 +114,7 @@ def _figures(metrics: "StepMetrics") -> str:
     figures = metrics.figures
     return (
         f"loss {figures.loss:.3f}  grad_norm {figures.grad_norm:.2f}  lr {metrics.lr:.2g}  "
-        f"{_speed(metrics)}  {_mfu(metrics)}"
+        f"{_speed(metrics)}  {_mfu(metrics)}".rstrip()
     )
 
 
@@ -124,8 +124,8 @@ def _speed(metrics: "StepMetrics") -> str:
 
 
 def _mfu(metrics: "StepMetrics") -> str:
-    """Format the MFU, on every line so that a program finds it; `n/a` if the peak is unknown."""
-    return "MFU n/a" if metrics.mfu is None else f"{metrics.mfu:.1%} MFU"
+    """Format the MFU with the space after it; empty if the peak is unknown."""
+    return "" if metrics.mfu is None else f"{metrics.mfu:.1%} MFU  "
 
 
 def _memory(memory: "PeakMemory") -> str:

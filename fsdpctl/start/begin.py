@@ -22,6 +22,7 @@ from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
 from fsdpctl.run.heartbeat import RunLock, claimed
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.start.describe import describe_run
+from fsdpctl.start.fit import check_fits
 from fsdpctl.start.run import Talk
 
 
@@ -58,6 +59,7 @@ def begin(
 
     Raises:
         UsageError: If the run is invalid; nothing remains of a directory that was created here.
+        DoesNotFitError: If its memory does not suffice; likewise.
     """
     with talk.rows() as advance:
         opened = open_run(composed, where, advance)
@@ -77,6 +79,7 @@ def begin(
         described = describe_run(opened, settled, seen, estimate)
         for line in (*decision.lines, *described):
             talk.say(line)
+        check_fits(estimate, estimator, talk.say)
         assets = collect_assets(settled.config, opened.data)
         prepare_run_dir(seen, settled.config, settings, assets)
         write_estimate(seen.run_dir, settled, opened.module, estimate, estimator)

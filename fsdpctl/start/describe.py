@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
 
 from torch import nn
 
@@ -23,9 +24,10 @@ from fsdpctl.resolve.run import Opened, Settled
 from fsdpctl.run.directory import Look, Standing, changes
 from fsdpctl.run.flops import describe_flops
 from fsdpctl.run.progress import format_bytes
-from fsdpctl.start.host_memory import warnings_on_host
 
+Row = tuple[str, int, int, str]  # kind, parameters, padding and shares of a unit
 _SHOWN_RANKS = 8
+_FEW_STEPS = 20
 _OWNED = 4  # the master weight, the gradient and two moments of each element
 
 
@@ -39,11 +41,7 @@ def _count(number: float) -> str:
 def describe_run(
     opened: Opened, settled: Settled, seen: Look, estimate: RunEstimate
 ) -> Iterator[str]:
-    """Yield the first lines of a run: every setting that matters, marked if it was `auto`.
-
-    Raises:
-        UsageError: If the host memory of a node cannot hold what is kept there.
-    """
+    """Yield the first lines of a run: every setting that matters, marked if it was `auto`."""
     rows = [
         ("model", _model(opened)),
         ("ranks", _ranks(opened, settled)),
@@ -59,7 +57,6 @@ def describe_run(
     rows += [("blocks", text) for text in _blocks(settled.config)]
     rows += [("note", text) for text in (*opened.notes, *seen.notes)]
     rows += [("changed", text) for text in changes(seen, settled.config)]
-    rows += [("warning", text) for text in warnings_on_host(estimate)]
     for name, text in rows:
         yield f"{name:<8}{text}"
 
@@ -193,8 +190,11 @@ def _length(opened: Opened) -> str:
     warmup = warmup_steps(config.lr_scheduler, steps)
     late = warmup >= steps > 0
     reached = f", not reached within lr_scheduler.warmup_steps={warmup}" if late else ""
+    few = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
+    passes = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return (
-        f"{steps} steps, {_count(tokens)} tokens, {epochs:.2g} epochs; peak learning "
+        f"{steps:,} step{'s' * (steps != 1)}, {_count(tokens)} tokens, {passes} "
+        f"epoch{'s' * (passes != '1')}{few * (steps < _FEW_STEPS)}; peak learning "
         f"rate {config.optimizer.lr:g}{_auto(opened, 'optimizer.lr')}{reached}"
     )
 
@@ -207,8 +207,7 @@ def _memory(estimate: RunEstimate) -> str:
     if estimate.config.launch.device == "cuda":
         text += f"; {format_bytes(estimate.peak_reserved)} reserved"
     if estimate.verdict != "fits":
-        text += f"; exceeds the available {format_bytes(estimate.memory_bytes)}: try `fsdpctl "
-        text += "estimate-memory` with the same settings"
+        text += f"; exceeds the available {format_bytes(estimate.memory_bytes)}"
     return text
 
 
@@ -240,11 +239,10 @@ def describe_units(config: Config, module: nn.Module) -> Iterator[str]:
         return
     division = divide_run(config, divide_module(module, None))
     units, layouts = division.units, division.layouts
-    width = max(len(unit.name) for unit in units) + 2
-    yield f"{'unit':<{width}}{'kind':<11}{'parameters':>14}{'padding':>10}  elements of each rank"
     totals: Counter[int] = Counter()
     nbytes: Counter[int] = Counter()
     sizes = item_sizes(config)
+    rows: list[tuple[str, Row]] = []
     for unit in units:
         numel = sum(param.numel for param in unit.params)
         padded = sum(layout.numel for layout in layouts[unit.name])
@@ -257,8 +255,12 @@ def describe_units(config: Config, module: nn.Module) -> Iterator[str]:
             copies = _OWNED if layout.trainable else 1
             size = sizes.kept(layout) * copies
             nbytes.update({i: part.numel * size for i, part in enumerate(layout.owned_parts)})
-        shown = _shares(owned)
-        yield f"{unit.name:<{width}}{unit.kind:<11}{numel:>14,}{padded - numel:>10,}  {shown}"
+        rows.append((unit.name, (unit.kind, numel, padded - numel, _shares(owned))))
+    collapsed = _collapsed(rows)
+    width = max(len(name) for name, _ in collapsed) + 2
+    yield f"{'unit':<{width}}{'kind':<11}{'parameters':>14}{'padding':>10}  elements of each rank"
+    for name, (kind, numel, padding, shown) in collapsed:
+        yield f"{name:<{width}}{kind:<11}{numel:>14,}{padding:>10,}  {shown}"
     numel = sum(param.numel for unit in units for param in unit.params)
     shares = [totals[rank] for rank in sorted(totals)]
     mean = sum(shares) / len(shares)
@@ -267,6 +269,20 @@ def describe_units(config: Config, module: nn.Module) -> Iterator[str]:
         held = "  ".join(map(format_bytes, _distinct([nbytes[rank] for rank in sorted(nbytes)])))
         yield f"master weights, gradients and optimizer states owned by each rank: {held}"
         yield f"the largest share is {max(shares) / mean:.3f} times the mean"
+
+
+def _collapsed(rows: list[tuple[str, Row]]) -> list[tuple[str, Row]]:
+    """Merge adjacent rows that are equal but for the number in their name: `layers.0-29 (30 x)`."""
+    merged = []
+    for row, adjacent in groupby(rows, key=lambda each: each[1]):
+        names = [name for name, _ in adjacent]
+        first, last = names[0], names[-1]
+        stem, _, number = last.rpartition(".")
+        if len(names) > 1 and number.isdecimal() and first.rpartition(".")[0] == stem:
+            merged.append((f"{first}-{number} ({len(names)} x)", row))
+        else:
+            merged += [(name, row) for name in names]
+    return merged
 
 
 def _distinct(owned: list[int]) -> list[int]:

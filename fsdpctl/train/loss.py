@@ -51,13 +51,14 @@ def validation_loss(
 ) -> float | None:
     """Return the mean loss in nats per token over the validation data. Collective.
 
-    Every rank runs the same number of passes, and losses are added in float64, so that the result
-    does not depend on the number of ranks beyond the rounding of single passes. After each global
-    batch, `goes_on(NUMBER)` is called; if it returns False, as on all ranks, this returns None.
+    Every rank runs the same number of passes, over rows that exist, and losses are added in
+    float64, so that the result does not depend on the number of ranks beyond the rounding of single
+    passes. After each global batch, `goes_on(NUMBER)` is called; if it returns False, as on all
+    ranks, this returns None.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for number in range(batches.num_validation_batches(at_most)):
-        for micro_step in range(batches.plan.num_micro_batches):
+        for micro_step in range(batches.num_validation_passes(number)):
             batch = batches.validation(number, collectives.rank, micro_step)
             with evaluating(model):
                 total[0] += _pass_loss(model, batch, device, chunk_tokens)

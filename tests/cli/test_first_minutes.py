@@ -428,28 +428,24 @@ def test_advice_names_the_cost_of_what_it_proposes():
 # ---- host memory -------------------------------------------------------------------------
 
 
-def test_a_run_that_needs_too_much_host_memory_is_rejected_or_warned_of(words):
+def test_a_run_that_needs_too_much_host_memory_does_not_start(words):
     words = [word for word in words if not word.startswith("model.hidden_size")]
     words += ["model.hidden_size=256", "launch.device=cpu", "optimizer.offload=all"]
     for how in (("--dry-run",), ()):
         code, said = invoke("train", *how, *words, "cluster.host_memory=2MiB")
-        assert code == 2
-        assert said.startswith("optimizer.offload=all: needs ")
-        assert "of host memory per node; expected optimizer.offload=states or more nodes" in said
-        assert said.endswith("2.0 MiB available; cluster.host_memory sets it")
-        assert "\n" not in said
-    larger = {
-        "train.seq_len=16": "train.seq_len=128",
-        "model.hidden_size=256": "model.hidden_size=1024",
-    }
-    inputs = [larger.get(word, word) for word in words[:-1]]
-    inputs += ["activation_checkpointing=full", "activation_checkpointing.offload=true"]
-    said = invoke("train", "--dry-run", *inputs, "cluster.host_memory=2MiB")[1]
-    assert said.startswith("activation_checkpointing.offload=true: needs ")
-    assert "expected a smaller train.micro_batch_size, 2.0 MiB available" in said
+        assert code == 3
+        assert "needed per node, 2.0 MiB available (cluster.host_memory)" in said
+        assert "set train.require_fit=false" in said
     assert not Path("runs").exists()
-    said = dry_run(*words, "cluster.host_memory=200MiB")
-    (warning,) = (line for line in said.splitlines() if line.startswith("warning"))
-    assert "needed per node, 200.0 MiB available" in warning
-    assert "it would run out of memory" in said
-    assert "warning" not in dry_run(*words, "cluster.host_memory=64GiB")
+    dry_run(*words, "cluster.host_memory=64GiB")
+
+
+def test_a_run_that_exceeds_the_memory_does_not_start(words):
+    words = [*words, "launch.device=cpu", "cluster.memory=1MiB"]
+    for how in (("--dry-run",), ()):
+        code, said = invoke("train", *how, *words)
+        assert code == 3
+        assert "needed per rank, 1.0 MiB available" in said
+        assert "to fit" in said
+    assert not Path("runs").exists()
+    assert "it would run" in dry_run(*words, "train.require_fit=false")

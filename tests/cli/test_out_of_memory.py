@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.cli.train import _show_failure
+from fsdpctl.cli.outcome import _show_failure
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.serialize import config_to_yaml

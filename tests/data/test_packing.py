@@ -100,11 +100,28 @@ def test_the_error_says_why_nothing_is_left():
 def test_a_micro_batch_has_the_lengths_of_documents_and_padding():
     rows = some(9, 9, 5, 4, 12, trained=1).rows(ROOM)
     batches = Batches(rows, plan_batches(8, 2), 0, 500)
-    batch = batches.validation(0, 1, 0)
+    batch = batches.training(0, 1, 0)
     assert batch.tokens.shape == (4, ROOM)
     assert all(sum(each) == ROOM for each in batch.lengths)
     assert len(batch.lengths) == 4
-    assert (batch.targets == IGNORED).all()  # there are fewer rows than the first rank has
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_validation_computes_no_row_and_no_end_of_a_row_without_targets(ranks):
+    rows = some(9, 9, 5, 4, 12, trained=1, packing=Packing(shares_rows=False)).rows(ROOM)
+    batches = Batches(rows, plan_batches(15, ranks, micro_batch_size=2), 0, 500)
+    passes = batches.num_validation_passes(0)
+    assert passes == -(-(-(-5 // ranks)) // 2)
+    seen = [batches.validation(0, rank, n) for rank in range(ranks) for n in range(passes)]
+    targets = sum(int((each.targets != IGNORED).sum()) for each in seen)
+    assert targets == rows.num_targets
+    for batch in seen:
+        assert all(sum(each) == batch.tokens.shape[1] for each in batch.lengths)
+        if (batch.targets != IGNORED).any():
+            assert (batch.targets[:, -1] != IGNORED).any()
+        else:
+            assert batch.tokens.numel() == 1
+    assert sum(each.tokens.numel() for each in seen) < 5 * ROOM
 
 
 @pytest.mark.parametrize("packs", [True, False])

@@ -17,6 +17,11 @@ from fsdpctl.config.importers.parts import (
     unsupported_degree,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
+from fsdpctl.config.importers.training import (
+    USUAL_OF_AXOLOTL,
+    data_of_axolotl,
+    read_hugging_face_training,
+)
 from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
 from fsdpctl.errors import UsageError
 
@@ -93,6 +98,8 @@ def read_axolotl(source: SourceConfig) -> Translation:
     _read_recomputation(found)
     read_optimizer(found, source.take("optimizer"), "optimizer")
     _read_without(found)
+    read_hugging_face_training(found, "cosine", USUAL_OF_AXOLOTL)
+    data_of_axolotl(found)
     found.sort_rest(_UNUSED)
     return found
 
@@ -100,7 +107,7 @@ def read_axolotl(source: SourceConfig) -> Translation:
 def _check_training(source: SourceConfig) -> None:
     for key, why in _OTHER_TRAININGS.items():
         if key in source and (value := source.take(key)) and not value.is_off:
-            raise source.error(value, f"{why}; the estimate would be wrong")
+            raise source.error(value, f"{why}")
     if any(each.key.startswith("qat.") for each in source.peek()):
         raise UsageError(f"{source.file}: qat: {_OTHER_TRAININGS['qat']}")
     for what, keys in _DEGREES.items():
@@ -116,8 +123,10 @@ def _read_model(found: Translation) -> None:
             ("model", "base_model: not set; add model=llama3_8b, or model=hf model.path=DIR")
         )
         return
+    name = base.text.strip() + (f"@{revision}" if revision else "")
+    found.model = SourceKey(base.key, name, ())
     try:
-        settings = settings_of_model(base.text.strip() + (f"@{revision}" if revision else ""))
+        settings = settings_of_model(name)
     except UsageError as error:
         raise UsageError(f"{found.file}: base_model: {error}") from None
     if settings:

@@ -57,7 +57,7 @@ def read_context(found: Translation, *keys: str) -> None:
 def unsupported_degree(source: SourceConfig, value: SourceKey, what: str) -> UsageError:
     """Return the error for an unsupported kind of parallelism, such as `tensor`."""
     return source.error(
-        value, f"fsdpctl does not support {NOT_SUPPORTED[f'{what}_parallel']}; remove the key to "
+        value, f"fsdpctl does not support {NOT_SUPPORTED[f'{what}_parallel']}; leave the key out "
         "estimate the training without it"
     )  # fmt: skip
 

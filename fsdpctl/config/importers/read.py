@@ -3,14 +3,26 @@
 from pathlib import Path
 
 from fsdpctl.config.importers.accelerate import read_accelerate
+from fsdpctl.config.importers.automodel import read_automodel
 from fsdpctl.config.importers.axolotl import read_axolotl
 from fsdpctl.config.importers.source_config import NO_TOML, SourceConfig, tool_of
+from fsdpctl.config.importers.torchtune import read_torchtune
 from fsdpctl.config.importers.translation import Translation
+from fsdpctl.config.importers.trl import read_trl
 from fsdpctl.config.schema import GROUPS, SECTIONS
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_yaml
 
-_EXPECTED = "expected the YAML file of axolotl or accelerate"
+_READERS = {
+    "axolotl": read_axolotl, "accelerate": read_accelerate, "TRL": read_trl,
+    "torchtune": read_torchtune, "Automodel": read_automodel,
+}  # fmt: skip
+# Keys by which files of further tools are known.
+_NOT_READ = {
+    "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "actor_rollout_ref": "verl",
+    "litgpt": "litgpt", "lr_warmup_fraction": "litgpt",
+}  # fmt: skip
+_EXPECTED = f"expected the YAML file of {', '.join(list(_READERS)[:-1])} or {[*_READERS][-1]}"
 
 
 def read_others(path: Path) -> Translation:
@@ -24,8 +36,12 @@ def read_others(path: Path) -> Translation:
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"{path}: not supported; {_EXPECTED}")
     source = SourceConfig(path, read_yaml(path))
+    if (
+        other := next((each for key, each in _NOT_READ.items() if key in source), None)
+    ) is not None:
+        raise UsageError(f"{path}: a file of {other}: not supported; {_EXPECTED}")
     if (tool := tool_of(source)) is not None:
-        return {"axolotl": read_axolotl, "accelerate": read_accelerate}[tool](source)
+        return _READERS[tool](source)
     keys = {each.key for each in source.peek()}
     if keys and all(each.split(".")[0] in (*GROUPS, *SECTIONS) for each in keys):
         raise UsageError(f"{path}: is a recipe of fsdpctl; pass it as --recipe {path}")

@@ -15,7 +15,9 @@ _ON = ("true", "yes", "on", "1")
 # A key of each tool, by which its files are recognized.
 _KNOWN_BY = {
     "base_model": "axolotl", "compute_environment": "accelerate", "distributed_type": "accelerate",
-    "fsdp_config": "accelerate", "deepspeed_config": "accelerate",
+    "model_name_or_path": "TRL", "fsdp_config": "accelerate", "deepspeed_config": "accelerate",
+    "model._component_": "torchtune", "checkpointer._component_": "torchtune",
+    "step_scheduler": "Automodel",
 }  # fmt: skip
 NO_TOML = (
     "TOML files, such as torchtitan's, are not read; set fsdpctl's names, see docs/from-others.md"
@@ -53,10 +55,12 @@ class SourceConfig:
         if not isinstance(content, Mapping):
             raise UsageError(f"{file}: expected a mapping of keys to values")
         self.file = file
+        self.content: Mapping[object, object] = content
         flat = list(islice(_flatten("", content, file), _MOST_KEYS + 1))
         if len(flat) > _MOST_KEYS:
             raise UsageError(f"{file}: more than {_MOST_KEYS} keys")
         self._left = {each.key: each for each in flat}
+        self._all = self.peek()
 
     def __contains__(self, key: str) -> bool:
         """Return whether the file has `key` or a key below it, even if it isn't set."""
@@ -105,6 +109,10 @@ class SourceConfig:
         """Return the keys that are set and not taken."""
         return tuple(x for x in self._left.values() if x.text.strip().lower() not in _UNSET)
 
+    def all_keys(self) -> tuple[SourceKey, ...]:
+        """Return the keys that are set, also those that are taken."""
+        return self._all
+
     def rest(self) -> Iterator[SourceKey]:
         """Take all keys that are left, in the order of the file."""
         left, self._left = self.peek(), {}
@@ -112,7 +120,7 @@ class SourceConfig:
 
 
 def tool_of(source: SourceConfig) -> str | None:
-    """Return the tool that a YAML file belongs to, `axolotl` or `accelerate`, if it is known."""
+    """Return the tool that a YAML file belongs to, if it is known."""
     return next((tool for key, tool in _KNOWN_BY.items() if key in source), None)
 
 

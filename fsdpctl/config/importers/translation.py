@@ -36,6 +36,7 @@ class SourceBatch:
     keys: tuple[str, ...]
     micro: int | None  # samples per rank and micro-batch
     accumulation: int | None = None  # micro-batches per step
+    samples: int | None = None  # of a step, if the file says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,11 @@ class Translation:
     unrecognized: list[str] = field(default_factory=list)
     # Settings that must be given on the command line, and the reason.
     missing: list[tuple[str, str]] = field(default_factory=list)
+    # What only matters if the file is trained, not if it is estimated.
+    training: list[TranslationRow] = field(default_factory=list)
+    left_out: list[TranslationRow] = field(default_factory=list)
+    missing_for_training: list[tuple[str, str]] = field(default_factory=list)
+    model: SourceKey | None = None  # the directory or name of the pretrained weights
     batch: SourceBatch | None = None
     degrees: RankDegrees | None = None
     whole_gradients: bool = False  # gradients stay unsharded until the last micro-batch

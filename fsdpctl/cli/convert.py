@@ -1,0 +1,65 @@
+"""`fsdpctl convert`: a recipe from another tool's configuration; `train --from` uses it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
+from fsdpctl.cli.console import emit, note
+from fsdpctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from fsdpctl.config.importers.recipe import ConvertedRecipe
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help="Configuration of axolotl, accelerate, TRL, torchtune or NeMo Automodel.",
+    ),
+]
+
+
+def convert(
+    source: Source,
+    settings: Settings = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="RECIPE", help="File to write, which must not exist.")
+    ] = None,
+) -> None:
+    """Write a recipe from another tool's configuration.
+
+    The recipe sets what the file describes: model, data, lengths, batch, optimizer, schedule, LoRA
+    and sharding. Comments list what it leaves out, with the reason.
+    """
+    from fsdpctl.config.importers.recipe import recipe_text
+
+    words = normalized(ConfigArguments(settings)).settings or []
+    recipe = converted(source, words)
+    text = recipe_text(recipe, source.name)
+    if out is None:
+        emit(text.rstrip("\n"))
+    else:
+        try:
+            with out.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            raise UsageError(f"--out {out}: already exists; choose another name") from None
+        note(f"{out}: {len(recipe.rows)} settings; run it: fsdpctl train {out}")
+    for _, why in recipe.missing:
+        note(f"missing: {why}")
+
+
+def converted(source: Path, words: list[str]) -> "ConvertedRecipe":
+    """Return the recipe for a file of another tool, with settings of the command line.
+
+    Raises:
+        UsageError: If the file isn't one of a supported tool.
+    """
+    from fsdpctl.config.importers.read import read_others
+    from fsdpctl.config.importers.recipe import convert as to_recipe
+    from fsdpctl.resolve.machine import ranks_here
+
+    typed = {name.strip(): text for name, _, text in (word.partition("=") for word in words)}
+    return to_recipe(read_others(source.expanduser()), typed, ranks_here())

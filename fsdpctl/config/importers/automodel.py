@@ -1,0 +1,206 @@
+"""Translation of NeMo Automodel's YAML files for fine-tuning and pretraining of text models."""
+
+import re
+
+from fsdpctl.config.importers.models import settings_of_model
+from fsdpctl.config.importers.parts import (
+    TOO_HIGH,
+    read_context,
+    read_optimizer,
+    unsupported_degree,
+)
+from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
+from fsdpctl.config.importers.training import TrainingRows
+from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
+from fsdpctl.errors import UsageError
+
+_RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction", "")
+_SCHEDULER = "step_scheduler."
+_PLAIN = {
+    "optimizer.lr": "optimizer.lr", "optimizer.weight_decay": "optimizer.weight_decay",
+    "optimizer.eps": "optimizer.eps", "rng.seed": "train.seed", "seed": "train.seed",
+    f"{_SCHEDULER}ckpt_every_steps": "checkpoint.every",
+    f"{_SCHEDULER}val_every_steps": "train.eval_every", "peft.dropout": "model.lora.dropout",
+    "lr_scheduler.lr_warmup_steps": "lr_scheduler.warmup_steps",
+    "clip_grad_norm.max_norm": "optimizer.max_grad_norm",
+    "checkpoint.checkpoint_dir": "train.run_dir", "wandb.project": "log.wandb_project",
+}  # fmt: skip
+_UNUSED = (
+    "recipe", f"{_SCHEDULER}*", "dist_env.*", "rng.*", "seed", "model.trust_remote_code",
+    "model.attn_implementation", "model.use_liger_kernel", "model.backend.*", "model.*_target_",
+    "*._target_", "clip_grad_norm.*", "dataset.*", "dataloader.*", "validation_*", "optimizer.*",
+    "lr_scheduler.*", "checkpoint.*", "loss_fn.*", "wandb.*", "mlflow.*", "comet.*", "ci.*",
+    "compile.*", "tokenizer.*", "slurm.*", "skypilot.*", "packed_sequence.*", "peft.use_triton",
+    "peft.dropout", "peft.lora_*_init", "peft.lora_A_init", "peft.dropout_position", "logger.*",
+    "distributed.pipeline.*", "distributed.sequence_parallel", "distributed.dp_size", "benchmark.*",
+    "nvtx", "quantization.bnb_4bit_*", "distributed.mp_policy.*", "distributed.moe.*", "timeout*",
+)  # fmt: skip
+
+
+def read_automodel(source: SourceConfig) -> Translation:
+    """Translate a configuration.
+
+    Raises:
+        UsageError: If its training can't be estimated.
+    """
+    found = Translation("Automodel", source)
+    recipe = source.take("recipe")
+    if recipe and recipe.text.rpartition(".")[2] not in _RECIPES:
+        raise source.error(recipe, f"expected {_RECIPES[0]}")
+    _check_degrees(source)
+    _read_model(found)
+    _read_adapters(found)
+    _read_lengths(found)
+    _read_sharding(found)
+    dtype = source.take("model.torch_dtype", "model.dtype")
+    is_whole = dtype is not None and dtype.text.rpartition(".")[2] in ("float32", "fp32")
+    precision = "precision=bf16" if is_whole else "precision=bf16_true"
+    found.map(dtype, precision, "precision.reduce_dtype=float32", default="model.torch_dtype")
+    for key in ("fp8.enabled", "fp8"):
+        if (eight := source.take(key)) and not eight.is_off:
+            found.exclude(eight, "matrix products are estimated in bf16")
+    name = source.take("optimizer._target_")
+    kind = name.text.rpartition(".")[2].lower() if name else "adamw"
+    usual = {"adam": "adamw", "adamw": "adamw", "fusedadam": "fusedadam"}
+    read_optimizer(found, SourceKey("optimizer._target_", usual.get(kind, kind), ()), "optimizer")
+    loss = source.text("loss_fn._target_")
+    found.whole_logits = not re.search("fused|chunk", loss, re.IGNORECASE)
+    compiled = source.take("compile.enabled")
+    if compiled and compiled.is_on:
+        found.map(compiled, "train.compile=true")
+    _read_training(found, kind)
+    found.sort_rest(_UNUSED)
+    return found
+
+
+def _check_degrees(source: SourceConfig) -> None:
+    kinds = {"tensor": "tp_size", "pipeline": "pp_size", "expert": "ep_size"}
+    for what, key in kinds.items():
+        value = source.take(f"distributed.{key}")
+        if value and not value.is_off and value.text.strip() != "1":
+            raise unsupported_degree(source, value, what)
+
+
+def _read_model(found: Translation) -> None:
+    keys = ("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path")
+    value = found.source.take(*keys, "model.config")
+    target = found.source.text("model._target_")
+    if value is None or "Seq2Seq" in target or "ImageText" in target or "Multimodal" in target:
+        why = f"model: {target or 'not set'}: expected a causal language model by its path or name"
+        raise UsageError(f"{found.file}: {why}")
+    name = value.text.strip()
+    settings = settings_of_model(name)
+    if target.endswith("from_config") and settings:
+        found.map(value, *settings, *(() if "init" in str(settings) else ("model.init=random",)))
+        return
+    found.model = SourceKey(value.key, name, ())
+    if settings:
+        found.map(value, *settings)
+        return
+    found.missing.append(
+        ("model", f"{value.key}: {name}: not a directory, in the Hugging Face cache, or a known "
+         "name; add model=llama3_8b, or model=hf model.path=DIR")
+    )  # fmt: skip
+
+
+def _read_adapters(found: Translation) -> None:
+    source = found.source
+    rank, alpha = source.take("peft.dim"), source.take("peft.alpha")
+    every, targets = source.take("peft.match_all_linear"), source.take("peft.target_modules")
+    dora = source.take("peft.use_dora")
+    if dora and dora.is_on:
+        raise source.error(dora, "DoRA needs more memory than LoRA")
+    if rank is None and "peft" not in source:
+        return
+    found.map(rank, f"model.lora.rank={rank.text if rank else 8}", default="peft.dim")
+    found.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="peft.alpha")
+    if targets and targets.items != ("*",) and not (every and every.is_on):
+        names = "|".join(_pattern(each) for each in targets.items)
+        found.map(targets, f"model.lora.targets={names}")
+    else:
+        found.map(every or targets, "model.lora.targets=all_linear", default="peft.target_modules")
+    for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
+        if (value := source.take(f"quantization.{key}")) and value.is_on:
+            found.map(value, f"model.base_dtype={dtype}")
+    found.own_engine = "the estimates of PyTorch's engines don't support adapters"
+
+
+def _pattern(wildcard: str) -> str:
+    """Return the regular expression of a name in which `*` is any text."""
+    inner = re.escape(wildcard.strip()).replace(r"\*", ".*")
+    return rf"(^|\.){inner}$" if not inner.startswith(".*") else f"{inner[2:]}$"
+
+
+def _read_lengths(found: Translation) -> None:
+    source = found.source
+    packed = source.whole("packed_sequence.packed_sequence_size") or 0
+    length = source.take("dataset.seq_length", "dataset.seq_len", "dataset.max_seq_length")
+    if packed:
+        found.map(SourceKey("packed_sequence.packed_sequence_size", str(packed), ()),
+                  "data=chat", "data.packing=true", f"train.seq_len={packed}")  # fmt: skip
+    elif length:
+        found.map(length, f"train.seq_len={length.text}")
+    keys = (f"{_SCHEDULER}local_batch_size", f"{_SCHEDULER}global_batch_size")
+    micro, total = map(source.positive, keys)
+    found.batch = SourceBatch(keys, micro or 1, None, total)
+
+
+def _read_sharding(found: Translation) -> None:
+    source = found.source
+    kind = source.take("distributed.strategy", "distributed._target_")
+    name = kind.text.rpartition(".")[2].lower() if kind else "fsdp2"
+    if "ddp" in name:
+        found.map(kind, "strategy=no_shard", "engine=ddp")
+    else:
+        note = "" if "fsdp2" in name else "estimated as FSDP 2"
+        found.map(kind, "strategy=full_shard", "engine=fsdp2", default="distributed.strategy",
+                  note=note)  # fmt: skip
+    replicate = source.whole("distributed.dp_replicate_size") or 1
+    if replicate > 1:
+        keys = ("distributed.dp_replicate_size", "distributed.dp_size")
+        found.degrees = RankDegrees(keys, replicate, -1)
+    read_context(found, "distributed.cp_size")
+    value = source.take("distributed.activation_checkpointing")
+    if value and value.is_on:
+        found.map(value, "activation_checkpointing=full")
+    offload = source.take("distributed.offload_policy._target_", "distributed.cpu_offload")
+    if offload and not offload.is_off:
+        found.exclude(offload, f"model states are estimated on the device; {TOO_HIGH}")
+
+
+def _read_training(found: Translation, optimizer: str) -> None:
+    rows = TrainingRows(found)
+    steps, epochs = (rows.value(f"{_SCHEDULER}{each}") for each in ("max_steps", "num_epochs"))
+    if steps and steps.text.isdigit():
+        rows.add(steps, f"train.steps={steps.text}")
+    elif epochs:
+        rows.add(epochs, f"train.epochs={epochs.text}")
+    betas = rows.value("optimizer.betas")
+    if betas and len(betas.items) == 2:
+        rows.add(betas, f"optimizer.beta1={betas.items[0]}", f"optimizer.beta2={betas.items[1]}")
+    decay = rows.value("optimizer.weight_decay")
+    if optimizer == "adam" and decay and not _is_zero(decay.text):
+        rows.leave(decay, "Adam's decay is part of the gradient; AdamW's is used")
+    rows.plain(_PLAIN)
+    low, high = rows.value("lr_scheduler.min_lr"), rows.value("optimizer.lr")
+    if low and high:
+        rows.add(low, f"lr_scheduler.min_lr_ratio={_ratio(low.text, high.text)}")
+    style = rows.value("lr_scheduler.lr_decay_style")
+    warms_up = "lr_scheduler.warmup_steps" in rows.settings
+    rows.schedule(style, "constant", warms_up=warms_up)
+    rows.usual({"optimizer.beta2": "0.999", "train.epochs": "10"} if not steps else
+               {"optimizer.beta2": "0.999"})  # fmt: skip
+    keys = ("path_or_dataset_id", "path_or_dataset", "data_path", "paths", "dataset_name")
+    data = rows.value(*(f"dataset.{key}" for key in keys), "dataset._target_")
+    rows.data(data, data.items if data else ())
+
+
+def _is_zero(text: str) -> bool:
+    return text.strip() in ("0", "0.0")
+
+
+def _ratio(low: str, high: str) -> str:
+    try:
+        return f"{float(low) / float(high):.6g}"
+    except (ValueError, ZeroDivisionError):
+        return low  # rejected with its value

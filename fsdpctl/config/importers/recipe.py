@@ -1,0 +1,160 @@
+"""A recipe from another tool's file: its settings with their origin, and what is left out."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from textwrap import wrap
+
+from fsdpctl.config.importers.translation import Translation, TranslationRow
+from fsdpctl.config.schema import GROUPS, SECTIONS, SIZES
+
+_WIDTH = 96
+# What a translation sets so that an estimate is that of the other tool.
+_OF_ESTIMATES = ("engine", "cluster", "train.loss_chunk_tokens", "accumulation")
+_OF_MODEL = ("model", "model.path", "model.init")
+_PLAIN = re.compile(r"[\w./+][\w./+-]*")
+Rows = dict[str, TranslationRow]  # of one setting each, by its name
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedRecipe:
+    """The settings of a recipe, in the order of its sections."""
+
+    tool: str
+    rows: tuple[TranslationRow, ...]  # of one setting each
+    left_out: tuple[str, ...]  # a line each
+    missing: tuple[tuple[str, str], ...]  # settings that must be added, with the reason
+
+    @property
+    def words(self) -> list[tuple[str, str]]:
+        """The settings by name."""
+        pairs = (row.settings[0].partition("=") for row in self.rows)
+        return [(name, text) for name, _, text in pairs]
+
+
+def convert(found: Translation, typed: Mapping[str, str], num_ranks: int) -> ConvertedRecipe:
+    """Return a recipe that trains what a file describes.
+
+    Args:
+        found: The translated file.
+        typed: Settings of the command line by name, which take precedence.
+        num_ranks: Ranks of this machine, if neither the file nor `typed` has their number.
+    """
+    kept = _by_setting([*found.rows, *found.training])
+    if found.model is not None:
+        kept = {name: row for name, row in kept.items() if name not in _OF_MODEL}
+        path = found.model.text.strip()
+        words = ("model=hf", f"model.path={path}")
+        kept |= _by_setting([TranslationRow(found.model.key, path, words)])
+    kept |= _by_setting(_of_ranks(found, kept, typed, num_ranks))
+    chosen = {name for name in typed if name in GROUPS and name != "model"}
+    if any(name in typed for name in SIZES):
+        chosen |= {*SIZES}
+    kept = {
+        name: row
+        for name, row in kept.items()
+        if name not in chosen and name.split(".")[0] not in chosen
+    }
+    ours = [TranslationRow("command line", "", (f"{name}={text}",)) for name, text in typed.items()]
+    kept |= _by_setting(ours)
+    order = {name: number for number, name in enumerate(SECTIONS)}
+    names = sorted(kept, key=lambda name: (order.get(name.split(".")[0], 0), "." in name))
+    has_model = found.model is not None
+    missing = tuple(
+        each
+        for each in (*found.missing, *found.missing_for_training)
+        if each[0] not in typed and not (has_model and each[0] == "model")
+    )
+    rows = tuple(kept[name] for name in names)
+    return ConvertedRecipe(found.tool, rows, tuple(_left_out(found)), missing)
+
+
+def _by_setting(rows: Iterable[TranslationRow]) -> Rows:
+    """Return a row for each setting of a training; later ones take precedence."""
+    found = {}
+    for row in rows:
+        note = "" if "estimate" in row.note else row.note
+        for setting in row.settings:
+            name = setting.partition("=")[0]
+            if name.split(".")[0] not in _OF_ESTIMATES and name not in _OF_ESTIMATES:
+                found[name] = TranslationRow(row.key, row.value, (setting,), note)
+    return found
+
+
+def _of_ranks(
+    found: Translation, kept: Rows, typed: Mapping[str, str], num_ranks: int
+) -> Iterator[TranslationRow]:
+    """Yield what depends on the number of ranks: replicas, and the samples of a step."""
+    words = {row.settings[0].partition("=")[0]: row.settings[0].partition("=")[2]
+             for row in kept.values()} | dict(typed)  # fmt: skip
+    per_node, degrees = words.get("launch.nproc_per_node", ""), found.degrees
+    origin = "in the file or on the command line"
+    if per_node.isdecimal():
+        ranks = int(per_node) * int(words.get("launch.nnodes", "1"))
+    elif degrees is not None and degrees.total is not None:
+        ranks = degrees.total * int(words.get("train.context_parallel", "1"))
+    else:
+        ranks, origin = num_ranks, "on this machine; change it for others"
+    if degrees is not None and degrees.replicate > 1:
+        size = ranks // degrees.replicate
+        is_whole = degrees.shard == 1 or size <= 1
+        replicas: tuple[str, ...] = ("strategy=no_shard",)
+        if not is_whole:
+            replicas = ("strategy=hybrid_shard", f"strategy.dp_shard_size={size}")
+        yield TranslationRow(*degrees.shown, replicas)
+    if found.batch is None:
+        return
+    groups = max(1, ranks // int(words.get("train.context_parallel", "1")))
+    micro, passes = found.batch.micro or 1, found.batch.accumulation or 1
+    shown = f"{micro}, {found.batch.samples or passes}"
+    keys = ", ".join(found.batch.keys)
+    yield TranslationRow(keys, shown, (f"train.micro_batch_size={micro}",))
+    total = found.batch.samples or micro * passes * groups
+    ranks_of = f"{groups} rank{'s' if groups > 1 else ''} {origin}"
+    note = "" if found.batch.samples else f"{micro} * {passes} * {ranks_of}"
+    yield TranslationRow(keys, shown, (f"train.global_batch_size={total}",), note)
+
+
+def _left_out(found: Translation) -> Iterator[str]:
+    for row in found.left_out:
+        yield f"{row.key}={row.value}: {row.note}"
+    for row in found.excluded:
+        yield f"{row.key}={row.value}: {row.note.partition('; the estimate')[0]}"
+    if found.unrecognized:
+        yield f"unknown: {', '.join(found.unrecognized)}"
+    used = {key.strip() for row in found.training for key in row.key.split(",")}
+    unused = [each for each in found.no_memory_effect if each.partition("[")[0] not in used]
+    if unused:
+        yield f"without a counterpart, or not needed: {', '.join(unused)}"
+
+
+def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
+    """Return the recipe as YAML: a setting per line with its origin, and comments for the rest."""
+    lines = [f"# Converted from {source} ({recipe.tool}) by fsdpctl."]
+    for row in recipe.rows:
+        name, _, text = row.settings[0].partition("=")
+        origin = row.key if not row.value or row.value == text else f"{row.key}: {row.value}"
+        about = "; ".join(each for each in (origin, row.note) if each)
+        shown = text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+        line = f"{name}: {shown}"
+        lines.append(f"{line:<44}  # {_one_line(about)}")
+    for _, why in recipe.missing:
+        lines += _comment(f"MISSING: {why}")
+    if recipe.left_out:
+        lines += ["", "# Left out:"]
+        for each in recipe.left_out:
+            lines += _comment(each)
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    wrapped = wrap(
+        _one_line(text), _WIDTH, break_on_hyphens=False, break_long_words=False,
+        subsequent_indent="  ",
+    )  # fmt: skip
+    return [f"#   {each}" for each in wrapped]
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())

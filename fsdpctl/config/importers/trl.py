@@ -1,0 +1,124 @@
+"""Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
+
+import re
+
+from fsdpctl.config.importers.models import settings_of_model
+from fsdpctl.config.importers.parts import deepspeed_file, read_optimizer, read_zero
+from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
+from fsdpctl.config.importers.training import (
+    USUAL_OF_TRL,
+    TrainingRows,
+    read_hugging_face_training,
+)
+from fsdpctl.config.importers.translation import SourceBatch, Translation
+from fsdpctl.errors import UsageError
+
+_OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
+_UNUSED = (
+    "dataset_*", "datasets*", "dataloader_*", "report_to", "logging_*", "save_*", "eval_*",
+    "learning_rate", "lr_scheduler_*", "warmup_*", "weight_decay", "adam_*", "max_grad_norm",
+    "num_train_epochs", "max_steps", "seed", "data_seed", "output_dir", "overwrite_output_dir",
+    "push_to_hub", "hub_*", "run_name", "per_device_eval_batch_size", "remove_unused_columns",
+    "gradient_checkpointing_kwargs*", "attn_implementation", "trust_remote_code", "tf32",
+    "chat_template_path", "assistant_only_loss", "completion_only_loss", "packing_strategy",
+    "lora_dropout", "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*", "model_revision",
+    "shuffle_dataset", "eos_token", "pad_token", "bf16_full_eval", "ddp_*", "lora_task_type",
+)  # fmt: skip
+
+
+def read_trl(source: SourceConfig) -> Translation:
+    """Translate a configuration.
+
+    Raises:
+        UsageError: If its training can't be estimated.
+    """
+    found = Translation("TRL", source)
+    for key in _OTHER_TRAININGS:
+        if key in source:
+            raise UsageError(f"{source.file}: {key}: expected the file of `trl sft`")
+    _read_model(found)
+    _read_adapters(found)
+    length = source.take("max_length", "max_seq_length")
+    found.map(length, f"train.seq_len={length.text if length else 1024}", default="max_length")
+    packing = source.take("packing")
+    if packing and packing.is_on:
+        found.map(packing, "data=chat", "data.packing=true")
+    micro = source.positive("per_device_train_batch_size")
+    passes = source.positive("gradient_accumulation_steps")
+    keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    found.batch = SourceBatch(keys, micro or 8, passes or 1)
+    narrow = source.take("bf16", "fp16")
+    found.map(narrow, _precision(source, narrow), default="bf16")
+    recomputes = source.take("gradient_checkpointing")
+    if recomputes is None or recomputes.is_on:
+        found.map(recomputes, "activation_checkpointing=full", default="gradient_checkpointing")
+    deepspeed = source.take("deepspeed")
+    if deepspeed and (inner := deepspeed_file(found, deepspeed)) is not None:
+        read_zero(found, inner, "zero_optimization.", "stage")
+    elif deepspeed is None:
+        note = "accelerate's configuration decides it; set strategy"
+        found.map(None, "strategy=no_shard", "engine=ddp", default="(ranks)", note=note)
+    read_optimizer(found, source.take("optim"), "optim")
+    _read_training(found)
+    found.sort_rest(_UNUSED)
+    return found
+
+
+def _read_model(found: Translation) -> None:
+    value = found.source.take("model_name_or_path")
+    if value is None:
+        found.missing.append(("model", "model_name_or_path: not set; add model=hf model.path=DIR"))
+        return
+    found.model = value
+    if settings := settings_of_model(value.text.strip()):
+        found.map(value, *settings)
+        return
+    found.missing.append(
+        ("model", f"{value.key}: {value.text}: not a directory, in the Hugging Face cache, or a "
+         "known name; add model=llama3_8b, or model=hf model.path=DIR")
+    )  # fmt: skip
+
+
+def _read_adapters(found: Translation) -> None:
+    source = found.source
+    on, rank, alpha = map(source.take, ("use_peft", "lora_r", "lora_alpha"))
+    targets = source.take("lora_target_modules")
+    if (dora := source.take("use_dora")) and dora.is_on:
+        raise source.error(dora, "DoRA needs more memory than LoRA")
+    if on is None or not on.is_on:
+        return
+    found.map(rank or on, f"model.lora.rank={rank.text if rank else 16}")
+    found.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="lora_alpha")
+    names = "|".join(re.escape(each) for each in targets.items) if targets else ""
+    if targets and targets.text not in ("all-linear", "all_linear"):
+        found.map(targets, rf"model.lora.targets=(^|\.)({names})$")
+    elif targets:
+        found.map(targets, "model.lora.targets=all_linear")
+    else:  # as in peft for most families
+        words = r"model.lora.targets=(^|\.)(q_proj|v_proj)$"
+        found.map(None, words, default="lora_target_modules", note="the default of peft")
+    for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
+        if (value := source.take(key)) and value.is_on:
+            found.map(value, f"model.base_dtype={dtype}")
+    found.own_engine = "the estimates of PyTorch's engines don't support adapters"
+
+
+def _precision(source: SourceConfig, narrow: SourceKey | None) -> str:
+    if source.text("dtype", "torch_dtype", default="float32") in ("bfloat16", "float16"):
+        return "precision=bf16_true"
+    return "precision=fp32" if narrow is not None and narrow.is_off else "precision=bf16"
+
+
+def _read_training(found: Translation) -> None:
+    read_hugging_face_training(found, "linear", USUAL_OF_TRL)
+    rows = TrainingRows(found)
+    if found.settings.get("model.lora.rank") and rows.value("lora_dropout") is None:
+        rows.add(SourceKey("lora_dropout", "", ()), "model.lora.dropout=0.05")
+    data = rows.value("dataset_name")
+    content = found.source.content.get("datasets")
+    entries = content if isinstance(content, list) else []
+    paths = [str(each.get("path", "")) for each in entries if isinstance(each, dict)]
+    if paths:
+        rows.data(SourceKey("datasets", ", ".join(paths), ()), paths)
+    else:
+        rows.data(data, data.items if data else ())

@@ -1,0 +1,148 @@
+"""Recipes converted from other tools' configurations."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.cli.convert import convert as convert_command
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.importers.read import read_others
+from fsdpctl.config.importers.recipe import ConvertedRecipe, convert, recipe_text
+from fsdpctl.config.recipe import read_recipe
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.from_others import completed
+
+FILES = Path(__file__).parent / "files"
+
+
+@pytest.fixture(autouse=True)
+def beside_data(tmp_path, monkeypatch):
+    """Run beside a file of chats, with an empty Hugging Face cache."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+
+
+def converted(name: str) -> ConvertedRecipe:
+    return convert(read_others(FILES / name), {}, 8)
+
+
+CASES = {
+    "axolotl-full.yaml": {
+        "model": "hf", "model.path": "NousResearch/Meta-Llama-3.1-8B", "data": "chat",
+        "strategy": "full_shard", "optimizer.lr": "2e-5", "optimizer.weight_decay": "0.0",
+        "optimizer.beta2": "0.999", "lr_scheduler": "cosine", "lr_scheduler.min_lr_ratio": "0",
+        "train.seq_len": "4096", "train.epochs": "1", "train.micro_batch_size": "2",
+        "train.global_batch_size": "64", "data.val_fraction": "0.02",
+    },
+    "torchtune-lora.yaml": {
+        "model.path": "weights/Meta-Llama-3.1-8B-Instruct", "model.base_dtype": "nf4",
+        "model.lora.targets": r"(^|\.)(q_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)$",
+        "data.path": "chats.jsonl", "data.packing": "true", "train.steps": "100",
+        "train.global_batch_size": "64", "strategy": "hybrid_shard", "strategy.dp_shard_size": "4",
+        "lr_scheduler.warmup_steps": "100", "optimizer.max_grad_norm": "0",
+        "precision": "bf16_true", "activation_checkpointing.offload": "true",
+        "model.lora.dropout": "0.05",
+    },
+    "automodel-hsdp.yaml": {
+        "model.path": "meta-llama/Llama-3.2-1B", "model.base_dtype": "nf4",
+        "model.lora.targets": "_proj$", "data.path": "chats.jsonl", "train.seq_len": "4096",
+        "train.global_batch_size": "64", "train.micro_batch_size": "8", "train.epochs": "2",
+        "lr_scheduler.min_lr_ratio": "0.1", "lr_scheduler.warmup_steps": "20",
+        "optimizer.max_grad_norm": "0.5", "strategy": "hybrid_shard", "checkpoint.every": "100",
+        "strategy.dp_shard_size": "4", "activation_checkpointing": "full",
+    },
+    "trl-sft.yaml": {
+        "model.path": "Qwen/Qwen2.5-0.5B", "model.lora.targets": r"(^|\.)(q_proj|k_proj)$",
+        "model.lora.alpha": "32", "model.lora.dropout": "0.05", "lr_scheduler": "wsd",
+        "lr_scheduler.decay_ratio": "1", "lr_scheduler.warmup_ratio": "0.1",
+        "train.steps": "300", "train.seq_len": "512", "train.global_batch_size": "64",
+        "strategy": "no_shard", "activation_checkpointing": "full",
+    },
+    "accelerate-fsdp.yaml": {
+        "strategy": "hybrid_shard", "launch.nproc_per_node": "8", "launch.nnodes": "2",
+        "train.global_batch_size": "16",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recipe_has_the_training_of_the_file(name, tmp_path):
+    recipe = converted(name)
+    words = dict(recipe.words)
+    assert {key: words.get(key) for key in CASES[name]} == CASES[name]
+    assert not [key for key in words if key.startswith(("engine", "cluster", "train.loss_chunk"))]
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe_text(recipe, name))
+    assert read_recipe(file) == recipe.words  # as `train` reads it
+
+
+def test_what_is_missing_and_left_out_stands_in_comments():
+    text = recipe_text(converted("axolotl-qlora.yml"), "axolotl-qlora.yml")
+    assert "#   MISSING:" in text
+    assert "unknown: a_key_of_tomorrow" in text
+    assert "the estimate" not in text
+
+
+def test_the_command_line_takes_precedence():
+    typed = {"strategy": "no_shard", "train.global_batch_size": "7", "data.path": "chats.jsonl"}
+    recipe = convert(read_others(FILES / "axolotl-full.yaml"), typed, 8)
+    words = dict(recipe.words)
+    assert {key: words[key] for key in typed} == typed
+    assert not [key for key in words if key.startswith("strategy.")]
+    assert recipe.missing == ()
+
+
+def test_a_recipe_composes_with_the_data_and_the_model_here():
+    words = dict(converted("trl-sft.yaml").words) | {"data.path": "chats.jsonl"}
+    words |= {"model": "llama_tiny"}
+    del words["model.path"]
+    file = FILES / "trl-sft.yaml"
+    composed = compose_config([], str(file), converted=[*words.items()])
+    assert composed.recipe == "trl-sft"
+    config = composed.config
+    assert (config.train.steps, config.train.epochs) == (300, None)
+    assert config.lr_scheduler.decay_ratio == 1
+
+
+def test_a_written_recipe_is_not_overwritten(tmp_path):
+    out = tmp_path / "recipe.yaml"
+    convert_command(FILES / "torchtune-lora.yaml", None, out)
+    assert dict(read_recipe(out))["model.lora.rank"] == "8"
+    with pytest.raises(UsageError, match="already exists"):
+        convert_command(FILES / "torchtune-lora.yaml", None, out)
+
+
+@pytest.mark.parametrize("name", ["torchtune-lora.yaml", "automodel-hsdp.yaml", "trl-sft.yaml"])
+def test_the_same_files_are_estimated(name):
+    typed = ["cluster=h100", "model=llama3_8b"]
+    found = completed(read_others(FILES / name), typed, None)
+    assert found.translation.unrecognized == []
+    config = found.composed.config
+    assert config.model.lora.rank in (8, 16)
+    assert config.train.global_batch_size == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}", "preferences"),
+        ("teacher_model: {_component_: x}", "distills"),
+        ("tensor_parallel_dim: 2", "tensor parallelism"),
+        ("quantizer: {_component_: x}", "quantization-aware"),
+    ],
+)
+def test_other_recipes_of_torchtune_are_refused(text, message, tmp_path):
+    file = tmp_path / "file.yaml"
+    file.write_text(f"model: {{_component_: torchtune.models.llama3.llama3_8b}}\n{text}\n")
+    with pytest.raises(UsageError, match=message):
+        read_others(file)
+
+
+@pytest.mark.parametrize("key", ["tp_size", "pp_size", "ep_size"])
+def test_degrees_of_automodel_are_refused(key, tmp_path):
+    file = tmp_path / "file.yaml"
+    text = f"step_scheduler: {{local_batch_size: 1}}\ndistributed: {{{key}: 2}}\n"
+    file.write_text(text)
+    with pytest.raises(UsageError, match="does not support"):
+        read_others(file)
