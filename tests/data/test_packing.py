@@ -1,5 +1,6 @@
 """Packing of documents into sequences."""
 
+import math
 from itertools import chain
 
 import numpy as np
@@ -111,7 +112,7 @@ def test_validation_computes_no_row_and_no_end_of_a_row_without_targets(ranks):
     rows = some(9, 9, 5, 4, 12, trained=1, packing=Packing(shares_rows=False)).rows(ROOM)
     batches = Batches(rows, plan_batches(15, ranks, micro_batch_size=2), 0, 500)
     passes = batches.num_validation_passes(0)
-    assert passes == -(-(-(-5 // ranks)) // 2)
+    assert passes == math.ceil(math.ceil(5 / ranks) / 2)
     seen = [batches.validation(0, rank, n) for rank in range(ranks) for n in range(passes)]
     targets = sum(int((each.targets != IGNORED).sum()) for each in seen)
     assert targets == rows.num_targets
