@@ -29,6 +29,7 @@ from fsdpctl.config.recipe import (
 )
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import known_key, to_config
+from fsdpctl.config.short_words import expanded, names_model
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
@@ -75,8 +76,8 @@ def compose_config(
     refuse_commands(str(recipe), base, typed)
     _refuse_doubles(base)
     base = list(of_this_version(dict(base)).items())
-    base = _resharding(base, [])
-    typed = _resharding(typed, base)
+    base = _resharding(expanded(base, [], _ranks_per_node), [])
+    typed = _resharding(expanded(typed, base, _ranks_per_node), base)
     chosen = {name for name, _ in typed if name in GROUPS}
     dropped = tuple(name for name, _ in base if "." in name and name.split(".")[0] in chosen)
     kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
@@ -143,6 +144,8 @@ def _split(word: str) -> Pair:
         )
     if word.endswith(".toml") and name not in KEYS:
         raise UsageError(f"{word}: {NO_TOML}")
+    if not equals and names_model(word):
+        return "model", word
     if not equals:
         raise UsageError(
             f"{word}: expected KEY=VALUE, without spaces around the ={_meant_by(word)}"
@@ -164,6 +167,13 @@ def _meant_by(word: str) -> str:
     if os.path.exists(word):
         return f"; to train on the text, pass data=text data.path={word}"
     return hint(word, [*KEYS, *GROUPS])
+
+
+def _ranks_per_node(cluster: str) -> int | None:
+    if cluster not in choices_of("cluster"):
+        return None
+    found = _composed_by_hydra({"cluster": cluster})["cluster"].get("ranks_per_node")
+    return found if isinstance(found, int) else None
 
 
 def _refuse_doubles(typed: Sequence[Pair]) -> None:
@@ -264,7 +274,7 @@ def _resolve_alternatives(
 ) -> None:
     """Unset the alternatives of the setting that the first of `given` has among `names`."""
     for source in given:
-        found = [name for name in names if name in source]
+        found = [name for name in names if name in source and values[name] is not None]
         if len(found) > 1:
             raise UsageError(f"{' and '.join(found)}: conflict; set {subject} with one of them")
         if found:

@@ -92,8 +92,8 @@ def _refuse_other_tools(path: Path, content: object) -> None:
     if (tool := tool_of(source)) is not None:
         unknown = [each.key for each in source.peek() if each.key not in (*KEYS, *GROUPS)]
         raise UsageError(
-            f"{path}: a file of {tool}; `fsdpctl estimate-memory --from FILE` estimates its "
-            f"memory; other commands need fsdpctl's names instead of {first_of(unknown)}"
+            f"{path}: a file of {tool}; pass it as --from {path}, or write a recipe with `fsdpctl "
+            f"convert`; a recipe has fsdpctl's names instead of {first_of(unknown)}"
         )
 
 

@@ -20,7 +20,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models.context import use_exchange
 from fsdpctl.models.documents import make_documents
 from fsdpctl.plan.context import ContextParallel
-from fsdpctl.resolve.decoder_check import differ, quiet, small_copy, with_short_ranges
+from fsdpctl.resolve.decoder_check import differ, quiet, with_short_ranges
+from fsdpctl.resolve.small_decoder import small_copy
 
 T = TypeVar("T")
 _TOKENS = 12  # of a rank

@@ -27,7 +27,7 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.resolve.blocks import checkpoint_blocks
-from fsdpctl.resolve.decoder_check import allocate, fill_unknown, small_decoder
+from fsdpctl.resolve.small_decoder import allocate, fill_unknown, small_decoder
 from fsdpctl.run.step_metrics import StepClock
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.step import TrainingParts, run_passes

@@ -1,0 +1,76 @@
+"""Short forms: a model by its name or directory, GPUs of a cluster, data by its path."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fsdpctl.config.data import CHAT, CHAT_SUFFIXES, option_of_data
+from fsdpctl.config.hub_models import hub_models
+from fsdpctl.errors import UsageError
+
+Pair = tuple[str, str]
+_RANKS = ("launch.nproc_per_node", "launch.nnodes")
+_TIMES = re.compile(r"(\d{1,7})[xX×*](\w+)")
+_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
+
+
+def names_model(word: str) -> bool:
+    """Return whether a word without a key is a model: its name on the Hub, or its directory."""
+    known = _NAME.fullmatch(word) is not None and word.partition("@")[0] in hub_models()
+    return known or (Path(word).expanduser() / "config.json").is_file()
+
+
+def expanded(
+    pairs: Sequence[Pair], others: Sequence[Pair], ranks_per_node: Callable[[str], int | None]
+) -> list[Pair]:
+    """Replace the short forms among some settings.
+
+    Args:
+        pairs: The settings.
+        others: Those of the recipe below them, if there is one.
+        ranks_per_node: Returns the ranks of a node of a cluster, or None for an unknown cluster.
+
+    Raises:
+        UsageError: If a number of GPUs is not a number of full nodes, or conflicts with ranks.
+    """
+    given = dict(pairs)
+    found: list[Pair] = []
+    for name, text in pairs:
+        if name == "model" and ("/" in text or names_model(text)):
+            found += [("model", "hf"), ("model.path", text)]
+        elif name == "cluster" and (match := _TIMES.fullmatch(text)) is not None:
+            found += _cluster(text, int(match[1]), match[2], given, ranks_per_node(match[2]))
+        else:
+            found.append((name, text))
+    path = given.get("data.path")
+    if path is not None and "data" not in {**dict(others), **given}:
+        found.append(("data", _data(path)))
+    return found
+
+
+def _cluster(
+    text: str, count: int, name: str, given: dict[str, str], per_node: int | None
+) -> list[Pair]:
+    if clash := next((each for each in _RANKS if each in given), None):
+        raise UsageError(f"cluster={text}: conflicts with {clash}; set the ranks with one of them")
+    if per_node is None or count <= per_node:
+        return [("cluster", name), (_RANKS[0], str(count))]
+    if count % per_node:
+        raise UsageError(
+            f"cluster={text}: expected a number up to {per_node}, or a multiple of it: a node of "
+            f"{name} has {per_node} GPUs"
+        )
+    return [
+        ("cluster", name), (_RANKS[0], str(per_node)), (_RANKS[1], str(count // per_node))
+    ]  # fmt: skip
+
+
+def _data(path: str) -> str:
+    """Return the option of `data` for a path: by its suffix, of a directory by its files."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return option_of_data(path)
+    names = (each.name.lower().removesuffix(".gz").removesuffix(".zst") for each in folder.iterdir()
+             if each.is_file())  # fmt: skip
+    has_chats = [name.endswith(CHAT_SUFFIXES) for name in names]
+    return CHAT if has_chats and all(has_chats) else "text"
