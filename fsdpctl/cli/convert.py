@@ -28,7 +28,7 @@ def convert(
         Path | None, typer.Option(metavar="RECIPE", help="File to write, which must not exist.")
     ] = None,
 ) -> None:
-    """Write a recipe from another tool's configuration.
+    """Write a recipe from another tool's file.
 
     The recipe sets what the file describes: model, data, lengths, batch, optimizer, schedule, LoRA
     and sharding. Comments list what it leaves out, with the reason.

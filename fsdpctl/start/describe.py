@@ -272,7 +272,7 @@ def describe_units(config: Config, module: nn.Module) -> Iterator[str]:
 
 
 def _collapsed(rows: list[tuple[str, Row]]) -> list[tuple[str, Row]]:
-    """Merge adjacent rows that are equal but for the number in their name: `layers.0-29 (30 x)`."""
+    """Merge adjacent rows that differ only in the number in their name: `layers.0-29 (30 x)`."""
     merged = []
     for row, adjacent in groupby(rows, key=lambda each: each[1]):
         names = [name for name, _ in adjacent]

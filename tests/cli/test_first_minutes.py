@@ -151,10 +151,10 @@ def test_strategies_are_known_by_their_other_names(word, ours):
 
 def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("model_name_or_path: x\nsequence_len: 4\nadapter: lora\noptimizer.lr: 1\n")
+    file.write_text("hf_assets_path: x\nsequence_len: 4\nadapter: lora\noptimizer.lr: 1\n")
     code, said = invoke("train", str(file), "--dry-run")
     assert code == 2
-    assert "model_name_or_path: no such key; use model=hf and model.path" in said
+    assert "hf_assets_path: no such key; use model.path" in said
     assert "also unknown: sequence_len (use train.seq_len), adapter (use model.lora" in said
 
 
@@ -441,11 +441,11 @@ def test_a_run_that_needs_too_much_host_memory_does_not_start(words):
 
 
 def test_a_run_that_exceeds_the_memory_does_not_start(words):
-    words = [*words, "launch.device=cpu", "cluster.memory=1MiB"]
+    words = [*words, "launch.device=cpu", "cluster.memory=2MiB"]
     for how in (("--dry-run",), ()):
         code, said = invoke("train", *how, *words)
         assert code == 3
-        assert "needed per rank, 1.0 MiB available" in said
+        assert "needed per rank, 2.0 MiB available" in said
         assert "to fit" in said
     assert not Path("runs").exists()
     assert "it would run" in dry_run(*words, "train.require_fit=false")

@@ -295,7 +295,8 @@ def test_candidates_are_the_options_of_conf():
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA GeForce RTX 5090", "rtx5090"),
-        ("Tesla T4", None),
+        ("Tesla T4", "t4"),
+        ("Tesla K80", None),
     ],
 )
 def test_devices_are_known_by_their_names(name, cluster):
