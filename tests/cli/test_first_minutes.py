@@ -446,6 +446,5 @@ def test_a_run_that_exceeds_the_memory_does_not_start(words):
         code, said = invoke("train", *how, *words)
         assert code == 3
         assert "needed per rank, 2.0 MiB available" in said
-        assert "to fit" in said
     assert not Path("runs").exists()
     assert "it would run" in dry_run(*words, "train.require_fit=false")

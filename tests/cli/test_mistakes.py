@@ -72,7 +72,7 @@ def test_rotary_scaling_without_effect_is_refused(words, more, said):
     ],
 )
 def test_a_path_without_a_kind_of_data_names_the_kinds(path, said):
-    code, found = invoke("train", f"data.path={path}")
+    code, found = invoke("train", "data=python_stdlib", f"data.path={path}")
     assert (code, said in found) == (2, True), found
 
 

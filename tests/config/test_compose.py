@@ -213,7 +213,7 @@ def test_the_command_line_overrides_the_recipe(recipe):
         ("train.steps: 3\ntrain: {steps: 4}\n", "given twice"),
         ("train.stepz: 3\n", "did you mean train.steps?"),
         ("defaults: {model: x}\n", "defaults.model"),
-        ("base_model: x\nlr: 1\n", "axolotl; `fsdpctl estimate-memory --from FILE` estimates"),
+        ("base_model: x\nlr: 1\n", "axolotl; pass it as --from"),
         ("distributed_type: FSDP\n", "a file of accelerate"),
         ("optimizer: adamw8bit\nmodel: y\n", "(adamw, muon, sgd)$"),
         ("".join(f"a{number}: x\n" for number in range(20)), "a4, a5 and 14 more"),

@@ -1,0 +1,62 @@
+"""Short forms of settings."""
+
+import pytest
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["cluster=4xa100_80"], ("a100_80", 4, 1)),
+        (["cluster=16xh100"], ("h100", 8, 2)),
+        (["cluster=1×t4"], ("t4", 1, 1)),
+        (["cluster=h100"], ("h100", None, 1)),
+    ],
+)
+def test_a_number_of_gpus_of_a_cluster_sets_the_ranks(words, expected):
+    config = compose_config(words).config
+    launch = config.launch
+    assert (config.cluster.name, launch.nproc_per_node, launch.nnodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster=12xh100"], "a multiple of it: a node of h100 has 8 GPUs"),
+        (["cluster=4xh100", "launch.nproc_per_node=2"], "conflicts with launch.nproc_per_node"),
+        (["cluster=4xnothing"], "no such option"),
+        (["meta-llama/Llama-2-13b"], "expected KEY=VALUE"),
+    ],
+)
+def test_mistakes_in_short_forms_are_named(words, message):
+    with pytest.raises(UsageError, match=message):
+        compose_config(words)
+
+
+@pytest.mark.parametrize("words", [["Qwen/Qwen3-8B"], ["model=Qwen/Qwen3-8B"]])
+def test_a_name_on_the_hub_is_a_model(words, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    config = compose_config(words).config.model
+    assert (config.name, config.path, config.num_layers) == ("hf", "Qwen/Qwen3-8B", 36)
+
+
+@pytest.mark.parametrize(
+    ("path", "option"),
+    [
+        ("a.txt", "text"), ("a.jsonl", "chat"), ("a.json.gz", "chat"), ("a.parquet", "chat"),
+        ("a.bin", "tokens"), ("texts", "text"), ("chats", "chat"),
+    ],
+)  # fmt: skip
+def test_the_kind_of_data_follows_from_its_path(path, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, file in (("texts", "a.md"), ("chats", "a.jsonl"), ("chats", "b.parquet")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / file).touch()
+    assert compose_config([f"data.path={path}"]).config.data.name == option
+    assert compose_config([f"data.path={path}", "data=text"]).config.data.name == "text"
+
+
+def test_a_length_of_none_leaves_the_others():
+    assert compose_config(["train.epochs=none", "train.steps=10"]).config.train.steps == 10
