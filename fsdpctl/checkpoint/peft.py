@@ -54,6 +54,8 @@ class PeftAdapters(FileTensors):
         for name, shape in shapes.items():
             if name not in self._found:
                 layers = {each.rpartition(".")[2] for each in adapted_layers(self._found)}
+                if any(f".{layer}.lora_" in name for layer in layers):  # of some blocks only
+                    layers = set(adapted_layers(self._found))
                 raise UsageError(
                     f"{where}: {name} not found; model.lora.targets requires it; set "
                     f"model.lora.targets={','.join(sorted(layers))}, the layers in the file"

@@ -30,7 +30,10 @@ def report_exit(outcome: "Outcome", run_dir: Path) -> None:
         raise typer.Exit(stopped)
     if not outcome.has_failed:
         say(f"done: {run_dir}")
-        say(f"next: fsdpctl sample {run_dir}, or fsdpctl consolidate-checkpoint {run_dir} DIR")
+        say(
+            f"next: fsdpctl sample {run_dir}, or fsdpctl consolidate-checkpoint {run_dir} DIR"
+            f"{' --merge' if _has_adapters(run_dir) else ''}"
+        )
         return
     if cause is None or outcome.hang:
         _show_failure(cause, run_dir, outcome)
@@ -46,6 +49,15 @@ def report_exit(outcome: "Outcome", run_dir: Path) -> None:
         raise typer.Exit(stopped)
     _show_failure(cause, run_dir, outcome)
     raise typer.Exit(1)
+
+
+def _has_adapters(run_dir: Path) -> bool:
+    from fsdpctl.run.directory import read_config
+
+    try:
+        return read_config(run_dir).model.lora.rank is not None
+    except UsageError:
+        return False
 
 
 def _show_failure(cause: "Failure | None", run_dir: Path, outcome: "Outcome") -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from fsdpctl.config.earlier import of_this_version
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
 from fsdpctl.config.importers.source_config import NO_TOML
 from fsdpctl.config.keys import AUTO, Value
@@ -75,7 +74,6 @@ def compose_config(
     base = read if converted is None else list(converted)
     refuse_commands(str(recipe), base, typed)
     _refuse_doubles(base)
-    base = list(of_this_version(dict(base)).items())
     base = _resharding(expanded(base, [], _ranks_per_node), [])
     typed = _resharding(expanded(typed, base, _ranks_per_node), base)
     chosen = {name for name, _ in typed if name in GROUPS}

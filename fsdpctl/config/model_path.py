@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.any_decoder import content_of, words_of_content, words_of_table
-from fsdpctl.config.earlier import of_this_version
 from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.hugging_face import CONFIG_JSON, OWN_KEYS
@@ -68,7 +67,7 @@ def model_words(path: str, module: str = "auto") -> dict[str, str]:
         return _prefixed(words_of_content(read_json(file, dict[str, Any]), str(file), module))
     words = {
         name: str(text)
-        for name, text in of_this_version(_words_of_ours(folder)).items()
+        for name, text in _words_of_ours(folder).items()
         if name.startswith("model.") and name not in _NOT_THE_MODELS
     }
     if not words and has_adapters(folder):
@@ -89,6 +88,8 @@ def _prefixed(words: dict[str, str]) -> dict[str, str]:
 
 def _converted(words: dict[str, str], path: str, module: str) -> dict[str, str]:
     """Convert the settings of a run between our own decoder and the module of transformers."""
+    if module == "auto":
+        return words
     values = {name: known_key(name).parse(text) for name, text in words.items()}
     model = ModelConfig(
         **{
@@ -97,7 +98,7 @@ def _converted(words: dict[str, str], path: str, module: str) -> dict[str, str]:
             if name.count(".") == 1
         }  # type: ignore[arg-type]  # parsed by their keys
     )
-    if module == "auto" or model.is_foreign == (module == TRANSFORMERS):
+    if model.is_foreign == (module == TRANSFORMERS):
         return words
     lora = {name: text for name, text in words.items() if name in LORA_KEYS}
     return _prefixed(words_of_content(content_of(model), f"model.path={path}", module)) | lora

@@ -5,7 +5,6 @@ from operator import attrgetter
 
 import yaml
 
-from fsdpctl.config.earlier import of_this_version
 from fsdpctl.config.keys import Key, Value, section_from, value_in
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
@@ -47,7 +46,6 @@ def config_from_words(words: Mapping[str, str]) -> Config:
     Raises:
         UsageError: If this version doesn't know a key, or doesn't allow its value.
     """
-    words = of_this_version(words)
     for name in words.keys() - set(GROUPS):
         known_key(name)
     values = {

@@ -37,7 +37,10 @@ def _built(config: ModelConfig) -> Any:
         return make.from_config(told, dtype=torch.float32)
     except Exception as error:  # the code of a family raises what it likes
         reason = str(error).strip().replace("\n", " ")
-        raise UsageError(f"{CONFIG_OF}: transformers cannot build the model: {reason}") from None
+        if isinstance(error, KeyError):  # of a table of activations, for example
+            reason = f"unknown value {reason}"
+        where = CONFIG_OF if config.path is None else f"model.path={config.path}: config.json"
+        raise UsageError(f"{where}: transformers cannot build the model: {reason}") from None
 
 
 def _of_depth(told: Any, num_layers: int) -> Any:

@@ -50,14 +50,15 @@ def _difference(folder: Path, layout: Layout) -> str:
     return ""
 
 
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.filterwarnings("ignore")
-def test_tokens_are_those_of_transformers_in_every_layout(tmp_path):
+def test_tokens_are_those_of_transformers_in_every_layout(every, tmp_path):
     found = {
         each.name: _difference(write_layout(tmp_path / str(number), each), each)
-        for number, each in enumerate(layouts())
+        for number, each in enumerate([*layouts()][::every])
     }
     refused = {name: why for name, why in found.items() if why}
-    assert len(found) >= 100
+    assert len(found) >= 100 // every
     assert len(refused) < 5, refused
 
 

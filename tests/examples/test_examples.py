@@ -10,10 +10,17 @@ import pytest
 import yaml
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.errors import NonFiniteError, SelfCheckError, StoppedError, UsageError
+from fsdpctl.errors import (
+    DoesNotFitError,
+    NonFiniteError,
+    SelfCheckError,
+    StoppedError,
+    UsageError,
+)
 from fsdpctl.resolve.launchers import place_of
 from tests.cli.run import invoke
 
+_FINAL = (UsageError, DoesNotFitError, NonFiniteError, SelfCheckError)  # repeating is of no use
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 # What a cluster sets on the second of two nodes.
@@ -54,7 +61,7 @@ def _policies(value: Any) -> list[dict[str, Any]]:
 
 def test_the_exit_codes_in_the_examples_are_those_of_the_errors() -> None:
     again = [StoppedError.exit_code]
-    never = sorted(each.exit_code for each in (UsageError, NonFiniteError, SelfCheckError))
+    never = sorted(each.exit_code for each in _FINAL)
     policies = [found for each in documents("kubernetes/job.yaml") for found in _policies(each)]
     (policy,) = policies
     codes = {

@@ -11,7 +11,6 @@ import transformers as hf
 from torch import nn
 
 from fsdpctl.config.any_decoder import config_json, words_of_content, words_of_table
-from fsdpctl.config.earlier import of_this_version
 from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.hugging_face import OWN_FAMILIES, defaults_of
 from fsdpctl.config.model import ModelConfig
@@ -284,35 +283,6 @@ def test_published_models_are_the_same_without_transformers():
     for name, entry in hub_models().items():
         if entry["config"]["model_type"] in OWN_FAMILIES:
             assert words_of_table(entry["config"], name) == words_of_content(entry["config"], name)
-
-
-EARLIER = {
-    "gemma": {"model.head_dim": "16", "model.rope_theta": "10000.0"},
-    "gemma3_text": {
-        "model.head_dim": "16", "model.sliding_window": "9", "model.sliding_pattern": "2",
-        "model.query_scalar": "12", "model.rope_theta": "1000000.0",
-    },
-    "phi3": {"model.sliding_window": "9"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", EARLIER)
-def test_runs_of_earlier_versions_are_read(family):
-    words = {
-        "model.architecture": family, "model.num_layers": "2", "model.hidden_size": "32",
-        "model.intermediate_size": "48", "model.num_heads": "4", "model.num_kv_heads": "2",
-        "model.vocab_size": "64", "model.norm_eps": "1e-06", "model.tie_embeddings": "true",
-        **EARLIER[family],
-    }  # fmt: skip
-    found = of_this_version(words)
-    content = json.loads(found["model.config_json"])
-    assert found["model.architecture"] == "transformers"
-    assert (content["model_type"], content["rms_norm_eps"]) == (family, 1e-6)
-    model = model_of(content)
-    assert sum(param.numel() for param in build_plain(model).parameters()) > 10_000
-    if family == "gemma3_text":
-        assert content["layer_types"] == ["sliding_attention", "full_attention"]
-        assert content["query_pre_attn_scalar"] == 12
 
 
 def test_models_with_our_own_decoder_are_estimated_without_transformers():

@@ -95,7 +95,7 @@ def refusal(words: list[str], *, trains: bool) -> str:
     "cases",
     [
         pytest.param(NAMED, id="named"),
-        pytest.param(drawn(PAIRS, 1), id="pairs"),
+        pytest.param(drawn(PAIRS, 1), id="pairs", marks=pytest.mark.slow),
         pytest.param(drawn(200, 2), id="more pairs", marks=pytest.mark.slow),
     ],
 )

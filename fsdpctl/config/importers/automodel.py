@@ -2,7 +2,7 @@
 
 import re
 
-from fsdpctl.config.importers.models import settings_of_model
+from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.parts import (
     TOO_HIGH,
     read_context,
@@ -88,19 +88,10 @@ def _read_model(found: Translation) -> None:
     if value is None or "Seq2Seq" in target or "ImageText" in target or "Multimodal" in target:
         why = f"model: {target or 'not set'}: expected a causal language model by its path or name"
         raise UsageError(f"{found.file}: {why}")
-    name = value.text.strip()
-    settings = settings_of_model(name)
-    if target.endswith("from_config") and settings:
-        found.map(value, *settings, *(() if "init" in str(settings) else ("model.init=random",)))
-        return
-    found.model = SourceKey(value.key, name, ())
-    if settings:
-        found.map(value, *settings)
-        return
-    found.missing.append(
-        ("model", f"{value.key}: {name}: not a directory, in the Hugging Face cache, or a known "
-         "name; add model=llama3_8b, or model=hf model.path=DIR")
-    )  # fmt: skip
+    map_model(found, value, value.key)
+    if target.endswith("from_config"):  # from scratch
+        found.model = None
+        found.map(value, "model.init=random")
 
 
 def _read_adapters(found: Translation) -> None:

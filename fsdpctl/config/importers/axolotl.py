@@ -2,7 +2,7 @@
 
 from fnmatch import fnmatchcase
 
-from fsdpctl.config.importers.models import settings_of_model
+from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.parts import (
     OF_FSDP,
     TOO_HIGH,
@@ -118,24 +118,9 @@ def _check_training(source: SourceConfig) -> None:
 
 def _read_model(found: Translation) -> None:
     base, revision = found.source.take("base_model"), found.source.text("revision_of_model")
-    if base is None:
-        found.missing.append(
-            ("model", "base_model: not set; add model=llama3_8b, or model=hf model.path=DIR")
-        )
-        return
-    name = base.text.strip() + (f"@{revision}" if revision else "")
-    found.model = SourceKey(base.key, name, ())
-    try:
-        settings = settings_of_model(name)
-    except UsageError as error:
-        raise UsageError(f"{found.file}: base_model: {error}") from None
-    if settings:
-        found.map(base, *settings)
-    else:
-        found.missing.append(
-            ("model", f"base_model: {base.text}: not a directory, in the Hugging Face cache, or a "
-             "known name; add model=llama3_8b, or model=hf model.path=DIR")
-        )  # fmt: skip
+    if base and revision:
+        base = SourceKey(base.key, f"{base.text.strip()}@{revision}", ())
+    map_model(found, base, "base_model")
 
 
 def _read_length(found: Translation) -> None:

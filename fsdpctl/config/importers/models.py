@@ -7,6 +7,8 @@ from pathlib import Path
 from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.hugging_face import CONFIG_JSON
+from fsdpctl.config.importers.source_config import SourceKey
+from fsdpctl.config.importers.translation import Translation
 from fsdpctl.config.model_path import model_words
 from fsdpctl.errors import UsageError
 
@@ -46,6 +48,29 @@ def settings_of_model(name: str) -> tuple[str, ...]:
     if name.partition("@")[0] in hub_models():
         return ("model=hf", f"model.path={name}", "model.init=random")
     return ()
+
+
+def map_model(found: Translation, value: SourceKey | None, key: str, *others: str) -> None:
+    """Translate the model, which `value` names; `others` are names to try if that is unknown.
+
+    Raises:
+        UsageError: If a directory has no model.
+    """
+    way_on = "add model=llama3_8b, or model=hf model.path=DIR"
+    if value is None:
+        found.missing.append(("model", f"{key}: not set; {way_on}"))
+        return
+    name = value.text.strip()
+    found.model = SourceKey(value.key, name, ())
+    try:
+        settings = next(filter(None, map(settings_of_model, (name, *others))), ())
+    except UsageError as error:
+        raise UsageError(f"{found.file}: {value.key}: {error}") from None
+    if settings:
+        found.map(value, *settings)
+        return
+    why = "not a directory, in the Hugging Face cache, or a known name"
+    found.missing.append(("model", f"{value.key}: {name}: {why}; {way_on}"))
 
 
 def _is_cached(name: str, *, weights: bool) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 
-from fsdpctl.config.importers.models import settings_of_model
+from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.parts import (
     OF_FSDP,
     TOO_HIGH,
@@ -55,7 +55,7 @@ def read_torchtune(source: SourceConfig) -> Translation:
     found = Translation("torchtune", source)
     component = source.text("model._component_")
     _check_training(source, component)
-    _read_model(found, component)
+    _read_model(found)
     _read_adapters(found, component)
     _read_lengths(found)
     _read_sharding(found)
@@ -99,24 +99,13 @@ def _check_training(source: SourceConfig, component: str) -> None:
         raise unsupported_degree(source, parallel, "tensor")
 
 
-def _read_model(found: Translation, component: str) -> None:
+def _read_model(found: Translation) -> None:
     """Translate the model: by the directory of its weights, or by that directory's name."""
     folder = found.source.take("checkpointer.checkpoint_dir")
-    if folder is None:
-        found.missing.append(("model", "checkpointer.checkpoint_dir: not set; add model=hf "
-                              "model.path=DIR"))  # fmt: skip
-        return
-    path = folder.text.strip().rstrip("/")
-    found.model = SourceKey(folder.key, path, ())
-    name = path.rpartition("/")[2]
-    settings = settings_of_model(path) or settings_of_model(name)
-    if settings:
-        found.map(folder, *settings)
-        return
-    found.missing.append(
-        ("model", f"{folder.key}: {path}: not a directory, and {name} is not a known name; add "
-         "model=llama3_8b, or model=hf model.path=DIR")
-    )  # fmt: skip
+    if folder is not None:
+        folder = SourceKey(folder.key, folder.text.strip().rstrip("/"), ())
+    others = () if folder is None else (folder.text.rpartition("/")[2],)
+    map_model(found, folder, "checkpointer.checkpoint_dir", *others)
 
 
 def _read_adapters(found: Translation, component: str) -> None:
@@ -135,8 +124,8 @@ def _read_adapters(found: Translation, component: str) -> None:
     layers = [*(attention.items if attention else _ATTENTION)]
     layers += _MLP if mlp and mlp.is_on else ()
     layers += ["lm_head"] if head and head.is_on else []
-    names = "|".join(re.escape(_NAMES.get(each.strip(), each.strip())) for each in layers)
-    found.map(attention or rank, rf"model.lora.targets=(^|\.)({names})$")
+    names = ",".join(_NAMES.get(each.strip(), each.strip()) for each in layers)
+    found.map(attention or rank, f"model.lora.targets={names}")
     if ".qlora_" in component or (packed and packed.is_on):
         found.map(packed or SourceKey("model._component_", component, ()), "model.base_dtype=nf4")
     found.own_engine = "the estimates of PyTorch's engines don't support adapters"

@@ -1,8 +1,6 @@
 """Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
 
-import re
-
-from fsdpctl.config.importers.models import settings_of_model
+from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.parts import deepspeed_file, read_optimizer, read_zero
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import (
@@ -36,7 +34,7 @@ def read_trl(source: SourceConfig) -> Translation:
     for key in _OTHER_TRAININGS:
         if key in source:
             raise UsageError(f"{source.file}: {key}: expected the file of `trl sft`")
-    _read_model(found)
+    map_model(found, source.take("model_name_or_path"), "model_name_or_path")
     _read_adapters(found)
     length = source.take("max_length", "max_seq_length")
     found.map(length, f"train.seq_len={length.text if length else 1024}", default="max_length")
@@ -64,21 +62,6 @@ def read_trl(source: SourceConfig) -> Translation:
     return found
 
 
-def _read_model(found: Translation) -> None:
-    value = found.source.take("model_name_or_path")
-    if value is None:
-        found.missing.append(("model", "model_name_or_path: not set; add model=hf model.path=DIR"))
-        return
-    found.model = value
-    if settings := settings_of_model(value.text.strip()):
-        found.map(value, *settings)
-        return
-    found.missing.append(
-        ("model", f"{value.key}: {value.text}: not a directory, in the Hugging Face cache, or a "
-         "known name; add model=llama3_8b, or model=hf model.path=DIR")
-    )  # fmt: skip
-
-
 def _read_adapters(found: Translation) -> None:
     source = found.source
     on, rank, alpha = map(source.take, ("use_peft", "lora_r", "lora_alpha"))
@@ -89,13 +72,10 @@ def _read_adapters(found: Translation) -> None:
         return
     found.map(rank or on, f"model.lora.rank={rank.text if rank else 16}")
     found.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="lora_alpha")
-    names = "|".join(re.escape(each) for each in targets.items) if targets else ""
-    if targets and targets.text not in ("all-linear", "all_linear"):
-        found.map(targets, rf"model.lora.targets=(^|\.)({names})$")
-    elif targets:
-        found.map(targets, "model.lora.targets=all_linear")
-    else:  # as in peft for most families
-        words = r"model.lora.targets=(^|\.)(q_proj|v_proj)$"
+    if targets:
+        found.map(targets, f"model.lora.targets={','.join(targets.items)}")
+    else:
+        words = "model.lora.targets=q_proj,v_proj"  # for most families
         found.map(None, words, default="lora_target_modules", note="the default of peft")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if (value := source.take(key)) and value.is_on:

@@ -13,7 +13,6 @@ from fsdpctl.data.chats.values import (
     as_object,
     expect,
     expect_text,
-    without_nulls,
 )
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.documents import parse_json
@@ -216,13 +215,8 @@ def _checked_call(call: Message, where: str) -> Message:
             raise UsageError(f"{where}: {key}: not supported; expected arguments")
     if isinstance(arguments, str) and arguments.strip():
         whole = parse_json(arguments, dict[str, Any], where)
-        found = without_nulls(whole)
-        msgspec.msgpack.encode(found)  # raises UnicodeEncodeError for half of a surrogate pair
-        if found == whole:
-            return call  # with the text itself, which a template may write as it is
-        changed = {**function, "arguments": found}
-        return {**call, "function": changed} if "function" in call else changed
-    if not isinstance(arguments, str | dict):
+        msgspec.msgpack.encode(whole)  # raises UnicodeEncodeError for half of a surrogate pair
+    elif not isinstance(arguments, str | dict):
         raise UsageError(f"{where}: expected an object")
     return call
 

@@ -22,7 +22,7 @@ from fsdpctl.errors import UsageError, first_of
 
 _Files = tuple[Sequence[ChatSource], Sequence[ChatSource]]  # to train on, and to validate
 _Rendering = tuple[FileTokenizer, ChatTemplate | None, str]  # with today's date
-_ENCODING = 4  # increase it if the same input gives other tokens
+_ENCODING = 5  # increase it if the same input gives other tokens
 _POLICIES = {
     "split": "each is trained on as it is when it is the last one",
     "last": "only the last assistant message is trained on",

@@ -6,6 +6,7 @@ reading an attribute that the sandbox blocks is an error, where Jinja returns an
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,6 +39,10 @@ class Rendered:
     marks: Spans
 
 
+# A template that asks whether arguments of calls are text already.
+_TAKES_TEXT = re.compile(r"arguments\s+is\s+string")
+
+
 class Renderer:
     """A compiled template."""
 
@@ -54,6 +59,7 @@ class Renderer:
         """
         self._environment = _Environment(datetime.strptime(today, "%Y-%m-%d"))
         self._special_tokens = dict(special_tokens)
+        self.takes_text = _TAKES_TEXT.search(source) is not None
         try:
             self.has_marks = _has_marks(self._environment, source)
             self._template = self._environment.from_string(source)

@@ -1,5 +1,6 @@
 """A conversation as the samples that it is trained by: texts, and which characters are trained."""
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -83,7 +84,7 @@ def samples_of(
             rewrites earlier messages and `rewritten_turns` is `refuse`.
     """
     errors: list[RenderError] = []
-    for name, spelled in _spellings(chat):
+    for name, spelled in _spellings(chat, renderer.takes_text):
         talk = Conversation(renderer, spelled, controls)
         try:
             whole = talk.upto(len(spelled.messages)).text
@@ -93,13 +94,35 @@ def samples_of(
         if any(str(each["content"]) in whole for each in spelled.messages if _has_parts(each)):
             errors.append(RenderError("the template does not support content in parts"))
             continue
+        if any(_is_written_by_python(each, whole) for each in _arguments(spelled)):
+            errors.append(RenderError("the template writes arguments as Python does"))
+            continue
         made = _make_samples(talk, policy)
         return ChatSamples(made.samples, {**made.counts, **({name: 1} if name else {})})
     raise errors[0]
 
 
-def _spellings(chat: Chat) -> Iterator[tuple[str, Chat]]:
-    """Yield the chat and its other spellings, each with the name that it is counted by."""
+def _arguments(chat: Chat) -> Iterator[object]:
+    """Yield the arguments of all calls."""
+    for message in chat.messages:
+        for call in message.get("tool_calls") or ():
+            yield call.get("function", call).get("arguments")
+
+
+def _is_written_by_python(arguments: object, text: str) -> bool:
+    """Return whether a rendering has an object as Python writes it, which is not JSON."""
+    if not isinstance(arguments, dict) or not arguments:
+        return False
+    return str(arguments) in text and json.dumps(arguments, ensure_ascii=False) not in text
+
+
+def _spellings(chat: Chat, takes_text: bool) -> Iterator[tuple[str, Chat]]:
+    """Yield the chat and its other spellings, each with the name that it is counted by.
+
+    A template that `takes_text` writes JSON text as it is in the data.
+    """
+    if takes_text and any(isinstance(each, str) for each in _arguments(chat)):
+        yield "", chat
     try:
         objects = with_arguments(chat, as_text=False)
     except UsageError as error:

@@ -37,7 +37,7 @@ CASES = {
     },
     "torchtune-lora.yaml": {
         "model.path": "weights/Meta-Llama-3.1-8B-Instruct", "model.base_dtype": "nf4",
-        "model.lora.targets": r"(^|\.)(q_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)$",
+        "model.lora.targets": "q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
         "data.path": "chats.jsonl", "data.packing": "true", "train.steps": "100",
         "train.global_batch_size": "64", "strategy": "hybrid_shard", "strategy.dp_shard_size": "4",
         "lr_scheduler.warmup_steps": "100", "optimizer.max_grad_norm": "0",
@@ -53,7 +53,7 @@ CASES = {
         "strategy.dp_shard_size": "4", "activation_checkpointing": "full",
     },
     "trl-sft.yaml": {
-        "model.path": "Qwen/Qwen2.5-0.5B", "model.lora.targets": r"(^|\.)(q_proj|k_proj)$",
+        "model.path": "Qwen/Qwen2.5-0.5B", "model.lora.targets": "q_proj,k_proj",
         "model.lora.alpha": "32", "model.lora.dropout": "0.05", "lr_scheduler": "wsd",
         "lr_scheduler.decay_ratio": "1", "lr_scheduler.warmup_ratio": "0.1",
         "train.steps": "300", "train.seq_len": "512", "train.global_batch_size": "64",

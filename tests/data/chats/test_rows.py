@@ -164,7 +164,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "nulls in arguments": (talk(tool_calls=[call({"a": None, "b": [{"c": None}]})]),
         means(user(), calls(call({"b": [{}]}), content="b"))),
     "nulls in JSON": (talk(tool_calls=[call('{"a": null, "b": [{"c": null}]}')]),
-        means(user(), calls(call({"b": [{}]}), content="b"))),
+        means(user(), calls(call('{"a": null, "b": [{"c": null}]}'), content="b"))),
     "calls of a user": ({"messages": [user(tool_calls=[call()]), answer()]},
         "message 1: tool_calls: only valid with role assistant"),
     # System messages.

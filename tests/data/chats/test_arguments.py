@@ -1,0 +1,40 @@
+"""The form in which a template gets the arguments of calls."""
+
+import json
+import re
+
+import pytest
+
+from fsdpctl.data.chats.render import Renderer
+from fsdpctl.data.chats.rows import lines_of
+from fsdpctl.data.chats.samples import LossPolicy, samples_of
+
+TEXT = '{"x":1,"b":[1,null]}'
+LOOP = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "CALL WRITTEN{% endfor %}<end>\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("{{ c.function.arguments }}", TEXT),
+        ("{{ c.function.arguments | tojson }}", json.dumps(json.loads(TEXT))),
+        (
+            "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+            "{{ c.function.arguments | tojson }}{% endif %}",
+            TEXT,
+        ),
+    ],
+)
+def test_json_text_reaches_a_template_in_the_form_that_it_takes(written, shown, tmp_path):
+    call = {"type": "function", "function": {"name": "f", "arguments": TEXT}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    row = {"messages": [{"role": "user", "content": "q"}, answer]}
+    file = tmp_path / "c.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    chat = next(iter(lines_of(str(file))[1]))[0].content
+    renderer = Renderer(LOOP.replace("WRITTEN", written), {}, "2026-01-31")
+    made = samples_of(renderer, chat, LossPolicy("assistant", "split"), re.compile("<end>"))
+    assert f"CALL {shown}" in made.samples[0].text
