@@ -120,7 +120,7 @@ def make_step(name: str, size: Size, nccl: NcclCollectives) -> Step:
         return ours(model, nccl, precision)
     if name == "recomputing":
         model = model.to(torch.bfloat16)
-        for block in model.model.layers:
+        for block in model.get_submodule("model.layers").children():
             checkpoint_block(block, "full")
         return ours(model, nccl, fsdpctl.Precision(*[torch.bfloat16] * 3))
     return CONTESTANTS[name](model, torch.bfloat16, DEVICE)

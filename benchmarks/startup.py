@@ -106,7 +106,7 @@ def chat_files(folder: Path) -> dict[str, int]:
 
     opened = open_tokenizer(str(tokenizer))
     assert isinstance(opened, FileTokenizer)
-    setup = setup_of(open_template(tokenizer, None), opened, "2026-01-31")
+    setup = setup_of(open_template(opened, None), opened, "2026-01-31")
     chat, _ = parse_row("messages", line)
     assert isinstance(chat, Chat)
     rendered, _ = counted(lambda: prepare(setup)(chat))

@@ -70,7 +70,7 @@ def _built_buffers(model: ModelConfig) -> dict[str, Tensor]:
         if param is not None and not param.is_meta:
             module._parameters[name] = nn.Parameter(param.to("meta"), param.requires_grad)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]  # for a moment
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
     try:
         return dict(_cut(model, torch.device("cpu")).named_buffers())
     finally:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.checkpoint.peft import ADAPTER_WEIGHTS, write_peft
+from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.config.peft import ADAPTER_WEIGHTS
 from fsdpctl.config.sealed import CHECKSUMS
 from tests.cli.run import invoke
 from tests.hostile import make_checkpoint, make_hugging_face

@@ -112,7 +112,8 @@ def test_settings_that_are_not_known_are_refused_by_name(tmp_path, name):
     file.write_text(json.dumps(PLAIN | {name: OTHER[name]}))
     with pytest.raises(UsageError, match=rf"^model\.lora\.path=.*: {name}="):
         adapter_words(str(tmp_path))
-    for unset in (None, False, {}, []):
+    empty: tuple[object, ...] = (None, False, {}, [])
+    for unset in empty:
         if name not in ("bias", "init_lora_weights"):
             file.write_text(json.dumps(PLAIN | {name: unset}))
             adapter_words(str(tmp_path))

@@ -30,7 +30,7 @@ def decoder(mode: str = "none") -> LlamaDecoder:
     with torch.no_grad():
         for name, param in model.named_parameters():
             initialize_parameter(name, param, seed=0, config=ModelConfig())
-    for block in model.model.layers:
+    for block in model.get_submodule("model.layers").children():
         if mode != "none":
             checkpoint_block(block, mode)
     return model
@@ -90,8 +90,10 @@ def test_compiled_blocks_share_one_graph_and_have_the_same_gradients(mode):
     torch._dynamo.utils.counters.clear()
     model = decoder("none" if mode == "offload" else mode)
     if mode == "offload":
-        checkpoint_blocks(list(model.model.layers), "full", offload=True)
-    for block in model.model.layers:
+        checkpoint_blocks(
+            list(model.get_submodule("model.layers").children()), "full", offload=True
+        )
+    for block in model.get_submodule("model.layers").children():
         compile_block(block)
     for ours, theirs in zip(gradients(model), gradients(decoder()), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from fsdpctl.data.chats.formats import Chat
 from fsdpctl.data.chats.render import Renderer
 from fsdpctl.data.chats.rows import lines_of
 from fsdpctl.data.chats.samples import LossPolicy, samples_of
@@ -12,7 +13,8 @@ from fsdpctl.data.chats.samples import LossPolicy, samples_of
 TEXT = '{"x":1,"b":[1,null]}'
 LOOP = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
-    "CALL WRITTEN{% endfor %}<end>\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "CALL WRITTEN{% endfor %}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
@@ -35,6 +37,7 @@ def test_json_text_reaches_a_template_in_the_form_that_it_takes(written, shown, 
     file = tmp_path / "c.jsonl"
     file.write_text(json.dumps(row) + "\n")
     chat = next(iter(lines_of(str(file))[1]))[0].content
+    assert isinstance(chat, Chat)
     renderer = Renderer(LOOP.replace("WRITTEN", written), {}, "2026-01-31")
     made = samples_of(renderer, chat, LossPolicy("assistant", "split"), re.compile("<end>"))
     assert f"CALL {shown}" in made.samples[0].text
