@@ -177,7 +177,7 @@ MISTAKES = {
     ),
     "shard": (["shard-checkpoint", "org/name", "y"], "hf download org/name"),
     "weights": (["train", "model.weights=x"], "use model=hf and model.path"),
-    "hub": (["estimate-memory", "model=Qwen/Qwen3-4B"], "model=hf model.path=Qwen/Qwen3-4B"),
+    "hub": (["estimate-memory", "model=org/name"], "hf download org/name"),
     "mode": (["train", "checkpoint.mode=later"], "async, sync"),
 }
 

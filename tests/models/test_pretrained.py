@@ -181,16 +181,15 @@ def test_what_is_not_offered_is_said(key, tmp_path):
 
 
 def test_paths_that_hold_no_model_are_answered_with_the_way(tmp_path):
-    with pytest.raises(UsageError, match="hf download org/name`"):
-        compose_config(["model=hf", "model.path=org/name"])
+    for typed in (["model=hf", "model.path=org/name"], ["model=org/name"]):
+        with pytest.raises(UsageError, match="hf download org/name`"):
+            compose_config(typed)
     with pytest.raises(UsageError, match="no model found; expected config.json"):
         compose(tmp_path)
     with pytest.raises(UsageError, match="model.path is required"):
         compose_config(["model=hf"])
     with pytest.raises(UsageError, match="only valid with model=hf"):
         compose_config([f"model.path={tmp_path}"])
-    with pytest.raises(UsageError, match="model=hf model.path=org/name"):
-        compose_config(["model=org/name"])
 
 
 def test_weights_are_read_from_where_transformers_reads_them(tmp_path):
