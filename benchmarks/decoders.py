@@ -113,7 +113,8 @@ def _answered(ended: Ended) -> bool:
 
 def _make(family: str, folder: Path) -> None:
     _silence()
-    routes = hasattr(tiny_config(family), "output_router_logits")
+    # The tiny Flint has no router, and its auxiliary loss in transformers fails without one.
+    routes = family != "flint" and hasattr(tiny_config(family), "output_router_logits")
     settings = {"output_router_logits": True} if routes else {}
     make_chat_model(folder / "model", family, **settings)
     make_chats(folder / "chats.jsonl", 20)
