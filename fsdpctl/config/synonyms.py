@@ -171,7 +171,7 @@ SYNONYMS = _by_name(
             "sequence_parallel_degree sequence_parallel_size sp_size ulysses_sequence_parallel_size"
         ),
         "train.mlp_chunk_tokens=auto": "tiled_mlp",
-        "train.run_dir": "output_dir out_dir checkpoint.folder dump_folder",
+        "train.run_dir": "run output_dir out_dir checkpoint.folder dump_folder",
         "train.seed": "seed",
         "train.seq_len": (
             "context_length max_seq_length seq_len sequence_len sequence_length block_size "
@@ -195,7 +195,7 @@ NOT_NEEDED = _by_name(
         "the control token that ends a message is detected": "eot_tokens",
         "the directory's config.json determines it": "model_type",
         "Python's garbage collector keeps its defaults": "gc_freq gc_steps",
-        "the directory's tokenizer.json is used": "tokenizer_type",
+        "the directory's tokenizer is used": "tokenizer_type",
         "the first line determines the format": "conversation_column field_messages",
         "tokens are cached in XDG_CACHE_HOME": "dataset_prepared_path",
         "validation uses train.micro_batch_size": "eval_batch_size per_device_eval_batch_size",
