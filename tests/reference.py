@@ -23,12 +23,11 @@ class PaddedAdamW:
     def __init__(self, params: dict[str, nn.Parameter], lr: float, weight_decay: float) -> None:
         self._params = params
         self._padded = {name: nn.Parameter(_padded(param)) for name, param in params.items()}
-        decay: list[Tensor] = [
-            self._padded[name] for name, param in params.items() if param.ndim > 1
-        ]
-        plain: list[Tensor] = [
-            self._padded[name] for name, param in params.items() if param.ndim <= 1
-        ]
+        decays = {  # without the biases of experts, a vector each
+            name: param.ndim > 1 and not name.endswith("bias") for name, param in params.items()
+        }
+        decay: list[Tensor] = [self._padded[name] for name in params if decays[name]]
+        plain: list[Tensor] = [self._padded[name] for name in params if not decays[name]]
         groups: list[dict[str, object]] = [
             {"params": decay},
             {"params": plain, "weight_decay": 0.0},

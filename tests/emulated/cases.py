@@ -63,13 +63,14 @@ class Case:
         if self.recomputes or self.sends:
             checkpoint_blocks(list(net.blocks), "full", offload=self.sends)
         half = world_size // 2 if STRATEGIES[self.strategy].replicates else None
+        offload = "none" if half == 1 else self.offload  # refused where every rank has all states
         sharding = Sharding(
             self.strategy,
             dp_shard_size=half or None,
             owner_map=self.owner_map,
             prefetch=Prefetch(self.depth, self.depth),
             precision=PRECISIONS[self.precision],
-            offload=self.offload,
+            offload=offload,
         )
         model = shard_model(net.to(device), sharding)
         model.overlap_param_gather = self.overlaps

@@ -4,6 +4,7 @@ import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers as hf
@@ -20,6 +21,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.resolve.small_decoder import allocate
 from fsdpctl.train.assemble import make_model, make_module
 from tests.models.tiny import _OF_ITS_OWN, WORDS, _sizes
@@ -101,10 +103,19 @@ def our_loss(model: Any, tokens: Tensor) -> Tensor:
     return loss / tokens[:, 1:].numel()
 
 
+_softmax = F.softmax
+
+
+def _exact_softmax(scores: Tensor, dim: int, dtype: Any = None, **others: Any) -> Tensor:
+    """Eager attention of transformers has shares in float32, whatever its scores are."""
+    return _softmax(scores, dim, dtype=None if scores.dtype == torch.float64 else dtype)
+
+
 def exact_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """The loss of one of both without anything that rounds to float32."""
     is_theirs = isinstance(model, hf.PreTrainedModel)
-    result = model(tokens[:, :-1], **({"use_cache": False} if is_theirs else {}))
+    with mock.patch.object(F, "softmax", _exact_softmax):
+        result = model(tokens[:, :-1], **({"use_cache": False} if is_theirs else {}))
     logits = result.logits if is_theirs else result
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -149,7 +160,7 @@ def fill(module: nn.Module, weights: Tensors) -> None:
 
 def plain_module(folder: Path, *words: str) -> TransformersDecoder:
     """A model with experts and its weights, without an engine."""
-    config = compose(folder, *words)
+    config, _ = with_decoder(compose(folder, *words))
     module = make_module(config)
     assert isinstance(module, TransformersDecoder)
     fill(module, open_weights(config.model))

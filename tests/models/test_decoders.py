@@ -50,6 +50,9 @@ from tests.reference import train_reference
 
 STRATEGIES = ["full_shard", "shard_grad_op", "shard_optimizer"]
 SOME = ["qwen3_moe"]
+# transformers' attention of these computes the shares of sinks in float32, and AdamW multiplies
+# what that rounds.
+SHARES_IN_FLOAT32 = {"granite_swa", "granitemoe_swa"}
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "decoders.json").read_text())["results"]
 
@@ -68,8 +71,9 @@ def trains_as_transformers(rank: int, world_size: int, folder: Path, family: str
     theirs = load_decoder(folder, experts_implementation="eager").double()
     names = [name for name, _ in theirs.named_parameters()]
     expected = train_reference(theirs, exact_loss, batches)
+    config, _ = with_decoder(compose(folder))
     for strategy in STRATEGIES:
-        model = load(compose(folder), strategy)
+        model = load(config, strategy)
         model.train(False)  # without dropout, as the other one
         loss = our_loss(model, batches[0][rank][0]).item()
         assert loss == pytest.approx(wanted, rel=1e-6), strategy
@@ -83,7 +87,8 @@ def trains_as_transformers(rank: int, world_size: int, folder: Path, family: str
             optimizer.zero_grad()
         trained = model.state_dict()
         ours, others = ({n: state[n] for n in names} for state in (trained, expected))
-        assert largest_difference(ours, others) <= 1e-12, strategy
+        allowed = 1e-4 if family in SHARES_IN_FLOAT32 else 1e-12
+        assert largest_difference(ours, others) <= allowed, strategy
 
 
 @pytest.mark.parametrize("family", SOME)
