@@ -36,7 +36,7 @@ from fsdpctl.checkpoint.publish import (
     write_manifest,
 )
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.source import Tensors, weight_bytes
 from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
     check_by_reference,
@@ -50,11 +50,10 @@ from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer_files import TOKENIZER_FILES
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.activity import BYTES, Advance, doing
 from fsdpctl.io.documents import parse_json
 from fsdpctl.io.files import refusing
 from fsdpctl.plan.layout import Span, share_of
-
-OnBytes = Callable[[int], None]
 
 
 def consolidate(
@@ -65,13 +64,11 @@ def consolidate(
     max_file_bytes: int = 5 * 10**9,
     overwrite: bool = False,
     merges: bool = False,
-    on_bytes: OnBytes = lambda count: None,
 ) -> Exported:
     """Write the new directory `destination`, which appears complete or not at all.
 
     `dtype` is float32, bfloat16 or float16; None keeps that of the master weights. A file larger
-    than `max_file_bytes` gets no further tensor. Adapters are merged in float32. `on_bytes` is
-    called with the bytes read since the last call.
+    than `max_file_bytes` gets no further tensor. Adapters are merged in float32.
 
     Raises:
         UsageError: If the destination exists, or there are adapters that are not to be merged.
@@ -82,9 +79,12 @@ def consolidate(
         weights = exported_weights(reader, EXPORT_DTYPES.get(dtype or ""), merges=merges)
         exports = _exports(weights, dtype)
         check_space(destination, sum(each.entry.nbytes for each in exports))
-        chunks = partial(_chunks, weights, on_bytes, {each.entry.name: each for each in exports})
         files = _split(exports, max_file_bytes)
-        notes = _write_folder(reader, folder, files, chunks)
+        with doing("exporting", BYTES, weight_bytes(weights)) as advance:
+            of_name = {each.entry.name: each for each in exports}
+            notes = _write_folder(
+                reader, folder, files, partial(_chunks, weights, advance, of_name)
+            )
     total = sum(each.entry.nbytes for each in exports)
     notes += notes_on_merge(reader, merges=merges)
     return Exported(destination, total, len(exports), notes, len(files))
@@ -163,30 +163,22 @@ def _write_folder(
 
 
 def _chunks(
-    weights: Tensors, on_bytes: OnBytes, exports: Mapping[str, _Export], entry: TensorEntry
+    weights: Tensors, advance: Advance, exports: Mapping[str, _Export], entry: TensorEntry
 ) -> Iterator[memoryview]:
     each = exports[entry.name]
     for _, data in weights.read(each.key):
         yield cast(data, each.stored, entry.dtype, entry.name)
-        on_bytes(len(data))
+        advance(len(data))
 
 
 def _write_json(path: Path, content: object) -> None:
     write_synced(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def shard_weights(
-    source: Tensors,
-    destination: Path,
-    *,
-    num_files: int,
-    about: About,
-    on_bytes: OnBytes = lambda count: None,
-) -> int:
+def shard_weights(source: Tensors, destination: Path, *, num_files: int, about: About) -> int:
     """Write the checkpoint `destination`, which appears complete or not at all.
 
-    Each of `num_files` files gets an equal share of every tensor, in its dtype. `on_bytes` is
-    called with the bytes written since the last call.
+    Each of `num_files` files gets an equal share of every tensor, in its dtype.
 
     Returns:
         The bytes of the weights.
@@ -202,12 +194,16 @@ def shard_weights(
     tensors = {key: source.info(key) for key in keys}
     total = sum(info.nbytes for info in tensors.values())
     check_space(destination, total)
-    with refusing(destination), new_directory(destination) as scratch:
+    with (
+        refusing(destination),
+        new_directory(destination) as scratch,
+        doing("writing", BYTES, total) as advance,
+    ):
         files = {}
         for rank in range(num_files):
             if entries := _entries(tensors, rank, num_files):
                 name = rank_file(rank)
-                files[name] = _write_file(source, scratch / name, entries, on_bytes)
+                files[name] = _write_file(source, scratch / name, entries, advance)
         write_manifest(scratch, about, files, tensors, num_files)
     return total
 
@@ -225,7 +221,7 @@ def _entries(
 
 
 def _write_file(
-    source: Tensors, path: Path, shares: Sequence[tuple[TensorEntry, Span]], on_bytes: OnBytes
+    source: Tensors, path: Path, shares: Sequence[tuple[TensorEntry, Span]], advance: Advance
 ) -> FileInfo:
     """Write the tensors after a header whose checksums are filled in at the end."""
     entries = [entry for entry, _ in shares]
@@ -237,7 +233,7 @@ def _write_file(
             for _, data in source.read(entry.name, span):
                 file.write(data)
                 digests.update(data)
-                on_bytes(len(data))
+                advance(len(data))
             stored[entry.name] = StoredSpan(span, digests.of_chunks())
         header = make_header(entries, {SPANS: spans_to_json(stored)})
         file.overwrite_start(memoryview(header))

@@ -21,11 +21,12 @@ from fsdpctl.checkpoint.merge import exported_weights, notes_on_merge
 from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import Exported, check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.source import Tensors, weight_bytes
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, sync
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
+from fsdpctl.io.activity import BYTES, Advance, doing
 from fsdpctl.io.files import refusing
 from fsdpctl.plan.layout import Span
 
@@ -60,12 +61,10 @@ def write_gguf(
     dtype: str,
     overwrite: bool,
     merges: bool = False,
-    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Exported:
     """Write the file `destination`, or model.gguf in that directory, complete or not at all.
 
     `dtype` is F32, F16 or BF16 for matrices; vectors are F32. Adapters are merged in float32.
-    `on_bytes` is called with the bytes read since the last call.
 
     Raises:
         UsageError: If the file exists, the model is not supported, or `gguf` is not installed.
@@ -86,7 +85,8 @@ def write_gguf(
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
             scratch.unlink(missing_ok=True)  # of a killed process with the same id
-            why = _write(scratch, reader, model, tensors, partial(_chunks, weights, on_bytes))
+            with doing("exporting", BYTES, weight_bytes(weights)) as advance:
+                why = _write(scratch, reader, model, tensors, partial(_chunks, weights, advance))
             scratch.replace(destination)
             sync(destination.parent)
             size = destination.stat().st_size
@@ -234,12 +234,10 @@ def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:
     return factors
 
 
-def _chunks(
-    weights: Tensors, on_bytes: Callable[[int], None], tensor: _Tensor
-) -> Iterator[memoryview]:
+def _chunks(weights: Tensors, advance: Advance, tensor: _Tensor) -> Iterator[memoryview]:
     for data in _values(weights, tensor):
         yield data
-        on_bytes(len(data))
+        advance(len(data))
 
 
 def _values(weights: Tensors, tensor: _Tensor) -> Iterator[memoryview]:

@@ -1,6 +1,7 @@
 """The command line: its commands, and the exit codes of errors."""
 
 import contextlib
+import os
 import signal
 import sys
 from importlib import import_module
@@ -12,6 +13,7 @@ from typer.core import TyperGroup
 
 from fsdpctl import __version__
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, InterruptError, StoppedError, UsageError
+from fsdpctl.io.activity import DISPLAY, QUIET
 
 
 class CommandInfo(NamedTuple):
@@ -101,6 +103,8 @@ _ELSEWHERE = {
     "train", "resume": "train", "config": "list", "preprocess": "tokenize", "import": "convert",
     "inspect": "inspect-checkpoint", "verify": "verify-checkpoint", "version": "--version",
 }  # fmt: skip
+_QUIET = ("-q", "--quiet")
+_QUIETLY = "With -q or --quiet, no progress is shown: only results, warnings and errors."
 _HELP = {"help_option_names": ["-h", "--help"]}
 _WIDEST_HELP = 120  # columns
 
@@ -124,7 +128,7 @@ class _Commands(TyperGroup):
         module = import_module(f"fsdpctl.cli.{info.module}")
         function = getattr(module, info.function or cmd_name.replace("-", "_"))
         lines = "\n".join(f"  fsdpctl {each}" for each in info.examples)
-        epilog = f"\b\nExamples:\n{lines}"
+        epilog = f"\b\nExamples:\n{lines}\n\n{_QUIETLY}"
         alone.command(cmd_name, context_settings=settings, epilog=epilog)(function)
         return typer.main.get_command(alone)
 
@@ -212,8 +216,11 @@ def main() -> None:
         handler = _interrupt if number == signal.SIGINT else _stop
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handler)
-    args = sys.argv[1:] or ["--help"]
+    args = [each for each in sys.argv[1:] if each not in _QUIET] or ["--help"]
+    if len(args) < len(sys.argv) - 1:
+        os.environ[QUIET] = "1"
     try:
+        DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except FsdpctlError as error:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdpctl.cli.console import bytes_bar, note, say
+from fsdpctl.cli.console import note, say
 from fsdpctl.config.keys import parse_bytes
 from fsdpctl.errors import UsageError, nearest
 
@@ -90,22 +90,19 @@ def consolidate_checkpoint(
     from fsdpctl.checkpoint.consolidate import consolidate
     from fsdpctl.checkpoint.gguf_file import write_gguf
     from fsdpctl.checkpoint.publish import check_destination
-    from fsdpctl.checkpoint.source import weight_bytes
     from fsdpctl.comm.base import Collectives
 
     limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
     if format == "hf":
         check_destination(destination.resolve(), overwrite=overwrite)
     reader = _reader(source)
-    weights = checked_weights(reader, Collectives())
-    with bytes_bar(weight_bytes(weights)) as advance:
-        about: dict[str, Any] = {"overwrite": overwrite, "merges": merge, "on_bytes": advance}
-        if format == "gguf":
-            exported = write_gguf(
-                reader, destination, dtype=EXPORT_DTYPES[dtype or "float32"], **about
-            )
-        else:
-            exported = consolidate(reader, destination, dtype=dtype, max_file_bytes=limit, **about)
+    checked_weights(reader, Collectives())
+    about: dict[str, Any] = {"overwrite": overwrite, "merges": merge}
+    if format == "gguf":
+        dtype = EXPORT_DTYPES[dtype or "float32"]
+        exported = write_gguf(reader, destination, dtype=dtype, **about)
+    else:
+        exported = consolidate(reader, destination, dtype=dtype, max_file_bytes=limit, **about)
     size = f"{exported.num_tensors} tensors, {exported.num_bytes:,} bytes"
     say(f"{exported.path}: {size}, of step {reader.manifest.progress.step}")
     for line in exported.notes:
@@ -138,7 +135,6 @@ def shard_checkpoint(
     from fsdpctl.checkpoint.load import check_weights
     from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
     from fsdpctl.checkpoint.publish import About
-    from fsdpctl.checkpoint.source import weight_bytes
     from fsdpctl.config.compose import compose_config
     from fsdpctl.config.hub_cache import cached_model
     from fsdpctl.config.model_path import is_hugging_face
@@ -152,8 +148,5 @@ def shard_checkpoint(
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))
     about = About(config=model_words_only(config_words(config)), attachments=assets_beside(source))
-    with bytes_bar(weight_bytes(weights)) as advance:
-        total = shard_weights(
-            weights, destination, num_files=world_size, about=about, on_bytes=advance
-        )
+    total = shard_weights(weights, destination, num_files=world_size, about=about)
     say(f"{destination}: {total:,} bytes of weights; train with model=hf model.path={destination}")

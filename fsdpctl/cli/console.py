@@ -1,28 +1,17 @@
-"""Printing of lines, tables, panels and progress bars."""
+"""Printing of lines, tables and panels."""
 
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 from rich.cells import cell_len
 from rich.measure import Measurement
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Column, Table
 from rich.text import Text
 
 from fsdpctl.io.console import PatientConsole, printable
 
-CONVERSATIONS = "conversations tokenized"  # the unit of a count
 _WIDEST = 400  # columns
 _HEAD = 8  # characters of the subject of a line
 _GAP, _FEW_WORDS = 2, 2  # between columns; blanks of a cell that is a name or a number, at most
@@ -59,9 +48,9 @@ def wrapped(line: str, width: int) -> str:
     )  # fmt: skip
 
 
-def emit(text: str) -> None:
+def emit(text: str, end: str = "\n") -> None:
     """Print machine-readable text to standard output verbatim."""
-    out.file.write(f"{text}\n")
+    out.file.write(f"{text}{end}")
     out.file.flush()
 
 
@@ -165,26 +154,6 @@ def _of_columns(columns: Sequence[Column], like: Table, width: int = _WIDEST) ->
     for row in zip(*(column._cells for column in columns), strict=True):
         table.add_row(*row)
     return table
-
-
-@contextmanager
-def bytes_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar while the block runs; yield a function to add processed bytes to it."""
-    columns = (BarColumn(bar_width=24), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    hidden = not err.is_terminal
-    with Progress(*columns, console=err, transient=True, disable=hidden) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda count: progress.update(task, advance=count)
-
-
-@contextmanager
-def count_of(what: str) -> Iterator[Callable[[int], None]]:
-    """Show a count of `what` while the block runs; yield a function to add to it."""
-    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} " + what), TimeElapsedColumn())
-    hidden = not err.is_terminal
-    with Progress(*columns, console=err, transient=True, disable=hidden) as progress:
-        task = progress.add_task("", total=None, visible=False)
-        yield lambda count: progress.update(task, advance=count, visible=True)
 
 
 def show_panel(title: str, lines: list[str]) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fsdpctl.cli.checkpoint import Source, found_checkpoint
-from fsdpctl.cli.console import add_row, bytes_bar, emit, new_table, say, show_table
+from fsdpctl.cli.console import add_row, emit, new_table, say, show_table
+from fsdpctl.io.activity import BYTES, doing
 
 if TYPE_CHECKING:
     from fsdpctl.checkpoint.reader import CheckpointReader
@@ -121,7 +122,7 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
         _verify_export(source, as_json=as_json)
         return
     reader = CheckpointReader(found_checkpoint(source))
-    with bytes_bar(reader.num_bytes) as advance:
+    with doing("verifying", BYTES, reader.num_bytes) as advance:
         for count in reader.verify():
             advance(count)
     base = reader.manifest.base
@@ -145,7 +146,7 @@ def _verify_export(folder: Path, *, as_json: bool) -> None:
 
     found = ExportedDirectory(folder)
     counts = found.counts()
-    with bytes_bar(counts["bytes"]) as advance:
+    with doing("verifying", BYTES, counts["bytes"]) as advance:
         for count in found.verify():
             advance(count)
     if as_json:

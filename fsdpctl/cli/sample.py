@@ -2,18 +2,18 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
 
 from fsdpctl.cli.checkpoint import found_checkpoint
 from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
-from fsdpctl.cli.console import CONVERSATIONS, count_of, emit, err, note, out, say
+from fsdpctl.cli.console import emit, note, out, say
+from fsdpctl.io.console import printable
 
 Weights = Annotated[
     Path,
@@ -65,9 +65,11 @@ def sample(  # noqa: PLR0913  # each is an option
         _show(talk.answer(message))
 
 
-def _show(text: str) -> None:
-    """Print generated text: verbatim, but without control characters in a terminal."""
-    (say if out.is_terminal else emit)(text)
+def _show(pieces: Iterable[str]) -> None:
+    """Print text as it is generated: verbatim, but without control characters in a terminal."""
+    for piece in pieces:
+        emit(printable(piece) if out.is_terminal else piece, end="")
+    emit("")
 
 
 def _note_adapters(source: Path) -> None:
@@ -114,21 +116,14 @@ def evaluate(
         for text in words_of(place)
         if text.partition("=")[0] not in named and not (other_data and text.startswith("data"))
     ]
-    with count_of(CONVERSATIONS) as advance:
-        opened = open_run(compose_config([*known, *given]), on_rows=advance)
-    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-        found = evaluate_run(
-            opened, lambda done, total: progress.update(task, completed=done, total=total)
-        )
+    opened = open_run(compose_config([*known, *given]))
+    found = evaluate_run(opened)
     is_seen = not other_data and not is_hugging_face(source)  # the run's own data
     part = "validation" if opened.data.val else "training" if is_seen else "all"
     if as_json:
         emit(json.dumps({"path": str(place), "part": part, **asdict(found)}, indent=2))
         return
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
-    note = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
-    say(f"{place}: {opened.data.description}{note}")
     for line in opened.data.about_files:
         say(line)
     seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from fsdpctl.cli.console import add_row, bytes_bar, emit, new_table, say, show_table
+from fsdpctl.cli.console import add_row, emit, new_table, say, show_table
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.console import printable
 
@@ -157,7 +157,7 @@ def compare_runs(
     """
     from fsdpctl.tools.two_runs import compare_runs as compare
 
-    found = compare(run_a, run_b, bytes_bar)
+    found = compare(run_a, run_b)
     if as_json:
         emit(json.dumps(found.to_dict(), indent=2))
     else:

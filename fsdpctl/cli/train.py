@@ -1,6 +1,5 @@
 """`fsdpctl train`, and the report at its end."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,7 @@ from fsdpctl.cli.config_args import (
     configured,
     normalized,
 )
-from fsdpctl.cli.console import CONVERSATIONS, bytes_bar, count_of, emit, note, out, say
+from fsdpctl.cli.console import emit, note, out, say
 from fsdpctl.cli.outcome import TOO_EARLY, report_exit
 from fsdpctl.errors import StoppedError, UsageError
 
@@ -83,7 +82,7 @@ def _train(composed: "Composed", settings: list[str], resume: str) -> None:
     from fsdpctl.start.run import Talk, run
 
     try:
-        found = run(composed, settings, resume, Talk(say, note, partial(count_of, CONVERSATIONS)))
+        found = run(composed, settings, resume, Talk(say, note))
         if found is not None:
             report_exit(*found)
     except StoppedError:
@@ -123,8 +122,7 @@ def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]
     from fsdpctl.start.begin import decide, decide_on_cluster
 
     config = composed.config
-    with count_of(CONVERSATIONS) as advance:
-        opened = open_run(composed, (config.launch, None), advance)
+    opened = open_run(composed, (config.launch, None))
     seen = look(opened.config, resume)
     if config.cluster.name != LOCAL and seen.kept is None and left_open(config):
         return opened, seen, decide_on_cluster(config, note)
@@ -182,7 +180,6 @@ def _check_large_token_files(opened: "Opened") -> None:
     from fsdpctl.data.tokens import check_tokens
     from fsdpctl.resolve.data import CHECKED_BYTES
 
-    large = [file for file in opened.data.token_files if file.num_bytes > CHECKED_BYTES]
-    with bytes_bar(sum(file.num_bytes for file in large)) as advance:
-        for file in large:
-            check_tokens(file, advance)
+    for file in opened.data.token_files:
+        if file.num_bytes > CHECKED_BYTES:
+            check_tokens(file)

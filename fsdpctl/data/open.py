@@ -7,7 +7,6 @@ import xxhash
 
 from fsdpctl.config.data import CHAT, DataConfig, check_chat_keys
 from fsdpctl.data.cache import read_cache, write_cache
-from fsdpctl.data.chats.building import OnRows
 from fsdpctl.data.chats.open import open_chats
 from fsdpctl.data.files import Text, hold_out, left_out, read_text, standard_library
 from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, is_of, open_tokenizer
@@ -20,20 +19,18 @@ _GZIP_LEAST = 16 << 10  # bytes; below, gzip's header and empty window dominate 
 _GZIP_LIMIT = 64 << 20  # above, compressing for the comparison takes too long
 
 
-def open_data(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count: None) -> DataSet:
+def open_data(config: DataConfig, seed: int = 0) -> DataSet:
     """Read or map the data of a run.
 
     Args:
         config: The section `data`.
         seed: Determines which conversations share a sequence.
-        on_rows: Called with the number of conversations read since the last call; never called if
-            they are in the cache.
 
     Raises:
         UsageError: If the data is missing, empty or corrupted, or if a key doesn't apply to it.
     """
     if config.name == CHAT:
-        return open_chats(config, seed, on_rows)
+        return open_chats(config, seed)
     check_chat_keys(config)
     if config.name == "tokens":
         return _from_token_files(config)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,6 +15,7 @@ from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.data.documents import DocumentSet, PackedRows, Sample
 from fsdpctl.data.tokenizer import Tokenizer, Tokens
 from fsdpctl.errors import UsageError
+from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.documents import MIB, as_type, check_version, read_json
 from fsdpctl.io.files import open_regular, replace, replacing
 
@@ -200,23 +201,24 @@ def open_token_file(path: Path, key: str = "data.path") -> TokenFile:
     )
 
 
-def check_tokens(file: TokenFile, on_bytes: Callable[[int], None] = lambda count: None) -> None:
-    """Read and check all tokens. Calls `on_bytes` with the bytes read since the last call.
+def check_tokens(file: TokenFile) -> None:
+    """Read and check all tokens.
 
     Raises:
         UsageError: If the checksum differs from the header's, or a token isn't in the vocabulary.
     """
     stream, digest = file.stream, xxhash.xxh3_64()
-    for start in range(0, len(stream.tokens), _CHUNK):
-        part = np.ascontiguousarray(stream.tokens[start : start + _CHUNK])
-        digest.update(part.data)
-        if int(part.max()) >= file.vocab_size:
-            at = start + int(part.argmax())
-            raise UsageError(
-                f"{stream.origin}: token {at}: expected less than {file.vocab_size}, the size of "
-                f"the vocabulary, got {part.max()}"
-            )
-        on_bytes(part.nbytes)
+    with doing(f"checking {stream.origin}", BYTES, file.num_bytes) as advance:
+        for start in range(0, len(stream.tokens), _CHUNK):
+            part = np.ascontiguousarray(stream.tokens[start : start + _CHUNK])
+            digest.update(part.data)
+            if int(part.max()) >= file.vocab_size:
+                at = start + int(part.argmax())
+                raise UsageError(
+                    f"{stream.origin}: token {at}: expected less than {file.vocab_size}, the size "
+                    f"of the vocabulary, got {part.max()}"
+                )
+            advance(part.nbytes)
     if digest.hexdigest() != stream.checksum:
         raise UsageError(f"{stream.origin}: corrupted: the checksum differs from its header")
 

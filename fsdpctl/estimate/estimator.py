@@ -12,6 +12,7 @@ from fsdpctl.estimate.hardware import device_of, host_of, network_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import fullest_rank, plan_run, steps_of
 from fsdpctl.estimate.traced import TracedModel
+from fsdpctl.io.activity import doing
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.plan.sizes import RankPlace
@@ -138,7 +139,8 @@ class Estimator:
             assumed_of(config),
         )
         if alike not in _traced:
-            _traced[alike] = TracedModel(config, mlp_chunk_tokens=chunk)
+            with doing("tracing the model"):
+                _traced[alike] = TracedModel(config, mlp_chunk_tokens=chunk)
             if len(_traced) > _MOST_TRACED:
                 _traced.popitem(last=False)
         return _traced[alike]

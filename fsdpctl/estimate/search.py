@@ -26,6 +26,7 @@ from fsdpctl.estimate.estimator import (
 )
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.io.activity import doing
 from fsdpctl.resolve.preflight import check_offload
 
 KEPT = 6  # candidates: the selected one and those that it is compared with
@@ -60,7 +61,8 @@ def choose(estimator: Estimator, placed: Config) -> Ranking:
         UsageError: If no combination is valid, or the hardware specs are incomplete.
     """
     described, whose = with_speed(placed)
-    found = list(_rankings(estimator, described, whose))
+    with doing("comparing configurations"):
+        found = list(_rankings(estimator, described, whose))
     fitting = [each for each in found if each.ranked]
     count = sum(each.count for each in found)
     if not fitting:

@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from fsdpctl.io.activity import DISPLAY
 from fsdpctl.io.files import open_own
 
 _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -40,6 +41,7 @@ class _Patient:
 
     def write(self, text: str) -> int:
         """Write if possible."""
+        DISPLAY.before_output(text)
         self._try("write", text)
         return len(text)
 

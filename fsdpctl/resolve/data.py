@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,13 @@ _LEAST_TOKENS = _LEAST_SAMPLES * _LEAST_LENGTH
 DATE = "data.date"  # a run that resumes on another day is the same run
 
 
-def checked_data(config: Config, on_rows: Callable[[int], None]) -> DataSet:
+def checked_data(config: Config) -> DataSet:
     """Open the data, and check the token files that are not too large.
 
     Raises:
         UsageError: If the data is missing, corrupted, or of another kind.
     """
-    data = open_data(config.data, config.train.seed, on_rows)
+    data = open_data(config.data, config.train.seed)
     for file in data.token_files:
         if file.num_bytes <= CHECKED_BYTES:
             check_tokens(file)

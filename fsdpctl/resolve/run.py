@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
+from fsdpctl.io.activity import doing
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
@@ -90,27 +90,23 @@ def decides_losses(name: str) -> bool:
     return name.split(".")[0] in _DECIDES or name in _DECIDING_KEYS
 
 
-def open_run(
-    composed: Composed,
-    where: Place | None = None,
-    on_rows: Callable[[int], None] = lambda count: None,
-) -> Opened:
+def open_run(composed: Composed, where: Place | None = None) -> Opened:
     """Open the data and the model of a run on this machine, and name its directory.
 
-    The ranks are `where`, or those of the launcher's variables. `on_rows` is called with the number
-    of conversations tokenized since the last call.
+    The ranks are `where`, or those of the launcher's variables.
 
     Raises:
         UsageError: If the run is invalid; the message names the key.
     """
     where = where or place_of(composed.config.launch)
-    opened = _open(composed, where, on_rows)
+    with doing("opening the data and the model"):
+        opened = _open(composed, where)
     # The template may write the date, and only an opened run has a directory with another one.
     begun = date_of_run(opened.config, opened.data)
-    return opened if begun is None else _open(on_date(composed, begun), where, on_rows)
+    return opened if begun is None else _open(on_date(composed, begun), where)
 
 
-def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> Opened:
+def _open(composed: Composed, where: Place) -> Opened:
     left = left_open(composed.config)
     check_preflight(composed.config)
     config = placed_here(composed.config, where)
@@ -121,7 +117,7 @@ def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> O
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
     check_shared_rows(config)
-    data = checked_data(config, on_rows)
+    data = checked_data(config)
     config = with_batch_size(with_data(_with_length(config, data, composed), data))
     if not left:
         settle(config)

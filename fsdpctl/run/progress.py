@@ -1,7 +1,10 @@
 """The progress display of rank 0: a bar on a terminal, plain lines elsewhere."""
 
 import math
+import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fsdpctl.io.activity import DISPLAY, QUIET, doing
 from fsdpctl.io.console import PatientConsole, journal, printable
 
 if TYPE_CHECKING:
@@ -22,7 +26,6 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _MIB = 1 << 20
-_WAIT_INTERVAL = 10.0  # seconds between plain lines about a wait
 
 
 def format_bytes(count: float) -> str:
@@ -52,32 +55,44 @@ class RunProgress:
     ) -> None:
         """Also write permanent lines to `log`, even if standard output is closed."""
         self._log = log if shows else None
-        self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
         self._total = total_steps
         self._log_every = log_every
         self._live: Progress | None = None
         self._task: TaskID | None = None
         self._done_here = 0
         self._began = time.monotonic()
-        self._printed_at = 0.0  # seconds of waiting at the last line about it
+        self._first = ExitStack()  # until a step is complete
+        shows = shows and not os.environ.get(QUIET)
+        self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
         if shows and self._console.is_terminal:
             self._live = _make_bar(self._console)
             self._task = self._live.add_task("", total=total_steps, completed=first_step, note="")
 
     def start(self) -> None:
-        """Show the bar."""
+        """Show the bar, and that the first step is computed."""
+        self._first.enter_context(doing("computing the first step"))
         if self._live is not None:
+            DISPLAY.give_to(self._note)
             self._live.start()
 
     def stop(self) -> None:
         """Leave the bar as it is."""
+        self._first.close()
         if self._live is not None:
+            DISPLAY.give_to(None)
             self._live.stop()
+
+    def _note(self, text: str) -> None:
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, note=text)
 
     def step(self, metrics: "StepMetrics", share_saved: float | None) -> None:
         """Show a completed step, and the fraction written of the checkpoint in progress, if any."""
         self._done_here += 1
+        DISPLAY.started()
+        self._first.close()
         saving = "" if share_saved is None else f"  saving {share_saved:.0%}"
+        is_due = metrics.step % self._log_every == 0 or metrics.step == self._total
         if self._live is not None and self._task is not None:
             note = (
                 f"loss {metrics.figures.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  "
@@ -85,7 +100,7 @@ class RunProgress:
                 f"{_memory(metrics.memory)}{saving}"
             )
             self._live.update(self._task, completed=metrics.step, note=note)
-        elif metrics.step % self._log_every == 0 or metrics.step == self._total:
+        elif is_due or self._done_here == 1:
             each = (time.monotonic() - self._began) / self._done_here
             left = format_seconds(each * (self._total - metrics.step))
             self.say(
@@ -93,19 +108,28 @@ class RunProgress:
                 f"{_memory(metrics.memory)}{saving}  {left} left"
             )
 
-    def saving(self, share: float, seconds: float) -> None:
-        """Show that training has waited `seconds` for a checkpoint, and the fraction written."""
-        if seconds < self._printed_at:  # another checkpoint
-            self._printed_at = 0.0
-        if self._live is not None and self._task is not None:
-            self._live.update(self._task, note=f"waiting for the checkpoint, {share:.0%} written")
-        elif seconds - self._printed_at >= _WAIT_INTERVAL:
-            self._printed_at = seconds
-            self.say(f"waiting for the checkpoint, {share:.0%} written")
+    @contextmanager
+    def stream(self) -> Iterator[Callable[[str], None]]:
+        """Print a permanent text in pieces: yield a function that takes the next one."""
+        pieces: list[str] = []
 
-    def say(self, line: str) -> None:
-        """Print a permanent line."""
+        def write(piece: str) -> None:
+            pieces.append(piece)
+            if not self._console.quiet:
+                self._console.file.write(printable(piece))
+                self._console.file.flush()
+
+        yield write
+        write("\n")
+        if self._log is not None:
+            journal(self._log, "".join(pieces))
+
+    def say(self, line: str, *, is_warning: bool = False) -> None:
+        """Print a permanent line, a warning also in a quiet run."""
+        kept = self._console.quiet
+        self._console.quiet = kept and not (is_warning and self._log is not None)
         self._console.print(printable(line), markup=False)
+        self._console.quiet = kept
         if self._log is not None:
             journal(self._log, line)
 

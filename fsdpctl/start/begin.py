@@ -61,8 +61,7 @@ def begin(
         UsageError: If the run is invalid; nothing remains of a directory that was created here.
         DoesNotFitError: If its memory does not suffice; likewise.
     """
-    with talk.rows() as advance:
-        opened = open_run(composed, where, advance)
+    opened = open_run(composed, where)
     seen = look(opened.config, resume)
     if _is_finished(seen, talk):
         return None

@@ -6,7 +6,6 @@ Imports torch only inside functions: a rank sets torch's environment variables f
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +31,6 @@ class Talk(NamedTuple):
 
     say: Callable[[str], None]  # a line of its result
     note: Callable[[str], None]  # a line about its progress
-    rows: Callable[[], AbstractContextManager[Callable[[int], None]]]  # count of conversations
 
 
 def run(

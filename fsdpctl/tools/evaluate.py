@@ -1,7 +1,6 @@
 """The loss of a checkpoint or a Hugging Face directory on data."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from fsdpctl.config.auto import Selection
 from fsdpctl.config.schema import PrefetchConfig
 from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.data.batches import Batches
+from fsdpctl.io.activity import doing
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 from fsdpctl.resolve.run import Opened, settle
 from fsdpctl.train.assemble import make_model
@@ -46,12 +46,8 @@ def words_of(source: Path) -> list[str]:
     return words
 
 
-def evaluate_run(opened: Opened, on_batch: Callable[[int, int], None]) -> Evaluation:
-    """Compute the loss on the validation data, or on all data if nothing is held out.
-
-    Args:
-        opened: The model in `model.path` and the data, on one rank.
-        on_batch: Called with the number of completed batches, and of all batches.
+def evaluate_run(opened: Opened) -> Evaluation:
+    """Compute the loss of a model on one rank on the validation data, or on all if there is none.
 
     Raises:
         CheckpointError: If the weights are corrupted.
@@ -63,25 +59,28 @@ def evaluate_run(opened: Opened, on_batch: Callable[[int, int], None]) -> Evalua
     config, data = settled.config, opened.data
     stream = data.val or data.train
     device = torch.device(str(config.launch.device))
-    model = make_model(config, device, strategy="no_shard", empty=True)
     folder = weights_folder(config.model)
-    load_weights(pretrained_weights(config.model, folder, model.collectives), model)
+    with doing(f"loading {folder}"):
+        model = make_model(config, device, strategy="no_shard", empty=True)
+        load_weights(pretrained_weights(config.model, folder, model.collectives), model)
     batches = Batches(stream.rows(config.train.seq_len), settled.batches, 0, data.vocab_size)
     total = batches.num_validation_batches(0)
 
-    def tell(number: int) -> bool:
-        on_batch(number, total)
-        return True
+    with doing("evaluating", "batches", total) as advance:
 
-    loss = validation_loss(
-        model,
-        batches,
-        Collectives(),
-        device,
-        at_most=0,
-        chunk_tokens=config.train.loss_chunk_tokens or 0,
-        goes_on=tell,
-    )
+        def tell(number: int) -> bool:
+            advance(1)
+            return True
+
+        loss = validation_loss(
+            model,
+            batches,
+            Collectives(),
+            device,
+            at_most=0,
+            chunk_tokens=config.train.loss_chunk_tokens or 0,
+            goes_on=tell,
+        )
     assert loss is not None
     bits = None
     if stream.num_bytes:

@@ -1,6 +1,6 @@
 """Text generation with the model of a checkpoint or a Hugging Face directory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
@@ -23,10 +23,11 @@ from fsdpctl.data.chats.values import Message
 from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
 from fsdpctl.data.tokenizer_files import VOCABULARIES
 from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.io.activity import doing
 from fsdpctl.resolve.decoder_check import with_attention
 from fsdpctl.run.assets import end_tokens
 from fsdpctl.train.assemble import make_model
-from fsdpctl.train.callbacks.sample import Sampling, generate
+from fsdpctl.train.callbacks.sample import Sampling, TextStream, generate
 
 
 class TextGenerator:
@@ -52,26 +53,31 @@ class TextGenerator:
         )
         self.sampling = replace(sampling, ends=end_tokens(files, None, str(source)))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        with self._in_memory():
+        with doing(f"loading {source}"), self._in_memory():
             self._model = make_model(self.config, self._device, strategy="no_shard", empty=True)
             load_weights(weights, self._model)
 
-    def tokens_after(self, prompt: list[int]) -> list[int]:
-        """Generate the tokens after a prompt, without the token that ends them.
+    def text_after(self, prompt: list[int], before: Sequence[int] = ()) -> Iterator[str]:
+        """Yield the text after a prompt in pieces, without the token that ends it.
+
+        A space at the beginning depends on the tokens `before`.
 
         Raises:
             FsdpctlError: If memory runs out.
         """
-        with self._in_memory():
-            tokens = generate(
+        text = TextStream(self.tokenizer, before)
+        with self._in_memory(), doing("generating"):
+            for token in generate(
                 self._model,
                 prompt,
                 range(self._count),
                 context=self.config.train.seq_len,
                 sampling=self.sampling,
                 device=self._device,
-            )
-        return tokens[:-1] if tokens[-1:] and tokens[-1] in self.sampling.ends else tokens
+            ):
+                if token not in self.sampling.ends:
+                    yield text.add(token)
+            yield text.rest()
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
@@ -85,8 +91,8 @@ class TextGenerator:
             raise FsdpctlError(f"{self.source}: {what}") from None
 
 
-def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> str:
-    """Return the prompt continued by at most `count` tokens of the model in `source`.
+def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> Iterator[str]:
+    """Yield the prompt continued by at most `count` tokens of the model in `source`, in pieces.
 
     Raises:
         UsageError: If the tokenizer is unknown, or if the prompt isn't UTF-8.
@@ -95,12 +101,9 @@ def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> st
     """
     _check_text(prompt)
     generator = TextGenerator(source, count, sampling)
-    tokenizer = generator.tokenizer
-    tokens = tokenizer.encode_prompt(prompt)
-    after = generator.tokens_after(tokens)
-    # A space at the beginning depends on the tokens before.
-    start, whole = tokenizer.decode(tokens), tokenizer.decode([*tokens, *after])
-    return prompt + (whole[len(start) :] if whole.startswith(start) else tokenizer.decode(after))
+    tokens = generator.tokenizer.encode_prompt(prompt)
+    yield prompt
+    yield from generator.text_after(tokens, tokens)
 
 
 class ChatSession:
@@ -121,8 +124,8 @@ class ChatSession:
             generator.sampling = replace(generator.sampling, ends=ends)
         self._messages: list[Message] = []
 
-    def answer(self, question: str) -> str:
-        """Generate the assistant message that follows `question` and all earlier messages.
+    def answer(self, question: str) -> Iterator[str]:
+        """Yield the assistant message that follows `question` and all earlier ones, in pieces.
 
         Raises:
             UsageError: If there is no template, or if it rejects the conversation.
@@ -133,9 +136,11 @@ class ChatSession:
         self._messages.append({"role": "user", "content": question})
         today = generator.config.data.date or date.today().isoformat()
         prompt = prompt_tokens(self._tokenizer, self._messages, today)
-        text = self._tokenizer.decode(generator.tokens_after(prompt))
-        self._messages.append({"role": "assistant", "content": text})
-        return text
+        pieces = []
+        for piece in generator.text_after(prompt):
+            pieces.append(piece)
+            yield piece
+        self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
 def _check_text(prompt: str) -> None:

@@ -1,7 +1,6 @@
 """Comparison of the tensors of two checkpoints, element by element, in a few MiB of memory."""
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from fsdpctl.checkpoint.cast import numbers
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.io.activity import BYTES, Advance, doing
 from fsdpctl.plan.layout import Span
 
 # Elements read at a time; stored chunks at the edges are read and verified completely.
@@ -65,18 +65,15 @@ class CheckpointDifference:
         }
 
 
-def compare_checkpoints(
-    a: CheckpointReader, b: CheckpointReader, on_bytes: Callable[[int], None]
-) -> CheckpointDifference:
+def compare_checkpoints(a: CheckpointReader, b: CheckpointReader) -> CheckpointDifference:
     """Compare every tensor of two checkpoints, written by any numbers of ranks.
-
-    `on_bytes` is called with the bytes read since the last call.
 
     Raises:
         CheckpointError: If a checksum does not match; the message names the file.
     """
     ours, theirs = a.manifest.tensors.keys(), b.manifest.tensors.keys()
-    found = [_compare(a, b, key, on_bytes) for key in sorted(ours & theirs)]
+    with doing("comparing checkpoints", BYTES, a.num_bytes + b.num_bytes) as advance:
+        found = [_compare(a, b, key, advance) for key in sorted(ours & theirs)]
     found.sort(key=lambda each: each.badness, reverse=True)
     return CheckpointDifference(
         a.manifest.progress.step,
@@ -87,7 +84,7 @@ def compare_checkpoints(
 
 
 def _compare(
-    a: CheckpointReader, b: CheckpointReader, key: str, on_bytes: Callable[[int], None]
+    a: CheckpointReader, b: CheckpointReader, key: str, advance: Advance
 ) -> TensorDifference:
     one, other = a.info(key), b.info(key)
     if list(one.shape) != list(other.shape):
@@ -96,18 +93,18 @@ def _compare(
     sums = _Sums()
     for start in range(0, one.numel, _WINDOW):
         span = Span(start, min(start + _WINDOW, one.numel))
-        sums.add(_numbers(a, key, span, on_bytes), _numbers(b, key, span, on_bytes))
+        sums.add(_numbers(a, key, span, advance), _numbers(b, key, span, advance))
     about = "" if one.dtype == other.dtype else f"dtypes {one.dtype} and {other.dtype}"
     return TensorDifference(key, one.numel, sums.different, *sums.result, about)
 
 
 def _numbers(
-    reader: CheckpointReader, key: str, span: Span, on_bytes: Callable[[int], None]
+    reader: CheckpointReader, key: str, span: Span, advance: Advance
 ) -> NDArray[np.float64]:
     values, dtype = np.empty(span.numel), reader.info(key).dtype
     for held, data in reader.read(key, span):
         values[held.start - span.start : held.stop - span.start] = numbers(data, dtype)
-        on_bytes(len(data))
+        advance(len(data))
     return values
 
 

@@ -1,8 +1,7 @@
 """The comparison of two runs: losses, settings, and the newest checkpoints of a common step."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from fsdpctl.tools.tensors import CheckpointDifference, compare_checkpoints
 FIGURES = ("loss", "val_loss", "grad_norm")
 Values = dict[int, float | None]  # by step; None: not finite
 _NOT_COMPARED = ("train.run_dir",)
-# Given the number of bytes to read, a context with a function that counts those read.
-Bar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ def _of_losses(series: dict[str, Series]) -> Iterator[str]:
         yield f"{loss.only_a + loss.only_b} steps in one run only"
 
 
-def compare_runs(a: Path, b: Path, bar: Bar) -> TwoRuns:
+def compare_runs(a: Path, b: Path) -> TwoRuns:
     """Compare the runs in two directories.
 
     Raises:
@@ -138,9 +135,7 @@ def compare_runs(a: Path, b: Path, bar: Bar) -> TwoRuns:
     checkpoint = None
     if both := steps[0] & steps[1]:
         folders = (step_folder(each / CHECKPOINTS, max(both)) for each in (a, b))
-        readers = [CheckpointReader(each) for each in folders]
-        with bar(sum(reader.num_bytes for reader in readers)) as advance:
-            checkpoint = compare_checkpoints(readers[0], readers[1], advance)
+        checkpoint = compare_checkpoints(*(CheckpointReader(each) for each in folders))
     return TwoRuns(
         a,
         b,

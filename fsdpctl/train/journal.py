@@ -225,7 +225,7 @@ class Journal:
 
     def warn(self, message: str) -> None:
         """Print a warning, and record it with the last completed step."""
-        self.say(message)
+        self.progress.say(message, is_warning=True)
         with suppress(FsdpctlError, ValueError):  # as in `record`; loggers take numbers only
             if self._metrics is not None:
                 self._metrics.write({"step": self._step, "warning": message})

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from fsdpctl.errors import STOP_SIGNALS
+from fsdpctl.io.activity import DISPLAY
 from fsdpctl.io.files import open_own, replace
 
 if TYPE_CHECKING:
@@ -208,6 +209,8 @@ def become_rank(run_dir: Path, store: "Store") -> None:
 
 def _work(run_dir: Path, store: "Store | None" = None, *, only_measures: bool = False) -> None:
     rank, terminal = int(os.environ["RANK"]), os.dup(2)
+    if rank == 0 and not only_measures:
+        DISPLAY.start(sys.stdout, f"starting {os.environ['WORLD_SIZE']} ranks")
     log = _keep_errors(run_dir / "logs", rank)
     from fsdpctl.errors import FsdpctlError
 

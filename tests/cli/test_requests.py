@@ -174,7 +174,7 @@ def test_a_stop_request_shortens_the_sample_and_the_run_is_complete(run, way):
     ask(way, run, process)
     code, said = ended(process)
     assert (code, "done: run" in said) == (0, True), said
-    assert re.search(r"sample, stopped after \d+ of 500 tokens \(stop requested\):", said)
+    assert re.search(r"sample stopped after \d+ of 500 tokens \(stop requested\)", said)
     assert not (run.dir / "STOP").exists()
     assert run.checkpoints()[-1] == "step-00000010"
 

@@ -54,6 +54,6 @@ def test_text_longer_than_the_context_is_the_same(name):
     lengths: list[int] = []
     model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
     about: dict[str, Any] = {"context": 16, "sampling": Sampling(3), "device": torch.device("cpu")}
-    with_cache = generate(model, [1, 2, 3], range(30), **about)
+    with_cache = list(generate(model, [1, 2, 3], range(30), **about))
     assert lengths == [3, *[1] * 13, *[16] * 16]
-    assert with_cache == generate(model, [1, 2, 3], range(30), **about, caches=False)
+    assert with_cache == list(generate(model, [1, 2, 3], range(30), **about, caches=False))

@@ -298,14 +298,16 @@ def test_cached_generation_equals_running_all_tokens(family, tmp_path):
     save_decoder(family, tmp_path)
     module = plain_module(tmp_path)
     texts = [
-        generate(
-            module,
-            [1, 2, 3],
-            range(8),
-            context=32,
-            sampling=Sampling(0, temperature=0),
-            device=CPU,
-            caches=caches,
+        list(
+            generate(
+                module,
+                [1, 2, 3],
+                range(8),
+                context=32,
+                sampling=Sampling(0, temperature=0),
+                device=CPU,
+                caches=caches,
+            )
         )
         for caches in (True, False)
     ]

@@ -30,14 +30,14 @@ def test_nothing_is_compiled_for_it(checkpoint, monkeypatch):
         raise AssertionError(block)
 
     monkeypatch.setattr(blocks, "compile_block", refuse)
-    text = sample_text(checkpoint, "some ", 4, Sampling(0))
+    text = "".join(sample_text(checkpoint, "some ", 4, Sampling(0)))
     assert text.startswith("some ")
-    assert text == sample_text(checkpoint, "some ", 4, Sampling(0))
+    assert text == "".join(sample_text(checkpoint, "some ", 4, Sampling(0)))
 
 
 def test_a_prompt_that_is_no_text_is_refused(checkpoint):
     with pytest.raises(UsageError, match="--prompt: not UTF-8"):
-        sample_text(checkpoint, "caf\udce9", 4, Sampling(0))
+        next(sample_text(checkpoint, "caf\udce9", 4, Sampling(0)))
 
 
 def allocate_too_much() -> None:
@@ -63,7 +63,7 @@ def fail_otherwise() -> None:
 def test_want_of_memory_is_said_in_one_line(checkpoint, monkeypatch, fail, error, said):
     monkeypatch.setattr(sample, "generate", lambda *args, **kwargs: fail())
     with pytest.raises(error, match=said):
-        sample_text(checkpoint, "some ", 4, Sampling(0))
+        list(sample_text(checkpoint, "some ", 4, Sampling(0)))
 
 
 def test_tokens_are_drawn_as_asked():

@@ -13,14 +13,18 @@ from fsdpctl.run.step_metrics import PeakMemory, StepMetrics, StepTimes
 from fsdpctl.train.assemble import make_model
 
 
-def test_a_wait_for_a_checkpoint_is_reported_every_ten_seconds(capsys):
-    progress = RunProgress(10, 0, log_every=1, shows=True, log=None)
-    for share, seconds in [(0.1, 0.5), (0.4, 9.9), (0.5, 10.1), (0.6, 19.0), (0.9, 20.2)]:
-        progress.saving(share, seconds)
-    progress.saving(0.1, 0.5)  # the next one
-    progress.saving(0.2, 10.5)
-    said = capsys.readouterr().out.splitlines()
-    assert said == [f"waiting for the checkpoint, {share}% written" for share in (50, 90, 20)]
+def test_a_quiet_run_prints_warnings_alone_and_logs_everything(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FSDPCTL_QUIET", "1")
+    log = tmp_path / "run.log"
+    progress = RunProgress(10, 0, log_every=1, shows=True, log=log)
+    progress.say("step 1: saved")
+    progress.say("a link is slow", is_warning=True)
+    with progress.stream() as write:
+        for piece in ("Once ", "upon"):
+            write(piece)
+    assert capsys.readouterr().out == "a link is slow\n"
+    said = [line.split(maxsplit=2)[2] for line in log.read_text().splitlines()]
+    assert said == ["step 1: saved", "a link is slow", "Once upon"]
 
 
 def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:

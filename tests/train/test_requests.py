@@ -220,8 +220,8 @@ def test_a_sample_ends_on_all_ranks_after_the_same_token(
     sync = RequestSync(look, model.collectives, CPU)
     turns = takewhile(lambda turn: sync.goes_on(), range(20))
     about: dict[str, Any] = {"context": 16, "sampling": Sampling(0), "device": CPU}
-    tokens = generate(model, [1], turns, **about)
+    tokens = list(generate(model, [1], turns, **about))
     assert len(tokens) == 4
     assert sync.received == RequestFlags(by_file=True)
-    whole = generate(model, [1], range(20), **about)
+    whole = list(generate(model, [1], range(20), **about))
     assert whole[:4] == tokens

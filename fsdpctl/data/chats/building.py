@@ -19,8 +19,8 @@ from fsdpctl.data.chats.workers import TemplateSetup, Workers, workers
 from fsdpctl.data.documents import Flags
 from fsdpctl.data.tokenizer import Encoded, FileTokenizer, Tokens
 from fsdpctl.errors import UsageError
+from fsdpctl.io.activity import CONVERSATIONS, Advance, doing
 
-OnRows = Callable[[int], None]
 PARTS = ("train", "val")
 _MOST_KEYS = 1000  # of a file, that are counted one by one
 
@@ -33,7 +33,6 @@ class BuildPlan:
     val_sources: tuple[ChatSource, ...]
     val_fraction: float  # of the sources, if there are no val_sources
     setup: Callable[[], tuple[TemplateSetup, str]]  # the template and its location
-    on_rows: OnRows = lambda count: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,7 @@ class Building:
         self._ends: Counter[int] = Counter()
         self._keys: list[dict[str, Counter[str]]] = []
         self._workers: Workers | None = None
+        self._advance: Advance = lambda count: None
 
     def build(self) -> Built:
         """Read all files.
@@ -87,6 +87,7 @@ class Building:
         """
         times = self._times()
         with ExitStack() as stack:
+            self._advance = stack.enter_context(doing("tokenizing", CONVERSATIONS))
             formats = [
                 self._add(source, stack, None if times is None else times[number])
                 for number, source in enumerate(self._plan.sources)
@@ -167,7 +168,7 @@ class Building:
         number = 0
         self._keys.append({"followed": Counter(), "ignored": Counter()})
         for line, content in lines:
-            self._plan.on_rows(1)
+            self._advance(1)
             for name, counts in self._keys[-1].items():
                 for key in getattr(line.keys, name):
                     counts[key[:80] if key in counts or len(counts) < _MOST_KEYS else "others"] += 1

@@ -10,7 +10,7 @@ import xxhash
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.cache import CacheEntry, read_cache, write_cache
-from fsdpctl.data.chats.building import PARTS, Building, BuildPlan, OnRows
+from fsdpctl.data.chats.building import PARTS, Building, BuildPlan
 from fsdpctl.data.chats.file_notes import MOST_FILES, counted, notes_on_files
 from fsdpctl.data.chats.files import ChatSource, files_checksum, sources_of
 from fsdpctl.data.chats.template import ChatTemplate, control_pattern, open_template
@@ -57,15 +57,13 @@ class ChatSet(DataSet):
     tokenizer: FileTokenizer
 
 
-def open_chats(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count: None) -> ChatSet:
+def open_chats(config: DataConfig, seed: int = 0) -> ChatSet:
     """Open the conversations of a run.
 
     Args:
         config: The section `data`; `tokenizer` is the directory of a tokenizer and, unless
             `template` is set, a chat template.
         seed: Determines which conversations share a sequence.
-        on_rows: Called with the number of conversations read since the last call; never called if
-            they are in the cache.
 
     Raises:
         UsageError: If a file, a line, the template or the tokenizer can't be used.
@@ -96,7 +94,7 @@ def open_chats(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count
     name = _entry_name(config, files, (tokenizer, known, today))
     entry = read_cache(name)
     if entry is None:
-        plan = BuildPlan(sources, held, config.val_fraction, setup, on_rows)
+        plan = BuildPlan(sources, held, config.val_fraction, setup)
         built = Building(plan, tokenizer).build()
         names = ("counts", "formats", "end_tokens", "keys")
         facts = {each: getattr(built, each) for each in names}

@@ -21,6 +21,7 @@ from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageErro
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_plan import estimate_run, sent_in_step
 from fsdpctl.estimate.search import choose
+from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
@@ -99,7 +100,8 @@ class MeasuredComparison:
             for place, each in enumerate(in_turn(running, number, self._num_rounds), start=1):
                 turn = f"round {number + 1}/{self._num_rounds}  {place}/{len(running)}"
                 self._say(f"{turn}  {each.row.label}")
-                self._run_once(each, number)
+                with doing(f"running {each.row.label}"):
+                    self._run_once(each, number)
 
     def find_largest(self) -> None:
         """Find the largest model that would fit, for each engine and strategy that ran."""

@@ -91,7 +91,7 @@ class CheckpointManager(Callback):
 
     def finish(self, run: "Trainer") -> None:
         """Wait until the checkpoint in progress is complete, and report it."""
-        self._saver.wait(self._journal.progress.saving)
+        self._saver.wait()
         self.idle(run)
 
     def idle(self, run: "Trainer") -> None:

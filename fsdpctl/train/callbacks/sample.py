@@ -1,12 +1,14 @@
 """Text generation, token by token, and a sample of it at the end of a run."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fsdpctl.data.tokenizer import Tokenizer
+from fsdpctl.io.activity import doing
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.kernels import without_cudnn
 from fsdpctl.models.parts import Decoder, evaluating
@@ -14,6 +16,9 @@ from fsdpctl.train.callback import Callback
 
 if TYPE_CHECKING:
     from fsdpctl.train.trainer import Trainer
+
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the bytes of a character that is not complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,30 @@ class Sampling:
     ends: tuple[int, ...] = ()  # tokens that end the text; they are returned too
 
 
+class TextStream:
+    """The text of tokens that arrive one by one, in pieces of whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        """Begin after the tokens `before`, on which a space at the beginning may depend."""
+        self._tokenizer, self._tokens = tokenizer, list(before)
+        self._text = tokenizer.decode(self._tokens)
+
+    def add(self, token: int) -> str:
+        """Return the text that a token completes; empty if a character is incomplete."""
+        self._tokens.append(token)
+        return self._new(self._tokenizer.decode(self._tokens).rstrip(_INCOMPLETE))
+
+    def rest(self) -> str:
+        """Return the text that is left, incomplete characters included."""
+        return self._new(self._tokenizer.decode(self._tokens))
+
+    def _new(self, whole: str) -> str:
+        if len(whole) <= len(self._text):
+            return ""
+        before, self._text = self._text, whole
+        return whole[len(before) :]
+
+
 @torch.no_grad()
 def generate(
     model: Decoder,
@@ -36,8 +65,8 @@ def generate(
     sampling: Sampling,
     device: torch.device,
     caches: bool = True,
-) -> list[int]:
-    """Return the tokens that follow `prompt`, one per turn. Collective for a sharded model.
+) -> Iterator[int]:
+    """Yield the tokens that follow `prompt`, one per turn. Collective for a sharded model.
 
     `turns` is an iterable of the same length on every rank: `range(COUNT)`, or one that may end
     sooner. The model sees the last `context` tokens. `caches`: whether to cache keys and values;
@@ -52,9 +81,9 @@ def generate(
             else:  # the position of every token has changed, so nothing in the cache is valid
                 logits = model(torch.tensor([tokens[-context:]], device=device))
         tokens.append(draw(logits[0, -1].float().cpu(), sampling, generator))
+        yield tokens[-1]
         if tokens[-1] in sampling.ends:
-            break
-    return tokens[len(prompt) :]
+            return
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -79,9 +108,10 @@ class SampleText(Callback):
         if run.is_ending:
             run.say("sample skipped (stop requested)")
             return
-        run.say(self._sample(run))
+        with doing("generating a sample (Ctrl-C skips it)"):
+            self._sample(run)
 
-    def _sample(self, run: "Trainer") -> str:
+    def _sample(self, run: "Trainer") -> None:
         config, data = run.parts.config, run.parts.data
         count, sync = config.train.sample_tokens, run.request_sync()
 
@@ -100,12 +130,18 @@ class SampleText(Callback):
             device=run.parts.device,
             caches=not config.train.compile,
         )
-        run.is_ending = sync.received.ends
-        title = "sample"
-        if len(tokens) < count:
-            title += f", stopped after {len(tokens)} of {count} tokens (stop requested)"
         if data.prompt:
-            title = f"prompt:\n{data.tokenizer.decode(data.prompt).rstrip()}\n{title}"
-        # Every rank generates all tokens; the printed message ends where the model ends it.
-        ended = next((n for n, token in enumerate(tokens) if token in data.end_tokens), len(tokens))
-        return f"{title}:\n{data.tokenizer.decode(tokens[:ended])}"
+            run.say(f"prompt:\n{data.tokenizer.decode(data.prompt).rstrip()}")
+        run.say("sample:")
+        text = TextStream(data.tokenizer)
+        number, has_ended = 0, False
+        with run.journal.progress.stream() as write:
+            for token in tokens:
+                number += 1
+                # Every rank generates all tokens; the text ends where the model ends it.
+                has_ended |= token in data.end_tokens
+                write("" if has_ended else text.add(token))
+            write(text.rest())
+        run.is_ending = sync.received.ends
+        if number < count:
+            run.say(f"sample stopped after {number} of {count} tokens (stop requested)")

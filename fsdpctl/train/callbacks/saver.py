@@ -16,6 +16,7 @@ from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
+from fsdpctl.io.activity import doing
 from fsdpctl.run.assets import read_run_assets
 from fsdpctl.train.callbacks.after_save import AfterSave
 from fsdpctl.train.step import Optimizer, TrainedModel
@@ -162,25 +163,24 @@ class Saver:
             return None
         return current.written / current.num_bytes if current.num_bytes else 1.0
 
-    def wait(self, report: Callable[[float, float], None] = lambda share, seconds: None) -> None:
-        """Wait until the checkpoint in progress is complete; `take_saved` returns it.
-
-        `report` is called regularly with the fraction written and the seconds waited.
-        """
+    def wait(self) -> None:
+        """Wait until the checkpoint in progress is complete; `take_saved` returns it."""
         thread = self._thread
-        began = since = time.perf_counter()
-        shown: float | None = None
-        while thread is not None and thread.is_alive():
-            thread.join(_POLL_SECONDS)
-            if thread.is_alive():
+        if thread is None:
+            return
+        since, shown = time.perf_counter(), 0.0
+        with doing("waiting for the checkpoint", "%", 100) as advance:
+            while thread.is_alive():
+                thread.join(_POLL_SECONDS)
+                share = self.share_written or 0.0
                 # A rank that has written its part may wait for others; without progress it hangs.
-                if self.share_written != shown:
+                if share != shown:
                     since = time.perf_counter()
-                waits = self.share_written == 1 and time.perf_counter() - since < _OTHERS_SECONDS
-                if waits or self.share_written != shown:
+                waits = share == 1 and time.perf_counter() - since < _OTHERS_SECONDS
+                if waits or share != shown:
                     RANK_STATUS.at("saving")
-                shown = self.share_written
-                report(self.share_written or 0.0, time.perf_counter() - began)
+                advance(int(100 * share) - int(100 * shown))
+                shown = share
 
     def close(self) -> None:
         """Let the checkpoint in progress complete as long as it advances."""

@@ -17,6 +17,7 @@ from fsdpctl.data.documents import IGNORED
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import SelfCheckError
+from fsdpctl.io.activity import doing
 from fsdpctl.models.lora import TRAINABLE
 from fsdpctl.models.parts import evaluating
 from fsdpctl.models.registry import build_plain
@@ -74,7 +75,8 @@ class SelfCheck(Callback):
         if not run.is_due(self):
             return requested
         self._at, began = -1, time.perf_counter()
-        found = list(dict.fromkeys(self._findings(run)))
+        with doing("checking the first step"):
+            found = list(dict.fromkeys(self._findings(run)))
         run.write({"step": run.step, "self_check": found})
         for line in found:
             run.say(f"self-check: {line}")

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from fsdpctl.config.schema import Config
+from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.run.metrics import was_validated
 from fsdpctl.run.step_metrics import finite
@@ -58,21 +59,23 @@ class Validation(Callback):
         def goes_on(number: int) -> bool:
             nonlocal done
             done = number
+            advance(1)
             continues = sync.goes_on()
             if sync.received.save:
                 run.save(was_requested=True)
             run.idle()
             return continues or number == total
 
-        loss = validation_loss(
-            parts.model,
-            parts.val_batches,
-            run.ranks,
-            parts.device,
-            at_most=at_most,
-            chunk_tokens=train.loss_chunk_tokens or 0,
-            goes_on=goes_on,
-        )
+        with doing("validating", "batches", total) as advance:
+            loss = validation_loss(
+                parts.model,
+                parts.val_batches,
+                run.ranks,
+                parts.device,
+                at_most=at_most,
+                chunk_tokens=train.loss_chunk_tokens or 0,
+                goes_on=goes_on,
+            )
         if loss is None:
             how_far = f"validation stopped after {done} of {total} batches"
             run.say(f"step {run.step}: {how_far} (stop requested)")

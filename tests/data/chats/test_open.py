@@ -16,6 +16,7 @@ from fsdpctl.data.open import open_data
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import say, write_lines, write_tokenizer
 from tests.data.chats.opened import opened, trained_texts
+from tests.io.activity import shown_activities
 
 
 def numbered(count: int, first: int = 0, word: str = "ok") -> list[dict[str, Any]]:
@@ -165,10 +166,11 @@ def test_repeats_reach_their_shares_exactly():
 def test_rows_are_counted_while_they_are_read(tmp_path):
     tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml")
     file = write_lines(tmp_path / "a.jsonl", numbered(70))
-    done: list[int] = []
     config = DataConfig(name="chat", path=str(file), tokenizer=str(tokenizer), val_fraction=0)
-    found = open_chats(config, 0, done.append)
-    assert sum(done) == len(found.train) == 70
+    with shown_activities() as seen:
+        found = open_chats(config)
+    assert seen[-1].text().startswith("tokenizing: 70 conversations")
+    assert len(found.train) == 70
     # In the order of the file, however many processes there are.
     assert [text.split()[1][:2].strip("<") for text in said_in(found.train, found.tokenizer)] == [
         str(n) for n in range(70)

@@ -1,0 +1,155 @@
+"""What this process is doing, shown to whoever waits for it.
+
+The innermost activity is shown once nothing was printed for some time: on a terminal as a line
+that the next output replaces, elsewhere as lines whose distance doubles. Imports little: the
+command line shows its own start.
+"""
+
+import itertools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import IO
+
+QUIET = "FSDPCTL_QUIET"  # set if no progress is shown, here and in the workers
+BYTES, CONVERSATIONS = "bytes", "conversations"
+_PATIENCE = 1.5  # seconds without output
+_LONGEST = 30.0  # seconds between two lines
+_REDRAWN = 0.125  # seconds between two looks
+_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_ERASE = "\r\x1b[2K"
+_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
+
+Advance = Callable[[int], None]
+
+
+@dataclass
+class _Activity:
+    what: str
+    unit: str
+    total: int | None
+    done: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def advance(self, count: int = 1) -> None:
+        self.done += count
+
+    def text(self) -> str:
+        """Return such as `validating: 12 of 40 batches, 0:07`."""
+        seconds = int(time.monotonic() - self.began)
+        how_far = ""
+        if self.unit == BYTES and self.total:
+            size, unit = next((u for u in _UNITS if self.total >= u[0]), (1, BYTES))
+            how_far = f": {self.done / size:.1f} of {self.total / size:.1f} {unit}"
+        elif self.done or self.total:
+            of = f" of {self.total:,}" if self.total else ""
+            how_far = f": {self.done:,}{of} {self.unit}"
+        return f"{self.what}{how_far}, {seconds // 60}:{seconds % 60:02d}"
+
+
+class Display:
+    """The activities of this process, innermost last, and the thread that shows them."""
+
+    def __init__(self) -> None:
+        self._activities: list[_Activity] = []
+        self._lock = threading.RLock()
+        self._beginning: _Activity | None = None
+        self._stream: IO[str] | None = None  # None: nothing is shown
+        self._bar: Callable[[str], None] | None = None
+        self._is_drawn = self._is_midline = False
+        self._spoke, self._waits = time.monotonic(), _PATIENCE
+
+    def start(self, stream: IO[str] | None, what: str) -> None:
+        """Show activities on `stream` from now on, unless the process is quiet.
+
+        `what` is shown whenever nothing else is done, until `started` or `stop`.
+        """
+        if stream is None or os.environ.get(QUIET):
+            return
+        with self._lock:
+            self._beginning = _Activity(what, "", None)
+            self._stream = stream
+        threading.Thread(target=self._show, args=(stream,), name="activity", daemon=True).start()
+
+    def started(self) -> None:
+        """Show nothing while nothing else is done."""
+        self._beginning = None
+
+    def stop(self) -> None:
+        """Show no more: others print to the terminal."""
+        with self._lock:
+            self._erase()
+            self._stream = self._beginning = None
+
+    def give_to(self, bar: Callable[[str], None] | None) -> None:
+        """Let `bar`, a live line of this terminal, show activities instead; None: no longer."""
+        with self._lock:
+            self._erase()
+            self._bar = bar
+
+    @contextmanager
+    def doing(self, what: str, unit: str = "", total: int | None = None) -> Iterator[Advance]:
+        """Show `what` while the block runs; yield a function to add to the units done."""
+        activity = _Activity(what, unit, total)
+        with self._lock:
+            self._activities.append(activity)
+            self._waits = _PATIENCE
+        try:
+            yield activity.advance
+        finally:
+            with self._lock:
+                self._activities.remove(activity)
+
+    def before_output(self, text: str) -> None:
+        """Make room for output, and count the seconds of silence anew. Called before any output."""
+        if not text or self._bar is not None:  # a bar writes on its own
+            return
+        with self._lock:
+            self._erase()
+            self._is_midline = not text.endswith("\n")
+            self._spoke, self._waits = time.monotonic(), _PATIENCE
+
+    def _erase(self) -> None:
+        if self._is_drawn and self._bar is None:
+            self._write(_ERASE)
+        self._is_drawn = False
+
+    def _show(self, stream: IO[str]) -> None:
+        frames = itertools.cycle(_FRAMES)
+        while self._stream is stream:
+            time.sleep(_REDRAWN)
+            with self._lock:
+                shown = self._activities[-1] if self._activities else self._beginning
+                if self._stream is not stream or shown is None:
+                    continue
+                text, bar = shown.text(), self._bar
+                if bar is None and not self._is_midline:
+                    self._show_line(text, next(frames) if stream.isatty() else "")
+            if bar is not None:  # which has a lock of its own
+                bar(text)
+
+    def _show_line(self, text: str, frame: str) -> None:
+        silent = time.monotonic() - self._spoke
+        if frame and silent >= _PATIENCE:
+            width = shutil.get_terminal_size().columns - 1
+            self._is_drawn = True
+            self._write(f"{_ERASE}{f'{frame} {text}'[:width]}")
+        elif not frame and silent >= self._waits:
+            self._write(f"{text}\n")
+            self._spoke = time.monotonic()
+            self._waits = min(2 * self._waits, _LONGEST)
+
+    def _write(self, text: str) -> None:
+        stream = self._stream
+        with suppress(OSError, ValueError, UnicodeError):  # its reader may have exited
+            if stream is not None:
+                stream.write(text)
+                stream.flush()
+
+
+DISPLAY = Display()  # of this process
+doing = DISPLAY.doing

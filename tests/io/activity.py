@@ -1,0 +1,21 @@
+"""The activities of a process, to look at while it works."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from fsdpctl.io import activity
+
+
+@contextmanager
+def shown_activities() -> Iterator[list[activity._Activity]]:
+    """Collect the activities that begin in the block."""
+    seen: list[activity._Activity] = []
+
+    def made(*about: object) -> activity._Activity:
+        seen.append(real(*about))  # type: ignore[arg-type]  # as `doing` calls it
+        return seen[-1]
+
+    real = activity._Activity
+    with mock.patch.object(activity, "_Activity", made):
+        yield seen
