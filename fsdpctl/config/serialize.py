@@ -12,6 +12,7 @@ from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import CheckpointError, UsageError
 
 _TOY, _TOY_LENGTH, _USUAL_LENGTH = ModelConfig().name, 128, 4096
+_USUAL_SIZE = 16  # samples of a step
 
 
 def known_key(name: str) -> Key:
@@ -23,7 +24,11 @@ def known_key(name: str) -> Key:
 
 def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config:
     """Create the configuration from values by key, and the selected options of groups."""
-    values = {**values, "train.seq_len": values["train.seq_len"] or _length(values, choices)}
+    values = {
+        **values,
+        "train.seq_len": values["train.seq_len"] or _length(values, choices),
+        "train.global_batch_size": values["train.global_batch_size"] or _USUAL_SIZE,
+    }
     sections = {}
     for section, schema in SECTIONS.items():
         name = {"name": choices[section]} if section in choices else {}

@@ -15,14 +15,22 @@ class TrainConfig:
     run_dir: str | None = key(
         None, "directory for all files of the run; auto: runs/NAME-HASH", is_path=True, auto=True
     )
-    steps: int | None = key(1000, "length of the run in optimizer steps", minimum=1, optional=True)
+    steps: int | None = key(
+        None,
+        "length of the run in optimizer steps; auto: 1000, or 3 epochs of conversations, unless "
+        "epochs or tokens are set",
+        minimum=1,
+        optional=True,
+        auto=True,
+    )
     epochs: float | None = key(
         None, "length of the run in passes over the data", minimum=1e-9, maximum=1e6, optional=True
     )
     tokens: int | None = key(None, "length of the run in tokens", minimum=1, optional=True)
     seq_len: int = key(
         None,
-        "tokens per sample; auto: 128 for llama_tiny, else model.max_seq_len, at most 4096",
+        "tokens per sample; auto: 128 for llama_tiny, else model.max_seq_len, at most 4096; less "
+        "if the data is less or its conversations are shorter",
         minimum=1,
         maximum=_MOST_LENGTH,
         auto=True,
@@ -34,7 +42,12 @@ class TrainConfig:
         is_later=True,
     )
     global_batch_size: int = key(
-        16, "samples per step, over all ranks", minimum=1, maximum=MOST_SAMPLES
+        None,
+        "samples per step, over all ranks; auto: 16, or fewer if conversations would train for "
+        "less than 50 steps, or one per rank",
+        minimum=1,
+        maximum=MOST_SAMPLES,
+        auto=True,
     )
     global_batch_tokens: int | None = key(
         None, "tokens per step, rounded down to whole samples", minimum=1, optional=True

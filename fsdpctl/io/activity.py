@@ -103,6 +103,9 @@ class Display:
         finally:
             with self._lock:
                 self._activities.remove(activity)
+                bar = None if self._activities else self._bar
+            if bar is not None:
+                bar("")
 
     def before_output(self, text: str) -> None:
         """Make room for output, and count the seconds of silence anew. Called before any output."""

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,19 +19,17 @@ from fsdpctl.config.peft import notes_on_adapters
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.config.serialize import config_words
-from fsdpctl.data.batches import Batches
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.describe import divide_module
-from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.resolve.amounts import total_steps, with_length, with_size
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.data import (
     DATE,
-    check_amount,
     checked_data,
     date_of_run,
     notes_on_data,
@@ -118,7 +115,8 @@ def _open(composed: Composed, where: Place) -> Opened:
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
     check_shared_rows(config)
     data = checked_data(config)
-    config = with_batch_size(with_data(_with_length(config, data, composed), data))
+    config = with_batch_size(with_data(with_length(config, data, composed.automatic), data))
+    config = with_size(config, data, composed.automatic)
     if not left:
         settle(config)
     module = build_model(config.model)
@@ -126,7 +124,7 @@ def _open(composed: Composed, where: Place) -> Opened:
     if config.model.is_pretrained:
         check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
     config = replace(config, optimizer=_with_lr(config.optimizer, config.model, module))
-    steps = _total_steps(config, data)
+    steps = total_steps(config, data)
     config = replace(config, train=replace(config.train, steps=steps, epochs=None, tokens=None))
     config = _with_run_dir(config, composed.recipe)
     notes += notes_on_data(config, data)
@@ -207,22 +205,6 @@ def _with_alpha(config: Config) -> Config:
     return replace(config, model=replace(config.model, lora=lora))
 
 
-def _with_length(config: Config, data: DataSet, composed: Composed) -> Config:
-    """Shorten samples whose length is not set to what the data has.
-
-    Raises:
-        UsageError: If the data is too little to train on, and the length is not set.
-    """
-    if "train.seq_len" not in composed.automatic:
-        return config
-    check_amount(config, data)
-    parts = [data.train] if data.val is None else [data.train, data.val]
-    most = min(part.num_tokens for part in parts) - 1
-    if config.data.holds_documents or config.train.seq_len <= most or most < 1:
-        return config
-    return replace(config, train=replace(config.train, seq_len=1 << (most.bit_length() - 1)))
-
-
 def _with_lr(optimizer: OptimizerConfig, model: ModelConfig, module: nn.Module) -> OptimizerConfig:
     """Set the peak learning rate for the model's size.
 
@@ -235,33 +217,6 @@ def _with_lr(optimizer: OptimizerConfig, model: ModelConfig, module: nn.Module) 
     tunes_all_weights = model.is_pretrained and model.lora.rank is None
     lr = (3e-4 if tunes_all_weights else 3e-3) / max(1.0, millions) ** 0.25
     return replace(optimizer, lr=float(f"{lr:.2g}"))
-
-
-def _total_steps(config: Config, data: DataSet) -> int:
-    train = config.train
-    plan = plan_batches(
-        train.global_batch_size, world_size(config), context_parallel=train.context_parallel
-    )
-    batches = Batches(data.train.rows(train.seq_len), plan, train.seed, data.vocab_size)
-    if data.val is not None:
-        _check_validation(data, train.seq_len)
-    if train.epochs is not None:
-        return max(1, math.ceil(train.epochs * batches.num_samples / plan.global_batch_size))
-    if train.tokens is not None:
-        return math.ceil(train.tokens / (plan.global_batch_size * train.seq_len))
-    if train.steps is None:
-        raise UsageError("train.steps: required; or set train.epochs or train.tokens")
-    return train.steps
-
-
-def _check_validation(data: DataSet, seq_len: int) -> None:
-    assert data.val is not None
-    if not len(data.val.rows(seq_len)):
-        raise UsageError(
-            f"train.seq_len={seq_len}: longer than the validation data, which has "
-            f"{data.val.num_tokens} tokens; change data.val_fraction, or set it to 0 to skip "
-            "validation"
-        )
 
 
 def run_identity(config: Config) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.config.any_decoder import family_of
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import LENGTHS, Config
 from fsdpctl.config.serialize import usual_length
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.describe import divide_module
@@ -176,7 +176,8 @@ def _batch(opened: Opened, settled: Settled) -> str:
     if shared > 1:
         who = f"group{'s' * (groups > 1)} of {shared} ranks"
     return (
-        f"{plan.global_batch_size} samples of {train.seq_len} tokens{auto} "
+        f"{plan.global_batch_size} samples{_auto(opened, 'train.global_batch_size')} of "
+        f"{train.seq_len} tokens{auto} "
         f"per step: {groups} {who} x {plan.num_micro_batches} {passes} "
         f"of {plan.micro_batch_size}"
         f"{_auto(opened, 'train.micro_batch_size')}"
@@ -191,9 +192,10 @@ def _length(opened: Opened) -> str:
     late = warmup >= steps > 0
     reached = f", not reached within lr_scheduler.warmup_steps={warmup}" if late else ""
     few = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
+    chosen = " (auto)" if opened.automatic.issuperset(LENGTHS) else ""
     passes = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return (
-        f"{steps:,} step{'s' * (steps != 1)}, {_count(tokens)} tokens, {passes} "
+        f"{steps:,} step{'s' * (steps != 1)}{chosen}, {_count(tokens)} tokens, {passes} "
         f"epoch{'s' * (passes != '1')}{few * (steps < _FEW_STEPS)}; peak learning "
         f"rate {config.optimizer.lr:g}{_auto(opened, 'optimizer.lr')}{reached}"
     )

@@ -17,7 +17,7 @@ from fsdpctl.comm.base import Collectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import config_of_checkpoint
+from fsdpctl.config.serialize import config_of_checkpoint, usual_length
 from fsdpctl.data.chats.preview import prompt_tokens
 from fsdpctl.data.chats.values import Message
 from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
@@ -46,6 +46,9 @@ class TextGenerator:
         train = replace(config.train, compile=False)
         self.config = replace(config, train=train, model=with_attention(config.model))
         self.source, self._count = source, count
+        model, self._context = config.model, config.train.seq_len
+        if model.is_pretrained:  # the model knows longer texts than those it was fine-tuned on
+            self._context = max(self._context, usual_length(model.name, model.max_seq_len))
         if not files.keys() & set(VOCABULARIES):
             raise UsageError(f"{source}: contains no tokenizer, which is required to generate text")
         self.tokenizer: Tokenizer = (
@@ -71,7 +74,7 @@ class TextGenerator:
                 self._model,
                 prompt,
                 range(self._count),
-                context=self.config.train.seq_len,
+                context=self._context,
                 sampling=self.sampling,
                 device=self._device,
             ):

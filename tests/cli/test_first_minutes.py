@@ -248,7 +248,7 @@ def test_a_length_that_fits_is_a_round_one_and_nothing_that_fits_is_helped():
     assert code == 0
     assert "none: train.micro_batch_size=1 does not fit" in said
     assert "to fit" in said
-    assert "activation_checkpointing=full" in said.split("with ", 1)[1]
+    assert "activation_checkpointing=selective" in said.split("with ", 1)[1]
 
 
 def test_what_an_engine_does_not_have_is_said():

@@ -169,7 +169,7 @@ class Saver:
         if thread is None:
             return
         since, shown = time.perf_counter(), 0.0
-        with doing("waiting for the checkpoint", "%", 100) as advance:
+        with doing("waiting for the checkpoint", "%") as advance:
             while thread.is_alive():
                 thread.join(_POLL_SECONDS)
                 share = self.share_written or 0.0

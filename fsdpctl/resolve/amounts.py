@@ -1,0 +1,109 @@
+"""The length of samples, the size of a step, and the number of steps, as the data allows."""
+
+import math
+from dataclasses import replace
+
+from fsdpctl.config.schema import Config
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.documents import DocumentSet
+from fsdpctl.data.tokens import DataSet
+from fsdpctl.errors import UsageError
+from fsdpctl.plan.batch import plan_batches
+from fsdpctl.resolve.data import check_amount
+from fsdpctl.resolve.machine import sample_groups, world_size
+
+_STEPS, _EPOCHS = 1000, 3  # of a run whose length is not set: on text, and on conversations
+_WANTED = 50  # steps at least, if the size of a step is not set and conversations allow it
+
+
+def with_length(config: Config, data: DataSet, automatic: frozenset[str]) -> Config:
+    """Set the length of samples if it is `automatic`, at most the usual one.
+
+    Text is as long as its shortest part. Conversations get sequences for the longest of them, and
+    packed ones longer sequences, as far as enough steps are left.
+
+    Raises:
+        UsageError: If the data is too little to train on, and the length is not set.
+    """
+    if "train.seq_len" not in automatic:
+        return config
+    check_amount(config, data)
+    parts = [data.train] if data.val is None else [data.train, data.val]
+    chats = [part for part in parts if isinstance(part, DocumentSet)]
+    if chats:
+        least = _rounded_up(max(int(part.lengths.max(initial=2)) for part in chats) - 1)
+        passes = _epochs(config) * data.train.num_tokens / (_WANTED * _least_samples(config))
+        most = 1 << int(math.log2(max(1.0, passes))) if chats[0].packing.shares_rows else 1
+        return _of_length(config, min(config.train.seq_len, max(least, most)))
+    most = min(part.num_tokens for part in parts) - 1
+    if config.train.seq_len <= most or most < 1:
+        return config
+    return _of_length(config, 1 << (most.bit_length() - 1))
+
+
+def with_size(config: Config, data: DataSet, automatic: frozenset[str]) -> Config:
+    """Set the samples per step if they are `automatic`: the usual number, or one for each rank.
+
+    Of conversations, fewer if the run would otherwise have too few steps.
+    """
+    train, least = config.train, _least_samples(config)
+    if "train.global_batch_size" not in automatic or "train.global_batch_tokens" not in automatic:
+        return config
+    size = max(train.global_batch_size, least)
+    if data.train.rows(train.seq_len).holds_documents:
+        wanted = _epochs(config) * len(data.train.rows(train.seq_len)) / _WANTED
+        times = max(1.0, min(size, wanted) / least)
+        size = least << int(math.log2(times))
+    return replace(config, train=replace(train, global_batch_size=size))
+
+
+def total_steps(config: Config, data: DataSet) -> int:
+    """Return the number of steps of a run.
+
+    Raises:
+        UsageError: If there are fewer samples in a step than ranks, or too little data.
+    """
+    train = config.train
+    plan = plan_batches(
+        train.global_batch_size, world_size(config), context_parallel=train.context_parallel
+    )
+    rows = data.train.rows(train.seq_len)
+    batches = Batches(rows, plan, train.seed, data.vocab_size)
+    if data.val is not None:
+        _check_validation(data, train.seq_len)
+    if train.steps is not None:
+        return train.steps
+    if train.tokens is not None:
+        return math.ceil(train.tokens / (plan.global_batch_size * train.seq_len))
+    if train.epochs is None and not rows.holds_documents:
+        return _STEPS
+    return max(1, math.ceil(_epochs(config) * batches.num_samples / plan.global_batch_size))
+
+
+def _of_length(config: Config, length: int) -> Config:
+    return replace(config, train=replace(config.train, seq_len=length))
+
+
+def _epochs(config: Config) -> float:
+    return config.train.epochs or _EPOCHS
+
+
+def _least_samples(config: Config) -> int:
+    """Return the fewest samples of a step that the ranks and their micro-batches allow."""
+    micro, passes = config.train.micro_batch_size or 1, config.accumulation.steps or 1
+    return sample_groups(config) * micro * passes
+
+
+def _rounded_up(length: int) -> int:
+    """Return the next power of two, at least 64."""
+    return 1 << max(6, (length - 1).bit_length())
+
+
+def _check_validation(data: DataSet, seq_len: int) -> None:
+    assert data.val is not None
+    if not len(data.val.rows(seq_len)):
+        raise UsageError(
+            f"train.seq_len={seq_len}: longer than the validation data, which has "
+            f"{data.val.num_tokens} tokens; change data.val_fraction, or set it to 0 to skip "
+            "validation"
+        )
