@@ -105,9 +105,7 @@ def _library() -> Any:
     try:
         import gguf
     except ImportError:
-        raise UsageError(
-            "--format gguf: gguf not installed; run `pip install 'fsdpctl[gguf]'`"
-        ) from None
+        raise UsageError("--format gguf: gguf not installed; run `pip install gguf`") from None
     return gguf
 
 

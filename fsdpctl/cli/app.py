@@ -220,7 +220,7 @@ def main() -> None:
     if len(args) < len(sys.argv) - 1:
         os.environ[QUIET] = "1"
     try:
-        DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
+        DISPLAY.start(sys.stderr, f"starting {args[0]}")
         code = app(args, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except FsdpctlError as error:

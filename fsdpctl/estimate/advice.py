@@ -5,12 +5,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.changes import (
     Change,
     activations_on_host,
+    adapters,
     chunked,
     compressed,
     computed_in_bf16,
@@ -31,6 +33,7 @@ from fsdpctl.estimate.changes import (
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.io.activity import doing
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.preflight import check_offload, check_optimizer
@@ -45,11 +48,20 @@ _ACCURACY = 0.01  # of a predicted time
 def advice(estimator: Estimator, config: Config, *, more_ranks: bool = True) -> list[Fitting]:
     """Return up to three changes that make a resolved configuration fit, cheapest first.
 
+    A model with pretrained weights, or with `more_ranks` any, may also be trained by adapters.
     If no single setting suffices, they are several together, each of which is needed, and with
     `more_ranks` the fewest nodes that suffice. Changes on the same ranks are ordered by the
     predicted step time, or if the hardware is not specified by what they cost: nothing, a little
     time, communication, computation.
     """
+    with doing("looking for changes that fit"):
+        found = _advice(estimator, config, more_ranks=more_ranks)
+        if config.model.is_pretrained or more_ranks:
+            found += islice(_fitting(estimator, adapters(config)), 1)
+    return found
+
+
+def _advice(estimator: Estimator, config: Config, *, more_ranks: bool) -> list[Fitting]:
     single = [each for make in _SINGLE for each in make(config)]
     found: list[Fitting] = []
     for each in _by_time(estimator, list(_fitting(estimator, single))):

@@ -14,6 +14,7 @@ from fsdpctl.resolve.machine import resolved_strategy, sample_groups, world_size
 
 _MOST_NODES = 1 << 10
 _CHUNK = 1024  # tokens
+_RANK = 16  # of adapters
 LONG = 1 << 14  # tokens; shorter samples are neither shared nor run in chunks
 
 
@@ -38,11 +39,14 @@ def _changed(config: Config, cost: str, values: Mapping[str, Any]) -> Change:
     }
     words = tuple(f"{key}={text}" for key, text in texts.items())
     for key, value in values.items():
-        section, _, name = key.partition(".")
-        part = replace(getattr(config, section), **{name or "name": value})
-        config = replace(config, **{section: part})
+        config = _set(config, (key if "." in key else f"{key}.name").split("."), value)
     given = config.strategy.under(config.strategy.name)
     return Change(words, cost, replace(config, strategy=resolved_strategy(config, given)))
+
+
+def _set(part: Any, path: list[str], value: Any) -> Any:
+    first, *rest = path
+    return replace(part, **{first: _set(getattr(part, first), rest, value) if rest else value})
 
 
 def expandable(config: Config) -> Iterator[Change]:
@@ -184,6 +188,16 @@ def in_four_bits(config: Config) -> Iterator[Change]:
     if config.model.lora.rank is not None and config.model.base_dtype is None:
         cost = "frozen weights are rounded to 4 bits, and dequantized in forward and backward"
         yield _changed(config, cost, {"model.base_dtype": "nf4"})
+
+
+def adapters(config: Config) -> Iterator[Change]:
+    """Yield LoRA adapters instead of all weights, the frozen ones in 16 and in 4 bits."""
+    if config.model.lora.rank is not None or config.engine.name != FSDPCTL:
+        return
+    for rounded, about in (({}, ""), ({"model.base_dtype": "nf4"}, " and rounded to 4 bits")):
+        for more in ({}, {"activation_checkpointing": "full"}):
+            cost = f"trains adapters alone: all weights are frozen{about}"
+            yield _changed(config, cost, {"model.lora.rank": _RANK, **rounded, **more})
 
 
 def computed_in_bf16(config: Config) -> Iterator[Change]:

@@ -97,7 +97,6 @@ class Display:
         activity = _Activity(what, unit, total)
         with self._lock:
             self._activities.append(activity)
-            self._waits = _PATIENCE
         try:
             yield activity.advance
         finally:

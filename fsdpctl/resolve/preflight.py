@@ -40,9 +40,7 @@ def check_preflight(config: Config) -> None:
     """
     for name in _EXTRAS:
         if getattr(config.log, name) and not _is_installed(name):
-            raise UsageError(
-                f"log.{name}=true: {name} is not installed; pip install 'fsdpctl[{name}]'"
-            )
+            raise UsageError(f"log.{name}=true: {name} is not installed; pip install {name}")
     if config.checkpoint.after_save is not None:
         command_words(config.checkpoint.after_save)
 

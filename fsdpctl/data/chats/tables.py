@@ -24,7 +24,7 @@ def _pyarrow(path: str) -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise UsageError(f"{path}: requires pyarrow; `pip install 'fsdpctl[parquet]'`") from None
+        raise UsageError(f"{path}: requires pyarrow; `pip install pyarrow`") from None
     return pyarrow
 
 
