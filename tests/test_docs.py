@@ -1,8 +1,7 @@
-"""The documentation agrees with the code: generated parts, links, commands and file names."""
+"""The documentation agrees with the code: generated parts, links and file names."""
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,10 @@ from matplotlib.image import imread
 
 from docs.evidence import PROMISES, REPOSITORIES, linked_test
 from docs.generate import PAGES, PICTURE, RECIPES, draw, estimated_recipe, filled
-from fsdpctl.cli.app import COMMANDS
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.recipe import choices_of
-from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.run import open_run
-from tests.cli.run import environment, fsdpctl, invoke
+from tests.cli.run import environment, invoke
 from tests.hostile import make_checkpoint, make_hugging_face
 from tests.train.chats import make_chat_model, make_chats
 
@@ -144,23 +140,6 @@ def test_links_have_targets(page):
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
-def test_commands_and_settings_exist(page):
-    """Check code lines and spans that begin with the command."""
-    commands = set(COMMANDS)
-    lines = re.findall(r"(?:^    |^\$ |`)fsdpctl ([^`\n]*)", page.read_text(), re.MULTILINE)
-    for line in lines:
-        name, *arguments = shlex.split(line.split(" #")[0].replace("…", ""))
-        assert name in commands or name.startswith("--"), line
-        for argument in arguments:
-            key, equals, value = argument.lstrip("-").partition("=")
-            if equals:
-                assert key in KEYS or key in GROUPS, line
-                options = value.split(",") if key in GROUPS else []
-                plain = (re.sub(r"^\d+x", "", each) for each in options if "/" not in each)
-                assert all(each in choices_of(key) for each in plain if each), line
-
-
-@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
 def test_named_source_files_exist(page):
     """Paths are relative to the repository or to fsdpctl/."""
     named = re.findall(r"`([\w/]+/(?:\w+\.(?:py|sbatch))?)`", page.read_text())
@@ -174,27 +153,6 @@ def test_the_readme_is_short_and_the_index_names_every_page():
     assert len(readme.splitlines()) < 85
     pages = {page.name for page in DOCUMENTS} - {"README.md"}
     assert {page for page in pages if f"({page})" not in index} == set()
-
-
-@pytest.mark.slow
-def test_the_fine_tuning_commands_run_as_written(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    make_chat_model(tmp_path / "my_model", "qwen3")
-    make_chats(tmp_path / "chats.jsonl")
-    page = (ROOT / "docs" / "fine-tune.md").read_text()
-    block = page[: page.index("The first command does not train")]
-    commands = [shlex.split(line)[1:] for line in block.splitlines() if line.startswith("    ")]
-    outputs = []
-    for arguments in commands:
-        # Its random weights need more training than a pretrained model.
-        faster = ["optimizer.lr=0.03", "train.epochs=12"] if arguments[0] == "train" else []
-        done = fsdpctl(*arguments, *faster, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        outputs.append(done.stdout)
-    assert "⟦" in outputs[0]
-    assert "nothing was trained" in outputs[0]
-    assert "tokens in samples of" in outputs[2]
-    assert outputs[3] == outputs[5]  # the merged model generates the same text as the run
 
 
 def test_the_run_directory_in_the_readme_is_current():

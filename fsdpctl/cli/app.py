@@ -88,7 +88,8 @@ COMMANDS = {
         ("tokenize my_text/ tokens.bin --tokenizer DIR",),
     ),
     "data": CommandInfo(
-        "data", False, "Show the training samples of one step.", ("data runs/latest --step 10",)
+        "data", False, "Show the training samples of one step.",
+        ("data --run runs/latest --step 10",),
     ),
     "list": CommandInfo(
         "listing", False, "List settings, options and recipes.",

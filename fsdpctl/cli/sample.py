@@ -124,9 +124,9 @@ def evaluate(
         emit(json.dumps({"path": str(place), "part": part, **asdict(found)}, indent=2))
         return
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
-    for line in opened.data.about_files:
-        say(line)
     seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
     say(f"{place}: {opened.data.description}{seen}")
+    for line in opened.data.about_files:
+        say(line)
     say(f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}{bits}")
     say(f"over {found.tokens:,} tokens in samples of {opened.config.train.seq_len}")

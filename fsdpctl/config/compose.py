@@ -35,6 +35,9 @@ from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
 
+# Keys that apply to every option of their group.
+_FOR_ANY_OPTION = ("model.lora.", "model.base_dtype", "data.val_fraction")
+
 _RESHARDING = ("reshard_after_forward", "strategy.reshard_after_forward")
 # Including torchtitan's values.
 _RESHARDS = {"true": True, "false": False, "always": True, "default": True, "never": False}
@@ -77,7 +80,13 @@ def compose_config(
     base = _resharding(expanded(base, [], _ranks_per_node), [])
     typed = _resharding(expanded(typed, base, _ranks_per_node), base)
     chosen = {name for name, _ in typed if name in GROUPS}
-    dropped = tuple(name for name, _ in base if "." in name and name.split(".")[0] in chosen)
+    given = {name for name, _ in typed}
+    dropped = tuple(
+        name
+        for name, _ in base
+        if "." in name and name.split(".")[0] in chosen
+        if name not in given and not name.startswith(_FOR_ANY_OPTION)
+    )
     kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
     pairs = with_model([*kept, *typed])
     own = STRATEGIES_ELSEWHERE  # names in other tools
@@ -88,7 +97,6 @@ def compose_config(
     values.update(values_of_path(choices, dict(pairs)))
     values.update(values_of_adapters(choices, dict(pairs)))
     values.update({name: KEYS[name].parse(text) for name, text in pairs if name in KEYS})
-    given = {name for name, _ in typed}
     _resolve_alternatives("the length", LENGTHS, values, given, {name for name, _ in kept})
     _resolve_alternatives("the size of a step", SIZES, values, given, {name for name, _ in kept})
     automatic = frozenset(name for name, value in values.items() if value is None)

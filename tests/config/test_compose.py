@@ -196,6 +196,22 @@ def test_an_option_on_the_command_line_drops_the_recipes_values_of_its_group(rec
     assert composed.dropped == ("model.num_layers",)
 
 
+def test_adapters_and_the_base_of_a_recipe_are_for_any_model():
+    words = ["model=llama3_1b", "data=text", "data.path=a"]
+    composed = compose_config(words, "qlora_70b_8x24gb")
+    model = composed.config.model
+    assert (model.num_layers, model.lora.rank, model.base_dtype) == (16, 16, "nf4")
+    assert composed.dropped == ()
+
+
+def test_a_recipes_key_that_is_typed_is_not_called_ignored():
+    words = ["model=llama3_1b", "model.max_seq_len=64", "model.rope_factor=2", "train.seq_len=64"]
+    composed = compose_config(words, "llama3_8b_512k_8xh100")
+    assert (composed.config.model.max_seq_len, composed.dropped) == (64, ())
+    composed = compose_config([*words[:2], words[3]], "llama3_8b_512k_8xh100")
+    assert composed.dropped == ("model.rope_factor",)
+
+
 def test_the_command_line_overrides_the_recipe(recipe):
     config = compose_config(["model.num_layers=5", "train.steps=7"], recipe).config
     assert config.model.num_layers == 5

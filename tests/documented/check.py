@@ -1,0 +1,169 @@
+"""Checks a command line by the program that it starts, up to where the work would begin."""
+
+import argparse
+import importlib
+import re
+import sys
+import tomllib
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+from unittest import mock
+
+import typer
+from typer.testing import CliRunner
+
+from fsdpctl.cli.app import COMMANDS, app
+from fsdpctl.config import compose
+from fsdpctl.config.recipe import choices_of, find_recipe, read_recipe, recipe_names
+from fsdpctl.config.schema import GROUPS
+from fsdpctl.errors import FsdpctlError
+from tests.documented.lines import ROOT, Line
+
+# Where a command has read all options and settings, and would begin to work.
+_WORK = (
+    "fsdpctl.cli.train._train",
+    "fsdpctl.cli.train._dry_run",
+    "fsdpctl.estimate.search.estimates_of",
+    "fsdpctl.cli.compare._comparison",
+    "fsdpctl.cli.compare._measure",
+    "fsdpctl.cli.check_nodes._found",
+    "fsdpctl.resolve.run.open_run",
+    "fsdpctl.tools.sample.sample_text",
+    "fsdpctl.tools.sample.ChatSession",
+    "fsdpctl.checkpoint.consolidate.consolidate",
+    "fsdpctl.checkpoint.consolidate.shard_weights",
+    "fsdpctl.checkpoint.gguf_file.write_gguf",
+    "fsdpctl.checkpoint.peft.write_peft",
+    "fsdpctl.tools.samples.samples_of_step",
+    "fsdpctl.tools.status.read_status",
+    "fsdpctl.tools.two_runs.compare_runs",
+)
+_PLACEHOLDERS = {"SEED": "1", "COUNT": "1"}
+_VALUED = ("--nproc-per-node", "-m", "-n", "-f")  # options of launchers, with a value
+
+
+class BegunError(Exception):
+    """The command line is right: the work has begun."""
+
+
+def read_options(lines: Sequence[Line]) -> None:
+    """Have the options of lines and recipes read together, which takes most of the time alone."""
+    pairs = [word.partition("=")[::2] for line in lines for word in line.words]
+    for name in recipe_names():
+        pairs += read_recipe(find_recipe(name))
+    options = {
+        group: [each for each in choices_of(group) if each in values]
+        for group in GROUPS
+        if (values := {each for name, text in pairs if name == group for each in text.split(",")})
+    }
+    for number in range(max(map(len, options.values()))):
+        chosen = {name: each[number % len(each)] for name, each in options.items() if each}
+        compose._composed_by_hydra(chosen)
+
+
+def problem_of(line: Line) -> str | None:
+    """Return what is wrong with a line, in a directory with its inputs; None if nothing is."""
+    program, *words = line.words
+    if program == "fsdpctl":
+        return _of_fsdpctl(words)
+    if program == "make":
+        return _of_make(words)
+    if program == "pip":
+        return _of_pip(words)
+    if program in ("python", "torchrun") or "fsdpctl" in words:
+        return _of_launched(program, words)
+    return _of_files(words)
+
+
+def _of_fsdpctl(words: Sequence[str]) -> str | None:
+    if len(words) == 1 and words[0] in COMMANDS:
+        return None  # its name, in a sentence
+    if words[0].startswith("-"):
+        known = {opt for param in typer.main.get_command(app).params for opt in param.opts}
+        return None if words[0] in {*known, "--help"} else f"{words[0]}: no such option"
+    with ExitStack() as stack:
+        for name in _WORK:
+            stack.enter_context(mock.patch(name, side_effect=BegunError))
+        result = CliRunner().invoke(app, list(words))
+    if "of the recipe ignored" in result.output:
+        return result.output  # the recipe isn't what the line says
+    if isinstance(result.exception, BegunError) or result.exit_code == 0:
+        return None
+    if isinstance(result.exception, FsdpctlError | SystemExit):
+        return f"{result.exception}\n{result.output}"
+    raise result.exception or AssertionError(result.output)
+
+
+def _of_make(words: Sequence[str]) -> str | None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^([\w-]+):", makefile, re.MULTILINE)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if not (f"$({name})" in makefile if equals else name in targets):
+            return f"{word}: no such target or variable"
+    return None
+
+
+def _of_pip(words: Sequence[str]) -> str | None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for word in words[1:]:
+        match = re.fullmatch(r"fsdpctl\[(\w+)\]", word)
+        if word != "." and not (match and match[1] in extras):
+            return f"{word}: not installed so"
+    return None
+
+
+def _of_launched(program: str, words: Sequence[str]) -> str | None:
+    """Check what a launcher of ranks, or Python, runs: fsdpctl, a module or a file."""
+    if "fsdpctl" in words:
+        return _of_fsdpctl(words[words.index("fsdpctl") + 1 :])
+    if program == "torchrun":
+        words = words[2:] if words[0] == "--nproc-per-node" else [f"{program} {words[0]}"]
+    file = words[1].replace(".", "/") + ".py" if words[0] == "-m" else words[0]
+    arguments = words[2 if words[0] == "-m" else 1 :]
+    if file == "benchmarks/NAME.py":
+        return None
+    if not (ROOT / file).is_file():
+        return f"{file}: not found"
+    if "argparse" not in (ROOT / file).read_text():
+        return None  # reads numbers and paths in their order
+    return _of_parser(file.removesuffix(".py").replace("/", "."), arguments)
+
+
+def _of_parser(module: str, words: Sequence[str]) -> str | None:
+    """Check options and their values by the module's own parser."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(parser: Any, *given: Any) -> Any:
+        parse(parser, *given)
+        raise BegunError
+
+    with (
+        warnings.catch_warnings(action="ignore"),  # of modules that torch imports
+        mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+        mock.patch.object(sys, "argv", [module, *words]),
+        suppress(BegunError),
+    ):
+        try:
+            importlib.import_module(module).main()
+        except SystemExit:
+            return f"{module}: {' '.join(words)} not accepted"
+    return None
+
+
+def _of_files(words: Sequence[str]) -> str | None:
+    """Check the program of a cluster by the file that it starts, and what that passes on."""
+    for at, word in enumerate(words):
+        if "/" in word:
+            if not (ROOT / word).is_file():
+                return f"{word}: not found"
+            return (
+                _of_fsdpctl(["train", "launch=slurm", *words[at + 1 :]])
+                if words[at + 1 :]
+                else None
+            )
+    return None

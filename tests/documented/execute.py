@@ -1,0 +1,129 @@
+"""Executes a documented command line, with smaller sizes."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.cli.run import environment
+from tests.documented.lines import ROOT, Line
+from tests.launch.test_nodes import free_endpoint
+
+# Lines that are only checked by their program's parser (`check.py`), by words of theirs, and why.
+ONLY_CHECKED = {
+    "make": "builds an environment, or runs everything",
+    "pip": "installs from a network",
+    "sbatch": "needs Slurm: tests/launch/test_slurm.py runs the script",
+    "srun": "needs Slurm: tests/launch/test_slurm.py",
+    "kubectl": "needs a cluster: tests/examples runs the command in the file",
+    "sky": "needs a cluster: tests/examples runs the command in the file",
+    "model.attention=flash3": "needs a GPU and its kernels",
+    "log.wandb=true": "needs an account; tests/train/test_loggers.py",
+    "--install-completion": "changes files of the user's shell",
+    "python -m": "a benchmark or a campaign, up to hours",
+}
+PACKAGES = {"log.tensorboard=true": "tensorboard", "gguf": "gguf"}  # of extras
+# Sizes in a line, and smaller ones.
+_SMALLER = {
+    "train.tokens=5e6": "train.tokens=1e4",
+    "model.max_seq_len=131072": "model.max_seq_len=128",
+    "train.seq_len=131072": "train.seq_len=128",
+    "model.max_seq_len=524288": "model.max_seq_len=256",
+    "1234": "2",  # steps of long runs
+    "10": "2",
+}
+_SHORT = {
+    "train.steps": "2", "train.final_eval_batches": "1", "train.sample_tokens": "4",
+    "train.global_batch_size": "4", "train.seq_len": "32", "launch.nproc_per_node": "2",
+}  # fmt: skip
+_NARROW = {
+    "model.num_layers": "2", "model.hidden_size": "64", "model.intermediate_size": "96",
+    "model.num_heads": "4", "model.num_kv_heads": "2", "model.vocab_size": "256",
+}  # fmt: skip
+_RECIPES = {"llama3_8b_512k_8xh100": {"train.context_parallel": "2"}}
+_LARGE = ("model=llama3_8b",)
+_COMPLETE = ("train", "status", "list", "--help", "--version", "--install-completion")
+_SECONDS = 600
+
+
+def reason_to_only_check(line: Line) -> str | None:
+    """Return why a line isn't executed; None if it is."""
+    words = line.words
+    if words[0] == "fsdpctl" and len(words) == 2 and words[1] not in _COMPLETE:
+        return "the name of a command, in a sentence"
+    if words[1:] == ["compare", "--simulate"]:
+        return "a command and its option, in a sentence: a simulation needs a cluster"
+    for name, why in ONLY_CHECKED.items():
+        if words[: len(name.split())] == name.split() or name in words:
+            return why
+    return None
+
+
+def execute(line: Line, folder: Path) -> list["subprocess.CompletedProcess[str]"]:
+    """Run a line to its end, on two nodes of this machine if it is for several."""
+    words = [_SMALLER.get(word, word) for word in line.words]
+    words += shrinking(words)
+    if "launch.nnodes=2" not in words:
+        return [_run(words, folder)]
+    words = [f"train.run_dir={folder / 'shared'}" if "run_dir=" in each else each for each in words]
+    words = [each for each in words if "node_rank=" not in each and "rdzv_endpoint=" not in each]
+    words += [f"launch.rdzv_endpoint={free_endpoint()}"]
+    nodes = [_start([*words, f"launch.node_rank={node}"], folder) for node in range(2)]
+    return [_finished(each) for each in nodes]
+
+
+def shrinking(words: Sequence[str]) -> list[str]:
+    """Return what to add to a line, so that it takes seconds."""
+    if "fsdpctl" not in words:
+        return ["--steps", "4"] if "docs/examples/conv_net.py" in words else []
+    command = words[words.index("fsdpctl") + 1]
+    if command == "compare" and "--simulate" not in words:
+        added = ["--rounds", "1"] + ([] if "--steps" in words else ["--steps", "4"])
+        return [*added, *_settings(words, _SHORT, "train.steps")]
+    if command == "check-nodes":
+        return ["launch.nproc_per_node=1"]
+    if command != "train" or "--dry-run" in words:
+        return []
+    large = any(each in words for each in _LARGE)
+    more = [each for name, each in _RECIPES.items() if name in words]
+    without = "train.steps" if any("train.tokens=" in each for each in words) else ""
+    sizes = _SHORT | (_NARROW if large else {}) | (more[0] if more else {})
+    return _settings(words, sizes, without)
+
+
+def _settings(words: Sequence[str], sizes: dict[str, str], without: str) -> list[str]:
+    given = {word.partition("=")[0] for word in words} | {without}
+    return [f"{name}={text}" for name, text in sizes.items() if name not in given]
+
+
+def _run(words: Sequence[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    return _finished(_start(words, folder))
+
+
+def _start(words: Sequence[str], folder: Path) -> "subprocess.Popen[str]":
+    """Start the program of this checkout; files of the repository are named from its root."""
+    programs = {
+        "fsdpctl": [sys.executable, "-m", "fsdpctl"],
+        "python": [sys.executable],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    }
+    (program, *others) = words
+    is_ours = any((ROOT / each).is_file() for each in others)
+    return subprocess.Popen(
+        [*programs[program], *others],
+        cwd=ROOT if is_ours else folder,
+        env={**environment(), "XDG_CACHE_HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _finished(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str]":
+    try:
+        output, _ = process.communicate(timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
