@@ -127,8 +127,6 @@ def evaluate(
         emit(json.dumps({"path": str(place), "part": part, **asdict(found)}, indent=2))
         return
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
-    note = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
-    say(f"{place}: {opened.data.description}{note}")
     for line in opened.data.about_files:
         say(line)
     seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
