@@ -5,9 +5,9 @@
 Counts the package's files of which a function runs in the launcher for `train strategy=auto
 --dry-run`, the calls of what should run once, and the files between a line of chat and its loss.
 Then measures the processor time, in turns, of `fsdpctl --help` and `import typer`, and of the
-estimate of a model of 405 billion parameters on 16,384 ranks and `import torch`: medians. Other
-processes change it less than the time on a clock. Compiled modules are on disk, as after an
-installation.
+estimate of a model of 405 billion parameters on 16,384 ranks and `import torch`, and the answers to
+a wrong key and a wrong path, and `train` until its first line: medians. Other processes change it
+less than the time on a clock. Compiled modules are on disk, as after an installation.
 """
 
 import argparse
@@ -34,11 +34,15 @@ LARGE = (
     "estimate-memory", "model=llama3_405b", "launch.nproc_per_node=8", "launch.nnodes=2048",
     "cluster=h100",
 )  # fmt: skip
+FIRST_LINE = "train_first_line"
 TIMED = {
     "typer": ("-c", "import typer"),
     "help": ("-m", "fsdpctl", "--help"),
     "torch": ("-c", "import torch"),
     "estimate_405b": ("-m", "fsdpctl", *LARGE),
+    "wrong_key": ("-m", "fsdpctl", "train", "train.stepz=3"),
+    "wrong_path": ("-m", "fsdpctl", "train", "data.path=none.txt"),
+    FIRST_LINE: ("-u", "-m", "fsdpctl", "train", "--dry-run"),
 }
 
 
@@ -114,14 +118,24 @@ def chat_files(folder: Path) -> dict[str, int]:
     return {"training": len(trained), "rendering": len(rendered - trained)}
 
 
-def seconds(args: tuple[str, ...], compiled: str) -> float:
-    """Return the processor time of a Python process; `compiled` is a directory for its bytecode."""
+def seconds(name: str, compiled: str) -> float:
+    """Return the processor time of a command; `compiled` is a directory for its bytecode.
+
+    The process ends when it has printed the first line, if that is measured.
+    """
     env = {**os.environ, "PYTHONPYCACHEPREFIX": compiled, "PYTHONDONTWRITEBYTECODE": ""}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(
-        [sys.executable, *args], check=True, stdout=subprocess.DEVNULL, cwd=ROOT,
+    process = subprocess.Popen(
+        [sys.executable, *TIMED[name]], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT,
         env={**env, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+    assert process.stdout is not None
+    if name == FIRST_LINE:
+        process.stdout.readline()
+        process.kill()
+    process.communicate()
+    if process.returncode not in (-9 if name == FIRST_LINE else 0, 2 if "wrong" in name else 0):
+        raise SystemExit(f"{name}: exit code {process.returncode}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -129,11 +143,9 @@ def seconds(args: tuple[str, ...], compiled: str) -> float:
 def medians(rounds: int) -> dict[str, float]:
     """Return the median time of each command; they take turns."""
     with TemporaryDirectory() as compiled:
-        for args in TIMED.values():
-            seconds(args, compiled)
-        turns = [
-            {name: seconds(args, compiled) for name, args in TIMED.items()} for _ in range(rounds)
-        ]
+        for name in TIMED:
+            seconds(name, compiled)
+        turns = [{name: seconds(name, compiled) for name in TIMED} for _ in range(rounds)]
     return {name: round(median(turn[name] for turn in turns), 3) for name in TIMED}
 
 

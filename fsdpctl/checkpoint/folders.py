@@ -12,6 +12,7 @@ from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import LATEST as LATEST
 from fsdpctl.io.run_files import STEP, check_own, check_steps
 
@@ -85,7 +86,9 @@ def find_checkpoint(source: Path) -> Path:
         CheckpointError: If there are only incomplete ones.
     """
     if not source.is_dir():
-        raise UsageError(f"{source}: directory not found")
+        if source.exists():
+            raise UsageError(f"{source}: expected a directory, got a file")
+        raise UsageError(f"{source}: directory not found{nearest_path(str(source))}")
     check_own(source)
     if _is_complete(source) or STEP.fullmatch(source.resolve().name):
         return source

@@ -63,7 +63,7 @@ def check_nodes(
 
 def _found(config: "Config", where: "Place") -> "Report":
     """Check with the ranks that this process starts, or as one of another launcher's."""
-    from fsdpctl.run.directory import check_is_no_file
+    from fsdpctl.io.run_files import check_is_no_file
     from fsdpctl.tools.check_worker import Request, check
 
     run_dir = Path(config.train.run_dir or "runs")

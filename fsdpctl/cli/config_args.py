@@ -1,13 +1,13 @@
 """The arguments of every command that takes a configuration."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from fsdpctl.cli.console import say
+from fsdpctl.cli.console import note, say
 from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError
@@ -112,16 +112,18 @@ def composed_from(
     config: ConfigArguments,
     *,
     quiet: bool = False,
-    converted: Sequence[tuple[str, str]] | None = None,
+    **about: Any,
 ) -> "Composed":
     """Compose the configuration; print the ignored keys of the recipe unless `quiet`.
 
-    `converted` are the settings of the recipe if its file is another tool's.
+    `about` are arguments of `compose_config`.
     """
     from fsdpctl.config.compose import compose_config
 
     settings, recipe, config_dir = normalized(config)
-    composed = compose_config(list(settings or []), recipe, config_dir, converted=converted)
+    composed = compose_config(list(settings or []), recipe, config_dir, **about)
     for name in () if quiet else composed.dropped:
         say(f"{name} of the recipe ignored: {name.split('.')[0]} is set on the command line")
+    for line in () if quiet else composed.renamed:
+        note(line)
     return composed

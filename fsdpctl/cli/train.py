@@ -17,7 +17,8 @@ from fsdpctl.cli.outcome import TOO_EARLY, report_exit
 from fsdpctl.errors import StoppedError, UsageError
 
 if TYPE_CHECKING:
-    from fsdpctl.config.compose import Composed
+    from fsdpctl.config.compose import Composed, First
+    from fsdpctl.config.schema import Config
     from fsdpctl.resolve.run import Opened
     from fsdpctl.run.directory import Look
     from fsdpctl.start.begin import Decision
@@ -48,7 +49,8 @@ def train(
 ) -> None:
     """Train a model, or resume a run."""
     config = normalized(asked, nproc_per_node)
-    composed, config = _composed(config, source, quiet=print_config)
+    first = None if print_config else partial(_begin, resume)
+    composed, config = _composed(config, source, first)
     if print_config:
         _print_config(composed, resume)
     elif dry_run:
@@ -60,11 +62,11 @@ def train(
 
 
 def _composed(
-    config: ConfigArguments, source: Path | None, *, quiet: bool
+    config: ConfigArguments, source: Path | None, first: "First | None"
 ) -> "tuple[Composed, ConfigArguments]":
-    """Compose the configuration, of another tool's file if there is one."""
+    """Compose the configuration, of another tool's file if given; quietly without `first`."""
     if source is None:
-        return composed_from(config, quiet=quiet), config
+        return composed_from(config, quiet=first is None, first=first), config
     from fsdpctl.cli.convert import converted
 
     if config.recipe is not None:
@@ -72,10 +74,19 @@ def _composed(
     recipe = converted(source, list(config.settings or []))
     for _, why in recipe.missing:
         raise UsageError(f"{source}: {why}")
-    for line in () if quiet else recipe.left_out:
+    for line in recipe.left_out if first else ():
         note(f"{source.name}: left out: {line}")
     config = config._replace(recipe=str(source))
-    return composed_from(config, quiet=quiet, converted=recipe.words), config
+    about = {"first": first, "converted": recipe.words}
+    return composed_from(config, quiet=first is None, **about), config
+
+
+def _begin(resume: str, config: "Config", recipe: str | None) -> None:
+    """Check what needs no torch, and print the first line: the import of torch takes seconds."""
+    from fsdpctl.start.paths import check_paths
+
+    check_paths(config, recipe, resume)
+    say("opening the model and the data")
 
 
 def _train(composed: "Composed", settings: list[str], resume: str) -> None:
@@ -130,13 +141,13 @@ def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]
 
 
 def _dry_run(composed: "Composed", resume: str) -> None:
+    opened, seen, decision = _opened(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.resolve.machine import placed_on_cluster
     from fsdpctl.resolve.run import settle
     from fsdpctl.start.describe import describe_run, describe_units
     from fsdpctl.start.fit import check_fits
 
-    opened, seen, decision = _opened(composed, resume)
     settled = settle(seen.config, decision.selection)
     estimator = Estimator()
     estimate = estimator.estimate(placed_on_cluster(settled.config))

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from fsdpctl.config.config_values import PARTS, check_parts, check_values
+from fsdpctl.config.config_values import PARTS, check_about, check_parts, check_values, rejection
 from fsdpctl.config.hugging_face import (
     ACTIVATIONS,
     CONFIG_JSON,
@@ -68,6 +68,7 @@ def words_of_content(
     """
     if content.get("quantization_config") is not None:
         raise UsageError(f"{where}: quantization_config: not supported; expected full weights")
+    check_about(content, where)
     kept = _of_the_model(content)
     config = read_configuration(kept, where, own_code="auto_map" in content)
     if module != TRANSFORMERS:
@@ -225,8 +226,7 @@ def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool
     except UsageError:
         raise
     except Exception as error:  # its validators raise what they like
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"{where}: transformers {version} rejects it: {reason}") from None
+        raise UsageError(f"{where}: {rejection(error)} (transformers {version})") from None
 
 
 def _usual(made: Any) -> dict[str, Any]:

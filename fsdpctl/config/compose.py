@@ -5,13 +5,10 @@ Hydra composes the options. Values never pass through its grammar, so any file n
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
 from fsdpctl.config.importers.source_config import NO_TOML
@@ -43,6 +40,7 @@ _RESHARDING = ("reshard_after_forward", "strategy.reshard_after_forward")
 _RESHARDS = {"true": True, "false": False, "always": True, "default": True, "never": False}
 
 Pair = tuple[str, str]
+First = Callable[[Config, str | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,7 @@ class Composed:
     recipe: str | None  # its name, without directory and suffix
     dropped: tuple[str, ...]  # recipe keys overridden by an option on the command line
     automatic: frozenset[str]  # keys without a value
+    renamed: tuple[str, ...] = ()  # options by their names in other tools, a line each
 
 
 def compose_config(
@@ -61,10 +60,12 @@ def compose_config(
     config_dir: Path | None = None,
     *,
     converted: Sequence[Pair] | None = None,
+    first: First | None = None,
 ) -> Composed:
     """Return the configuration of `words` (KEY=VALUE settings) and a recipe.
 
-    `converted` are the settings of the recipe if its file is another tool's.
+    `converted` are the settings of the recipe if its file is another tool's. `first` is called with
+    the configuration and the recipe's name before the model is read, which may import torch.
 
     Raises:
         UsageError: If a setting is unknown or given twice, or its value is invalid.
@@ -90,18 +91,27 @@ def compose_config(
     kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
     pairs = with_model([*kept, *typed])
     own = STRATEGIES_ELSEWHERE  # names in other tools
-    pairs = [(n, own.get(text.lower(), text) if n == "strategy" else text) for n, text in pairs]
+    asked = dict(pairs).get("strategy", "")
+    ours = own.get(asked.lower(), asked)
+    renamed = (f"strategy={asked}: runs as {ours}",) if ours != asked else ()
+    pairs = [(name, ours if name == "strategy" else text) for name, text in pairs]
     _check_known(pairs, config_dir)
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices, config_dir)
+    parsed = {name: KEYS[name].parse(text) for name, text in pairs if name in KEYS}
+    name = path.stem if path else None
+    if first is not None:
+        first(to_config({**values, **parsed}, choices), name)
     values.update(values_of_path(choices, dict(pairs)))
     values.update(values_of_adapters(choices, dict(pairs)))
-    values.update({name: KEYS[name].parse(text) for name, text in pairs if name in KEYS})
+    values.update(parsed)
+    if values["model.architecture"] == "gpt2" and "model.num_kv_heads" not in dict(pairs):
+        values["model.num_kv_heads"] = values["model.num_heads"]  # it has no groups of heads
     _resolve_alternatives("the length", LENGTHS, values, given, {name for name, _ in kept})
     _resolve_alternatives("the size of a step", SIZES, values, given, {name for name, _ in kept})
     automatic = frozenset(name for name, value in values.items() if value is None)
     config = to_config(values, choices)
-    return Composed(config, path.stem if path else None, dropped, automatic)
+    return Composed(config, name, dropped, automatic, renamed)
 
 
 def _resharding(pairs: list[Pair], below: list[Pair]) -> list[Pair]:
@@ -267,6 +277,9 @@ def _composed_by_hydra(choices: Mapping[str, str]) -> Mapping[str, Mapping[str, 
     """Return the content of each group's selected file. A process reads each file once."""
     options = [(group, choices.get(group)) for group in GROUPS]
     if not all(each in _contents for each in options):
+        from hydra import compose, initialize_config_dir  # take 0.2 s; a wrong key has its answer
+        from omegaconf import OmegaConf
+
         conf = str(package_folder("conf").resolve())
         with initialize_config_dir(conf, version_base="1.3"):
             overrides = [f"{group}={choice}" for group, choice in choices.items()]

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from fsdpctl.config.model import MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, nearest
 
 # Where transformers looks for the text model in a configuration.
 PARTS = ("text_config", "decoder", "generator", "text_encoder")
@@ -53,6 +53,13 @@ _POSITIVE = re.compile(
     r"|.*sliding_window_size|attention_chunk_size"
 )
 _CHECKS = [(re.compile(each.names), each) for each in _TABLE]
+# Keys about the file, which fsdpctl sets when it writes one, and their values.
+_DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "auto")
+_ABOUT = {"dtype": _DTYPES, "torch_dtype": _DTYPES, "use_cache": ("true", "false")}
+# Of the errors of transformers' validators: the key, the type and the value; or what precedes them.
+_FIELD = re.compile(r"Field '(\w+)' expected (\w+), got \w+ \(value: (.*)\)")
+_VALIDATOR = re.compile(r"Class validation error for validator '\w+': \w+: ")
+_TYPES = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 _OTHERS = _Bounds("", 0, MOST_TOKENS)
 _FLOATS = _Bounds("", None, None)
 
@@ -73,6 +80,25 @@ def check_parts(content: Mapping[str, Any], where: str, parts: Collection[str]) 
             raise UsageError(f"{where}: {name}: expected a mapping, got {_shown(value)}")
 
 
+def check_about(content: Mapping[str, Any], where: str) -> None:
+    """Check the keys about the file, which nothing else reads; UsageError names one."""
+    for name, known in _ABOUT.items():
+        value = content.get(name)
+        text = str(value).lower().removeprefix("torch.")
+        if text not in (*known, "none") and not isinstance(value, Mapping):
+            expected = f"{', '.join(known)}{nearest(text, known)}"
+            raise UsageError(f"{where}: {name} {_shown(value)}: expected {expected}")
+
+
+def rejection(error: Exception) -> str:
+    """Return what transformers rejects: `KEY VALUE: expected TYPE`, or its own reason."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if found := _FIELD.search(reason):
+        name, kind, value = found.groups()
+        return f"{name} {_shown(value.strip(chr(39)))}: expected {_TYPES.get(kind, kind)}"
+    return _VALIDATOR.sub("", reason)
+
+
 def check_values(
     content: Mapping[str, Any], where: str, usual: Mapping[str, Any], place: str = ""
 ) -> None:
@@ -89,6 +115,10 @@ def check_values(
     """
     if place.count(".") > _MOST_DEEP or len(content) > _MOST_ITEMS:
         raise UsageError(f"{where}: {place[:80]}: nested too deeply, or too many keys")
+    pad, size = content.get("pad_token_id"), content.get("vocab_size")
+    if isinstance(pad, int) and isinstance(size, int) and pad >= size:
+        problem = f"pad_token_id {pad}: expected less than vocab_size {size}"
+        raise UsageError(f"{where}: {place}{problem}")
     for name, value in content.items():
         known = usual.get(name)
         if type(value) is type(known) and value == known:
@@ -104,6 +134,8 @@ def check_values(
 
 def _problem(name: str, value: object, usual: object, depth: int = 0) -> str:
     """Return what a value must be, or an empty text."""
+    if isinstance(usual, bool) and not isinstance(value, bool) and value is not None:
+        return "expected true or false"
     if isinstance(value, list):
         if len(value) > _MOST_ITEMS or depth > _MOST_DEEP:
             return f"expected at most {_MOST_ITEMS} items"
@@ -112,7 +144,8 @@ def _problem(name: str, value: object, usual: object, depth: int = 0) -> str:
         )
     if isinstance(value, str):
         bounds = _bounds_of(name, 0, depth)
-        if bounds.above or bounds.below or (_is_number(usual) and not isinstance(usual, bool)):
+        is_number = _is_number(usual) and not isinstance(usual, bool)
+        if bounds.above or bounds.below or is_number or (_POSITIVE.fullmatch(name) and not depth):
             return "expected a number"
         return f"expected at most {_MOST_TEXT} characters" if len(value) > _MOST_TEXT else ""
     if isinstance(value, bool):

@@ -14,6 +14,7 @@ from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.config.serialize import known_key
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.documents import as_type, read_json
+from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import CHECKPOINTS as CHECKPOINTS
 from fsdpctl.io.run_files import RUN_CONFIG as RUN_CONFIG
 
@@ -60,7 +61,9 @@ def model_words(path: str, module: str = "auto") -> dict[str, str]:
         entry = hub_models().get(path.partition("@")[0])
         if entry is None:
             local_model(path)  # raises for a name on the Hub, with the command to download it
-            raise UsageError(f"model.path={path}: no such directory")
+            if folder.exists():
+                raise UsageError(f"model.path={path}: expected a directory, got a file")
+            raise UsageError(f"model.path={path}: no such directory{nearest_path(path)}")
         return _prefixed(words_of_table(entry["config"], path, module))
     if is_hugging_face(folder):
         file = folder / CONFIG_JSON

@@ -11,7 +11,7 @@ from fsdpctl.config.importers.source_config import NO_TOML, SourceConfig, tool_o
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.io.documents import MIB, read_yaml
-from fsdpctl.io.files import read_text_file
+from fsdpctl.io.files import nearest_path, read_text_file
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MOST_SETTINGS = 10_000  # aliases turn few lines into many
@@ -68,7 +68,7 @@ def find_recipe(name: str) -> Path:
     if path.is_file():
         return path
     if path.suffix:
-        raise UsageError(f"{name}: no such file")
+        raise UsageError(f"{name}: no such file{nearest_path(name)}")
     names = recipe_names()
     raise UsageError(
         f"--recipe {name}: no such recipe or file{nearest(name, names)} ({', '.join(names)})"

@@ -27,10 +27,10 @@ class NameFilter:
     key: str
     text: str
     names: tuple[str, ...] | None  # None: the text is a pattern
-    whole_parts: bool = False  # a name of the list is the end of a matching name, not any part
+    ends: bool = False  # a name of the list is the end of a matching name, not any part of it
 
     @staticmethod
-    def of(key: str, text: str, *, whole_parts: bool = False) -> "NameFilter":
+    def of(key: str, text: str, *, ends: bool = False) -> "NameFilter":
         """Read the value of a setting.
 
         Raises:
@@ -39,7 +39,7 @@ class NameFilter:
         names = _listed(key, text)
         if names is None:
             _compiled(key, text, text)
-        return NameFilter(key, text, names, whole_parts)
+        return NameFilter(key, text, names, ends)
 
     @property
     def is_all_linear(self) -> bool:
@@ -75,9 +75,8 @@ class NameFilter:
     def _finds(self, part: str, name: str) -> bool:
         if self.names is None:
             return _compiled(self.key, self.text, part).search(name) is not None
-        if self.whole_parts:
-            return name == part or name.endswith(f".{part}")
-        return part in name
+        whole = f".{name}" if self.ends else f".{name}."  # layers.1 does not match layers.10
+        return whole.endswith(f".{part}") if self.ends else f".{part}." in whole
 
 
 def _listed(key: str, text: str) -> tuple[str, ...] | None:

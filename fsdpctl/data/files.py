@@ -8,9 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpctl.errors import UsageError, first_of
+from fsdpctl.io.files import nearest_path
 
 _FILES_FOR_WHOLE_HOLDOUT = 50  # with fewer files, the end of each is held out instead
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
+
+# Suffixes of files of other formats than text, whatever their bytes, and the next step.
+_NO_TEXT = {
+    "pdf": "a PDF; convert it, for example with pdftotext",
+    "docx doc odt epub": "a document; convert it with pandoc",
+    "zip tar gz tgz bz2 xz zst 7z": "compressed; unpack it",
+    "png jpg jpeg gif webp mp3 wav mp4": "an image or a recording; expected text",
+    "xlsx xls parquet arrow": "a table; set data=chat with .jsonl or .parquet",
+    "safetensors gguf pt pth": "model weights; to start from them, set model=hf model.path=DIR",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +54,7 @@ def read_text(path: str, key: str = "data.path") -> Text:
     Raises:
         UsageError: If no file is found, if a single file isn't text, or if there is no text.
     """
-    files = find_files(path, key)
+    files = text_files(path, key)
     documents: list[bytes] = []
     skipped: list[str] = []
     for file in files:
@@ -68,6 +79,15 @@ def _next_step(problem: str) -> str:
     return f"{problem}; convert it, for example with iconv -f latin1 -t utf-8"
 
 
+def text_files(path: str, key: str) -> list[Path]:
+    """Return the files of `find_files`; a single one has no suffix of another format than text."""
+    files = find_files(path, key)
+    suffix = files[0].suffix.lower()[1:] if len(files) == 1 else ""
+    for kind in (kind for suffixes, kind in _NO_TEXT.items() if suffix in suffixes.split()):
+        raise UsageError(f"{key}={path}: {kind}")
+    return files
+
+
 def find_files(path: str, key: str) -> list[Path]:
     """Return a file, all files below a directory, or the files of a glob, sorted.
 
@@ -89,7 +109,10 @@ def find_files(path: str, key: str) -> list[Path]:
     except RecursionError:
         raise UsageError(f"{key}={path}: directories are nested too deeply for **") from None
     if not files:
-        raise UsageError(f"{key}={path}: not found; expected a file, a directory or a glob")
+        if place.exists():
+            raise UsageError(f"{key}={path}: not a regular file; expected a file or a directory")
+        hint = nearest_path(path) or "; expected a file, a directory or a glob"
+        raise UsageError(f"{key}={path}: not found{hint}")
     return files
 
 

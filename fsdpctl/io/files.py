@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError
+from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError, nearest
 
 Refusal = type[FsdpctlError]
 _LAST_BYTES, _LONGEST = 4096, 300  # to search for the last line of a log; characters of it
@@ -25,6 +25,16 @@ def plain_name(name: object, pattern: str, where: str, refusal: Refusal) -> str:
     if isinstance(name, str) and _PLAIN.fullmatch(name) and re.fullmatch(pattern, name):
         return name
     raise refusal(f"{where}: {str(name)[:80]!r} is not the name of such a file")
+
+
+def nearest_path(path: str) -> str:
+    """Return `; did you mean X?` for the file or directory whose name is closest, or no text."""
+    above, name = os.path.split(path)
+    try:
+        hint = nearest(name, sorted(each for each in os.listdir(above or ".") if each != name))
+    except OSError:
+        return ""
+    return hint.replace("mean ", f"mean {above.rstrip('/')}/", 1) if above else hint
 
 
 def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> int:

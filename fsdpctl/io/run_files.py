@@ -45,6 +45,17 @@ def check_own(run_dir: Path) -> None:
     check_steps(run_dir / CHECKPOINTS)
 
 
+def check_is_no_file(run_dir: Path) -> None:
+    """Check that a run directory doesn't exist, or is a directory whose files are its own.
+
+    Raises:
+        UsageError: If it is a file, or one of its files is a link or a special file.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UsageError(f"train.run_dir={run_dir}: expected a directory, got a file")
+    check_own(run_dir)
+
+
 def check_steps(checkpoints: Path) -> None:
     """Check that the only link in a checkpoints directory is the one to the newest of them.
 

@@ -109,7 +109,7 @@ def _freeze_all_but(module: nn.Module, text: str) -> None:
 def _targets(module: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
     """Return the layers that get an adapter, by name."""
     layers, read = dict(_linear_layers(module)), read_elsewhere(module)
-    chosen = NameFilter.of(TARGETS, config.targets, whole_parts=True)
+    chosen = NameFilter.of(TARGETS, config.targets, ends=True)
     if chosen.is_all_linear:
         return {name: layer for name, layer in layers.items() if name not in read}
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))

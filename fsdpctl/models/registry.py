@@ -89,6 +89,9 @@ def build_model(config: ModelConfig) -> nn.Module:
         UsageError: If the model's numbers are inconsistent, or nothing is trained.
     """
     module = build_plain(config)
+    whole = sum(count_weights(module).values())
+    if config.router_aux_loss == "global" and count_active(module) == whole:
+        raise UsageError("model.router_aux_loss=global: only valid with a model that has routers")
     with torch.device("meta"):
         choose_trained(module, config)
     return module

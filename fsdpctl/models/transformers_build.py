@@ -2,15 +2,18 @@
 
 import copy
 import math
+import re
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdpctl.config.any_decoder import CONFIG_OF, content_of, read_configuration
+from fsdpctl.config.hugging_face import ACTIVATIONS
 from fsdpctl.config.model import TRANSFORMERS, ModelConfig
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, nearest
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention import THEIRS
 
@@ -37,9 +40,11 @@ def _built(config: ModelConfig) -> Any:
         return make.from_config(told, dtype=torch.float32)
     except Exception as error:  # the code of a family raises what it likes
         reason = str(error).strip().replace("\n", " ")
-        if isinstance(error, KeyError):  # of a table of activations, for example
-            reason = f"unknown value {reason}"
         where = CONFIG_OF if config.path is None else f"model.path={config.path}: config.json"
+        if isinstance(error, KeyError):  # of a table of activations, for example
+            known = nearest(str(error.args[0]), chain(*ACTIVATIONS.values()))
+            key = re.search(rf'(\w+)": "{re.escape(str(error.args[0]))}"', told.to_json_string())
+            reason = f"{key[1] if key else 'unknown value'} {reason}: not known{known}"
         raise UsageError(f"{where}: transformers cannot build the model: {reason}") from None
 
 

@@ -76,17 +76,29 @@ def place_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> P
 def _check_nodes(launch: LaunchConfig) -> None:
     """Check that one of several nodes has its number and the rendezvous endpoint."""
     nodes, node = launch.nnodes, launch.node_rank
-    if nodes == 1 and (node or launch.rdzv_endpoint):
-        raise UsageError(
-            "launch.node_rank and launch.rdzv_endpoint require several nodes; set launch.nnodes to "
-            "their number"
-        )
+    check_nodes(launch)
     if nodes > 1 and (node is None or launch.rdzv_endpoint is None):
         raise UsageError(
             f"launch.nnodes={nodes}: run the command on each node, with launch.node_rank=0 to "
             f"{nodes - 1}, and launch.rdzv_endpoint=HOST:PORT of node 0"
         )
-    if node is not None and node >= nodes:
+
+
+def check_nodes(launch: LaunchConfig) -> None:
+    """Check the number of this node and the rendezvous endpoint, as far as they are set.
+
+    Raises:
+        UsageError: If one is invalid, or this is the only node.
+    """
+    nodes, node = launch.nnodes, launch.node_rank
+    if launch.rdzv_endpoint is not None:
+        host_and_port(launch.rdzv_endpoint)
+    if launch.name == "local" and nodes == 1 and (node or launch.rdzv_endpoint):
+        raise UsageError(
+            "launch.node_rank and launch.rdzv_endpoint require several nodes; set launch.nnodes to "
+            "their number"
+        )
+    if nodes > 1 and node is not None and node >= nodes:
         raise UsageError(
             f"launch.node_rank={node}: expected 0 to {nodes - 1} with launch.nnodes={nodes}"
         )

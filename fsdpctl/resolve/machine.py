@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from fsdpctl.config.placement import known_gpu
 from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.io.control_group import host_memory
@@ -86,6 +87,15 @@ def placed_on_cluster(config: Config) -> Config:
         ),
     )
     return _with_precision(placed)
+
+
+def notes_on_cluster(config: Config) -> tuple[str, ...]:
+    """Return a line if `cluster` is not the hardware of a configuration that is placed here."""
+    name, device = config.cluster.name, str(config.launch.device)
+    gpu = known_gpu(torch.cuda.get_device_name(0)) if device == "cuda" else None
+    if name == LOCAL or (gpu and gpu.cluster == name):
+        return ()
+    return (f"cluster={name}: no effect on a run here, which uses {device}; estimates assume it",)
 
 
 def architecture_here() -> str | None:

@@ -41,6 +41,7 @@ from fsdpctl.resolve.launchers import Place, place_of
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens, mlp_chunk_tokens
 from fsdpctl.resolve.machine import (
     check_context,
+    notes_on_cluster,
     placed_here,
     resolved_strategy,
     sample_groups,
@@ -109,7 +110,7 @@ def _open(composed: Composed, where: Place) -> Opened:
     config = placed_here(composed.config, where)
     check_placed(config, here=True)  # an error does not wait for the data
     config, notes = _with_compiler(config)
-    notes += notes_on_engine(config, composed.automatic)
+    notes += notes_on_engine(config, composed.automatic) + notes_on_cluster(config)
     config = _with_alpha(_with_model_path(config))
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)

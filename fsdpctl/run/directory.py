@@ -29,7 +29,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import files
-from fsdpctl.io.run_files import HEARTBEAT, LOCK, OVERRIDES, RUNS, check_own
+from fsdpctl.io.run_files import HEARTBEAT, LOCK, OVERRIDES, RUNS, check_is_no_file, check_own
 from fsdpctl.io.run_files import LOG as LOG
 from fsdpctl.io.run_files import LOGS as LOGS
 from fsdpctl.io.run_files import METRICS as METRICS
@@ -88,17 +88,6 @@ def read_config(run_dir: Path) -> Config:
         raise UsageError(f"{file}: corrupted, or written by another version: {problem}") from None
 
 
-def check_is_no_file(run_dir: Path) -> None:
-    """Check that a run directory doesn't exist, or is a directory whose files are its own.
-
-    Raises:
-        UsageError: If it is a file, or one of its files is a link or a special file.
-    """
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UsageError(f"train.run_dir={run_dir}: expected a directory, got a file")
-    check_own(run_dir)
-
-
 def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
     """Find out what `--resume RESUME` means for `config` and its run directory. Writes nothing.
 
@@ -114,10 +103,6 @@ def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
     config = replace(config, train=replace(config.train, run_dir=str(fresh)))
     if resume == "never":
         return Look(config, Standing.NEW, 0)
-    if not Path(resume).expanduser().exists():
-        raise UsageError(
-            f"--resume {resume}: not found; expected auto, never, or a run or checkpoint"
-        )
     source = find_checkpoint(Path(resume).expanduser())
     manifest = CheckpointReader(source).manifest
     before, now = manifest.config, config_words(config)
@@ -157,7 +142,9 @@ def _look_for_resume(config: Config) -> Look:
     run_dir = Path(str(config.train.run_dir))
     check_is_no_file(run_dir)
     nearest_folder = next(each for each in (run_dir, *run_dir.parents) if each.exists())
-    if not (nearest_folder.is_dir() and os.access(nearest_folder, os.W_OK)):
+    if not nearest_folder.is_dir():
+        raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is a file")
+    if not os.access(nearest_folder, os.W_OK):
         raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is not writable")
     if not (run_dir / RUN_CONFIG).is_file():
         if run_dir.is_dir() and not all(map(_is_of_a_start, run_dir.iterdir())):

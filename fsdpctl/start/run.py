@@ -58,10 +58,12 @@ def run(
         return None
     if not alone:
         return _as_node(composed.config, where, begun, talk)
+    found = begun()
+    if found is None:
+        return None
     from fsdpctl.start.restarts import train_with_restarts
 
-    found = begun()
-    return None if found is None else (train_with_restarts(found, talk.say), found.run_dir)
+    return train_with_restarts(found, talk.say), found.run_dir
 
 
 # ---- one of several nodes ----------------------------------------------------------------

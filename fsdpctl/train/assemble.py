@@ -32,8 +32,6 @@ from fsdpctl.models.quantized import packing_of, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.peers.model import peer_model
-from fsdpctl.peers.setup import PeerSetup
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Offload
@@ -100,6 +98,9 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
         return _with_counts(model)
     module, strategy = make_module(config), get_strategy(config.strategy.name)
     ranks = collectives_for(device).size
+    from fsdpctl.peers.model import peer_model  # takes a second
+    from fsdpctl.peers.setup import PeerSetup
+
     setup = PeerSetup(
         config.engine.name,
         tuple(block_names(module)),

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,14 +18,16 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, LocalStepStats, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.optim.sgd import ShardedSGD
-from fsdpctl.peers.model import PeerModel
 from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.run.flops import ModelFlops
 from fsdpctl.run.step_metrics import StepClock, StepMetrics, peak_memory
 from fsdpctl.train.loss import summed_loss
 
+if TYPE_CHECKING:
+    from fsdpctl.peers.model import PeerModel  # imports PyTorch's engines, which takes a second
+
 Optimizer = ShardedAdamW | ShardedSGD  # ShardedMuon is a ShardedAdamW
-TrainedModel = ShardedModel | PeerModel
+TrainedModel: TypeAlias = "ShardedModel | PeerModel"
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,36 +63,6 @@ def test_keys_may_have_dashes(typed):
     assert (found["strategy"], found["model"]) == ("no_shard", "gpt2")
 
 
-def test_a_key_with_dashes_is_checked_like_others():
-    code, said = invoke("train", "--train.stepz", "7", "--print-config")
-    assert (code, "did you mean train.steps?" in said) == (2, True)
-    code, said = invoke("train", "--learning-rate", "7", "--print-config")
-    assert (code, "use optimizer.lr" in said) == (2, True)
-    code, said = invoke("train", "--train.steps")
-    assert (code, "train.steps=: expected" in said) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("quick", "to use the recipe, pass --recipe quick"),
-        ("gpt2", "did you mean model=gpt2?"),
-        ("words.txt", "to train on the text, pass data=text data.path=words.txt"),
-        ("--strategy=full_shrad", "did you mean full_shard?"),
-        ("none.yaml", "none.yaml: no such file"),
-    ],
-)
-def test_a_word_alone_is_answered_with_what_it_may_be(words, word, said):
-    code, answer = invoke("train", word)
-    assert (code, said in answer) == (2, True), answer
-
-
-def test_files_of_other_tools_are_answered_by_their_words(tmp_path):
-    (tmp_path / "axolotl.yaml").write_text("datasets:\n  - path: x\n    type: alpaca\n")
-    code, said = invoke("train", str(tmp_path / "axolotl.yaml"))
-    assert (code, "datasets: no such key; use data=text" in said) == (2, True)
-
-
 def test_the_bare_command_shows_what_there_is(tmp_path):
     result = fsdpctl(cwd=tmp_path)
     assert result.returncode == 0

@@ -65,15 +65,11 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("train.steps=nan", ["train.steps=nan"]),
         ("train.steps=inf", ["train.steps=inf"]),
         ("train.steps=", ["train.steps="]),
-        ("train.steps=-1", ["a whole number of at least 1"]),
         ("optimizer.lr=fast", ["optimizer.lr=fast", "number"]),
-        ("optimizer.lr=nan", ["optimizer.lr=nan"]),
         ("model.tie_embeddings=maybe", ["true or false"]),
-        ("train.stepz=3", ["train.stepz", "did you mean train.steps?"]),
         ("num_layers=3", ["did you mean model.num_layers?"]),
         ("+train.extra=3", ["+train.extra", "adding and removing keys is not supported"]),
         ("~optimizer", ["adding and removing keys is not supported"]),
-        ("++train.steps=3", ["adding and removing keys is not supported"]),
         ("model@x=llama_tiny", ["adding and removing keys is not supported"]),
         ("hydra.run.dir=x", ["settings of Hydra are not supported"]),
         ("strategy=full_shart", ["did you mean full_shard?", "no_shard"]),
@@ -81,7 +77,6 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("learning_rate=1", ["use optimizer.lr"]),
         ("gradient_accumulation_steps=4", ["use accumulation.steps"]),
         ("accumulation=4", ["no such option", "every, last"]),
-        ("tensor_parallel_degree=2", ["does not support tensor parallelism"]),
         ("lora=true", ["use model.lora.rank=16"]),
         ("model.lora=true", ["section", "fsdpctl list model"]),
         ("model.lora.ranks=3", ["did you mean model.lora.rank?"]),
@@ -96,7 +91,6 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("train.seed=99999999999999999999", ["train.seed"]),
         ("train.epochs=0", ["train.epochs"]),
         ("--lr=3", ["KEY=VALUE", "optimizer.lr"]),
-        ("--recpie", ["--recipe"]),
         ("checkpoint.interval=5", ["use checkpoint.every"]),
         ("checkpoint.enable=true", ["use checkpoint.every"]),
         ("model.name=llama3", ["use model; `fsdpctl list model`"]),
@@ -112,8 +106,6 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("special_tokens.pad_token=x", ["not needed: padding"]),
         ("liger_rope=true", ["does not support third-party kernels"]),
         ("load-in-4bit=true", ["model.base_dtype=nf4"]),
-        ("LOAD_IN_4BIT=true", ["model.base_dtype=nf4"]),
-        ("tp-size=2", ["does not support tensor parallelism"]),
         ("--tensor-model-parallel-size", ["does not support tensor parallelism"]),
         ("parallelism_config_tp_size=2", ["does not support tensor parallelism"]),
         ("--use-qlora", ["model.base_dtype=nf4"]),
@@ -121,7 +113,6 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("data.path=", ["data.path=: empty; expected a path"]),
         ("data.packing=x", ["expected true, false or auto"]),
         ("model=llama4", ["no such option; model=hf model.path=DIR loads another model (gpt2,"]),
-        ("model=llama3-8b", ["did you mean llama3_8b?"]),
         ("tt.toml", ["TOML files, such as torchtitan's, are not read"]),
         ("job.config_file=tt.toml", ["TOML files, such as torchtitan's, are not read"]),
         ("launch.nproc_per_node=0", ["from 1"]),
@@ -135,14 +126,7 @@ def test_errors_are_one_line_with_a_suggestion(word, parts):
     assert "\n" not in str(caught.value)
 
 
-def test_a_key_given_twice_is_rejected():
-    with pytest.raises(UsageError, match=r"train.steps: given twice, as 3 and as 4"):
-        compose_config(["train.steps=3", "train.steps=4"])
-
-
 def test_only_one_key_sets_the_length():
-    with pytest.raises(UsageError, match="set the length with one of them"):
-        compose_config(["train.steps=3", "train.epochs=1"])
     train = compose_config(["train.tokens=1e6"]).config.train
     assert (train.steps, train.epochs, train.tokens) == (None, None, 1_000_000)
 

@@ -102,7 +102,9 @@ def test_rows_of_padding_alone_add_nothing(tmp_path):
 @pytest.mark.parametrize("family", ["doge", "llama"])
 def test_a_model_without_routers_has_no_auxiliary_loss(family, tmp_path):
     save_decoder(family, tmp_path, output_router_logits=True)
-    module = plain_module(tmp_path, "model.router_aux_loss=global")
+    with pytest.raises(UsageError, match="global: only valid with a model that has routers"):
+        plain_module(tmp_path, "model.router_aux_loss=global")
+    module = plain_module(tmp_path)
     assert not module.balances_experts
     module.transformers_model.z_loss_coefficient = 0.1  # as Bamba's
     with pytest.raises(UsageError, match="z_loss_coefficient=0.1: not supported; set it to 0, or"):

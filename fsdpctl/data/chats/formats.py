@@ -29,7 +29,7 @@ from fsdpctl.data.chats.values import (
     expect_text,
     without_nulls,
 )
-from fsdpctl.errors import UsageError, first_of
+from fsdpctl.errors import UsageError, first_of, nearest
 
 SYSTEM = ("system", "system_prompt", "system_message")
 TOOLS = ("tools", "functions")
@@ -37,6 +37,9 @@ _KWARGS = "chat_template_kwargs"
 _ASKED, _ADDED, _ANSWERED = (
     ("instruction", "query", "question"), ("input", "context"), ("output", "response"),
 )  # fmt: skip
+# What other files call them.
+_LIKE_ASKED = (*_ASKED, "prompt", "input", "problem", "source", "user")
+_LIKE_ANSWERED = (*_ANSWERED, "answer", "completion", "target", "solution", "assistant")
 _TEXTS = ("messages", "conversations", "prompt", "completion", "history", "text")
 # Keys of rows for other kinds of training.
 _PREFERENCE = re.compile(r"(?:chosen|rejected|(?:non_)?preferred_).*")
@@ -116,7 +119,18 @@ def detect_format(fields: Mapping[str, Any]) -> str:
             return name
     known = "messages; conversations; prompt, completion; instruction, input, output; or text"
     has = first_of([key[:40] for key in sorted(fields)], 8) or "none"
-    raise UsageError(f"unknown format with keys {has}; expected {known}")
+    raise UsageError(f"unknown format with keys {has}; expected {known}{_renaming(fields)}")
+
+
+def _renaming(fields: Mapping[str, Any]) -> str:
+    """Return which keys to rename, as the end of a message."""
+    asked = next((key for key in _LIKE_ASKED if key in fields), None)
+    answered = next((key for key in _LIKE_ANSWERED if key in fields), None)
+    if asked is None or answered is None:
+        hints = (nearest(key[:40], _TEXTS) for key in sorted(fields))
+        return next((hint for hint in hints if hint), "")
+    pairs = ((asked, _ASKED), (answered, _ANSWERED))
+    return f"; rename {' and '.join(f'{key} to {to[0]}' for key, to in pairs if key not in to)}"
 
 
 def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]:

@@ -114,8 +114,8 @@ def test_files_have_shares_or_not(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x.jsonl", "data.path=x.jsonl: not found; expected a file"),
-        ("a.jsonl:1,x.jsonl:2", "data.path=x.jsonl: not found; expected a file"),
+        ("x.jsonl", "data.path=x.jsonl: not found"),
+        ("a.jsonl:1,x.jsonl:2", "data.path=x.jsonl: not found"),
         ("a.jsonl:1,b.jsonl", "b.jsonl has no share; give a share for all files or none"),
         ("a.jsonl:0,b.jsonl:1", "expected a share above 0"),
         ("[]", "expected at least one file"),

@@ -1,0 +1,59 @@
+"""The checks of paths and launch settings, which need no torch: its import takes seconds."""
+
+import re
+from pathlib import Path
+
+from fsdpctl.config.data import CHAT, DataConfig
+from fsdpctl.config.recipe import find_recipe, first_comment, recipe_names
+from fsdpctl.config.schema import Config
+from fsdpctl.data.files import find_files, text_files
+from fsdpctl.errors import UsageError
+from fsdpctl.io.files import nearest_path
+from fsdpctl.io.run_files import check_is_no_file
+from fsdpctl.resolve.launchers import check_nodes
+
+
+def check_paths(config: Config, recipe: str | None, resume: str) -> None:
+    """Check the paths of a run, and which node of how many this is.
+
+    Only the process that opens the run needs the data: relative paths are those of its directory.
+
+    Raises:
+        UsageError: If a path is wrong; the message names its key.
+    """
+    check_nodes(config.launch)
+    if config.launch.name != "local" or config.launch.node_rank:
+        return
+    if resume not in ("auto", "never") and not Path(resume).expanduser().exists():
+        hint = nearest_path(resume) or "; expected auto, never, or a run or checkpoint"
+        raise UsageError(f"--resume {resume}: not found{hint}")
+    if config.train.run_dir is not None:
+        check_is_no_file(Path(config.train.run_dir))
+    for name in ("tokenizer", "template"):
+        path = getattr(config.data, name)
+        if path not in (None, "bytes") and not Path(path).exists():
+            raise UsageError(f"data.{name}={path}: not found{nearest_path(path)}")
+    try:
+        _check_data(config.data)
+    except UsageError as error:
+        raise UsageError(f"{error}{_way_to_get(recipe, str(config.data.path))}") from None
+
+
+def _check_data(config: DataConfig) -> None:
+    for key, path in (("data.path", config.path), ("data.val_path", config.val_path)):
+        if path is None or config.name == "python_stdlib":
+            continue
+        if config.name == CHAT:
+            from fsdpctl.data.chats.files import sources_of  # imports numpy
+
+            sources_of(path, key)
+        else:
+            (text_files if config.name == "text" else find_files)(path, key)
+
+
+def _way_to_get(recipe: str | None, path: str) -> str:
+    """Return the command that downloads the text of a recipe of the package, if it has one."""
+    if recipe not in recipe_names() or Path(path).exists():
+        return ""
+    url = re.search(r"https://\S+", first_comment(find_recipe(recipe)))
+    return f"; to download it, run `curl -o {path} {url[0]}`" if url else ""
