@@ -235,3 +235,5 @@ def main() -> None:
         with contextlib.suppress(OSError):
             _fail(f"{where}{error.strerror or error}")
         sys.exit(UsageError.exit_code)
+    finally:
+        DISPLAY.stop()

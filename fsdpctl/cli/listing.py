@@ -121,8 +121,12 @@ def _schema_of(key: Key) -> dict[str, Any]:
     limits = {"minimum": key.minimum, "maximum": key.maximum}
     found |= {"type": _JSON_TYPES[key.type]}
     found |= {name: limit for name, limit in limits.items() if limit is not None}
-    texts = key.auto or key.is_chosen or key.unit  # `auto`, or a size such as 80GB
-    return {"anyOf": [found, {"type": "string"}]} if texts and key.type != "text" else found
+    if key.type == "text":
+        return found
+    words = ["auto"] * (key.auto or key.is_chosen) + ["none"] * key.optional
+    more: list[dict[str, Any]] = [{"enum": words}] if words else []
+    more += [{"type": "string"}] if key.unit else []  # a size such as 80GB
+    return {"anyOf": [found, *more]} if more else found
 
 
 def _list_everything(default: Config, config_dir: Path | None) -> None:

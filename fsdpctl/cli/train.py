@@ -1,5 +1,6 @@
 """`fsdpctl train`, and the report at its end."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
 from fsdpctl.config.importers.source_config import NO_TOML
-from fsdpctl.config.keys import AUTO, Value
+from fsdpctl.config.keys import Value
 from fsdpctl.config.recipe import (
     check_config_dir,
     choices_of,
@@ -25,19 +25,15 @@ from fsdpctl.config.recipe import (
 )
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import known_key, to_config
-from fsdpctl.config.short_words import expanded, names_model
+from fsdpctl.config.short_words import expanded, names_model, resharding, with_own_strategy
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError, first_of
-from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
+from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
 
 # Keys that apply to every option of their group.
 _FOR_ANY_OPTION = ("model.lora.", "model.base_dtype", "data.val_fraction")
-
-_RESHARDING = ("reshard_after_forward", "strategy.reshard_after_forward")
-# Including torchtitan's values.
-_RESHARDS = {"true": True, "false": False, "always": True, "default": True, "never": False}
 
 Pair = tuple[str, str]
 First = Callable[[Config, str | None], None]
@@ -78,23 +74,11 @@ def compose_config(
     base = read if converted is None else list(converted)
     refuse_commands(str(recipe), base, typed)
     _refuse_doubles(base)
-    base = _resharding(expanded(base, [], _ranks_per_node), [])
-    typed = _resharding(expanded(typed, base, _ranks_per_node), base)
-    chosen = {name for name, _ in typed if name in GROUPS}
+    base = resharding(expanded(base, [], _ranks_per_node), [])
+    typed = resharding(expanded(typed, base, _ranks_per_node), base)
     given = {name for name, _ in typed}
-    dropped = tuple(
-        name
-        for name, _ in base
-        if "." in name and name.split(".")[0] in chosen
-        if name not in given and not name.startswith(_FOR_ANY_OPTION)
-    )
-    kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
-    pairs = with_model([*kept, *typed])
-    own = STRATEGIES_ELSEWHERE  # names in other tools
-    asked = dict(pairs).get("strategy", "")
-    ours = own.get(asked.lower(), asked)
-    renamed = (f"strategy={asked}: runs as {ours}",) if ours != asked else ()
-    pairs = [(name, ours if name == "strategy" else text) for name, text in pairs]
+    kept, dropped = _below(base, given)
+    pairs, renamed = with_own_strategy(with_model([*kept, *typed]))
     _check_known(pairs, config_dir)
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices, config_dir)
@@ -114,23 +98,19 @@ def compose_config(
     return Composed(config, name, dropped, automatic, renamed)
 
 
-def _resharding(pairs: list[Pair], below: list[Pair]) -> list[Pair]:
-    """Replace FSDP's `reshard_after_forward` by the strategy that it selects.
+def _below(base: list[Pair], given: set[str]) -> tuple[list[Pair], tuple[str, ...]]:
+    """Return the settings of a recipe that stay below those given, and the names of ignored ones.
 
-    It modifies the strategy among `pairs`, else the one in `below`.
+    An option of a group on the command line replaces the recipe's, with the keys of that option.
     """
-    asked = [(name, text) for name, text in pairs if name in _RESHARDING]
-    if not asked:
-        return pairs
-    name, text = asked[-1]
-    if text.lower() not in _RESHARDS:
-        raise UsageError(f"{name}={text}: expected {', '.join(_RESHARDS)}")
-    named = dict([*below, *pairs]).get("strategy", "full_shard")
-    if named == AUTO:
-        raise UsageError(f"{name}={text}: conflicts with strategy=auto; leave one of them out")
-    strategy = with_resharding(named, _RESHARDS[text.lower()]).name
-    kept = [pair for pair in pairs if pair[0] not in (*_RESHARDING, "strategy")]
-    return [*kept, ("strategy", strategy)]
+    chosen = given & set(GROUPS)
+    dropped = tuple(
+        name
+        for name, _ in base
+        if "." in name and name.split(".")[0] in chosen
+        if name not in given and not name.startswith(_FOR_ANY_OPTION)
+    )
+    return [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped], dropped
 
 
 def _split(word: str) -> Pair:

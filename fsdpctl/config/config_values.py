@@ -115,10 +115,6 @@ def check_values(
     """
     if place.count(".") > _MOST_DEEP or len(content) > _MOST_ITEMS:
         raise UsageError(f"{where}: {place[:80]}: nested too deeply, or too many keys")
-    pad, size = content.get("pad_token_id"), content.get("vocab_size")
-    if isinstance(pad, int) and isinstance(size, int) and pad >= size:
-        problem = f"pad_token_id {pad}: expected less than vocab_size {size}"
-        raise UsageError(f"{where}: {place}{problem}")
     for name, value in content.items():
         known = usual.get(name)
         if type(value) is type(known) and value == known:

@@ -119,6 +119,9 @@ def own_words(known: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, s
     if family not in OWN_FAMILIES:
         raise InexactError(f"model_type {family}")
     _check_others(known, usual, family)
+    pad, size = known.get("pad_token_id"), known.get("vocab_size")
+    if isinstance(pad, int) and isinstance(size, int) and pad >= size:
+        raise InexactError(f"pad_token_id {pad}")  # transformers could not load an export
     values: dict[str, Any] = {ours: known.get(theirs) for ours, theirs in NAMES.items()}
     values |= {name: known[name] for name in _BIASES[family]}
     if values["num_kv_heads"] is None:

@@ -6,7 +6,13 @@ from pathlib import Path
 
 from fsdpctl.config.data import CHAT, CHAT_SUFFIXES, option_of_data
 from fsdpctl.config.hub_models import hub_models
+from fsdpctl.config.keys import AUTO
 from fsdpctl.errors import UsageError
+from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
+
+_RESHARDING = ("reshard_after_forward", "strategy.reshard_after_forward")
+# Including torchtitan's values.
+_RESHARDS = {"true": True, "false": False, "always": True, "default": True, "never": False}
 
 Pair = tuple[str, str]
 _RANKS = ("launch.nproc_per_node", "launch.nnodes")
@@ -74,3 +80,32 @@ def _data(path: str) -> str:
              if each.is_file())  # fmt: skip
     has_chats = [name.endswith(CHAT_SUFFIXES) for name in names]
     return CHAT if has_chats and all(has_chats) else "text"
+
+
+def with_own_strategy(pairs: list[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
+    """Replace another tool's name of a strategy; also return a line about it."""
+    asked = dict(pairs).get("strategy", "")
+    ours = STRATEGIES_ELSEWHERE.get(asked.lower(), asked)
+    if ours == asked:
+        return pairs, ()
+    pairs = [(name, ours if name == "strategy" else text) for name, text in pairs]
+    return pairs, (f"strategy={asked}: runs as {ours}",)
+
+
+def resharding(pairs: list[Pair], below: list[Pair]) -> list[Pair]:
+    """Replace FSDP's `reshard_after_forward` by the strategy that it selects.
+
+    It modifies the strategy among `pairs`, else the one in `below`.
+    """
+    asked = [(name, text) for name, text in pairs if name in _RESHARDING]
+    if not asked:
+        return pairs
+    name, text = asked[-1]
+    if text.lower() not in _RESHARDS:
+        raise UsageError(f"{name}={text}: expected {', '.join(_RESHARDS)}")
+    named = dict([*below, *pairs]).get("strategy", "full_shard")
+    if named == AUTO:
+        raise UsageError(f"{name}={text}: conflicts with strategy=auto; leave one of them out")
+    strategy = with_resharding(named, _RESHARDS[text.lower()]).name
+    kept = [pair for pair in pairs if pair[0] not in (*_RESHARDING, "strategy")]
+    return [*kept, ("strategy", strategy)]

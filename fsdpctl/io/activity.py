@@ -1,4 +1,4 @@
-"""What this process is doing, shown to whoever waits for it.
+"""The activities of this process, shown while the user waits for them.
 
 The innermost activity is shown once nothing was printed for some time: on a terminal as a line
 that the next output replaces, elsewhere as lines whose distance doubles. Imports little: the
@@ -107,7 +107,7 @@ class Display:
                 bar("")
 
     def before_output(self, text: str) -> None:
-        """Make room for output, and count the seconds of silence anew. Called before any output."""
+        """Make room for output that follows, and count the seconds of silence from now."""
         if not text or self._bar is not None:  # a bar writes on its own
             return
         with self._lock:
@@ -121,7 +121,7 @@ class Display:
         self._is_drawn = False
 
     def _show(self, stream: IO[str]) -> None:
-        frames = itertools.cycle(_FRAMES)
+        frames = itertools.cycle(_FRAMES if stream.isatty() else [""])
         while self._stream is stream:
             time.sleep(_REDRAWN)
             with self._lock:
@@ -130,7 +130,7 @@ class Display:
                     continue
                 text, bar = shown.text(), self._bar
                 if bar is None and not self._is_midline:
-                    self._show_line(text, next(frames) if stream.isatty() else "")
+                    self._show_line(text, next(frames))
             if bar is not None:  # which has a lock of its own
                 bar(text)
 

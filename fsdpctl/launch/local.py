@@ -27,7 +27,6 @@ import psutil
 from fsdpctl.comm.world import PrefixStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
-from fsdpctl.io.activity import DISPLAY
 from fsdpctl.io.files import open_own
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
 from fsdpctl.launch.rendezvous import Rendezvous, interface_of, loopback
@@ -44,7 +43,7 @@ _NO_SIGNAL = "SIGURG"  # the only signal that the agent handles: one that is nev
 _STDERR = 2
 
 
-def launch_workers(  # noqa: PLR0913  # all but three are rare
+def launch_workers(
     module: str,
     args: Sequence[str],
     launch: LaunchConfig,
@@ -53,13 +52,12 @@ def launch_workers(  # noqa: PLR0913  # all but three are rare
     is_last: bool = False,
     nodes: "Nodes | None" = None,
     number: int = 0,
-    shows: bool = False,
 ) -> Outcome:
     """Run `python -m module args…` on the ranks of this node until all have exited.
 
     The module gets its rank from torchrun's environment variables. The directory `logs` gets the
     log of torch's agent. If `is_last`, stop requests are ignored afterwards. `number` counts the
-    rounds of this launch. If the module `shows` what it is doing, this process no longer does.
+    rounds of this launch.
 
     Raises:
         UsageError: If several nodes are configured without `nodes`, or too few files may be open.
@@ -83,8 +81,6 @@ def launch_workers(  # noqa: PLR0913  # all but three are rare
     ):
         os.environ.update({FOLDER: kept, "FSDPCTL_ROUND": str(number)})
         spec = _spec(module, args, launch.nproc_per_node, nodes, number)
-        if shows:
-            DISPLAY.stop()
         ended = _run_round(spec, launch, Path(kept), nodes, number, is_last=is_last)
     return Outcome.of({0: ended}, 0) if nodes is None else nodes.share(number, ended)
 

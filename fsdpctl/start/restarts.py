@@ -10,6 +10,7 @@ from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import LOST, UsageError
+from fsdpctl.io.activity import DISPLAY
 from fsdpctl.launch.local import launch_workers
 from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Outcome
@@ -58,12 +59,12 @@ def follow_restarts(run_dir: Path, launch: LaunchConfig, nodes: Nodes, say: Say)
 
 
 def _launch(run_dir: Path, launch: LaunchConfig, nodes: Nodes | None, number: int) -> Outcome:
+    DISPLAY.stop()  # rank 0 shows what it is doing
     is_last = number == launch.max_restarts
     logs = run_dir / LOGS
     return launch_workers(
-        MODULE, [str(run_dir)], launch, logs=logs, is_last=is_last, nodes=nodes, number=number,
-        shows=True,
-    )  # fmt: skip
+        MODULE, [str(run_dir)], launch, logs=logs, is_last=is_last, nodes=nodes, number=number
+    )
 
 
 def _next_round(

@@ -16,7 +16,10 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from tests.cli.run import environment
 
 SLOW = {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich", "psutil", "msgspec"}
-OWN = {"fsdpctl", "fsdpctl.__main__", "fsdpctl.cli", "fsdpctl.cli.app", "fsdpctl.errors"}
+OWN = {
+    "fsdpctl", "fsdpctl.__main__", "fsdpctl.cli", "fsdpctl.cli.app", "fsdpctl.errors", "fsdpctl.io",
+    "fsdpctl.io.activity",
+}  # fmt: skip
 
 
 def imported_by(*arguments: str) -> set[str]:

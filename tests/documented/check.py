@@ -110,9 +110,9 @@ def _of_pip(words: Sequence[str]) -> str | None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
+    packages = {re.split(r"[<>=]", each)[0] for of in extras.values() for each in of}
     for word in words[1:]:
-        match = re.fullmatch(r"fsdpctl\[(\w+)\]", word)
-        if word != "." and not (match and match[1] in extras):
+        if word not in (".", *packages):
             return f"{word}: not installed so"
     return None
 

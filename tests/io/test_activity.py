@@ -1,4 +1,4 @@
-"""Whoever waits is told what for: on a terminal, in a log, and not at all if quiet."""
+"""Those who wait are told what for: on a terminal, in a log, and not at all if quiet."""
 
 import io
 import os
