@@ -13,6 +13,7 @@ import typer
 from fsdpctl.cli.checkpoint import found_checkpoint
 from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
 from fsdpctl.cli.console import emit, note, out, say
+from fsdpctl.io.activity import DISPLAY
 from fsdpctl.io.console import printable
 
 Weights = Annotated[
@@ -82,6 +83,7 @@ def _note_adapters(source: Path) -> None:
 def _user_messages() -> Iterator[str]:
     """Yield lines of standard input until it ends."""
     shown = "> " if sys.stdin.isatty() else ""
+    DISPLAY.started()  # now, the user types
     with suppress(EOFError):
         while True:
             if message := input(shown).strip():

@@ -56,12 +56,16 @@ class Display:
 
     def __init__(self) -> None:
         self._activities: list[_Activity] = []
-        self._lock = threading.RLock()
-        self._beginning: _Activity | None = None
-        self._stream: IO[str] | None = None  # None: nothing is shown
+        self._forget()
         self._bar: Callable[[str], None] | None = None
         self._is_drawn = self._is_midline = False
         self._spoke, self._waits = time.monotonic(), _PATIENCE
+        os.register_at_fork(after_in_child=self._forget)  # a child has no thread for it
+
+    def _forget(self) -> None:
+        self._lock = threading.RLock()
+        self._beginning: _Activity | None = None
+        self._stream: IO[str] | None = None  # None: nothing is shown
 
     def start(self, stream: IO[str] | None, what: str) -> None:
         """Show activities on `stream` from now on, unless the process is quiet.
@@ -77,7 +81,9 @@ class Display:
 
     def started(self) -> None:
         """Show nothing while nothing else is done."""
-        self._beginning = None
+        with self._lock:
+            self._erase()
+            self._beginning = None
 
     def stop(self) -> None:
         """Show no more: others print to the terminal."""
