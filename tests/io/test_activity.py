@@ -45,13 +45,16 @@ def test_a_log_gets_lines_at_growing_distances(display):
     assert log.getvalue().count("tokenizing") <= 1 + 6  # 0.05, 0.15, 0.35, 0.75, 1.55 s
 
 
-def test_output_counts_as_a_sign_of_life(display):
+def test_output_counts_as_a_sign_of_life(display, monkeypatch):
+    monkeypatch.setattr(activity, "_PATIENCE", 1.0)
     log = io.StringIO()
+    display.before_output("a line\n")
     display.start(log, "working")
-    for _ in range(30):
+    for _ in range(150):
         display.before_output("a line\n")
         time.sleep(0.01)
     assert log.getvalue() == ""
+    wait_for("working, 0:0", log)
 
 
 def test_nothing_is_shown_after_the_start_or_if_quiet(display, monkeypatch):
