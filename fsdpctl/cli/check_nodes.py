@@ -19,6 +19,7 @@ from fsdpctl.cli.config_args import (
 )
 from fsdpctl.cli.console import add_row, emit, fail, new_table, note, say, show_table
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError
+from fsdpctl.io.activity import doing
 
 if TYPE_CHECKING:
     from fsdpctl.config.schema import Config
@@ -99,7 +100,8 @@ def _found_by_workers(config: "Config", where: "Place", asked: "Request") -> "Re
                 note(f"node {nodes.own} of {launch.nnodes}: waiting for the others")
                 nodes.handshake.wait_for_all()
             args = [str(launch.device), str(out), encode(asked)]
-            outcome = launch_workers(MODULE, args, launch, logs=out.parent, nodes=nodes)
+            with doing("measuring"):
+                outcome = launch_workers(MODULE, args, launch, logs=out.parent, nodes=nodes)
         finally:
             if nodes is not None:
                 nodes.leave()

@@ -12,6 +12,7 @@ from fsdpctl.cli.config_args import ConfigArguments, RanksPerNode, Settings, con
 from fsdpctl.cli.console import add_row, new_table, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
+from fsdpctl.io.activity import doing
 from fsdpctl.io.files import refusing
 from fsdpctl.tools.compare.row import NOT_REACHED, OK, REFUSED
 
@@ -247,7 +248,8 @@ def _measure(config: "Config", file: Path) -> None:
     from fsdpctl.tools.profile_worker import MODULE
 
     args = [str(config.launch.device), str(file)]
-    outcome = launch_workers(MODULE, args, config.launch, logs=file.parent)
+    with doing("measuring"):
+        outcome = launch_workers(MODULE, args, config.launch, logs=file.parent)
     if outcome.stop_signal == signal.SIGINT:
         raise InterruptError("interrupted before the measurement was complete")
     if outcome.stop_signal is not None:
