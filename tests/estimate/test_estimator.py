@@ -169,7 +169,8 @@ def test_advised_settings_fit(words):
 def test_each_of_several_settings_is_needed(memory):
     words = ["model=llama3_1b", "model.num_layers=6", "cluster=h100", f"cluster.memory={memory}"]
     words += ["launch.nproc_per_node=2", "train.global_batch_size=8", "train.seq_len=1024"]
-    found = advice(Estimator(), resolved(*words))
+    *found, (adapted, _) = advice(Estimator(), resolved(*words))
+    assert adapted.words[0] == "model.lora.rank=16"
     for change, _ in found:
         assert len(change.words) > 1
         for word in change.words:
@@ -195,7 +196,8 @@ def test_changes_are_named_in_the_order_of_their_predicted_time():
     words = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "train.seq_len=512"]
     words += ["train.micro_batch_size=1", "cluster.memory=40GiB"]
     estimator = Estimator()
-    found = advice(estimator, resolved(*words))
+    *found, (adapters, _) = advice(estimator, resolved(*words))
+    assert adapters.words[0] == "model.lora.rank=16"  # trains less, and comes last
     seconds = [estimator.predict(change.config).seconds for change, _ in found]
     assert all(after > before * 0.98 for before, after in pairwise(seconds))
     named = {word for change, _ in found for word in change.words}

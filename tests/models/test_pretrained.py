@@ -168,7 +168,7 @@ MISTAKES = {
     "model_type": ("lama", "model_type lama: not a causal decoder .*; did you mean llama"),
     "num_hidden_layers": ("many", "num_hidden_layers many: expected a number"),
     "quantization_config": ({"bits": 4}, "quantization_config"),
-    "rope_parameters": ({"rope_type": "longrope"}, "transformers .* rejects it: .*longrope"),
+    "rope_parameters": ({"rope_type": "longrope"}, "config.json: .*longrope.*transformers"),
 }
 
 
