@@ -14,7 +14,7 @@ from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import LATEST as LATEST
-from fsdpctl.io.run_files import STEP, check_own, check_steps
+from fsdpctl.io.run_files import RUN_CONFIG, STEP, check_own, check_steps
 
 _MOST_PASSED_OVER = 3  # in full
 
@@ -89,6 +89,8 @@ def find_checkpoint(source: Path) -> Path:
         if source.exists():
             raise UsageError(f"{source}: expected a directory, got a file")
         raise UsageError(f"{source}: directory not found{nearest_path(str(source))}")
+    if ((latest := source / "latest") / RUN_CONFIG).is_file():
+        raise UsageError(f"{source}: holds runs; expected one of them, such as {latest}")
     check_own(source)
     if _is_complete(source) or STEP.fullmatch(source.resolve().name):
         return source

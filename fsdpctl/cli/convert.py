@@ -46,7 +46,8 @@ def convert(
                 file.write(text)
         except FileExistsError:
             raise UsageError(f"--out {out}: already exists; choose another name") from None
-        note(f"{out}: {len(recipe.rows)} settings; run it: fsdpctl train {out}")
+        run_it = "" if recipe.missing else f"; run it: fsdpctl train {out}"
+        note(f"{out}: {len(recipe.rows)} settings{run_it}")
     for _, why in recipe.missing:
         note(f"missing: {why}")
 

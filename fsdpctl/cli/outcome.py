@@ -29,10 +29,11 @@ def report_exit(outcome: "Outcome", run_dir: Path) -> None:
         fail(TOO_EARLY)
         raise typer.Exit(stopped)
     if not outcome.has_failed:
+        chat, merge = _next_options(run_dir)
         say(f"done: {run_dir}")
         say(
-            f"next: fsdpctl sample {run_dir}, or fsdpctl consolidate-checkpoint {run_dir} DIR"
-            f"{' --merge' if _has_adapters(run_dir) else ''}"
+            f"next: fsdpctl sample {run_dir}{chat}, or fsdpctl consolidate-checkpoint {run_dir} "
+            f"DIR{merge}"
         )
         return
     if cause is None or outcome.hang:
@@ -51,13 +52,16 @@ def report_exit(outcome: "Outcome", run_dir: Path) -> None:
     raise typer.Exit(1)
 
 
-def _has_adapters(run_dir: Path) -> bool:
+def _next_options(run_dir: Path) -> tuple[str, str]:
+    """Return the options of `sample` and `consolidate-checkpoint` that a run suggests."""
     from fsdpctl.run.directory import read_config
 
     try:
-        return read_config(run_dir).model.lora.rank is not None
+        config = read_config(run_dir)
     except UsageError:
-        return False
+        return "", ""
+    has_adapters = config.model.lora.rank is not None
+    return " --chat" * (config.data.name == "chat"), " --merge" * has_adapters
 
 
 def _show_failure(cause: "Failure | None", run_dir: Path, outcome: "Outcome") -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
+from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.importers.source_config import NO_TOML
 from fsdpctl.config.keys import Value
 from fsdpctl.config.recipe import (
@@ -27,7 +28,7 @@ from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import known_key, to_config
 from fsdpctl.config.short_words import expanded, names_model, resharding, with_own_strategy
 from fsdpctl.config.synonyms import hint
-from fsdpctl.errors import UsageError, first_of
+from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
@@ -160,6 +161,8 @@ def _meant_by(word: str) -> str:
             return f"; did you mean {group}={word}?"
     if word.endswith(".json"):
         return "; recipes are YAML files"
+    if "/" in word and (similar := nearest(word, hub_models())):
+        return similar
     if os.path.exists(word):
         return f"; to train on the text, pass data=text data.path={word}"
     return hint(word, [*KEYS, *GROUPS])
@@ -219,6 +222,9 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
         size = re.findall(r"\d+", text)
         same = [x for x in choices if x.startswith(text) or re.findall(r"\d+", x) == size]
         return hint(text, same) or f"; model={FROM_PATH} model.path=DIR loads another model"
+    same = [each for each in choices if each.startswith(text)]
+    if group == "cluster" and text and same:  # a100 is neither a10 nor one of two
+        return f"; did you mean {' or '.join(same)}?"
     elsewhere = STRATEGIES_ELSEWHERE if group == "strategy" else ()
     return hint(text, [*choices, *elsewhere])
 

@@ -155,7 +155,13 @@ class LrSchedulerConfig:
     """The learning rate schedule."""
 
     name: str = "cosine"
-    warmup_steps: int = key(50, "steps of linear warmup from 0", minimum=0)
+    warmup_steps: int = key(
+        None,
+        "steps of linear warmup from 0; auto: 50, on conversations a tenth of all steps if that is "
+        "less",
+        minimum=0,
+        auto=True,
+    )
     warmup_ratio: float | None = key(
         None, "warmup as a fraction of all steps", minimum=0, maximum=1, optional=True
     )

@@ -12,7 +12,7 @@ from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import CheckpointError, UsageError
 
 _TOY, _TOY_LENGTH, _USUAL_LENGTH = ModelConfig().name, 128, 4096
-_USUAL_SIZE = 16  # samples of a step
+_USUAL_SIZE, _USUAL_WARMUP = 16, 50  # samples of a step, and steps
 
 
 def known_key(name: str) -> Key:
@@ -24,10 +24,12 @@ def known_key(name: str) -> Key:
 
 def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config:
     """Create the configuration from values by key, and the selected options of groups."""
+    warmup = values["lr_scheduler.warmup_steps"]
     values = {
         **values,
         "train.seq_len": values["train.seq_len"] or _length(values, choices),
         "train.global_batch_size": values["train.global_batch_size"] or _USUAL_SIZE,
+        "lr_scheduler.warmup_steps": _USUAL_WARMUP if warmup is None else warmup,
     }
     sections = {}
     for section, schema in SECTIONS.items():

@@ -13,6 +13,7 @@ from fsdpctl.resolve.data import check_amount
 from fsdpctl.resolve.machine import sample_groups, world_size
 
 _STEPS, _EPOCHS = 1000, 3  # of a run whose length is not set: on text, and on conversations
+_WARMUP = "lr_scheduler.warmup_steps"
 _WANTED = 50  # steps at least, if the size of a step is not set and conversations allow it
 
 
@@ -27,7 +28,6 @@ def with_length(config: Config, data: DataSet, automatic: frozenset[str]) -> Con
     """
     if "train.seq_len" not in automatic:
         return config
-    check_amount(config, data)
     parts = [data.train] if data.val is None else [data.train, data.val]
     chats = [part for part in parts if isinstance(part, DocumentSet)]
     if chats:
@@ -35,6 +35,7 @@ def with_length(config: Config, data: DataSet, automatic: frozenset[str]) -> Con
         passes = _epochs(config) * data.train.num_tokens / (_WANTED * _least_samples(config))
         most = 1 << int(math.log2(max(1.0, passes))) if chats[0].packing.shares_rows else 1
         return _of_length(config, min(config.train.seq_len, max(least, most)))
+    check_amount(config, data)
     most = min(part.num_tokens for part in parts) - 1
     if config.train.seq_len <= most or most < 1:
         return config
@@ -78,6 +79,16 @@ def total_steps(config: Config, data: DataSet) -> int:
     if train.epochs is None and not rows.holds_documents:
         return _STEPS
     return max(1, math.ceil(_epochs(config) * batches.num_samples / plan.global_batch_size))
+
+
+def with_warmup(config: Config, data: DataSet, automatic: frozenset[str]) -> Config:
+    """Shorten a warmup that is `automatic` to a tenth of the steps on conversations."""
+    given, train = config.lr_scheduler, config.train
+    assert train.steps is not None
+    if not data.train.rows(train.seq_len).holds_documents or _WARMUP not in automatic:
+        return config
+    steps = min(given.warmup_steps, -(-train.steps // 10))
+    return replace(config, lr_scheduler=replace(given, warmup_steps=steps))
 
 
 def _of_length(config: Config, length: int) -> Config:

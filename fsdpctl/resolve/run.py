@@ -25,7 +25,7 @@ from fsdpctl.io.activity import doing
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
-from fsdpctl.resolve.amounts import total_steps, with_length, with_size
+from fsdpctl.resolve.amounts import total_steps, with_length, with_size, with_warmup
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.data import (
@@ -127,6 +127,7 @@ def _open(composed: Composed, where: Place) -> Opened:
     config = replace(config, optimizer=_with_lr(config.optimizer, config.model, module))
     steps = total_steps(config, data)
     config = replace(config, train=replace(config.train, steps=steps, epochs=None, tokens=None))
+    config = with_warmup(config, data, composed.automatic)
     config = _with_run_dir(config, composed.recipe)
     notes += notes_on_data(config, data)
     return Opened(config, composed.automatic, data, module, steps, notes)

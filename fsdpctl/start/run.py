@@ -90,7 +90,8 @@ def _as_node(
         if plan is None:
             talk.say("node 0: the run is finished; nothing to do")
             return None
-        talk.say(f"run     {plan.run_dir}: {launch.nproc_per_node} ranks on this node")
+        count = "1 rank" if launch.nproc_per_node == 1 else f"{launch.nproc_per_node} ranks"
+        talk.say(f"run     {plan.run_dir}: {count} on this node; node 0 shows the progress")
         run_dir = Path(plan.run_dir)
         return follow_restarts(run_dir, launch, nodes, talk.say), run_dir
     finally:

@@ -129,6 +129,9 @@ def _left_out(found: Translation) -> Iterator[str]:
         yield f"without a counterpart, or not needed: {', '.join(unused)}"
 
 
+_REQUIRES_PATH = {"model": "hf", "data": "text"}  # options without a default of their path
+
+
 def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
     """Return the recipe as YAML: a setting per line with its origin, and comments for the rest."""
     lines = [f"# Converted from {source} ({recipe.tool}) by fsdpctl."]
@@ -139,7 +142,11 @@ def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
         shown = text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
         line = f"{name}: {shown}"
         lines.append(f"{line:<44}  # {_one_line(about)}")
-    for _, why in recipe.missing:
+    known = {row.settings[0].partition("=")[0] for row in recipe.rows}
+    for name, why in recipe.missing:
+        group = name.partition(".")[0]
+        if group in _REQUIRES_PATH and group not in known:  # `train` rejects the recipe so far
+            lines.append(f"{group}: {_REQUIRES_PATH[group]}")
         lines += _comment(f"MISSING: {why}")
     if recipe.left_out:
         lines += ["", "# Left out:"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fsdpctl.comm.base import raised
 from fsdpctl.data.tokenizer import Tokenizer
 from fsdpctl.io.activity import doing
 from fsdpctl.models.cache import Cache
@@ -114,10 +115,13 @@ class SampleText(Callback):
     def _sample(self, run: "Trainer") -> None:
         config, data = run.parts.config, run.parts.data
         count, sync = config.train.sample_tokens, run.request_sync()
+        number, has_ended = 0, False
 
         def turns() -> Iterator[None]:
             for _ in range(count):
-                if not sync.goes_on():
+                # All ranks end together, even if rounding lets them draw different tokens.
+                ended = raised(run.ranks, [has_ended], run.parts.device)
+                if not sync.goes_on() or ended.tolist()[0]:
                     return
                 yield
 
@@ -134,14 +138,12 @@ class SampleText(Callback):
             run.say(f"prompt:\n{data.tokenizer.decode(data.prompt).rstrip()}")
         run.say("sample:")
         text = TextStream(data.tokenizer)
-        number, has_ended = 0, False
         with run.journal.progress.stream() as write:
             for token in tokens:
                 number += 1
-                # Every rank generates all tokens; the text ends where the model ends it.
                 has_ended |= token in data.end_tokens
                 write("" if has_ended else text.add(token))
             write(text.rest())
         run.is_ending = sync.received.ends
-        if number < count:
+        if run.is_ending:
             run.say(f"sample stopped after {number} of {count} tokens (stop requested)")
