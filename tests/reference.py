@@ -23,9 +23,7 @@ class PaddedAdamW:
     def __init__(self, params: dict[str, nn.Parameter], lr: float, weight_decay: float) -> None:
         self._params = params
         self._padded = {name: nn.Parameter(_padded(param)) for name, param in params.items()}
-        decays = {  # without the biases of experts, a vector each
-            name: param.ndim > 1 and not name.endswith("bias") for name, param in params.items()
-        }
+        decays = {name: _decays(name, param) for name, param in params.items()}
         decay: list[Tensor] = [self._padded[name] for name in params if decays[name]]
         plain: list[Tensor] = [self._padded[name] for name in params if not decays[name]]
         groups: list[dict[str, object]] = [
@@ -49,6 +47,13 @@ class PaddedAdamW:
         self._optimizer.step()
         for name, param in self._params.items():
             param.copy_(self._padded[name][: param.numel()].view(param.shape))
+
+
+def _decays(name: str, param: Tensor) -> bool:
+    """Whether a parameter is neither a vector nor many: biases of experts, rates of Mamba."""
+    *owners, last = name.split(".")
+    is_elementwise = any(word in last for word in ("bias", "scale", "gamma", "A_log"))
+    return param.ndim > 1 and not is_elementwise and "norm" not in "".join(owners[-1:])
 
 
 def _padded(values: Tensor) -> Tensor:
