@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from importlib import import_module
+from itertools import pairwise
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -104,8 +105,11 @@ _ELSEWHERE = {
     "train", "resume": "train", "config": "list", "preprocess": "tokenize", "import": "convert",
     "inspect": "inspect-checkpoint", "verify": "verify-checkpoint", "version": "--version",
 }  # fmt: skip
-_QUIET = ("-q", "--quiet")
-_QUIETLY = "With -q or --quiet, no progress is shown: only results, warnings and errors."
+_QUIET = ("-q", "--quiet")  # of every command
+_QUIETLY = "-q or --quiet shows no progress, only results, warnings and errors."
+_TEXTS = ("--prompt",)  # options whose value may be any text
+# Variables with the number of a process among those of a launcher.
+_NUMBERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 _HELP = {"help_option_names": ["-h", "--help"]}
 _WIDEST_HELP = 120  # columns
 
@@ -217,11 +221,13 @@ def main() -> None:
         handler = _interrupt if number == signal.SIGINT else _stop
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handler)
-    args = [each for each in sys.argv[1:] if each not in _QUIET] or ["--help"]
-    if len(args) < len(sys.argv) - 1:
+    typed = list(pairwise(["", *sys.argv[1:]]))
+    args = [each for before, each in typed if each not in _QUIET or before in _TEXTS] or ["--help"]
+    if len(args) < len(typed):
         os.environ[QUIET] = "1"
     try:
-        DISPLAY.start(sys.stderr, f"starting {args[0]}")
+        if all(os.environ.get(name, "0") == "0" for name in _NUMBERS):
+            DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except FsdpctlError as error:

@@ -8,6 +8,7 @@ import typer
 from fsdpctl.cli.console import note, say
 from fsdpctl.config.keys import parse_bytes
 from fsdpctl.errors import UsageError, nearest
+from fsdpctl.io.activity import doing
 
 if TYPE_CHECKING:
     from fsdpctl.checkpoint.reader import CheckpointReader
@@ -96,7 +97,8 @@ def consolidate_checkpoint(
     if format == "hf":
         check_destination(destination.resolve(), overwrite=overwrite)
     reader = _reader(source)
-    checked_weights(reader, Collectives())
+    with doing("verifying the base model"):
+        checked_weights(reader, Collectives())
     about: dict[str, Any] = {"overwrite": overwrite, "merges": merge}
     if format == "gguf":
         dtype = EXPORT_DTYPES[dtype or "float32"]

@@ -1,7 +1,7 @@
 """The arguments of every command that takes a configuration."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -13,7 +13,7 @@ from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from fsdpctl.config.compose import Composed
+    from fsdpctl.config.compose import Composed, First
     from fsdpctl.config.keys import Key
 
 
@@ -112,16 +112,19 @@ def composed_from(
     config: ConfigArguments,
     *,
     quiet: bool = False,
-    **about: Any,
+    converted: Sequence[tuple[str, str]] | None = None,
+    first: "First | None" = None,
 ) -> "Composed":
     """Compose the configuration; print the ignored keys of the recipe unless `quiet`.
 
-    `about` are arguments of `compose_config`.
+    `converted` and `first` are those of `compose_config`.
     """
     from fsdpctl.config.compose import compose_config
 
     settings, recipe, config_dir = normalized(config)
-    composed = compose_config(list(settings or []), recipe, config_dir, **about)
+    composed = compose_config(
+        list(settings or []), recipe, config_dir, converted=converted, first=first
+    )
     for name in () if quiet else composed.dropped:
         say(f"{name} of the recipe ignored: {name.split('.')[0]} is set on the command line")
     for line in () if quiet else composed.renamed:

@@ -78,8 +78,8 @@ def _composed(
     for line in recipe.left_out if first else ():
         note(f"{source.name}: left out: {line}")
     config = config._replace(recipe=str(source))
-    about = {"first": first, "converted": recipe.words}
-    return composed_from(config, quiet=first is None, **about), config
+    composed = composed_from(config, quiet=first is None, converted=recipe.words, first=first)
+    return composed, config
 
 
 def _begin(resume: str, config: "Config", recipe: str | None) -> None:

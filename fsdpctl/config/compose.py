@@ -161,10 +161,10 @@ def _meant_by(word: str) -> str:
             return f"; did you mean {group}={word}?"
     if word.endswith(".json"):
         return "; recipes are YAML files"
-    if "/" in word and (similar := nearest(word, hub_models())):
-        return similar
     if os.path.exists(word):
         return f"; to train on the text, pass data=text data.path={word}"
+    if "/" in word and (similar := nearest(word, hub_models())):
+        return similar
     return hint(word, [*KEYS, *GROUPS])
 
 

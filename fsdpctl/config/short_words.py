@@ -1,4 +1,4 @@
-"""Short forms: a model by its name or directory, GPUs of a cluster, data by its path."""
+"""Short forms, and names of other tools: models, GPUs of a cluster, data, strategies."""
 
 import re
 from collections.abc import Callable, Sequence

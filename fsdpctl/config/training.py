@@ -43,8 +43,8 @@ class TrainConfig:
     )
     global_batch_size: int = key(
         None,
-        "samples per step, over all ranks; auto: 16, or fewer if conversations would train for "
-        "less than 50 steps, or one per rank",
+        "samples per step, over all ranks; auto: 16, or 4 or 8 if conversations would train for "
+        "less than 50 steps; at least one per rank",
         minimum=1,
         maximum=MOST_SAMPLES,
         auto=True,

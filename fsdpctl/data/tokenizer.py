@@ -29,6 +29,7 @@ from fsdpctl.data.tokenizer_files import (
     read_files,
 )
 from fsdpctl.errors import UsageError
+from fsdpctl.io.activity import doing
 
 BYTES = "bytes"
 _MOST_ADDED = 256  # tokens around a text
@@ -149,7 +150,7 @@ class FileTokenizer:
     def encode(self, text: Text) -> Tokens:
         """Tokenize all documents, concatenated, each with its end token."""
         dtype = self._dtype
-        with guarded(self._where):
+        with guarded(self._where), doing("tokenizing text"):
             rows = self._ids(list(iter_documents(text)), adds=True)
             return np.concatenate([np.array(row + self.closing(row), dtype=dtype) for row in rows])
 

@@ -127,7 +127,8 @@ class Display:
         self._is_drawn = False
 
     def _show(self, stream: IO[str]) -> None:
-        frames = itertools.cycle(_FRAMES if stream.isatty() else [""])
+        redraws = stream.isatty() and os.environ.get("TERM") != "dumb"
+        frames = itertools.cycle(_FRAMES if redraws else [""])
         while self._stream is stream:
             time.sleep(_REDRAWN)
             with self._lock:

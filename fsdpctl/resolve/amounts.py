@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import SIZES, Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.documents import DocumentSet
 from fsdpctl.data.tokens import DataSet
@@ -14,14 +14,17 @@ from fsdpctl.resolve.machine import sample_groups, world_size
 
 _STEPS, _EPOCHS = 1000, 3  # of a run whose length is not set: on text, and on conversations
 _WARMUP = "lr_scheduler.warmup_steps"
-_WANTED = 50  # steps at least, if the size of a step is not set and conversations allow it
+# If the size of a step is not set: steps of a run on conversations, and the fewest samples in one.
+_WANTED, _FEWEST = 50, 4
+_NOMINAL = 8  # samples per step, for the length of packed sequences
 
 
 def with_length(config: Config, data: DataSet, automatic: frozenset[str]) -> Config:
     """Set the length of samples if it is `automatic`, at most the usual one.
 
     Text is as long as its shortest part. Conversations get sequences for the longest of them, and
-    packed ones longer sequences, as far as enough steps are left.
+    packed ones longer sequences, as far as enough steps are left. The number of ranks has no
+    influence, so a run resumes on another number.
 
     Raises:
         UsageError: If the data is too little to train on, and the length is not set.
@@ -31,30 +34,33 @@ def with_length(config: Config, data: DataSet, automatic: frozenset[str]) -> Con
     parts = [data.train] if data.val is None else [data.train, data.val]
     chats = [part for part in parts if isinstance(part, DocumentSet)]
     if chats:
-        least = _rounded_up(max(int(part.lengths.max(initial=2)) for part in chats) - 1)
-        passes = _epochs(config) * data.train.num_tokens / (_WANTED * _least_samples(config))
-        most = 1 << int(math.log2(max(1.0, passes))) if chats[0].packing.shares_rows else 1
-        return _of_length(config, min(config.train.seq_len, max(least, most)))
+        length = _rounded_up(max(int(part.lengths.max(initial=2)) for part in chats) - 1)
+        if chats[0].packing.shares_rows:
+            tokens = _epochs(config) * data.train.num_tokens / (_WANTED * _NOMINAL)
+            length = max(length, _rounded_down(tokens))
+        return _of_length(config, min(config.train.seq_len, length))
     check_amount(config, data)
     most = min(part.num_tokens for part in parts) - 1
     if config.train.seq_len <= most or most < 1:
         return config
-    return _of_length(config, 1 << (most.bit_length() - 1))
+    return _of_length(config, _rounded_down(most))
 
 
 def with_size(config: Config, data: DataSet, automatic: frozenset[str]) -> Config:
-    """Set the samples per step if they are `automatic`: the usual number, or one for each rank.
+    """Set the samples per step if they are `automatic`: the usual number.
 
-    Of conversations, fewer if the run would otherwise have too few steps.
+    Of conversations, fewer if the run would otherwise have too few steps. If that is less than the
+    ranks and their micro-batches need, it is what they need.
     """
-    train, least = config.train, _least_samples(config)
-    if "train.global_batch_size" not in automatic or "train.global_batch_tokens" not in automatic:
+    train = config.train
+    if not automatic.issuperset(SIZES):
         return config
-    size = max(train.global_batch_size, least)
-    if data.train.rows(train.seq_len).holds_documents:
-        wanted = _epochs(config) * len(data.train.rows(train.seq_len)) / _WANTED
-        times = max(1.0, min(size, wanted) / least)
-        size = least << int(math.log2(times))
+    size, rows = train.global_batch_size, data.train.rows(train.seq_len)
+    if rows.holds_documents:
+        wanted = _rounded_down(_epochs(config) * len(rows) / _WANTED)
+        size = min(size, max(wanted, _FEWEST))
+    micro, passes = train.micro_batch_size or 1, config.accumulation.steps or 1
+    size = max(size, sample_groups(config) * micro * passes)
     return replace(config, train=replace(train, global_batch_size=size))
 
 
@@ -99,15 +105,14 @@ def _epochs(config: Config) -> float:
     return config.train.epochs or _EPOCHS
 
 
-def _least_samples(config: Config) -> int:
-    """Return the fewest samples of a step that the ranks and their micro-batches allow."""
-    micro, passes = config.train.micro_batch_size or 1, config.accumulation.steps or 1
-    return sample_groups(config) * micro * passes
-
-
 def _rounded_up(length: int) -> int:
     """Return the next power of two, at least 64."""
     return 1 << max(6, (length - 1).bit_length())
+
+
+def _rounded_down(count: float) -> int:
+    """Return the power of two below, at least 1."""
+    return 1 << max(0, int(count).bit_length() - 1)
 
 
 def _check_validation(data: DataSet, seq_len: int) -> None:

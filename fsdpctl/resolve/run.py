@@ -97,7 +97,7 @@ def open_run(composed: Composed, where: Place | None = None) -> Opened:
         UsageError: If the run is invalid; the message names the key.
     """
     where = where or place_of(composed.config.launch)
-    with doing("opening the data and the model"):
+    with doing("opening the model and the data"):
         opened = _open(composed, where)
     # The template may write the date, and only an opened run has a directory with another one.
     begun = date_of_run(opened.config, opened.data)

@@ -62,15 +62,16 @@ class RunProgress:
         self._done_here = 0
         self._began = time.monotonic()
         self._first = ExitStack()  # until a step is complete
-        shows = shows and not os.environ.get(QUIET)
         self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
-        if shows and self._console.is_terminal:
+        self._is_quiet = bool(os.environ.get(QUIET))
+        if shows and not self._is_quiet and self._console.is_terminal:
             self._live = _make_bar(self._console)
             self._task = self._live.add_task("", total=total_steps, completed=first_step, note="")
 
-    def start(self) -> None:
-        """Show the bar, and that the first step is computed."""
-        self._first.enter_context(doing("computing the first step"))
+    def start(self, *, compiles: bool = False) -> None:
+        """Show the bar, and until a step is complete that the first one is computed."""
+        compiling = "compiling, and " if compiles else ""
+        self._first.enter_context(doing(f"{compiling}computing the first step"))
         if self._live is not None:
             DISPLAY.give_to(self._note)
             self._live.start()
@@ -115,7 +116,7 @@ class RunProgress:
 
         def write(piece: str) -> None:
             pieces.append(piece)
-            if not self._console.quiet:
+            if not (self._console.quiet or self._is_quiet):
                 self._console.file.write(printable(piece))
                 self._console.file.flush()
 
@@ -126,10 +127,8 @@ class RunProgress:
 
     def say(self, line: str, *, is_warning: bool = False) -> None:
         """Print a permanent line, a warning also in a quiet run."""
-        kept = self._console.quiet
-        self._console.quiet = kept and not (is_warning and self._log is not None)
-        self._console.print(printable(line), markup=False)
-        self._console.quiet = kept
+        if is_warning or not self._is_quiet:
+            self._console.print(printable(line), markup=False)
         if self._log is not None:
             journal(self._log, line)
 

@@ -290,7 +290,7 @@ def test_too_few_chats_train_with_a_warning(tmp_path):
     chats, model = make_chats(tmp_path / "chats.jsonl", 1), make_chat_model(tmp_path, "llama")
     few = ["model=hf", f"model.path={model}", "data=chat", f"data.path={chats}", "--dry-run"]
     code, text = invoke("train", *few)
-    assert (code, "; only 2: set train.epochs or a smaller" in text) == (0, True), text
+    assert (code, "; only 1: set train.epochs or a smaller" in text) == (0, True), text
     assert "of 64 tokens (auto)" in text
 
 

@@ -1,4 +1,4 @@
-"""Those who wait are told what for: on a terminal, in a log, and not at all if quiet."""
+"""Activities are shown on a terminal and in a log, and not in a quiet process."""
 
 import io
 import os
@@ -15,6 +15,7 @@ from fsdpctl.io.activity import BYTES, Display
 
 @pytest.fixture
 def display(monkeypatch) -> Iterator[Display]:
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(activity, "_PATIENCE", 0.05)
     monkeypatch.setattr(activity, "_REDRAWN", 0.01)
     found = Display()

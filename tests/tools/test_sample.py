@@ -1,16 +1,18 @@
 """Text from a checkpoint, and what stands in its way."""
 
+import random
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
+from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.resolve import blocks
 from fsdpctl.tools import sample
 from fsdpctl.tools.sample import sample_text
-from fsdpctl.train.callbacks.sample import Sampling, draw
+from fsdpctl.train.callbacks.sample import Sampling, TextStream, draw
 from tests.checkpoint.test_gguf import sharded
 from tests.cli.run import invoke
 from tests.hostile import make_checkpoint, make_hugging_face
@@ -97,3 +99,27 @@ def test_an_export_says_the_same(tmp_path):
     said = [invoke("sample", str(each), *words) for each in (checkpoint, folder)]
     assert said[0] == said[1]
     assert said[0][0] == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_text_arrives_in_pieces_of_whole_characters(seed):
+    generator = random.Random(seed)
+    text = "".join(generator.choice("aé€😀 \n") for _ in range(40)).encode()
+    cut = [byte for byte in text if generator.random() < 0.9]  # some characters lack a byte
+    for tokens in (list(text), cut):
+        stream = TextStream(ByteTokenizer(), [ord("x")])
+        pieces = [stream.add(token) for token in tokens]
+        assert "".join([*pieces, stream.rest(), stream.rest()]) == ByteTokenizer().decode(tokens)
+    assert sum(map(len, pieces[:20])) > 0
+
+
+class Spaced:
+    """Tokens are words; a space before the first one is not text, as in SentencePiece."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(f"w{token}" for token in tokens)
+
+
+def test_spaces_between_pieces_are_kept():
+    stream = TextStream(Spaced(), [1, 2])  # type: ignore[arg-type]  # all that it uses
+    assert "".join([stream.add(3), stream.add(4), stream.add(5), stream.rest()]) == " w3 w4 w5"

@@ -156,7 +156,7 @@ class RunReporter(Callback):
 
     def begin(self, run: "Trainer") -> None:
         """Show the progress bar."""
-        self._journal.progress.start()
+        self._journal.progress.start(compiles=run.parts.config.train.compile)
 
     def step(self, run: "Trainer", done: StepMetrics) -> None:
         """Write and show the metrics; after the first step also what a restart cost."""

@@ -33,27 +33,38 @@ class Sampling:
 
 
 class TextStream:
-    """The text of tokens that arrive one by one, in pieces of whole characters."""
+    """The text of tokens that arrive one by one, in pieces of whole characters.
+
+    Note: only the last tokens are decoded again, so that a long text takes linear time; those
+    before a new token decide about spaces. As in Hugging Face's text-generation-inference.
+    """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
-        """Begin after the tokens `before`, on which a space at the beginning may depend."""
-        self._tokenizer, self._tokens = tokenizer, list(before)
-        self._text = tokenizer.decode(self._tokens)
+        """Begin after the tokens `before`."""
+        self._tokenizer = tokenizer
+        self._before, self._new = list(before), list[int]()
+        self._num_returned = 0  # characters of the new tokens
 
     def add(self, token: int) -> str:
         """Return the text that a token completes; empty if a character is incomplete."""
-        self._tokens.append(token)
-        return self._new(self._tokenizer.decode(self._tokens).rstrip(_INCOMPLETE))
+        self._new.append(token)
+        return self._piece(is_last=False)
 
     def rest(self) -> str:
-        """Return the text that is left, incomplete characters included."""
-        return self._new(self._tokenizer.decode(self._tokens))
+        """Return the text that is left, with an incomplete character."""
+        return self._piece(is_last=True)
 
-    def _new(self, whole: str) -> str:
-        if len(whole) <= len(self._text):
-            return ""
-        before, self._text = self._text, whole
-        return whole[len(before) :]
+    def _piece(self, *, is_last: bool) -> str:
+        decode = self._tokenizer.decode
+        before, text = decode(self._before), decode([*self._before, *self._new])
+        text = text[len(before) :] if text.startswith(before) else decode(self._new)
+        is_complete = is_last or not text.endswith(_INCOMPLETE)
+        end = len(text) if is_complete else len(text) - 1
+        piece = text[self._num_returned : end]
+        self._num_returned += len(piece)
+        if is_complete and self._new:
+            self._before, self._new, self._num_returned = self._new, [], 0
+        return piece
 
 
 @torch.no_grad()
