@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from fsdpctl import __version__
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, InterruptError, StoppedError, UsageError
-from fsdpctl.io.activity import DISPLAY, QUIET
+from fsdpctl.io.activity import DISPLAY, QUIET, is_first
 
 
 class CommandInfo(NamedTuple):
@@ -108,8 +108,6 @@ _ELSEWHERE = {
 _QUIET = ("-q", "--quiet")  # of every command
 _QUIETLY = "-q or --quiet shows no progress, only results, warnings and errors."
 _TEXTS = ("--prompt",)  # options whose value may be any text
-# Variables with the number of a process among those of a launcher.
-_NUMBERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 _HELP = {"help_option_names": ["-h", "--help"]}
 _WIDEST_HELP = 120  # columns
 
@@ -226,7 +224,7 @@ def main() -> None:
     if len(args) < len(typed):
         os.environ[QUIET] = "1"
     try:
-        if all(os.environ.get(name, "0") == "0" for name in _NUMBERS):
+        if is_first():
             DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

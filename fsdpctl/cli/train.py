@@ -16,6 +16,7 @@ from fsdpctl.cli.config_args import (
 from fsdpctl.cli.console import emit, note, out, say
 from fsdpctl.cli.outcome import TOO_EARLY, report_exit
 from fsdpctl.errors import StoppedError, UsageError
+from fsdpctl.io.activity import is_first
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed, First
@@ -83,11 +84,16 @@ def _composed(
 
 
 def _begin(resume: str, config: "Config", recipe: str | None) -> None:
-    """Check what needs no torch, and print the first line: the import of torch takes seconds."""
+    """Check what needs no torch, whose import takes seconds, and print what follows."""
     from fsdpctl.start.paths import check_paths
 
     check_paths(config, recipe, resume)
-    say("opening the model and the data")
+    if config.launch.nnodes > 1:
+        from fsdpctl.start.run import silence_torch_of_lost_peers
+
+        silence_torch_of_lost_peers()  # before anything imports torch
+    if is_first() and not config.launch.node_rank:
+        say("opening the model and the data")
 
 
 def _train(composed: "Composed", settings: list[str], resume: str) -> None:

@@ -17,11 +17,13 @@ from typing import IO
 
 QUIET = "FSDPCTL_QUIET"  # set if no progress is shown, here and in the workers
 BYTES, CONVERSATIONS = "bytes", "conversations"
-_PATIENCE = 1.5  # seconds without output
+_PATIENCE, _AT_ONCE = 1.5, 1.0  # seconds without output: in a log, and on a terminal
 _LONGEST = 30.0  # seconds between two lines
 _REDRAWN = 0.125  # seconds between two looks
 _FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _ERASE = "\r\x1b[2K"
+# Variables with the number of a process among those that a launcher has started.
+_NUMBERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
 
 Advance = Callable[[int], None]
@@ -49,6 +51,11 @@ class _Activity:
             of = f" of {self.total:,}" if self.total else ""
             how_far = f": {self.done:,}{of} {self.unit}"
         return f"{self.what}{how_far}, {seconds // 60}:{seconds % 60:02d}"
+
+
+def is_first() -> bool:
+    """Return whether this process is the only one, or the first of those of a launcher."""
+    return all(os.environ.get(name, "0") == "0" for name in _NUMBERS)
 
 
 class Display:
@@ -143,7 +150,7 @@ class Display:
 
     def _show_line(self, text: str, frame: str) -> None:
         silent = time.monotonic() - self._spoke
-        if frame and silent >= _PATIENCE:
+        if frame and silent >= _AT_ONCE:
             width = shutil.get_terminal_size().columns - 1
             self._is_drawn = True
             self._write(f"{_ERASE}{f'{frame} {text}'[:width]}")

@@ -245,7 +245,7 @@ class StopRequests:
             return  # schedulers and closing terminals repeat themselves
         self.first = self.first or number
         if number == signal.SIGINT:  # written directly, because a progress bar may own the terminal
-            line = b"killing\n" if again else b"stopping after this step; Ctrl-C again kills\n"
+            line = b"killing\n" if again else b"stopping; Ctrl-C again kills\n"
             with contextlib.suppress(OSError):  # it may be closed
                 os.write(_STDERR, b"\n" + line)
         children = psutil.Process().children()

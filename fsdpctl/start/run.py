@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fsdpctl.errors import FsdpctlError
+from fsdpctl.io.activity import doing
 from fsdpctl.resolve.launchers import LauncherRank, Place, endpoint_of, place_of
 
 if TYPE_CHECKING:
@@ -72,21 +73,22 @@ def run(
 def _as_node(
     config: "Config", where: Place, begin: "Begin", talk: Talk
 ) -> "tuple[Outcome, Path] | None":
-    _silence_torch_of_lost_peers()
     from fsdpctl.launch.nodes import Nodes
     from fsdpctl.resolve.machine import placed_here
     from fsdpctl.start.restarts import follow_restarts, train_with_restarts
 
     launch = placed_here(config, where).launch
     talk.say(f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}")
-    nodes = Nodes(launch)
+    with doing("connecting"):
+        nodes = Nodes(launch)
     try:
         if nodes.own == 0:
             begun = _invite(nodes.handshake, begin, talk)
             if begun is None:
                 return None
             return train_with_restarts(begun, talk.say, nodes), begun.run_dir
-        plan = _accept(nodes.handshake, launch)
+        with doing("waiting for node 0"):
+            plan = _accept(nodes.handshake, launch)
         if plan is None:
             talk.say("node 0: the run is finished; nothing to do")
             return None
@@ -108,7 +110,8 @@ def _invite(meeting: "Handshake", begin: "Begin", talk: Talk) -> "Begun | None":
         others = f"the other {meeting.count - 1} of {meeting.count} {meeting.noun}s"
         talk.say(f"waiting for {others}")
         assert begun.launch.nproc_per_node is not None
-        meeting.invite(begun.run_dir, begun.launch.nproc_per_node)
+        with doing(f"waiting for {others}"):
+            meeting.invite(begun.run_dir, begun.launch.nproc_per_node)
     except FsdpctlError as error:
         meeting.call_off(str(error))
         raise
@@ -132,7 +135,7 @@ def _accept(meeting: "Handshake", launch: "LaunchConfig") -> "Plan | None":
     return None if plan.is_finished else plan
 
 
-def _silence_torch_of_lost_peers() -> None:
+def silence_torch_of_lost_peers() -> None:
     """Keep torch from printing C++ stacks when another launcher exits: one line reports that.
 
     Torch reads the variable once, on import; the logs of the workers keep the stacks.

@@ -17,6 +17,7 @@ from fsdpctl.io.activity import BYTES, Display
 def display(monkeypatch) -> Iterator[Display]:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(activity, "_PATIENCE", 0.05)
+    monkeypatch.setattr(activity, "_AT_ONCE", 0.05)
     monkeypatch.setattr(activity, "_REDRAWN", 0.01)
     found = Display()
     yield found
