@@ -103,7 +103,8 @@ class _Recorder(TorchDispatchMode):
         happenings = self.parts[self.place]
         made = self._made.setdefault((self.number, self.place), [])
         dtype = str(tensor.dtype).removeprefix("torch.")
-        what = f"{func._schema.name.removeprefix('aten::')} {dtype} {list(tensor.shape)}"
+        shape = ",".join(map(str, tensor.shape))  # without spaces, where lines wrap
+        what = f"{func._schema.name.removeprefix('aten::')} {dtype} [{shape}]"
         nbytes = storage.nbytes() if self._is_cuda else cpu_nbytes(func, inputs, tensor)
         entry = Made(len(made), nbytes, what)
         made.append(entry)

@@ -258,6 +258,27 @@ def test_a_command_ends_with_its_exit_code(world, code, words, said):
     assert code == 0 or len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("typed", "kept", "is_quiet"),
+    [
+        ("train -q a=1", "train a=1", True),
+        ("--quiet train", "train", True),
+        ("train", "train", False),
+        ("sample m --prompt -q", "sample m --prompt -q", False),
+    ],
+)
+def test_quiet_may_have_any_place_and_is_no_prompt(monkeypatch, typed, kept, is_quiet):
+    seen: list[list[str]] = []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr("fsdpctl.cli.app.app", lambda args, **_: seen.append(args))
+    monkeypatch.setenv("FSDPCTL_QUIET", "")
+    monkeypatch.setattr("sys.argv", ["fsdpctl", *typed.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, seen) == (0, [kept.split()])
+    assert bool(os.environ["FSDPCTL_QUIET"]) == is_quiet
+
+
 @pytest.fixture
 def words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -112,3 +112,13 @@ def test_a_bar_shows_activities_itself(display):
         while not any(note.startswith("saving") for note in notes):
             assert time.monotonic() < end
     display.give_to(None)
+
+
+@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
+def test_only_the_first_process_of_a_launcher_shows_its_start(monkeypatch, name):
+    monkeypatch.delenv(name, raising=False)
+    assert activity.is_first()
+    monkeypatch.setenv(name, "0")
+    assert activity.is_first()
+    monkeypatch.setenv(name, "3")
+    assert not activity.is_first()
