@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RESULTS := benchmarks/results
-SAMPLE ?= 1
-SEED ?= $(shell git rev-parse --short HEAD)
+MINUTES ?= 0
 FAST := $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -16,8 +15,8 @@ train: $(VENV)/installed  ## train a small language model on this machine
 test: $(VENV)/emulated  ## run the fast tests
 	$(FAST)
 
-test-slow: $(VENV)/emulated  ## all slow tests, some hours; SAMPLE=0.1 runs a tenth
-	$(BIN)/python -m pytest -q -m slow --sample $(SAMPLE) --seed "$(SEED)"
+test-slow: $(VENV)/emulated  ## all slow tests, some hours; MINUTES=15 runs those longest unseen
+	$(BIN)/python -m pytest -q -m slow --minutes $(MINUTES)
 
 check: $(VENV)/emulated  ## format, lint, types and fast tests, as in CI and the pre-commit hook
 	$(BIN)/ruff format --check .

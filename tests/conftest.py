@@ -3,7 +3,6 @@
 import functools
 import gc
 import os
-import random
 import signal
 from collections.abc import Iterator
 from unittest import mock
@@ -23,6 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from fsdpctl.data.chats import workers  # noqa: E402  # after the environment
 from fsdpctl.data.files import standard_library  # noqa: E402
+from tests import ledger  # noqa: E402
 from tests.data.chats import forked  # noqa: E402
 
 _start = workers._start
@@ -53,13 +53,17 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sample", type=float, default=1.0, help="run this share of the tests")
-    parser.addoption("--seed", default="", help="that they are drawn by")
+    parser.addoption("--minutes", type=float, help="run the tests longest unseen, for so long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ledger.Recorder())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    share, seed = config.getoption("--sample"), config.getoption("--seed")
-    drawn = [each for each in items if random.Random(f"{seed} {each.nodeid}").random() < share]
-    if len(drawn) < len(items):
-        config.hook.pytest_deselected(items=[each for each in items if each not in drawn])
-        items[:] = drawn
+    if minutes := config.getoption("--minutes"):
+        tests = [each.nodeid for each in items]
+        drawn = ledger.longest_unseen(tests, ledger.read(), minutes * 60)
+        config.hook.pytest_deselected(items=[each for each in items if each.nodeid not in drawn])
+        items[:] = [each for each in items if each.nodeid in drawn]

@@ -104,6 +104,7 @@ def our_loss(model: Any, tokens: Tensor) -> Tensor:
 
 
 _softmax = F.softmax
+_float = Tensor.float
 
 
 def _exact_softmax(scores: Tensor, dim: int, dtype: Any = None, **others: Any) -> Tensor:
@@ -111,10 +112,18 @@ def _exact_softmax(scores: Tensor, dim: int, dtype: Any = None, **others: Any) -
     return _softmax(scores, dim, dtype=None if scores.dtype == torch.float64 else dtype)
 
 
+def _exact_float(values: Tensor) -> Tensor:
+    """Scores of attention and of routers are in float32 at least."""
+    return values if values.dtype == torch.float64 else _float(values)
+
+
 def exact_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """The loss of one of both without anything that rounds to float32."""
     is_theirs = isinstance(model, hf.PreTrainedModel)
-    with mock.patch.object(F, "softmax", _exact_softmax):
+    with (
+        mock.patch.object(F, "softmax", _exact_softmax),
+        mock.patch.object(Tensor, "float", _exact_float),
+    ):
         result = model(tokens[:, :-1], **({"use_cache": False} if is_theirs else {}))
     logits = result.logits if is_theirs else result
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

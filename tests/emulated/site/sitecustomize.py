@@ -16,11 +16,13 @@ class _AfterTorch:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
+        sys.meta_path.insert(0, self)  # to look for torch is not yet to import it
         assert spec is not None
         assert spec.loader is not None
         execute = spec.loader.exec_module
 
         def execute_and_install(module: ModuleType) -> None:
+            sys.meta_path.remove(self)
             execute(module)
             _load("emulated_cuda_install", Path(__file__).parents[1] / "install.py").install()
 
