@@ -35,7 +35,8 @@ from fsdpctl.estimate.candidates import Axes, SearchPoint
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.resolve.run import Opened, open_run, settle
+from fsdpctl.resolve.run import Opened, open_run
+from fsdpctl.resolve.settle import settle
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
 from tests.predict.watch import watched_step
@@ -90,7 +91,7 @@ class Case:
             self.words.append(f"cluster.profile={profile}")
         self.opened, axes = self._all()
         draw, estimator = random.Random(f"limit {seed}"), Estimator()
-        estimates = {p: estimator.estimate(axes.config(p)) for p in combinations(axes)}
+        estimates = {p: estimator.estimate(axes.plan(p)) for p in combinations(axes)}
         first = next(iter(estimates.values()))
         outside = first.memory_bytes - first.available
         held = sorted(each.peak_reserved for each in estimates.values())
@@ -99,7 +100,9 @@ class Case:
         fitting = [p for p, each in estimates.items() if each.peak_reserved <= limit]
         self.count, self.limit = len(fitting), int(limit)
         draw.shuffle(fitting)
-        self.configs = {self.named(axes.config(p)): axes.config(p) for p in fitting[:most]}
+        self.configs = {
+            self.named(axes.plan(p).config): axes.plan(p).config for p in fitting[:most]
+        }
 
     def _all(self) -> tuple[Opened, Axes]:
         opened = open_run(compose_config([*self.words, *OPEN]))

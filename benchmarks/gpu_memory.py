@@ -17,7 +17,6 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,12 +34,13 @@ from fsdpctl.engine.build import Sharding, Source, build_runtime
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
-from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
+from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import Division, lay_out
-from fsdpctl.resolve.machine import resolved_strategy, world_size
+from fsdpctl.resolve.machine import world_size
+from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.train.assemble import make_module
 from fsdpctl.train.optimizers import make_optimizer
 
@@ -75,15 +75,14 @@ def draw_words(draw: random.Random, models: list[str], lengths: list[str]) -> li
     ]
 
 
-def resolved(words: list[str]) -> Config:
+def resolved(words: list[str]) -> RunPlan:
     """Return the configuration as it is placed on H200s."""
-    placed = placed_for_estimate(compose_config([*words, "cluster=h200"]).config)
-    return replace(placed, strategy=resolved_strategy(placed, placed.strategy))
+    return plan_for_estimate(compose_config([*words, "cluster=h200"]))
 
 
 def measure(words: list[str]) -> dict[str, int]:
     """Return the memory that the steps of one configuration take."""
-    config = resolved(words)
+    config = resolved(words).config
     with joined(world_size(config), fake=True) as nccl:
         _train(config, nccl)
     return {

@@ -28,11 +28,13 @@ from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.estimate.estimator import Estimator, estimate_strategies
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.search import estimates_of
 model, nodes, ranks = sys.argv[1:]
 launch = [f"launch.nnodes={nodes}", f"launch.nproc_per_node={ranks}"]
 launch += ["train.seq_len=8192", "activation_checkpointing=full"]
-config = placed_on_cluster(compose_config([f"model={model}", "cluster=h100", *launch]).config)
+composed = compose_config([f"model={model}", "cluster=h100", *launch])
+config = placed_on_cluster(composed.config)
 ready = time.perf_counter()
 module = build_model(config.model)
 built = time.perf_counter()
@@ -40,9 +42,9 @@ moments = sum(1 for _ in timeline(*plan_run(config, divide_module(module, None),
 planned = time.perf_counter()
 import resource
 estimator, began = Estimator(), time.perf_counter()
-estimate_strategies(estimator, config, every=False)
+estimates_of(estimator, composed, every=False)
 estimated = time.perf_counter()
-estimate_strategies(estimator, config, every=True)
+estimates_of(estimator, composed, every=True)
 again = (time.perf_counter() - estimated) / len(STRATEGIES)
 first = (ready - imported) + (estimated - began)
 mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

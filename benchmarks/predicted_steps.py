@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby, product
 from pathlib import Path
 from statistics import median
@@ -23,9 +22,8 @@ from typing import Any, NamedTuple
 from benchmarks.contest import step_seconds
 from benchmarks.report import write_report
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
+from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.machine import resolved_strategy
 from fsdpctl.resolve.run import open_run
 from fsdpctl.run.metrics import last_step
 from tests.cli.run import command, environment, make_text
@@ -108,8 +106,7 @@ def predicted(predictor: Estimator, case: Case, profile: Path, text: Path) -> St
     words = [*case.words, f"cluster.profile={profile}", f"data.path={text}"]
     if case.mbit is not None:
         words.append(f"cluster.inter_bandwidth={case.mbit / 8e3}")
-    config = placed_for_estimate(compose_config(words).config)
-    return predictor.predict(replace(config, strategy=resolved_strategy(config, config.strategy)))
+    return predictor.predict(plan_for_estimate(compose_config(words)))
 
 
 def measured(rivals: Sequence[Case], rounds: int, text: Path) -> list[Measured]:

@@ -4,7 +4,6 @@ Tables replace the text between the markers `<!-- NAME -->` and `<!-- /NAME -->`
 picture shows the memory that the plan replays.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -20,15 +19,16 @@ from docs.predicted import predicted_steps_table, published_steps_table, selecti
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.describe import divide_module
-from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
+from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.run_plan import plan_run, sent_in_step
+from fsdpctl.estimate.search import estimates_of
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.predict.engine_bytes import Breakdown, PlannedMemory, estimate, timeline
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.machine import resolved_strategy, world_size
+from fsdpctl.resolve.machine import world_size
 
 DOCS = Path(__file__).parent
 PAGES = tuple(
@@ -132,10 +132,9 @@ def replicas_table() -> str:
     rows = [header, ["---"] * len(header)]
     estimator = Estimator()
     for settings in REPLICAS:
-        config = compose_config(["launch.device=cuda", *settings], str(REPLICAS_RECIPE)).config
-        (found,) = estimate_strategies(estimator, config, every=False)
-        placed = placed_for_estimate(config)
-        placed = replace(placed, strategy=resolved_strategy(placed, placed.strategy))
+        composed = compose_config(["launch.device=cuda", *settings], str(REPLICAS_RECIPE))
+        found = estimator.estimate(plan_for_estimate(composed))
+        placed = found.config
         sent = sent_in_step(placed, divide_module(build_model(placed.model), None), 1)
         found_bytes = found.peak_reserved, sent.within, sent.between
         cells = [f"{each / GIB:.1f} GiB" for each in found_bytes]
@@ -201,8 +200,8 @@ def estimated_recipe(file: Path) -> str:
     """Return a recipe with its estimate in the header, if it is for specified hardware."""
     lines = [line for line in file.read_text().splitlines() if not line.startswith(ESTIMATED)]
     if any(line.startswith("cluster") for line in lines):
-        config = compose_config(["launch.device=cuda"], str(file)).config
-        (found,) = estimate_strategies(Estimator(), config, every=False)
+        composed = compose_config(["launch.device=cuda"], str(file))
+        ((found, _),) = estimates_of(Estimator(), composed, every=False)
         reserved, memory = found.peak_reserved / GIB, found.memory_bytes / GIB
         head = next(i for i, line in enumerate(lines) if not line.startswith("#"))
         verdict = VERDICTS[found.verdict]
@@ -212,8 +211,7 @@ def estimated_recipe(file: Path) -> str:
 
 def planned(name: str) -> tuple[TrainingPlan, RankPlace]:
     """Return the training plan of the page's model under a strategy, and its rank."""
-    config = placed_for_estimate(compose_config([*MODEL, f"strategy={name}"]).config)
-    config = replace(config, strategy=resolved_strategy(config, config.strategy))
+    config = plan_for_estimate(compose_config([*MODEL, f"strategy={name}"])).config
     return plan_run(config, divide_module(build_model(config.model), None), 1)
 
 

@@ -78,7 +78,7 @@ def estimate_memory(
     from fsdpctl.start.begin import describe_ranking
 
     estimator = Estimator()
-    found = estimates_of(estimator, composed.config, every=all_strategies)
+    found = estimates_of(estimator, composed, every=all_strategies)
     estimates = [each for each, _ in found]
     fits = _fits(estimator, estimates, fit)
     if plot is not None:
@@ -112,7 +112,7 @@ def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | Non
         return []
     from fsdpctl.estimate.fit import largest_that_fits
 
-    return [largest_that_fits(estimator, each.config, fit) for each in estimates]
+    return [largest_that_fits(estimator, each.plan, fit) for each in estimates]
 
 
 def _entries(
@@ -163,14 +163,14 @@ def _show_one(estimator: "Estimator", found: "RunEstimate", fits: list["Fit"]) -
     if fits and fits[0].key == "train.seq_len" and fits[0].estimate is not None:
         from fsdpctl.estimate.fit import longer_samples
 
-        for words, longer in longer_samples(estimator, found.config, fits[0]):
+        for words, longer in longer_samples(estimator, found.plan, fits[0]):
             say(f"longer  {fit_line(longer)}, with {' '.join(words)}")
     nothing_fits = fits[0].estimate is None if fits else found.verdict != "fits"
     if nothing_fits:
         from fsdpctl.estimate.advice import advice
         from fsdpctl.start.fit import change_lines
 
-        changes = advice(estimator, found.config)
+        changes = advice(estimator, found.plan)
         for line in change_lines(changes):
             say(line)
         for line in _fits_with(estimator, changes, fits):
@@ -187,5 +187,5 @@ def _fits_with(
         (what,) = (name for name, key in FITTED.items() if key == fit.key)
         for change, _ in changes:
             if not any(word.startswith(f"{fit.key}=") for word in change.words):
-                found = largest_that_fits(estimator, change.config, what)
+                found = largest_that_fits(estimator, change.plan, what)
                 yield f"fit     {fit_line(found)}, with {' '.join(change.words)}"

@@ -108,18 +108,18 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     """Return the estimate and the available memory; if that was too little, changes that fit."""
     from fsdpctl.estimate.advice import advice
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.resolve.machine import placed_on_cluster
+    from fsdpctl.resolve.settle import settle
     from fsdpctl.run.directory import read_config
     from fsdpctl.run.progress import format_bytes
     from fsdpctl.start.fit import change_lines
 
     estimator = Estimator()
     try:
-        found = estimator.estimate(placed_on_cluster(read_config(run_dir)))
+        found = estimator.estimate(settle(read_config(run_dir)))
     except UsageError:
         return []  # the configuration is corrupted; report the failure alone
     lacks = lacked_memory or found.verdict != "fits"
-    changes = change_lines(advice(estimator, found.config, more_ranks=False)) if lacks else []
+    changes = change_lines(advice(estimator, found.plan, more_ranks=False)) if lacks else []
     return [
         f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
         f"reserved; {format_bytes(found.memory_bytes)} available per rank",

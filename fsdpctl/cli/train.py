@@ -115,11 +115,11 @@ def _print_config(composed: "Composed", resume: str) -> None:
     config = composed.config
     if left_open(config):
         from fsdpctl.resolve.machine import LOCAL
-        from fsdpctl.resolve.run import settle
+        from fsdpctl.resolve.settle import settle
         from fsdpctl.start.begin import decide_on_cluster
 
         if config.cluster.name != LOCAL:
-            decision = decide_on_cluster(config, note)
+            decision = decide_on_cluster(composed, note)
             selection = decision.selection
         else:
             _, seen, decision = _opened(composed, resume)
@@ -143,33 +143,32 @@ def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]
     opened = open_run(composed, (config.launch, None))
     seen = look(opened.config, resume)
     if config.cluster.name != LOCAL and seen.kept is None and left_open(config):
-        return opened, seen, decide_on_cluster(config, note)
+        return opened, seen, decide_on_cluster(composed, note)
     return opened, seen, decide(opened, seen, note)
 
 
 def _dry_run(composed: "Composed", resume: str) -> None:
     opened, seen, decision = _opened(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.resolve.machine import placed_on_cluster
-    from fsdpctl.resolve.run import settle
+    from fsdpctl.resolve.settle import settle
     from fsdpctl.start.describe import describe_run, describe_units
     from fsdpctl.start.fit import check_fits
 
-    settled = settle(seen.config, decision.selection)
+    plan = settle(seen.config, decision.selection)
     estimator = Estimator()
-    estimate = estimator.estimate(placed_on_cluster(settled.config))
-    described = describe_run(opened, settled, seen, estimate)
+    estimate = estimator.estimate(plan)
+    described = describe_run(opened, plan, seen, estimate)
     for line in (*decision.lines, *described):
         say(line)
     say()
-    for line in describe_units(settled.config, opened.module):
+    for line in describe_units(plan.config, opened.module):
         say(line)
     _show_samples(opened)
     _check_large_token_files(opened)
     say()
     check_fits(estimate, estimator, say)
     would = "it would run"
-    if (launcher := settled.config.launch.name) != "local":
+    if (launcher := plan.config.launch.name) != "local":
         would += f" within a job of launch={launcher}"
     say(f"{would}; nothing was trained")
 

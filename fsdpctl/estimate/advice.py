@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.changes import (
     Change,
@@ -30,23 +29,22 @@ from fsdpctl.estimate.changes import (
     smaller_batch,
     states_on_host,
 )
-from fsdpctl.estimate.estimator import Estimator, batches_of
-from fsdpctl.estimate.hardware import with_speed
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.hardware import at_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.activity import doing
 from fsdpctl.plan.sizes import Offload
-from fsdpctl.resolve.context_check import check_shared_rows
-from fsdpctl.resolve.preflight import check_offload, check_optimizer
+from fsdpctl.resolve.settle import RunPlan
 
 Fitting = tuple[Change, RunEstimate]
-Make = Callable[[Config], Iterator[Change]]
+Make = Callable[[RunPlan], Iterator[Change]]
 
 _CHANGES = 3
 _ACCURACY = 0.01  # of a predicted time
 
 
-def advice(estimator: Estimator, config: Config, *, more_ranks: bool = True) -> list[Fitting]:
-    """Return up to three changes that make a resolved configuration fit, cheapest first.
+def advice(estimator: Estimator, plan: RunPlan, *, more_ranks: bool = True) -> list[Fitting]:
+    """Return up to three changes that make a run fit, cheapest first.
 
     A model with pretrained weights, or with `more_ranks` any, may also be trained by adapters.
     If no single setting suffices, they are several together, each of which is needed, and with
@@ -55,14 +53,14 @@ def advice(estimator: Estimator, config: Config, *, more_ranks: bool = True) -> 
     time, communication, computation.
     """
     with doing("looking for changes that fit"):
-        found = _advice(estimator, config, more_ranks=more_ranks)
-        if config.model.is_pretrained or more_ranks:
-            found += islice(_fitting(estimator, adapters(config)), 1)
+        found = _advice(estimator, plan, more_ranks=more_ranks)
+        if plan.config.model.is_pretrained or more_ranks:
+            found += islice(_fitting(estimator, adapters(plan)), 1)
     return found
 
 
-def _advice(estimator: Estimator, config: Config, *, more_ranks: bool) -> list[Fitting]:
-    single = [each for make in _SINGLE for each in make(config)]
+def _advice(estimator: Estimator, plan: RunPlan, *, more_ranks: bool) -> list[Fitting]:
+    single = [each for make in _SINGLE for each in make(plan)]
     found: list[Fitting] = []
     for each in _by_time(estimator, list(_fitting(estimator, single))):
         if not any(each[0].keys == faster.keys for faster, _ in found):
@@ -70,8 +68,8 @@ def _advice(estimator: Estimator, config: Config, *, more_ranks: bool) -> list[F
     if found:
         return found[:_CHANGES]
     search = _Search(estimator)
-    found = _by_time(estimator, list(_several(search, config)))
-    nodes = _on_more_nodes(search, config) if more_ranks else None
+    found = _by_time(estimator, list(_several(search, plan)))
+    nodes = _on_more_nodes(search, plan) if more_ranks else None
     return found[:_CHANGES] if nodes is None else [*found[: _CHANGES - 1], nodes]
 
 
@@ -79,10 +77,7 @@ def _fitting(estimator: Estimator, changes: Iterable[Change]) -> Iterator[Fittin
     """Yield the changes with which a run fits, and its estimate."""
     for change in changes:
         try:
-            check_optimizer(change.config)
-            check_offload(change.config)
-            check_shared_rows(change.config)
-            estimate = estimator.estimate(change.config)
+            estimate = estimator.estimate(change.plan)
         except UsageError:
             continue
         if estimate.verdict == "fits":
@@ -94,7 +89,7 @@ def _by_time(estimator: Estimator, found: list[Fitting]) -> list[Fitting]:
     if len(found) < 2:
         return found
     try:
-        times = [estimator.predict(with_speed(change.config)[0]).seconds for change, _ in found]
+        times = [estimator.predict(at_speed(change.plan)[0]).seconds for change, _ in found]
     except UsageError:  # the hardware is not specified
         return found
     ranks = [math.floor(math.log(seconds) / math.log1p(_ACCURACY)) for seconds in times]
@@ -115,10 +110,10 @@ class _Search:
         return self._seen[change.words]
 
 
-def _several(search: _Search, config: Config) -> Iterator[Fitting]:
+def _several(search: _Search, plan: RunPlan) -> Iterator[Fitting]:
     """Yield settings that suffice together, for each treatment of the optimizer states."""
     seen: set[tuple[str, ...]] = set()
-    here, keeps_gradients = Change((), "", config), False
+    here, keeps_gradients = Change((), "", plan), False
     for treatment in (None, _STATES, states_on_host, compressed):
         if treatment is states_on_host and keeps_gradients:
             continue
@@ -132,9 +127,9 @@ def _several(search: _Search, config: Config) -> Iterator[Fitting]:
                 yield found
 
 
-def _on_more_nodes(search: _Search, config: Config) -> Fitting | None:
+def _on_more_nodes(search: _Search, plan: RunPlan) -> Fitting | None:
     """Return the fewest nodes on which settings suffice that round nothing, and these settings."""
-    nodes = list(more_nodes(config))
+    nodes = list(more_nodes(plan))
     fewest = [(len(nodes), None), *((_fewest(search, nodes, x), x) for x in (None, _STATES))]
     index, treatment = min(fewest, key=lambda each: each[0])
     if index == len(nodes):
@@ -169,7 +164,7 @@ def _needed(
         if less is not None:
             makers, found = fewer, less
     if _SINGLE_SAMPLE in makers:
-        size = batches_of(base.config).micro_batch_size // 2
+        size = base.plan.batches.micro_batch_size // 2
         while size > 1:
             some = partial(micro_batches, size=size)
             larger = [some if each is _SINGLE_SAMPLE else each for each in makers]
@@ -185,15 +180,15 @@ def _all(treatment: Make | None) -> list[Make]:
 
 def _with(base: Change, makers: Iterable[Make]) -> Change:
     """Return `base` with the last change of each maker, in their order."""
-    config = base.config
+    plan = base.plan
     parts: list[Change] = []
     for make in makers:
-        for change in [*make(config)][-1:]:
+        for change in [*make(plan)][-1:]:
             parts = [*_without(parts, change), change]
-            config = change.config
+            plan = change.plan
     parts += [base] if base.words else []
     words = tuple(word for part in parts for word in part.words)
-    return Change(words, "; ".join(part.cost for part in parts), config)
+    return Change(words, "; ".join(part.cost for part in parts), plan)
 
 
 def _without(parts: Iterable[Change], later: Change) -> Iterator[Change]:

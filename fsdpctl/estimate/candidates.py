@@ -11,7 +11,6 @@ from fsdpctl.config.auto import (
     RECOMPUTATIONS,
     STRATEGY,
     Selection,
-    filled,
     left_open,
 )
 from fsdpctl.config.schema import Config, PrefetchConfig
@@ -25,6 +24,7 @@ from fsdpctl.resolve.machine import (
     supported_strategies,
     world_size,
 )
+from fsdpctl.resolve.settle import RunPlan, settle
 
 _MOST_PASSES = 8  # micro-batches per step up to which every number that divides the share is tried
 
@@ -86,11 +86,13 @@ class Axes:
         prefetch = self._prefetches(point.strategy)[point.prefetch]
         return Selection(point.strategy, point.recomputation, prefetch, point.size)
 
-    def config(self, point: SearchPoint) -> Config:
-        """Return the configuration of a point."""
-        config = filled(self.placed, self.selection(point))
-        strategy = resolved_strategy(config, config.strategy.under(config.strategy.name))
-        return replace(config, strategy=strategy)
+    def plan(self, point: SearchPoint) -> RunPlan:
+        """Return the plan of a point.
+
+        Raises:
+            UsageError: If its settings conflict.
+        """
+        return settle(self.placed, self.selection(point))
 
     def _prefetches(self, strategy: str) -> tuple[PrefetchConfig, ...]:
         """Return the prefetch settings that differ under a strategy, the least first."""
@@ -119,14 +121,14 @@ def _strategies(placed: Config) -> tuple[str, ...]:
 
 def _effective(placed: Config, name: str) -> tuple[Strategy, int]:
     ranks = world_size(placed)
-    size = resolved_strategy(placed, placed.strategy.under(name)).dp_shard_size
+    size = resolved_strategy(replace(placed, strategy=placed.strategy.under(name))).dp_shard_size
     return effective_strategy(STRATEGIES[name], size or ranks, ranks)
 
 
 def _sizes(placed: Config) -> tuple[int, ...]:
     """Return micro-batch sizes: a rank's whole share, repeated halves, and other divisors."""
     groups, asked = sample_groups(placed), placed.accumulation.steps
-    samples = max(placed.train.global_batch_size, groups)
+    samples = placed.train.global_batch_size
     share = -(-samples // groups)
     found = {-(-share // (1 << times)) for times in range(share.bit_length() + 1)}
     found |= {share // passes for passes in range(1, _MOST_PASSES + 1) if share % passes == 0}

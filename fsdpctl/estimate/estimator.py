@@ -4,8 +4,9 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fsdpctl.config.compose import Composed
 from fsdpctl.config.keys import AUTO
-from fsdpctl.config.schema import Config, StrategyConfig
+from fsdpctl.config.schema import Config
 from fsdpctl.data.open import open_data
 from fsdpctl.engine.host_inputs import host_inputs_bytes
 from fsdpctl.estimate.hardware import device_of, host_of, network_of
@@ -13,7 +14,6 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import fullest_rank, plan_run, steps_of
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.io.activity import doing
-from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy
@@ -26,19 +26,13 @@ from fsdpctl.predict.recorder import Machine, RankGroup
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
+from fsdpctl.resolve.amounts import with_enough_samples
 from fsdpctl.resolve.attention import assumed_of
-from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.decoder_check import with_decoder
-from fsdpctl.resolve.loss_chunks import loss_chunk_tokens, mlp_chunk_tokens
-from fsdpctl.resolve.machine import (
-    placed_on_cluster,
-    resolved_strategy,
-    sample_groups,
-    supported_strategies,
-    with_batch_size,
-    world_size,
-)
-from fsdpctl.resolve.preflight import check_placed, check_trained
+from fsdpctl.resolve.machine import placed_on_cluster, with_batch_size, world_size
+from fsdpctl.resolve.preflight import check_trained
+from fsdpctl.resolve.rules import checked
+from fsdpctl.resolve.settle import RunPlan, settle
 
 _MOST_TRACED = 64  # models that are kept
 _SIMULATED = 3  # passes: another one takes as long as the second to last
@@ -75,21 +69,21 @@ class StepPrediction:
 class Estimator:
     """Estimates configurations; each model is traced once per process."""
 
-    def estimate(self, config: Config) -> RunEstimate:
-        """Estimate a resolved configuration.
+    def estimate(self, plan: RunPlan) -> RunEstimate:
+        """Estimate a run.
 
         Raises:
-            UsageError: If it is not valid.
+            UsageError: If the optimizer or the engine does not support its parameters.
         """
-        traced = self.traced_model(config)
+        plan = on_cluster(plan)
+        config, batches, traced = plan.config, plan.batches, self.traced_model(plan)
         check_trained(config, traced.units)
-        batches = batches_of(config)
-        program, last = _program(config, traced, batches), traced.units[-1]
+        program, last = _program(plan, traced), traced.units[-1]
         recorder = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
-        plan, place = plan_run(config, traced.units, batches.num_micro_batches)
-        place = replace(place, rank=fullest_rank(config.engine.name, plan, place))
+        training, place = plan_run(config, traced.units, batches.num_micro_batches)
+        place = replace(place, rank=fullest_rank(config.engine.name, training, place))
         strategy = get_strategy(config.strategy.name)
-        steps = steps_of(config.engine.name, strategy, traced.units, plan, place, recorder)
+        steps = steps_of(config.engine.name, strategy, traced.units, training, place, recorder)
         step = estimate_steps(
             recorder,
             steps,
@@ -98,36 +92,34 @@ class Estimator:
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
         frozen = sum(
-            param.numel * plan.sizes.gathered(layout)
-            for of_unit in plan.layouts.values()
+            param.numel * training.sizes.gathered(layout)
+            for of_unit in training.layouts.values()
             for layout in of_unit
             for param in layout.params
             if not param.trainable
         )
         counts = (traced.num_params, traced.num_trained, traced.num_active, frozen)
-        saved = _saved_states(plan, traced.units)
-        on_host = host_states_bytes(plan, place) + host_inputs_bytes(program.sent.values())
-        return RunEstimate(config, batches, *counts, saved, place.rank, step, on_host)
+        saved = _saved_states(training, traced.units)
+        on_host = host_states_bytes(training, place) + host_inputs_bytes(program.sent.values())
+        return RunEstimate(plan, *counts, saved, place.rank, step, on_host)
 
-    def predict(self, config: Config) -> StepPrediction:
-        """Predict one training step of a placed configuration.
+    def predict(self, plan: RunPlan) -> StepPrediction:
+        """Predict one training step, on the hardware that the plan's cluster describes.
 
         Raises:
             UsageError: If its hardware specs are incomplete.
         """
-        traced = self.traced_model(config)
-        batches = batches_of(config)
-        program = _program(config, traced, batches)
-        passes = batches.num_micro_batches
+        config, batches, traced = plan.config, plan.batches, self.traced_model(plan)
+        program, passes = _program(plan, traced), batches.num_micro_batches
         shown = _simulate(config, traced, program, min(passes, _SIMULATED))
         if passes > _SIMULATED:
             before = _simulate(config, traced, program, _SIMULATED - 1)
             shown = shown.extended(before, passes - _SIMULATED)
         return replace(shown, tokens=batches.global_batch_size * config.train.seq_len)
 
-    def traced_model(self, config: Config) -> TracedModel:
-        """Return the traced model of a resolved configuration."""
-        chunk = mlp_chunk_tokens(config, batches_of(config).micro_batch_size)
+    def traced_model(self, plan: RunPlan) -> TracedModel:
+        """Return the traced model."""
+        config = plan.config
         alike = (
             config.model,
             config.precision.param_dtype,
@@ -135,12 +127,12 @@ class Estimator:
             config.launch.device,
             config.data.holds_documents,
             config.train.context_parallel,
-            chunk,
+            config.train.mlp_chunk_tokens,
             assumed_of(config),
         )
         if alike not in _traced:
             with doing("tracing the model"):
-                _traced[alike] = TracedModel(config, mlp_chunk_tokens=chunk)
+                _traced[alike] = TracedModel(config)
             if len(_traced) > _MOST_TRACED:
                 _traced.popitem(last=False)
         return _traced[alike]
@@ -152,63 +144,42 @@ def _saved_states(plan: TrainingPlan, units: Sequence[UnitSpec]) -> int:
     return sum(plan.states.saved(param, plan.sizes.master) for param in params)
 
 
-def _program(config: Config, traced: TracedModel, batches: BatchPlan) -> Program:
-    micro = batches.micro_batch_size
-    length = tokens_per_rank(config.train.seq_len, config.train.context_parallel)
-    return traced.program(micro, length, loss_chunk_tokens(config, micro))
+def _program(plan: RunPlan, traced: TracedModel) -> Program:
+    micro, train = plan.batches.micro_batch_size, plan.config.train
+    length = tokens_per_rank(train.seq_len, train.context_parallel)
+    return traced.program(micro, length, train.loss_chunk_tokens or 0)
 
 
-def batches_of(config: Config) -> BatchPlan:
-    """Return the batches of a step, with at least one sample per group of ranks."""
-    train, ranks = config.train, world_size(config)
-    return plan_batches(
-        max(train.global_batch_size, sample_groups(config)),
-        ranks,
-        micro_batch_size=train.micro_batch_size,
-        num_micro_batches=config.accumulation.steps,
-        context_parallel=train.context_parallel,
-    )
-
-
-def estimate_strategies(estimator: Estimator, config: Config, *, every: bool) -> list[RunEstimate]:
-    """Estimate the strategy of `config`, or with `every` all that its engine supports.
-
-    Settings that are not valid with a strategy are dropped.
-
-    Raises:
-        UsageError: If the configuration is not valid.
-    """
-    placed = placed_for_estimate(config, every=every)
-    return [
-        estimator.estimate(replace(placed, strategy=resolved_strategy(placed, each)))
-        for each in strategies_of(config, every=every)
-    ]
-
-
-def strategies_of(config: Config, *, every: bool) -> list[StrategyConfig]:
-    """Return the strategy of `config`, or with `every` all that its engine supports."""
-    if not every:
-        return [config.strategy]
-    return [config.strategy.under(name) for name in supported_strategies(config)]
-
-
-def placed_for_estimate(config: Config, *, every: bool = False) -> Config:
-    """Return `config` on its cluster, with the vocabulary of its data if it sets none.
+def placed_for_estimate(composed: Composed, *, every: bool = False) -> Config:
+    """Return a configuration on its cluster, with the vocabulary of its data if it sets none.
 
     With `every`, its strategy is not the one that is estimated.
 
     Raises:
         UsageError: If the configuration is not valid.
     """
-    placed = placed_on_cluster(config)
-    check_placed(replace(placed, strategy=placed.strategy.under(AUTO)) if every else placed)
-    placed, _ = with_decoder(placed)
-    check_shared_rows(placed)
-    placed = with_batch_size(placed)
+    config = placed_on_cluster(composed.config)
+    checked(replace(config, strategy=config.strategy.under(AUTO)) if every else config)
+    config, _ = with_decoder(config)
+    config = with_enough_samples(with_batch_size(config), composed.automatic)
     if config.model.vocab_size is not None:
-        return placed
+        return config
     vocab_size = open_data(config.data, config.train.seed).vocab_size
-    return replace(placed, model=replace(placed.model, vocab_size=vocab_size))
+    return replace(config, model=replace(config.model, vocab_size=vocab_size))
+
+
+def plan_for_estimate(composed: Composed) -> RunPlan:
+    """Return the plan of a configuration without `auto` on its cluster.
+
+    Raises:
+        UsageError: If the configuration is not valid.
+    """
+    return settle(placed_for_estimate(composed))
+
+
+def on_cluster(plan: RunPlan) -> RunPlan:
+    """Return a plan with the memory that its cluster or this machine has."""
+    return replace(plan, config=placed_on_cluster(plan.config))
 
 
 def _simulate(config: Config, traced: TracedModel, program: Program, passes: int) -> StepPrediction:

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdpctl.config.model import MOST_LAYERS
-from fsdpctl.config.schema import Config
-from fsdpctl.errors import UsageError
 from fsdpctl.estimate.changes import (
     LONG,
     activations_on_host,
@@ -14,11 +12,10 @@ from fsdpctl.estimate.changes import (
     recomputed,
     shared_samples,
 )
-from fsdpctl.estimate.estimator import Estimator, batches_of
+from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.machine import sample_groups
-from fsdpctl.resolve.preflight import check_activation_offload
+from fsdpctl.resolve.settle import RunPlan, settle
 
 FITTED = {
     "micro_batch": "train.micro_batch_size",
@@ -68,42 +65,39 @@ class LargestModel:
     num_params: int
 
 
-def _valued(config: Config, what: str, value: int) -> Config:
-    """Return `config` with another size, and the global batch that all ranks then process."""
-    train = config.train
+def _valued(plan: RunPlan, what: str, value: int) -> RunPlan:
+    """Return `plan` with another size, and the global batch that all ranks then process."""
+    asked, passes = plan.asked, plan.batches.num_micro_batches
+    samples = value * passes * sample_groups(plan.config)
+    train, accumulation = asked.train, replace(asked.accumulation, steps=passes)
     if what == "seq_len":
-        return replace(config, train=replace(train, seq_len=value))
+        return settle(replace(asked, train=replace(train, seq_len=value)))
     if what == "model":
-        return replace(config, model=replace(config.model, num_layers=value))
-    batches = batches_of(config)
-    passes = config.accumulation.steps or batches.num_micro_batches
-    samples = value * passes * sample_groups(config)
-    return replace(
-        config,
-        train=replace(train, micro_batch_size=value, global_batch_size=samples),
-        accumulation=replace(config.accumulation, steps=passes),
-    )
+        return settle(replace(asked, model=replace(asked.model, num_layers=value)))
+    train = replace(train, micro_batch_size=value, global_batch_size=samples)
+    return settle(replace(asked, train=train, accumulation=accumulation))
 
 
-def largest_that_fits(estimator: Estimator, config: Config, what: str) -> Fit:
-    """Find the largest micro-batch, length or number of blocks of a resolved configuration."""
+def largest_that_fits(estimator: Estimator, plan: RunPlan, what: str) -> Fit:
+    """Find the largest micro-batch, length or number of blocks of a run."""
+    config = plan.config
     most = _MOST.get(what, config.model.max_seq_len)
     begin = {
-        "micro_batch": batches_of(config).micro_batch_size,
+        "micro_batch": plan.batches.micro_batch_size,
         "seq_len": config.train.seq_len,
         "model": config.model.num_layers,
     }[what]
     found = Fit(FITTED[what], 0, 1, None, None)
     if what == "seq_len" and most >= _LENGTHS:
-        found = _largest(estimator, config, what, begin, most, multiple=_LENGTHS)
+        found = _largest(estimator, plan, what, begin, most, multiple=_LENGTHS)
         most = _LENGTHS - 1
     if not found.value:
-        found = _largest(estimator, config, what, begin, most, multiple=1)
+        found = _largest(estimator, plan, what, begin, most, multiple=1)
     return found
 
 
 def longer_samples(
-    estimator: Estimator, config: Config, found: Fit
+    estimator: Estimator, plan: RunPlan, found: Fit
 ) -> Iterator[tuple[tuple[str, ...], Fit]]:
     """Yield settings with which longer samples fit than `found`, more and more together.
 
@@ -113,36 +107,30 @@ def longer_samples(
     words: tuple[str, ...] = ()
     for make in (recomputed, shared_samples, activations_on_host, feed_forward_in_chunks):
         begin = max(found.value, LONG)
-        config = _valued(config, "seq_len", begin)
-        for change in [*make(config)][-1:]:
+        plan = _valued(plan, "seq_len", begin)
+        for change in [*make(plan)][-1:]:
             if found.estimate is not None and found.next is None:
                 return  # the model's own limit
-            most = change.config.model.max_seq_len
+            most = change.plan.config.model.max_seq_len
             multiple = max(_LENGTHS, 1 << (min(begin, most).bit_length() - _BITS))
-            about = (change.config, "seq_len", begin, most)
-            try:
-                check_shared_rows(change.config)
-                check_activation_offload(change.config)
-                longer = _largest(estimator, *about, multiple=multiple)
-            except UsageError:
-                continue
+            longer = _largest(estimator, change.plan, "seq_len", begin, most, multiple=multiple)
             if longer.value > found.value:
-                words, config, found = (*words, *change.words), change.config, longer
+                words, plan, found = (*words, *change.words), change.plan, longer
                 yield words, found
 
 
-def largest_model(estimator: Estimator, config: Config) -> LargestModel | None:
-    """Return how many blocks of a resolved configuration's model fit, if any.
+def largest_model(estimator: Estimator, plan: RunPlan) -> LargestModel | None:
+    """Return how many blocks of a run's model fit, if any.
 
     Above `_COUNTED` blocks the number is extrapolated: each further one takes as much memory.
     """
-    most = estimator.estimate(_valued(config, "model", _COUNTED))
+    most = estimator.estimate(_valued(plan, "model", _COUNTED))
     if most.verdict != "fits":
-        found = largest_that_fits(estimator, config, "model").estimate
+        found = largest_that_fits(estimator, plan, "model").estimate
         if found is None:
             return None
         return LargestModel(found.config.model.num_layers, found.num_params)
-    half = estimator.estimate(_valued(config, "model", _COUNTED // 2))
+    half = estimator.estimate(_valued(plan, "model", _COUNTED // 2))
     blocks = _COUNTED - _COUNTED // 2
     each, params = (half.margin - most.margin) // blocks, (most.num_params - half.num_params)
     more = min(most.margin // max(each, 1), MOST_LAYERS - _COUNTED)
@@ -150,14 +138,14 @@ def largest_model(estimator: Estimator, config: Config) -> LargestModel | None:
 
 
 def _largest(
-    estimator: Estimator, config: Config, what: str, begin: int, most: int, *, multiple: int
+    estimator: Estimator, plan: RunPlan, what: str, begin: int, most: int, *, multiple: int
 ) -> Fit:
     """Return the largest multiple that fits."""
     seen: dict[int, RunEstimate] = {}
 
     def fits(count: int) -> bool:
         if count not in seen:
-            seen[count] = estimator.estimate(_valued(config, what, count * multiple))
+            seen[count] = estimator.estimate(_valued(plan, what, count * multiple))
         return seen[count].verdict == "fits"
 
     most //= multiple

@@ -23,6 +23,7 @@ from fsdpctl.predict.profile import (
 )
 from fsdpctl.resolve.attention import assumed_of
 from fsdpctl.resolve.machine import LOCAL
+from fsdpctl.resolve.settle import RunPlan
 
 _TERA, _GIGA = 1e12, 1e9
 _PER_STEP = 0.015  # seconds: data loading, hooks, and waits of the host
@@ -178,6 +179,12 @@ def with_speed(config: Config) -> tuple[Config, str]:
         inter = _NODE_LINK / (config.launch.nproc_per_node or 1)
         found = replace(found, inter_bandwidth=inter)
     return replace(config, cluster=found), whose
+
+
+def at_speed(plan: RunPlan) -> tuple[RunPlan, str]:
+    """Return a plan as `with_speed` does."""
+    config, whose = with_speed(plan.config)
+    return replace(plan, config=config), whose
 
 
 def _filled(given: ClusterConfig, found: ClusterConfig) -> ClusterConfig:

@@ -8,6 +8,7 @@ from fsdpctl.estimate.run_plan import item_sizes
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.predict.step_estimate import StepEstimate
 from fsdpctl.resolve.machine import world_size
+from fsdpctl.resolve.settle import RunPlan
 
 _GIB = 1 << 30
 
@@ -33,8 +34,7 @@ _HOST = {"cuda": 3 * _GIB, "cpu": _GIB // 2}  # of a worker, without its model
 class RunEstimate:
     """The memory of the fullest rank."""
 
-    config: Config  # resolved
-    batches: BatchPlan
+    plan: RunPlan
     num_params: int
     num_trained: int  # of them
     num_active: int  # of them, used by a token
@@ -43,6 +43,16 @@ class RunEstimate:
     rank: int
     step: StepEstimate
     host_states: int = 0  # bytes of states, inputs of blocks and buffers in host memory
+
+    @property
+    def config(self) -> Config:
+        """The settings of the plan."""
+        return self.plan.config
+
+    @property
+    def batches(self) -> BatchPlan:
+        """The batches of the plan."""
+        return self.plan.batches
 
     @property
     def allocated(self) -> int:

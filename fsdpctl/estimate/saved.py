@@ -7,16 +7,15 @@ from pathlib import Path
 from torch import nn
 
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.hardware import with_speed
+from fsdpctl.estimate.estimator import Estimator, on_cluster
+from fsdpctl.estimate.hardware import at_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.io.documents import read_json
 from fsdpctl.io.files import replace
 from fsdpctl.io.run_files import ESTIMATE as ESTIMATE
 from fsdpctl.plan.strategy import FSDPCTL
-from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.resolve.run import Settled
+from fsdpctl.resolve.settle import RunPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +31,27 @@ class SavedEstimate:
 
 def write_estimate(
     run_dir: Path,
-    settled: Settled,
+    plan: RunPlan,
     module: nn.Module,
     found: RunEstimate,
     estimator: Estimator,
 ) -> None:
     """Write the estimate of a run, and the predicted time of its steps, to its directory."""
     engine = None
-    if settled.config.engine.name == FSDPCTL:
-        passes = settled.batches.num_micro_batches
-        engine = estimate_run(settled.config, module, passes).peak_bytes
+    if plan.config.engine.name == FSDPCTL:
+        passes = plan.batches.num_micro_batches
+        engine = estimate_run(plan.config, module, passes).peak_bytes
     content = {
         **found.to_dict(),
         "peak_engine_bytes": engine,
-        **_prediction(settled, estimator),
+        **_prediction(plan, estimator),
     }
     text = json.dumps(content, indent=2)
     replace(run_dir / ESTIMATE, text + "\n")
 
 
-def _prediction(settled: Settled, estimator: Estimator) -> dict[str, float | str]:
-    described, source = with_speed(placed_on_cluster(settled.config))
+def _prediction(plan: RunPlan, estimator: Estimator) -> dict[str, float | str]:
+    described, source = at_speed(on_cluster(plan))
     try:
         seconds = estimator.predict(described).seconds
     except UsageError:

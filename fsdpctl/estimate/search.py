@@ -15,19 +15,16 @@ from dataclasses import replace
 from functools import partial
 
 from fsdpctl.config.auto import Pairs, extras_of, left_open, with_extras
+from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Candidate, Ranking, SearchPoint
-from fsdpctl.estimate.estimator import (
-    Estimator,
-    estimate_strategies,
-    placed_for_estimate,
-    strategies_of,
-)
+from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.activity import doing
-from fsdpctl.resolve.preflight import check_offload
+from fsdpctl.resolve.machine import supported_strategies
+from fsdpctl.resolve.settle import settle
 
 KEPT = 6  # candidates: the selected one and those that it is compared with
 _TIE = 0.01  # of the step time: less than the accuracy of a prediction
@@ -35,21 +32,36 @@ _SIZES = 3  # micro-batch sizes per strategy and mode, the largest that fit
 
 
 def estimates_of(
-    estimator: Estimator, config: Config, *, every: bool
+    estimator: Estimator, composed: Composed, *, every: bool
 ) -> list[tuple[RunEstimate, Ranking | None]]:
-    """Estimate as `estimate_strategies` does, with every `auto` setting selected.
+    """Estimate a configuration, with every `auto` setting selected; a ranking if there is one.
 
-    If nothing fits, the estimate is that of the closest combination.
+    With `every`, estimate each strategy that the engine and the other settings support, without
+    keys that it does not use. If nothing fits, the estimate is that of the closest combination.
 
     Raises:
         UsageError: If the configuration is invalid.
     """
-    if not left_open(config):
-        return [(each, None) for each in estimate_strategies(estimator, config, every=every)]
-    placed = placed_for_estimate(config, every=every)
-    given = strategies_of(config, every=every)
-    rankings = [choose(estimator, replace(placed, strategy=each)) for each in given]
-    return [(each.estimate, each if each.names else None) for each in rankings]
+    placed = placed_for_estimate(composed, every=every)
+    if not every:
+        return [_estimated(estimator, placed)]
+    found, errors = [], []
+    for name in supported_strategies(placed):
+        try:
+            each = replace(placed, strategy=placed.strategy.under(name))
+            found.append(_estimated(estimator, each))
+        except UsageError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
+
+
+def _estimated(estimator: Estimator, placed: Config) -> tuple[RunEstimate, Ranking | None]:
+    if not left_open(placed):
+        return estimator.estimate(settle(placed)), None
+    ranking = choose(estimator, placed)
+    return ranking.estimate, ranking
 
 
 def choose(estimator: Estimator, placed: Config) -> Ranking:
@@ -203,7 +215,7 @@ class _Search:
 
     def _time(self, point: SearchPoint) -> float:
         if point not in self._seconds:
-            self._seconds[point] = self._estimator.predict(self.axes.config(point)).seconds
+            self._seconds[point] = self._estimator.predict(self.axes.plan(point)).seconds
         return self._seconds[point]
 
     # ---- memory --------------------------------------------------------------------------
@@ -231,9 +243,7 @@ class _Search:
     def _estimate(self, point: SearchPoint) -> RunEstimate | None:
         if point not in self._estimates:
             try:
-                config = self.axes.config(point)
-                check_offload(config)
-                self._estimates[point] = self._estimator.estimate(config)
+                self._estimates[point] = self._estimator.estimate(self.axes.plan(point))
             except UsageError as error:
                 self._error = self._error or error
                 self._estimates[point] = None

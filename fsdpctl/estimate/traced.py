@@ -154,7 +154,7 @@ class TracedModule:
 class TracedModel:
     """The model of a configuration, which is traced at any size and length."""
 
-    def __init__(self, config: Config, mlp_chunk_tokens: int = 0) -> None:
+    def __init__(self, config: Config) -> None:
         """Build the model of a placed configuration on the meta device.
 
         Raises:
@@ -163,7 +163,7 @@ class TracedModel:
 
         def make() -> nn.Module:
             module = build_model(self._model)
-            chunk_feed_forward(module, mlp_chunk_tokens)
+            chunk_feed_forward(module, config.train.mlp_chunk_tokens or 0)
             return module
 
         self._model = config.model

@@ -49,8 +49,7 @@ def with_length(config: Config, data: DataSet, automatic: frozenset[str]) -> Con
 def with_size(config: Config, data: DataSet, automatic: frozenset[str]) -> Config:
     """Set the samples per step if they are `automatic`: the usual number.
 
-    Of conversations, fewer if the run would otherwise have too few steps. If that is less than the
-    ranks and their micro-batches need, it is what they need.
+    Of conversations, fewer if the run would otherwise have too few steps.
     """
     train = config.train
     if not automatic.issuperset(SIZES):
@@ -59,8 +58,17 @@ def with_size(config: Config, data: DataSet, automatic: frozenset[str]) -> Confi
     if rows.holds_documents:
         wanted = _rounded_down(_epochs(config) * len(rows) / _WANTED)
         size = min(size, max(wanted, _FEWEST))
+    config = replace(config, train=replace(train, global_batch_size=size))
+    return with_enough_samples(config, automatic)
+
+
+def with_enough_samples(config: Config, automatic: frozenset[str]) -> Config:
+    """Raise the samples per step, if they are `automatic`, to what the ranks need."""
+    train = config.train
+    if not automatic.issuperset(SIZES):
+        return config
     micro, passes = train.micro_batch_size or 1, config.accumulation.steps or 1
-    size = max(size, sample_groups(config) * micro * passes)
+    size = max(train.global_batch_size, sample_groups(config) * micro * passes)
     return replace(config, train=replace(train, global_batch_size=size))
 
 

@@ -8,17 +8,10 @@ from fsdpctl.config.placement import known_gpu
 from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.io.control_group import host_memory
-from fsdpctl.plan.muon import CUTTING, MATRICES, MUON, keeps_matrices
+from fsdpctl.plan.muon import MATRICES, MUON, keeps_matrices
 from fsdpctl.plan.sizes import DTYPE_BYTES
 from fsdpctl.plan.states import SPLIT
-from fsdpctl.plan.strategy import (
-    FSDPCTL,
-    STRATEGIES,
-    Strategy,
-    get_strategy,
-    has_strategy,
-    ranks_per_copy,
-)
+from fsdpctl.plan.strategy import STRATEGIES, get_strategy, has_strategy, ranks_per_copy
 from fsdpctl.resolve.launchers import Place, place_of
 
 LOCAL = "local"
@@ -128,19 +121,6 @@ def with_batch_size(config: Config) -> Config:
     return replace(config, train=replace(train, global_batch_size=size, global_batch_tokens=None))
 
 
-def check_length(config: Config) -> None:
-    """Check that samples are not longer than the model supports.
-
-    Raises:
-        UsageError: If they are.
-    """
-    if config.train.seq_len > config.model.max_seq_len:
-        raise UsageError(
-            f"train.seq_len={config.train.seq_len}: above model.max_seq_len="
-            f"{config.model.max_seq_len}"
-        )
-
-
 def world_size(config: Config) -> int:
     """Return the number of ranks of a placed configuration."""
     assert config.launch.nproc_per_node is not None
@@ -150,32 +130,6 @@ def world_size(config: Config) -> int:
 def sample_groups(config: Config) -> int:
     """Return the number of groups of ranks that share samples, for a placed configuration."""
     return world_size(config) // config.train.context_parallel
-
-
-def check_context(config: Config) -> None:
-    """Check that ranks can share samples, for a placed configuration.
-
-    Raises:
-        UsageError: If they cannot.
-    """
-    shared, ranks = config.train.context_parallel, world_size(config)
-    if shared == 1:
-        return
-    where, each = f"train.context_parallel={shared}", config.launch.nproc_per_node or 1
-    if config.engine.name != FSDPCTL:
-        raise UsageError(f"{where}: requires engine={FSDPCTL}, got engine={config.engine.name}")
-    if ranks % shared:
-        raise UsageError(f"{where}: expected a divisor of the {ranks} ranks")
-    if each % shared and shared % each:
-        raise UsageError(
-            f"{where}: expected a divisor or a multiple of the {each} ranks of a node, so that "
-            "ranks that share samples are near one another"
-        )
-    if config.model.num_heads % shared:
-        raise UsageError(
-            f"{where}: expected a divisor of model.num_heads={config.model.num_heads}, which ranks "
-            "share during attention"
-        )
 
 
 def _memory_here(device: str, ranks: int) -> float:
@@ -227,12 +181,13 @@ def supported_strategies(config: Config) -> list[str]:
     ]
 
 
-def resolved_strategy(config: Config, given: StrategyConfig) -> StrategyConfig:
-    """Return `given` with its sizes filled in for a placed configuration.
+def resolved_strategy(config: Config) -> StrategyConfig:
+    """Return the strategy with its sizes filled in for a placed configuration.
 
     Raises:
         UsageError: If it does not match the number of ranks.
     """
+    given = config.strategy
     row, ranks = get_strategy(given.name), world_size(config)
     usual = MATRICES if config.optimizer.name == MUON else "even"
     owners = given.owner_map or (usual if row.has_owner_map else "even")
@@ -245,33 +200,4 @@ def resolved_strategy(config: Config, given: StrategyConfig) -> StrategyConfig:
     if row.replicates and asked is None:
         asked = config.launch.nproc_per_node
     size = ranks_per_copy(row, ranks, asked)
-    if config.optimizer.name == MUON:
-        _check_muon(config, row, owners)
     return replace(given, dp_shard_size=size if row.replicates else None, owner_map=owners)
-
-
-def _check_muon(config: Config, row: Strategy, owners: str) -> None:
-    """Check that each matrix is whole on the rank that updates it.
-
-    Raises:
-        UsageError: If it is not, or another engine or adapters are set.
-    """
-    if config.engine.name != FSDPCTL:
-        raise UsageError(f"engine={config.engine.name}: not supported with optimizer=muon")
-    if config.model.lora.rank is not None:
-        raise UsageError(
-            "optimizer=muon: updates whole matrices, of which model.lora trains none; use "
-            "optimizer=adamw"
-        )
-    if world_size(config) == 1:
-        return
-    if not keeps_matrices(row):
-        raise UsageError(
-            f"strategy={row.name}: cuts matrices, which optimizer=muon updates as a whole; "
-            "expected shard_optimizer or no_shard"
-        )
-    if row.has_owner_map and owners in CUTTING:
-        raise UsageError(
-            f"strategy.owner_map={owners}: cuts matrices, which optimizer=muon updates as a "
-            "whole; expected matrices, round_robin or contiguous"
-        )

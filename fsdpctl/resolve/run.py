@@ -1,4 +1,4 @@
-"""Open a run on this machine, and settle the settings that depend on its number of ranks."""
+"""Open a run on this machine: its data, its model, and its directory."""
 
 import hashlib
 import json
@@ -11,12 +11,11 @@ from torch import nn
 from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import tokenizer_beside
-from fsdpctl.config.auto import MICRO_BATCH, Selection, filled, left_open
+from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import notes_on_adapters
-from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.config.serialize import config_words
 from fsdpctl.data.tokens import DataSet
@@ -24,8 +23,8 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.io.activity import doing
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import build_model
-from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.amounts import total_steps, with_length, with_size, with_warmup
+from fsdpctl.resolve.attention import check_attention
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.data import (
@@ -38,23 +37,15 @@ from fsdpctl.resolve.data import (
 )
 from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.resolve.launchers import Place, place_of
-from fsdpctl.resolve.loss_chunks import loss_chunk_tokens, mlp_chunk_tokens
 from fsdpctl.resolve.machine import (
-    check_context,
     notes_on_cluster,
     placed_here,
-    resolved_strategy,
-    sample_groups,
+    with_architecture,
     with_batch_size,
-    world_size,
 )
-from fsdpctl.resolve.preflight import (
-    check_engine,
-    check_placed,
-    check_preflight,
-    check_trained,
-    notes_on_engine,
-)
+from fsdpctl.resolve.preflight import check_preflight, check_trained, notes_on_engine
+from fsdpctl.resolve.rules import checked
+from fsdpctl.resolve.settle import settle
 
 # Settings that decide the losses; the others may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
@@ -71,14 +62,6 @@ class Opened:
     module: nn.Module  # on the meta device
     total_steps: int
     notes: tuple[str, ...]  # settings that cannot be honored
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """A configuration without `auto`, as config.yaml has it, and how it divides a step."""
-
-    config: Config
-    batches: BatchPlan
 
 
 def decides_losses(name: str) -> bool:
@@ -108,7 +91,8 @@ def _open(composed: Composed, where: Place) -> Opened:
     left = left_open(composed.config)
     check_preflight(composed.config)
     config = placed_here(composed.config, where)
-    check_placed(config, here=True)  # an error does not wait for the data
+    checked(config)  # an error does not wait for the data
+    check_attention(with_architecture(config), here=True)
     config, notes = _with_compiler(config)
     notes += notes_on_engine(config, composed.automatic) + notes_on_cluster(config)
     config = _with_alpha(_with_model_path(config))
@@ -131,49 +115,6 @@ def _open(composed: Composed, where: Place) -> Opened:
     config = _with_run_dir(config, composed.recipe)
     notes += notes_on_data(config, data)
     return Opened(config, composed.automatic, data, module, steps, notes)
-
-
-def settle(
-    base: Config, selection: Selection | None = None, launch: LaunchConfig | None = None
-) -> Settled:
-    """Fill in the settings that depend on the ranks; opens neither data nor model.
-
-    The micro-batch of `selection` may come from other ranks: it is limited to a rank's share of the
-    step. `launch` has the ranks if they differ from those that `base` was opened with.
-
-    Raises:
-        UsageError: If the ranks cannot run it.
-    """
-    config = base if launch is None else replace(base, launch=launch)
-    check_context(config)
-    if selection is not None:
-        names, config = left_open(config), filled(config, selection)
-        if MICRO_BATCH in names:
-            share = -(-config.train.global_batch_size // sample_groups(config))
-            size = min(config.train.micro_batch_size or share, share)
-            config = replace(config, train=replace(config.train, micro_batch_size=size))
-    check_engine(config)
-    config = replace(config, strategy=resolved_strategy(config, config.strategy))
-    batches = plan_batches(
-        config.train.global_batch_size,
-        world_size(config),
-        micro_batch_size=config.train.micro_batch_size,
-        num_micro_batches=config.accumulation.steps,
-        context_parallel=config.train.context_parallel,
-    )
-    size = batches.micro_batch_size
-    chunk = loss_chunk_tokens(config, size)
-    config = replace(
-        config,
-        accumulation=replace(config.accumulation, steps=batches.num_micro_batches),
-        train=replace(
-            config.train,
-            micro_batch_size=size,
-            loss_chunk_tokens=chunk,
-            mlp_chunk_tokens=mlp_chunk_tokens(config, size),
-        ),
-    )
-    return Settled(config, batches)
 
 
 def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:

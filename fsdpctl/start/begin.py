@@ -16,7 +16,8 @@ from fsdpctl.estimate.saved import write_estimate
 from fsdpctl.estimate.search import choose
 from fsdpctl.resolve.launchers import Place
 from fsdpctl.resolve.machine import LOCAL, placed_on_cluster, world_size
-from fsdpctl.resolve.run import Opened, open_run, settle
+from fsdpctl.resolve.run import Opened, open_run
+from fsdpctl.resolve.settle import settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
 from fsdpctl.run.heartbeat import RunLock, claimed
@@ -34,7 +35,7 @@ class Begun:
     lock: RunLock
     base: Config  # as opened: settings that depend on the ranks are as requested
     selection: Selection | None  # of the settings that are `auto`
-    config: Config  # settled for the ranks of the current round
+    config: Config  # plan for the ranks of the current round
     step: int  # of the checkpoint that the current round starts from
 
     @property
@@ -72,17 +73,17 @@ def begin(
             lock.release()
             return None
         decision = decide(opened, seen, talk.note, probes=probes)
-        settled = settle(seen.config, decision.selection)
+        plan = settle(seen.config, decision.selection)
         estimator = Estimator()
-        estimate = estimator.estimate(placed_on_cluster(settled.config))
-        described = describe_run(opened, settled, seen, estimate)
+        estimate = estimator.estimate(plan)
+        described = describe_run(opened, plan, seen, estimate)
         for line in (*decision.lines, *described):
             talk.say(line)
         check_fits(estimate, estimator, talk.say)
-        assets = collect_assets(settled.config, opened.data)
-        prepare_run_dir(seen, settled.config, settings, assets)
-        write_estimate(seen.run_dir, settled, opened.module, estimate, estimator)
-    return Begun(seen.run_dir, lock, seen.config, decision.selection, settled.config, seen.step)
+        assets = collect_assets(plan.config, opened.data)
+        prepare_run_dir(seen, plan.config, settings, assets)
+        write_estimate(seen.run_dir, plan, opened.module, estimate, estimator)
+    return Begun(seen.run_dir, lock, seen.config, decision.selection, plan.config, seen.step)
 
 
 def _is_finished(seen: Look, talk: Talk) -> bool:
@@ -120,13 +121,13 @@ def decide(
     return _decided(placed_on_cluster(config), note, opened if probes else None)
 
 
-def decide_on_cluster(config: Config, note: Callable[[str], None]) -> Decision:
+def decide_on_cluster(composed: Composed, note: Callable[[str], None]) -> Decision:
     """Select what is `auto` for the ranks of `cluster`, which need not exist. Opens no run.
 
     Raises:
         UsageError: If nothing fits, or the configuration is invalid.
     """
-    return _decided(placed_for_estimate(config), note)
+    return _decided(placed_for_estimate(composed), note)
 
 
 def _decided(

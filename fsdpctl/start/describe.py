@@ -20,7 +20,8 @@ from fsdpctl.models.registry import count_active
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.schedule import warmup_steps
 from fsdpctl.plan.strategy import FSDPCTL, effective_strategy, get_strategy
-from fsdpctl.resolve.run import Opened, Settled
+from fsdpctl.resolve.run import Opened
+from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.directory import Look, Standing, changes
 from fsdpctl.run.flops import describe_flops
 from fsdpctl.run.progress import format_bytes
@@ -38,25 +39,23 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def describe_run(
-    opened: Opened, settled: Settled, seen: Look, estimate: RunEstimate
-) -> Iterator[str]:
+def describe_run(opened: Opened, plan: RunPlan, seen: Look, estimate: RunEstimate) -> Iterator[str]:
     """Yield the first lines of a run: every setting that matters, marked if it was `auto`."""
     rows = [
         ("model", _model(opened)),
-        ("ranks", _ranks(opened, settled)),
+        ("ranks", _ranks(opened, plan)),
         ("data", _data(opened.data)),
-        ("batch", _batch(opened, settled)),
+        ("batch", _batch(opened, plan)),
         ("length", _length(opened)),
         ("memory", _memory(estimate)),
-        ("flops", describe_flops(settled.config, opened.module)),
+        ("flops", describe_flops(plan.config, opened.module)),
         ("run", _run(seen)),
     ]
     rows += [("experts", text) for text in _experts(opened)]
     rows += [("note", text) for text in _in_float32(opened)]
-    rows += [("blocks", text) for text in _blocks(settled.config)]
+    rows += [("blocks", text) for text in _blocks(plan.config)]
     rows += [("note", text) for text in (*opened.notes, *seen.notes)]
-    rows += [("changed", text) for text in changes(seen, settled.config)]
+    rows += [("changed", text) for text in changes(seen, plan.config)]
     for name, text in rows:
         yield f"{name:<8}{text}"
 
@@ -116,8 +115,8 @@ def _in_float32(opened: Opened) -> Iterator[str]:
         )
 
 
-def _ranks(opened: Opened, settled: Settled) -> str:
-    config, ranks = settled.config, settled.batches.world_size
+def _ranks(opened: Opened, plan: RunPlan) -> str:
+    config, ranks = plan.config, plan.batches.world_size
     precision = config.precision
     dtypes = (
         precision.param_dtype
@@ -164,22 +163,22 @@ def _data(data: DataSet) -> str:
     return text
 
 
-def _batch(opened: Opened, settled: Settled) -> str:
-    plan, train, model = settled.batches, settled.config.train, settled.config.model
+def _batch(opened: Opened, plan: RunPlan) -> str:
+    batches, train, model = plan.batches, plan.config.train, plan.config.model
     auto = _auto(opened, "train.seq_len")
     if auto and train.seq_len < usual_length(model.name, model.max_seq_len):
         auto = " (auto: limited by the data)"
-    passes = "micro-batch" if plan.num_micro_batches == 1 else "micro-batches"
-    shared = plan.context_parallel
-    groups = plan.world_size // shared
-    who = "rank" if plan.world_size == 1 else "ranks"
+    passes = "micro-batch" if batches.num_micro_batches == 1 else "micro-batches"
+    shared = batches.context_parallel
+    groups = batches.world_size // shared
+    who = "rank" if batches.world_size == 1 else "ranks"
     if shared > 1:
         who = f"group{'s' * (groups > 1)} of {shared} ranks"
     return (
-        f"{plan.global_batch_size} samples{_auto(opened, 'train.global_batch_size')} of "
+        f"{batches.global_batch_size} samples{_auto(opened, 'train.global_batch_size')} of "
         f"{train.seq_len} tokens{auto} "
-        f"per step: {groups} {who} x {plan.num_micro_batches} {passes} "
-        f"of {plan.micro_batch_size}"
+        f"per step: {groups} {who} x {batches.num_micro_batches} {passes} "
+        f"of {batches.micro_batch_size}"
         f"{_auto(opened, 'train.micro_batch_size')}"
     )
 

@@ -20,7 +20,7 @@ def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str],
     if not lacking:
         return
     say(f"{'memory':<8}does not suffice; searching for changes that fit")
-    for line in change_lines(advice(estimator, estimate.config, more_ranks=False)):
+    for line in change_lines(advice(estimator, estimate.plan, more_ranks=False)):
         say(line)
     if estimate.config.train.require_fit:
         raise DoesNotFitError(

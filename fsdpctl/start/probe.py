@@ -14,7 +14,8 @@ from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageErro
 from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.io.run_files import LOGS, METRICS
 from fsdpctl.launch.local import launch_workers
-from fsdpctl.resolve.run import Opened, settle
+from fsdpctl.resolve.run import Opened
+from fsdpctl.resolve.settle import settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.run.heartbeat import lock_run_dir

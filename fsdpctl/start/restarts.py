@@ -14,7 +14,7 @@ from fsdpctl.io.activity import DISPLAY
 from fsdpctl.launch.local import launch_workers
 from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Outcome
-from fsdpctl.resolve.run import settle
+from fsdpctl.resolve.settle import settle
 from fsdpctl.run.directory import LOGS, METRICS, look, prepare_restart
 from fsdpctl.run.metrics import last_step, went_on
 from fsdpctl.start.begin import Begun

@@ -16,7 +16,8 @@ from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.data.batches import Batches
 from fsdpctl.io.activity import doing
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
-from fsdpctl.resolve.run import Opened, settle
+from fsdpctl.resolve.run import Opened
+from fsdpctl.resolve.settle import settle
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.loss import validation_loss
 
@@ -55,15 +56,15 @@ def evaluate_run(opened: Opened) -> Evaluation:
     # All strategies compute the same on one rank: `auto` selects none.
     engine = opened.config.engine.name
     strategy = next(name for name, row in STRATEGIES.items() if has_strategy(engine, row))
-    settled = settle(opened.config, Selection(strategy, "none", PrefetchConfig(), None))
-    config, data = settled.config, opened.data
+    plan = settle(opened.config, Selection(strategy, "none", PrefetchConfig(), None))
+    config, data = plan.config, opened.data
     stream = data.val or data.train
     device = torch.device(str(config.launch.device))
     folder = weights_folder(config.model)
     with doing(f"loading {folder}"):
         model = make_model(config, device, strategy="no_shard", empty=True)
         load_weights(pretrained_weights(config.model, folder, model.collectives), model)
-    batches = Batches(stream.rows(config.train.seq_len), settled.batches, 0, data.vocab_size)
+    batches = Batches(stream.rows(config.train.seq_len), plan.batches, 0, data.vocab_size)
     total = batches.num_validation_batches(0)
 
     with doing("evaluating", "batches", total) as advance:

@@ -20,7 +20,8 @@ from fsdpctl.estimate.candidates import Ranking
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.search import choose
 from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.resolve.run import Opened, open_run, settle
+from fsdpctl.resolve.run import Opened, open_run
+from fsdpctl.resolve.settle import settle
 from fsdpctl.start.begin import describe_ranking
 from fsdpctl.start.probe import probed, worth_probing
 from tests.cli.run import TINY, command, environment, fsdpctl, invoke, make_text

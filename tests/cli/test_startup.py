@@ -11,8 +11,9 @@ from fsdpctl.cli.app import COMMANDS
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.estimate.advice import advice
-from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
+from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.resolve.settle import RunPlan
 from tests.cli.run import environment
 
 SLOW = {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich", "psutil", "msgspec"}
@@ -58,21 +59,22 @@ def test_the_table_of_commands_repeats_what_each_says(name):
 
 def test_advice_estimates_no_settings_together_if_one_suffices(monkeypatch):
     """Each estimate of a large model takes as long as a start."""
-    config = compose_config(
-        ["model=llama3_405b", "cluster=h100", "launch.nproc_per_node=8", "launch.nnodes=2048"]
-    ).config
+    plan = plan_for_estimate(
+        compose_config(
+            ["model=llama3_405b", "cluster=h100", "launch.nproc_per_node=8", "launch.nnodes=2048"]
+        )
+    )
     estimator = Estimator()
     estimated: list[Config] = []
-    (first,) = estimate_strategies(estimator, config, every=False)
-    assert first.verdict == "too_large"
-    placed, estimate = placed_for_estimate(config), estimator.estimate
+    assert estimator.estimate(plan).verdict == "too_large"
+    estimate = estimator.estimate
 
-    def counted(config: Config) -> RunEstimate:
-        estimated.append(config)
-        return estimate(config)
+    def counted(plan: RunPlan) -> RunEstimate:
+        estimated.append(plan.config)
+        return estimate(plan)
 
     monkeypatch.setattr(estimator, "estimate", counted)
-    (found, _), *_ = advice(estimator, placed)
+    (found, _), *_ = advice(estimator, plan)
     assert found.words == ("activation_checkpointing=full",)
     compressed = [each for each in estimated if each.optimizer.state_dtype == "int8"]
     assert {each.activation_checkpointing.name for each in compressed} == {"none"}

@@ -20,11 +20,12 @@ from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Ranking, SearchPoint
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
-from fsdpctl.estimate.hardware import cluster_of_device, with_speed
+from fsdpctl.estimate.hardware import at_speed, cluster_of_device, with_speed
 from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
-from fsdpctl.resolve.run import open_run, settle
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.run import open_run
+from fsdpctl.resolve.settle import settle
 from fsdpctl.start.begin import describe_ranking
 from tests.matrix import fast
 
@@ -49,7 +50,7 @@ def composed(*words: str) -> Composed:
 
 
 def placed(*words: str) -> Config:
-    return placed_for_estimate(composed(*words).config)
+    return placed_for_estimate(composed(*words))
 
 
 @cache
@@ -83,9 +84,9 @@ def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_on
             for place in range(len(axes.sizes)):
                 point: SearchPoint | None = axes.point(strategy, mode, place, most=True)
                 while point is not None:
-                    config = axes.config(point)
-                    if estimator.estimate(config).verdict == "fits":
-                        fitting.append(estimator.predict(config).seconds)
+                    plan = axes.plan(point)
+                    if estimator.estimate(plan).verdict == "fits":
+                        fitting.append(estimator.predict(plan).seconds)
                     point = axes.less_prefetch(point)
     assert found.estimate.verdict == "fits"
     assert found.ranked[0].seconds <= TIE * min(fitting)
@@ -101,7 +102,7 @@ def test_the_least_memory_is_found_if_it_is_the_whole_share_at_once():
     estimator, axes = Estimator(), Axes.of(with_speed(placed(*words))[0])
     last = len(axes.sizes) - 1
     one, cut = (
-        estimator.estimate(axes.config(axes.point("full_shard", "full", place, most=False)))
+        estimator.estimate(axes.plan(axes.point("full_shard", "full", place, most=False)))
         for place in (last, 0)
     )
     assert one.peak_reserved < cut.peak_reserved
@@ -319,9 +320,8 @@ def test_specs_that_are_set_are_not_assumed():
     on_gpu, whose = with_speed(placed("launch.device=cuda"))
     assert on_gpu.cluster.flops is not None
     assert torch.cuda.is_available() or "assumed" in whose
-    config = placed("strategy=full_shard")
-    config = replace(config, strategy=resolved_strategy(config, config.strategy))
-    assert Estimator().predict(with_speed(config)[0]).seconds > 0
+    plan, _ = at_speed(settle(placed("strategy=full_shard")))
+    assert Estimator().predict(plan).seconds > 0
 
 
 def test_states_are_only_compressed_if_that_is_allowed_and_needed():

@@ -1,37 +1,34 @@
 """Estimates of configurations: verdicts, largest sizes and advice."""
 
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate import traced
 from fsdpctl.estimate.advice import advice
-from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
+from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.fit import FITTED, _edge, largest_model, largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import estimates_of
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Part, PassPosition, Program
-from fsdpctl.resolve.machine import resolved_strategy
+from fsdpctl.resolve.settle import RunPlan
 from tests.matrix import fast, matrix
 
 H100 = ["model=llama3_8b", "cluster=h100"]
 
 
-def resolved(*words: str) -> Config:
-    placed = placed_for_estimate(compose_config(list(words)).config)
-    return replace(placed, strategy=resolved_strategy(placed, placed.strategy))
+def resolved(*words: str) -> RunPlan:
+    return plan_for_estimate(compose_config(list(words)))
 
 
 def estimated(*words: str) -> RunEstimate:
-    (found,) = estimate_strategies(Estimator(), compose_config(list(words)).config, every=False)
-    return found
+    return Estimator().estimate(resolved(*words))
 
 
 def test_auto_is_resolved_for_the_cluster_not_for_this_machine():
@@ -44,7 +41,7 @@ def test_auto_is_resolved_for_the_cluster_not_for_this_machine():
 
 
 def test_parts_add_up_and_peaks_are_in_order():
-    for found in estimate_strategies(Estimator(), compose_config(H100).config, every=True):
+    for found, _ in estimates_of(Estimator(), compose_config(H100), every=True):
         assert sum(found.step.breakdown.values()) == found.allocated
         assert found.step.breakdown["rounding"] < 0.01 * found.allocated
         assert all(nbytes >= 0 for nbytes in found.step.breakdown.values())
@@ -69,7 +66,7 @@ def test_with_some_limit_a_run_fits_only_by_emptying_the_cache():
 @matrix(model=["llama3_8b", "gpt2"], mode=["none", "selective", "full"])
 def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
     words = [f"model={model}", "model.num_layers=7", "cluster=h100", "train.seq_len=512"]
-    config = resolved(*words, f"activation_checkpointing={mode}")
+    config = resolved(*words, f"activation_checkpointing={mode}").config
     short = TracedModel(config).program(2, 512, 0)
     monkeypatch.setattr(traced, "shorten", lambda module, names: [])
     whole = TracedModel(config).program(2, 512, 0)
@@ -90,7 +87,7 @@ def sized(program: Program, place: PassPosition) -> list[tuple[int, str]]:
 def test_blocks_that_differ_are_all_traced():
     words = ["model=qwen3_4b", "model.num_layers=9", "cluster=h100", "train.seq_len=256"]
     words += ["model.sliding_window=64", "model.first_sliding_layer=4"]
-    found = TracedModel(resolved(*words))
+    found = TracedModel(resolved(*words).config)
     slow, fast = (
         [nbytes for _, nbytes in found.program(1, 256, 0).parts[PassPosition(Part.FORWARD, name)]]
         for name in ("model.layers.3", "model.layers.4")
@@ -133,7 +130,7 @@ def test_the_largest_value_fits_and_the_next_does_not(what):
         found = largest_that_fits(Estimator(), resolved(*words), what)
         if found.estimate is None:
             continue
-        again = [Estimator().estimate(each.config) for each in (found.estimate, found.next) if each]
+        again = [Estimator().estimate(each.plan) for each in (found.estimate, found.next) if each]
         assert [each.verdict == "fits" for each in again] == [True, False][: len(again)], words
 
 
@@ -152,9 +149,9 @@ def test_the_largest_value_fits_and_the_next_does_not(what):
 )
 def test_advised_settings_fit(words):
     limited = [*words, "train.global_batch_size=64", "cluster.memory=20GiB"]
-    estimator, config = Estimator(), resolved(*limited)
-    changes = advice(estimator, config)
-    assert estimator.estimate(config).verdict != "fits"
+    estimator, plan = Estimator(), resolved(*limited)
+    changes = advice(estimator, plan)
+    assert estimator.estimate(plan).verdict != "fits"
     assert 1 <= len(changes) <= 3
     for change, estimate in changes:
         kept = [
@@ -185,9 +182,9 @@ def test_replicas_that_do_not_fit_are_advised_to_shard_optimizer_states():
     words = ["model=llama3_70b", "cluster=h100", "launch.nnodes=8", "train.seq_len=8192"]
     words += ["train.micro_batch_size=1", "train.global_batch_size=64"]
     words += ["strategy=hybrid_shard", "activation_checkpointing=full"]
-    config = resolved(*words)
-    found = {change.words: estimate for change, estimate in advice(Estimator(), config)}
-    assert config.strategy.dp_shard_size == 8
+    plan = resolved(*words)
+    found = {change.words: estimate for change, estimate in advice(Estimator(), plan)}
+    assert plan.config.strategy.dp_shard_size == 8
     shared = found[("strategy=hybrid_shard_optimizer",)]
     assert shared.config.strategy.dp_shard_size == 8
 
@@ -198,7 +195,7 @@ def test_changes_are_named_in_the_order_of_their_predicted_time():
     estimator = Estimator()
     *found, (adapters, _) = advice(estimator, resolved(*words))
     assert adapters.words[0] == "model.lora.rank=16"  # trains less, and comes last
-    seconds = [estimator.predict(change.config).seconds for change, _ in found]
+    seconds = [estimator.predict(change.plan).seconds for change, _ in found]
     assert all(after > before * 0.98 for before, after in pairwise(seconds))
     named = {word for change, _ in found for word in change.words}
     assert {"optimizer.state_dtype=int8", "optimizer.offload=states"} <= named
@@ -228,10 +225,9 @@ def test_hundreds_of_billions_of_parameters_on_thousands_of_ranks():
 @pytest.mark.parametrize("memory", ["0.51", "1.5", "5"])
 def test_the_largest_of_very_deep_models_is_extrapolated(memory):
     words = ["model.vocab_size=256", "launch.device=cpu", f"cluster.memory={memory}"]
-    config = placed_for_estimate(compose_config(words).config)
-    estimator = Estimator()
-    exact = largest_that_fits(estimator, config, "model")
-    found = largest_model(estimator, config)
+    plan, estimator = resolved(*words), Estimator()
+    exact = largest_that_fits(estimator, plan, "model")
+    found = largest_model(estimator, plan)
     assert (found is None) == (exact.estimate is None)
     if found is not None:
         assert (memory == "5") == (found.num_layers > 256)

@@ -2,17 +2,15 @@
 
 import json
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.describe import divide_module
-from fsdpctl.estimate.estimator import placed_for_estimate
+from fsdpctl.estimate.estimator import plan_for_estimate
 from fsdpctl.estimate.run_plan import SentBytes, sent_in_step
 from fsdpctl.models.registry import build_model
-from fsdpctl.resolve.machine import resolved_strategy
 from tests.cli.run import TINY, command, environment, make_text
 
 FP32 = 4
@@ -21,8 +19,7 @@ FP32 = 4
 def sent(*words: str, micro_batches: int = 1) -> tuple[SentBytes, int]:
     """Return the traffic, and the number of parameters."""
     given = ["launch.device=cpu", "model.vocab_size=256", *words]
-    config = placed_for_estimate(compose_config(given).config)
-    config = replace(config, strategy=resolved_strategy(config, config.strategy))
+    config = plan_for_estimate(compose_config(given)).config
     module = build_model(config.model)
     num_params = sum(param.numel() for param in module.parameters())
     return sent_in_step(config, divide_module(module, None), micro_batches), num_params

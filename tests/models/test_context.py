@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.estimator import placed_for_estimate
 from fsdpctl.models.context import to_heads, to_tokens
 from fsdpctl.models.documents import Lengths, make_documents
 from fsdpctl.plan.context import ContextParallel, context_groups, heads_per_rank, tokens_per_rank
 from fsdpctl.resolve.context_check import as_ranks, check_shared_rows
+from fsdpctl.resolve.settle import settle
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
 from tests.models.families import FAMILIES, VOCABULARY, save_model
@@ -161,9 +161,10 @@ def test_families_of_transformers_share_rows(tmp_path, family):
 )
 def test_families_that_cannot_share_rows_are_rejected(tmp_path, family, said):
     save_decoder(family, tmp_path)
-    for check in (check_shared_rows, placed_for_estimate):
+    words = ["launch.nproc_per_node=2", "launch.device=cpu", "train.context_parallel=2"]
+    for check in (check_shared_rows, settle):
         with pytest.raises(UsageError, match=rf"context_parallel=2: model=transformers: .*{said}"):
-            check(shared(compose(tmp_path, "launch.nproc_per_node=2", "launch.device=cpu")))
+            check(compose(tmp_path, *words))
 
 
 def test_rotary_embeddings_that_depend_on_all_positions_are_those_of_full_rows(tmp_path):

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.muon import MATRICES, Muon, is_muons, muon_flops
 from fsdpctl.plan.units import lay_out
-from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
-from fsdpctl.resolve.preflight import check_optimizer
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.rules import checked
 from fsdpctl.resolve.small_decoder import allocate
 from fsdpctl.train.assemble import make_model, make_module
 from fsdpctl.train.optimizers import make_optimizer
@@ -170,8 +169,7 @@ def decoder_config(words: list[str], ranks: int, strategy: str = "shard_optimize
         "launch.device=cpu", f"launch.nproc_per_node={ranks}", "train.seq_len=8",
         "optimizer=muon", f"optimizer.lr={LR}", f"strategy={strategy}",
     ]  # fmt: skip
-    config = placed_on_cluster(compose_config([*small, *words]).config)
-    return replace(config, strategy=resolved_strategy(config, config.strategy))
+    return checked(placed_on_cluster(compose_config([*small, *words]).config))
 
 
 def decoder_loss(module: nn.Module, tokens: Tensor) -> Tensor:
@@ -338,9 +336,7 @@ def test_matrices_go_whole_to_ranks_with_like_work() -> None:
 
 
 def resolved(config: Config) -> None:
-    check_optimizer(config)
-    placed = placed_on_cluster(config)
-    resolved_strategy(placed, placed.strategy)
+    checked(placed_on_cluster(config))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import UsageError
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.preflight import check_optimizer
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.rules import checked
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.engine.test_parity import largest_difference
@@ -99,4 +100,4 @@ def test_a_first_step_that_is_skipped_leaves_momenta_of_zero():
 )
 def test_options_of_other_optimizers_are_rejected(words, said):
     with pytest.raises(UsageError, match=said):
-        check_optimizer(compose_config(words).config)
+        checked(placed_on_cluster(compose_config(words).config))

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
@@ -12,8 +11,9 @@ from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT, STATE_DTYPES
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
-from fsdpctl.resolve.preflight import check_placed, check_trained
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.preflight import check_trained
+from fsdpctl.resolve.rules import checked
 from fsdpctl.train.assemble import make_module
 
 ARCHITECTURES = ["llama", "llama", "mistral", "qwen3", "gpt2"]
@@ -48,8 +48,7 @@ def random_config(
         words += [*_long(draw), *optimizer]
         try:
             config = placed_on_cluster(compose_config(words).config)
-            config = replace(config, strategy=resolved_strategy(config, config.strategy))
-            check_placed(config)
+            config = checked(config)
             check_trained(config, divide_module(make_module(config), None))
         except UsageError:
             continue

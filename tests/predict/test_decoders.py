@@ -1,6 +1,5 @@
 """Estimates of decoders of transformers are those of a real step."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,8 @@ import torch
 
 from benchmarks.training import train_step
 from fsdpctl.comm.collectives import collectives_for
-from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.rules import checked
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
@@ -39,8 +39,7 @@ def test_the_peak_of_all_tensors_is_within_a_percent(
     mode, _, sends = recomputes.partition(", ")
     chosen = [f"precision={precision}", f"activation_checkpointing={mode}"]
     chosen += [f"activation_checkpointing.offload={str(bool(sends)).lower()}"]
-    config = placed_on_cluster(compose(folder, *WORDS, *words, *chosen))
-    config = replace(config, strategy=resolved_strategy(config, config.strategy))
+    config = checked(placed_on_cluster(compose(folder, *WORDS, *words, *chosen)))
     model = make_model(config, torch.device("cpu"))
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, lambda: train_step(config, model, optimizer))

@@ -10,7 +10,7 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.estimate.estimator import batches_of, placed_for_estimate
+from fsdpctl.estimate.estimator import plan_for_estimate
 from fsdpctl.estimate.run_plan import estimate_run, plan_run
 from fsdpctl.models.registry import build_model
 from fsdpctl.optim.adamw import ShardedAdamW
@@ -21,7 +21,6 @@ from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
 from fsdpctl.plan.units import lay_out, unit_order
 from fsdpctl.predict.engine_bytes import Estimate, estimate, timeline
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.machine import resolved_strategy
 from tests.distributed import distributed
 from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import WHOLE, cases, fast
@@ -138,10 +137,9 @@ WORDS = ["model.vocab_size=1000", "launch.device=cpu"]
 
 
 def of_config(*words: str) -> Estimate:
-    config = placed_for_estimate(compose_config([*WORDS, *words]).config)
-    config = replace(config, strategy=resolved_strategy(config, config.strategy))
-    batches = batches_of(config)
-    return estimate_run(config, build_model(config.model), batches.num_micro_batches)
+    plan = plan_for_estimate(compose_config([*WORDS, *words]))
+    passes = plan.batches.num_micro_batches
+    return estimate_run(plan.config, build_model(plan.config.model), passes)
 
 
 def test_every_strategy_shards_as_specified():
@@ -164,7 +162,7 @@ def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
     words = ["model.num_layers=7", "model.hidden_size=32", "model.intermediate_size=48"]
     words += ["strategy=shard_optimizer", "strategy.owner_map=balanced", "accumulation=last"]
     words += ["launch.nproc_per_node=100", "train.global_batch_size=400", "accumulation.steps=4"]
-    config = placed_for_estimate(compose_config([*WORDS, *words]).config)
+    config = plan_for_estimate(compose_config([*WORDS, *words])).config
     plan, place = plan_run(config, divide_module(build_model(config.model), None), 4)
     peaks = [
         max(moment.held.total for moment in timeline(plan, replace(place, rank=rank)))

@@ -13,8 +13,7 @@ from torch import Tensor
 from benchmarks.training import train_step
 from fsdpctl.comm.host import Copier
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
-from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
+from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.plan.sizes import HOST_SCALARS
 from fsdpctl.plan.strategy import STRATEGIES
@@ -23,7 +22,7 @@ from fsdpctl.predict.hardware import HostQueue, HostSheet
 from fsdpctl.predict.profile import MeasuredHost, MeasuredPoint
 from fsdpctl.predict.simulator import COMPUTE, TimelineSpan, Transfer, chrome_trace
 from fsdpctl.predict.training_plan import held_masters
-from fsdpctl.resolve.machine import resolved_strategy
+from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
@@ -41,20 +40,19 @@ RENEWING = [name for name in SHARDING if STRATEGIES[name].renews_params]
 PREDICTOR = Estimator()
 
 
-def placed(words: str) -> Config:
+def planned(words: str) -> RunPlan:
     named = {word.partition("=")[0]: word for word in (*SMALL.split(), *words.split())}
-    config = placed_for_estimate(compose_config(list(named.values())).config)
-    return replace(config, strategy=resolved_strategy(config, config.strategy))
+    return plan_for_estimate(compose_config(list(named.values())))
 
 
 def predicted(words: str) -> StepPrediction:
-    return PREDICTOR.predict(placed(words))
+    return PREDICTOR.predict(planned(words))
 
 
 def owned(words: str) -> list[int]:
     """The elements of each unit that a rank steps, in the order of the forward."""
-    config = placed(words)
-    plan, place = plan_run(config, PREDICTOR.traced_model(config).units, 1)
+    run = planned(words)
+    plan, place = plan_run(run.config, PREDICTOR.traced_model(run).units, 1)
     return [
         sum(held_masters(plan, place, each).numel for each in plan.layouts[unit])
         for unit in (plan.order.root, *plan.order.forward)
@@ -225,7 +223,7 @@ CASES = (
 @distributed(2)
 def test_the_engine_copies_the_bytes_that_are_priced(rank: int, world_size: int, words: str):
     words = f"cluster=h100 launch.device=cpu {words}"
-    config = placed(words)
+    config = planned(words).config
     model = make_model(config, torch.device("cpu"), trains=True)
     optimizer = make_optimizer(config, model)
     copied = 0

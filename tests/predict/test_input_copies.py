@@ -13,7 +13,7 @@ from fsdpctl.comm.host import Copier
 from fsdpctl.predict.simulator import COMPUTE
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
-from tests.predict.test_host_steps import DOWN, UP, Even, Host, on_host, placed, predicted, spans
+from tests.predict.test_host_steps import DOWN, UP, Even, Host, on_host, planned, predicted, spans
 from tests.predict.test_properties import Free, Instant
 
 WORDS = "cluster=h100 strategy=full_shard precision=bf16 activation_checkpointing=full"
@@ -58,7 +58,7 @@ def test_a_faster_link_is_never_slower():
 def test_a_rank_copies_the_bytes_that_are_priced(passes):
     words = f"{SENT} launch.device=cpu launch.nproc_per_node=1 train.global_batch_size={passes}"
     words += f" accumulation.steps={passes}"
-    config, copied = placed(words), []
+    config, copied = planned(words).config, []
     copy = Copier.copy
 
     def counted(self: Copier, target: Tensor, source: Tensor, *about: Any) -> Any:

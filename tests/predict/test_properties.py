@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
+from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import NET, NODE, CollectiveKind, Group
 from fsdpctl.predict.simulator import Transfer
-from fsdpctl.resolve.machine import resolved_strategy
+from fsdpctl.resolve.settle import RunPlan
 
 TINY = (
     "model.num_layers=6 model.hidden_size=512 model.intermediate_size=1536 model.num_heads=8 "
@@ -22,14 +21,13 @@ TINY = (
 PREDICTOR = Estimator()
 
 
-def placed(*words: str) -> Config:
+def planned(*words: str) -> RunPlan:
     named = {word.partition("=")[0]: word for word in [*TINY.split(), *words]}
-    config = placed_for_estimate(compose_config(list(named.values())).config)
-    return replace(config, strategy=resolved_strategy(config, config.strategy))
+    return plan_for_estimate(compose_config(list(named.values())))
 
 
 def step(*words: str) -> StepPrediction:
-    return PREDICTOR.predict(placed(*words))
+    return PREDICTOR.predict(planned(*words))
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
 """Published step times of GPUs, predicted from data sheets."""
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
-from fsdpctl.resolve.machine import resolved_strategy, world_size
+from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
 from tests.matrix import fast
 from tests.predict.published import PUBLISHED, Step
 
@@ -16,9 +14,8 @@ PREDICTOR = Estimator()
 
 def predicted(words: str, predictor: Estimator = PREDICTOR) -> tuple[StepPrediction, int]:
     """Return the prediction for a configuration, and its number of ranks."""
-    config = placed_for_estimate(compose_config(words.split()).config)
-    config = replace(config, strategy=resolved_strategy(config, config.strategy))
-    return predictor.predict(config), world_size(config)
+    plan = plan_for_estimate(compose_config(words.split()))
+    return predictor.predict(plan), plan.batches.world_size
 
 
 @cache

@@ -32,6 +32,7 @@ from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, replay
 from fsdpctl.predict.training_plan import host_states_bytes, states_bytes
 from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.settle import settle
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.context import share_samples
 from fsdpctl.train.optimizers import make_optimizer
@@ -53,15 +54,14 @@ def predicted(
     The last are the bytes of optimizer states, or of all model states in host memory. Inputs of
     blocks that `model` has in host memory must have the estimated bytes.
     """
-    traced = Estimator().traced_model(config)
-    steps, micro = config.accumulation.steps, config.train.micro_batch_size
-    assert steps is not None
-    assert micro is not None
-    plan, first = plan_run(config, traced.units, steps)
+    run = settle(config)
+    traced, steps = Estimator().traced_model(run), run.batches.num_micro_batches
+    micro = run.batches.micro_batch_size
+    plan, first = plan_run(run.config, traced.units, steps)
     copy, within = divmod(rank, first.size)
     place = replace(first, rank=within, copy=copy, transport=transport)
     last = traced.units[-1]
-    chunk = config.train.loss_chunk_tokens or 0
+    chunk = run.config.train.loss_chunk_tokens or 0
     length = tokens_per_rank(config.train.seq_len, config.train.context_parallel)
     program = traced.program(micro, length, chunk)
     inputs = host_inputs(model)

@@ -15,7 +15,8 @@ from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT, STATE_DTYPES
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.run import open_run, settle
+from fsdpctl.resolve.run import open_run
+from fsdpctl.resolve.settle import settle
 from tests.cli.run import TINY, make_text
 
 VALUES: dict[str, tuple[object, ...]] = {
@@ -79,11 +80,10 @@ def refusal(words: list[str], *, trains: bool) -> str:
     given = {each.partition("=")[0]: each for each in [*BASE, "launch.nproc_per_node=2", *words]}
     try:
         composed = compose_config(list(given.values()))
-        config = composed.config
         if not trains:
-            estimates_of(Estimator(), config, every=False)
+            estimates_of(Estimator(), composed, every=False)
         else:
-            opened = open_run(composed, (config.launch, None))
+            opened = open_run(composed, (composed.config.launch, None))
             if not left_open(opened.config):
                 settle(opened.config)
     except UsageError as error:

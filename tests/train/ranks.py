@@ -14,7 +14,8 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.resolve.run import open_run, settle
+from fsdpctl.resolve.run import open_run
+from fsdpctl.resolve.settle import settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.train import step

@@ -31,7 +31,7 @@ SHAPE = Shape(1, 32, (4, 2), 8, torch.float32, (None, 16, 16))
 
 
 def placed(*words: str) -> Config:
-    return placed_for_estimate(compose_config(["model.vocab_size=64", *words]).config)
+    return placed_for_estimate(compose_config(["model.vocab_size=64", *words]))
 
 
 def test_the_kernel_does_not_change_the_name_of_a_run():

@@ -11,7 +11,8 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.run import open_run, settle
+from fsdpctl.resolve.run import open_run
+from fsdpctl.resolve.settle import settle
 from fsdpctl.train import loss as losses
 from tests.cli.run import TINY, invoke
 from tests.distributed import distributed

@@ -23,7 +23,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.open import open_data
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.layout import Span
@@ -176,7 +176,7 @@ def test_checkpoints_contain_the_trained_parameters_and_have_the_estimated_size(
     assert all("lora_" in key for key in reader.manifest.tensors)
     assert reader.manifest.base is not None
     assert reader.manifest.base.path == str(tmp_path / "base")
-    estimate = Estimator().estimate(placed_on_cluster(compose_config(typed).config))
+    estimate = Estimator().estimate(plan_for_estimate(compose_config(typed)))
     stored = sum(reader.info(key).nbytes for key in reader.manifest.tensors)
     assert stored == estimate.checkpoint_bytes
 

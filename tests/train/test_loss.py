@@ -12,7 +12,8 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import build_model, initialize_parameter
-from fsdpctl.resolve.run import open_run, settle
+from fsdpctl.resolve.run import open_run
+from fsdpctl.resolve.settle import settle
 from tests.cli.run import TINY, make_text
 from tests.distributed import distributed
 

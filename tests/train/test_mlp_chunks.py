@@ -10,6 +10,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.resolve.loss_chunks import mlp_chunk_tokens
 from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.settle import settle
 from fsdpctl.train.assemble import make_module
 from tests.matrix import fast
 from tests.models.decoders import compose, plain_module, save_decoder
@@ -64,5 +65,5 @@ def test_chunks_need_less_memory_and_are_few():
     with pytest.raises(UsageError, match=rf"{CHUNKS}=1023: .* expected at least 1024"):
         mlp_chunk_tokens(replace(config, train=replace(config.train, mlp_chunk_tokens=1023)), 1)
     plain = replace(config, train=replace(config.train, mlp_chunk_tokens=0))
-    chunked, whole = (Estimator().estimate(each).step.allocated for each in (config, plain))
+    chunked, whole = (Estimator().estimate(settle(each)).step.allocated for each in (config, plain))
     assert chunked < whole

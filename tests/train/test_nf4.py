@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.plan.schedule import EventKind
@@ -138,7 +138,7 @@ def test_checkpoints_leave_the_base_out_unless_it_was_drawn(tmp_path, trained):
     reader = newest(tmp_path)
     kinds = {reader.info(key).dtype for key in reader.manifest.tensors}
     assert kinds == {"F32", "U8"}
-    estimate = Estimator().estimate(placed_on_cluster(compose_config(typed).config))
+    estimate = Estimator().estimate(plan_for_estimate(compose_config(typed)))
     stored = sum(reader.info(key).nbytes for key in reader.manifest.tensors)
     assert stored == estimate.checkpoint_bytes
     more = [each for each in typed if not each.startswith("train.run_dir")]

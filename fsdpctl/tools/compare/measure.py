@@ -25,7 +25,8 @@ from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
-from fsdpctl.resolve.run import Opened, Settled, open_run, settle
+from fsdpctl.resolve.run import Opened, open_run
+from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.metrics import read_metrics
 from fsdpctl.start.probe import short_run
@@ -51,7 +52,7 @@ class _VariantRuns:
 
     variant: Variant
     row: Row  # with the results so far
-    config: Config | None = None  # resolved; None: it cannot run
+    plan: RunPlan | None = None
     assets: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -85,7 +86,10 @@ class MeasuredComparison:
     @property
     def configs(self) -> list[Config]:
         """The configuration of each variant, resolved if that succeeded."""
-        return [each.config or each.variant.composed.config for each in self._variants]
+        return [
+            each.plan.config if each.plan else each.variant.composed.config
+            for each in self._variants
+        ]
 
     def run(self) -> None:
         """Run every variant in every round; those that fail are skipped in later rounds.
@@ -106,8 +110,7 @@ class MeasuredComparison:
     def find_largest(self) -> None:
         """Find the largest model that would fit, for each engine and strategy that ran."""
         self._say("searching for the largest model that fits")
-        placed = (each.config and placed_on_cluster(each.config) for each in self._variants)
-        found = largest_models(self._estimator, placed)
+        found = largest_models(self._estimator, (each.plan for each in self._variants))
         for each, largest in zip(self._variants, found, strict=True):
             each.row = replace(each.row, largest=largest)
 
@@ -119,19 +122,19 @@ class MeasuredComparison:
             if left_open(opened.config):
                 placed = placed_on_cluster(opened.config)
                 selection = choose(self._estimator, placed).best.selection
-            settled = settle(opened.config, selection)
+            plan = settle(opened.config, selection)
             if opened.notes:  # the run would differ from the requested variant
                 raise UsageError(opened.notes[0])
         except UsageError as error:
             each.row = replace(each.row, status=f"{REFUSED}{error}")
             return
-        each.config = settled.config
-        each.assets = collect_assets(settled.config, opened.data)
-        each.row = self._estimated(each.row, opened, settled)
+        each.plan = plan
+        each.assets = collect_assets(plan.config, opened.data)
+        each.row = self._estimated(each.row, opened, plan)
 
-    def _estimated(self, row: Row, opened: Opened, settled: Settled) -> Row:
-        config, parts = settled.config, None
-        units, passes = divide_module(opened.module, None), settled.batches.num_micro_batches
+    def _estimated(self, row: Row, opened: Opened, plan: RunPlan) -> Row:
+        config, parts = plan.config, None
+        units, passes = divide_module(opened.module, None), plan.batches.num_micro_batches
         row = replace(
             row,
             strategy=config.strategy.name,
@@ -143,7 +146,7 @@ class MeasuredComparison:
             parts, peak = engine.breakdown.to_dict(), engine.peak_bytes
             row = replace(row, estimated_peak_engine_bytes=peak, estimated_breakdown=parts)
         try:
-            return with_memory(row, self._estimator.estimate(placed_on_cluster(config)), parts)
+            return with_memory(row, self._estimator.estimate(plan), parts)
         except UsageError:
             return row  # the estimate does not support it, but it may run
 
@@ -151,8 +154,9 @@ class MeasuredComparison:
         place = self._variants.index(each) + 1
         run_dir = self._folder / RUN_FOLDER / f"{place:02d}" / f"round-{number + 1}"
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        assert each.config is not None
-        config = replace(each.config, train=replace(each.config.train, run_dir=str(run_dir)))
+        assert each.plan is not None
+        config = each.plan.config
+        config = replace(config, train=replace(config.train, run_dir=str(run_dir)))
         kept = str(run_dir.relative_to(self._folder)) if self._is_kept else None
         try:
             failure = short_run(config, each.row.label, each.assets, "all variants had run")

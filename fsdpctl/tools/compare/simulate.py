@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdpctl.config.auto import left_open
+from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.advice import advice
@@ -15,7 +16,8 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import sent_in_step
 from fsdpctl.estimate.search import choose
 from fsdpctl.predict.simulator import chrome_trace
-from fsdpctl.resolve.machine import resolved_strategy, sample_groups, world_size
+from fsdpctl.resolve.machine import world_size
+from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.flops import flops_per_token
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.tools.compare.row import OK, REFUSED, TOO_LARGE, Row
@@ -59,20 +61,20 @@ def with_memory(
 
 
 def largest_models(
-    estimator: Estimator, configs: Iterable[Config | None]
+    estimator: Estimator, plans: Iterable[RunPlan | None]
 ) -> Iterator[LargestModel | None]:
-    """Yield the largest model that fits, for the first configuration of each engine and strategy.
+    """Yield the largest model that fits, for the first plan of each engine and strategy.
 
     For others, and where the estimate does not support it, yield None.
     """
     seen = set()
-    for config in configs:
-        key = None if config is None else (config.engine.name, config.strategy.name)
+    for plan in plans:
+        key = None if plan is None else (plan.config.engine.name, plan.config.strategy.name)
         found = None
-        if config is not None and key not in seen:
+        if plan is not None and key not in seen:
             seen.add(key)
             with suppress(UsageError):
-                found = largest_model(estimator, config)
+                found = largest_model(estimator, plan)
         yield found
 
 
@@ -81,7 +83,8 @@ class _SimulatedVariant:
     """A variant and its prediction."""
 
     row: Row
-    config: Config
+    composed: Composed
+    plan: RunPlan | None = None
     step: StepPrediction | None = None
     margin: int = 0  # bytes of memory that are left
 
@@ -92,7 +95,7 @@ class SimulatedComparison:
     def __init__(self, variants: Sequence[Variant]) -> None:
         self._estimator = Estimator()
         self.variants = list(variants)
-        self._variants = [_SimulatedVariant(each.row, each.composed.config) for each in variants]
+        self._variants = [_SimulatedVariant(each.row, each.composed) for each in variants]
 
     @property
     def rows(self) -> list[Row]:
@@ -102,7 +105,7 @@ class SimulatedComparison:
     @property
     def configs(self) -> list[Config]:
         """The configuration of each variant, placed if that succeeded."""
-        return [each.config for each in self._variants]
+        return [each.plan.config if each.plan else each.composed.config for each in self._variants]
 
     def run(self) -> None:
         """Predict all variants."""
@@ -121,44 +124,38 @@ class SimulatedComparison:
             return
         number = max(predicted, key=lambda number: self._variants[number].margin)
         nearest, known = self._variants[number], self.variants[number]
-        changes = advice(self._estimator, nearest.config)
+        assert nearest.plan is not None
+        changes = advice(self._estimator, nearest.plan)
         if not changes:
             return
         change = changes[0][0]
         changed = dict(word.split("=", 1) for word in change.words)
         words = [word for word in known.words if word.partition("=")[0] not in changed]
-        composed = replace(known.composed, config=change.config)
+        composed = replace(known.composed, config=change.plan.config)
         varied = {**known.varied, **changed}
         self.variants.append(Variant(varied, composed, (*words, *change.words)))
         row = replace(self.variants[-1].row, is_suggested=True)
-        self._variants.append(_SimulatedVariant(row, change.config))
-        self._predict(self._variants[-1])
+        self._variants.append(_SimulatedVariant(row, composed))
+        self._settle(self._variants[-1], change.plan)
 
     def find_largest(self) -> None:
         """Find the largest model that would fit, for each engine and strategy."""
-        placed = (each.config if each.step else None for each in self._variants)
-        found = largest_models(self._estimator, placed)
+        plans = (each.plan if each.step else None for each in self._variants)
+        found = largest_models(self._estimator, plans)
         for each, largest in zip(self._variants, found, strict=True):
             each.row = replace(each.row, largest=largest)
 
     @property
     def notes(self) -> list[str]:
         """Notes on the predictions, a line each."""
-        predicted = [(each.config, each.step) for each in self._variants if each.step is not None]
-        found = [
-            f"train.global_batch_size={config.train.global_batch_size}: a sample per rank is "
-            f"assumed, {sample_groups(config)} in a step"
-            for config, _ in predicted
-            if config.train.global_batch_size < sample_groups(config)
-        ]
-        if any(
-            step.seconds < _LIMITED_BY_HOST
+        is_limited = any(
+            each.step is not None
+            and each.step.seconds < _LIMITED_BY_HOST
             and config.launch.device == "cuda"
             and config.cluster.profile is None
-            for config, step in predicted
-        ):
-            found.append(_SHORT_STEPS)
-        return list(dict.fromkeys(found))
+            for each, config in zip(self._variants, self.configs, strict=True)
+        )
+        return [_SHORT_STEPS] * is_limited
 
     def write_traces(self, folder: Path) -> None:
         """Write the timeline of each predicted step for Perfetto, in a directory of its own."""
@@ -169,15 +166,20 @@ class SimulatedComparison:
                 (folder / TRACES / f"{number:02d}.json").write_text(text, encoding="utf-8")
 
     def _predict(self, each: _SimulatedVariant) -> None:
-        config = placed_for_estimate(each.config)
-        if left_open(config):
-            config = choose(self._estimator, config).best.estimate.config
-        config = replace(config, strategy=resolved_strategy(config, config.strategy))
+        placed = placed_for_estimate(each.composed)
+        if left_open(placed):
+            self._settle(each, choose(self._estimator, placed).best.estimate.plan)
+        else:
+            self._settle(each, settle(placed))
+
+    def _settle(self, each: _SimulatedVariant, plan: RunPlan) -> None:
+        """Estimate and predict a variant."""
+        config = plan.config
         each.row = replace(each.row, strategy=config.strategy.name)
-        estimate = self._estimator.estimate(config)
-        step = self._estimator.predict(config)
-        each.config, each.step = config, step
-        units = self._estimator.traced_model(config).units
+        estimate = self._estimator.estimate(plan)
+        step = self._estimator.predict(plan)
+        each.plan, each.step = plan, step
+        units = self._estimator.traced_model(plan).units
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
         row = replace(_with_times(each.row, config, step, estimate), sent_bytes_per_step=sent)
         each.row, each.margin = with_memory(row, estimate), estimate.margin
