@@ -16,7 +16,7 @@ from fsdpctl.cli.config_args import (
 from fsdpctl.cli.console import emit, note, out, say
 from fsdpctl.cli.outcome import TOO_EARLY, report_exit
 from fsdpctl.errors import StoppedError, UsageError
-from fsdpctl.io.activity import is_first
+from fsdpctl.io.activity import Talk, is_first
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed, First
@@ -97,7 +97,7 @@ def _begin(resume: str, config: "Config", recipe: str | None) -> None:
 
 
 def _train(composed: "Composed", settings: list[str], resume: str) -> None:
-    from fsdpctl.start.run import Talk, run
+    from fsdpctl.start.run import run
 
     try:
         found = run(composed, settings, resume, Talk(say, note))

@@ -63,7 +63,9 @@ def _advice(estimator: Estimator, plan: RunPlan, *, more_ranks: bool) -> list[Fi
     single = [each for make in _SINGLE for each in make(plan)]
     found: list[Fitting] = []
     for each in _by_time(estimator, list(_fitting(estimator, single))):
-        if not any(each[0].keys == faster.keys for faster, _ in found):
+        # Of degrees of one setting, the fastest; strategies differ in more.
+        is_other = "strategy" in each[0].keys
+        if is_other or not any(each[0].keys == faster.keys for faster, _ in found):
             found.append(each)
     if found:
         return found[:_CHANGES]

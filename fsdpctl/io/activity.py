@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, NamedTuple
 
 QUIET = "FSDPCTL_QUIET"  # set if no progress is shown, here and in the workers
 BYTES, CONVERSATIONS = "bytes", "conversations"
@@ -27,6 +27,13 @@ _NUMBERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
 
 Advance = Callable[[int], None]
+
+
+class Talk(NamedTuple):
+    """Functions that print for a command."""
+
+    say: Callable[[str], None]  # a line of its result
+    note: Callable[[str], None]  # a line about its progress
 
 
 @dataclass

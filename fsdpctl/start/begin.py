@@ -14,6 +14,7 @@ from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.saved import write_estimate
 from fsdpctl.estimate.search import choose
+from fsdpctl.io.activity import Talk
 from fsdpctl.resolve.launchers import Place
 from fsdpctl.resolve.machine import LOCAL, placed_on_cluster, world_size
 from fsdpctl.resolve.run import Opened, open_run
@@ -24,7 +25,6 @@ from fsdpctl.run.heartbeat import RunLock, claimed
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.start.describe import describe_run
 from fsdpctl.start.fit import check_fits
-from fsdpctl.start.run import Talk
 
 
 @dataclass(slots=True)

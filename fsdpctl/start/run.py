@@ -7,10 +7,10 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.io.activity import doing
+from fsdpctl.io.activity import Talk, doing
 from fsdpctl.resolve.launchers import LauncherRank, Place, endpoint_of, place_of
 
 if TYPE_CHECKING:
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
     Begin = Callable[[], Begun | None]  # begins the run; None: it is finished
 
 _STARTED = "FSDPCTL_STARTED"  # seconds since the epoch, for workers with a time limit
-
-
-class Talk(NamedTuple):
-    """Functions that print for a command."""
-
-    say: Callable[[str], None]  # a line of its result
-    note: Callable[[str], None]  # a line about its progress
 
 
 def run(
