@@ -53,7 +53,6 @@ from fsdpctl.resolve.preflight import (
     check_placed,
     check_preflight,
     check_trained,
-    notes_on_engine,
 )
 
 # Settings that decide the losses; the others may change from one start of a run to the next.
@@ -110,7 +109,7 @@ def _open(composed: Composed, where: Place) -> Opened:
     config = placed_here(composed.config, where)
     check_placed(config, here=True)  # an error does not wait for the data
     config, notes = _with_compiler(config)
-    notes += notes_on_engine(config, composed.automatic) + notes_on_cluster(config)
+    notes += notes_on_cluster(config)
     config = _with_alpha(_with_model_path(config))
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
