@@ -65,7 +65,7 @@ SIZES = {
     "tiny8B": Size(64, 3, 4, 2, 128, 512, 1, 32),
 }
 LARGEST = ("8B", "tiny8B")  # with as many of their blocks as fit, for how much of the chip is used
-TIMED = ("fsdp2", "fsdp2_tuned", "full_shard", "bf16_wire")
+TIMED = ("fsdp2", "fsdp2_tuned", "full_shard")
 ALONE = ("fsdp2", "full_shard")  # whose memory is measured
 MODES = {"nccl1": 1, "fake8": 8, "fake64": 64}
 
@@ -115,9 +115,6 @@ def make_step(name: str, size: Size, nccl: NcclCollectives) -> Step:
     model = make_model(size)
     if name == "full_shard":
         return ours(model, nccl, fsdpctl.Precision(torch.bfloat16))
-    if name == "bf16_wire":
-        precision = fsdpctl.Precision(torch.bfloat16, wire_dtype=torch.bfloat16)
-        return ours(model, nccl, precision)
     if name == "recomputing":
         model = model.to(torch.bfloat16)
         for block in model.get_submodule("model.layers").children():

@@ -100,8 +100,6 @@ class OneCallEach(ProcessGroupCollectives):
             all_gather_single(each.whole, source, group=self.gather_group)
         return Handle(lambda: buffers[0].whole)
 
-    exchanges = False
-
     def sends_in_place(self, parts: Any) -> bool:
         """One buffer has all."""
         return False

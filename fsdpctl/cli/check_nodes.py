@@ -39,9 +39,9 @@ def check_nodes(
     """Check the nodes before a run on them.
 
     Start it like the run itself, with the same `launch` settings. It checks versions, clocks, the
-    run directory and memory. It measures the bandwidth between all pairs of nodes and ranks and
-    around the ring, and compares it with `cluster.inter_bandwidth` and `cluster.intra_bandwidth`.
-    The exit code is 1 if a check fails.
+    run directory and memory. It measures the bandwidth between neighboring nodes and ranks and
+    around a ring of all ranks, and compares it with `cluster.inter_bandwidth` and
+    `cluster.intra_bandwidth`. The exit code is 1 if a check fails.
     """
     # Torch, here and in the workers, would print C++ stacks about lost peers and unknown names.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

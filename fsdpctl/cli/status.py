@@ -106,15 +106,12 @@ def _speed(found: "Status") -> str:
 def _state(found: "Status") -> str:
     from fsdpctl.run.progress import format_seconds
 
-    where = ""
-    if found.liveness_source != "nothing":
-        where = f" on {found.host or 'this machine'}, process {found.pid}"
-    if found.liveness_source == "heartbeat" and found.heartbeat_age_seconds is not None:
-        where += f", heartbeat {format_seconds(found.heartbeat_age_seconds)} ago"
+    if found.state in ("running", "starting") and found.heartbeat_age_seconds is not None:
+        age = format_seconds(found.heartbeat_age_seconds)
+        return f"{found.state} on {found.host}, process {found.pid}, heartbeat {age} ago"
     if found.message.startswith(found.state):
         return found.message
-    why = f": {found.message}" if found.message else ""
-    return f"{found.state}{where if found.state in ('running', 'starting') else ''}{why}"
+    return f"{found.state}: {found.message}" if found.message else found.state
 
 
 def _step(found: "Status") -> str:

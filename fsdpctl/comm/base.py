@@ -67,8 +67,6 @@ class Collectives:
     rank = 0
     size = 1
     waits: Waits = HostWaits()
-    exchanges = False
-    """Whether `reduce_scatter` can send one stretch in another dtype than it adds in."""
     adds_whole = False
     """Whether `start_all_reduce` is the best way to add unsharded gradients."""
 

@@ -34,8 +34,6 @@ from fsdpctl.plan.reductions import (
 class GlooCollectives(ProcessGroupCollectives):
     """Collectives on the CPU, overlapped by gloo's own threads."""
 
-    exchanges = False  # among few ranks all stretches are; gloo adds in the dtype that it is given
-
     def __init__(
         self, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
     ) -> None:

@@ -1,6 +1,7 @@
 """The links between ranks: speed in both directions at once, and the difference of clocks."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,30 +9,35 @@ import torch.distributed as dist
 _REPEATS, _PINGS = 4, 8
 
 
-def partner(number: int, count: int) -> int | None:
-    """Return the neighbor of a member of `count`; the last of an odd number has none."""
-    other = number ^ 1
-    return other if other < count else None
+def neighbors(number: int, count: int) -> range:
+    """Return the pair of a member of `count`; the last three of an odd number are together."""
+    first = number - number % 2
+    if count % 2 and number >= count - 3:
+        return range(max(0, count - 3), count)
+    return range(first, first + 2)
 
 
-def exchange_speed(to: int | None, source: int | None, nbytes: int, device: torch.device) -> float:
-    """Return the bytes per second that this rank sends while it receives as much. Collective.
+def ring_speed(ring: Sequence[int], nbytes: int, device: torch.device) -> float:
+    """Return the bytes per second that this rank sends to the next one of a ring. Collective.
 
-    The best of several times; the first also connects. 0 for a rank without partners.
+    It receives as much from the one before. Different ranks may be in different rings. The best of
+    several times; the first also connects. 0 for a rank that is alone.
     """
+    own = ring.index(dist.get_rank())
+    to, source = ring[(own + 1) % len(ring)], ring[own - 1]
     sent, received = (torch.ones(nbytes // 4, device=device) for _ in range(2))
     seconds = []
     for _ in range(_REPEATS):
         dist.barrier()
         began = time.perf_counter()
-        if to is not None and source is not None:
+        if len(ring) > 1:
             both = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, source)]
             for work in dist.batch_isend_irecv(both):
                 work.wait()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    return 0.0 if to is None else nbytes / min(seconds)
+    return nbytes / min(seconds) if len(ring) > 1 else 0.0
 
 
 def clock_offset(rank: int) -> tuple[float, float]:

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,6 @@ class NcclCollectives(ProcessGroupCollectives):
     """
 
     _device_type = "cuda"
-    exchanges = True
 
     def __init__(
         self,
@@ -86,11 +84,9 @@ class NcclCollectives(ProcessGroupCollectives):
     def reduce_scatter(
         self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
     ) -> Reduction:
-        """Reduce on the reduce stream: in place, or by the owners if sent in another dtype."""
+        """Reduce in place on the reduce stream; NCCL adds in the dtype that it sends."""
         ((_, whole),) = gradients
         own = parts[self.rank]
-        if whole.dtype != dtype:
-            return self._exchange(gradients, parts)
         part = whole[own.start : own.stop]
         self.reduce_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.reduce_stream):
@@ -106,24 +102,6 @@ class NcclCollectives(ProcessGroupCollectives):
                         )
             done = self.reduce_stream.record_event()
         return InPlace(self._after(done, part))
-
-    def _exchange(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
-        """Send each rank the contributions to its part, which it adds itself."""
-        ((_, whole),) = gradients
-        own = parts[self.rank]
-        received = whole.new_empty(self.size * own.numel)
-        self.reduce_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.reduce_stream):
-            dist.all_to_all_single(
-                received,
-                whole,
-                [own.numel] * self.size,
-                [part.numel for part in parts],
-                group=self.reduce_group,
-            )
-            done = self.reduce_stream.record_event()
-        rows = received.view(self.size, own.numel)
-        return Received(whole, rows, partial(self._wait, done))
 
     def chain(
         self,
@@ -156,29 +134,7 @@ class NcclCollectives(ProcessGroupCollectives):
 
     def _after(self, done: torch.cuda.Event, result: Tensor) -> Handle:
         def finish() -> Tensor:
-            self._wait(done)
+            self.waits.around(lambda: torch.cuda.current_stream().wait_event(done))
             return result
 
         return Handle(finish)
-
-    def _wait(self, done: torch.cuda.Event) -> None:
-        self.waits.around(lambda: torch.cuda.current_stream().wait_event(done))
-
-
-class Received:
-    """Contributions in one tensor, (ranks, elements), which one kernel adds.
-
-    The kernel accumulates in at least fp32, in an order that depends only on the number of ranks.
-    """
-
-    def __init__(self, sent: Tensor, rows: Tensor, wait: Callable[[], None]) -> None:
-        """Take `rows`, which are complete after `wait()`; `sent` must live until then."""
-        self.workspace_nbytes = rows.nbytes
-        self._sent, self._rows = sent, rows
-        self.wait = wait
-
-    def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
-        """Add into `out`, without a copy in `dtype` if that differs."""
-        self.wait()
-        torch.sum(self._rows, 0, dtype=out.dtype, out=out)
-        out.mul_(scale)

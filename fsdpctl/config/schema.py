@@ -86,15 +86,11 @@ class PrecisionConfig:
         choices=(*DTYPES, SPLIT),
         auto=True,
     )
-    # auto: with gloo, param_dtype if that is narrower; with NCCL, reduce_dtype.
-    wire_dtype: str | None = key(
-        None, "dtype of gradients on the network", choices=DTYPES, auto=True
-    )
 
     @property
     def dtypes(self) -> tuple[str | None, ...]:
         """All dtypes, in the order of the fields."""
-        return self.param_dtype, self.reduce_dtype, self.master_dtype, self.wire_dtype
+        return self.param_dtype, self.reduce_dtype, self.master_dtype
 
 
 @dataclass(frozen=True, slots=True)

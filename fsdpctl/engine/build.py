@@ -254,12 +254,7 @@ def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientRe
     )
     of_name = {unit.name: unit for unit in units}
     in_order = [of_name[name] for name in division.order.reduction]
-    collector = Collector(
-        mesh,
-        dtypes,
-        wire_dtype=builder.precision.wire_dtype,
-        narrows=strategy.shards_params,
-    )
+    collector = Collector(mesh, dtypes, narrows=strategy.shards_params)
     return GradientReducer(in_order, mesh, plan, collector)
 
 

@@ -38,22 +38,20 @@ class Collector:
 
     mesh: Mesh
     dtypes: dict[torch.dtype, torch.dtype]  # in which gradients are added, by the masters' dtype
-    wire_dtype: torch.dtype | None  # of one backward's gradients; None: lossless, by the backend
-    # Whether the wire may have another dtype than the additions. Only if all ranks go through the
-    # same backwards, because held gradients have the dtype of the additions.
+    # Whether gradients may be sent in fewer bytes than they are added in, as autograd made them.
+    # Only if all ranks go through the same backwards, because held ones have the dtype of the sum.
     narrows: bool
 
     def dtype_of(self, buffer: UnitBuffer) -> torch.dtype:
         """Return the dtype in which a buffer's gradients are collected and added."""
         return self.dtypes[buffer.shard.dtype]
 
-    def dtypes_of(self, buffer: UnitBuffer) -> dict[str, torch.dtype | None]:
+    def dtypes_of(self, buffer: UnitBuffer) -> dict[str, torch.dtype]:
         """Return the dtypes of a buffer by their use."""
         return {
             "param_dtype": buffer.whole.dtype,
             "reduce_dtype": self.dtype_of(buffer),
             "master_dtype": buffer.shard.dtype,
-            "wire_dtype": self.wire_dtype,
         }
 
     def adds_whole(self, buffer: UnitBuffer) -> bool:
@@ -72,14 +70,13 @@ class Collector:
         """
         is_split = not buffer.shard.is_replicated
         in_place = is_split and self.mesh.shard.sends_in_place(buffer.layout.parts)
-        is_fresh = is_split and buffer.held_gradients is None
-        wire = self._wire(buffer, in_place=in_place) if is_fresh else self.dtype_of(buffer)
         spans = [each.span for each in buffer.layout.placements]
-        if in_place and is_fresh:
+        if in_place and buffer.held_gradients is None:
+            dtype = self._sent_dtype(buffer)
             return self._start(
-                buffer, [(span, buffer.take(i, wire)) for i, span in enumerate(spans)]
+                buffer, [(span, buffer.take(i, dtype)) for i, span in enumerate(spans)]
             )
-        flat = self.hold(buffer, wire)
+        flat = self.hold(buffer)
         buffer.held_gradients = None
         if in_place:
             return self._start(
@@ -109,26 +106,24 @@ class Collector:
         share = share_of_parts(buffer.layout, piece, pieces)
         if not share.numel:
             return None
-        flat = buffer.collect(share, self._wire(buffer, in_place=False))
+        flat = buffer.collect(share, self.dtype_of(buffer))
         size = self.mesh.shard.size
         whole, parts = Span(0, flat.numel()), EvenParts(flat.numel() // size, size)
         reduction = self.mesh.shard.reduce_scatter([(whole, flat)], parts, self.dtype_of(buffer))
         return SentReduction(reduction, flat.nbytes, share=share)
 
-    def _wire(self, buffer: UnitBuffer, *, in_place: bool) -> torch.dtype:
-        """Return the dtype in which one backward's gradients are sent to the owners of parts."""
+    def _sent_dtype(self, buffer: UnitBuffer) -> torch.dtype:
+        """Return the dtype in which ranks send each other one backward's gradients."""
         added_in = self.dtype_of(buffer)
-        if not self.narrows or not (in_place or self.mesh.shard.exchanges):
+        if not self.narrows:
             return added_in
-        if self.wire_dtype or not in_place:
-            return self.wire_dtype or added_in
         return min(buffer.whole.dtype, added_in, key=lambda dtype: dtype.itemsize)
 
-    def hold(self, buffer: UnitBuffer, dtype: torch.dtype) -> Tensor:
-        """Return the full gradient so far in one buffer, which has `dtype` if it is new."""
+    def hold(self, buffer: UnitBuffer) -> Tensor:
+        """Return the full gradient so far in one buffer, in the dtype of the additions."""
         before, _ = self.scales(buffer)
         if buffer.held_gradients is None:
-            buffer.held_gradients = buffer.first_gradients(dtype, before)
+            buffer.held_gradients = buffer.first_gradients(self.dtype_of(buffer), before)
         else:
             buffer.add_gradients(buffer.held_gradients, before)
         buffer.forget_arrived()

@@ -108,7 +108,7 @@ class ShardedModel(nn.Module):
         """Return the module's buffers that its state dict contains, by name."""
         return persistent_buffers(self.module)
 
-    def dtypes(self) -> Iterator[tuple[str, dict[str, torch.dtype | None]]]:
+    def dtypes(self) -> Iterator[tuple[str, dict[str, torch.dtype]]]:
         """Yield the unit of each trained flat buffer, and its dtypes by use."""
         collector = self._runtime.reducer.collector
         return (

@@ -14,16 +14,12 @@ class Precision:
     Masters and reductions default to fp32 (fp64 for fp64).
 
     Raises:
-        EngineError: If gradients would be added in float16, or sent in more bytes than they are
-            added in.
+        EngineError: If gradients would be added in float16.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
-    # Of one backward's gradients, sent to the ranks that add them. None: over gloo as autograd made
-    # them, over NCCL the dtype in which they are added.
-    wire_dtype: torch.dtype | None = None
     # Whether bf16 masters have 8 more bits each. Their gradients have the dtype of the reduction.
     has_remainders: bool = field(default=False, kw_only=True)
 
@@ -36,12 +32,6 @@ class Precision:
             raise EngineError(
                 "has_remainders: expected param_dtype and master_dtype bfloat16, got "
                 f"{self.param_dtype} and {self.master_dtype}"
-            )
-        added_in = self.reduce_dtype or torch.float32
-        if self.wire_dtype is not None and self.wire_dtype.itemsize > added_in.itemsize:
-            raise EngineError(
-                f"wire_dtype {self.wire_dtype}: gradients are added in {added_in}, which has fewer "
-                "bytes"
             )
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -73,7 +73,7 @@ class GradientReducer:
         """Add the gradients that have arrived to those held for a later backward."""
         for number, buffer in enumerate(unit.trained_buffers):
             is_new = buffer.held_gradients is None
-            held = self.collector.hold(buffer, self.collector.dtype_of(buffer))
+            held = self.collector.hold(buffer)
             if is_new:
                 self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, number, held.nbytes)
         self.ledger.note(EventKind.HOLD, unit.name)

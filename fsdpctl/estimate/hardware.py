@@ -89,9 +89,9 @@ def network_of(config: Config) -> RingNetwork | MeasuredNetwork:
 
 
 def host_of(config: Config) -> HostSheet | MeasuredHost:
-    """Return the host of a placed configuration: measured, or by its cluster's specs."""
+    """Return the host of a placed configuration: measured on CPU ranks, or by its specs."""
     cluster, launch = config.cluster, config.launch
-    if cluster.profile is not None and (profile := _profile(cluster.profile)).measures_host:
+    if cluster.profile is not None and not (profile := _profile(cluster.profile)).is_cuda:
         return MeasuredHost(profile)
     assert launch.nproc_per_node is not None
     return HostSheet(

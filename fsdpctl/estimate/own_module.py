@@ -220,7 +220,6 @@ def _item_sizes(module: nn.Module, precision: Precision, engine: str) -> Itemsiz
         precision.compute_dtype(dtype).itemsize,
         precision.dtype_of_reduction(master).itemsize,
         master.itemsize,
-        None if precision.wire_dtype is None else precision.wire_dtype.itemsize,
         remainder=int(precision.has_remainders),
     )
 

@@ -40,13 +40,12 @@ def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
 
 def item_sizes(config: Config) -> Itemsizes:
     """Return the bytes per element, for a placed configuration."""
-    param, reduce, master, wire = map(str, config.precision.dtypes)
+    param, reduce, master = map(str, config.precision.dtypes)
     is_split = master == SPLIT
     return Itemsizes(
         DTYPE_BYTES[param],
         DTYPE_BYTES[reduce],
         DTYPE_BYTES["bfloat16" if is_split else master],
-        DTYPE_BYTES[wire],
         remainder=int(is_split),
     )
 

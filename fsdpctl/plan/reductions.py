@@ -35,14 +35,6 @@ def adds_whole(transport: Transport, size: int) -> bool:
     return transport is Transport.NCCL or size == 2
 
 
-def exchanges(transport: Transport, wire: int, reduce: int) -> bool:
-    """Return whether ranks exchange one flat buffer and add its parts themselves.
-
-    NCCL adds in the dtype that it sends. If that has fewer bytes, the owner of each part adds it.
-    """
-    return transport is Transport.NCCL and wire < reduce
-
-
 def reduce_workspace(transport: Transport, parts: Sequence[Span], rank: int) -> int:
     """Return the elements that a reduce-scatter allocates on `rank`; NCCL works in place."""
     own, size = parts[rank].numel, len(parts)

@@ -10,7 +10,6 @@ from fsdpctl.plan.reductions import (
     Reductions,
     Transport,
     adds_whole,
-    exchanges,
     reduce_workspace,
     sends_in_place,
     share_of_parts,
@@ -74,7 +73,6 @@ class Itemsizes:
     param: int  # gathered, to compute with
     reduce: int  # gradients while they are added over ranks
     master: int  # what the optimizer updates, and its states unless they have another dtype
-    wire: int | None = None  # gradients of one backward in transit; None: by transport
     remainder: int = 0  # the lower bits of masters of 24 bits, of which `master` is the upper half
 
     @property
@@ -95,18 +93,12 @@ class Itemsizes:
         return self.master if layout.trainable else self.gathered(layout)
 
 
-def wire_itemsize(
-    layout: FlatLayout, strategy: Strategy, sizes: Itemsizes, transport: Transport
-) -> int:
-    """Return the bytes per element in which the gradients of one backward are sent.
+def sent_itemsize(strategy: Strategy, sizes: Itemsizes) -> int:
+    """Return the bytes per element in which ranks send each other the gradients of one backward.
 
     Gradients that ranks keep unsharded have the dtype of the sum, because some may have been held.
     """
-    if not strategy.shards_params:
-        return sizes.reduce
-    if sends_in_place(transport, layout.parts):
-        return sizes.wire or min(sizes.param, sizes.reduce)
-    return sizes.wire or sizes.reduce if transport is Transport.NCCL else sizes.reduce
+    return min(sizes.param, sizes.reduce) if strategy.shards_params else sizes.reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +175,13 @@ def _flat_bytes(
     about = total, _combining(layout, kept, sizes, place), layout.shares == 1
     held = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce, *about)
     fresh: tuple[Sending, ...] = (held,)
-    itemsize = wire_itemsize(layout, strategy, sizes, place.transport)
     if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
+        itemsize = sent_itemsize(strategy, sizes)
         sent = sum(param.numel for param in layout.params)
         fresh = (Sending(sent * itemsize, workspace * itemsize, *about),)
     elif place.collects(strategy):
         shares = [share_of_parts(layout, piece, pieces).numel for piece in range(pieces)]
-        fresh = tuple(_collected(layout, share, itemsize, sizes, place) for share in shares)
+        fresh = tuple(_collected(layout, share, sizes, place) for share in shares)
         if pieces > 1:
             fresh = tuple(replace(each, becomes=False) for each in fresh)
     keeps = place.size == 1 or not strategy.shards_grads
@@ -197,15 +189,11 @@ def _flat_bytes(
     return FlatBytes(fresh, held, total // layout.shares, in_place)
 
 
-def _collected(
-    layout: FlatLayout, share: int, itemsize: int, sizes: Itemsizes, place: RankPlace
-) -> Sending:
+def _collected(layout: FlatLayout, share: int, sizes: Itemsizes, place: RankPlace) -> Sending:
     """Return the memory of a piece of which every rank owns `share` elements."""
     own = share * layout.shares
-    whole = own * place.size * itemsize
-    workspace = own * itemsize if place.transport is Transport.GLOO else 0
-    if exchanges(place.transport, itemsize, sizes.reduce):
-        workspace = whole
+    whole = own * place.size * sizes.reduce
+    workspace = own * sizes.reduce if place.transport is Transport.GLOO else 0
     combining = _combining(layout, own, sizes, place)
     return Sending(whole, workspace, own * sizes.grad, combining, layout.shares == 1)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from fsdpctl.plan.layout import EvenParts, FlatLayout, ParamSpec, Span
 from fsdpctl.plan.reductions import ADDED_AT_A_TIME, Transport, adds_whole, sends_in_place
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.sizes import Offload, RankPlace, wire_itemsize
+from fsdpctl.plan.sizes import Offload, RankPlace, sent_itemsize
 from fsdpctl.predict.engine_bytes import pieces_before_the_last
 from fsdpctl.predict.recorder import CATEGORY_OF, Category, Recorder
 from fsdpctl.predict.training_plan import TrainingPlan
@@ -198,7 +198,7 @@ class EngineBuffers:
 
     def _send_in_place(self, unit: str, layout: FlatLayout) -> list[int]:
         plan, sizes = self._plan, self._plan.sizes
-        itemsize = wire_itemsize(layout, plan.strategy, sizes, self._place.transport)
+        itemsize = sent_itemsize(plan.strategy, sizes)
         keys = []
         for param in layout.params:
             is_there = self._recorder.gradient(param.name) is not None

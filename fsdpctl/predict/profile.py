@@ -59,14 +59,6 @@ class Profile:
     compute_slowdown: float = 0.0  # share of the computing speed lost during a collective
     comm_slowdown: float = 0.0  # share of a collective's speed lost during computation
     drift: float = 0.0  # as in `Transfer`
-    # CUDA: as `optimizer_step`, in host memory; and copies between pinned memory and the device.
-    host_step: list[MeasuredPoint] = field(default_factory=list)
-    host_copy: list[MeasuredPoint] = field(default_factory=list)
-
-    @property
-    def measures_host(self) -> bool:
-        """Whether it has the times of an optimizer's step on the host."""
-        return not self.is_cuda or bool(self.host_step and self.host_copy)
 
 
 def read_profile(path: Path) -> Profile:
@@ -92,8 +84,6 @@ def read_profile(path: Path) -> Profile:
     if found.ranks < 1 or found.drift < 0:
         raise UsageError(f"{path}: ranks must be at least 1, and drift at least 0")
     curves = {name: getattr(found, name) for name in ("memory_copy", "optimizer_step")}
-    on_host = {name: getattr(found, name) for name in ("host_step", "host_copy")}
-    curves |= {name: points for name, points in on_host.items() if points}
     for name, points in {**curves, **found.collectives}.items():
         sizes = [point.nbytes for point in points]
         if not points or sizes != sorted(set(sizes)) or any(min(each) <= 0 for each in points):
@@ -178,23 +168,16 @@ def _distance(one: Sequence[int], other: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredHost:
-    """The host of a profile that measures it."""
+    """The host of a CPU rank, which shares its cores."""
 
     profile: Profile
 
     def transfer(self, queue: HostQueue, nbytes: float) -> Transfer:
-        """Price a step that reads and writes `nbytes` in total, or a copy of as many.
-
-        The host of a CPU rank shares its cores.
-        """
-        profile, shared = self.profile, 0.0
-        step, copy, moved = profile.host_step, profile.host_copy, nbytes
-        if not profile.is_cuda:
-            step, copy, moved = profile.optimizer_step, profile.memory_copy, 2 * nbytes
-            shared = SHARED_CORES
+        """Price a step that reads and writes `nbytes` in total, or a copy of as many."""
         if queue is HostQueue.STEPS:
-            return Transfer(queue, 0.0, on_curve(step, nbytes / _MOVED), 0.0, shared, shared)
-        return Transfer(queue, 0.0, on_curve(copy, moved), nbytes)
+            seconds = on_curve(self.profile.optimizer_step, nbytes / _MOVED)
+            return Transfer(queue, 0.0, seconds, 0.0, SHARED_CORES, SHARED_CORES)
+        return Transfer(queue, 0.0, on_curve(self.profile.memory_copy, 2 * nbytes), nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.io.control_group import host_memory
 from fsdpctl.plan.muon import MATRICES, MUON, keeps_matrices
-from fsdpctl.plan.sizes import DTYPE_BYTES
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy, has_strategy, ranks_per_copy
 from fsdpctl.resolve.launchers import Place, place_of
@@ -153,20 +152,11 @@ def _with_precision(config: Config) -> Config:
             f"precision.master_dtype={SPLIT}: requires precision.param_dtype=bfloat16, got "
             f"{param_dtype}"
         )
-    reduce_dtype = given.reduce_dtype or "float32"
-    wire = given.wire_dtype or reduce_dtype
-    if DTYPE_BYTES[wire] > DTYPE_BYTES[reduce_dtype]:
-        raise UsageError(
-            f"precision.wire_dtype={wire}: wider than precision.reduce_dtype={reduce_dtype}, in "
-            "which gradients are added"
-        )
-    narrow = min(param_dtype, reduce_dtype, key=lambda dtype: DTYPE_BYTES[dtype])
     precision = PrecisionConfig(
         given.name,
         param_dtype,
-        reduce_dtype,
+        given.reduce_dtype or "float32",
         given.master_dtype or "float32",
-        given.wire_dtype or (reduce_dtype if on_cuda else narrow),
     )
     return replace(config, precision=precision)
 

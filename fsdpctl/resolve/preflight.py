@@ -51,18 +51,6 @@ def command_words(command: str) -> list[str]:
     return words
 
 
-def notes_on_engine(config: Config, automatic: frozenset[str]) -> tuple[str, ...]:
-    """Return the settings that the engine of a placed configuration ignores, a line each.
-
-    Keys in `automatic` are not set.
-    """
-    name, precision = config.engine.name, config.precision
-    wire, reduce = precision.wire_dtype, precision.reduce_dtype
-    if name == FSDPCTL or wire in (None, reduce) or "precision.wire_dtype" in automatic:
-        return ()
-    return (f"engine={name}: sends gradients in precision.reduce_dtype={reduce}, not in {wire}",)
-
-
 def check_trained(config: Config, units: Sequence[UnitSpec]) -> None:
     """Check that the optimizer and the engine support the parameters of a model.
 

@@ -43,7 +43,7 @@ from fsdpctl.resolve.machine import (
     with_architecture,
     with_batch_size,
 )
-from fsdpctl.resolve.preflight import check_preflight, check_trained, notes_on_engine
+from fsdpctl.resolve.preflight import check_preflight, check_trained
 from fsdpctl.resolve.rules import checked
 from fsdpctl.resolve.settle import settle
 
@@ -94,7 +94,7 @@ def _open(composed: Composed, where: Place) -> Opened:
     checked(config)  # an error does not wait for the data
     check_attention(with_architecture(config), here=True)
     config, notes = _with_compiler(config)
-    notes += notes_on_engine(config, composed.automatic) + notes_on_cluster(config)
+    notes += notes_on_cluster(config)
     config = _with_alpha(_with_model_path(config))
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)

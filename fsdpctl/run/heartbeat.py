@@ -1,8 +1,7 @@
-"""Whether a run is alive: the lock of its directory, and heartbeat.json of rank 0.
+"""The lock of a run directory, and heartbeat.json of rank 0, whose age tells whether it runs.
 
 Note: readers do not try the lock. Taking it, however briefly, may keep a launcher from starting,
-and not every network file system supports it. A launcher and its ranks keep the lock file open,
-which the kernel shows for processes of the same user.
+and not every network file system supports it.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import psutil
 from msgspec import Meta
@@ -22,7 +21,7 @@ from msgspec import Meta
 from fsdpctl.errors import UsageError
 from fsdpctl.io import files
 from fsdpctl.io.documents import Count, read_json
-from fsdpctl.io.files import leads_to, open_own, read_regular, refusing
+from fsdpctl.io.files import leads_to, open_own, refusing
 from fsdpctl.io.run_files import HEARTBEAT, LOCK
 
 INTERVAL = 5.0  # seconds
@@ -34,7 +33,6 @@ Seconds = Annotated[float, Meta(ge=0, le=_MOST_SECONDS)]
 Pid = Annotated[int, Meta(ge=1, lt=10**_MOST_DIGITS)]
 _LONGEST_CAUSE = 2000  # characters
 _EXPIRES = 18 * INTERVAL  # seconds; a network file system may show the file of a minute ago
-_CLOCK_SKEW = 2.0  # seconds between the start of a process and the time that it recorded for it
 _WIND_DOWN_SECONDS = 10.0  # in which the ranks of a killed launcher exit
 
 
@@ -44,9 +42,7 @@ class HeartbeatRecord:
 
     host: str
     pid: Pid  # of rank 0
-    namespace: int  # of process ids, as the kernel numbers it: containers have their own
-    began: Seconds  # since the epoch, as `time`
-    time: Seconds  # when this was written
+    time: Seconds  # since the epoch, when this was written
     state: str = RUNNING
     message: str = ""  # why the run ended, unless it is complete
     step: Count | None = None  # steps completed; None before the first
@@ -54,17 +50,14 @@ class HeartbeatRecord:
     cause: str = ""  # of a failure, as the launcher found it
 
     @property
-    def is_of_this_host(self) -> bool:
-        """Whether this host would show the process."""
-        return (self.host, self.namespace) == (socket.gethostname(), pid_namespace())
+    def age(self) -> float:
+        """The seconds since it was written."""
+        return max(0.0, time.time() - self.time)
 
-
-def pid_namespace() -> int:
-    """Return the id of this process's PID namespace, or 0 if unknown."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
+    @property
+    def is_alive(self) -> bool:
+        """Whether the run has not ended, as far as its age tells."""
+        return self.state == RUNNING and self.age < _EXPIRES
 
 
 def read_heartbeat(run_dir: Path) -> HeartbeatRecord | None:
@@ -83,66 +76,9 @@ def record_cause(run_dir: Path, cause: str) -> None:
     """Add the cause of a failure to the heartbeat of a run whose ranks have ended on this host."""
     with contextlib.suppress(OSError, UsageError):  # the failure itself is reported in any case
         record = read_heartbeat(run_dir)
-        if record is not None and record.is_of_this_host:
+        if record is not None and record.host == socket.gethostname():
             record = replace(record, state=FAILED, cause=cause[:_LONGEST_CAUSE])
             files.replace(run_dir / HEARTBEAT, json.dumps(asdict(record)) + "\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Liveness:
-    """Whether a run is alive, and the evidence."""
-
-    is_alive: bool
-    source: Literal["process", "heartbeat", "nothing"]
-    pid: int | None = None  # of the process found, or the one that the heartbeat names
-    heartbeat_age: float | None = None  # seconds
-
-
-def liveness(run_dir: Path, record: HeartbeatRecord | None, now: float | None = None) -> Liveness:
-    """Return whether the run in `run_dir` with this heartbeat is alive. Writes nothing."""
-    age = None if record is None else max(0.0, (now or time.time()) - record.time)
-    with contextlib.suppress(OSError):
-        lock = (run_dir / LOCK).stat()
-        for pid in _candidates(run_dir, record):
-            if _has_open(pid, lock):
-                return Liveness(True, "process", pid, age)
-    if record is None or age is None or record.state != RUNNING:
-        return Liveness(False, "nothing", None, age)
-    if record.is_of_this_host:
-        is_alive = _is_running(record)
-        return Liveness(is_alive, "process" if is_alive else "nothing", record.pid, age)
-    is_alive = age < _EXPIRES
-    return Liveness(is_alive, "heartbeat" if is_alive else "nothing", record.pid, age)
-
-
-def _candidates(run_dir: Path, record: HeartbeatRecord | None) -> list[int]:
-    """Return the ids of the launcher, which the lock names, and of rank 0."""
-    found = [] if record is None or not record.is_of_this_host else [record.pid]
-    try:
-        text = read_regular(run_dir / LOCK, _MOST_DIGITS).strip()
-    except UsageError:
-        return found
-    return [int(text), *found] if text.isdigit() else found
-
-
-def _has_open(pid: int, wanted: os.stat_result) -> bool:
-    """Return whether a process has a file open; False if that cannot be determined."""
-    with contextlib.suppress(OSError):
-        for each in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
-                if os.path.samestat(each.stat(), wanted):
-                    return True
-    return False
-
-
-def _is_running(record: HeartbeatRecord) -> bool:
-    """Return whether rank 0 is running: a later process may have got its id."""
-    try:
-        process = psutil.Process(record.pid)
-        is_same = process.create_time() <= record.began + _CLOCK_SKEW
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 class RunLock:
@@ -216,6 +152,16 @@ class RunLock:
             f"{where}: in use by processes of an earlier launcher: {named}; to end them, run "
             f"`kill -9 {ids}`"
         )
+
+
+def _has_open(pid: int, wanted: os.stat_result) -> bool:
+    """Return whether a process has a file open; False if that cannot be determined."""
+    with contextlib.suppress(OSError):
+        for each in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.path.samestat(each.stat(), wanted):
+                    return True
+    return False
 
 
 def _state_of(pid: int) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import collectives_for
-from fsdpctl.comm.links import clock_offset, exchange_speed, partner
+from fsdpctl.comm.links import clock_offset, neighbors, ring_speed
 from fsdpctl.comm.world import PrefixStore, Store, TCPStore, World, joined_world
 from fsdpctl.io import files
 from fsdpctl.io.control_group import host_memory
@@ -218,45 +218,49 @@ def _missing(paths: list[Path]) -> list[Path]:
 def _measure(
     world: World, ranks: Collectives, nodes: Sequence[Node], request: Request, say: Say
 ) -> Iterator[Link]:
-    """Measure the links of neighboring nodes, of neighboring ranks, and around the ring."""
+    """Measure neighboring nodes with all their ranks, neighboring ranks, and the ring of all."""
     per_node, size = nodes[0].ranks, world.world_size
     node, local = divmod(world.rank, per_node)
-    other, beside = partner(node, len(nodes)), partner(local, per_node)
-    peers = [
-        None if other is None else other * per_node + local,
-        None if beside is None else node * per_node + beside,
-    ]
-    around: list[tuple[int | None, int | None]] = [(peer, peer) for peer in peers]
-    ring = ((world.rank + 1) % size, (world.rank - 1) % size)
-    around.append(ring if size > 1 else (None, None))
+    rings = (
+        [each * per_node + local for each in neighbors(node, len(nodes))],
+        [node * per_node + each for each in neighbors(local, per_node)],
+        range(size),
+    )
     speeds = []
-    for number, (to, source) in enumerate(around, start=1):
-        say(f"links {number}/{len(around)}")
-        speeds.append(exchange_speed(to, source, _SENT[world.device.type], world.device) / 1e9)
+    for number, ring in enumerate(rings, start=1):
+        say(f"links {number}/{len(rings)}")
+        speeds.append(ring_speed(ring, _SENT[world.device.type], world.device) / 1e9)
     found = ranks.gather_objects(speeds)  # by rank and round
     across, within = "inter_bandwidth", "intra_bandwidth"
-    for first in range(0, len(nodes) - 1, 2):
-        slowest = min(row[0] for row in found[first * per_node : (first + 2) * per_node])
-        name = f"node {first} - node {first + 1}"
-        yield Link(name, slowest, across, request.inter_bandwidth)
+    for group in dict.fromkeys(neighbors(each, len(nodes)) for each in range(len(nodes))):
+        if len(group) > 1:
+            own = found[group[0] * per_node : (group[-1] + 1) * per_node]
+            name = " - ".join(f"node {each}" for each in group)
+            yield Link(name, min(row[0] for row in own), across, request.inter_bandwidth)
     for each in nodes if per_node > 1 else ():
         own = found[each.number * per_node : (each.number + 1) * per_node]
-        slowest = min(row[1] for row in own if row[1])
+        slowest = min(row[1] for row in own)
         yield Link(f"within node {each.number}", slowest, within, request.intra_bandwidth)
     if size > 1:
         setting = across if len(nodes) > 1 else within
-        yield Link(_RING, min(row[2] for row in found), setting, getattr(request, setting))
+        slowest, rank = min((row[2], rank) for rank, row in enumerate(found))
+        name = f"{_RING}, slowest at rank {rank} on node {rank // per_node}"
+        yield Link(name, slowest, setting, getattr(request, setting))
 
 
 def _slow(links: Sequence[Link]) -> Iterator[str]:
     """Yield the links that are slow by `cluster`, or slower than others of their kind."""
     for link in links:
-        alike = [e.gb_per_second for e in links if e.setting == link.setting and e.name != _RING]
+        alike = [
+            each.gb_per_second
+            for each in links
+            if each.setting == link.setting and not each.name.startswith(_RING)
+        ]
         typical = median(alike) if len(alike) >= _FEWEST else 0.0
         is_slow = f"{link.name}: {link.gb_per_second:.3g} GB/s per rank; expected at least half of"
         if link.gb_per_second < _SLOW * (link.expected or 0.0):
             yield f"{is_slow} cluster.{link.setting}={link.expected:g}"
-        elif link.name != _RING and link.gb_per_second < _SLOW * typical:
+        elif not link.name.startswith(_RING) and link.gb_per_second < _SLOW * typical:
             yield f"{is_slow} the median of such links, {typical:.3g}"
 
 

@@ -13,7 +13,6 @@ import torch
 
 from fsdpctl.comm.base import Collectives, Gathering, Handle, Reduction
 from fsdpctl.comm.collectives import collectives_for
-from fsdpctl.comm.host import HostWorker
 from fsdpctl.comm.world import joined_world
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.predict.hardware import CollectiveKind
@@ -41,10 +40,6 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
     sizes = [size for size in _SIZES if size >= 64 * _KIB]
     memory_copy = observe_sizes(sizes, partial(_copy, device), device, world.barrier)
     optimizer_step = observe_sizes(sizes, partial(_adamw, device), device, world.barrier)
-    on_host: dict[str, list[MeasuredPoint]] = {}
-    if device.type == "cuda":
-        say("the optimizer on the host, and copies")
-        on_host = _on_host(world, device, sizes)
     collectives: dict[str, list[MeasuredPoint]] = {}
     slowdown = drift = 0.0
     if world.size > 1:
@@ -71,31 +66,7 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
         compute_slowdown=slowdown,
         comm_slowdown=slowdown,
         drift=drift,
-        **on_host,
     )
-
-
-def _on_host(
-    world: Collectives, device: torch.device, sizes: list[int]
-) -> dict[str, list[MeasuredPoint]]:
-    """Measure the optimizer in the thread that steps on the host, and the slower kind of copies."""
-    host = torch.device("cpu")
-    steps = HostWorker(device).call(
-        lambda: observe_sizes(sizes, partial(_adamw, host), host, world.barrier)
-    )
-    down, up = (
-        observe_sizes(sizes, partial(_host_copy, device, is_up), device, world.barrier)
-        for is_up in (False, True)
-    )
-    return {"host_step": steps, "host_copy": list(map(max, down, up))}
-
-
-def _host_copy(device: torch.device, is_up: bool, nbytes: int) -> Callable[[], object]:
-    """Return a copy between pinned memory and the device."""
-    pinned = torch.ones(nbytes // 4, pin_memory=True)
-    there = torch.ones(nbytes // 4, device=device)
-    source, target = (pinned, there) if is_up else (there, pinned)
-    return partial(target.copy_, source, non_blocking=True)
 
 
 def _copy(device: torch.device, nbytes: int) -> Callable[[], object]:

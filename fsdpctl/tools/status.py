@@ -20,15 +20,7 @@ from fsdpctl.io.documents import MIB
 from fsdpctl.io.files import last_line
 from fsdpctl.io.run_files import LOGS, METRICS, check_own
 from fsdpctl.run.environment import read_starts
-from fsdpctl.run.heartbeat import (
-    FAILED,
-    RUNNING,
-    STOPPED,
-    HeartbeatRecord,
-    Liveness,
-    liveness,
-    read_heartbeat,
-)
+from fsdpctl.run.heartbeat import FAILED, RUNNING, STOPPED, HeartbeatRecord, read_heartbeat
 from fsdpctl.run.metrics import MetricsLine, read_metrics
 
 STARTING, FINISHED, NOT_STARTED = "starting", "finished", "not started"
@@ -58,9 +50,8 @@ class Status:
     run: str
     state: str  # starting, running, finished, stopped, failed, not started
     message: str  # why it ended, unless it is complete
-    liveness_source: str  # the evidence that it is alive: process, heartbeat, or nothing
     host: str | None
-    pid: int | None
+    pid: int | None  # of rank 0
     heartbeat_age_seconds: float | None
     step: int
     total_steps: int | None
@@ -95,21 +86,20 @@ def read_status(run_dir: Path) -> Status:
     now = time.time()
     total = _total_steps(run_dir)
     record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_starts(run_dir)
-    alive, newest = liveness(run_dir, record, now), _newest(run_dir, now)
+    newest = _newest(run_dir, now)
     steps = [line for line in lines if line.is_step]
     recent, last = steps[-_RECENT:], steps[-1] if steps else None
     validation = next((x for x in reversed(lines) if isinstance(x.val_loss, float)), None)
     step = max(last.step if last else 0, newest.step if newest else 0)
     is_done = _is_done(newest, validation, total)
-    state, message = _state(run_dir, alive, record, is_done=is_done)
+    state, message = _state(run_dir, record, is_done=is_done)
     return Status(
         run=str(run_dir),
         state=state,
         message=message,
-        liveness_source=alive.source,
         host=record.host if record else None,
-        pid=alive.pid,
-        heartbeat_age_seconds=alive.heartbeat_age,
+        pid=record.pid if record else None,
+        heartbeat_age_seconds=record.age if record else None,
         step=step,
         total_steps=total,
         seconds_since_step=_age(run_dir / METRICS, now),
@@ -179,22 +169,19 @@ def _is_done(newest: Newest | None, validation: MetricsLine | None, total: int |
     return not newest.owes_validation or validated >= newest.step
 
 
-def _state(
-    run_dir: Path, found: Liveness, record: HeartbeatRecord | None, *, is_done: bool
-) -> tuple[str, str]:
+def _state(run_dir: Path, record: HeartbeatRecord | None, *, is_done: bool) -> tuple[str, str]:
     """Return the state, and why the run ended unless it is complete."""
-    is_at_work = found.is_alive and record is not None and record.state == RUNNING
-    if is_done and not is_at_work and (record is None or record.state != FAILED):
+    if is_done and (record is None or not (record.is_alive or record.state == FAILED)):
         return FINISHED, ""
-    if record is not None and record.state == STOPPED:
-        return STOPPED, record.message
-    if record is not None and record.state == FAILED:
-        return FAILED, record.cause or _first_error(run_dir) or record.message
-    if found.is_alive:
-        return (STARTING if record is None or record.step is None else RUNNING), ""
     if record is None:  # before the first heartbeat, a start has just written the configuration
         is_recent = time.time() - (run_dir / RUN_CONFIG).stat().st_mtime < _STARTS_WITHIN
         return (STARTING if is_recent else NOT_STARTED), ""
+    if record.state == STOPPED:
+        return STOPPED, record.message
+    if record.state == FAILED:
+        return FAILED, record.cause or _first_error(run_dir) or record.message
+    if record.is_alive:
+        return (STARTING if record.step is None else RUNNING), ""
     last = _first_error(run_dir)
     missing = f"process {record.pid} on {record.host} was killed or is unreachable"
     return FAILED, f"{missing}; {last}" if last else missing

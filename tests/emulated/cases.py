@@ -24,8 +24,7 @@ from tests.engine.odd import freeze_all_but_vectors, in_four_bits
 BF16 = torch.bfloat16
 PRECISIONS = {
     "fp32": Precision(),
-    "bf16": Precision(param_dtype=BF16, wire_dtype=torch.float32),
-    "bf16 wire": Precision(param_dtype=BF16, wire_dtype=BF16),
+    "bf16": Precision(param_dtype=BF16),
     "bf16_true": Precision(BF16, BF16, BF16),  # of a model in bf16
 }
 STEPS = 3
@@ -171,13 +170,13 @@ def every_case() -> list[Case]:
         found += [replace(plain, four_bits=True, precision=each) for each in ("fp32", "bf16")]
         if row.shards_params:
             found += [replace(plain, depth=depth) for depth in (0, 2)]
-            found += [replace(plain, precision="bf16 wire", wide=True, window="last")]
+            found += [replace(plain, precision="bf16", wide=True, window="last")]
     found += [
         Case(name, offload=offload, precision=precision, window=window)
         for name, row in STRATEGIES.items()
         if row.shards_optimizer
         for offload in ("states", "all")
-        for precision in ("fp32", "bf16 wire")
+        for precision in ("fp32", "bf16")
         for window in ("one", "every")
     ]
     maps = ("round_robin", "contiguous", "balanced")

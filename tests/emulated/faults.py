@@ -32,8 +32,8 @@ from tests.emulated.cases import Case
 Plant = Callable[[], None]
 HYBRID, ZERO1 = Case("hybrid_shard"), Case("shard_optimizer")
 MAPPED, HPZ = replace(ZERO1, owner_map="balanced"), Case("hybrid_shard_optimizer")
-WIRE, DDP, SAVES = Case(precision="bf16 wire"), Case("no_shard"), Case(saves=True)
-STATES = Case(precision="bf16 wire", offload="states")
+DDP, SAVES = Case("no_shard"), Case(saves=True)
+STATES = Case(precision="bf16", offload="states")
 ALL = Case("shard_grad_op", window="every", offload="all")
 INPUTS = Case("no_shard", sends=True)
 FAULTS: dict[str, tuple[Case, Plant]] = {}
@@ -77,7 +77,6 @@ def _done_at_once(self: NcclCollectives, done: torch.cuda.Event, result: Tensor)
 KINDS = {
     "all_gather": (Case(), MAPPED, DDP),
     "reduce_scatter": (Case(), MAPPED),
-    "_exchange": (WIRE,),
     "start_all_reduce": (HYBRID, DDP),
     "chain": (HYBRID, HPZ),
 }
@@ -89,8 +88,6 @@ for _name, _cases in KINDS.items():
 
         def _after(name: str = _name) -> None:
             _within(NcclCollectives, name, NcclCollectives, "_after", _done_at_once)
-            if name == "_exchange":
-                _within(NcclCollectives, name, NcclCollectives, "_wait", _nothing)
 
         if (_name, _case.strategy) not in {("all_gather", "no_shard")}:
             FAULTS[f"no wait before {_name}, {_case.strategy}"] = _case, _before

@@ -19,7 +19,7 @@ from tests.matrix import fast
 
 @pytest.mark.parametrize(
     ("case", "world_size"),
-    [(Case("full_shard", precision="bf16 wire"), 2), (Case("hybrid_shard", window="last"), 4)],
+    [(Case("full_shard", precision="bf16"), 2), (Case("hybrid_shard", window="last"), 4)],
     ids=["full_shard", "hybrid_shard"],
 )
 @pytest.mark.parametrize("seed", fast(0, slow=[1, 2]))

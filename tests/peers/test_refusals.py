@@ -64,15 +64,6 @@ def test_a_run_prints_its_engine(tmp_path: Path) -> None:
     assert "engine fsdp2, full_shard" in " ".join(text.split())
 
 
-def test_an_ignored_dtype_is_reported(tmp_path: Path) -> None:
-    given = words(tmp_path, 2, "engine=fsdp2", "precision=bf16")
-    assert "sends gradients" not in invoke("train", *given, "--dry-run")[1]
-    code, text = invoke("train", *given, "precision.wire_dtype=bfloat16", "--dry-run")
-    assert code == 0
-    said = "sends gradients in precision.reduce_dtype=float32, not in bfloat16"
-    assert said in " ".join(text.split())
-
-
 def test_every_engine_supports_a_strategy_and_fsdpctl_all() -> None:
     has = {
         engine: {row for row in STRATEGIES if has_strategy(engine, STRATEGIES[row])}

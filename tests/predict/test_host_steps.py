@@ -1,7 +1,7 @@
 """The optimizer's step on the host: times computed by hand, its order, and the bytes it copies."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -14,12 +14,13 @@ from benchmarks.training import train_step
 from fsdpctl.comm.host import Copier
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
+from fsdpctl.estimate.hardware import host_of
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.plan.sizes import HOST_SCALARS
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import HostQueue, HostSheet
-from fsdpctl.predict.profile import MeasuredHost, MeasuredPoint
+from fsdpctl.predict.profile import MeasuredHost
 from fsdpctl.predict.simulator import COMPUTE, TimelineSpan, Transfer, chrome_trace
 from fsdpctl.predict.training_plan import held_masters
 from fsdpctl.resolve.settle import RunPlan
@@ -187,18 +188,20 @@ def test_copies_take_the_slower_of_link_and_memory():
     assert replace(host, ranks=16).transfer(UP, 8e9).seconds == pytest.approx(1.6)
 
 
-def test_a_profile_prices_the_host_as_measured():
+def test_a_profile_of_cpu_ranks_prices_their_host():
     # 7 bytes are moved per byte of the master weights.
     on_cpu = MeasuredHost(PROFILE).transfer(STEPS, 7e6)
     assert on_cpu.seconds == pytest.approx(7e-3)
     assert (on_cpu.compute_slowdown, on_cpu.comm_slowdown) == (0.5, 0.5)  # the same cores
     assert MeasuredHost(PROFILE).transfer(DOWN, 5e5).seconds == pytest.approx(1e-3)
-    steps, copies = [MeasuredPoint(1e6, 2e-3)], [MeasuredPoint(1e6, 1e-4)]
-    on_cuda = MeasuredHost(replace(PROFILE, is_cuda=True, host_step=steps, host_copy=copies))
-    assert on_cuda.transfer(STEPS, 14e6).seconds == pytest.approx(4e-3)
-    assert on_cuda.transfer(UP, 2e6).seconds == pytest.approx(2e-4)
-    assert on_cuda.transfer(STEPS, 7e6).compute_slowdown == 0.0
-    assert not replace(PROFILE, is_cuda=True).measures_host
+
+
+def test_a_profile_of_gpus_leaves_the_host_to_its_specs(tmp_path):
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps(asdict(replace(PROFILE, is_cuda=True))))
+    config = placed("cluster=h100")
+    profiled = replace(config, cluster=replace(config.cluster, profile=str(file)))
+    assert host_of(profiled) == host_of(config)
 
 
 def test_the_trace_shows_the_queues_of_the_host():

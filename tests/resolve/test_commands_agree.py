@@ -33,7 +33,6 @@ VALUES: dict[str, tuple[object, ...]] = {
     "precision": ("fp32", "bf16", "bf16_true"),
     "precision.master_dtype": ("float32", "bfloat16", SPLIT),
     "precision.reduce_dtype": ("float32", "bfloat16"),
-    "precision.wire_dtype": ("float32", "bfloat16"),
     "activation_checkpointing": ("none", "selective", "full"),
     "activation_checkpointing.offload": ("true",),
     "accumulation": ("every", "last"),

@@ -11,10 +11,10 @@ from typing import Any
 from fsdpctl.checkpoint.folders import step_folder
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.io.run_files import HEARTBEAT, LOGS, METRICS
-from fsdpctl.run.heartbeat import HeartbeatRecord, pid_namespace
+from fsdpctl.run.heartbeat import HeartbeatRecord
 from tests.hostile import make_checkpoint
 
-GONE = (1 << 22) - 1  # a process id that the kernel assigns last
+LONG_AGO = 1e9  # a time before any run
 
 
 def make_run(folder: Path, *, steps: int = 100, done: int = 0) -> Path:
@@ -47,11 +47,7 @@ def save(run: Path, step: int) -> Path:
 
 def write_heartbeat(run: Path, **about: Any) -> HeartbeatRecord:
     """Write a heartbeat of this process, except for `about`."""
-    now = time.time()
-    record = {
-        "host": socket.gethostname(), "pid": os.getpid(), "namespace": pid_namespace(),
-        "began": now, "time": now, "step": 1,
-    }  # fmt: skip
+    record = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "step": 1}
     made = HeartbeatRecord(**{**record, **about})
     (run / HEARTBEAT).write_text(json.dumps(asdict(made)))
     return made

@@ -34,7 +34,7 @@ def test_heartbeats_are_written_while_nothing_happens(tmp_path):
     heartbeat = Heartbeat(tmp_path, RANKS, every=0.01)
     first = read_heartbeat(tmp_path)
     assert first is not None
-    assert (first.pid, first.step, first.is_of_this_host) == (os.getpid(), None, True)
+    assert (first.pid, first.step, first.is_alive) == (os.getpid(), None, True)
 
     def is_later() -> bool:
         record = read_heartbeat(tmp_path)  # whole, whenever it is looked at

@@ -112,10 +112,10 @@ def test_the_end_of_a_run_waits_for_a_limited_time(tmp_path, monkeypatch):
     began = time.monotonic()
     runner.wait(said.append)
     assert time.monotonic() - began < 10
-    assert said[0].startswith("waiting for checkpoint.after_save: 2 left")
+    assert said[0].startswith("waiting for checkpoint.after_save: 0 s")
     first, second = (each.outcome for each in told)
     assert first == "timed out"
-    assert second in ("timed out", "skipped")  # its turn came in the last moment, or not
+    assert second in ("timed out", "failed")  # its turn came in the last moment, or not
 
 
 def test_a_checkpoint_is_not_deleted_while_the_command_runs_on_it(tmp_path):
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_not_deleted_while_the_command_runs_on_it(tmp_path):
     assert complete_checkpoints(folder) == [one, three]
     (tmp_path / "gate").write_text("")
     runner.wait(pytest.fail)
-    assert [(each.step, each.outcome) for each in told] == [(10, "done"), (20, "skipped")]
+    assert [(each.step, each.outcome) for each in told] == [(10, "done"), (20, "failed")]
     assert "checkpoint deleted before its turn" in told[1].message
     assert complete_checkpoints(folder) == [three]
 

@@ -1,7 +1,7 @@
 """The user's command for each checkpoint: in order, one at a time, while training continues."""
 
+import math
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -41,7 +41,7 @@ class HookMessage:
     """The outcome of the command for one checkpoint."""
 
     step: int
-    outcome: str  # done, failed, timed out, skipped
+    outcome: str  # done, failed, timed out
     seconds: float = 0.0
     message: str = ""  # the cause, unless it is done
 
@@ -60,19 +60,11 @@ class HookMessage:
         return {**line, "warning": self.message} if self.message else line
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    folder: Path
-    step: int
-    then: Callable[[], None]
-
-
 class AfterSave:
-    """The thread that runs the command on complete checkpoints.
+    """The threads that run the command on complete checkpoints, each after the one before.
 
     The checkpoint `busy` that the command runs on must not be deleted: hold `deleting` to delete
-    others. A queued checkpoint may be deleted, so that a hung command cannot fill the disk; the
-    command is then skipped for it.
+    others. One whose turn is still to come may be, so that a hung command cannot fill the disk.
     """
 
     def __init__(
@@ -84,102 +76,84 @@ class AfterSave:
     ) -> None:
         """Prepare to run the program and arguments `words`, none if empty.
 
-        `logs` is an existing directory for its output; `report` is called in the thread.
+        `logs` is an existing directory for its output; `report` is called in a thread.
         """
         self.deleting = threading.Lock()
         self.busy: Path | None = None
         self._words, self._timeout, self._log = list(words), timeout, logs / LOG
         self._report = report
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._num_left = 0
-        self._has_thread = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._is_over = False  # the run no longer waits
+        self._newest: threading.Thread | None = None
+        self._until = math.inf  # when commands must have ended
 
     def add(self, folder: Path, step: int, then: Callable[[], None]) -> None:
-        """Queue a checkpoint; `then()` is called after the command."""
-        if not self._words:
-            return
-        with self._changed:
-            self._num_left += 1
-        self._jobs.put(_Job(folder.absolute(), step, then))
-        if not self._has_thread:  # it must outlive the command, which the kernel ties to it
-            self._has_thread = True
-            threading.Thread(target=self._work, name="after save", daemon=True).start()
+        """Run the command on a checkpoint after those before it; `then()` is called afterwards."""
+        if self._words:
+            given = (folder.absolute(), step, then, self._newest)
+            # It lives as long as the command, which the kernel ties to it.
+            self._newest = threading.Thread(
+                target=self._work, args=given, name="after save", daemon=True
+            )
+            self._newest.start()
 
     def wait(self, say: Callable[[str], None]) -> None:
-        """Wait until the queue is empty, at most as long as one command may take.
+        """Wait for the commands, at most as long as one may take.
 
-        The rest is then ended or skipped. `say` is called regularly with a message.
+        Those that could not start by then fail. `say` is called regularly with a message.
         """
-        began = time.monotonic()
-        waited = 0.0
-        while waited < self._timeout + 2 * _GRACE_SECONDS:
-            patience = min(_REPORT_INTERVAL, max(0.1, self._timeout - waited))
-            with self._changed:
-                if self._changed.wait_for(lambda: self._num_left == 0, patience):
-                    return
-                left = self._num_left
-            waited = time.monotonic() - began
-            if waited < self._timeout:
-                say(f"waiting for checkpoint.after_save: {left} left, {waited:.0f} s so far")
-            elif not self._is_over:
-                self._is_over = True
-                _end(self._process)
+        thread, began = self._newest, time.monotonic()
+        self._until = began + self._timeout
+        while thread is not None and time.monotonic() < self._until + 3 * _GRACE_SECONDS:
+            thread.join(_REPORT_INTERVAL)
+            if not thread.is_alive():
+                return
+            say(f"waiting for checkpoint.after_save: {time.monotonic() - began:.0f} s so far")
 
-    def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            with self.deleting:
-                exists = (job.folder / MANIFEST).exists()
-                self.busy = job.folder
-            message = self._run(job) if exists and not self._is_over else self._skipped(job)
-            with self.deleting, suppress(OSError):
-                self.busy = None
-                job.then()
-            self._report(message)
-            with self._changed:
-                self._num_left -= 1
-                self._changed.notify_all()
+    def _work(
+        self,
+        folder: Path,
+        step: int,
+        then: Callable[[], None],
+        before: threading.Thread | None,
+    ) -> None:
+        if before is not None:
+            before.join()
+        with self.deleting:
+            self.busy = folder
+        message = self._run(folder, step)
+        with self.deleting, suppress(OSError):
+            self.busy = None
+            then()
+        self._report(message)
 
-    def _run(self, job: _Job) -> HookMessage:
+    def _run(self, folder: Path, step: int) -> HookMessage:
         began = time.monotonic()
+        if not (folder / MANIFEST).exists():
+            return _failed(step, "failed", 0.0, "checkpoint deleted before its turn")
+        if began >= self._until:
+            return _failed(step, "failed", 0.0, "not started in time")
         try:
             with open_own(self._log, "ab", folders=1) as log:
-                log.write(f"step {job.step}:\n".encode())
+                log.write(f"step {step}:\n".encode())
                 log.flush()
                 printed = log.tell()
-                self._process = process = subprocess.Popen(
-                    [sys.executable, "-I", "-c", _TIED, *self._words, str(job.folder)],
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-c", _TIED, *self._words, str(folder)],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                    env=_environment(os.environ, job), start_new_session=True,
+                    env=_environment(os.environ, folder, step), start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
-            return self._failed(job, "failed", 0.0, f"cannot be started: {error.strerror}")
-        if self._is_over:  # meanwhile: `wait` did not know this process
-            _end(process)
+            return _failed(step, "failed", 0.0, f"cannot be started: {error.strerror}")
         try:
-            code = process.wait(self._timeout)
-            is_late = self._is_over and code != 0
+            code = process.wait(min(self._timeout, self._until - began))
         except subprocess.TimeoutExpired:
-            is_late = True
-            code = _end(process)
-        self._process = None
+            _end(process)
+            seconds = time.monotonic() - began
+            return _failed(step, "timed out", seconds, f"ended after {seconds:.0f} s")
         seconds = time.monotonic() - began
-        if is_late:
-            return self._failed(job, "timed out", seconds, f"ended after {seconds:.0f} s")
         if code == 0:
-            return HookMessage(job.step, "done", seconds)
+            return HookMessage(step, "done", seconds)
         status = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return self._failed(job, "failed", seconds, status + self._last_line(printed))
-
-    def _skipped(self, job: _Job) -> HookMessage:
-        why = "checkpoint deleted before its turn" if not self._is_over else "not started in time"
-        return self._failed(job, "skipped", 0.0, why)
-
-    def _failed(self, job: _Job, outcome: str, seconds: float, why: str) -> HookMessage:
-        return HookMessage(job.step, outcome, seconds, f"checkpoint.after_save: {why}")
+        return _failed(step, "failed", seconds, status + self._last_line(printed))
 
     def _last_line(self, printed: int) -> str:
         """Return the last line of the output that begins at `printed`, and the log file."""
@@ -190,22 +164,24 @@ class AfterSave:
         return f": {last} ({self._log})" if last else ""
 
 
-def _environment(variables: Mapping[str, str], job: _Job) -> dict[str, str]:
+def _failed(step: int, outcome: str, seconds: float, why: str) -> HookMessage:
+    return HookMessage(step, outcome, seconds, f"checkpoint.after_save: {why}")
+
+
+def _environment(variables: Mapping[str, str], folder: Path, step: int) -> dict[str, str]:
     kept = {
         name: text
         for name, text in variables.items()
         if name not in _RANK_VARIABLES and not name.startswith(("TORCHELASTIC_", "FSDPCTL_"))
     }
-    return {**kept, "FSDPCTL_CHECKPOINT": str(job.folder), "FSDPCTL_STEP": str(job.step)}
+    return {**kept, "FSDPCTL_CHECKPOINT": str(folder), "FSDPCTL_STEP": str(step)}
 
 
-def _end(process: "subprocess.Popen[bytes] | None") -> int:
-    """End a command and its children by SIGTERM, then SIGKILL; return its exit code."""
-    if process is None:
-        return 0
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a command and its children by SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
-            return process.wait(_GRACE_SECONDS)
-    return -signal.SIGKILL
+            process.wait(_GRACE_SECONDS)
+            return

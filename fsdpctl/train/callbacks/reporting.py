@@ -17,7 +17,7 @@ from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.estimate.saved import read_estimate
 from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT
-from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord, pid_namespace
+from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.run.step_metrics import StepMetrics, peak_memory
 from fsdpctl.train.callback import Callback, is_joint
@@ -191,9 +191,7 @@ class Heartbeat(Callback):
     ) -> None:
         """Write the first heartbeat and start the thread, if this rank `is_on`."""
         self._path, self._ranks, self._is_on, self._every = run_dir / HEARTBEAT, ranks, is_on, every
-        now = time.time()
-        pid, namespace = os.getpid(), pid_namespace()
-        self._record = HeartbeatRecord(socket.gethostname(), pid, namespace, now, now)
+        self._record = HeartbeatRecord(socket.gethostname(), os.getpid(), time.time())
         self._first: tuple[int, float] | None = None  # the first step, and when it was completed
         self._has_ended = threading.Event()
         self._writing = threading.Lock()
