@@ -9,9 +9,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate import estimator
+from fsdpctl.io.activity import Talk
 from fsdpctl.start import restarts
 from fsdpctl.start.begin import Begun, begin
-from fsdpctl.start.run import Talk
 from tests.cli.run import make_text
 
 SMALL = [

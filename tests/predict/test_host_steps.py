@@ -199,7 +199,7 @@ def test_a_profile_of_cpu_ranks_prices_their_host():
 def test_a_profile_of_gpus_leaves_the_host_to_its_specs(tmp_path):
     file = tmp_path / "gpu.json"
     file.write_text(json.dumps(asdict(replace(PROFILE, is_cuda=True))))
-    config = placed("cluster=h100")
+    config = planned("cluster=h100").config
     profiled = replace(config, cluster=replace(config.cluster, profile=str(file)))
     assert host_of(profiled) == host_of(config)
 
