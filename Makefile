@@ -33,13 +33,7 @@ bench: $(VENV)/developed  ## compare with PyTorch's engines on CPU ranks, about 
 	$(BIN)/python -m benchmarks.startup --out $(RESULTS)/startup.json
 	$(BIN)/python -m benchmarks.host_time --out $(RESULTS)/host-time.json
 	$(BIN)/python -m benchmarks.peak_memory --out $(RESULTS)/peak-memory-cpu.json
-	$(BIN)/python -m benchmarks.consolidate --out $(RESULTS)/consolidate.json
-	$(BIN)/python -m benchmarks.saving --out $(RESULTS)/saving.json
-	$(BIN)/python -m benchmarks.offload --out $(RESULTS)/offload.json
-	$(BIN)/python -m benchmarks.watching --out $(RESULTS)/watching.json
 	$(BIN)/python -m benchmarks.growth --out $(RESULTS)/growth.json
-	$(BIN)/python -m benchmarks.huge_pages --out $(RESULTS)/huge-pages.json
-	$(BIN)/python -m benchmarks.restarting --out $(RESULTS)/restarting.json
 	$(BIN)/python -m benchmarks.little_memory --out $(RESULTS)/little-memory.json
 	$(BIN)/python -m benchmarks.step_time --out $(RESULTS)/step-time-cpu.json
 

@@ -6,6 +6,7 @@ AdamW; none clips or checkpoints.
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,15 +99,9 @@ def ddp(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
 def zero_redundancy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
     """PyTorch's ZeroRedundancyOptimizer on top of that."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(
-        _groups(wrapped.parameters()),
-        torch.optim.AdamW,
-        lr=LR,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=DECAY,
-        fused=True,
-    )
+    settings: dict[str, Any] = {"betas": BETAS, "eps": EPS, "weight_decay": DECAY, "fused": True}
+    groups = _groups(wrapped.parameters())
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=LR, **settings)
     return stepping(wrapped, optimizer, _autocast(dtype, device))
 
 
@@ -140,12 +135,12 @@ def fsdp2(*, reshards: bool, tuned: bool) -> Callable[..., Step]:
             blocks = [block for block in _blocks(model) if isinstance(block, FSDPModule)]
             for block, following in zip(blocks, blocks[1:], strict=False):
                 block.set_modules_to_forward_prefetch([following])
-            for name, value in (
-                ("set_separate_reduce_scatter_group", True),
-                ("set_reduce_scatter_max_input_buffers", 2),
-            ):
-                if hasattr(model, name):
-                    getattr(model, name)(value)
+            tuning = {
+                "set_separate_reduce_scatter_group": True,
+                "set_reduce_scatter_max_input_buffers": 2,
+            }
+            for name in filter(lambda name: hasattr(model, name), tuning):
+                getattr(model, name)(tuning[name])
         return stepping(model, _adamw(model.parameters()))
 
     return make

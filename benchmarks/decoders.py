@@ -10,17 +10,22 @@ run on it, and transformers loads the result. Results are kept by family, so a r
 for some of them.
 """
 
-import argparse
+import gc
 import json
+import multiprocessing
 import os
 import re
+import socket
+import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", NO_COLOR="1", COLUMNS="400")
@@ -30,8 +35,7 @@ import transformers as hf
 from safetensors.torch import load_file
 from transformers.models.auto import modeling_auto
 
-from benchmarks.forked_commands import Ended, call, command, import_all
-from benchmarks.report import write_report
+from benchmarks.report import arguments, write_report
 from fsdpctl.checkpoint.hub_weights import to_hub
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import open_weights
@@ -53,6 +57,11 @@ from tests.models.decoders import (
 from tests.train.chats import make_chat_model, make_chats
 
 _LIMIT = 300.0  # seconds of a command
+_IMPORTED = (  # by what runs in forks
+    "fsdpctl.cli.app", "fsdpctl.cli.estimate", "fsdpctl.cli.train", "fsdpctl.cli.checkpoint",
+    "fsdpctl.start.begin", "fsdpctl.start.run", "fsdpctl.train.worker", "fsdpctl.tools.evaluate",
+    "fsdpctl.checkpoint.consolidate", "torch._dynamo",
+)  # fmt: skip
 _SETTINGS = (
     "model=transformers", "model.path=model", "data=chat", "data.path=chats.jsonl",
     "train.seq_len=48", "launch.device=cpu",
@@ -81,27 +90,89 @@ class Tried:
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
+class Ended(NamedTuple):
+    """How a process, or the first of some that failed, ended."""
+
+    code: int  # its exit status; negative: killed, after the limit
+    output: str
+
+    @property
+    def problem(self) -> str:
+        """The exit status and the last line; empty if it succeeded."""
+        if self.code == 0:
+            return ""
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        own = [line for line in lines if line.startswith("fsdpctl: ")]
+        kind = "traceback" if "Traceback" in self.output else f"exit {self.code}"
+        return f"{kind}: {[*lines, *own][-1] if lines else 'no output'}"[:300]
+
+
+def call(function: Callable[[], None], folder: Path, *environments: Mapping[str, str]) -> Ended:
+    """Call a function in `folder`, in a fork for each environment; it saves what imports take."""
+    context = multiprocessing.get_context("fork")
+    logs = [folder / f"output-{number}" for number in range(max(1, len(environments)))]
+    forks = [
+        context.Process(target=_in_fork, args=(function, log, each))
+        for log, each in zip(logs, environments or [{}], strict=True)
+    ]
+    for fork in forks:
+        fork.start()
+    until = time.monotonic() + _LIMIT
+    for fork in forks:
+        fork.join(max(0.0, until - time.monotonic()))
+        fork.kill()
+        fork.join()
+    output = "\n".join(log.read_text(errors="replace") for log in logs)
+    return Ended(next((fork.exitcode for fork in forks if fork.exitcode), 0), output)
+
+
+def _in_fork(function: Callable[[], None], log: Path, environment: Mapping[str, str]) -> None:
+    os.chdir(log.parent)
+    os.environ.update(environment)
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    function()
+
+
+def command(words: Sequence[str], folder: Path, *, ranks: int = 0) -> Ended:
+    """Run a command of fsdpctl: in one process, or as each of `ranks` ranks, as torchrun does."""
+
+    def run() -> None:
+        sys.argv = ["fsdpctl", *words]
+        import_module("fsdpctl.__main__").main()
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    each = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    each["LOCAL_WORLD_SIZE"] = each["WORLD_SIZE"]
+    environments = [{**each, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return call(run, folder, *environments)
+
+
 def tried(family: str, name: str, folder: Path) -> Tried:
     """Try one family in this process and by commands, in forks of it."""
     notes = folder / "tried.json"
-    made = call(partial(_make, family, folder), folder, _LIMIT)
+    made = call(partial(_make, family, folder), folder)
     if made.code:
         return Tried(family, name, _line(made.problem), is_tried=False)
-    compared = call(partial(_compare, family, name, folder, notes), folder, _LIMIT)
+    compared = call(partial(_compare, family, name, folder, notes), folder)
     if notes.exists():
         found = Tried(**json.loads(notes.read_text()))
     else:
         found = Tried(family, name, failed={"module": _line(compared.problem)})
-    ended = {"estimate-memory": command(("estimate-memory", *_SETTINGS), folder, _LIMIT)}
-    ended["train"] = command(("train", *_SETTINGS, *_TRAINING), folder, _LIMIT, ranks=2)
+    ended = {"estimate-memory": command(("estimate-memory", *_SETTINGS), folder)}
+    ended["train"] = command(("train", *_SETTINGS, *_TRAINING), folder, ranks=2)
     if found.problem:
         failed = {each: _line(end.problem) for each, end in ended.items() if not _answered(end)}
         return replace(found, failed=failed)
     if not ended["train"].code:
-        ended["evaluate"] = command(("evaluate", "run", "launch.device=cpu"), folder, _LIMIT)
-        words = ("consolidate-checkpoint", "run", "exported")
-        ended["consolidate-checkpoint"] = command(words, folder, _LIMIT)
-        ended["transformers"] = call(partial(_load, folder / "exported"), folder, _LIMIT)
+        ended["evaluate"] = command(("evaluate", "run", "launch.device=cpu"), folder)
+        ended["consolidate-checkpoint"] = command(
+            ("consolidate-checkpoint", "run", "exported"), folder
+        )
+        ended["transformers"] = call(partial(_load, folder / "exported"), folder)
     failed = {each: _line(end.problem) for each, end in ended.items() if end.code}
     return replace(found, failed={**found.failed, **failed})
 
@@ -209,24 +280,24 @@ def _same_bytes(exported: Tensors, folder: Path) -> bool:
 
 def main() -> None:
     """Try families, and write what they do after each of them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", nargs="*", metavar="FAMILY", help="these, and keep the others")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    import_all()
-    known = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    results: dict[str, dict[str, Any]] = {}
-    if given.only and given.out and given.out.exists():
-        before = json.loads(given.out.read_text())["results"]
+    known: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    words = arguments(only=())  # these families, and keep the results of the others
+    for name in _IMPORTED:
+        import_module(name)
+    compose_config([])
+    gc.freeze()
+    results: dict[str, Any] = {}
+    if words.only and words.out and words.out.exists():
+        before = json.loads(words.out.read_text())["results"]
         results = {each["family"]: each for each in before if each["family"] in known}
-    for family in given.only or sorted(known):
+    for family in words.only or sorted(known):
         with tempfile.TemporaryDirectory() as folder:
             os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
             found = tried(family, known[family], Path(folder))
         print(found, flush=True)
         results[family] = asdict(found)
         in_order = [results[each] for each in sorted(results)]
-        write_report(given.out, "decoders", in_order, transformers=hf.__version__)
+        write_report(words.out, "decoders", in_order, transformers=hf.__version__)
 
 
 if __name__ == "__main__":

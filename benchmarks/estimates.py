@@ -7,91 +7,55 @@ rank of each; and the runs that others published, as tests/predict/test_publishe
 models them.
 """
 
-import argparse
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
-from torch.multiprocessing.spawn import spawn
-
-from benchmarks.report import write_report
+from benchmarks.report import arguments, on_ranks, write_report
 from tests.predict.test_published_memory import PUBLISHED
 from tests.predict.test_total import peaks_of
 
 _GIB = 1 << 30
 
 
-def _rank(rank: int, ranks: int, folder: str, count: int) -> None:
-    torch.set_num_threads(1)
-    store = FileStore(str(Path(folder) / "rendezvous"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    errors = []
-    for seed in range(count):
-        estimated, measured = peaks_of(rank, ranks, seed)
-        errors.append(estimated / measured - 1)
-    torch.save(errors, Path(folder) / f"errors-{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+def _errors(rank: int, ranks: int, count: int) -> list[float]:
+    peaks = [peaks_of(rank, ranks, seed) for seed in range(count)]
+    return [abs(estimated / measured - 1) for estimated, measured in peaks]
 
 
-def small_runs(count: int) -> list[dict[str, Any]]:
-    """Errors of the peak of all tensors, over all ranks of `count` configurations each."""
-    results = []
+def small_runs(count: int) -> Iterator[dict[str, Any]]:
+    """Yield errors of the peak of all tensors, over all ranks of `count` configurations each."""
     for ranks in (1, 2, 3, 4):
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(_rank, (ranks, folder, count), nprocs=ranks)
-            errors = [
-                abs(error)
-                for rank in range(ranks)
-                for error in torch.load(Path(folder) / f"errors-{rank}")
-            ]
-        results.append(
-            {
-                "world_size": ranks,
-                "configurations": count,
-                "median_error": round(median(errors), 6),
-                "worst_error": round(max(errors), 6),
-            }
-        )
-        print(results[-1], flush=True)
-    return results
+        errors = [error for own in on_ranks(ranks, _errors, ranks, count) for error in own]
+        yield {
+            "world_size": ranks,
+            "configurations": count,
+            "median_error": round(median(errors), 6),
+            "worst_error": round(max(errors), 6),
+        }
 
 
-def published_runs() -> list[dict[str, Any]]:
-    """What was measured, and what is estimated of it; in GiB."""
-    results = []
+def published_runs() -> Iterator[dict[str, Any]]:
+    """Yield what was measured, and what is estimated of it; in GiB."""
     for each in PUBLISHED:
         found = each.estimate()
-        estimated = {
-            "allocated": found.peak_allocated / _GIB,
-            "reserved": found.peak_reserved / _GIB,
-        }
+        estimates = {"allocated": found.peak_allocated, "reserved": found.peak_reserved}
         for name, measured in each.measured.items():
-            error = estimated[name] / measured - 1
-            results.append(
-                {
-                    "run": each.name,
-                    "what": name,
-                    "measured": measured,
-                    "estimated": round(estimated[name], 2),
-                    "error": round(error, 4),
-                }
-            )
-            print(results[-1], flush=True)
-    return results
+            estimated = estimates[name] / _GIB
+            yield {
+                "run": each.name,
+                "what": name,
+                "measured": measured,
+                "estimated": round(estimated, 2),
+                "error": round(estimated / measured - 1, 4),
+            }
 
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=56)
-    parser.add_argument("--out", type=Path)
-    words = parser.parse_args()
-    results = {"published": published_runs(), "small": small_runs(words.count)}
+    words = arguments(count=56)
+    results = {"published": list(published_runs()), "small": list(small_runs(words.count))}
+    print(results)
     write_report(words.out, "estimates", results)
 
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,17 +23,12 @@ from torch import Tensor, nn
 
 import fsdpctl
 from benchmarks.contestants import BETAS, CONTESTANTS, DECAY, EPS, LR, Step, stepping
-from benchmarks.one_gpu import DEVICE, draw, joined
-from benchmarks.report import write_report
-from fsdpctl.comm.collectives import make_mesh
+from benchmarks.one_gpu import DEVICE, draw, joined, sharded
+from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.engine.build import Sharding, Source, build_runtime
-from fsdpctl.engine.describe import divide_module
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.models.llama import LlamaDecoder
-from fsdpctl.plan.strategy import get_strategy
-from fsdpctl.plan.units import Division, lay_out
 from fsdpctl.resolve.blocks import checkpoint_block
 from fsdpctl.run.flops import ModelFlops, flops_per_token, peak_flops
 
@@ -97,17 +91,10 @@ def make_model(size: Size) -> LlamaDecoder:
 
 def ours(model: nn.Module, nccl: NcclCollectives, precision: fsdpctl.Precision) -> Step:
     """Return a step of fsdpctl's engine with full_shard, even on a single rank."""
-    row, specs = get_strategy("full_shard"), divide_module(model, None)
-    runtime = build_runtime(
-        model,
-        Division(specs, lay_out(specs, nccl.size), row),
-        make_mesh(nccl, DEVICE, nccl.size),
-        Source(DEVICE),
-        Sharding(prefetch=fsdpctl.Prefetch(), precision=precision),
-    )
-    sharded = ShardedModel(model, runtime, row)
-    optimizer = fsdpctl.ShardedAdamW(sharded, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    return stepping(sharded, optimizer)
+    sharding = Sharding(prefetch=fsdpctl.Prefetch(), precision=precision)
+    sharded_model = sharded(model, nccl, sharding, source=Source(DEVICE))
+    optimizer = fsdpctl.ShardedAdamW(sharded_model, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    return stepping(sharded_model, optimizer)
 
 
 def make_step(name: str, size: Size, nccl: NcclCollectives) -> Step:
@@ -219,16 +206,8 @@ def _memory(words: argparse.Namespace, mode: str, size: str, engine: str) -> dic
 
 def main() -> None:
     """Run the sizes and modes of the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", default="364M,1.4B,8B")
-    parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--mode", choices=list(MODES), help=argparse.SUPPRESS)
-    parser.add_argument("--size", choices=list(SIZES), help=argparse.SUPPRESS)
-    parser.add_argument("--engines", help=argparse.SUPPRESS)
-    words = parser.parse_args()
+    own = {"child": False, "mode": "", "size": "", "engines": ""}  # of its own processes
+    words = arguments(sizes="364M,1.4B,8B", modes=",".join(MODES), rounds=12, **own)
     if words.child:
         print(json.dumps(measure(words)))
         return

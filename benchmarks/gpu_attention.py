@@ -6,12 +6,10 @@ Causal attention in bf16, forward and backward, by `scaled_dot_product_attention
 allowed at a time. If a kernel doesn't support a shape, its row has the reason.
 """
 
-import argparse
 import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.one_gpu import DEVICE
-from benchmarks.report import write_report
+from benchmarks.report import arguments, write_report
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -101,11 +99,7 @@ def _seconds(run: Callable[[], None]) -> float:
 
 def main() -> None:
     """Measure all kernels on all shapes."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--small", action="store_true", help="a shape that takes no time")
-    parser.add_argument("--out", type=Path)
-    words = parser.parse_args()
+    words = arguments(rounds=10, small=False)  # small: a shape that takes no time
     torch.cuda.set_device(DEVICE)
     chip, results = torch.cuda.get_device_name(), []
     for shape in SMALL if words.small else SHAPES:

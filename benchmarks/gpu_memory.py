@@ -23,26 +23,21 @@ from typing import Any
 
 import torch
 
-from benchmarks.one_gpu import DEVICE, draw, joined
-from benchmarks.report import write_report
-from benchmarks.training import train_step
-from fsdpctl.comm.collectives import make_mesh
+from benchmarks.one_gpu import DEVICE, draw, joined, sharded
+from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.build import Sharding, Source, build_runtime
-from fsdpctl.engine.describe import divide_module
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.engine.precision import Precision
 from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.strategy import get_strategy
-from fsdpctl.plan.units import Division, lay_out
 from fsdpctl.resolve.machine import world_size
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.train.assemble import make_module
 from fsdpctl.train.optimizers import make_optimizer
+from tests.train_step import train_step
 
 _GIB = 1 << 30
 _STEPS = 4
@@ -92,20 +87,12 @@ def measure(words: list[str]) -> dict[str, int]:
 
 
 def _train(config: Config, nccl: NcclCollectives) -> None:
-    row = get_strategy(config.strategy.name)
-    module = make_module(config)
-    specs = divide_module(module, None)
-    runtime = build_runtime(
-        module,
-        Division(specs, lay_out(specs, nccl.size), row),
-        make_mesh(nccl, DEVICE, nccl.size),
-        Source(DEVICE, draw),
-        Sharding(
-            prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
-            precision=Precision(*(_DTYPES[str(name)] for name in config.precision.dtypes)),
-        ),
+    sharding = Sharding(
+        prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
+        precision=Precision(*(_DTYPES[str(name)] for name in config.precision.dtypes)),
     )
-    model = ShardedModel(module, runtime, row)
+    source, strategy = Source(DEVICE, draw), config.strategy.name
+    model = sharded(make_module(config), nccl, sharding, source=source, strategy=strategy)
     optimizer = make_optimizer(config, model)
     for _ in range(_STEPS):
         train_step(config, model, optimizer, DEVICE)
@@ -150,16 +137,10 @@ def measure_all(words: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Run the configurations of the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default="llama3_1b,llama3_8b,qwen3_4b,gpt2")
-    parser.add_argument("--lengths", default="512,1024", help="tokens of a sample")
-    parser.add_argument("--count", type=int, default=24)
-    # Below, memory that does not belong to a model weighs too much.
-    parser.add_argument("--smallest", type=float, default=1.0, help="GiB of an estimate")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    words = parser.parse_args()
+    models = "llama3_1b,llama3_8b,qwen3_4b,gpt2"
+    # Below the smallest estimate in GiB, memory that does not belong to a model weighs too much.
+    options = {"models": models, "lengths": "512,1024", "count": 24, "smallest": 1.0}
+    words = arguments(**options, turn=Path, child=())
     if words.child:
         # Never closed: the turn, and the device's memory, are given back when the process ends.
         fcntl.flock(os.open(words.turn, os.O_RDONLY), fcntl.LOCK_EX)

@@ -5,16 +5,15 @@
 `--small` observes a single small model.
 """
 
-import argparse
 import json
 import os
 from dataclasses import asdict
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from benchmarks.report import arguments
 from fsdpctl.comm.world import joined_world
 from fsdpctl.tools import profile_worker
 from fsdpctl.tools.observe import LARGE, SMALL
@@ -22,10 +21,7 @@ from fsdpctl.tools.observe import LARGE, SMALL
 
 def main() -> None:
     """Measure the device with one rank, and write the profile."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--small", action="store_true", help="one small model")
-    parser.add_argument("--out", type=Path, required=True)
-    words = parser.parse_args()
+    words = arguments(small=False)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     models = SMALL[:1] if words.small else LARGE
     with (

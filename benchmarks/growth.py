@@ -6,7 +6,6 @@ steps only, and validation and checkpoints pass. Pages of mapped files, such as 
 counted separately: the system may drop them.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -14,26 +13,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any
 
 import psutil
 
-from benchmarks.report import write_report
+from benchmarks.report import arguments, write_report
 from fsdpctl.run.metrics import last_step
 from tests.cli.run import environment
 
-RANKS, SEQ_LEN, BATCH = 2, 64, 16
-WINDOW = 100  # steps
-FIRST, EVERY, STEPS = 200, 1000, 5000
+RANKS, SEQ_LEN = 2, 64
+FIRST, EVERY, WINDOW = 200, 1000, 100  # steps
 PATIENCE = 120.0  # seconds without a step
 
 
-class Read(NamedTuple):
-    """The resident bytes of each rank after a step: its own, and those of mapped files."""
-
-    step: int
-    own: tuple[int, ...]
-    mapped: tuple[int, ...]
+Read = tuple[int, list[int], list[int]]  # a step; each rank's own bytes, those of mapped files
 
 
 def reads(folder: Path, steps: int, batch: int) -> Iterator[Read]:
@@ -52,67 +45,46 @@ def reads(folder: Path, steps: int, batch: int) -> Iterator[Read]:
         seen, since = 0, time.monotonic()
         while launcher.poll() is None:
             step = last_step(run / "metrics.jsonl")
-            ranks = ranks or (ranks_of(launcher.pid) if step else [])
+            if step and not ranks:
+                children = psutil.Process(launcher.pid).children(recursive=True)
+                ranks = [each for each in children if "fsdpctl.train.worker" in each.cmdline()]
             try:
                 found = [each.memory_info() for each in ranks]
             except psutil.NoSuchProcess:
                 break  # the end of the run
             if step > seen:
                 seen, since = step, time.monotonic()
-                own = tuple(each.rss - each.shared for each in found)
-                yield Read(step, own, tuple(each.shared for each in found))
+                shared = [each.shared for each in found]
+                yield step, [each.rss - each.shared for each in found], shared
             assert time.monotonic() < since + PATIENCE, f"no step after {step}"
             time.sleep(0.2)
     assert launcher.returncode == 0, launcher.returncode
 
 
-def ranks_of(launcher: int) -> list[psutil.Process]:
-    """Return the processes that train."""
-    children = psutil.Process(launcher).children(recursive=True)
-    return [each for each in children if "fsdpctl.train.worker" in each.cmdline()]
-
-
 def resident_after(found: list[Read], step: int) -> dict[str, list[int]]:
     """Return each rank's medians over the steps that follow."""
-    within = [each for each in found if step <= each.step < step + WINDOW]
-    both = {"own": [x.own for x in within], "mapped": [x.mapped for x in within]}
-    return {
-        f"{kind}_bytes": [int(median(each)) for each in zip(*rows, strict=True)]
-        for kind, rows in both.items()
-    }
+    within = [each[1:] for each in found if step <= each[0] < step + WINDOW]
+    own, mapped = (
+        [int(median(of)) for of in zip(*x, strict=True)] for x in zip(*within, strict=True)
+    )
+    return {"own_bytes": own, "mapped_bytes": mapped}
 
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--batch", type=int, default=BATCH, help="samples per step")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    words = arguments(steps=5000, batch=16)  # samples per step
     with tempfile.TemporaryDirectory() as folder:
-        found = list(reads(Path(folder), args.steps + WINDOW, args.batch))
-    marks = [FIRST, *range(EVERY, args.steps + 1, EVERY)]
-    resident = {step: resident_after(found, step) for step in marks}
-    first = resident[FIRST]["own_bytes"]
-    results = [
-        {
-            "step": step,
-            **each,
-            "over_first": round(
-                max(now / then for now, then in zip(each["own_bytes"], first, strict=True)), 4
-            ),
-        }
-        for step, each in resident.items()
-    ]
+        found = list(reads(Path(folder), words.steps + WINDOW, words.batch))
+    results: list[dict[str, Any]] = []
+    for step in (FIRST, *range(EVERY, words.steps + 1, EVERY)):
+        row: dict[str, Any] = {"step": step, **resident_after(found, step)}
+        first = results[0]["own_bytes"] if results else row["own_bytes"]
+        ratios = [now / then for now, then in zip(row["own_bytes"], first, strict=True)]
+        results.append({**row, "over_first": round(max(ratios), 4)})
     print(*results, sep="\n")
-    about = {
-        "world_size": RANKS,
-        "model": "llama_tiny",
-        "seq_len": SEQ_LEN,
-        "global_batch_size": args.batch,
-        "window": WINDOW,
-    }
-    write_report(args.out, "growth", results, **about)
+    about = {"world_size": RANKS, "model": "llama_tiny", "seq_len": SEQ_LEN}
+    about |= {"global_batch_size": words.batch, "window": WINDOW}
+    write_report(words.out, "growth", results, **about)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ With `--device cuda` the device sleeps while the host works, so that only the ho
 step must have fewer than the 1,024 launches that a stream queues: pass `--blocks 4`.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,21 +26,16 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdpctl
-from benchmarks.one_gpu import DEVICE, FakeNccl
-from benchmarks.report import write_report
+from benchmarks.one_gpu import DEVICE, FakeNccl, sharded
+from benchmarks.report import arguments, write_report
 from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction, Stretches
-from fsdpctl.comm.collectives import make_mesh
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
     reduce_scatter_single,
 )
-from fsdpctl.engine.build import Sharding, Source, build_runtime
-from fsdpctl.engine.describe import divide_module
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.strategy import get_strategy
-from fsdpctl.plan.units import Division, lay_out
 
 WIDTH = 64
 _CYCLES = 200_000_000  # about a tenth of a second
@@ -175,17 +168,11 @@ def _fsdp2(setting: Setting) -> Callable[[Tensor], Timings]:
 
 
 def _ours(setting: Setting) -> Callable[[Tensor], Timings]:
-    net, row, device = setting.net(), get_strategy("full_shard"), setting.device
+    device = setting.device
     collectives: Collectives = FakeNccl(device) if device.type == "cuda" else OneCallEach()
-    specs = divide_module(net, ["Block"])
-    runtime = build_runtime(
-        net,
-        Division(specs, lay_out(specs, collectives.size), row),
-        make_mesh(collectives, device, collectives.size),
-        Source(device),
-        Sharding(prefetch=fsdpctl.Prefetch(), precision=fsdpctl.Precision()),
-    )
-    model = ShardedModel(net, runtime, row)
+    sharding = Sharding(prefetch=fsdpctl.Prefetch(), precision=fsdpctl.Precision())
+    blocks, source = ["Block"], Source(device)
+    model = sharded(setting.net(), collectives, sharding, source=source, blocks=blocks)
     optimizer = fsdpctl.ShardedAdamW(model)
     return _timed(model, optimizer, lambda: fsdpctl.clip_grad_norm_(model, 1.0))
 
@@ -241,20 +228,13 @@ def _on_device(
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--world-sizes", default="8,64")
-    parser.add_argument("--rounds", type=int, default=150)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--out", type=Path)
-    words = parser.parse_args()
+    words = arguments(world_sizes=(8, 64), rounds=150, device="cpu", blocks=12)
     torch.set_num_threads(1)
     if words.device == "cuda":
         torch.cuda.set_device(DEVICE)
     setting = Setting(DEVICE if words.device == "cuda" else torch.device("cpu"), words.blocks)
-    results = [measure(int(size), words.rounds, setting) for size in words.world_sizes.split(",")]
-    for each in results:
-        print(each, flush=True)
+    results = [measure(size, words.rounds, setting) for size in words.world_sizes]
+    print(*results, sep="\n")
     about = {"backend": "fake", "rounds": words.rounds}
     if words.device == "cuda":
         about["device"] = torch.cuda.get_device_name()

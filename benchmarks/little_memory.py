@@ -6,7 +6,6 @@ Steps alternate, so that the load of the machine is the same for all. Runs of tr
 seed, which sets the weights and the order of the data; each seed is trained in every way.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -14,19 +13,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.report import write_report
-from benchmarks.training import train_step
+from benchmarks.report import arguments, write_report
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
 from fsdpctl.train.step import Optimizer
+from tests.train_step import train_step
 
 SPLIT_MASTERS = "precision.master_dtype=bfloat16+int8"
 WAYS = {  # all compute in bf16
@@ -46,20 +45,6 @@ RUN = [
     "train.eval_every=0", "train.final_eval_batches=200", "train.sample_tokens=0",
     "checkpoint.every=0",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """The results of one way of storing the states."""
-
-    name: str
-    bytes_per_parameter: float  # of master weights and moments
-    moved_bytes_per_parameter: float  # read and written by the optimizer, gradients included
-    update_seconds: float
-    update_over_float32: float  # median of the ratios of a round
-    step_over_float32: float  # the same, with forward and backward
-    train_losses: list[float]  # by seed
-    validation_losses: list[float]
 
 
 class Trained:
@@ -109,34 +94,35 @@ def _bytes(model: ShardedModel, optimizer: Optimizer) -> tuple[float, float]:
     return round(at_rest / numel, 3), round((2 * at_rest + gradients) / numel, 3)
 
 
-def train(name: str, seed: int, steps: int, folder: Path) -> tuple[float, float]:
+def train(name: str, seed: int, steps: int) -> tuple[float, float]:
     """Return the mean training loss of the last steps and the validation loss of a run."""
-    run = folder / f"{name.replace(' ', '-')}-{seed}"
-    if not (run / "losses.json").exists():
+    with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "fsdpctl", "train", *MODEL, *RUN, *WAYS[name]]
-        command += [f"train.steps={steps}", f"train.seed={seed}", f"train.run_dir={run}"]
+        command += [f"train.steps={steps}", f"train.seed={seed}", f"train.run_dir={folder}/run"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        losses = [line["loss"] for line in lines if "loss" in line][-LAST:]
-        (validation,) = (line["val_loss"] for line in lines if "val_loss" in line)
-        (run / "losses.json").write_text(json.dumps([statistics.mean(losses), validation]))
-    trained, validated = json.loads((run / "losses.json").read_text())
+        text = (Path(folder) / "run" / "metrics.jsonl").read_text()
+    lines = list(map(json.loads, text.splitlines()))
+    trained = statistics.mean([line["loss"] for line in lines if "loss" in line][-LAST:])
+    (validated,) = (line["val_loss"] for line in lines if "val_loss" in line)
     print(f"{name}, seed {seed}: train {trained:.4f}, validation {validated:.4f}", flush=True)
     return trained, validated
 
 
-def _way(name: str, made: dict[str, Trained], losses: list[tuple[float, float]]) -> Way:
+def _way(name: str, made: dict[str, Trained], losses: list[tuple[float, float]]) -> dict[str, Any]:
+    """Return the results of one way; losses are listed by seed."""
     found, base = made[name], made[BASELINE]
+    at_rest, moved = _bytes(found.model, found.optimizer)
     trained, validated = map(list, zip(*losses, strict=True))
-    return Way(
-        name,
-        *_bytes(found.model, found.optimizer),
-        statistics.median(found.updates),
-        _median_ratio(found.updates, base.updates),
-        _median_ratio(found.steps, base.steps),
-        trained,
-        validated,
-    )
+    return {
+        "name": name,
+        "bytes_per_parameter": at_rest,  # of master weights and moments
+        "moved_bytes_per_parameter": moved,  # by the optimizer, with gradients: read and written
+        "update_seconds": statistics.median(found.updates),
+        "update_over_float32": _median_ratio(found.updates, base.updates),
+        "step_over_float32": _median_ratio(found.steps, base.steps),
+        "train_losses": trained,
+        "validation_losses": validated,
+    }
 
 
 def _median_ratio(seconds: list[float], of: list[float]) -> float:
@@ -145,38 +131,21 @@ def _median_ratio(seconds: list[float], of: list[float]) -> float:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--runs", type=Path, help="directory of the runs; kept for the next call")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = arguments(width=512, rounds=15, seeds=5, steps=1000)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = (given.runs or Path(scratch)).absolute()
-        losses = {
-            (name, seed): train(name, seed, given.steps, folder)
-            for seed in range(given.seeds)
-            for name in WAYS
-        }
+    seeds = range(given.seeds)
+    losses = {(seed, name): train(name, seed, given.steps) for seed in seeds for name in WAYS}
     made = time_steps(given.width, given.rounds)
-    results = [
-        _way(name, made, [losses[name, seed] for seed in range(given.seeds)]) for name in made
-    ]
-    for each in results:
-        print(each, flush=True)
+    results = [_way(name, made, [losses[seed, name] for seed in seeds]) for name in made]
+    print(*results, sep="\n")
     config, shards = made[BASELINE].config, made[BASELINE].model.flat_shards()
     about = {
         "parameters": sum(shard.master.numel() for shard in shards),
         "tokens": config.train.seq_len * config.train.global_batch_size,
-        "rounds": given.rounds,
-        "steps": given.steps,
-        "last_steps": LAST,
     }
-    write_report(given.out, "little_memory", [asdict(each) for each in results], **about)
+    about |= {"rounds": given.rounds, "steps": given.steps, "last_steps": LAST}
+    write_report(given.out, "little_memory", results, **about)
 
 
 if __name__ == "__main__":

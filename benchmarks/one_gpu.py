@@ -6,19 +6,25 @@ allocations are real, and no rank sends anything.
 
 import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdpctl.comm.base import Handle
+from fsdpctl.comm.base import Collectives, Handle
+from fsdpctl.comm.collectives import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
+from fsdpctl.engine.build import Sharding, Source, build_runtime
+from fsdpctl.engine.describe import divide_module
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.plan.strategy import get_strategy
+from fsdpctl.plan.units import Division, lay_out
 
 DEVICE = torch.device("cuda", 0)  # with its index: NCCL's process group accepts no other
 _STD = 0.02
@@ -84,3 +90,19 @@ def draw(name: str, param: Tensor) -> None:
     seed = int.from_bytes(name.encode(), "little") % (1 << 62)
     generator = torch.Generator(param.device).manual_seed(seed)
     param.normal_(0.0, _STD, generator=generator)
+
+
+def sharded(
+    module: nn.Module,
+    collectives: Collectives,
+    sharding: Sharding,
+    *,
+    source: Source,
+    strategy: str = "full_shard",
+    blocks: Sequence[str] | None = None,
+) -> ShardedModel:
+    """Return a module under fsdpctl's engine with these collectives, even on a single rank."""
+    row, specs = get_strategy(strategy), divide_module(module, blocks)
+    division = Division(specs, lay_out(specs, collectives.size), row)
+    mesh = make_mesh(collectives, source.device, collectives.size)
+    return ShardedModel(module, build_runtime(module, division, mesh, source, sharding), row)

@@ -8,23 +8,17 @@ not all of those events are seen, so figures of one engine differ between steps:
 their least and their largest.
 """
 
-import argparse
 import gc
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 from torch._C._profiler import _EventType
-from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.contestants import CONTESTANTS, Step
-from benchmarks.pairs import PAIRS
-from benchmarks.report import write_report
+from benchmarks.report import PAIRS, arguments, on_ranks, write_report
 from benchmarks.step_time import DTYPES, make_decoder
 
 # Width, blocks, vocabulary: blocks outweigh the vocabulary, and the other way round.
@@ -66,10 +60,9 @@ def _peak_of(step: Step, tokens: Tensor, targets: Tensor) -> int:
     before = _alive()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
         step(tokens, targets)
-    profiler = traced.profiler
-    assert profiler is not None
-    assert profiler.kineto_results is not None
-    return before + _highest(profiler.kineto_results.experimental_event_tree())
+    assert traced.profiler is not None
+    assert traced.profiler.kineto_results is not None
+    return before + _highest(traced.profiler.kineto_results.experimental_event_tree())
 
 
 def measure(model: str, dtype: str) -> dict[str, dict[str, float]]:
@@ -89,44 +82,25 @@ def measure(model: str, dtype: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def _rank_main(rank: int, world_size: int, rendezvous: str, answers: Any) -> None:
-    torch.set_num_threads(1)
-    store = FileStore(rendezvous, world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    for model in MODELS:
-        for dtype in DTYPES:
-            found = measure(model, dtype)
-            if rank == 0:
-                answers.put(_row(world_size, model, dtype, found))
-    dist.barrier()
-    dist.destroy_process_group()
+def measure_all(rank: int) -> list[dict[str, Any]]:
+    """Return a row for each model and dtype; collective."""
+    return [_row(model, dtype, measure(model, dtype)) for model in MODELS for dtype in DTYPES]
 
 
-def _row(
-    world_size: int, model: str, dtype: str, found: dict[str, dict[str, float]]
-) -> dict[str, Any]:
+def _row(model: str, dtype: str, found: dict[str, dict[str, float]]) -> dict[str, Any]:
     over = {
         f"{ours}_over_{theirs}": round(found[ours]["largest_mb"] / found[theirs]["largest_mb"], 4)
         for ours, theirs in PAIRS.items()
     }
-    return {"world_size": world_size, "model": model, "dtype": dtype, **over, "engines": found}
+    size = dist.get_world_size()
+    return {"world_size": size, "model": model, "dtype": dtype, **over, "engines": found}
 
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--world-sizes", default="2,4")
-    parser.add_argument("--out", type=Path)
-    words = parser.parse_args()
-    results = []
-    for size in map(int, words.world_sizes.split(",")):
-        answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
-        with tempfile.TemporaryDirectory() as folder:
-            rendezvous = str(Path(folder) / "rendezvous")
-            spawn(_rank_main, args=(size, rendezvous, answers), nprocs=size)
-        while not answers.empty():
-            results.append(answers.get())
-            print(results[-1], flush=True)
+    words = arguments(world_sizes=(2, 4))
+    results = [row for size in words.world_sizes for row in on_ranks(size, measure_all)[0]]
+    print(*results, sep="\n")
     write_report(words.out, "peak_memory", results, backend="gloo", steps=STEPS)
 
 

@@ -3,24 +3,20 @@
 python -m benchmarks.published_steps --out benchmarks/results/published-steps.json
 """
 
-import argparse
-from pathlib import Path
 from statistics import median
 
-from benchmarks.report import write_report
+from benchmarks.report import arguments, write_report
 from tests.predict.published import PUBLISHED
 from tests.predict.test_published_time import predicted
 
 
 def main() -> None:
     """Predict, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    results = []
+    words, results, errors = arguments(), [], []
     for each in PUBLISHED:
         found, ranks = predicted(each.words)
         speed = found.tokens / found.seconds / ranks
+        errors.append(round(speed / each.tokens_per_second - 1, 4))
         results.append(
             {
                 "name": each.name,
@@ -28,13 +24,13 @@ def main() -> None:
                 "words": each.words,
                 "published_tokens_per_second": each.tokens_per_second,
                 "predicted_tokens_per_second": round(speed, 1),
-                "error": round(speed / each.tokens_per_second - 1, 4),
+                "error": errors[-1],
             }
         )
         print(results[-1])
-    errors = [abs(each["error"]) for each in results if isinstance(each["error"], float)]
-    about = {"median_error": median(errors), "worst_error": max(errors)}
-    write_report(args.out, "published_steps", results, **about)
+    off = [abs(each) for each in errors]
+    about = {"median_error": median(off), "worst_error": max(off)}
+    write_report(words.out, "published_steps", results, **about)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,22 @@
-"""The size of a start: files, calls and seconds of the command before its first step.
+"""The processor time of a start: `python -m benchmarks.startup [--out FILE.json]`.
 
-    python -m benchmarks.startup --out benchmarks/results/startup.json
-
-Counts the package's files of which a function runs in the launcher for `train strategy=auto
---dry-run`, the calls of what should run once, and the files between a line of chat and its loss.
-Then measures the processor time, in turns, of `fsdpctl --help` and `import typer`, and of the
-estimate of a model of 405 billion parameters on 16,384 ranks and `import torch`, and the answers to
-a wrong key and a wrong path, and `train` until its first line: medians. Other processes change it
-less than the time on a clock. Compiled modules are on disk, as after an installation.
+In turns, of `fsdpctl --help` and `import typer`; of the estimate of a model of 405 billion
+parameters on 16,384 ranks and `import torch`; of the answers to a wrong key and a wrong path; and
+of `train` until its first line: medians. Other processes change it less than the time on a clock.
+Compiled modules are on disk, as after an installation.
 """
 
-import argparse
 import os
 import resource
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
-from inspect import CO_OPTIMIZED
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from types import FrameType
-from unittest import mock
 
-from benchmarks.report import write_report
+from benchmarks.report import arguments, write_report
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = str(ROOT / "fsdpctl")
-ONCE = ("open_data", "choose", "trace", "open_run", "look", "settle", "build_model")
-DRY_RUN = ("train", "strategy=auto", "--dry-run", "data=text")
 LARGE = (
     "estimate-memory", "model=llama3_405b", "launch.nproc_per_node=8", "launch.nnodes=2048",
     "cluster=h100",
@@ -44,78 +31,6 @@ TIMED = {
     "wrong_path": ("-m", "fsdpctl", "train", "data.path=none.txt"),
     FIRST_LINE: ("-u", "-m", "fsdpctl", "train", "--dry-run"),
 }
-
-
-def counted(run: Callable[[], object]) -> tuple[set[str], Counter[str]]:
-    """Call `run`; return the package's files that it runs functions of, and calls by name."""
-    files: set[str] = set()
-    calls: Counter[str] = Counter()
-
-    def see(frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code  # of a function if CO_OPTIMIZED is set, else of a class or a module
-        if event == "call" and code.co_filename.startswith(PACKAGE):
-            if code.co_flags & CO_OPTIMIZED:
-                files.add(code.co_filename)
-            calls[code.co_name] += 1
-
-    sys.setprofile(see)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return files, calls
-
-
-def dry_run() -> None:
-    """Run the command in this process."""
-    from typer.testing import CliRunner
-
-    from fsdpctl.cli.app import app
-
-    result = CliRunner().invoke(app, [*DRY_RUN, f"data.path={ROOT / 'CHANGELOG.md'}"])
-    if result.exit_code:
-        raise SystemExit(result.output)
-
-
-def chat_files(folder: Path) -> dict[str, int]:
-    """Count the files that run between a line of chat and its loss, without those of the model.
-
-    Returns:
-        The number in the process that trains, and in the process that renders the template.
-    """
-    import torch
-
-    from fsdpctl.config.data import DataConfig
-    from fsdpctl.data.batches import Batches
-    from fsdpctl.data.chats.formats import Chat, parse_row
-    from fsdpctl.data.chats.open import setup_of
-    from fsdpctl.data.chats.template import open_template
-    from fsdpctl.data.chats.workers import prepare
-    from fsdpctl.data.open import open_data
-    from fsdpctl.data.tokenizer import FileTokenizer, open_tokenizer
-    from fsdpctl.plan.batch import plan_batches
-    from fsdpctl.train.loss import summed_loss
-    from tests.data.chats.families import say, write_lines, write_tokenizer
-
-    line = {"messages": say("a question", "an answer")}
-    tokenizer = write_tokenizer(folder / "tokenizer", "chatml")
-    path = str(write_lines(folder / "chats.jsonl", [line]))
-    config = DataConfig(name="chat", tokenizer=str(tokenizer), path=path, val_fraction=0)
-    plan = plan_batches(1, 1)
-
-    def to_loss() -> None:
-        data = open_data(config)
-        batch = Batches(data.train.rows(64), plan, 0, data.vocab_size).training(0, 0, 0)
-        summed_loss(lambda *_, **__: torch.zeros(()), batch, torch.device("cpu"), 0)
-
-    opened = open_tokenizer(str(tokenizer))
-    assert isinstance(opened, FileTokenizer)
-    setup = setup_of(open_template(opened, None), opened, "2026-01-31")
-    chat, _ = parse_row("messages", line)
-    assert isinstance(chat, Chat)
-    rendered, _ = counted(lambda: prepare(setup)(chat))
-    trained = {file for file in counted(to_loss)[0] if "/fsdpctl/models/" not in file}
-    return {"training": len(trained), "rendering": len(rendered - trained)}
 
 
 def seconds(name: str, compiled: str) -> float:
@@ -150,19 +65,10 @@ def medians(rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Count, time, and write the report."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    words = parser.parse_args()
-    files, calls = counted(dry_run)
-    with TemporaryDirectory() as folder, mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
-        chats = chat_files(Path(folder))
+    """Time the commands, and write the report."""
+    words = arguments(rounds=7)
     found = medians(words.rounds)
     result = {
-        "files": len(files),
-        "calls": {name: calls[name] for name in ONCE},
-        "chat_files": chats,
         "processor_seconds": found,
         "help_over_import_typer": round(found["help"] / found["typer"], 2),
         "estimate_over_import_torch": round(found["estimate_405b"] / found["torch"], 2),

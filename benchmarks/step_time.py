@@ -16,9 +16,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.contestants import CONTESTANTS
-from benchmarks.report import write_report
+from benchmarks.report import arguments, write_report
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import initialize_parameter
@@ -132,45 +130,29 @@ def _rank_main(
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What is measured: a model, a precision, and how often."""
-
-    size: str
-    dtype: str
-    starts: int  # of all processes
-    rounds: int  # counted, of each start
-    world_size: int
-    groups: tuple[str, ...]
-
-
-def measure(case: Case) -> dict[str, Any]:
-    """Medians of every engine; what it is compared with ran beside it."""
+def measure(
+    words: argparse.Namespace, size: str, dtype: str, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Return medians of every engine; what it is compared with ran beside it."""
     found: dict[str, Any] = {}
-    for group in case.groups:
-        seconds: dict[str, list[float]] = {name: [] for name in (*BESIDE_ALL, *GROUPS[group])}
+    for group in words.groups:
+        turns = [*BESIDE_ALL, *GROUPS[group]]
+        seconds: dict[str, list[float]] = {name: [] for name in turns}
         losses: dict[str, float] = {}
-        for start in range(case.starts):
-            _run_interleaved(case, random.Random(start), seconds, losses)
+        for start in range(words.starts):
+            order = random.Random(start)
+            with ExitStack() as stack:
+                engines = {name: Engine(name, size, dtype, words.world_size) for name in turns}
+                for engine in engines.values():
+                    stack.callback(engine.close)
+                for number in range(WARM_UP + rounds):
+                    order.shuffle(turns)
+                    for name in turns:
+                        (_, *counted), losses[name] = engines[name].turn(TURN)
+                        if number >= WARM_UP:
+                            seconds[name] += counted
         found = _figures(seconds, losses) | found
     return {name: found[name] for name in CONTESTANTS if name in found}
-
-
-def _run_interleaved(
-    case: Case, order: random.Random, seconds: dict[str, list[float]], losses: dict[str, float]
-) -> None:
-    """Add the times of each step to `seconds`, by engine; its keys say which take part."""
-    turns = list(seconds)
-    with ExitStack() as stack:
-        engines = {name: Engine(name, case.size, case.dtype, case.world_size) for name in turns}
-        for engine in engines.values():
-            stack.callback(engine.close)
-        for number in range(WARM_UP + case.rounds):
-            order.shuffle(turns)
-            for name in turns:
-                (_, *counted), losses[name] = engines[name].turn(TURN)
-                if number >= WARM_UP:
-                    seconds[name] += counted
 
 
 def _figures(seconds: dict[str, list[float]], losses: dict[str, float]) -> dict[str, Any]:
@@ -187,48 +169,18 @@ def _figures(seconds: dict[str, list[float]], losses: dict[str, float]) -> dict[
     }
 
 
-def _table(size: str, dtype: str, figures: dict[str, Any]) -> str:
-    lines = [f"{size} {dtype}: time over the floor's; added over what FSDP2 adds; last loss"]
-    for name, each in figures.items():
-        lines.append(
-            f"  {name:28}{each['median_over_floor']:8.3f}{each['added_over_fsdp2_added']:8.3f}"
-            f"{each['last_loss']:12.6f}"
-        )
-    return "\n".join(lines)
-
-
-def _some_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """Reads words with commas between them, all of which must be `known`."""
-
-    def read(text: str) -> tuple[str, ...]:
-        chosen = tuple(text.split(","))
-        for word in chosen:
-            if word not in known:
-                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(known)}")
-        return chosen
-
-    return read
-
-
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--world-size", type=int, default=2)
-    for option, known in (("--sizes", SIZES), ("--dtypes", DTYPES), ("--groups", GROUPS)):
-        parser.add_argument(option, type=_some_of(known), default=tuple(known))
-    parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3, help="of each start")
-    parser.add_argument("--out", type=Path)
-    words = parser.parse_args()
-    results = []
+    options = {"sizes": SIZES, "dtypes": DTYPES, "groups": GROUPS}
+    words = arguments(world_size=2, starts=3, rounds=3, **options)  # rounds of each start
+    results: list[dict[str, Any]] = []
     for size in words.sizes:
         for dtype in words.dtypes:
             rounds = max(1, round(words.rounds * SHARE_OF_ROUNDS[size]))
-            case = Case(size, dtype, words.starts, rounds, words.world_size, words.groups)
-            figures = measure(case)
-            about_case = {"starts": case.starts, "rounds_of_each": rounds}
-            results.append({"size": size, "dtype": dtype, **about_case, "engines": figures})
-            print(_table(size, dtype, figures), flush=True)
+            about_case = {"starts": words.starts, "rounds_of_each": rounds}
+            engines = measure(words, size, dtype, rounds)
+            results.append({"size": size, "dtype": dtype, **about_case, "engines": engines})
+            print(results[-1], flush=True)
             # After each: a run that is cut short keeps what it has.
             about = {"backend": "gloo", "world_size": words.world_size}
             write_report(words.out, "step_time", results, **about)

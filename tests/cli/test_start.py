@@ -1,10 +1,13 @@
 """A start does what takes long only once."""
 
+import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
-from benchmarks.startup import counted
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
@@ -22,6 +25,23 @@ SMALL = [
     "launch.nproc_min=1",
 ]
 QUIET = Talk(lambda line: None, lambda line: None)
+PACKAGE = str(Path(begin.__code__.co_filename).parent.parent)
+
+
+def calls_of(run: Callable[[], object]) -> Counter[str]:
+    """Call `run`; return the calls of the package's functions, by name."""
+    calls: Counter[str] = Counter()
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls[frame.f_code.co_name] += 1
+
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(
@@ -32,14 +52,14 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
     composed = compose_config(words)
     started: list[Begun | None] = []
-    _, calls = counted(lambda: started.append(begin(composed, words, "auto", QUIET)))
+    calls = calls_of(lambda: started.append(begin(composed, words, "auto", QUIET)))
     begun = started[0]
     assert begun is not None
     begun.lock.release()
     assert (calls["open_data"], calls["trace"], calls["choose"]) == (1, 1, 1)
     assert calls["place_of"] == 1  # the launcher's variables
     following: list[Config | None] = []
-    _, calls = counted(
+    calls = calls_of(
         lambda: following.append(restarts.settled_on(begun, [0], QUIET.say, is_stuck=True))
     )
     assert following[0] is not None

@@ -129,7 +129,7 @@ def _of_launched(program: str, words: Sequence[str]) -> str | None:
         return None
     if not (ROOT / file).is_file():
         return f"{file}: not found"
-    if "argparse" not in (ROOT / file).read_text():
+    if not re.search(r"\bargparse\b|\barguments\(", (ROOT / file).read_text()):
         return None  # reads numbers and paths in their order
     return _of_parser(file.removesuffix(".py").replace("/", "."), arguments)
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.training import train_step
 from fsdpctl.comm.host import Copier
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
@@ -28,6 +27,7 @@ from tests.distributed import distributed, in_turn
 from tests.engine.odd import KINDS, InPlace, Kind, Stack, square_loss
 from tests.predict.drawing import random_config
 from tests.predict.watch import host_inputs
+from tests.train_step import train_step
 
 pytest.importorskip("torch._dynamo")  # whose import keeps what the stack refers to for a while
 MODES = ["full", "selective"]

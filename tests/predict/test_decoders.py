@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.training import train_step
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.rules import checked
@@ -15,6 +14,7 @@ from tests.distributed import distributed
 from tests.models.decoders import compose, save_decoder
 from tests.predict.test_total import predicted
 from tests.predict.watch import watched_step
+from tests.train_step import train_step
 
 FAMILIES = ["qwen3_moe", "mixtral", "gemma2", "deepseek_v3", "gpt_oss", "qwen3_next", "granite"]
 WORDS = [

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.training import train_step
 from fsdpctl.comm.host import Copier
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
@@ -29,6 +28,7 @@ from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
 from tests.predict.test_profile import PROFILE
 from tests.predict.test_properties import Free, Instant, Plain, on
+from tests.train_step import train_step
 
 DOWN, STEPS, UP = HostQueue
 SMALL = (

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.training import train_step
 from fsdpctl.comm.host import Copier
 from fsdpctl.predict.simulator import COMPUTE
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
 from tests.predict.test_host_steps import DOWN, UP, Even, Host, on_host, planned, predicted, spans
 from tests.predict.test_properties import Free, Instant
+from tests.train_step import train_step
 
 WORDS = "cluster=h100 strategy=full_shard precision=bf16 activation_checkpointing=full"
 SENT = f"{WORDS} activation_checkpointing.offload=true"

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.training import train_step
 from fsdpctl.comm import process_group
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
@@ -41,6 +40,7 @@ from tests.engine.nccl import nccl_path
 from tests.matrix import WHOLE, fast
 from tests.predict.drawing import random_config
 from tests.predict.watch import host_inputs, watched_step
+from tests.train_step import train_step
 
 CASES = 60  # for each number of ranks
 SAMPLED = range(5, 8)
