@@ -151,7 +151,7 @@ class ModelConfig:
     init_std: float = key(0.02, "standard deviation of the initial weights", minimum=0)
     attention: str | None = key(
         None,
-        "attention kernel; transformers: its own; auto: the fastest on CUDA, timed at the start",
+        "attention kernel; transformers: its own; auto: by the GPU",
         choices=(*KERNELS, THEIRS),
         auto=True,
         is_later=True,

@@ -26,7 +26,7 @@ from fsdpctl.predict.recorder import Machine, RankGroup
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
-from fsdpctl.resolve.attention import assumed_of
+from fsdpctl.resolve.attention import kernel_of
 from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens, mlp_chunk_tokens
@@ -136,7 +136,7 @@ class Estimator:
             config.data.holds_documents,
             config.train.context_parallel,
             chunk,
-            assumed_of(config),
+            kernel_of(config),
         )
         if alike not in _traced:
             with doing("tracing the model"):

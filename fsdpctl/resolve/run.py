@@ -26,6 +26,7 @@ from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.amounts import total_steps, with_length, with_size, with_warmup
+from fsdpctl.resolve.attention import notes_on_kernel
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.data import (
@@ -111,6 +112,7 @@ def _open(composed: Composed, where: Place) -> Opened:
     check_placed(config, here=True)  # an error does not wait for the data
     config, notes = _with_compiler(config)
     notes += notes_on_engine(config, composed.automatic) + notes_on_cluster(config)
+    notes += notes_on_kernel(config)
     config = _with_alpha(_with_model_path(config))
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)

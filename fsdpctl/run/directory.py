@@ -33,7 +33,7 @@ from fsdpctl.io.run_files import HEARTBEAT, LOCK, OVERRIDES, RUNS, check_is_no_f
 from fsdpctl.io.run_files import LOG as LOG
 from fsdpctl.io.run_files import LOGS as LOGS
 from fsdpctl.io.run_files import METRICS as METRICS
-from fsdpctl.resolve.attention import with_kept_kernel
+from fsdpctl.resolve.attention import with_run_kernel
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.run.assets import write_assets
 from fsdpctl.run.metrics import was_validated
@@ -59,7 +59,7 @@ class Standing(Enum):
 class Look:
     """A run directory as it is: what a start of a run would do there."""
 
-    config: Config  # with the run directory, and the attention kernel that the run has selected
+    config: Config  # with the run directory and the attention kernel
     standing: Standing
     step: int  # of the checkpoint to start from
     before: Mapping[str, str] = field(default_factory=dict)  # settings of the last start
@@ -99,6 +99,7 @@ def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
     """
     if resume == "auto":
         return _look_for_resume(config)
+    config = with_run_kernel(config)
     fresh = fresh or _fresh_run_dir(Path(str(config.train.run_dir)))
     config = replace(config, train=replace(config.train, run_dir=str(fresh)))
     if resume == "never":
@@ -151,9 +152,10 @@ def _look_for_resume(config: Config) -> Look:
             raise UsageError(
                 f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
             )
-        return Look(config, Standing.NEW, 0, notes=_note_on_latest(run_dir, config))
+        notes = _note_on_latest(run_dir, config)
+        return Look(with_run_kernel(config), Standing.NEW, 0, notes=notes)
     kept = read_config(run_dir)
-    config = with_kept_kernel(config, kept.model.attention)
+    config = with_run_kernel(config, kept.model.attention)
     before = config_words(kept)
     extras = Selection.of(replace(kept, auto=config.auto)).extras if left_open(config) else ()
     _check_same_run(run_dir, before, config_words(with_extras(config, extras)))
@@ -250,17 +252,6 @@ def prepare_run_dir(
         files.replace(run_dir / RUN_CONFIG, config_to_yaml(config), durable=True)
         if run_dir.parent.name == RUNS:
             point_to(run_dir.parent / LATEST, run_dir)
-
-
-def rewrite_config(config: Config) -> None:
-    """Write the configuration of a run in progress, in which rank 0 has selected a setting.
-
-    Raises:
-        FsdpctlError: If the file cannot be written.
-    """
-    path = Path(str(config.train.run_dir)) / RUN_CONFIG
-    with files.refusing(path, FsdpctlError):
-        files.replace(path, config_to_yaml(config), durable=True)
 
 
 def prepare_restart(seen: Look, number: int) -> None:
