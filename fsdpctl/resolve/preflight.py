@@ -9,6 +9,7 @@ from fsdpctl.config.keys import AUTO
 from fsdpctl.config.schema import DTYPES, KEYS, Config, OptimizerConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.muon import MUON, is_muons
+from fsdpctl.plan.optimizers import OPTIMIZERS, get_optimizer
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, effective_strategy, get_strategy
@@ -22,13 +23,6 @@ from fsdpctl.resolve.machine import (
     world_size,
 )
 
-# The optimizers that have some keys.
-_OPTIMIZERS_OF = {
-    ("beta1", "beta2", "eps"): ("adamw", MUON),
-    ("momentum",): ("sgd", MUON),
-    ("nesterov", "ns_steps"): (MUON,),
-    ("state_dtype",): ("adamw",),
-}
 _EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsdpctl
 
 
@@ -49,18 +43,22 @@ def check_optimizer(config: Config) -> None:
     """Check that no setting is of an optimizer that is not used.
 
     Raises:
-        UsageError: If one is, or if the learning rate has no default and is not set.
+        UsageError: If one is, if no optimizer has the name, or if the learning rate has no default
+            and is not set.
     """
     about, usual = config.optimizer, OptimizerConfig()
-    for names, owners in _OPTIMIZERS_OF.items():
-        for name in names if about.name not in owners else ():
-            if (value := getattr(about, name)) != getattr(usual, name):
-                text, others = KEYS[f"optimizer.{name}"].text(value), " or ".join(owners)
-                raise UsageError(f"optimizer.{name}={text}: only valid with optimizer={others}")
-    if about.name != "adamw" and config.precision.master_dtype == SPLIT:
+    row = get_optimizer(about.name)
+    for name in sorted({name for each in OPTIMIZERS.values() for name in each.keys} - {*row.keys}):
+        if (value := getattr(about, name)) != getattr(usual, name):
+            text = KEYS[f"optimizer.{name}"].text(value)
+            others = " or ".join(each.name for each in OPTIMIZERS.values() if name in each.keys)
+            raise UsageError(f"optimizer.{name}={text}: only valid with optimizer={others}")
+    if not row.splits_masters and config.precision.master_dtype == SPLIT:
         raise UsageError(f"precision.master_dtype={SPLIT}: only valid with optimizer=adamw")
-    if about.name == "sgd" and about.lr is None:
-        raise UsageError("optimizer.lr=auto: not supported with optimizer=sgd; set a number")
+    if not row.has_usual_lr and about.lr is None:
+        raise UsageError(
+            f"optimizer.lr=auto: not supported with optimizer={row.name}; set a number"
+        )
 
 
 def _is_installed(package: str) -> bool:
@@ -161,7 +159,7 @@ def check_offload(config: Config) -> None:
     where = f"optimizer.offload={about.offload}"
     if config.engine.name != FSDPCTL:
         raise UsageError(f"{where}: requires engine={FSDPCTL}, got engine={config.engine.name}")
-    if about.name != "adamw":
+    if not get_optimizer(about.name).offloads:
         raise UsageError(f"{where}: requires optimizer=adamw, got optimizer={about.name}")
     if about.state_dtype not in (None, "float32"):
         raise UsageError(f"{where}: conflicts with optimizer.state_dtype={about.state_dtype}")
