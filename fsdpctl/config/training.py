@@ -73,7 +73,8 @@ class TrainConfig:
     )
     spike_factor: float | None = key(
         None,
-        "threshold of a spike, in deviations (1.4826 MAD) above the median of the last 128 steps",
+        "threshold of a spike, in deviations (1.4826 MAD) above the median of the last 128 applied "
+        "steps",
         minimum=1,
         maximum=1e6,
         optional=True,

@@ -32,7 +32,7 @@ def kernel_of(config: Config) -> str | None:
     """Return the kernel of a placed configuration; None on the CPU, unless it is set: torch's.
 
     `auto` is a kernel of torch itself: by the times in `cluster.profile` if it has them, otherwise
-    by the GPU. Where it cannot run, such as on packed samples or with a mask, torch's other kernels
+    by the GPU. If it cannot run, such as on packed samples or with a mask, torch's other kernels
     serve.
     """
     kernel = config.model.attention
