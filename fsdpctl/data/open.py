@@ -106,8 +106,8 @@ def _tokenizer_of(file: TokenFile) -> Tokenizer:
 
 
 def _check_tokenizer(file: TokenFile, tokenizer: Tokenizer) -> None:
-    """Check that a file has the tokens of the model; a file may not name its tokenizer."""
-    if file.tokenizer_xxh3 in ("", tokenizer.checksum):
+    """Check that a file has the tokens of the model."""
+    if file.tokenizer_xxh3 == tokenizer.checksum:
         return
     path, same = file.stream.origin, file.tokenizer == tokenizer.name
     raise UsageError(

@@ -108,7 +108,7 @@ class TokenFile:
     stream: TokenStream
     vocab_size: int
     tokenizer: str
-    tokenizer_xxh3: str = ""
+    tokenizer_xxh3: str
 
     @property
     def num_bytes(self) -> int:
@@ -125,8 +125,8 @@ class _Header:
     vocab_size: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
     num_bytes: Annotated[int, Meta(ge=0)] | None
     xxh3: str
-    tokenizer: str = "unknown"
-    tokenizer_xxh3: str = ""  # `Tokenizer.checksum`
+    tokenizer: str
+    tokenizer_xxh3: str  # `Tokenizer.checksum`
 
 
 @dataclass(frozen=True, slots=True)
