@@ -21,7 +21,7 @@ from fsdpctl.plan.layout import Span
 
 SPANS = "fsdpctl.spans"  # the header's metadata key
 _DIGEST_BYTES = 16
-_MOST_ACCEPTED = 1 << 10
+MOST_ACCEPTED = 129  # steps: the window that detects spikes, and the one that enters it next
 _RANK_FILE = r"rank-\d{5,}\.safetensors"
 INDEX_JSON = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -174,7 +174,7 @@ class Progress:
     data_fingerprint: str = ""
     owes_validation: bool = False  # a stop request cut the validation at this step short
     num_skips: Count = 0  # steps skipped or rolled back because of their values
-    accepted: Annotated[list[AcceptedStep], Meta(max_length=_MOST_ACCEPTED)] = field(
+    accepted: Annotated[list[AcceptedStep], Meta(max_length=MOST_ACCEPTED)] = field(
         default_factory=list
     )  # the newest; empty if spikes are not detected
     optimizer_step: Count = 0  # of every parameter that `optimizer_steps` does not name

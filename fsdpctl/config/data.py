@@ -45,38 +45,32 @@ class DataConfig:
         "chat: Jinja file with the chat template; auto: the tokenizer's template",
         is_path=True,
         auto=True,
-        is_later=True,
     )
     train_on: str = key(
         "assistant",
         "chat: tokens that are trained on: assistant messages, the last one, or all tokens",
         choices=TRAIN_ON,
-        is_later=True,
     )
     rewritten_turns: str = key(
         "split",
         "chat: policy for assistant messages that the template rewrites once others follow: a "
         "sample for each (split), only the last one, as rewritten (keep), or an error (refuse)",
         choices=REWRITTEN,
-        is_later=True,
     )
     date: str | None = key(
         None,
         "chat: date given to the template, YYYY-MM-DD; auto: the day of the run's first start",
         auto=True,
-        is_later=True,
     )
     packing: bool | None = key(
         None,
         "chat: pack several samples into one sequence of train.seq_len; auto: true",
         auto=True,
-        is_later=True,
     )
     too_long: str = key(
         "truncate",
         "chat: what to do with samples longer than train.seq_len",
         choices=("truncate", "drop"),
-        is_later=True,
     )
 
     @property

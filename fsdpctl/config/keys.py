@@ -34,7 +34,6 @@ class Key:
     is_path: bool = False
     is_names: bool = False  # may be a list in a file
     is_executed: bool = False  # a command: accepted on the command line only, not from files
-    is_later: bool = False  # omitted at its default, so that earlier runs keep their names
     unit: str = ""  # of a number that can also be given as a size such as 80GB
 
     @property

@@ -78,17 +78,13 @@ class ModelConfig:
         "hf: whose code computes the model; auto: fsdpctl's own decoder if it computes exactly "
         "what config.json says, else that of transformers",
         choices=("auto", OWN, TRANSFORMERS),
-        is_later=True,
     )
-    config_json: str | None = key(
-        None, "transformers: contents of config.json", optional=True, is_later=True
-    )
+    config_json: str | None = key(None, "transformers: contents of config.json", optional=True)
     router_aux_loss: str = key(
         "model",
         "transformers: auxiliary loss of routers; model: if config.json has output_router_logits; "
         "global: with token counts of all ranks",
         choices=("model", "global", "none"),
-        is_later=True,
     )
     architecture: str = key(
         "llama", "architecture; gpt2, transformers: code of transformers", choices=ARCHITECTURES
@@ -151,10 +147,9 @@ class ModelConfig:
     init_std: float = key(0.02, "standard deviation of the initial weights", minimum=0)
     attention: str | None = key(
         None,
-        "attention kernel; transformers: its own; auto: the fastest on CUDA, timed at the start",
+        "attention kernel; transformers: its own; auto: by the GPU",
         choices=(*KERNELS, THEIRS),
         auto=True,
-        is_later=True,
     )
 
     trainable: str | None = key(
@@ -171,7 +166,6 @@ class ModelConfig:
         "weight, int8 1.03; auto: precision.param_dtype",
         choices=("nf4", "int8"),
         auto=True,
-        is_later=True,
     )
 
     def window_of(self, layer: int) -> int | None:

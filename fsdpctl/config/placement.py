@@ -109,7 +109,6 @@ class ClusterConfig:
         minimum=0.001,
         maximum=1e6,
         auto=True,
-        is_later=True,
     )
     ranks_per_node: int | None = key(
         None,
@@ -123,7 +122,6 @@ class ClusterConfig:
         "TFLOP/s of dense matrix products in bf16",
         minimum=1e-3,
         maximum=1e6,
-        is_later=True,
         optional=True,
     )
     flops_fp32: float | None = key(
@@ -131,11 +129,10 @@ class ClusterConfig:
         "TFLOP/s of dense matrix products in fp32",
         minimum=1e-3,
         maximum=1e6,
-        is_later=True,
         optional=True,
     )
     memory_bandwidth: float | None = key(
-        None, "GB/s of device memory", minimum=1e-3, maximum=1e6, is_later=True, optional=True
+        None, "GB/s of device memory", minimum=1e-3, maximum=1e6, optional=True
     )
     intra_bandwidth: float | None = key(
         None,
@@ -143,7 +140,6 @@ class ClusterConfig:
         optional=True,
         minimum=1e-4,
         maximum=1e6,
-        is_later=True,
     )
     inter_bandwidth: float | None = key(
         None,
@@ -151,35 +147,30 @@ class ClusterConfig:
         optional=True,
         minimum=1e-4,
         maximum=1e6,
-        is_later=True,
     )
     host_bandwidth: float = key(
         200.0,
         "GB/s of a node's host memory, which its ranks share",
         minimum=1e-3,
         maximum=1e6,
-        is_later=True,
     )
     pcie_bandwidth: float = key(
         31.5,
         "GB/s between a GPU and its host, per direction",
         minimum=1e-4,
         maximum=1e6,
-        is_later=True,
     )
     architecture: str | None = key(
         None,
         "GPU generation, which determines the supported attention kernels",
         choices=ARCHITECTURES,
         auto=True,
-        is_later=True,
     )
     matmul_efficiency: float = key(
         0.73,
         "share of flops that large matrix products reach",
         minimum=0.01,
         maximum=1,
-        is_later=True,
     )
     attention_efficiency: float | None = key(
         None,
@@ -187,17 +178,15 @@ class ClusterConfig:
         minimum=0.01,
         maximum=1,
         auto=True,
-        is_later=True,
     )
     step_efficiency: float = key(
         0.863,
         "speed of operators within a step, relative to each on its own",
         minimum=0.01,
         maximum=1,
-        is_later=True,
     )
     profile: str | None = key(
-        None, "FILE written by profile-device, with measured values for all of these", is_later=True
+        None, "FILE written by profile-device, with measured values for all of these"
     )
 
 

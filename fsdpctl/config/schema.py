@@ -117,12 +117,9 @@ class OptimizerConfig:
         "sgd, muon: momentum; 0: none; 0.95 with optimizer=muon",
         minimum=0,
         maximum=0.999999,
-        is_later=True,
     )
-    nesterov: bool = key(True, "muon: Nesterov momentum", is_later=True)
-    ns_steps: int = key(
-        NS_STEPS, "muon: Newton-Schulz steps per update", minimum=1, maximum=99, is_later=True
-    )
+    nesterov: bool = key(True, "muon: Nesterov momentum")
+    ns_steps: int = key(NS_STEPS, "muon: Newton-Schulz steps per update", minimum=1, maximum=99)
     weight_decay: float = key(
         0.1,
         "weight decay of matrices; decoupled in adamw and muon, part of the gradient in sgd",
@@ -134,14 +131,12 @@ class OptimizerConfig:
         "int8: in blocks of 64; auto: that of the master weights",
         choices=STATE_DTYPES,
         auto=True,
-        is_later=True,
     )
     offload: str = key(
         Offload.NONE.value,
         "model states in host memory, where they are stepped: none; states: master weights and "
         "moments; all: reduced gradients too",
         choices=tuple(Offload),
-        is_later=True,
     )
     max_grad_norm: float = key(1.0, "gradient norm to clip to; 0: no clipping", minimum=0)
 
@@ -173,7 +168,6 @@ class ActivationCheckpointingConfig:
     offload: bool = key(
         False,
         "inputs of recomputed blocks in host memory from forward to backward",
-        is_later=True,
     )
 
 
@@ -184,13 +178,11 @@ class AutoConfig:
     probe: bool = key(
         True,
         "measure the three candidates predicted to be fastest, if the run starts on this machine",
-        is_later=True,
     )
     may_use: str | None = key(
         None,
         "settings that auto may change too, separated by commas: state_dtype, offload, "
         "activation_offload, base_dtype",
-        is_later=True,
         optional=True,
     )
 

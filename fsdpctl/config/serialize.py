@@ -84,11 +84,9 @@ def config_words(config: Config) -> dict[str, str]:
         if section in GROUPS:
             words[section] = part.name
         for name, each in KEYS.items():
-            if name.startswith(f"{section}.") and not _is_of_an_unused_section(part, name):
-                value = value_in(part, name)
-                text = each.text(value)
-                if text and not (each.is_later and value == each.default):
-                    words[name] = text
+            is_of_this = name.startswith(f"{section}.") and not _is_of_an_unused_section(part, name)
+            if is_of_this and (text := each.text(value_in(part, name))):
+                words[name] = text
     return words
 
 

@@ -39,7 +39,6 @@ class TrainConfig:
         1,
         "number of adjacent ranks that share each sample; for long samples",
         minimum=1,
-        is_later=True,
     )
     global_batch_size: int = key(
         None,
@@ -74,7 +73,8 @@ class TrainConfig:
     )
     spike_factor: float | None = key(
         None,
-        "threshold of a spike, in deviations (1.4826 MAD) above the median of the last 128 steps",
+        "threshold of a spike, in deviations (1.4826 MAD) above the median of the last 128 applied "
+        "steps",
         minimum=1,
         maximum=1e6,
         optional=True,
@@ -91,19 +91,16 @@ class TrainConfig:
         "in backward; 0: all",
         minimum=0,
         auto=True,
-        is_later=True,
     )
     self_check: str = key(
         "auto",
         "check the first step of each start: dtypes, gradients, tokens, packed documents; auto: "
         "exit with code 77 if something is wrong; warn: only print it",
         choices=("auto", "warn", "off"),
-        is_later=True,
     )
     require_fit: bool = key(
         True,
         "do not start a run whose estimated memory exceeds that of its ranks or nodes; exit code 3",
-        is_later=True,
     )
     compile: bool = key(False, "compile each block with torch.compile")
     profile: bool = key(False, "write a Chrome trace of three steps to the run directory")

@@ -54,17 +54,17 @@ class DocumentSet:
     starts: Numbers  # (documents + 1,): the start of each document, and the end of the last one
     packing: Packing = Packing()
     origin: str = "the data"
-    checksum: str = ""  # of the three arrays, if known
+    checksum: str | None = None  # of the three arrays, if known
 
     @cached_property
     def fingerprint(self) -> str:
         """A checksum of the content, the loss mask and the packing."""
         packing = self.packing
-        # Checkpoints store this value. "cut" is TRUNCATE as earlier versions spelled it.
+        # Checkpoints store this value, so the text does not follow the names of settings.
         too_long = DROP if packing.too_long == DROP else "cut"
         text = f"Packing(shares_rows={packing.shares_rows}, {too_long=}, seed={packing.seed})"
-        digest = xxhash.xxh3_64(f"{text} {self.checksum}".encode())
-        if not self.checksum:
+        digest = xxhash.xxh3_64(f"{text} {self.checksum or ''}".encode())
+        if self.checksum is None:
             for part in (self.tokens, self.trained, self.starts):
                 digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -30,18 +31,26 @@ class TokenStream:
 
     tokens: Tokens  # 1-D; may be memory-mapped
     num_bytes: int | None  # of the text, if known
-    checksum: str = ""  # xxh3 of the tokens, if known
+    checksum: str | None = None  # xxh3 of the tokens, if known
     origin: str = "the data"
 
     @property
     def fingerprint(self) -> str:
-        """A checksum of the content: xxh3 of the tokens."""
-        return self.checksum or xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.tokens).data)
+        """The xxh3 of the tokens, or that of those they were cut from, and the place."""
+        if self.checksum is not None:
+            return self.checksum
+        return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.tokens).data)
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens."""
         return len(self.tokens)
+
+    def cut(self, at: int) -> tuple["TokenStream", "TokenStream"]:
+        """Return the first `at` tokens and the others; a known checksum need not read them."""
+        checksum = None if self.checksum is None else f"{self.checksum}/{at}"
+        part = partial(TokenStream, num_bytes=None, checksum=checksum, origin=self.origin)
+        return part(self.tokens[:at]), part(self.tokens[at:])
 
     def rows(self, seq_len: int) -> "StreamRows":
         """Split the stream into samples of `seq_len` tokens, each with the token after it."""
@@ -99,7 +108,7 @@ class TokenFile:
     stream: TokenStream
     vocab_size: int
     tokenizer: str
-    tokenizer_xxh3: str = ""
+    tokenizer_xxh3: str
 
     @property
     def num_bytes(self) -> int:
@@ -116,8 +125,8 @@ class _Header:
     vocab_size: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
     num_bytes: Annotated[int, Meta(ge=0)] | None
     xxh3: str
-    tokenizer: str = "unknown"
-    tokenizer_xxh3: str = ""  # `Tokenizer.checksum`; earlier versions: of its tokenizer.json
+    tokenizer: str
+    tokenizer_xxh3: str  # `Tokenizer.checksum`
 
 
 @dataclass(frozen=True, slots=True)

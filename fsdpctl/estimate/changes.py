@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.muon import MUON
+from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.strategy import DDP, FSDPCTL, get_strategy, sharded_over_copies
 from fsdpctl.resolve.machine import sample_groups, world_size
@@ -94,7 +94,8 @@ def shared_out(plan: RunPlan) -> Iterator[Change]:
 def fully_sharded(plan: RunPlan) -> Iterator[Change]:
     """Yield full sharding."""
     config = plan.config
-    if config.strategy.name == "full_shard" or config.optimizer.name == MUON:
+    row = get_strategy(config.strategy.name)
+    if row.is_fully_sharded or get_optimizer(config.optimizer.name).steps_matrices:
         return
     values: dict[str, Any] = {"strategy": "full_shard"}
     if plan.asked.strategy.dp_shard_size is not None:
@@ -148,7 +149,8 @@ def compressed(plan: RunPlan) -> Iterator[Change]:
     """Yield moments in 8 bits."""
     config = plan.config
     about = config.optimizer
-    plain = about.name == "adamw" and about.state_dtype is None and config.model.lora.rank is None
+    has_key = "state_dtype" in get_optimizer(about.name).keys
+    plain = has_key and about.state_dtype is None and config.model.lora.rank is None
     own = config.engine.name == FSDPCTL and about.offload == Offload.NONE
     if plain and own and config.precision.master_dtype == "float32":
         cost = "moments are rounded to 8 bits"
@@ -159,7 +161,7 @@ def states_on_host(plan: RunPlan, most: Offload = Offload.ALL) -> Iterator[Chang
     """Yield states in host memory, and unless `most` are the states, gradients too."""
     config = plan.config
     about = config.optimizer
-    plain = about.name == "adamw" and about.state_dtype in (None, "float32")
+    plain = get_optimizer(about.name).offloads and about.state_dtype in (None, "float32")
     if plain and about.offload == Offload.NONE and config.engine.name == FSDPCTL:
         cost = "{} on the host, and the optimizer's step"
         states, gradients = "master weights and moments", "gradients, "

@@ -27,7 +27,7 @@ from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
 from fsdpctl.resolve.amounts import with_enough_samples
-from fsdpctl.resolve.attention import assumed_of
+from fsdpctl.resolve.attention import kernel_of
 from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.resolve.machine import placed_on_cluster, with_batch_size, world_size
 from fsdpctl.resolve.preflight import check_trained
@@ -128,7 +128,7 @@ class Estimator:
             config.data.holds_documents,
             config.train.context_parallel,
             config.train.mlp_chunk_tokens,
-            assumed_of(config),
+            kernel_of(config),
         )
         if alike not in _traced:
             with doing("tracing the model"):

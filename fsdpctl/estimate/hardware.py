@@ -21,7 +21,7 @@ from fsdpctl.predict.profile import (
     Profile,
     read_profile,
 )
-from fsdpctl.resolve.attention import assumed_of
+from fsdpctl.resolve.attention import kernel_of
 from fsdpctl.resolve.machine import LOCAL
 from fsdpctl.resolve.settle import RunPlan
 
@@ -58,7 +58,7 @@ def device_of(config: Config) -> DataSheet | MeasuredDevice:
 
 def _attention(config: Config) -> Mapping[str, float]:
     """Return the shares of peak FLOP/s that torch's attention operators reach."""
-    cluster, kernel = config.cluster, assumed_of(config)
+    cluster, kernel = config.cluster, kernel_of(config)
     shares = dict(SHARES[cluster.architecture or _USUAL])
     if cluster.attention_efficiency is not None:
         shares = dict.fromkeys(KERNELS, cluster.attention_efficiency)

@@ -6,7 +6,8 @@ from torch import nn
 
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
-from fsdpctl.plan.muon import MUON, Muon
+from fsdpctl.plan.muon import Muon
+from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, Offload, RankPlace
@@ -17,7 +18,7 @@ from fsdpctl.predict.ddp_steps import DdpSteps
 from fsdpctl.predict.engine_bytes import Estimate, estimate, fullest_ranks
 from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
-from fsdpctl.predict.kept_states import ADAMW, KeptStates
+from fsdpctl.predict.kept_states import KeptStates
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.machine import world_size
@@ -53,14 +54,15 @@ def item_sizes(config: Config) -> Itemsizes:
 def kept_states(config: Config) -> KeptStates:
     """Return the optimizer states."""
     about, master = config.optimizer, config.precision.master_dtype
-    if about.name == "sgd":
-        return KeptStates(moments=int(about.momentum > 0), counter=0)
-    if about.name == MUON:
-        return KeptStates(muon=Muon(about.ns_steps, about.nesterov))
+    row = get_optimizer(about.name)
+    has_moments = about.momentum > 0 or not row.needs_momentum
+    found = KeptStates(row.moments * has_moments, row.counter)
+    if row.steps_matrices:
+        return replace(found, muon=Muon(about.ns_steps, about.nesterov))
     dtype = about.state_dtype
     if master != SPLIT and (dtype is None or dtype == master == "float32"):
-        return ADAMW  # torch's kernel
-    return replace(ADAMW, dtype=dtype or "float32")
+        return found  # torch's kernel
+    return replace(found, dtype=dtype or "float32")
 
 
 def first_place(division: Division, num_ranks: int, device: str) -> RankPlace:

@@ -21,7 +21,7 @@ from fsdpctl.plan.attention import THEIRS
 from fsdpctl.plan.context import ContextParallel
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import TRACED_OF_A_ROW, Pass, Program, UnitRow
-from fsdpctl.resolve.attention import assumed_of
+from fsdpctl.resolve.attention import kernel_of
 from fsdpctl.resolve.blocks import checkpoint_blocks, chunk_feed_forward
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -184,7 +184,7 @@ class TracedModel:
             checkpointing=config.activation_checkpointing,
             dtype=_DTYPES[str(config.precision.param_dtype)],
             device=str(config.launch.device),
-            kernel=assumed_of(config),
+            kernel=kernel_of(config),
         )
         self._holds_documents = config.data.holds_documents
         # Layers with a window, or with sinks, run on packed sequences too.

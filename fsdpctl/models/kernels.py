@@ -74,19 +74,8 @@ def _activate(kernel: str) -> Callable[[], object]:
         attention.activate_flash_attention_impl(_IMPLEMENTATIONS[kernel])
     except (ImportError, RuntimeError, ValueError) as error:
         raise UsageError(f"model.attention={kernel}: not available: {error}") from None
-    return _restore() or (lambda: None)
-
-
-def _restore() -> Callable[[], object] | None:
-    from torch.nn import attention
-
-    found: Callable[[], object] | None = getattr(attention, "restore_flash_attention_impl", None)
-    return found
-
-
-def can_undo(kernel: str) -> bool:
-    """Return whether this torch can use another kernel after `kernel`."""
-    return kernel not in _IMPLEMENTATIONS or _restore() is not None
+    undo: Callable[[], object] = getattr(attention, "restore_flash_attention_impl", lambda: None)
+    return undo
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,25 +92,6 @@ class TransformersAttention:
             yield
         finally:
             _running.documents = None
-
-
-class Call(NamedTuple):
-    """Attention of a layer."""
-
-    heads: tuple[int, int]  # of queries; of keys and values
-    width: int  # of a head
-    window: int | None
-    scores: Scores
-
-
-@contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """Record the calls of our attention in a block."""
-    _running.calls = calls = list[Call]()
-    try:
-        yield calls
-    finally:
-        _running.calls = None
 
 
 @cache
@@ -220,9 +201,6 @@ def _attention(
         query, key, value = (
             F.pad(each, (0, max(width, of_values) - each.shape[-1])) for each in (query, key, value)
         )
-    if (calls := getattr(_running, "calls", None)) is not None:
-        heads = query.shape[1], key.shape[1]
-        calls.append(Call(heads, query.shape[-1], attention_mask.window, scores))
     mixed = attend(query, key, value, attention_mask.mask(query, scores), scores)
     return mixed[..., :of_values].transpose(1, 2).contiguous(), None
 

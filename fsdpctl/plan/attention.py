@@ -4,6 +4,7 @@ FLASH, FLASH3, FLASH4 = "flash", "flash3", "flash4"
 CUDNN, EFFICIENT, MATH = "cudnn", "efficient", "math"
 THEIRS = "transformers"  # no kernel: the attention of a family of transformers
 KERNELS = (FLASH, FLASH3, FLASH4, CUDNN, EFFICIENT, MATH)
+OF_TORCH = (FLASH, CUDNN)  # those that `auto` selects from in two bytes
 FLASHES = (FLASH, FLASH3, FLASH4)  # they share torch's operator
 ON_CPU = (FLASH, MATH)
 TWO_BYTES = (*FLASHES, CUDNN)  # they take no float32; their heads may share keys and values
@@ -20,12 +21,3 @@ SHARES = {
     "blackwell": {FLASH: 0.18, FLASH4: 0.40, CUDNN: 0.34, EFFICIENT: 0.09},
 }
 ARCHITECTURES = tuple(SHARES)
-
-
-def assumed_kernel(architecture: str | None, *, deterministic: bool) -> str:
-    """Return what `auto` selects on such GPUs with only torch installed, in two bytes."""
-    shares = SHARES.get(architecture or "", {})
-    can = [name for name in (FLASH, CUDNN) if name in shares]
-    if deterministic:
-        can = [name for name in can if name not in NOT_DETERMINISTIC]
-    return max(can, key=lambda name: shares[name], default=FLASH)

@@ -28,6 +28,11 @@ class Strategy:
             )
 
     @property
+    def is_fully_sharded(self) -> bool:
+        """Whether no strategy would leave a rank less of the model states."""
+        return self.reshard_after_forward and not self.replicates
+
+    @property
     def has_owner_map(self) -> bool:
         """Whether any assignment of optimizer states to ranks is possible."""
         return self.shards_optimizer and not self.shards_params

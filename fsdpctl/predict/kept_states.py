@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from fsdpctl.plan.layout import ParamSpec, Run, decay_group
 from fsdpctl.plan.muon import Muon, is_muons
+from fsdpctl.plan.optimizers import OPTIMIZERS
 from fsdpctl.plan.states import is_compressible, moment_bytes, run_group
 
 
@@ -11,8 +12,8 @@ from fsdpctl.plan.states import is_compressible, moment_bytes, run_group
 class KeptStates:
     """The optimizer states of each tensor."""
 
-    moments: int = 2  # as large as the tensor
-    counter: int = 4  # bytes of the step counter
+    moments: int  # as large as the tensor
+    counter: int  # bytes of the step counter
     muon: Muon | None = None  # has one moment per matrix instead
     # Of the moments of large matrices, others have float32; None: that of the masters for all.
     dtype: str | None = None
@@ -51,4 +52,4 @@ class KeptStates:
         return [*[self.counter] * bool(self.counter), *[nbytes] * self.moments]
 
 
-ADAMW = KeptStates()
+ADAMW = KeptStates(OPTIMIZERS["adamw"].moments, OPTIMIZERS["adamw"].counter)

@@ -1,31 +1,65 @@
 """The attention kernel of a configuration: whether it can run, and which one `auto` stands for."""
 
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
+
+import torch
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention import (
+    CUDNN,
+    EFFICIENT,
     KERNELS,
     MATH,
     NOT_DETERMINISTIC,
+    OF_TORCH,
     ON_CPU,
     PACKAGES,
     SHARES,
     THEIRS,
     TWO_BYTES,
-    assumed_kernel,
 )
+from fsdpctl.predict.profile import read_profile
 from fsdpctl.resolve.machine import with_architecture
 
+_FIRST_CUDNN = 91501  # 9.15.1: earlier results may be wrong for lengths not divisible by 128
 
-def assumed_of(config: Config) -> str | None:
-    """Return the kernel that a placed configuration is estimated with; None on the CPU: torch's."""
+
+def kernel_of(config: Config) -> str | None:
+    """Return the kernel of a placed configuration; None on the CPU, unless it is set: torch's.
+
+    `auto` is a kernel of torch itself: by the times in `cluster.profile` if it has them, otherwise
+    by the GPU. If it cannot run, such as on packed samples or with a mask, torch's other kernels
+    serve.
+    """
     kernel = config.model.attention
     if kernel not in (None, THEIRS) or config.launch.device == "cpu":
         return None if kernel == THEIRS else kernel
-    deterministic = config.train.deterministic
-    return assumed_kernel(config.cluster.architecture, deterministic=deterministic)
+    can = [name for name in OF_TORCH if not _problem(with_kernel(config, name), here=False)]
+    if CUDNN in can and (torch.backends.cudnn.version() or _FIRST_CUDNN) < _FIRST_CUDNN:
+        can.remove(CUDNN)
+    if config.cluster.profile is not None and (best := _measured_best(config.cluster.profile)):
+        can = [best] if best in can else can
+    shares = SHARES.get(config.cluster.architecture or "", {})
+    return max(can, key=lambda name: shares.get(name, 0.0), default=EFFICIENT)
+
+
+@cache
+def _measured_best(profile: str) -> str | None:
+    """Return the fastest kernel of torch if the profile has times of all of them, at some sizes."""
+    times: dict[str, dict[object, float]] = {name: {} for name in OF_TORCH}
+    for each in read_profile(Path(profile)).operators:
+        for name, own in times.items():
+            stem = f"_scaled_dot_product_{name}_attention"
+            if each.name in (stem, f"{stem}_backward"):
+                own[each.kind, each.dims] = each.seconds
+    alike = set.intersection(*map(set, times.values()))
+    if not alike:
+        return None
+    return min(times, key=lambda name: sum(times[name][each] for each in alike))
 
 
 def with_kernel(config: Config, kernel: str | None) -> Config:
@@ -33,18 +67,29 @@ def with_kernel(config: Config, kernel: str | None) -> Config:
     return replace(config, model=replace(config.model, attention=kernel))
 
 
-def with_kept_kernel(config: Config, kernel: str | None) -> Config:
-    """`config`, placed here, with the kernel that its run has selected, if that can run here."""
+def with_run_kernel(config: Config, kept: str | None = None) -> Config:
+    """`config`, placed here, with the kernel that its run has kept, or a new one if it cannot run.
+
+    Losses depend on the kernel in their last digits.
+    """
     if config.model.attention is not None or config.launch.device == "cpu":
         return config
-    kept = with_kernel(config, kernel)
-    return config if _problem(with_architecture(kept), here=True) else kept
+    here = with_architecture(config)
+    if kept is None or _problem(with_kernel(here, kept), here=True):
+        kept = kernel_of(here)
+    return with_kernel(config, kept)
 
 
-def candidates(config: Config) -> list[str]:
-    """Return the kernels that may run a placed configuration here, math only if no other may."""
-    can = [kernel for kernel in KERNELS if not _problem(with_kernel(config, kernel), here=True)]
-    return [kernel for kernel in can if kernel != MATH] or [MATH]
+def notes_on_kernel(config: Config) -> tuple[str, ...]:
+    """Return a line if `auto` leaves out an installed kernel, for a configuration placed here."""
+    if config.model.attention is not None or config.launch.device == "cpu":
+        return ()
+    here = with_architecture(config)
+    for name in PACKAGES if here.cluster.architecture else ():
+        if not _problem(with_kernel(here, name), here=True):
+            line = f"package {PACKAGES[name]} is not used; set model.attention={name} to use it"
+            return (f"model.attention=auto: {line}",)
+    return ()
 
 
 def check_attention(config: Config, *, here: bool = False) -> None:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.schema import DTYPES, KEYS, SECTIONS, Config, OptimizerConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.muon import CUTTING, MUON, keeps_matrices
+from fsdpctl.plan.muon import CUTTING, keeps_matrices
+from fsdpctl.plan.optimizers import OPTIMIZERS, OptimizerRow, get_optimizer
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import (
@@ -30,15 +31,6 @@ class Rule(NamedTuple):
 
     message: str
     is_broken: Callable[[Config], bool]
-
-
-# The optimizers that have some keys.
-_OPTIMIZERS_OF = {
-    ("beta1", "beta2", "eps"): ("adamw", MUON),
-    ("momentum",): ("sgd", MUON),
-    ("nesterov", "ns_steps"): (MUON,),
-    ("state_dtype",): ("adamw",),
-}
 
 
 def checked(config: Config) -> Config:
@@ -72,11 +64,16 @@ def _broken(config: Config) -> Iterator[str]:
 def _keys_of_others(config: Config) -> Iterator[str]:
     """Yield settings of an optimizer that is not used."""
     about, usual = config.optimizer, OptimizerConfig()
-    for names, owners in _OPTIMIZERS_OF.items():
-        for name in names if about.name not in owners else ():
-            if (value := getattr(about, name)) != getattr(usual, name):
-                text, others = KEYS[f"optimizer.{name}"].text(value), " or ".join(owners)
-                yield f"optimizer.{name}={text}: only valid with optimizer={others}"
+    names = {name for each in OPTIMIZERS.values() for name in each.keys}
+    for name in sorted(names - {*get_optimizer(about.name).keys}):
+        if (value := getattr(about, name)) != getattr(usual, name):
+            text = KEYS[f"optimizer.{name}"].text(value)
+            others = " or ".join(each.name for each in OPTIMIZERS.values() if name in each.keys)
+            yield f"optimizer.{name}={text}: only valid with optimizer={others}"
+
+
+def _row(config: Config) -> OptimizerRow:
+    return get_optimizer(config.optimizer.name)
 
 
 def _is_other_engine(config: Config) -> bool:
@@ -93,10 +90,6 @@ def _offloads_inputs(config: Config) -> bool:
 
 def _shares(config: Config) -> bool:
     return config.train.context_parallel > 1
-
-
-def _is_muon(config: Config) -> bool:
-    return config.optimizer.name == MUON
 
 
 def _has_choice(config: Config) -> bool:
@@ -124,11 +117,11 @@ _CONTEXT = "train.context_parallel={train.context_parallel}: "
 RULES = (
     Rule(
         "precision.master_dtype={SPLIT}: only valid with optimizer=adamw",
-        lambda c: c.optimizer.name != "adamw" and c.precision.master_dtype == SPLIT,
+        lambda c: not _row(c).splits_masters and c.precision.master_dtype == SPLIT,
     ),
     Rule(
-        "optimizer.lr=auto: not supported with optimizer=sgd; set a number",
-        lambda c: c.optimizer.name == "sgd" and c.optimizer.lr is None,
+        "optimizer.lr=auto: not supported with optimizer={optimizer.name}; set a number",
+        lambda c: not _row(c).has_usual_lr and c.optimizer.lr is None,
     ),
     Rule(
         "optimizer.state_dtype={optimizer.state_dtype}: requires engine={FSDPCTL}, got "
@@ -168,7 +161,7 @@ RULES = (
     ),
     Rule(
         _OFFLOAD + "requires optimizer=adamw, got optimizer={optimizer.name}",
-        lambda c: _offloads(c) and c.optimizer.name != "adamw",
+        lambda c: _offloads(c) and not _row(c).offloads,
     ),
     Rule(
         _OFFLOAD + "conflicts with optimizer.state_dtype={optimizer.state_dtype}",
@@ -210,25 +203,27 @@ RULES = (
     ),
     Rule(
         "engine={engine.name}: not supported with optimizer=muon",
-        lambda c: _is_muon(c) and _is_other_engine(c),
+        lambda c: _row(c).steps_matrices and _is_other_engine(c),
     ),
     Rule(
         "optimizer=muon: updates whole matrices, of which model.lora trains none; use "
         "optimizer=adamw",
-        lambda c: _is_muon(c) and c.model.lora.rank is not None,
+        lambda c: _row(c).steps_matrices and c.model.lora.rank is not None,
     ),
     Rule(
         "strategy={strategy.name}: cuts matrices, which optimizer=muon updates as a whole; "
         "expected shard_optimizer or no_shard",
         lambda c: (
-            _is_muon(c) and not _has_choice(c) and not keeps_matrices(get_strategy(c.strategy.name))
+            _row(c).steps_matrices
+            and not _has_choice(c)
+            and not keeps_matrices(get_strategy(c.strategy.name))
         ),
     ),
     Rule(
         "strategy.owner_map={strategy.owner_map}: cuts matrices, which optimizer=muon updates as "
         "a whole; expected matrices, round_robin or contiguous",
         lambda c: (
-            _is_muon(c)
+            _row(c).steps_matrices
             and not _has_choice(c)
             and get_strategy(c.strategy.name).has_owner_map
             and c.strategy.owner_map in CUTTING

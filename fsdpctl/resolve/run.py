@@ -24,7 +24,7 @@ from fsdpctl.io.activity import doing
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import build_model
 from fsdpctl.resolve.amounts import total_steps, with_length, with_size, with_warmup
-from fsdpctl.resolve.attention import check_attention
+from fsdpctl.resolve.attention import check_attention, notes_on_kernel
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.data import (
@@ -94,7 +94,7 @@ def _open(composed: Composed, where: Place) -> Opened:
     checked(config)  # an error does not wait for the data
     check_attention(with_architecture(config), here=True)
     config, notes = _with_compiler(config)
-    notes += notes_on_cluster(config)
+    notes += notes_on_cluster(config) + notes_on_kernel(config)
     config = _with_alpha(_with_model_path(config))
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)

@@ -33,7 +33,7 @@ from fsdpctl.io.run_files import HEARTBEAT, LOCK, OVERRIDES, RUNS, check_is_no_f
 from fsdpctl.io.run_files import LOG as LOG
 from fsdpctl.io.run_files import LOGS as LOGS
 from fsdpctl.io.run_files import METRICS as METRICS
-from fsdpctl.resolve.attention import with_kept_kernel
+from fsdpctl.resolve.attention import with_run_kernel
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.run.assets import write_assets
 from fsdpctl.run.metrics import was_validated
@@ -45,6 +45,7 @@ _NOT_THE_MODELS = (
 )  # fmt: skip
 _MAY_CHANGE = ("optimizer.state_dtype",)  # on resume: checkpoints are read into any dtype
 _NOT_SET = "not set"
+_RESTART = "restart-"  # with a number: a directory in that of the logs
 
 
 class Standing(Enum):
@@ -59,11 +60,11 @@ class Standing(Enum):
 class Look:
     """A run directory as it is: what a start of a run would do there."""
 
-    config: Config  # with the run directory, and the attention kernel that the run has selected
+    config: Config  # with the run directory and the attention kernel
     standing: Standing
     step: int  # of the checkpoint to start from
-    before: Mapping[str, str] = field(default_factory=dict)  # settings of the last start
-    kept: Config | None = None  # the configuration of the last start in this directory
+    before: Mapping[str, str] = field(default_factory=dict)  # settings of the last start by hand
+    kept: Config | None = None  # the configuration of that start, if it was in this directory
     source: Path | None = None  # a checkpoint of another run to start from
     notes: tuple[str, ...] = ()  # warnings, a line each
 
@@ -74,7 +75,7 @@ class Look:
 
 
 def read_config(run_dir: Path) -> Config:
-    """Return the configuration of the last start in `run_dir`.
+    """Return the configuration of the last start in `run_dir`, or of the last restart.
 
     Raises:
         UsageError: If it is corrupted or of another version of fsdpctl.
@@ -88,6 +89,12 @@ def read_config(run_dir: Path) -> Config:
         raise UsageError(f"{file}: corrupted, or written by another version: {problem}") from None
 
 
+def _config_as_started(run_dir: Path) -> Config:
+    """Return the configuration of the last start by hand; restarts may have had fewer ranks."""
+    first = run_dir / LOGS / f"{_RESTART}1"
+    return read_config(first if (first / RUN_CONFIG).is_file() else run_dir)
+
+
 def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
     """Find out what `--resume RESUME` means for `config` and its run directory. Writes nothing.
 
@@ -99,6 +106,7 @@ def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
     """
     if resume == "auto":
         return _look_for_resume(config)
+    config = with_run_kernel(config)
     fresh = fresh or _fresh_run_dir(Path(str(config.train.run_dir)))
     config = replace(config, train=replace(config.train, run_dir=str(fresh)))
     if resume == "never":
@@ -117,7 +125,7 @@ def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
 
 
 def changes(seen: Look, config: Config) -> list[str]:
-    """Return the settings of a settled configuration that the last start had otherwise.
+    """Return the settings of a settled configuration that the last start by hand had otherwise.
 
     They do not decide the losses, unless the run starts from the state of another run.
     """
@@ -151,9 +159,10 @@ def _look_for_resume(config: Config) -> Look:
             raise UsageError(
                 f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
             )
-        return Look(config, Standing.NEW, 0, notes=_note_on_latest(run_dir, config))
-    kept = read_config(run_dir)
-    config = with_kept_kernel(config, kept.model.attention)
+        notes = _note_on_latest(run_dir, config)
+        return Look(with_run_kernel(config), Standing.NEW, 0, notes=notes)
+    kept = _config_as_started(run_dir)
+    config = with_run_kernel(config, kept.model.attention)
     before = config_words(kept)
     extras = Selection.of(replace(kept, auto=config.auto)).extras if left_open(config) else ()
     _check_same_run(run_dir, before, config_words(with_extras(config, extras)))
@@ -252,29 +261,19 @@ def prepare_run_dir(
             point_to(run_dir.parent / LATEST, run_dir)
 
 
-def rewrite_config(config: Config) -> None:
-    """Write the configuration of a run in progress, in which rank 0 has selected a setting.
-
-    Raises:
-        FsdpctlError: If the file cannot be written.
-    """
-    path = Path(str(config.train.run_dir)) / RUN_CONFIG
-    with files.refusing(path, FsdpctlError):
-        files.replace(path, config_to_yaml(config), durable=True)
-
-
 def prepare_restart(seen: Look, number: int) -> None:
-    """Prepare a directory in use for restart `number`; the logs of the failure are kept.
+    """Prepare a directory in use for restart `number`; logs and settings of the failure are kept.
 
     Raises:
         UsageError: If the directory is not writable.
     """
     logs, run_dir = seen.run_dir / LOGS, seen.run_dir
     with files.refusing(f"train.run_dir={run_dir}", full=FsdpctlError):
-        kept = logs / f"restart-{number}"
+        kept = logs / f"{_RESTART}{number}"
         kept.mkdir(parents=True, exist_ok=True)
         for each in logs.glob("rank-*.log"):
             each.replace(kept / each.name)
+        files.replace(kept / RUN_CONFIG, (run_dir / RUN_CONFIG).read_bytes())
         (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the failed ranks
         if seen.standing is Standing.NEW and (run_dir / METRICS).is_file():
             with files.open_own(run_dir / f"{METRICS}.old", "ab") as old:

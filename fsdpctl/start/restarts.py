@@ -9,13 +9,14 @@ from pathlib import Path
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import LOST, UsageError
 from fsdpctl.io.activity import DISPLAY
 from fsdpctl.launch.local import launch_workers
 from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Outcome
 from fsdpctl.resolve.settle import settle
-from fsdpctl.run.directory import LOGS, METRICS, look, prepare_restart
+from fsdpctl.run.directory import LOGS, METRICS, changes, look, prepare_restart
 from fsdpctl.run.metrics import last_step, went_on
 from fsdpctl.start.begin import Begun
 from fsdpctl.train.callbacks.reporting import RESTART, Restart
@@ -88,6 +89,7 @@ def _next_round(
         return None
     seen = look(config, "auto")
     prepare_restart(seen, number + 1)
+    changed = changes(replace(seen, before=config_words(begun.config)), config)
     begun.config, begun.step = config, seen.step
     ranks, lost = config.launch.nproc_per_node, max(0, reached - seen.step)
     assert ranks is not None
@@ -95,6 +97,8 @@ def _next_round(
         f"restart {number + 1} of {begun.launch.max_restarts}: {outcome.reason}; "
         f"{len(members) * ranks} ranks resume at step {seen.step}, {lost} steps lost"
     )
+    for text in changed:
+        say(f"{'changed':<8}{text}")
     # The workers write it to metrics.jsonl after their first step.
     restart = Restart(number + 1, outcome.reason, outcome.failed_at or time.time(), lost)
     os.environ[RESTART] = restart.to_text()

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,8 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdpctl.comm.waits import mark, seconds_between
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.estimate.observed_work import work_of
+from fsdpctl.models.attention import attend
+from fsdpctl.models.kernels import using
 from fsdpctl.models.registry import build_model
-from fsdpctl.predict.compute import Work
+from fsdpctl.plan.attention import OF_TORCH
+from fsdpctl.predict.compute import Work, WorkKind
 from fsdpctl.predict.profile import MeasuredPoint, Observed
 
 _ROUNDS = 3  # per model; medians are used
@@ -123,7 +127,44 @@ def observe_models(
         found += operators
         busy = sum(each.seconds for each in operators)
         overheads.append((statistics.median(timed[sized]) - busy) / len(operators))
+    if device.type == "cuda":
+        say("attention kernels")
+        found += _observe_kernels(models, device, dtype)
     return _merged(found), max(0.0, statistics.median(overheads))
+
+
+def _observe_kernels(
+    models: Sequence[Sized], device: torch.device, dtype: torch.dtype
+) -> list[Observed]:
+    """Measure each attention kernel of torch that runs, in heads of 128 for the sizes of `models`.
+
+    `model.attention=auto` compares them.
+    """
+    found: list[Observed] = []
+    for kernel, (_, width, length, samples, _) in product(OF_TORCH, models):
+        size = (samples, max(1, width // 128), length, 128)
+        drawn = torch.randn(size, device=device, dtype=dtype, requires_grad=True)
+        with suppress(RuntimeError), using(kernel, alone=True):
+            found += _attention(drawn, device)
+    return found
+
+
+def _attention(drawn: Tensor, device: torch.device) -> list[Observed]:
+    def run() -> None:
+        mixed = attend(drawn, drawn, drawn)
+        torch.autograd.grad(mixed, drawn, mixed.detach())
+
+    run()
+    rounds = []
+    for _ in range(_ROUNDS):
+        with _Stopwatch(device) as watch:
+            device_seconds(run, device)
+        rounds.append([_observed(work, seconds()) for work, seconds in watch.seen])
+    return [
+        same[0]._replace(seconds=statistics.median(each.seconds for each in same))
+        for same in zip(*rounds, strict=True)
+        if same[0].kind in (WorkKind.ATTENTION.value, WorkKind.ATTENTION_BACKWARD.value)
+    ]
 
 
 def _observed(work: Work, seconds: float) -> Observed:

@@ -154,7 +154,7 @@ def _skipped(lines: Sequence[MetricsLine]) -> int:
 
 
 def _total_steps(run_dir: Path) -> int | None:
-    """Read `train.steps` alone: another version may have written the configuration."""
+    """Read `train.steps` alone, which needs no torch."""
     text = dict(read_recipe(run_dir / RUN_CONFIG)).get(_STEPS)
     try:
         return None if text is None else int(str(KEYS[_STEPS].parse(text)))

@@ -154,13 +154,11 @@ def make_trainer(
     *,
     shows: bool,
     only_measures: bool = False,
-    lines: tuple[str, ...] = (),
 ) -> Trainer:
     """Return the trainer of a run in the state of its newest checkpoint. Collective.
 
     If it `shows`, rank 0 shows the progress, writes heartbeats and runs the user's command. If it
-    `only_measures`, it only does steps, without validation and checkpoints. `lines` are printed
-    first.
+    `only_measures`, it only does steps, without validation and checkpoints.
     """
     run_dir, ranks = Path(str(config.train.run_dir)), ObjectExchange()
     is_main = world.rank == 0
@@ -173,8 +171,6 @@ def make_trainer(
             add_start(run_dir, describe_start(run_dir, places))
     parts, done, base = _load(config, run_dir, world, ranks)
     journal = Journal(config, run_dir, done.step, is_main=is_main, shows=shows)
-    for line in lines:
-        journal.say(line)
     if only_measures:
         return Trainer(parts, done, context, journal, [RunReporter(journal, None)])
     checkpoints = CheckpointManager(

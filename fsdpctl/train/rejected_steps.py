@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.load import load_checkpoint
-from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
+from fsdpctl.checkpoint.manifest import MOST_ACCEPTED, AcceptedStep, Progress
 from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.rank_status import RANK_STATUS, READING
@@ -32,10 +32,11 @@ from fsdpctl.train.step import TrainingParts
 Reason = Literal["nonfinite_loss", "nonfinite_grad", "loss_spike", "grad_spike"]
 Action = Literal["stop", "skip", "rollback"]
 
-_WINDOW, _LEAST = 128, 32  # accepted steps that count; the number required for a limit
 _DEVIATION = 1.4826  # standard deviations in a median absolute deviation of normal values
 _FLOOR = 1e-3  # of the median: constant values have no deviation
 _LAG = 1  # preceding steps that the limits of a step do not include
+# The last applied steps before those, which limits come from; and the number that a limit needs.
+WINDOW, LEAST = MOST_ACCEPTED - _LAG, 32
 _MOST_LOG = 700.0  # a float holds exp(700)
 _DONE: dict[Action, str] = {
     "stop": "rejected, training stops",
@@ -102,8 +103,8 @@ class RejectionRule:
     def limits(self, step: int) -> Limits:
         """Return the limits above which `step`, counted from 1, is not applied."""
         factor = self._config.spike_factor
-        known = [each for each in self.accepted if each.step < step - _LAG][-_WINDOW:]
-        if factor is None or len(known) < _LEAST:
+        known = [each for each in self.accepted if each.step < step - _LAG][-WINDOW:]
+        if factor is None or len(known) < LEAST:
             return Limits()
         log_norm = _threshold([each.log_grad_norm for each in known], factor)
         return Limits(
@@ -134,7 +135,7 @@ class RejectionRule:
         if self._config.spike_factor is None:
             return
         log_norm = math.log(max(figures.grad_norm, math.exp(-_MOST_LOG)))
-        kept = self.accepted[-(_WINDOW + _LAG) + 1 :]
+        kept = self.accepted[-MOST_ACCEPTED + 1 :]
         self.accepted = (*kept, AcceptedStep(step, figures.loss, log_norm))
 
     def as_error(self, rejected: RejectedStep) -> NonFiniteError:

@@ -135,7 +135,6 @@ def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None
 def _run(config: "Config", world: "World", started: float, *, only_measures: bool) -> None:
     from fsdpctl.models.kernels import using
     from fsdpctl.train.assemble import make_trainer
-    from fsdpctl.train.attention import settled
     from fsdpctl.train.callbacks.profiling import keep_snapshot
     from fsdpctl.train.step import LaunchContext
 
@@ -143,9 +142,8 @@ def _run(config: "Config", world: "World", started: float, *, only_measures: boo
     about = {"shows": not only_measures, "only_measures": only_measures}
     trainer = None
     try:
-        config, lines = settled(config, world)
         with using(config.model.attention):
-            trainer = make_trainer(config, world, context, **about, lines=lines)
+            trainer = make_trainer(config, world, context, **about)
             trainer.run()
         for number in STOP_SIGNALS:  # the run is complete, and must not fail because of a late one
             signal.signal(number, signal.SIG_IGN)

@@ -13,6 +13,8 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate import estimator
 from fsdpctl.io.activity import Talk
+from fsdpctl.launch.outcome import Outcome
+from fsdpctl.run.directory import read_config
 from fsdpctl.start import restarts
 from fsdpctl.start.begin import Begun, begin
 from tests.cli.run import make_text
@@ -66,6 +68,39 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(
     assert following[0].launch.nproc_per_node == 1
     assert following[0].train.global_batch_size == begun.config.train.global_batch_size
     assert not {"open_data", "trace", "choose", "build_model"} & set(calls)
+
+
+def test_a_restart_on_fewer_ranks_prints_what_changed_and_a_start_by_hand_what_you_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "train.steps=9"]
+    words += ["launch.max_restarts=2", "train.micro_batch_size=4"]
+    fewer = ["launch.nproc_per_node was 2, is 1", "accumulation.steps was 2, is 4"]
+
+    def started(ranks: int) -> tuple[Begun, list[str]]:
+        said: list[str] = []
+        typed = [word.replace("per_node=2", f"per_node={ranks}") for word in words]
+        begun = begin(compose_config(typed), typed, "auto", Talk(said.append, print))
+        assert begun is not None
+        begun.lock.release()
+        return begun, changed_in(said)
+
+    begun, _ = started(2)
+    said: list[str] = []
+    hung = Outcome((), None, hang="no progress")
+    for number in range(2):  # the second one without a step in between
+        assert restarts._next_round(begun, hung, number, None, said.append) is not None
+    assert changed_in(said) == fewer
+    assert read_config(tmp_path / "run").launch.nproc_per_node == 1
+    assert started(2)[1] == []
+    assert started(1)[1] == fewer
+    assert started(1)[1] == []
+
+
+def changed_in(lines: list[str]) -> list[str]:
+    found = [line.removeprefix("changed ") for line in lines if line.startswith("changed ")]
+    return sorted(found, reverse=True)
 
 
 def test_a_start_that_fails_leaves_no_directory_and_no_lock(

@@ -175,6 +175,17 @@ def _numbered(count: int) -> FileTokenizer:
     return FileTokenizer("numbered", {"tokenizer.json": text.encode()})
 
 
+def test_parts_of_other_tokens_have_other_fingerprints():
+    tokens = np.arange(9, dtype=np.uint16)
+    one, other = TokenStream(tokens, None), TokenStream(tokens[::-1], None)
+    for part, its in zip(one.cut(6), other.cut(6), strict=True):
+        assert part.fingerprint != its.fingerprint
+    known = TokenStream(tokens, None, "abc", "t.bin")
+    assert [each.fingerprint for each in known.cut(6)] == ["abc/6", "abc/6"]
+    assert [each.origin for each in known.cut(6)] == ["t.bin", "t.bin"]
+    assert [list(each.tokens) for each in known.cut(6)] == [[*range(6)], [6, 7, 8]]
+
+
 @pytest.mark.parametrize("vocab_size", [256, 70_000])
 def test_token_files_round_trip(tmp_path, vocab_size):
     tokens = np.array([0, 5, vocab_size - 1, 7], dtype=np.uint32)

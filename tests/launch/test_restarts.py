@@ -104,7 +104,12 @@ def test_a_restart_without_progress_uses_fewer_ranks(tmp_path):
     assert started.returncode == 0, said
     assert "restart 2 of 3" in said
     assert "1 ranks resume at step 25" in said
+    assert "changed launch.nproc_per_node was 2, is 1" in said
     assert last_step(tmp_path / "run" / "metrics.jsonl") == 80
+    said, _ = _begin(tmp_path, "train.steps=81", "launch.max_restarts=3", "launch.nproc_per_node=2",
+                     "launch.nproc_min=1").communicate(timeout=_SECONDS)  # fmt: skip
+    changed = [line for line in said.splitlines() if line.startswith("changed")]
+    assert changed == ["changed train.steps was 80, is 81"]
 
 
 def test_a_run_continues_without_a_lost_node(tmp_path):

@@ -16,7 +16,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.operators import cuda_workspace, operators_of
 from fsdpctl.models.attention import attend, attend_all, attention_mask, import_kernels
 from fsdpctl.models.documents import assumed_documents
-from fsdpctl.models.kernels import assuming, can_undo, must_repeat, using
+from fsdpctl.models.kernels import assuming, must_repeat, using
 from fsdpctl.models.registry import build_model
 from fsdpctl.train.callbacks.sample import Sampling, generate
 
@@ -174,7 +174,7 @@ def test_a_later_flash_attention_is_activated_and_restored(monkeypatch):
     attention.register_flash_attention_impl("FA3", register_fn=lambda: handle)
     with using("flash3"):
         assert ("FA3", handle) == attention._registry._FLASH_ATTENTION_ACTIVE
-    if can_undo("flash3"):
+    if hasattr(attention, "restore_flash_attention_impl"):
         assert attention._registry._FLASH_ATTENTION_ACTIVE is None
 
 

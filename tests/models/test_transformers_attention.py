@@ -11,7 +11,6 @@ from torch import Tensor
 from fsdpctl.engine.describe import block_names
 from fsdpctl.models.documents import make_documents, spans
 from fsdpctl.models.sinks import attend_to_sequences
-from fsdpctl.models.transformers_attention import recorded
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.blocks import checkpoint_blocks
 from fsdpctl.resolve.decoder_check import check_decoder
@@ -137,14 +136,6 @@ def test_the_start_finds_attention_that_is_another_one(family, problem, tmp_path
     assert problem in found.problem
     assert bool(problem) == bool(found.problem)
     assert found.ignores_padding
-
-
-def test_calls_of_attention_are_recorded():
-    _, module = pair("gpt_oss", WINDOW)
-    with recorded() as calls:
-        module(rows()[0])
-    assert [each.window for each in calls] == [7, None]
-    assert all(each.scores.sinks is not None for each in calls)
 
 
 def emulated(offsets: Tensor, window: int, scale: float, q: Tensor, k: Tensor) -> Any:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
+from fsdpctl.checkpoint.manifest import MOST_ACCEPTED, AcceptedStep, Progress
+from fsdpctl.config.schema import KEYS
 from fsdpctl.config.training import TrainConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.open import open_data
@@ -17,7 +18,7 @@ from fsdpctl.optim.record import Limits, StepFigures
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.loss import summed_loss
-from fsdpctl.train.rejected_steps import RejectionRule
+from fsdpctl.train.rejected_steps import LEAST, WINDOW, RejectionRule
 from tests.cli.run import invoke
 from tests.matrix import fast, matrix
 from tests.reference import train_reference
@@ -228,7 +229,14 @@ def test_a_fall_is_not_a_spike_and_rejected_steps_do_not_count():
 def test_only_the_last_128_count():
     numbers = after([100.0] * 100 + [2.0] * 129)
     assert numbers.limits(230).loss < 3.0
-    assert len(numbers.accepted) == 129
+    assert len(numbers.accepted) == MOST_ACCEPTED == WINDOW + 1
+
+
+def test_the_help_and_the_page_tell_the_window():
+    page = " ".join(Path("docs/long-runs.md").read_text().split())
+    for text in (KEYS["train.spike_factor"].meaning, page):
+        assert f"last {WINDOW} applied steps" in text
+    assert f"below {LEAST} steps there is no threshold" in page
 
 
 # ---- what a person sees ----------------------------------------------------------------------

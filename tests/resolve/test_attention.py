@@ -1,0 +1,146 @@
+"""A run's attention kernel: what may run, what is selected, and what is kept."""
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, model_words
+from fsdpctl.config.recipe import package_folder
+from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import placed_for_estimate
+from fsdpctl.resolve.attention import (
+    check_attention,
+    kernel_of,
+    notes_on_kernel,
+    with_kernel,
+    with_run_kernel,
+)
+from fsdpctl.resolve.run import decides_losses, run_identity
+from fsdpctl.run.directory import changes, look
+
+
+def placed(*words: str) -> Config:
+    return placed_for_estimate(compose_config(["model.vocab_size=64", *words]))
+
+
+def test_the_kernel_does_not_change_the_name_of_a_run():
+    usual, other = placed(), placed("launch.device=cpu", "model.attention=math")
+    assert config_words(usual)["model.attention"] == "auto"
+    assert not decides_losses("model.attention")
+    same = replace(usual, model=replace(usual.model, attention="math"))
+    assert run_identity(same) == run_identity(usual)
+    assert config_from_words(config_words(other)).model.attention == "math"
+
+
+def test_the_kernel_is_not_part_of_a_model(tmp_path):
+    (tmp_path / CHECKPOINTS).mkdir()
+    config = with_kernel(placed(), "cudnn")
+    (tmp_path / RUN_CONFIG).write_text(config_to_yaml(config))
+    assert "model.attention: cudnn" in (tmp_path / RUN_CONFIG).read_text()
+    assert "model.attention" not in model_words(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["launch.device=cpu", "model.attention=cudnn"], "device=cpu; expected auto, flash, math"),
+        (["cluster=a100_80", "model.attention=flash3"], "Ampere GPUs; expected auto, flash, cudnn"),
+        (["cluster=h100", "precision=fp32", "model.attention=flash"],
+         "precision.param_dtype=float32; expected auto, efficient, math"),
+        (["cluster=h100", "train.deterministic=true", "model.attention=cudnn"],
+         "train.deterministic=true; expected auto, flash, flash3"),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_cannot_run_is_rejected_in_one_line(words, said):
+    with pytest.raises(UsageError, match=r"model\.attention=\w+: not supported") as caught:
+        placed(*words)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(find_spec("flash_attn_interface") is not None, reason="it is installed")
+def test_a_missing_package_is_named_at_the_start_of_a_run():
+    config = placed("cluster=h100", "model.attention=flash3")
+    with pytest.raises(UsageError, match="flash3: package flash_attn_interface not found"):
+        check_attention(config, here=True)
+
+
+def test_auto_is_a_kernel_of_torch_by_the_gpu():
+    assert kernel_of(placed("cluster=h100")) == "cudnn"
+    assert kernel_of(placed("cluster=b200")) == "cudnn"
+    assert kernel_of(placed("cluster=a100_80")) == "flash"
+    assert kernel_of(placed("cluster=h100", "train.deterministic=true")) == "flash"
+    assert kernel_of(placed("cluster=h100", "model.attention=flash3")) == "flash3"
+    assert kernel_of(placed("cluster=h100", "precision=fp32")) == "efficient"
+    assert kernel_of(placed("launch.device=cpu")) is None
+
+
+def test_auto_leaves_out_versions_of_cudnn_that_were_wrong(monkeypatch):
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91400)
+    assert kernel_of(placed("cluster=h100")) == "flash"
+    assert kernel_of(placed("cluster=h100", "model.attention=cudnn")) == "cudnn"
+
+
+def profile_with(folder: Path, **seconds: float) -> str:
+    """Write a profile with the times of some kernels, at a size that all share and another."""
+    about = json.loads((package_folder("conf") / "cluster" / "cpu.json").read_text())
+    for number, (kernel, each) in enumerate(seconds.items()):
+        name = f"_scaled_dot_product_{kernel}_attention"
+        for length, took in ((64, each), (128 << number, 1e-9)):
+            dims = [1, 8, length, 128]
+            about["operators"].append([name, "attention", 1 << 30, 1 << 20, 2, dims, took])
+    file = folder / f"{'-'.join(seconds)}.json"
+    file.write_text(json.dumps(about))
+    return f"cluster.profile={file}"
+
+
+def test_a_profile_of_both_kernels_decides(tmp_path):
+    both = profile_with(tmp_path, flash=1e-3, cudnn=2e-3)
+    assert kernel_of(placed("cluster=h100", both)) == "flash"
+    other = profile_with(tmp_path, cudnn=1e-3, flash=2e-3)
+    assert kernel_of(placed("cluster=a100_80", other)) == "cudnn"
+    assert kernel_of(placed("cluster=a100_80", other, "train.deterministic=true")) == "flash"
+    assert kernel_of(placed("cluster=h100", profile_with(tmp_path, flash=1e-3))) == "cudnn"
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr("fsdpctl.resolve.machine.architecture_here", lambda: "hopper")
+
+
+def test_a_run_keeps_its_kernel_while_it_can_run(hopper):
+    config = placed("cluster=a100_80")
+    assert with_run_kernel(config).model.attention == "cudnn"  # by the GPU here
+    assert with_run_kernel(config, "flash").model.attention == "flash"
+    assert with_run_kernel(config, "flash3").model.attention == "cudnn"  # no longer installed
+    assert with_run_kernel(with_kernel(config, "flash"), "cudnn").model.attention == "flash"
+    assert with_run_kernel(placed("launch.device=cpu"), "flash").model.attention is None
+
+
+def test_a_start_has_the_kernel_that_its_estimate_has(hopper, tmp_path):
+    run = tmp_path / "run"
+    config = placed("cluster=h100", f"train.run_dir={run}")
+    for resume in ("auto", "never"):
+        assert look(config, resume).config.model.attention == kernel_of(config) == "cudnn"
+    run.mkdir()
+    (run / RUN_CONFIG).write_text(config_to_yaml(with_kernel(config, "flash")))
+    seen = look(config, "auto")
+    assert seen.config.model.attention == "flash"
+    assert changes(seen, seen.config) == []
+
+
+def test_a_note_names_an_installed_kernel_that_auto_leaves_out(hopper, monkeypatch):
+    config = placed("cluster=h100")
+    monkeypatch.setattr("fsdpctl.resolve.attention._is_installed", lambda name: False)
+    assert notes_on_kernel(config) == ()
+    monkeypatch.setattr("fsdpctl.resolve.attention._is_installed", lambda name: True)
+    (line,) = notes_on_kernel(config)
+    assert "set model.attention=flash3 to use it" in line
+    assert notes_on_kernel(placed("launch.device=cpu")) == ()
+    assert notes_on_kernel(with_kernel(config, "flash")) == ()
