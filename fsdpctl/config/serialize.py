@@ -13,6 +13,7 @@ from fsdpctl.errors import CheckpointError, UsageError
 
 _TOY, _TOY_LENGTH, _USUAL_LENGTH = ModelConfig().name, 128, 4096
 _USUAL_SIZE, _USUAL_WARMUP = 16, 50  # samples of a step, and steps
+_WITHOUT_EFFECT = ("precision.wire_dtype",)  # keys that only a checkpoint or run directory has
 
 
 def known_key(name: str) -> Key:
@@ -53,7 +54,7 @@ def config_from_words(words: Mapping[str, str]) -> Config:
     Raises:
         UsageError: If this version doesn't know a key, or doesn't allow its value.
     """
-    for name in words.keys() - set(GROUPS):
+    for name in words.keys() - {*GROUPS, *_WITHOUT_EFFECT}:
         known_key(name)
     values = {
         name: each.parse(words[name]) if name in words else None if each.optional else each.default
