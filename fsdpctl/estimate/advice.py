@@ -35,7 +35,7 @@ from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.activity import doing
 from fsdpctl.plan.sizes import Offload
-from fsdpctl.resolve.context_check import check_shared_rows
+from fsdpctl.resolve.decoder_check import check_shared_rows
 from fsdpctl.resolve.preflight import check_offload, check_optimizer
 
 Fitting = tuple[Change, RunEstimate]

@@ -27,7 +27,6 @@ from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
 from fsdpctl.resolve.attention import assumed_of
-from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens, mlp_chunk_tokens
 from fsdpctl.resolve.machine import (
@@ -203,7 +202,6 @@ def placed_for_estimate(config: Config, *, every: bool = False) -> Config:
     placed = placed_on_cluster(config)
     check_placed(replace(placed, strategy=placed.strategy.under(AUTO)) if every else placed)
     placed, _ = with_decoder(placed)
-    check_shared_rows(placed)
     placed = with_batch_size(placed)
     if config.model.vocab_size is not None:
         return placed

@@ -16,7 +16,7 @@ from fsdpctl.estimate.changes import (
 )
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.resolve.context_check import check_shared_rows
+from fsdpctl.resolve.decoder_check import check_shared_rows
 from fsdpctl.resolve.machine import sample_groups
 from fsdpctl.resolve.preflight import check_activation_offload
 

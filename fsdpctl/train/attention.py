@@ -24,7 +24,7 @@ from fsdpctl.plan.context import heads_per_rank, tokens_per_rank
 from fsdpctl.resolve.attention import candidates, with_kernel
 from fsdpctl.resolve.decoder_check import quiet
 from fsdpctl.resolve.machine import with_architecture
-from fsdpctl.resolve.small_decoder import small_copy
+from fsdpctl.resolve.small_copy import small_copy
 from fsdpctl.run.directory import rewrite_config
 
 _WARM_UP, _ROUNDS = 2, 5

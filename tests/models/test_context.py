@@ -16,7 +16,7 @@ from fsdpctl.estimate.estimator import placed_for_estimate
 from fsdpctl.models.context import to_heads, to_tokens
 from fsdpctl.models.documents import Lengths, make_documents
 from fsdpctl.plan.context import ContextParallel, context_groups, heads_per_rank, tokens_per_rank
-from fsdpctl.resolve.context_check import as_ranks, check_shared_rows
+from fsdpctl.resolve.decoder_check import as_ranks, check_shared_rows
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
 from tests.models.families import FAMILIES, VOCABULARY, save_model
