@@ -9,7 +9,7 @@ from fsdpctl.config.data import CHAT, DataConfig, check_chat_keys
 from fsdpctl.data.cache import read_cache, write_cache
 from fsdpctl.data.chats.open import open_chats
 from fsdpctl.data.files import Text, hold_out, left_out, read_text, standard_library
-from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, is_of, open_tokenizer
+from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.data.tokens import DataSet, TokenFile, TokenStream, open_token_file
 from fsdpctl.errors import UsageError
@@ -103,14 +103,14 @@ def _tokenizer_of(file: TokenFile) -> Tokenizer:
     """Return the tokenizer that the file names if it is unchanged, else the byte tokenizer."""
     if has_tokenizer(Path(file.tokenizer)):
         found = open_tokenizer(file.tokenizer)
-        if is_of(file.tokenizer_xxh3, found):
+        if file.tokenizer_xxh3 == found.checksum:
             return found
     return ByteTokenizer()
 
 
 def _check_tokenizer(file: TokenFile, tokenizer: Tokenizer) -> None:
     """Check that a file has the tokens of the model; a file may not name its tokenizer."""
-    if not file.tokenizer_xxh3 or is_of(file.tokenizer_xxh3, tokenizer):
+    if file.tokenizer_xxh3 in ("", tokenizer.checksum):
         return
     path, same = file.stream.origin, file.tokenizer == tokenizer.name
     raise UsageError(

@@ -261,14 +261,3 @@ def open_tokenizer(name: str | None) -> Tokenizer:
     if not has_tokenizer(folder):
         raise UsageError(f"tokenizer {folder}: {TOKENIZER_JSON} not found; or use bytes")
     return FileTokenizer(str(folder), read_files(folder, CONFIG_JSON))
-
-
-def is_of(checksum: str, tokenizer: Tokenizer) -> bool:
-    """Return whether tokens with this checksum of a tokenizer are those of `tokenizer`.
-
-    Token files of earlier versions have the checksum of the tokenizer.json alone.
-    """
-    if checksum == tokenizer.checksum:
-        return True
-    old = tokenizer.files().get(TOKENIZER_JSON)
-    return old is not None and checksum == xxhash.xxh3_128_hexdigest(old)

@@ -117,7 +117,7 @@ class _Header:
     num_bytes: Annotated[int, Meta(ge=0)] | None
     xxh3: str
     tokenizer: str = "unknown"
-    tokenizer_xxh3: str = ""  # `Tokenizer.checksum`; earlier versions: of its tokenizer.json
+    tokenizer_xxh3: str = ""  # `Tokenizer.checksum`
 
 
 @dataclass(frozen=True, slots=True)

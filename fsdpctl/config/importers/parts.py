@@ -103,7 +103,6 @@ def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _read_small_states(found: Translation, value: SourceKey, name: str) -> None:
-    """Translate AdamW with states in 8 or 4 bits."""
     if "optimizer.offload" in found.settings:
         found.map(value, "optimizer=adamw", note="in host memory, in fp32")
         return
