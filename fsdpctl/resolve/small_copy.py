@@ -1,7 +1,9 @@
 """A small copy of a decoder of transformers: one block of each kind, with narrow parts."""
 
+import copy
 import hashlib
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,6 +46,11 @@ def small_copy(model: ModelConfig, device: torch.device = torch.device("cpu")) -
 
 def meta_copy(model: ModelConfig) -> nn.Module:
     """Return the same with parameters on the meta device, and buffers on the CPU."""
+    return copy.deepcopy(_made(replace(model, name="")))
+
+
+@lru_cache(maxsize=2)  # building all blocks of a large model takes seconds
+def _made(model: ModelConfig) -> nn.Module:
     if not model.is_foreign:
         return build_plain(model)
     content = content_of(model)
