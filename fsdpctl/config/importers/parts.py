@@ -64,7 +64,7 @@ def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) ->
     """
     for what, keys in degrees.items():
         value = source.take_used(*keys)
-        if value and value.text.strip() not in ("1", "-1"):
+        if value and value.text.strip() != "1":
             raise source.error(
                 value, f"fsdpctl does not support {NOT_SUPPORTED[f'{what}_parallel']}; leave the "
                 "key out to estimate the training without it"
