@@ -24,7 +24,6 @@ class LoraLinear(FrozenLinear):
     """A linear layer with its own names and an adapter: W x + b + scale * B(A(dropout(x)))."""
 
     def __init__(self, base: nn.Module, config: LoraConfig) -> None:
-        """Take over the parameters of `base`."""
         super().__init__(base, is_transposed=bool(is_transposed(base)))
         assert config.rank is not None
         self.scale = config.scale

@@ -29,7 +29,6 @@ _ONLY = {
 
 
 def _check(config: ModelConfig) -> None:
-    """Check that the numbers are consistent."""
     name = config.architecture
     if name == TRANSFORMERS:
         return  # config.json determines all of them
@@ -161,6 +160,5 @@ def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelCo
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """Return the seed of a parameter's values."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

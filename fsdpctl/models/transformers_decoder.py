@@ -26,7 +26,6 @@ class OwnHead(nn.Linear):
     """
 
     def __init__(self, model: Any, backbone: str, head: str) -> None:
-        """Take over the parameters of `model`'s projection named `head`."""
         nn.Module.__init__(self)
         plain = getattr(model, head)
         self.weight, self.bias = plain.weight, plain.bias

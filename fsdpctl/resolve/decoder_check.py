@@ -1,11 +1,18 @@
-"""Checks of a decoder of transformers that its code does not answer: a small copy of it is run."""
+"""Properties of a decoder of transformers that its code does not tell: a small copy of it is run.
 
-from collections.abc import Iterator, Mapping
+Its windows, and the range of its first positions, are shorter than the samples. Layers that run
+along a row otherwise than by attention see only their part where ranks share rows.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,25 +21,31 @@ from fsdpctl.config.any_decoder import canonical, content_of, family_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
+from fsdpctl.models.context import use_exchange
 from fsdpctl.models.documents import make_documents, spans
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention import THEIRS
-from fsdpctl.resolve.small_decoder import small_copy
+from fsdpctl.plan.context import ContextParallel
+from fsdpctl.resolve.small_copy import small_copy
 
+T = TypeVar("T")
 _LENGTHS = ((5, 9), (8, 6))  # tokens of the documents in two sequences
+_SHARED = 12  # tokens of each rank that shares a row
 _WINDOW, _RANGE = 4, 7  # of layers with a window; of positions, before rotary embeddings change
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
 _RANGES = ("original_max_position_embeddings", "max_position_embeddings")
 _SWITCHING = ("longrope", "'su'", "dynamic")  # types of rotary embeddings
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _TOLERANCE = 1e-4  # of the largest logit; float32 differs by 1e-6, documents that mix by 1e-3
+_SECONDS = 60.0  # for which a thread waits for the others
+_CPU = torch.device("cpu")
 
 
 class Found(NamedTuple):
     """The behavior of a decoder."""
 
-    problem: (
-        str  # why our attention does not compute what that of transformers does; empty: it does
-    )
+    # Why our attention does not compute what that of transformers does; empty: it does.
+    problem: str
     isolates: bool  # documents that share a sequence do not see one another
     ignores_padding: bool  # padding after a document does not change it
 
@@ -43,31 +56,33 @@ def with_decoder(config: Config) -> tuple[Config, tuple[str, ...]]:
     Returns it with messages to print.
 
     Raises:
-        UsageError: If the model sees later tokens, or documents would be mixed.
+        UsageError: If the model sees later tokens, documents would be mixed, or ranks cannot share
+            its rows.
     """
     if not config.model.is_foreign:
         return config, ()
-    family = family_of(config.model)
-    found = check_decoder(config.model)
-    notes: tuple[str, ...] = ()
+    found, family = check_decoder(config.model), family_of(config.model)
+    config, notes = replace(config, model=with_attention(config.model)), list[str]()
     if found.problem:
-        notes = (f"model.attention={THEIRS} (auto): {family}: {found.problem}",)
-        config = replace(config, model=with_attention(config.model))
-    if not config.data.holds_documents:
-        return config, notes
-    if not found.ignores_padding:
-        raise UsageError(
-            f"data={config.data.name}: {family}: not supported; padding of a sequence changes its "
-            "documents"
-        )
-    if found.isolates or config.data.packing is False:
-        return config, notes
-    if config.data.packing:
-        raise UsageError(
-            f"data.packing=true: {family} mixes the documents of a sequence; set data.packing=false"
-        )
-    notes += (f"data.packing=false (auto): {family} would mix the documents of a sequence",)
-    return replace(config, data=replace(config.data, packing=False)), notes
+        notes.append(f"model.attention={THEIRS} (auto): {family}: {found.problem}")
+    if config.data.holds_documents:
+        if not found.ignores_padding:
+            raise UsageError(
+                f"data={config.data.name}: {family}: not supported; padding of a sequence changes "
+                "its documents"
+            )
+        if config.data.packing and not found.isolates:
+            raise UsageError(
+                f"data.packing=true: {family} mixes the documents of a sequence; set "
+                "data.packing=false"
+            )
+        if config.data.packing is None and not found.isolates:
+            notes.append(
+                f"data.packing=false (auto): {family} would mix the documents of a sequence"
+            )
+            config = replace(config, data=replace(config.data, packing=False))
+    check_shared_rows(config)
+    return config, tuple(notes)
 
 
 def with_attention(model: ModelConfig) -> ModelConfig:
@@ -88,35 +103,155 @@ def check_decoder(model: ModelConfig) -> Found:
     Raises:
         UsageError: If a token sees later ones, or logits of chunks are not those of the model.
     """
-    return _checked(replace(model, name="", attention=_asked(model)))
+    asked = THEIRS if model.attention == THEIRS else None  # our kernels compute the same
+    return _checked(replace(model, name="", attention=asked))
 
 
-def _asked(model: ModelConfig) -> str | None:
-    """Return the attention that the copy tries first: ours, with any kernel, or theirs."""
-    return THEIRS if model.attention == THEIRS else None
+def check_shared_rows(config: Config) -> None:
+    """Check that ranks can share the rows of the model, if the configuration says so.
+
+    Raises:
+        UsageError: If they cannot.
+    """
+    shared, model = config.train.context_parallel, config.model
+    if shared == 1 or not model.is_foreign:
+        return
+    content = content_of(model)
+    problem = next((f"{n}={content[n]}: expected 0" for n in _DROPOUTS if content.get(n)), "")
+    if not problem and model.router_aux_loss == "model" and content.get("output_router_logits"):
+        problem = (
+            "its auxiliary loss is that of full rows; set model.router_aux_loss to global or none"
+        )
+    factor = next(each for each in range(2, shared + 1) if shared % each == 0)
+    if problem := problem or _shared(model, factor):
+        family = content["model_type"]
+        raise UsageError(
+            f"train.context_parallel={shared}: model=transformers: {family}: {problem}"
+        )
 
 
 @lru_cache(maxsize=8)
 def _checked(model: ModelConfig) -> Found:
-    family = family_of(model)
+    failure = Exception()
+    for each in (_with_short_ranges(model), model):  # sizes of a family may depend on its ranges
+        try:
+            with quiet():
+                return _try(each)
+        except UsageError:
+            raise
+        except Exception as error:  # the code of a family raises what it likes
+            failure = error
+    line = str(failure).partition("\n")[0]
+    raise UsageError(
+        f"model=transformers: {family_of(model)}: not supported; a small copy fails: {line}"
+    ) from failure
+
+
+def _try(model: ModelConfig) -> Found:
+    module: TransformersDecoder = small_copy(model)
+    # Fails for families whose weights transformers cannot draw.
+    copy.deepcopy(module.transformers_model).apply(module.transformers_model._init_weights)
+    module.attention.use(ours=False)
+    tokens = _tokens(module, len(_LENGTHS), sum(_LENGTHS[0]))
+    versions = [param._version for param in module.parameters()]
+    whole = module(tokens)
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % module.get_output_embeddings().out_features
+    if versions != [param._version for param in module.parameters()]:
+        rejection = "not supported; it writes to its parameters in forward"
+    elif _differ(whole[:, :-1], module(changed)[:, :-1]):
+        rejection = "not causal; tokens see later ones"
+    elif _differ(whole, module.full_logits(tokens)):
+        rejection = "not supported; its logits depend on more than the last hidden states"
+    else:
+        alone = [
+            module(tokens[row : row + 1, start:end])
+            for row, lengths in enumerate(_LENGTHS)
+            for start, end in spans(lengths)
+        ]
+        problem = "" if model.attention == THEIRS else _problem(module, tokens, whole)
+        packed = module(tokens, documents=make_documents(_LENGTHS, _CPU)).flatten(0, 1)
+        pairs = zip(packed.split([*chain(*_LENGTHS)]), alone, strict=True)
+        same = [not _differ(one, other[0]) for one, other in pairs]
+        return Found(problem, all(same), all(same[:: len(_LENGTHS[0])]))
+    name = type(module.transformers_model).__name__
+    raise UsageError(f"model=transformers: {name}: {rejection}")
+
+
+def _problem(module: TransformersDecoder, tokens: Tensor, whole: Tensor) -> str:
+    """Let the decoder use our attention, or return why it would not compute the same."""
+    module.attention.use(ours=True)
+    problem = "its attention is another one"
+    try:
+        if not module.attention.is_ours:
+            problem = "its attention is not that of transformers' interface"
+        elif not _differ(module(tokens), whole):
+            return ""
+    except UsageError as error:
+        problem = f"not supported: {error}"
+    except Exception:  # the code of a family raises what it likes
+        problem = "it computes with the masks of transformers"
+    module.attention.use(ours=False)
+    return problem
+
+
+@cache
+def _shared(model: ModelConfig, ranks: int) -> str:
+    """Return why `ranks` ranks cannot share rows of the model; empty: they can."""
+
+    def run(context: ContextParallel) -> Tensor:
+        documents = make_documents(((tokens.shape[1],),), _CPU, context=context, are_rows=True)
+        part = tokens.chunk(ranks, 1)[context.index]
+        with torch.no_grad():  # a setting of the thread
+            logits: Tensor = modules[context.index](part, documents=documents)
+        return logits
+
     try:
         with quiet():
-            try:
-                return _try(with_short_ranges(model))
-            except UsageError:
-                raise
-            except Exception:  # a family whose sizes depend on these
-                return _try(model)
-    except UsageError:
-        raise
-    except Exception as error:  # the code of a family raises what it likes
-        line = str(error).partition("\n")[0]
-        raise UsageError(
-            f"model=transformers: {family}: not supported; a small copy fails: {line}"
-        ) from error
+            module = small_copy(_with_short_ranges(model))
+            tokens = _tokens(module, 1, ranks * _SHARED)
+            whole = module(tokens)
+            modules = [copy.deepcopy(module) for _ in range(ranks)]  # they write to themselves
+            differs = _differ(whole, torch.cat(as_ranks(ranks, run), 1))
+    except UsageError as error:
+        return f"not supported: {error}"
+    except Exception:  # the code of a family raises what it likes
+        return "not supported; its attention is not that of transformers' interface"
+    return "not supported; its layers do more than attend along a row" if differs else ""
 
 
-def with_short_ranges(model: ModelConfig) -> ModelConfig:
+def as_ranks(ranks: int, run: Callable[[ContextParallel], T]) -> list[T]:
+    """Return what `run` returns as each rank; threads exchange tensors in place of processes."""
+    barrier = threading.Barrier(ranks, timeout=_SECONDS)
+    sent: dict[int, Tensor] = {}
+    errors: list[BaseException] = []
+
+    def exchange(index: int, x: Tensor) -> Tensor:
+        sent[index] = x
+        barrier.wait()
+        received = torch.stack([sent[each][index] for each in range(ranks)])
+        barrier.wait()  # before any rank sends again
+        return received
+
+    def as_rank(index: int) -> T:
+        context = ContextParallel(ranks, index, exchange=-1 - index)
+        use_exchange(partial(exchange, index), context.exchange)
+        try:
+            return run(context)
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+            raise errors[0] from None  # not that of a rank that waited for this one
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(as_rank, range(ranks)))
+
+
+def _tokens(module: TransformersDecoder, rows: int, length: int) -> Tensor:
+    return torch.randint(module.get_output_embeddings().out_features, (rows, length))
+
+
+def _with_short_ranges(model: ModelConfig) -> ModelConfig:
     """Return the model with windows, and ranges of positions, that short documents exceed."""
 
     def short(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,61 +264,10 @@ def with_short_ranges(model: ModelConfig) -> ModelConfig:
             for name, each in content.items()
         }  # fmt: skip
 
-    content = short(content_of(model))
-    return replace(model, config_json=canonical(content))
+    return replace(model, config_json=canonical(short(content_of(model))))
 
 
-def _try(model: ModelConfig) -> Found:
-    module = small_copy(model)
-    module.attention.use(ours=False)
-    name = type(module.transformers_model).__name__
-    vocab_size = module.get_output_embeddings().out_features
-    tokens = torch.randint(vocab_size, (len(_LENGTHS), sum(_LENGTHS[0])))
-    versions = [param._version for param in module.parameters()]
-    whole = module(tokens)
-    if versions != [param._version for param in module.parameters()]:
-        raise UsageError(
-            f"model=transformers: {name}: not supported; it writes to its parameters in forward"
-        )
-    changed = tokens.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % vocab_size
-    if differ(whole[:, :-1], module(changed)[:, :-1]):
-        raise UsageError(f"model=transformers: {name}: not causal; tokens see later ones")
-    if differ(whole, module.full_logits(tokens)):
-        raise UsageError(
-            f"model=transformers: {name}: not supported; its logits depend on more than the last "
-            "hidden states"
-        )
-    alone = [
-        module(tokens[row : row + 1, start:end])
-        for row, lengths in enumerate(_LENGTHS)
-        for start, end in spans(lengths)
-    ]
-    problem = "" if model.attention == THEIRS else _problem(module, tokens, whole)
-    documents = make_documents(_LENGTHS, torch.device("cpu"))
-    packed = module(tokens, documents=documents).flatten(0, 1).split(list(chain(*_LENGTHS)))
-    same = [not differ(one, other[0]) for one, other in zip(packed, alone, strict=True)]
-    return Found(problem, all(same), all(same[:: len(_LENGTHS[0])]))
-
-
-def _problem(module: TransformersDecoder, tokens: Tensor, whole: Tensor) -> str:
-    """Let the decoder use our attention, or return why it would not compute the same."""
-    module.attention.use(ours=True)
-    problem = "its attention is another one"
-    try:
-        if not module.attention.is_ours:
-            problem = "its attention is not that of transformers' interface"
-        elif not differ(module(tokens), whole):
-            return ""
-    except UsageError as error:
-        problem = f"not supported: {error}"
-    except Exception:  # the code of a family raises what it likes
-        problem = "it computes with the masks of transformers"
-    module.attention.use(ours=False)
-    return problem
-
-
-def differ(one: Tensor, other: Tensor) -> bool:
+def _differ(one: Tensor, other: Tensor) -> bool:
     """Return whether logits differ by more than rounding, or are not numbers."""
     return not bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
 

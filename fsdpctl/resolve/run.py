@@ -26,7 +26,6 @@ from fsdpctl.models.registry import build_model
 from fsdpctl.resolve.amounts import total_steps, with_length, with_size, with_warmup
 from fsdpctl.resolve.attention import check_attention, notes_on_kernel
 from fsdpctl.resolve.blocks import missing_compiler
-from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.data import (
     DATE,
     checked_data,
@@ -98,7 +97,6 @@ def _open(composed: Composed, where: Place) -> Opened:
     config = _with_alpha(_with_model_path(config))
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
-    check_shared_rows(config)
     data = checked_data(config)
     config = with_batch_size(with_data(with_length(config, data, composed.automatic), data))
     config = with_size(config, data, composed.automatic)

@@ -26,6 +26,11 @@ _COUNT = 3  # candidates that are probed
 _WITHIN = 0.3  # above the fastest prediction: slower candidates are not probed
 _LEAST, _MOST = 8, 200  # steps of a probe, a quarter of them to warm up
 _SECONDS = 3.0  # of a probe, within these numbers of steps
+_IN_TURN: tuple[Callable[[Candidate], object], ...] = (
+    lambda each: (each.selection.activation_checkpointing, each.selection.micro_batch_size),
+    lambda each: each.selection.strategy,
+    id,
+)
 
 
 def worth_probing(ranking: Ranking) -> list[Candidate]:
@@ -39,19 +44,10 @@ def worth_probing(ranking: Ranking) -> list[Candidate]:
     limit = min(each.seconds for each in ranking.ranked) * (1 + _WITHIN)
     near = [each for each in ranking.ranked if each.seconds <= limit]
     picked = near[:1]
-    for differs in (_saving, _strategy, id):
+    for differs in _IN_TURN:
         left = (each for each in near if differs(each) not in map(differs, picked))
         picked += islice(left, _COUNT - len(picked) if differs is id else 1)
     return picked if len(picked) > 1 else []
-
-
-def _saving(candidate: Candidate) -> object:
-    selection = candidate.selection
-    return selection.activation_checkpointing, selection.micro_batch_size
-
-
-def _strategy(candidate: Candidate) -> object:
-    return candidate.selection.strategy
 
 
 def probed(ranking: Ranking, opened: Opened, note: Callable[[str], None]) -> Ranking:

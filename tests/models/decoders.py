@@ -22,7 +22,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.decoder_check import with_decoder
-from fsdpctl.resolve.small_decoder import allocate
+from fsdpctl.resolve.small_copy import allocate
 from fsdpctl.train.assemble import make_model, make_module
 from tests.models.tiny import _OF_ITS_OWN, WORDS, _sizes
 

@@ -19,7 +19,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_plain
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.resolve.small_decoder import allocate
+from fsdpctl.resolve.small_copy import allocate
 from tests.cli.run import environment
 from tests.models.families import VOCABULARY
 

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,15 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdpctl.config.schema import Config
-from fsdpctl.errors import UsageError
 from fsdpctl.models.context import to_heads, to_tokens
 from fsdpctl.models.documents import Lengths, make_documents
 from fsdpctl.plan.context import ContextParallel, context_groups, heads_per_rank, tokens_per_rank
-from fsdpctl.resolve.context_check import as_ranks, check_shared_rows
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.decoder_check import as_ranks
 from tests.matrix import fast
-from tests.models.decoders import compose, save_decoder
 from tests.models.families import FAMILIES, VOCABULARY, save_model
 from tests.models.test_packed import gradients, opened, summed
 
@@ -136,47 +131,3 @@ def test_each_rank_gets_the_keys_of_its_queries(heads, ranks):
 def test_parts_are_multiples_of_64_tokens(length, ranks, each):
     assert tokens_per_rank(length, ranks) == each
     assert context_groups(4, 2) == [range(2), range(2, 4)]
-
-
-def shared(config: Config) -> Config:
-    return replace(config, train=replace(config.train, context_parallel=2))
-
-
-@pytest.mark.parametrize(
-    "family",
-    fast("gpt_oss", "deepseek_v3", slow=["qwen3_moe", "gemma3_text", "cohere2", "glm4", "phi"]),
-)
-def test_families_of_transformers_share_rows(tmp_path, family):
-    save_decoder(family, tmp_path)
-    check_shared_rows(shared(compose(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("family", "said"),
-    [
-        ("mamba2", "its layers do more than attend along a row"),
-        ("bloom", "attention that needs a mask of all pairs of tokens"),
-        ("gpt2", "attn_pdrop=0.1: expected 0"),
-    ],
-)
-def test_families_that_cannot_share_rows_are_rejected(tmp_path, family, said):
-    save_decoder(family, tmp_path)
-    words = ["launch.nproc_per_node=2", "launch.device=cpu", "train.context_parallel=2"]
-    for check in (check_shared_rows, settle):
-        with pytest.raises(UsageError, match=rf"context_parallel=2: model=transformers: .*{said}"):
-            check(compose(tmp_path, *words))
-
-
-def test_rotary_embeddings_that_depend_on_all_positions_are_those_of_full_rows(tmp_path):
-    """A rank has only its own positions."""
-    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
-            "long_factor": [4.0] * 4, "original_max_position_embeddings": 30}  # fmt: skip
-    save_decoder("llama", tmp_path, rope_parameters=long)
-    check_shared_rows(shared(compose(tmp_path, "train.seq_len=31")))
-
-
-def test_a_loss_over_full_rows_is_rejected(tmp_path):
-    save_decoder("qwen3_moe", tmp_path, output_router_logits=True)
-    with pytest.raises(UsageError, match=r"set model.router_aux_loss to global or none"):
-        check_shared_rows(shared(compose(tmp_path)))
-    check_shared_rows(shared(compose(tmp_path, "model.router_aux_loss=global")))

@@ -27,7 +27,7 @@ from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.layout import Span
 from fsdpctl.resolve.attention import check_attention
-from fsdpctl.resolve.decoder_check import check_decoder, with_decoder
+from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.callbacks.sample import Sampling, generate
 from fsdpctl.train.optimizers import make_optimizer
@@ -184,25 +184,6 @@ def test_export_has_the_names_of_the_hub(tmp_path):
 
 
 # ---- checks at the start -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("family", "packs"), [("qwen3_moe", True), ("bart", False)])
-def test_the_start_sees_whether_documents_may_share_a_sequence(family, packs, tmp_path):
-    save_decoder(family, tmp_path)
-    assert check_decoder(compose(tmp_path).model).isolates is packs
-    chats = compose(tmp_path, "data=chat", "data.path=x.jsonl")
-    config, notes = with_decoder(chats)
-    assert config.data.packing is (None if packs else False)
-    assert len(notes) == (not packs)
-    if not packs:
-        with pytest.raises(UsageError, match="data.packing=true: bart mixes"):
-            with_decoder(compose(tmp_path, "data=chat", "data.path=x", "data.packing=true"))
-
-
-def test_a_model_that_sees_later_tokens_is_rejected(tmp_path):
-    save_decoder("electra", tmp_path)
-    with pytest.raises(UsageError, match="not causal; tokens see later ones"):
-        check_decoder(compose(tmp_path).model)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fsdpctl.models.documents import make_documents, spans
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.resolve.small_decoder import allocate
+from fsdpctl.resolve.small_copy import allocate
 from tests.matrix import matrix
 from tests.models.families import FAMILIES, LENGTH, VOCABULARY, save_model
 

@@ -13,9 +13,8 @@ from fsdpctl.models.documents import make_documents, spans
 from fsdpctl.models.sinks import attend_to_sequences
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.blocks import checkpoint_blocks
-from fsdpctl.resolve.decoder_check import check_decoder
 from tests.matrix import fast
-from tests.models.decoders import CPU, compose, save_decoder, tiny_config
+from tests.models.decoders import CPU, tiny_config
 from tests.models.test_packed import gradients, summed
 
 LENGTHS = ((5, 1, 17, 25), (30, 1, 1, 16))  # the last ones are padding
@@ -119,23 +118,6 @@ def test_dropout_of_attention_is_applied_in_training():
         assert not torch.equal(once, again)
         once, again = (module.train(False)(tokens, **about) for _ in range(2))
         assert torch.equal(once, again)
-
-
-@pytest.mark.parametrize(
-    ("family", "problem"),
-    [
-        ("gpt_oss", ""), ("bloom", "not that of transformers' interface"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-            ("git", "masks of transformers"), ("inkling_text", "attention with position_bias"),
-        )),
-    ],
-)  # fmt: skip
-def test_the_start_finds_attention_that_is_another_one(family, problem, tmp_path):
-    save_decoder(family, tmp_path)
-    found = check_decoder(compose(tmp_path).model)
-    assert problem in found.problem
-    assert bool(problem) == bool(found.problem)
-    assert found.ignores_padding
 
 
 def emulated(offsets: Tensor, window: int, scale: float, q: Tensor, k: Tensor) -> Any:

@@ -29,7 +29,7 @@ from fsdpctl.plan.muon import MATRICES, Muon, is_muons, muon_flops
 from fsdpctl.plan.units import lay_out
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.rules import checked
-from fsdpctl.resolve.small_decoder import allocate
+from fsdpctl.resolve.small_copy import allocate
 from fsdpctl.train.assemble import make_model, make_module
 from fsdpctl.train.optimizers import make_optimizer
 from tests.checkpoint.test_any_to_any import held

@@ -19,7 +19,7 @@ from fsdpctl.models.context import to_tokens
 from fsdpctl.models.documents import Documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.train import assemble, loss, small_copy, step
+from fsdpctl.train import assemble, loss, small_run, step
 from fsdpctl.train.callbacks import self_check
 from tests.cli.run import make_text
 from tests.distributed import distributed
@@ -69,7 +69,7 @@ def _divided(*about: Any, plain: Any = loss.summed_loss) -> Any:
 def _divided_everywhere() -> Iterator[None]:
     """The loss is divided in the function itself."""
     with ExitStack() as stack:
-        for module in (loss, step, self_check, small_copy):
+        for module in (loss, step, self_check, small_run):
             stack.enter_context(mock.patch.object(module, "summed_loss", _divided))
         yield
 

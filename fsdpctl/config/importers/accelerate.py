@@ -2,11 +2,11 @@
 
 from fsdpctl.config.importers.parts import (
     UNUSED_OF_FSDP,
+    check_degrees,
     deepspeed_file,
     read_context,
     read_fsdp,
     read_zero,
-    unsupported_degree,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
@@ -52,9 +52,7 @@ def read_accelerate(source: SourceConfig) -> Translation:
 
 def _read_degrees(found: Translation) -> None:
     source, prefix = found.source, "parallelism_config.parallelism_config_"
-    value = source.take(f"{prefix}tp_size")
-    if value and value.text not in ("0", "1"):
-        raise unsupported_degree(source, value, "tensor")
+    check_degrees(source, {"tensor": (f"{prefix}tp_size",)})
     read_context(found, f"{prefix}cp_size", f"{prefix}sp_size")
     keys = (f"{prefix}dp_replicate_size", f"{prefix}dp_shard_size")
     replicate, shard = map(source.positive, keys)
@@ -79,8 +77,8 @@ def _read_sharding(found: Translation) -> SourceConfig | None:
     source = found.source
     kind = source.take("distributed_type")
     name = kind.text.strip().upper() if kind else "NO"
-    cpu = source.take("use_cpu")
-    if (cpu and cpu.is_on) or name == "MULTI_CPU":
+    cpu = source.take_on("use_cpu")
+    if cpu or name == "MULTI_CPU":
         found.map(cpu or kind, "launch.device=cpu")
     if name == "FSDP":
         version = source.text("fsdp_config.fsdp_version", default="1")
@@ -109,7 +107,7 @@ def _read_precision(found: Translation, inner: SourceConfig | None) -> None:
     value = source.take("mixed_precision")
     if value is None and inner is not None:
         for name in ("bf16", "fp16"):
-            if (on := inner.take(f"{name}.enabled")) and on.is_on:
+            if on := inner.take_on(f"{name}.enabled"):
                 value = SourceKey(on.key, name, (name,))
     name = value.text.strip().lower() if value else "no"
     if name not in ("no", "false", "bf16", "fp16", "fp8"):

@@ -4,10 +4,11 @@ import re
 
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.parts import (
+    NO_ADAPTERS,
     TOO_HIGH,
+    check_degrees,
     read_context,
     read_optimizer,
-    unsupported_degree,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import TrainingRows
@@ -47,7 +48,8 @@ def read_automodel(source: SourceConfig) -> Translation:
     recipe = source.take("recipe")
     if recipe and recipe.text.rpartition(".")[2] not in _RECIPES:
         raise source.error(recipe, f"expected {_RECIPES[0]}")
-    _check_degrees(source)
+    kinds = {"tensor": "tp_size", "pipeline": "pp_size", "expert": "ep_size"}
+    check_degrees(source, {what: (f"distributed.{key}",) for what, key in kinds.items()})
     _read_model(found)
     _read_adapters(found)
     _read_lengths(found)
@@ -57,7 +59,7 @@ def read_automodel(source: SourceConfig) -> Translation:
     precision = "precision=bf16" if is_whole else "precision=bf16_true"
     found.map(dtype, precision, "precision.reduce_dtype=float32", default="model.torch_dtype")
     for key in ("fp8.enabled", "fp8"):
-        if (eight := source.take(key)) and not eight.is_off:
+        if eight := source.take_used(key):
             found.exclude(eight, "matrix products are estimated in bf16")
     name = source.take("optimizer._target_")
     kind = name.text.rpartition(".")[2].lower() if name else "adamw"
@@ -65,20 +67,11 @@ def read_automodel(source: SourceConfig) -> Translation:
     read_optimizer(found, SourceKey("optimizer._target_", usual.get(kind, kind), ()), "optimizer")
     loss = source.text("loss_fn._target_")
     found.whole_logits = not re.search("fused|chunk", loss, re.IGNORECASE)
-    compiled = source.take("compile.enabled")
-    if compiled and compiled.is_on:
+    if compiled := source.take_on("compile.enabled"):
         found.map(compiled, "train.compile=true")
     _read_training(found, kind)
     found.sort_rest(_UNUSED)
     return found
-
-
-def _check_degrees(source: SourceConfig) -> None:
-    kinds = {"tensor": "tp_size", "pipeline": "pp_size", "expert": "ep_size"}
-    for what, key in kinds.items():
-        value = source.take(f"distributed.{key}")
-        if value and not value.is_off and value.text.strip() != "1":
-            raise unsupported_degree(source, value, what)
 
 
 def _read_model(found: Translation) -> None:
@@ -98,8 +91,7 @@ def _read_adapters(found: Translation) -> None:
     source = found.source
     rank, alpha = source.take("peft.dim"), source.take("peft.alpha")
     every, targets = source.take("peft.match_all_linear"), source.take("peft.target_modules")
-    dora = source.take("peft.use_dora")
-    if dora and dora.is_on:
+    if dora := source.take_on("peft.use_dora"):
         raise source.error(dora, "DoRA needs more memory than LoRA")
     if rank is None and "peft" not in source:
         return
@@ -111,9 +103,9 @@ def _read_adapters(found: Translation) -> None:
     else:
         found.map(every or targets, "model.lora.targets=all_linear", default="peft.target_modules")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
-        if (value := source.take(f"quantization.{key}")) and value.is_on:
+        if value := source.take_on(f"quantization.{key}"):
             found.map(value, f"model.base_dtype={dtype}")
-    found.own_engine = "the estimates of PyTorch's engines don't support adapters"
+    found.own_engine = NO_ADAPTERS
 
 
 def _pattern(wildcard: str) -> str:
@@ -151,11 +143,10 @@ def _read_sharding(found: Translation) -> None:
         keys = ("distributed.dp_replicate_size", "distributed.dp_size")
         found.degrees = RankDegrees(keys, replicate, -1)
     read_context(found, "distributed.cp_size")
-    value = source.take("distributed.activation_checkpointing")
-    if value and value.is_on:
+    if value := source.take_on("distributed.activation_checkpointing"):
         found.map(value, "activation_checkpointing=full")
-    offload = source.take("distributed.offload_policy._target_", "distributed.cpu_offload")
-    if offload and not offload.is_off:
+    keys = ("distributed.offload_policy._target_", "distributed.cpu_offload")
+    if offload := source.take_used(*keys):
         found.exclude(offload, f"model states are estimated on the device; {TOO_HIGH}")
 
 
@@ -166,8 +157,7 @@ def _read_training(found: Translation, optimizer: str) -> None:
         rows.add(steps, f"train.steps={steps.text}")
     elif epochs:
         rows.add(epochs, f"train.epochs={epochs.text}")
-    betas = rows.value("optimizer.betas")
-    if betas and len(betas.items) == 2:
+    if (betas := rows.value("optimizer.betas")) and len(betas.items) == 2:
         rows.add(betas, f"optimizer.beta1={betas.items[0]}", f"optimizer.beta2={betas.items[1]}")
     decay = rows.value("optimizer.weight_decay")
     if optimizer == "adam" and decay and not _is_zero(decay.text):

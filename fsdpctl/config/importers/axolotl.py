@@ -4,9 +4,11 @@ from fnmatch import fnmatchcase
 
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.parts import (
+    NO_ADAPTERS,
     OF_FSDP,
     TOO_HIGH,
     UNUSED_OF_FSDP,
+    check_degrees,
     deepspeed_file,
     read_activation_offload,
     read_context,
@@ -14,7 +16,6 @@ from fsdpctl.config.importers.parts import (
     read_offload,
     read_optimizer,
     read_zero,
-    unsupported_degree,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import (
@@ -106,14 +107,11 @@ def read_axolotl(source: SourceConfig) -> Translation:
 
 def _check_training(source: SourceConfig) -> None:
     for key, why in _OTHER_TRAININGS.items():
-        if key in source and (value := source.take(key)) and not value.is_off:
-            raise source.error(value, f"{why}")
+        if key in source and (value := source.take_used(key)):
+            raise source.error(value, why)
     if any(each.key.startswith("qat.") for each in source.peek()):
         raise UsageError(f"{source.file}: qat: {_OTHER_TRAININGS['qat']}")
-    for what, keys in _DEGREES.items():
-        value = source.take(*keys)
-        if value and not value.is_off and value.text.strip() != "1":
-            raise unsupported_degree(source, value, what)
+    check_degrees(source, _DEGREES)
 
 
 def _read_model(found: Translation) -> None:
@@ -146,17 +144,14 @@ def _read_precision(found: Translation, *, keeps_masters: bool) -> None:
     source = found.source
     mixed = "precision=bf16" if keeps_masters else "precision=bf16_true"
     loaded = "" if keeps_masters else "the weights are loaded in this dtype"
-    pure, half, narrow = (
-        source.take("bfloat16"),
-        source.take("fp16", "float16"),
-        source.take("bf16"),
-    )
-    if (eight := source.take("fp8")) and not eight.is_off:
+    pure, half = source.take_on("bfloat16"), source.take_on("fp16", "float16")
+    narrow = source.take("bf16")
+    if eight := source.take_used("fp8"):
         found.exclude(eight, "matrix products are estimated in bf16")
         narrow = narrow or eight
-    if pure and pure.is_on:
+    if pure:
         found.map(pure, "precision=bf16_true")
-    elif half and half.is_on:
+    elif half:
         found.map(half, mixed, note=loaded or "same size as fp16")
     elif narrow is None or not narrow.is_off:
         found.map(narrow, mixed, default="bf16", note=loaded)
@@ -195,12 +190,12 @@ def _read_adapters(found: Translation) -> bool:
         raise source.error(adapter, "expected lora or qlora")
     shown = SourceKey("adapter, lora_r", f"{kind}, {rank.text if rank else '(not set)'}", ())
     found.map(shown, f"model.lora.rank={rank.text if rank else 8}")
-    four, eight, gptq = map(source.take, ("load_in_4bit", "load_in_8bit", "gptq"))
-    if kind == "qlora" or (four and four.is_on) or (gptq and gptq.is_on):
-        shown = next((each for each in (four, gptq) if each and each.is_on), adapter)
+    four, eight, gptq = map(source.take_on, ("load_in_4bit", "load_in_8bit", "gptq"))
+    if kind == "qlora" or four or gptq:
+        shown = four or gptq or adapter
         note = "linear layers of blocks take 0.516 bytes per weight"
         found.map(shown, "model.base_dtype=nf4", note=note)
-    elif eight and eight.is_on:
+    elif eight:
         note = "linear layers of blocks take 1.03 bytes per weight"
         found.map(eight, "model.base_dtype=int8", note=note)
     if alpha:
@@ -209,9 +204,9 @@ def _read_adapters(found: Translation) -> bool:
         found.map(targets, f"model.lora.targets=[{','.join(targets.items)}]")
     elif linear or targets:
         found.map(linear or targets, "model.lora.targets=all_linear")
-    if (scaled := source.take("peft_use_rslora")) and scaled.is_on:
+    if scaled := source.take_on("peft_use_rslora"):
         found.map(scaled, "model.lora.rslora=true")
-    found.own_engine = "the estimates of PyTorch's engines don't support adapters"
+    found.own_engine = NO_ADAPTERS
     return True
 
 
@@ -245,19 +240,17 @@ def _read_sharding(found: Translation) -> bool:
 
 def _read_without(found: Translation) -> None:
     for key in _FUSED_LOSSES:
-        if (value := found.source.take(key)) and not value.is_off:
+        if value := found.source.take_used(key):
             found.map(
                 value, note="logits of a few tokens at a time, as with train.loss_chunk_tokens"
             )
             found.whole_logits = False
     for key, why in _SMALLER.items():
-        if (value := found.source.take(key)) and not value.is_off:
+        if value := found.source.take_used(key):
             found.exclude(value, f"{why}; {TOO_HIGH}")
-    tiled = found.source.take("tiled_mlp")
-    if tiled and tiled.is_on:
+    if tiled := found.source.take_on("tiled_mlp"):
         found.map(tiled, "train.mlp_chunk_tokens=auto")
-    compiled = found.source.take("torch_compile")
-    if compiled and not compiled.is_off:
+    if compiled := found.source.take_used("torch_compile"):
         found.exclude(compiled, "estimated without compilation, which usually needs more memory")
     _read_kernels(found)
 
@@ -268,8 +261,8 @@ def _read_kernels(found: Translation) -> None:
     for each in found.source.peek():
         if not any(fnmatchcase(each.key, pattern) for pattern in _KERNELS):
             continue
-        value = found.source.take(each.key)
-        if value and value.is_on and recomputes:
+        value = found.source.take_on(each.key)
+        if value and recomputes:
             found.map(value, note="not counted: only saves tensors of the layer being recomputed")
-        elif value and value.is_on:
+        elif value:
             found.exclude(value, f"third-party kernels; {TOO_HIGH}")

@@ -1,5 +1,6 @@
 """Parts that several tools share: optimizers by transformers' names, FSDP, and DeepSpeed."""
 
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ _SMALLER = (
     "*8bit*", "*4bit*", "*fp8*", "adafactor", "*lion*", "*muon*", "*dion*", "*lomo*", "*galore*",
     "*apollo*", "came*", "rmsprop*", "adagrad", "schedule_free_sgd",
 )  # fmt: skip
+NO_ADAPTERS = "the estimates of PyTorch's engines don't support adapters"
 _ONLY_FP32 = "the estimates of PyTorch's engines only support AdamW with states in fp32"
 _ON_DEVICE = "the estimates of PyTorch's engines only support states on the device"
 _STRATEGIES = {
@@ -54,12 +56,19 @@ def read_context(found: Translation, *keys: str) -> None:
             found.own_engine = "the estimates of PyTorch's engines don't share samples"
 
 
-def unsupported_degree(source: SourceConfig, value: SourceKey, what: str) -> UsageError:
-    """Return the error for an unsupported kind of parallelism, such as `tensor`."""
-    return source.error(
-        value, f"fsdpctl does not support {NOT_SUPPORTED[f'{what}_parallel']}; leave the key out "
-        "estimate the training without it"
-    )  # fmt: skip
+def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) -> None:
+    """Check that kinds of parallelism, such as `tensor`, are not used; each with its keys.
+
+    Raises:
+        UsageError: If the degree of one is not 1.
+    """
+    for what, keys in degrees.items():
+        value = source.take_used(*keys)
+        if value and value.text.strip() != "1":
+            raise source.error(
+                value, f"fsdpctl does not support {NOT_SUPPORTED[f'{what}_parallel']}; leave the "
+                "key out to estimate the training without it"
+            )  # fmt: skip
 
 
 def read_optimizer(found: Translation, value: SourceKey | None, default: str) -> None:
@@ -94,7 +103,6 @@ def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _read_small_states(found: Translation, value: SourceKey, name: str) -> None:
-    """Translate AdamW with states in 8 or 4 bits."""
     if "optimizer.offload" in found.settings:
         found.map(value, "optimizer=adamw", note="in host memory, in fp32")
         return
@@ -210,8 +218,8 @@ def read_zero(found: Translation, source: SourceConfig, section: str, stage_key:
     found.map(SourceKey(f"{section}{stage_key}", str(stage), ()), *ours, note=note)
     for what in ("optimizer", "param"):
         keys = (f"{section}offload_{what}_device", f"{section}offload_{what}.device")
-        offload = source.take(*keys)
-        if offload and not offload.is_off and what == "optimizer":
+        offload = source.take_used(*keys)
+        if offload and what == "optimizer":
             read_offload(found, offload, "gradients, master weights and moments on the host")
-        elif offload and not offload.is_off:
+        elif offload:
             found.exclude(offload, f"parameters are estimated on the device; {TOO_HIGH}")

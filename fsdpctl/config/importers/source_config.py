@@ -71,6 +71,16 @@ class SourceConfig:
         found = [value for key in keys if (value := self._left.pop(key, None)) is not None]
         return next((each for each in found if each.text.strip().lower() not in _UNSET), None)
 
+    def take_on(self, *keys: str) -> SourceKey | None:
+        """Take keys, and return the first one that is set if its value is true."""
+        value = self.take(*keys)
+        return value if value is not None and value.is_on else None
+
+    def take_used(self, *keys: str) -> SourceKey | None:
+        """Take keys, and return the first one that is set unless its value disables it."""
+        value = self.take(*keys)
+        return value if value is not None and not value.is_off else None
+
     def text(self, *keys: str, default: str = "") -> str:
         """Take a key and return its text."""
         value = self.take(*keys)

@@ -4,12 +4,13 @@ import re
 
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.parts import (
+    NO_ADAPTERS,
     OF_FSDP,
     TOO_HIGH,
+    check_degrees,
     read_context,
     read_offload,
     read_optimizer,
-    unsupported_degree,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import TrainingRows
@@ -62,21 +63,17 @@ def read_torchtune(source: SourceConfig) -> Translation:
     dtype = source.take("dtype")
     is_whole = dtype is not None and dtype.text.strip() in ("fp32", "float32")
     found.map(dtype, f"precision={'fp32' if is_whole else 'bf16_true'}", default="dtype")
-    recomputes, leaves = (
-        source.take("enable_activation_checkpointing"),
-        source.take("enable_activation_offloading"),
-    )
-    if recomputes and recomputes.is_on:
+    leaves = source.take_on("enable_activation_offloading")
+    if recomputes := source.take_on("enable_activation_checkpointing"):
         found.map(recomputes, "activation_checkpointing=full")
-        if leaves and leaves.is_on:
+        if leaves:
             found.map(leaves, "activation_checkpointing.offload=true")
-    elif leaves and leaves.is_on:
+    elif leaves:
         found.exclude(leaves, f"activations are estimated on the device; {TOO_HIGH}")
     _read_optimizer(found)
     losses = source.text("loss._component_")
     found.whole_logits = not re.search("chunk|linear", losses, re.IGNORECASE)
-    compiled = source.take("compile")
-    if compiled and compiled.is_on:
+    if compiled := source.take_on("compile"):
         found.map(compiled, "train.compile=true")
     _read_training(found)
     found.sort_rest(_UNUSED)
@@ -94,9 +91,7 @@ def _check_training(source: SourceConfig, component: str) -> None:
         raise UsageError(f"{source.file}: model: {component}: sees images; expected a text model")
     if any(each.key.startswith("quantizer._component_") for each in source.peek()):
         raise UsageError(f"{source.file}: quantizer: quantization-aware training is not supported")
-    parallel = source.take("tensor_parallel_dim")
-    if parallel and parallel.text.strip() not in ("1", "-1"):
-        raise unsupported_degree(source, parallel, "tensor")
+    check_degrees(source, {"tensor": ("tensor_parallel_dim",)})
 
 
 def _read_model(found: Translation) -> None:
@@ -112,9 +107,9 @@ def _read_adapters(found: Translation, component: str) -> None:
     source = found.source
     rank, alpha = source.take("model.lora_rank"), source.take("model.lora_alpha")
     attention = source.take("model.lora_attn_modules")
-    mlp, head = source.take("model.apply_lora_to_mlp"), source.take("model.apply_lora_to_output")
-    packed, dora = source.take("model.quantize_base"), source.take("model.use_dora")
-    if dora and dora.is_on:
+    keys = ("model.apply_lora_to_mlp", "model.apply_lora_to_output", "model.quantize_base")
+    mlp, head, packed = map(source.take_on, keys)
+    if dora := source.take_on("model.use_dora"):
         raise source.error(dora, "DoRA needs more memory than LoRA")
     if rank is None:
         return
@@ -122,13 +117,13 @@ def _read_adapters(found: Translation, component: str) -> None:
     if alpha:
         found.map(alpha, f"model.lora.alpha={alpha.text}")
     layers = [*(attention.items if attention else _ATTENTION)]
-    layers += _MLP if mlp and mlp.is_on else ()
-    layers += ["lm_head"] if head and head.is_on else []
+    layers += _MLP if mlp else ()
+    layers += ["lm_head"] if head else []
     names = ",".join(_NAMES.get(each.strip(), each.strip()) for each in layers)
     found.map(attention or rank, f"model.lora.targets={names}")
-    if ".qlora_" in component or (packed and packed.is_on):
+    if ".qlora_" in component or packed:
         found.map(packed or SourceKey("model._component_", component, ()), "model.base_dtype=nf4")
-    found.own_engine = "the estimates of PyTorch's engines don't support adapters"
+    found.own_engine = NO_ADAPTERS
 
 
 def _read_lengths(found: Translation) -> None:
@@ -136,8 +131,7 @@ def _read_lengths(found: Translation) -> None:
     length = source.take("tokenizer.max_seq_len")
     if length:
         found.map(length, f"train.seq_len={length.text}")
-    packing = source.take("dataset.packed", "packed")
-    if packing and packing.is_on:
+    if packing := source.take_on("dataset.packed", "packed"):
         found.map(packing, "data=chat", "data.packing=true")
     micro, passes = source.positive("batch_size"), source.positive("gradient_accumulation_steps")
     keys = ("batch_size", "gradient_accumulation_steps")
@@ -155,25 +149,20 @@ def _read_sharding(found: Translation) -> None:
     if replicate > 1 or shard:
         found.degrees = RankDegrees(keys, replicate or 1, shard or -1)
     read_context(found, "context_parallel_dim")
-    offload = source.take("fsdp_cpu_offload")
-    if offload and offload.is_on:
+    if offload := source.take_on("fsdp_cpu_offload"):
         read_offload(found, offload, OF_FSDP)
 
 
 def _read_optimizer(found: Translation) -> None:
-    component, fused = (
-        found.source.take("optimizer._component_"),
-        found.source.take("optimizer.fused"),
-    )
+    component = found.source.take("optimizer._component_")
     name = component.text.rpartition(".")[2].lower() if component else "adamw"
-    if name in ("adamw", "adam") and fused and fused.is_on:
+    if name in ("adamw", "adam") and found.source.take_on("optimizer.fused"):
         name = "adamw_torch_fused"
     names = {"pagedadamw8bit": "paged_adamw_8bit", "adamw8bit": "adamw_8bit",
              "pagedadamw": "paged_adamw", "adamw4bit": "adamw_4bit"}  # fmt: skip
     shown = SourceKey("optimizer._component_", names.get(name, name), ())
     read_optimizer(found, shown, "optimizer._component_")
-    backward = found.source.take("optimizer_in_bwd")
-    if backward and backward.is_on:
+    if backward := found.source.take_on("optimizer_in_bwd"):
         found.exclude(backward, f"gradients of all parameters are estimated; {TOO_HIGH}")
 
 
@@ -185,8 +174,7 @@ def _read_training(found: Translation) -> None:
         count = epochs.text if epochs and epochs.text.isdigit() else "1"
         rows.add(steps, f"train.steps={int(steps.text) * int(count)}")
         names.pop("epochs")
-    betas = rows.value("optimizer.betas")
-    if betas and len(betas.items) == 2:
+    if (betas := rows.value("optimizer.betas")) and len(betas.items) == 2:
         rows.add(betas, f"optimizer.beta1={betas.items[0]}", f"optimizer.beta2={betas.items[1]}")
     clip = rows.value("clip_grad_norm")
     rows.add(clip or SourceKey("clip_grad_norm", "null", ()),

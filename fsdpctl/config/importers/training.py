@@ -43,15 +43,9 @@ class TrainingRows:
     """Collects the rows of a translation that only matter for a training."""
 
     def __init__(self, found: Translation) -> None:
-        """Set the translation, which gets the rows."""
         self._found = found
         self._keys = {each.key: each for each in found.source.all_keys()}
-        self._set: set[str] = set()
-
-    @property
-    def settings(self) -> set[str]:
-        """The names of the settings so far."""
-        return self._set
+        self.settings: set[str] = set()  # their names, so far
 
     def value(self, *keys: str) -> SourceKey | None:
         """Return the first of `keys` that is set."""
@@ -67,7 +61,7 @@ class TrainingRows:
             except UsageError as error:
                 self.leave(value, str(error))
                 return
-        self._set |= {setting.partition("=")[0] for setting in settings}
+        self.settings |= {setting.partition("=")[0] for setting in settings}
         self._found.training.append(TranslationRow(value.key, value.text, settings, note))
 
     def leave(self, value: SourceKey, why: str) -> None:
@@ -78,13 +72,13 @@ class TrainingRows:
         """Add the values of keys that have a counterpart with the same meaning."""
         for theirs, ours in names.items():
             value = self.value(theirs)
-            if value is not None and ours not in self._set:
+            if value is not None and ours not in self.settings:
                 self.add(value, f"{ours}={value.text}")
 
     def usual(self, settings: Mapping[str, str]) -> None:
         """Add the tool's defaults for settings that its file leaves out."""
         for name, text in settings.items():
-            if name not in self._set:
+            if name not in self.settings:
                 row = TranslationRow("(not set)", "", (f"{name}={text}",), "the tool's default")
                 self._found.training.append(row)
 
@@ -97,7 +91,7 @@ class TrainingRows:
             self.leave(shown, f"expected one of {expected}; cosine is used")
             return
         option, *others = _SCHEDULES[name]
-        kept = [each for each in others if each.partition("=")[0] not in self._set]
+        kept = [each for each in others if each.partition("=")[0] not in self.settings]
         warmup = () if warms_up and name != "constant" else (_WARMUP,)
         self.add(shown, f"lr_scheduler={option}", *kept, *warmup)
 

@@ -1,7 +1,7 @@
 """Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
 
 from fsdpctl.config.importers.models import map_model
-from fsdpctl.config.importers.parts import deepspeed_file, read_optimizer, read_zero
+from fsdpctl.config.importers.parts import NO_ADAPTERS, deepspeed_file, read_optimizer, read_zero
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import (
     USUAL_OF_TRL,
@@ -38,8 +38,7 @@ def read_trl(source: SourceConfig) -> Translation:
     _read_adapters(found)
     length = source.take("max_length", "max_seq_length")
     found.map(length, f"train.seq_len={length.text if length else 1024}", default="max_length")
-    packing = source.take("packing")
-    if packing and packing.is_on:
+    if packing := source.take_on("packing"):
         found.map(packing, "data=chat", "data.packing=true")
     micro = source.positive("per_device_train_batch_size")
     passes = source.positive("gradient_accumulation_steps")
@@ -64,11 +63,10 @@ def read_trl(source: SourceConfig) -> Translation:
 
 def _read_adapters(found: Translation) -> None:
     source = found.source
-    on, rank, alpha = map(source.take, ("use_peft", "lora_r", "lora_alpha"))
-    targets = source.take("lora_target_modules")
-    if (dora := source.take("use_dora")) and dora.is_on:
+    rank, alpha, targets = map(source.take, ("lora_r", "lora_alpha", "lora_target_modules"))
+    if dora := source.take_on("use_dora"):
         raise source.error(dora, "DoRA needs more memory than LoRA")
-    if on is None or not on.is_on:
+    if (on := source.take_on("use_peft")) is None:
         return
     found.map(rank or on, f"model.lora.rank={rank.text if rank else 16}")
     found.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="lora_alpha")
@@ -78,9 +76,9 @@ def _read_adapters(found: Translation) -> None:
         words = "model.lora.targets=q_proj,v_proj"  # for most families
         found.map(None, words, default="lora_target_modules", note="the default of peft")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
-        if (value := source.take(key)) and value.is_on:
+        if value := source.take_on(key):
             found.map(value, f"model.base_dtype={dtype}")
-    found.own_engine = "the estimates of PyTorch's engines don't support adapters"
+    found.own_engine = NO_ADAPTERS
 
 
 def _precision(source: SourceConfig, narrow: SourceKey | None) -> str:

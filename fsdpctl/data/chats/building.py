@@ -69,7 +69,6 @@ class Building:
     """The tokenized samples of a data set, collected file by file."""
 
     def __init__(self, plan: BuildPlan, tokenizer: FileTokenizer) -> None:
-        """Set the plan and the model's tokenizer."""
         self._plan, self._tokenizer = plan, tokenizer
         self._encoder = Encoder(tokenizer)
         self._parts = {name: _Part() for name in PARTS}
@@ -217,7 +216,6 @@ class Encoder:
     _BATCH = 256
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
-        """Set the model's tokenizer."""
         self._tokenizer = tokenizer
         self._is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
         self._is_control[list(tokenizer.controls.values())] = True

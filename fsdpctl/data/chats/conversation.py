@@ -33,7 +33,6 @@ class Conversation:
     """A chat with a template to render it."""
 
     def __init__(self, renderer: Renderer, chat: Chat, controls: re.Pattern[str] | None) -> None:
-        """Set the template and the pattern of the tokenizer's control tokens, if it has any."""
         self.renderer, self.chat, self.controls = renderer, chat, controls
         self._cache: dict[tuple[int, bool], Rendered] = {}
 

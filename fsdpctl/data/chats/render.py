@@ -182,8 +182,6 @@ class _Dict:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The Jinja environment in which templates are compiled and rendered."""
-
     def __init__(self, today: datetime) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]

@@ -103,7 +103,6 @@ def samples_of(
 
 
 def _arguments(chat: Chat) -> Iterator[object]:
-    """Yield the arguments of all calls."""
     for message in chat.messages:
         for call in message.get("tool_calls") or ():
             yield call.get("function", call).get("arguments")

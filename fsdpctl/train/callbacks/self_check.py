@@ -12,7 +12,6 @@ from fsdpctl.codes import CODES, SCALES
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.config.schema import Config
 from fsdpctl.config.selection import NameFilter
-from fsdpctl.data.batches import MicroBatch
 from fsdpctl.data.documents import IGNORED
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
@@ -23,11 +22,11 @@ from fsdpctl.models.parts import evaluating
 from fsdpctl.models.registry import build_plain
 from fsdpctl.plan.states import SPLIT, is_compressible
 from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.shards import FlatShard
 from fsdpctl.train.callback import Callback
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.requests import RequestFlags
-from fsdpctl.train.small_copy import compare_gradients, has_auxiliary_gradient, unused_units
+from fsdpctl.train.small_run import compare_gradients, has_auxiliary_gradient, unused_units
+from fsdpctl.train.step import TrainingParts
 
 if TYPE_CHECKING:
     from fsdpctl.train.trainer import Trainer
@@ -51,11 +50,14 @@ class SelfCheck(Callback):
         """Measure the gradients of the units."""
         if self._norms or run.step + 1 != self._at:
             return
-        for shard in run.parts.model.flat_shards():
-            if shard.trainable and shard.has_grad:
-                norm = shard.left.norm if shard.left is not None else _norm(shard)
-                known = self._norms.get(shard.unit)
-                self._norms[shard.unit] = norm if known is None else known + norm
+        for shard in filter(lambda each: each.trainable, run.parts.model.flat_shards()):
+            if shard.left is not None:
+                norm = shard.left.norm
+            elif shard.grad is not None:
+                norm = torch.linalg.vector_norm(shard.grad, dtype=torch.float32)
+            else:
+                continue
+            self._norms[shard.unit] = norm + self._norms.get(shard.unit, 0)
 
     def is_due(self, step: int) -> bool:
         """Return whether `step` is the one to check."""
@@ -90,13 +92,16 @@ class SelfCheck(Callback):
 
     def _findings(self, run: "Trainer") -> Iterator[str]:
         """Yield what is wrong, the same on every rank. Collective."""
-        own = [*_dtype_findings(run), *_moment_findings(run), *_frozen_findings(run)]
+        model, config, own = run.parts.model, run.parts.config, list[str]()
+        if isinstance(model, ShardedModel):
+            own = [*_dtype_findings(model, config), *_moment_findings(run.parts)]
+        own += _frozen_findings(run)
         norms = {unit: float(norm) for unit, norm in self._norms.items()}
         tokens = _own_tokens(run)
         everyone = run.ranks.gather_objects((own, norms, tokens))
         for lines, *_ in everyone:
             yield from lines
-        units = {s.unit for s in run.parts.model.flat_shards() if s.trainable}
+        units = {s.unit for s in model.flat_shards() if s.trainable}
         units -= {unit for _, of_rank, _ in everyone for unit in of_rank if of_rank[unit]}
         for unit in sorted(units - unused_units(run.parts, units)):
             yield f"{unit or 'the root'}: no parameter has a gradient"
@@ -104,28 +109,31 @@ class SelfCheck(Callback):
         if self._tokens != counted:
             yield f"loss over {self._tokens} tokens; expected {counted}, the targets of the batch"
         yield from _leaks(run)
-        yield from _small_findings(run, self._sharding)
+        if isinstance(model, ShardedModel):
+            norm, expected = compare_gradients(run.parts, self._sharding)
+            if not abs(norm - expected) <= _NORM[str(config.precision.param_dtype)] * expected:
+                yield (
+                    f"gradient norm {norm:.6g} of a small copy of the model on {run.ranks.size} "
+                    f"ranks; expected {expected:.6g}, that of one process"
+                )
+            if not has_auxiliary_gradient(run.parts):
+                yield "the auxiliary loss of the routers has no gradient"
 
 
-def _dtype_findings(run: "Trainer") -> Iterator[str]:
-    model, precision = run.parts.model, run.parts.config.precision
-    if not isinstance(model, ShardedModel):
-        return
+def _dtype_findings(model: ShardedModel, config: Config) -> Iterator[str]:
     for unit, dtypes in model.dtypes():
         for key, dtype in dtypes.items():
-            expected, found = getattr(precision, key), str(dtype).removeprefix("torch.")
+            expected, found = getattr(config.precision, key), str(dtype).removeprefix("torch.")
             if key == "master_dtype" and expected == SPLIT:
                 expected = "bfloat16"  # of which the rest is kept apart
             if expected is not None and found != expected:
                 yield f"{unit or 'the root'}: {key} is {found}; precision.{key}={expected}"
 
 
-def _moment_findings(run: "Trainer") -> Iterator[str]:
-    config, optimizer = run.parts.config, run.parts.optimizer
-    if not isinstance(run.parts.model, ShardedModel):
-        return
+def _moment_findings(parts: TrainingParts) -> Iterator[str]:
+    config = parts.config
     setting = f"optimizer.state_dtype={config.optimizer.state_dtype or 'auto'}"
-    for stepped, states in optimizer.run_states():
+    for stepped, states in parts.optimizer.run_states():
         pieces = stepped.shard.layout.pieces(stepped.span)
         expected = _moment_dtype(config, any(is_compressible(each.param) for each in pieces))
         for name, values in states.items():
@@ -161,12 +169,6 @@ def _frozen_findings(run: "Trainer") -> Iterator[str]:
             yield f"{name}: is frozen; model.trainable and model.lora train it"
 
 
-def _norm(shard: FlatShard) -> Tensor:
-    assert shard.grad is not None
-    norm: Tensor = torch.linalg.vector_norm(shard.grad, dtype=torch.float32)
-    return norm
-
-
 def _own_tokens(run: "Trainer") -> int:
     """Return the number of this rank's targets in the step."""
     batches = run.parts.train_batches
@@ -191,40 +193,18 @@ def _leaks(run: "Trainer") -> Iterator[str]:
     row = next((row for row, lengths in packed if len(lengths) > 1), None)
     if not any(run.ranks.gather_objects(row is not None)):
         return
-    losses = []
-    for moved in (0, 1):
-        changed = _only_last_document(batch, row, batches.vocab_size, moved)
+    targets, moved = torch.full_like(batch.targets, IGNORED), batch.tokens.clone()
+    if row is not None:  # the loss of its last document, and its other documents with other tokens
+        *before, last = batch.lengths[row]
+        start, stop = batch.own(sum(before)), batch.own(sum(before) + last)
+        targets[row, start:stop] = batch.tokens[row, start:stop]
+        moved[row, :start] = (moved[row, :start] + 1) % batches.vocab_size
+    losses, chunk = [], parts.config.train.loss_chunk_tokens or 0
+    for tokens in (batch.tokens, moved):
+        changed = replace(batch, tokens=tokens, targets=targets)
         with evaluating(parts.model):
-            chunk = parts.config.train.loss_chunk_tokens or 0
             losses.append(float(summed_loss(parts.model, changed, parts.device, chunk)))
     limit = _LEAK[str(parts.config.precision.param_dtype)] * abs(losses[0])
     leaks = row is not None and abs(losses[1] - losses[0]) > limit
     if any(run.ranks.gather_objects(leaks)):
         yield "packed documents see each other; set data.packing=false"
-
-
-def _only_last_document(
-    batch: MicroBatch, row: int | None, vocab_size: int, moved: int
-) -> MicroBatch:
-    """Return the batch with the targets of one document; earlier documents change by `moved`."""
-    targets, tokens = torch.full_like(batch.targets, IGNORED), batch.tokens.clone()
-    if row is not None:
-        lengths = batch.lengths[row]
-        start, stop = batch.own(sum(lengths[:-1])), batch.own(sum(lengths))
-        targets[row, start:stop] = batch.tokens[row, start:stop]
-        tokens[row, :start] = (tokens[row, :start] + moved) % vocab_size
-    return replace(batch, tokens=tokens, targets=targets)
-
-
-def _small_findings(run: "Trainer", sharding: Sharding) -> Iterator[str]:
-    if not isinstance(run.parts.model, ShardedModel):
-        return
-    norm, expected = compare_gradients(run.parts, sharding)
-    limit = _NORM[str(run.parts.config.precision.param_dtype)]
-    if not abs(norm - expected) <= limit * expected:
-        yield (
-            f"gradient norm {norm:.6g} of a small copy of the model on {run.ranks.size} ranks; "
-            f"expected {expected:.6g}, that of one process"
-        )
-    if not has_auxiliary_gradient(run.parts):
-        yield "the auxiliary loss of the routers has no gradient"

@@ -1,0 +1,156 @@
+"""A small copy of a decoder of transformers: one block of each kind, with narrow parts."""
+
+import copy
+import hashlib
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.config.any_decoder import CONFIG_OF, canonical, content_of, read_configuration
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.engine.describe import block_names
+from fsdpctl.errors import UsageError
+from fsdpctl.models.registry import build_plain
+from fsdpctl.models.transformers_build import build_transformers, fill_buffers
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+
+VOCABULARY = 64
+_KINDS = 4  # of blocks, in the copy
+# Widths that matter for the size of the copy, not for what its tokens see.
+_SHRUNK = {
+    "vocab_size": VOCABULARY, "intermediate_size": 64, "moe_intermediate_size": 32, "ffn_dim": 64,
+    "shared_expert_intermediate_size": 32, "ffn_hidden_size": 64, "n_inner": 64,
+    "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16, "n_positions": 512,
+    "max_position_embeddings": 1 << 16,
+}  # fmt: skip
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def small_copy(model: ModelConfig, device: torch.device = torch.device("cpu")) -> Any:
+    """Return a copy with random weights on a device, without dropout.
+
+    Our own decoder has the sizes of `model`.
+
+    Raises:
+        UsageError: If transformers does not tell how a buffer is computed.
+    """
+    module = meta_copy(model)
+    allocate(module)
+    for name, param in module.named_parameters():
+        draw(name, param)
+    return module.train(False).to(device)
+
+
+def meta_copy(model: ModelConfig) -> nn.Module:
+    """Return the same with parameters on the meta device, and buffers on the CPU."""
+    return copy.deepcopy(_made(replace(model, name="")))
+
+
+@lru_cache(maxsize=2)  # building all blocks of a large model takes seconds
+def _made(model: ModelConfig) -> nn.Module:
+    if not model.is_foreign:
+        return build_plain(model)
+    content = content_of(model)
+    told = read_configuration(content, CONFIG_OF).to_dict()  # with what the file leaves out
+    sizes = {name: told.get(name) for name in _SHRUNK}
+    small = {name: min(size, _SHRUNK[name]) for name, size in sizes.items() if type(size) is int}
+    few = {name: None for name in _TOKENS if name in content}
+    shrunk = replace(model, config_json=canonical({**content, **small, **few}))
+    try:
+        module = _cut(shrunk, "meta")
+    except (UsageError, RuntimeError, ValueError):  # a family whose sizes depend on these
+        shrunk, module = model, _cut(model, "meta")
+    _fill_buffers(module, shrunk)
+    return module
+
+
+@torch.no_grad()
+def draw(name: str, whole: Tensor) -> None:
+    """Initialize a parameter by its name: of matrices, the outputs have the size of the inputs."""
+    if whole.ndim <= 1:
+        whole.fill_(0.0 if name.endswith("bias") else 1.0)
+        return
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    std = whole.shape[-1] ** -0.5
+    whole.copy_(torch.empty(whole.shape).normal_(0.0, std, generator=generator))
+
+
+def allocate(module: nn.Module) -> None:
+    """Give zeros to parameters on the meta device; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for each in module.modules():
+        for name, param in each._parameters.items():
+            if param is not None:
+                zeros = torch.zeros_like(param, device="cpu")
+                each._parameters[name] = made.setdefault(id(param), nn.Parameter(zeros))
+
+
+def _cut(model: ModelConfig, device: str) -> TransformersDecoder:
+    """Build the model, and keep the first block of each kind."""
+    with torch.device(device):
+        module = build_transformers(model)
+    names = block_names(module)
+    if not names:
+        return module
+    blocks = module.get_submodule(names[0].rpartition(".")[0])
+    config = module.transformers_model.config
+    count = len(names)
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) != count:
+        return module
+    lists = {
+        key: value
+        for key, value in vars(config).items()
+        if isinstance(value, list) and len(value) == count
+    }
+    kinds: dict[object, int] = {}
+    for number, block in enumerate(blocks):
+        shapes = tuple((name, tuple(each.shape)) for name, each in block.named_parameters())
+        kind = (type(block), shapes, tuple(str(each[number]) for each in lists.values()))
+        kinds.setdefault(kind, number)
+    kept = sorted({*[*kinds.values()][:_KINDS], *range(min(2, count))})
+    for key, value in lists.items():
+        setattr(config, key, [value[number] for number in kept])
+    config.num_hidden_layers = len(kept)
+    remaining = [blocks[number] for number in kept]
+    del blocks[:]
+    blocks.extend(remaining)
+    return module
+
+
+def _fill_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
+    """Fill buffers as a run does, and check that building the module gives the same values.
+
+    Raises:
+        UsageError: If a buffer has other values, and is not read with the weights.
+    """
+    fill_buffers(module)
+    built = _built_buffers(model)
+    read = module.state_dict().keys() if model.is_pretrained else ()
+    for name, buffer in module.named_buffers():
+        is_unknown = bool(buffer.isnan().any())
+        if not torch.equal(buffer, built[name]) and not (is_unknown and name in read):
+            raise UsageError(
+                f"model=transformers: {type(module.transformers_model).__name__}: not supported; "
+                f"transformers does not say how {name} is computed"
+            )
+        buffer.copy_(built[name])
+
+
+def _built_buffers(model: ModelConfig) -> dict[str, Tensor]:
+    """Return the buffers of building the module, whose parameters take no memory."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and not param.is_meta:
+            module._parameters[name] = nn.Parameter(param.to("meta"), param.requires_grad)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
+    try:
+        return dict(_cut(model, "cpu").named_buffers())
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,150 @@
+"""Gradients of a small copy of a run's model: those of its ranks, and of one process."""
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.schema import Config
+from fsdpctl.data.batches import Batches, MicroBatch
+from fsdpctl.data.tokens import TokenStream
+from fsdpctl.engine.build import Sharding, Source
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.shard import shard_from
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.context import tokens_per_rank
+from fsdpctl.resolve.blocks import prepare_blocks
+from fsdpctl.resolve.small_copy import VOCABULARY, draw, meta_copy, small_copy
+from fsdpctl.run.step_metrics import StepClock
+from fsdpctl.train.loss import summed_loss
+from fsdpctl.train.step import TrainingParts, run_passes
+
+_WIDTH, _LENGTH = 64, 16
+_MOST_PASSES = 2
+_ROWS_AT_ONCE = 64
+_AUX_SHARE = 1e-6  # of the router's gradient; equal graphs differ by nothing
+
+
+def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, float]:
+    """Return the gradient norm of a step of ranks, and of one process with the same samples.
+
+    Both are those of a small copy of the model with random weights and tokens, sharded by
+    `sharding`, which is that of the model. Ranks share the samples as in the run. Collective.
+    """
+    config = _small_config(parts.config)
+    assert isinstance(parts.model, ShardedModel)
+    shared = config.train.context_parallel
+    module = meta_copy(config.model)
+    prepare_blocks(module, config)
+    model = shard_from(Source(parts.device, draw), module, sharding, parts.model.mesh)
+    model.train(False)
+    ranks, passes = model.collectives.size, min(config.accumulation.steps or 1, _MOST_PASSES)
+    plan = plan_batches(
+        ranks // shared * passes, ranks, micro_batch_size=1, num_micro_batches=passes,
+        context_parallel=shared,
+    )  # fmt: skip
+    stream = _stream(plan.global_batch_size * config.train.seq_len)
+    batches = Batches(stream.rows(config.train.seq_len), plan, 0, VOCABULARY)
+    small = replace(parts, config=config, model=model, train_batches=batches, val_batches=None)
+    figures = run_passes(small, 0, 0, StepClock(parts.device, model.take_waits)).figures()
+    model.drop_gradients()
+    return figures.grad_norm, _alone(config, stream, parts.device)
+
+
+def has_auxiliary_gradient(parts: TrainingParts) -> bool:
+    """Return whether the auxiliary loss of routers has a gradient, if it is part of the loss."""
+    module = parts.model.module
+    if not isinstance(module, TransformersDecoder) or not module.balances_experts:
+        return True
+    with_it, without = (
+        _gradients(parts, aux) for aux in (parts.config.model.router_aux_loss, "none")
+    )
+    return any(
+        (grad - without[name]).norm() > _AUX_SHARE * without[name].norm()
+        for name, grad in with_it.items()
+    )
+
+
+def unused_units(parts: TrainingParts, units: set[str]) -> set[str]:
+    """Return those of some units whose like has no gradient in the copy, as an image encoder."""
+    if not units or not isinstance(parts.model.module, TransformersDecoder):
+        return set()
+    used: dict[str, bool] = {}  # of the copy's parameters, by name without the numbers of blocks
+    for name, grad in _gradients(parts, "none").items():
+        used[_kind(name)] = used.get(_kind(name), False) or bool(grad.any())
+
+    def is_unused(unit: str) -> bool:
+        found = [each for name, each in used.items() if name.startswith(f"{_kind(unit)}.")]
+        return bool(found) and not any(found)
+
+    return set(filter(is_unused, units))
+
+
+def _kind(name: str) -> str:
+    """Return a name without the numbers of blocks."""
+    return re.sub(r"\.\d+(?=\.|$)", "", name)
+
+
+def _small_config(config: Config, router_aux_loss: str = "none") -> Config:
+    shared, chunk = config.train.context_parallel, config.train.loss_chunk_tokens
+    # Every rank that shares a sample has a part of it, if that is possible.
+    length = min(tokens_per_rank(_LENGTH, shared) * shared, config.train.seq_len)
+    train = replace(
+        config.train, seq_len=length, compile=False, mlp_chunk_tokens=0,
+        loss_chunk_tokens=_LENGTH // 2 if chunk else 0,
+    )  # fmt: skip
+    model = replace(config.model, router_aux_loss=router_aux_loss)
+    model = model if model.is_foreign else _narrow(model, shared)
+    return replace(config, model=model, train=train)
+
+
+def _narrow(model: ModelConfig, context_parallel: int) -> ModelConfig:
+    heads = math.lcm(min(model.num_heads, 4), context_parallel)
+    width = max(_WIDTH // heads // 2 * 2, 2)  # of a head; rotary embeddings turn pairs
+    return replace(
+        model, vocab_size=VOCABULARY, num_layers=2, hidden_size=heads * width, head_dim=width,
+        intermediate_size=_WIDTH, num_heads=heads,
+        num_kv_heads=heads if model.num_kv_heads == model.num_heads else 1,
+        sliding_window=None if model.sliding_window is None else _LENGTH // 2,
+    )  # fmt: skip
+
+
+def _stream(num_tokens: int) -> TokenStream:
+    """Return random tokens, and the one after the last."""
+    drawn = np.random.default_rng(0).integers(VOCABULARY, size=num_tokens + 1, dtype=np.uint16)
+    return TokenStream(drawn, None)
+
+
+def _gradients(parts: TrainingParts, router_aux_loss: str) -> dict[str, Tensor]:
+    """Return the gradients of one sample in one process, in training."""
+    config = _small_config(parts.config, router_aux_loss)
+    module = small_copy(config.model, parts.device).train()
+    tokens = torch.from_numpy(_stream(config.train.seq_len).tokens.astype(np.int64)).unsqueeze(0)
+    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
+    summed_loss(module, batch, parts.device, config.train.loss_chunk_tokens or 0).backward()
+    return {
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in module.named_parameters()
+    }
+
+
+def _alone(config: Config, stream: TokenStream, device: torch.device) -> float:
+    """Return the gradient norm of the mean loss over all targets.
+
+    The loss is torch's, of all logits at once: with the functions of a run, a mistake in these
+    would be on both sides.
+    """
+    module = small_copy(config.model, device)
+    tokens = torch.from_numpy(stream.tokens.astype(np.int64)).to(device)
+    rows = (each.view(-1, config.train.seq_len) for each in (tokens[:-1], tokens[1:]))
+    for some, targets in zip(*(each.split(_ROWS_AT_ONCE) for each in rows), strict=True):
+        logits = module(some).float().flatten(0, 1)
+        F.cross_entropy(logits, targets.flatten(), reduction="sum").backward()
+    gradients = [each.grad for each in module.parameters() if each.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients)) / (len(tokens) - 1)

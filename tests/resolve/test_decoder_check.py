@@ -1,0 +1,72 @@
+"""A small copy tells what a decoder of transformers does, before a run or an estimate."""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import placed_for_estimate
+from fsdpctl.resolve.decoder_check import check_decoder, check_shared_rows, with_decoder
+from tests.matrix import fast
+from tests.models.decoders import compose, save_decoder
+
+NO_INTERFACE = "not that of transformers' interface"
+MASKS, ALONG = "needs a mask of all pairs of tokens", "layers do more than attend along a row"
+# Why our attention is not used, whether documents can share a sequence, why ranks cannot share rows
+DOES = {
+    "qwen3_moe": ("", True, ""), "gpt_oss": ("", True, ""), "deepseek_v3": ("", True, ""),
+    "gpt2": ("", True, "attn_pdrop=0.1: expected 0"), "bloom": (NO_INTERFACE, True, MASKS),
+    "bart": ("", False, MASKS), "mamba2": (NO_INTERFACE, False, ALONG),
+    "gemma3_text": ("", True, ""), "cohere2": ("", True, ""), "glm4": ("", True, ""),
+    "phi": ("", True, ""), "git": ("masks of transformers", True, "dropout_prob=0.1: expected 0"),
+    "inkling_text": ("attention with position_bias", False, "not supported"),
+}  # fmt: skip
+
+
+def shared(config: Config) -> Config:
+    return replace(config, train=replace(config.train, context_parallel=2))
+
+
+@pytest.mark.parametrize("family", fast(*[*DOES][:7], slow=[*DOES][7:]))
+def test_the_start_finds_what_a_decoder_does(family, tmp_path):
+    problem, packs, refusal = DOES[family]
+    save_decoder(family, tmp_path)
+    words = ["data=chat", "data.path=x.jsonl", "launch.nproc_per_node=2", "launch.device=cpu"]
+    config = compose(tmp_path, *words)
+    found = check_decoder(config.model)
+    assert (problem in found.problem, bool(found.problem)) == (True, bool(problem))
+    assert (found.isolates, found.ignores_padding) == (packs, True)
+    changed, notes = with_decoder(config)
+    assert changed.data.packing is (None if packs else False)
+    assert len(notes) == bool(problem) + (not packs)
+    if not packs:
+        with pytest.raises(UsageError, match=f"data.packing=true: {family} mixes"):
+            with_decoder(compose(tmp_path, *words, "data.packing=true"))
+    said = rf"context_parallel=2: model=transformers: .*{refusal}"
+    for check in (check_shared_rows, with_decoder, placed_for_estimate) if refusal else ():
+        with pytest.raises(UsageError, match=said):
+            check(shared(config))
+    if not refusal:
+        check_shared_rows(shared(config))
+
+
+def test_a_model_that_sees_later_tokens_is_rejected(tmp_path):
+    save_decoder("electra", tmp_path)
+    with pytest.raises(UsageError, match="not causal; tokens see later ones"):
+        check_decoder(compose(tmp_path).model)
+
+
+def test_rotary_embeddings_that_depend_on_all_positions_are_those_of_full_rows(tmp_path):
+    """A rank has only its own positions."""
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4, "original_max_position_embeddings": 30}  # fmt: skip
+    save_decoder("llama", tmp_path, rope_parameters=long)
+    check_shared_rows(shared(compose(tmp_path, "train.seq_len=31")))
+
+
+def test_a_loss_over_full_rows_is_rejected(tmp_path):
+    save_decoder("qwen3_moe", tmp_path, output_router_logits=True)
+    with pytest.raises(UsageError, match=r"set model.router_aux_loss to global or none"):
+        check_shared_rows(shared(compose(tmp_path)))
+    check_shared_rows(shared(compose(tmp_path, "model.router_aux_loss=global")))
