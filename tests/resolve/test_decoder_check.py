@@ -6,8 +6,8 @@ import pytest
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.estimator import placed_for_estimate
 from fsdpctl.resolve.decoder_check import check_decoder, check_shared_rows, with_decoder
+from fsdpctl.resolve.settle import settle
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
 
@@ -44,7 +44,7 @@ def test_the_start_finds_what_a_decoder_does(family, tmp_path):
         with pytest.raises(UsageError, match=f"data.packing=true: {family} mixes"):
             with_decoder(compose(tmp_path, *words, "data.packing=true"))
     said = rf"context_parallel=2: model=transformers: .*{refusal}"
-    for check in (check_shared_rows, with_decoder, placed_for_estimate) if refusal else ():
+    for check in (check_shared_rows, with_decoder, settle) if refusal else ():
         with pytest.raises(UsageError, match=said):
             check(shared(config))
     if not refusal:
