@@ -59,7 +59,7 @@ from tests.train.chats import make_chat_model, make_chats
 _LIMIT = 300.0  # seconds of a command
 _IMPORTED = (  # by what runs in forks
     "fsdpctl.cli.app", "fsdpctl.cli.estimate", "fsdpctl.cli.train", "fsdpctl.cli.checkpoint",
-    "fsdpctl.start.begin", "fsdpctl.start.run", "fsdpctl.train.worker", "fsdpctl.tools.evaluate",
+    "fsdpctl.launch.begin", "fsdpctl.launch.run", "fsdpctl.train.worker", "fsdpctl.tools.evaluate",
     "fsdpctl.checkpoint.consolidate", "torch._dynamo",
 )  # fmt: skip
 _SETTINGS = (

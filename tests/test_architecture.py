@@ -23,14 +23,13 @@ LAYERS = [
     {"errors"},
     {"io", "plan"},
     {"config", "predict"},
-    {"codes", "comm", "models", "data"},
-    {"shards"},
+    {"comm", "models", "data"},
     {"engine", "peers", "optim", "checkpoint"},
     {"resolve"},
     {"estimate"},
     {"run"},
-    {"train", "launch"},
-    {"start"},
+    {"train"},
+    {"launch"},
     {"tools"},
     {"cli"},
 ]
@@ -191,7 +190,7 @@ PLANTED = [
     (wrong_directions, {"fsdpctl.plan.layout": "from .units import UnitSpec"}),
     (wrong_directions, {"fsdpctl.comm.base": "def f():\n    import fsdpctl.engine.unit"}),
     (unplaced, {"fsdpctl.utils.misc": ""}),
-    (large_rooms, {"fsdpctl.plan.a": "x = 1\n" * 16, "fsdpctl.shards": "x = 1\n" * 84}),
+    (large_rooms, {"fsdpctl.plan.a": "x = 1\n" * 16, "fsdpctl.comm.shards": "x = 1\n" * 84}),
     (
         cycles,
         {

@@ -9,7 +9,7 @@ from fsdpctl.data.batches import MicroBatch
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.context import ContextParallel, tokens_per_rank
-from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
+from fsdpctl.resolve.chunks import loss_chunk_tokens
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.step import Optimizer
 

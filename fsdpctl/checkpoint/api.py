@@ -16,9 +16,9 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.comm.shards import FlatShard, Sharded, trainable_shards
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import Span
-from fsdpctl.shards import FlatShard, Sharded, trainable_shards
 
 _STEP = "step"
 

@@ -19,8 +19,8 @@ from fsdpctl.checkpoint.tensor_file import (
 )
 from fsdpctl.config.sealed import CHECKSUMS, CHECKSUMS_FORMAT, read_sealed, seal
 from fsdpctl.errors import CheckpointError
-from fsdpctl.io.documents import as_type
 from fsdpctl.io.files import open_regular, plain_name, refusing
+from fsdpctl.io.untrusted import as_type
 
 _ANY = r".*"
 # Others add these to a directory that they publish; no tool reads a model from them.

@@ -51,8 +51,8 @@ from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer_files import TOKENIZER_FILES
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.activity import BYTES, Advance, doing
-from fsdpctl.io.documents import parse_json
 from fsdpctl.io.files import refusing
+from fsdpctl.io.untrusted import parse_json
 from fsdpctl.plan.layout import Span, share_of
 
 

@@ -3,8 +3,8 @@
 from itertools import accumulate
 
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
-from fsdpctl.checkpoint.parts import ComposedTensors, Composition, SourceRange
 from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.views import ComposedTensors, Composition, SourceRange
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import CheckpointError
 from fsdpctl.models.hub_names import stored_names, stored_parts

@@ -19,12 +19,12 @@ from fsdpctl.checkpoint.quantized import quantized_as
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
-from fsdpctl.codes import CODES, SCALES, Moment, moment_names, moment_of
+from fsdpctl.comm.codes import CODES, SCALES, Moment, moment_names, moment_of
 from fsdpctl.comm.rank_status import RANK_STATUS, READING
+from fsdpctl.comm.shards import FlatShard, Sharded, trainable_shards
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import ParamSpec, Piece, Span, round_up
 from fsdpctl.plan.states import BLOCK, TILE, blocks_of
-from fsdpctl.shards import FlatShard, Sharded, trainable_shards
 
 
 class OptimizerRun(Protocol):

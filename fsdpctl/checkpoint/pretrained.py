@@ -21,9 +21,9 @@ from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import BYTES
 from fsdpctl.data.tokenizer_files import has_tokenizer, read_files
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.documents import MIB, read_json
 from fsdpctl.io.files import plain_name
 from fsdpctl.io.run_files import RUN_ASSETS as RUN_ASSETS
+from fsdpctl.io.untrusted import MIB, read_json
 
 _SINGLE = "model.safetensors"
 _MOST_INDEX_BYTES = 64 * MIB

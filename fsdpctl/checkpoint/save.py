@@ -36,10 +36,10 @@ from fsdpctl.checkpoint.tensor_file import (
     write_tensor_file,
 )
 from fsdpctl.checkpoint.tensors import DTYPE_NAMES, Staging, tensor_bytes
+from fsdpctl.comm.shards import Sharded, trainable_shards
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.plan.layout import ParamSpec, Piece, Span
-from fsdpctl.shards import Sharded, trainable_shards
 
 OnBytes = Callable[[int], None]
 

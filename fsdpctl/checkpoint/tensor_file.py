@@ -18,8 +18,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from fsdpctl.errors import CheckpointError
-from fsdpctl.io.documents import parse_json
 from fsdpctl.io.files import open_regular, refusing
+from fsdpctl.io.untrusted import parse_json
 
 ITEMSIZES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2,

@@ -78,7 +78,7 @@ def _found(config: "Config", where: "Place") -> "Report":
     launch, place = where
     if place is None:
         return _found_by_workers(config, where, asked)
-    from fsdpctl.start.run import joined_ranks
+    from fsdpctl.launch.run import joined_ranks
 
     launch, store = joined_ranks(config, where, place)
     return check(str(launch.device), asked, store, note if place.rank == 0 else lambda line: None)

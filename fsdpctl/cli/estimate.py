@@ -75,7 +75,7 @@ def estimate_memory(
     composed = others.composed if others else composed_from(asked, quiet=as_json)
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.search import estimates_of
-    from fsdpctl.start.begin import describe_ranking
+    from fsdpctl.launch.begin import describe_ranking
 
     estimator = Estimator()
     found = estimates_of(estimator, composed, every=all_strategies)
@@ -168,7 +168,7 @@ def _show_one(estimator: "Estimator", found: "RunEstimate", fits: list["Fit"]) -
     nothing_fits = fits[0].estimate is None if fits else found.verdict != "fits"
     if nothing_fits:
         from fsdpctl.estimate.advice import advice
-        from fsdpctl.start.fit import change_lines
+        from fsdpctl.launch.check_fit import change_lines
 
         changes = advice(estimator, found.plan)
         for line in change_lines(changes):

@@ -21,9 +21,9 @@ from fsdpctl.io.activity import Talk, is_first
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed, First
     from fsdpctl.config.schema import Config
+    from fsdpctl.launch.begin import Decision
     from fsdpctl.resolve.run import Opened
     from fsdpctl.run.directory import Look
-    from fsdpctl.start.begin import Decision
 
 
 @configured
@@ -85,11 +85,11 @@ def _composed(
 
 def _begin(resume: str, config: "Config", recipe: str | None) -> None:
     """Check what needs no torch, whose import takes seconds, and print what follows."""
-    from fsdpctl.start.paths import check_paths
+    from fsdpctl.launch.paths import check_paths
 
     check_paths(config, recipe, resume)
     if config.launch.nnodes > 1:
-        from fsdpctl.start.run import silence_torch_of_lost_peers
+        from fsdpctl.launch.run import silence_torch_of_lost_peers
 
         silence_torch_of_lost_peers()  # before anything imports torch
     if is_first() and not config.launch.node_rank:
@@ -97,7 +97,7 @@ def _begin(resume: str, config: "Config", recipe: str | None) -> None:
 
 
 def _train(composed: "Composed", settings: list[str], resume: str) -> None:
-    from fsdpctl.start.run import run
+    from fsdpctl.launch.run import run
 
     try:
         found = run(composed, settings, resume, Talk(say, note))
@@ -114,9 +114,9 @@ def _print_config(composed: "Composed", resume: str) -> None:
 
     config = composed.config
     if left_open(config):
+        from fsdpctl.launch.begin import decide_on_cluster
         from fsdpctl.resolve.machine import LOCAL
         from fsdpctl.resolve.settle import settle
-        from fsdpctl.start.begin import decide_on_cluster
 
         if config.cluster.name != LOCAL:
             decision = decide_on_cluster(composed, note)
@@ -134,10 +134,10 @@ def _print_config(composed: "Composed", resume: str) -> None:
 def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]":
     """Open a run without the launcher's variables: it may be shown where no launcher runs."""
     from fsdpctl.config.auto import left_open
+    from fsdpctl.launch.begin import decide, decide_on_cluster
     from fsdpctl.resolve.machine import LOCAL
     from fsdpctl.resolve.run import open_run
     from fsdpctl.run.directory import look
-    from fsdpctl.start.begin import decide, decide_on_cluster
 
     config = composed.config
     opened = open_run(composed, (config.launch, None))
@@ -150,9 +150,9 @@ def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]
 def _dry_run(composed: "Composed", resume: str) -> None:
     opened, seen, decision = _opened(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
+    from fsdpctl.launch.check_fit import check_fits
+    from fsdpctl.launch.run_lines import describe_run, describe_units
     from fsdpctl.resolve.settle import settle
-    from fsdpctl.start.describe import describe_run, describe_units
-    from fsdpctl.start.fit import check_fits
 
     plan = settle(seen.config, decision.selection)
     estimator = Estimator()

@@ -20,7 +20,7 @@ from fsdpctl.config.hugging_face import (
 )
 from fsdpctl.config.model import OWN, TRANSFORMERS, ModelConfig
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.io.documents import parse_json
+from fsdpctl.io.untrusted import parse_json
 
 CONFIG_OF = "model.config_json"  # in messages about one that was read before
 # About the file rather than the model, or set by fsdpctl. Names of kernels are left out, as private

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import MIB, read_json
+from fsdpctl.io.untrusted import MIB, read_json
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"

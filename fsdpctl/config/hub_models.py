@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.io.documents import read_json
+from fsdpctl.io.untrusted import read_json
 
 TABLE = Path(__file__).parent / "hub_models.json"
 

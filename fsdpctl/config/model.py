@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from fsdpctl.config.keys import key
-from fsdpctl.plan.attention import KERNELS, THEIRS
+from fsdpctl.plan.attention_kernels import KERNELS, THEIRS
 
 MOST_TOKENS = 1 << 24  # of a vocabulary; 64 times the largest published
 MOST_LAYERS, MOST_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published

@@ -13,10 +13,10 @@ from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.config.serialize import known_key
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.documents import as_type, read_json
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import CHECKPOINTS as CHECKPOINTS
 from fsdpctl.io.run_files import RUN_CONFIG as RUN_CONFIG
+from fsdpctl.io.untrusted import as_type, read_json
 
 # Settings of a model that its weights determine.
 SHAPE_KEYS = tuple(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import as_type, read_json
+from fsdpctl.io.untrusted import as_type, read_json
 
 DOWN, UP = "lora_A", "lora_B"  # the layers of an adapter, B(A(x))
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

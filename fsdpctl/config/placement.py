@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdpctl.config.keys import key
-from fsdpctl.plan.attention import ARCHITECTURES
+from fsdpctl.plan.attention_kernels import ARCHITECTURES
 
 _MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times the largest clusters
 

@@ -10,8 +10,8 @@ import fsdpctl
 from fsdpctl.config.importers.source_config import NO_TOML, SourceConfig, tool_of
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError, first_of, nearest
-from fsdpctl.io.documents import MIB, read_yaml
 from fsdpctl.io.files import nearest_path, read_text_file
+from fsdpctl.io.untrusted import MIB, read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MOST_SETTINGS = 10_000  # aliases turn few lines into many

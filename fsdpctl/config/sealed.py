@@ -8,8 +8,8 @@ from typing import Any
 import xxhash
 
 from fsdpctl.errors import CheckpointError
-from fsdpctl.io.documents import MIB, check_version, parse_json
 from fsdpctl.io.files import read_text_file
+from fsdpctl.io.untrusted import MIB, check_version, parse_json
 
 MANIFEST, FORMAT = "manifest.json", "fsdpctl-checkpoint"
 CHECKSUMS, CHECKSUMS_FORMAT = "fsdpctl_checksums.json", "fsdpctl-checksums"  # of an export

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdpctl.data.documents import IGNORED
 from fsdpctl.data.order import Indices, samples_at
+from fsdpctl.data.packing import IGNORED
 from fsdpctl.data.tokens import Rows
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import BatchPlan

@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import MIB, read_json
+from fsdpctl.io.untrusted import MIB, read_json
 
 _HEADER = "header.json"
 _VERSION = 2

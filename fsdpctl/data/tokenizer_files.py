@@ -18,8 +18,8 @@ from typing import Any
 from tokenizers import Tokenizer as JsonTokenizer
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.documents import MIB, parse_json
 from fsdpctl.io.files import plain_name, read_regular
+from fsdpctl.io.untrusted import MIB, parse_json
 
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 TEMPLATE_FILE, TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"

@@ -13,12 +13,12 @@ import xxhash
 from msgspec import Meta
 
 from fsdpctl.config.model import MOST_TOKENS
-from fsdpctl.data.documents import DocumentSet, PackedRows, Sample
+from fsdpctl.data.packing import DocumentSet, PackedRows, Sample
 from fsdpctl.data.tokenizer import Tokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.documents import MIB, as_type, check_version, read_json
 from fsdpctl.io.files import open_regular, replace, replacing
+from fsdpctl.io.untrusted import MIB, as_type, check_version, read_json
 
 _FORMAT, _VERSION = "fsdpctl-tokens", 1
 _CHUNK = 1 << 22  # tokens

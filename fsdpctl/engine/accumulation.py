@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
+from fsdpctl.comm.shards import scale_gradients, trainable_shards
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import EngineError, nearest
-from fsdpctl.shards import scale_gradients, trainable_shards
 
 _REDUCE = ("every", "last")
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.base import Gathering, Handle
 from fsdpctl.comm.collectives import Mesh
+from fsdpctl.comm.shards import FlatShard
 from fsdpctl.engine.parameters import arrived_gradient
 from fsdpctl.plan.layout import FlatLayout, Span
-from fsdpctl.shards import FlatShard
 
 
 @dataclass(frozen=True, slots=True)

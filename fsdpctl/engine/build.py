@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.codes import split
+from fsdpctl.comm.codes import split
 from fsdpctl.comm.collectives import Mesh
+from fsdpctl.comm.shards import FlatShard
 from fsdpctl.engine.buffer import Resting, UnitBuffer
 from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.describe import replace_meta_parameters
@@ -26,7 +27,6 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Offload, slots_of
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import Division, UnitSpec
-from fsdpctl.shards import FlatShard
 
 
 @dataclass(frozen=True, slots=True)

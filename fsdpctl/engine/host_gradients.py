@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.host import Copier, HostWorker
+from fsdpctl.comm.shards import LeftGradient, gradient_norms
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.sizes import HOST_BUFFERS
-from fsdpctl.shards import LeftGradient, gradient_norms
 
 
 class Ring:

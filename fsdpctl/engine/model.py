@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import Mesh
+from fsdpctl.comm.shards import FlatShard, persistent_buffers, trainable_shards
 from fsdpctl.engine import guards, state
 from fsdpctl.engine.grad_presence import GradPresence, check_replicas
 from fsdpctl.engine.ledger import Ledger
@@ -18,7 +19,6 @@ from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import bytes_outside_slots
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.strategy import Strategy
-from fsdpctl.shards import FlatShard, persistent_buffers, trainable_shards
 
 # torch's message for a write to an expanded tensor.
 _WRITTEN_AT_REST = "more than one element of the written-to tensor"

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.host import Copier, HostWorker, Job, T
+from fsdpctl.comm.shards import HostScalars, HostUpdate, LeftGradient
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.host_gradients import HostGradients, Ring
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.layout import Span
-from fsdpctl.shards import HostScalars, HostUpdate, LeftGradient
 
 
 @dataclass(slots=True)

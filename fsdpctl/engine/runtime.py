@@ -13,6 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fsdpctl.comm.collectives import Mesh
+from fsdpctl.comm.shards import HostScalars, HostUpdate
 from fsdpctl.engine.agreement import agree_on_forwards
 from fsdpctl.engine.calls import Call, Calls, Forward, OutermostBackward, in_backward
 from fsdpctl.engine.gatherer import Gatherer, ParamSync
@@ -24,7 +25,6 @@ from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import EventKind, Prefetch
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder, all_following
-from fsdpctl.shards import HostScalars, HostUpdate
 
 
 class Runtime:

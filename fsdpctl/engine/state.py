@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.base import Gathering
 from fsdpctl.comm.collectives import Mesh
+from fsdpctl.comm.shards import FlatShard, persistent_buffers
 from fsdpctl.engine.describe import all_named_parameters
 from fsdpctl.engine.parameters import lend, unmark_sharded
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import State
 from fsdpctl.errors import EngineError, nearest
-from fsdpctl.shards import FlatShard, persistent_buffers
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
 from fsdpctl.resolve.amounts import with_enough_samples
-from fsdpctl.resolve.attention import kernel_of
+from fsdpctl.resolve.attention_kernel import kernel_of
 from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.resolve.machine import placed_on_cluster, with_batch_size, world_size
 from fsdpctl.resolve.preflight import check_trained

@@ -12,7 +12,7 @@ from fsdpctl.config.placement import ClusterConfig, known_gpu
 from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
+from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
 from fsdpctl.predict.hardware import SHARED_CORES, DataSheet, HostSheet, RingNetwork
 from fsdpctl.predict.profile import (
     MeasuredDevice,
@@ -21,7 +21,7 @@ from fsdpctl.predict.profile import (
     Profile,
     read_profile,
 )
-from fsdpctl.resolve.attention import kernel_of
+from fsdpctl.resolve.attention_kernel import kernel_of
 from fsdpctl.resolve.machine import LOCAL
 from fsdpctl.resolve.settle import RunPlan
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdpctl.models.kernels import assuming
-from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH3, FLASH4, MATH
+from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH3, FLASH4, MATH
 
 _aten = torch.ops.aten
 _GROUPED = _aten._grouped_mm.default

@@ -11,9 +11,9 @@ from fsdpctl.estimate.estimator import Estimator, on_cluster
 from fsdpctl.estimate.hardware import at_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
-from fsdpctl.io.documents import read_json
 from fsdpctl.io.files import replace
 from fsdpctl.io.run_files import ESTIMATE as ESTIMATE
+from fsdpctl.io.untrusted import read_json
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.settle import RunPlan
 

@@ -12,16 +12,16 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
-from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.quantized import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.rope import rotation
+from fsdpctl.models.row_documents import assumed_documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.plan.attention import THEIRS
+from fsdpctl.plan.attention_kernels import THEIRS
 from fsdpctl.plan.context import ContextParallel
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import TRACED_OF_A_ROW, Pass, Program, UnitRow
-from fsdpctl.resolve.attention import kernel_of
+from fsdpctl.resolve.attention_kernel import kernel_of
 from fsdpctl.resolve.blocks import checkpoint_blocks, chunk_feed_forward
 
 _PLAIN = (bool, int, float, str, type(None))

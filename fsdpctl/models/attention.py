@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsdpctl.models.context import repeated, to_heads, to_tokens
-from fsdpctl.models.documents import Documents
 from fsdpctl.models.kernels import computed_dtype, device_type, must_repeat, takes_sequences
+from fsdpctl.models.row_documents import Documents
 from fsdpctl.models.sinks import attend_on_cpu, attend_to_sequences
 from fsdpctl.plan.context import ContextParallel
 

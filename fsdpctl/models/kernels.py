@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4, MATH, THEIRS
+from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4, MATH, THEIRS
 
 _TWO_BYTES = (torch.bfloat16, torch.float16)
 _WIDEST = 256  # heads that flash and cuDNN kernels support

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.attention import AttentionMask, layer_masks
 from fsdpctl.models.cache import Cache, LayerCache, attend_cached, layer_arguments
-from fsdpctl.models.documents import Documents
-from fsdpctl.models.parts import CausalDecoder, activation_of, embedding
+from fsdpctl.models.layers import CausalDecoder, activation_of, embedding
 from fsdpctl.models.rope import rotate, rotation
+from fsdpctl.models.row_documents import Documents
 
 
 class RMSNorm(nn.Module):

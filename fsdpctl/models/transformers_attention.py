@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from fsdpctl.errors import UsageError
 from fsdpctl.models.attention import AttentionMask, Scores, attend, attention_mask
-from fsdpctl.models.documents import Documents, make_documents, send
 from fsdpctl.models.kernels import computed_dtype, device_type
+from fsdpctl.models.row_documents import Documents, make_documents, send
 
 _NAME = "fsdpctl"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in the files of families that use it

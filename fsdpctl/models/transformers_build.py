@@ -15,7 +15,7 @@ from fsdpctl.config.hugging_face import ACTIVATIONS
 from fsdpctl.config.model import TRANSFORMERS, ModelConfig
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.plan.attention import THEIRS
+from fsdpctl.plan.attention_kernels import THEIRS
 
 
 def build_transformers(config: ModelConfig) -> TransformersDecoder:

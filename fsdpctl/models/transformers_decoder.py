@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.errors import UsageError
 from fsdpctl.models.cache import Cache
-from fsdpctl.models.documents import Documents
 from fsdpctl.models.experts import Counts, aux_loss_factor, global_balance
+from fsdpctl.models.row_documents import Documents
 from fsdpctl.models.transformers_attention import TransformersAttention
 
 _BACKBONES = ("model", "transformer", "backbone")  # where base_model_prefix is not an attribute
@@ -44,7 +44,7 @@ class OwnHead(nn.Linear):
         chunk_tokens: int | None = None,
         outputs: Any = None,
     ) -> Tensor:
-        """Return logits, or the cross entropy summed over targets; see `fsdpctl.models.parts.Head`.
+        """Return logits, or the cross entropy summed over targets; see `models.layers.Head`.
 
         Args:
             hidden: Last hidden states, (batch, length, width).
@@ -204,7 +204,7 @@ class TransformersDecoder(nn.Module):
     ) -> Tensor:
         """Return logits of shape (batch, length, vocab_size), or a summed loss.
 
-        See `fsdpctl.models.parts.CausalDecoder`. In training, the auxiliary loss of routers is
+        See `fsdpctl.models.layers.CausalDecoder`. In training, the auxiliary loss of routers is
         added once per target, so that the mean over targets is the loss of transformers.
         """
         settings: dict[str, Any] = {}

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as _adamw
 
-from fsdpctl.codes import new_moment
-from fsdpctl.errors import UsageError
-from fsdpctl.optim.sharded import ShardedSteps, SteppedRun
-from fsdpctl.optim.tiles import TiledStep
-from fsdpctl.plan.layout import Span
-from fsdpctl.plan.states import STATE_DTYPES
-from fsdpctl.shards import (
+from fsdpctl.comm.codes import new_moment
+from fsdpctl.comm.shards import (
     FlatShard,
     HostScalars,
     HostSteps,
@@ -23,6 +18,11 @@ from fsdpctl.shards import (
     require_sharded,
     trainable_shards,
 )
+from fsdpctl.errors import UsageError
+from fsdpctl.optim.sharded import ShardedSteps, SteppedRun
+from fsdpctl.optim.tiles import TiledStep
+from fsdpctl.plan.layout import Span
+from fsdpctl.plan.states import STATE_DTYPES
 
 _CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 # Elements that are stepped at a time in host memory: with moments and gradient 8 MiB, as many as

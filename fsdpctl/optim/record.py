@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.base import AsyncHostCopy
-from fsdpctl.shards import (
+from fsdpctl.comm.shards import (
     Sharded,
     gradient_norms,
     require_sharded,

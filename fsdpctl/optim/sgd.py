@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdpctl.comm.shards import Sharded
 from fsdpctl.optim.sharded import ShardedSteps, SteppedRun
-from fsdpctl.shards import Sharded
 
 
 class ShardedSGD(ShardedSteps, torch.optim.SGD):

@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.codes import SCALES
-from fsdpctl.errors import EngineError, UsageError, nearest
-from fsdpctl.plan.layout import ParamSpec, Span, decay_group, optimizer_runs
-from fsdpctl.plan.states import BLOCK, is_compressible, run_group
-from fsdpctl.shards import (
+from fsdpctl.comm.codes import SCALES
+from fsdpctl.comm.shards import (
     FlatShard,
     HostScalars,
     HostSteps,
@@ -19,6 +16,9 @@ from fsdpctl.shards import (
     require_sharded,
     trainable_shards,
 )
+from fsdpctl.errors import EngineError, UsageError, nearest
+from fsdpctl.plan.layout import ParamSpec, Span, decay_group, optimizer_runs
+from fsdpctl.plan.states import BLOCK, is_compressible, run_group
 
 
 @dataclass(frozen=True, slots=True)

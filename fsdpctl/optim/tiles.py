@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpctl.codes import Moment, moment_of, put, split, widen
+from fsdpctl.comm.codes import Moment, moment_of, put, split, widen
+from fsdpctl.comm.shards import FlatShard
 from fsdpctl.optim.sharded import SteppedRun
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.states import NUM_TILES, TILE
-from fsdpctl.shards import FlatShard
 
 Scalar = (
     Any  # a number on the CPU; on other devices a scalar tensor, which the host never waits for

@@ -12,6 +12,7 @@ from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import Mesh, collectives_for
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.comm.replica_check import as_integers, compare_replicas
+from fsdpctl.comm.shards import FlatShard, persistent_buffers
 from fsdpctl.comm.waits import Seconds
 from fsdpctl.errors import EngineError
 from fsdpctl.models.roles import describe_parameters
@@ -20,7 +21,6 @@ from fsdpctl.peers.replicated import Replicated
 from fsdpctl.peers.setup import Draw, Local, PeerSetup, Values
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, Placement, Role, Span
 from fsdpctl.plan.strategy import FSDP2
-from fsdpctl.shards import FlatShard, persistent_buffers
 
 
 class PeerModel(nn.Module):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fsdpctl.plan.attention import FLASH
+from fsdpctl.plan.attention_kernels import FLASH
 from fsdpctl.predict.compute import Work, WorkKind
 from fsdpctl.predict.simulator import Transfer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import read_json
+from fsdpctl.io.untrusted import read_json
 from fsdpctl.predict.compute import Work, WorkKind
 from fsdpctl.predict.hardware import NET, NODE, SHARED_CORES, CollectiveKind, Group, HostQueue
 from fsdpctl.predict.simulator import Transfer

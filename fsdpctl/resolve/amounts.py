@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from fsdpctl.config.schema import SIZES, Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.documents import DocumentSet
+from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches

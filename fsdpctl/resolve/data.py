@@ -12,8 +12,8 @@ from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words
 from fsdpctl.data.chats.files import absolute_paths
-from fsdpctl.data.documents import PackedRows
 from fsdpctl.data.open import open_data
+from fsdpctl.data.packing import PackedRows
 from fsdpctl.data.tokens import DataSet, check_tokens
 from fsdpctl.errors import UsageError
 

@@ -22,9 +22,9 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.models.context import use_exchange
-from fsdpctl.models.documents import make_documents, spans
+from fsdpctl.models.row_documents import make_documents, spans
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.plan.attention import THEIRS
+from fsdpctl.plan.attention_kernels import THEIRS
 from fsdpctl.plan.context import ContextParallel
 from fsdpctl.resolve.small_copy import small_copy
 

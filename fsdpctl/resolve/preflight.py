@@ -1,4 +1,4 @@
-"""Checks of a run beside its settings: packages, the command after a save, its parameters."""
+"""Checks of a run that are not of its settings: packages, the command after a save, parameters."""
 
 import shlex
 import shutil

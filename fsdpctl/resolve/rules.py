@@ -1,4 +1,4 @@
-"""What settings require of one another: a row per rule, for every command.
+"""The rules of settings that depend on one another: a row each, for every command.
 
 Each row has its message, in which `{section.key}` is a value, and the condition of the mistake. A
 setting that is still `auto` breaks no rule.
@@ -22,7 +22,7 @@ from fsdpctl.plan.strategy import (
     effective_strategy,
     get_strategy,
 )
-from fsdpctl.resolve.attention import check_attention
+from fsdpctl.resolve.attention_kernel import check_attention
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 
 

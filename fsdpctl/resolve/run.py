@@ -24,7 +24,7 @@ from fsdpctl.io.activity import doing
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import build_model
 from fsdpctl.resolve.amounts import total_steps, with_length, with_size, with_warmup
-from fsdpctl.resolve.attention import check_attention, notes_on_kernel
+from fsdpctl.resolve.attention_kernel import check_attention, notes_on_kernel
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.data import (
     DATE,

@@ -6,8 +6,8 @@ from fsdpctl.config.auto import MICRO_BATCH, Selection, filled, left_open
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.resolve.chunks import loss_chunk_tokens, mlp_chunk_tokens
 from fsdpctl.resolve.decoder_check import check_shared_rows
-from fsdpctl.resolve.loss_chunks import loss_chunk_tokens, mlp_chunk_tokens
 from fsdpctl.resolve.machine import sample_groups, world_size
 from fsdpctl.resolve.rules import checked
 

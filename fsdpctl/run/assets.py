@@ -19,8 +19,8 @@ from fsdpctl.data.tokenizer_files import (
 )
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import parse_json
 from fsdpctl.io.files import replace
+from fsdpctl.io.untrusted import parse_json
 
 # Sections of config.json that can be those of the text model; see transformers' get_text_config.
 _OF_TEXT = ("text_config", "decoder", "generator", "llm_config", "language_config")

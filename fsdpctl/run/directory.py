@@ -33,7 +33,7 @@ from fsdpctl.io.run_files import HEARTBEAT, LOCK, OVERRIDES, RUNS, check_is_no_f
 from fsdpctl.io.run_files import LOG as LOG
 from fsdpctl.io.run_files import LOGS as LOGS
 from fsdpctl.io.run_files import METRICS as METRICS
-from fsdpctl.resolve.attention import with_run_kernel
+from fsdpctl.resolve.attention_kernel import with_run_kernel
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.run.assets import write_assets
 from fsdpctl.run.metrics import was_validated

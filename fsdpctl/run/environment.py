@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpctl import __version__
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import MIB, read_json
 from fsdpctl.io.files import read_text_file, replace
 from fsdpctl.io.run_files import ENVIRONMENT, OVERRIDES
+from fsdpctl.io.untrusted import MIB, read_json
 
 if TYPE_CHECKING:
     import torch

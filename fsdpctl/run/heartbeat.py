@@ -20,9 +20,9 @@ from msgspec import Meta
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io import files
-from fsdpctl.io.documents import Count, read_json
 from fsdpctl.io.files import leads_to, open_own, refusing
 from fsdpctl.io.run_files import HEARTBEAT, LOCK
+from fsdpctl.io.untrusted import Count, read_json
 
 INTERVAL = 5.0  # seconds
 RUNNING, ENDED, STOPPED, FAILED = "running", "ended", "stopped", "failed"

@@ -16,8 +16,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.documents import Count
 from fsdpctl.io.files import leads_to, open_own, open_regular, refusing, replace
+from fsdpctl.io.untrusted import Count
 
 _MAX_LINE = 1 << 20  # bytes
 _TAIL_BYTES = 1 << 16  # enough for the last lines

@@ -19,7 +19,7 @@ from fsdpctl.estimate.observed_work import work_of
 from fsdpctl.models.attention import attend
 from fsdpctl.models.kernels import using
 from fsdpctl.models.registry import build_model
-from fsdpctl.plan.attention import OF_TORCH
+from fsdpctl.plan.attention_kernels import OF_TORCH
 from fsdpctl.predict.compute import Work, WorkKind
 from fsdpctl.predict.profile import MeasuredPoint, Observed
 

@@ -16,9 +16,9 @@ from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import KEYS
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import MIB
 from fsdpctl.io.files import last_line
 from fsdpctl.io.run_files import LOGS, METRICS, check_own
+from fsdpctl.io.untrusted import MIB
 from fsdpctl.run.environment import read_starts
 from fsdpctl.run.heartbeat import FAILED, RUNNING, STOPPED, HeartbeatRecord, read_heartbeat
 from fsdpctl.run.metrics import MetricsLine, read_metrics

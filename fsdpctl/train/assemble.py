@@ -46,9 +46,9 @@ from fsdpctl.train.callbacks.reporting import Checks, Heartbeat, RunReporter
 from fsdpctl.train.callbacks.sample import SampleText
 from fsdpctl.train.callbacks.self_check import SelfCheck
 from fsdpctl.train.callbacks.validation import Validation
-from fsdpctl.train.context import share_samples
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.optimizers import make_optimizer
+from fsdpctl.train.shared_samples import share_samples
 from fsdpctl.train.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
 from fsdpctl.train.trainer import Trainer
 

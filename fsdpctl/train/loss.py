@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.data.batches import Batches, MicroBatch
-from fsdpctl.data.documents import IGNORED
+from fsdpctl.data.packing import IGNORED
 from fsdpctl.data.tokens import DataSet
-from fsdpctl.models.documents import Documents, make_documents, send
-from fsdpctl.models.parts import Decoder, evaluating
+from fsdpctl.models.layers import Decoder, evaluating
+from fsdpctl.models.row_documents import Documents, make_documents, send
 
 
 def summed_loss(

@@ -19,11 +19,11 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Ranking
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.search import choose
+from fsdpctl.launch.begin import describe_ranking
+from fsdpctl.launch.probe import probed, worth_probing
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import Opened, open_run
 from fsdpctl.resolve.settle import settle
-from fsdpctl.start.begin import describe_ranking
-from fsdpctl.start.probe import probed, worth_probing
 from tests.cli.run import TINY, command, environment, fsdpctl, invoke, make_text
 
 OPEN = [

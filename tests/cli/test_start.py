@@ -13,10 +13,10 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate import estimator
 from fsdpctl.io.activity import Talk
+from fsdpctl.launch import restarts
+from fsdpctl.launch.begin import Begun, begin
 from fsdpctl.launch.outcome import Outcome
 from fsdpctl.run.directory import read_config
-from fsdpctl.start import restarts
-from fsdpctl.start.begin import Begun, begin
 from tests.cli.run import make_text
 
 SMALL = [
@@ -125,7 +125,7 @@ def test_a_run_in_use_is_rejected_before_anything_is_selected(
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
     begun = begin(compose_config(words), words, "auto", QUIET)
     assert begun is not None
-    monkeypatch.setattr("fsdpctl.start.begin.decide", None)
+    monkeypatch.setattr("fsdpctl.launch.begin.decide", None)
     with pytest.raises(UsageError, match="in use by a running launcher"):
         begin(compose_config(words), words, "auto", QUIET)
     assert (tmp_path / "run" / "config.yaml").is_file()

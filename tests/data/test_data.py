@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.documents import IGNORED
 from fsdpctl.data.files import Text, hold_out, read_text, standard_library
 from fsdpctl.data.open import open_data
 from fsdpctl.data.order import permute, samples_at
+from fsdpctl.data.packing import IGNORED
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
 from fsdpctl.data.tokens import DataSet, TokenStream, open_token_file, write_token_file
 from fsdpctl.errors import UsageError

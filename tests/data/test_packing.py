@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.documents import IGNORED, DocumentSet, Packing
 from fsdpctl.data.order import pack
+from fsdpctl.data.packing import IGNORED, DocumentSet, Packing
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches

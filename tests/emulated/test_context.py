@@ -12,8 +12,8 @@ from fsdpctl.data.batches import MicroBatch
 from fsdpctl.plan.context import ContextParallel
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.train.assemble import make_model
-from fsdpctl.train.context import share_samples
 from fsdpctl.train.loss import summed_loss
+from fsdpctl.train.shared_samples import share_samples
 from tests.cli.run import TINY
 from tests.distributed import distributed
 from tests.matrix import fast

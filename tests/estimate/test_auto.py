@@ -22,11 +22,11 @@ from fsdpctl.estimate.candidates import Axes, Ranking, SearchPoint
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.hardware import at_speed, cluster_of_device, with_speed
 from fsdpctl.estimate.search import KEPT, choose
+from fsdpctl.launch.begin import describe_ranking
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import open_run
 from fsdpctl.resolve.settle import settle
-from fsdpctl.start.begin import describe_ranking
 from tests.matrix import fast
 
 OPEN = [

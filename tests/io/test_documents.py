@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.documents import MOST_DEEP, parse_json, read_json, read_yaml
+from fsdpctl.io.untrusted import MOST_DEEP, parse_json, read_json, read_yaml
 
 BOMB = "a: &a {x: 1}\n" + "".join(f"b{n}: {{p: *a, q: *a}}\n" for n in range(64))
 

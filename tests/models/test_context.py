@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.models.context import to_heads, to_tokens
-from fsdpctl.models.documents import Lengths, make_documents
+from fsdpctl.models.row_documents import Lengths, make_documents
 from fsdpctl.plan.context import ContextParallel, context_groups, heads_per_rank, tokens_per_rank
 from fsdpctl.resolve.decoder_check import as_ranks
 from tests.matrix import fast

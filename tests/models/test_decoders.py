@@ -26,7 +26,7 @@ from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.layout import Span
-from fsdpctl.resolve.attention import check_attention
+from fsdpctl.resolve.attention_kernel import check_attention
 from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.callbacks.sample import Sampling, generate

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.trace import trace
-from fsdpctl.models.documents import make_documents
 from fsdpctl.models.experts import global_balance
 from fsdpctl.models.registry import build_model, count_active
+from fsdpctl.models.row_documents import make_documents
 from fsdpctl.optim.sgd import ShardedSGD
 from tests.distributed import distributed
 from tests.engine.test_parity import largest_difference

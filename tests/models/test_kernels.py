@@ -15,9 +15,9 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.operators import cuda_workspace, operators_of
 from fsdpctl.models.attention import attend, attend_all, attention_mask, import_kernels
-from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.kernels import assuming, must_repeat, using
 from fsdpctl.models.registry import build_model
+from fsdpctl.models.row_documents import assumed_documents
 from fsdpctl.train.callbacks.sample import Sampling, generate
 
 LAYERS, LENGTH, WINDOW = 3, 64, 16

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from fsdpctl.config.compose import compose_config
 from fsdpctl.models import attention
 from fsdpctl.models.attention import attend, attention_mask
-from fsdpctl.models.documents import make_documents, spans
 from fsdpctl.models.registry import build_model
+from fsdpctl.models.row_documents import make_documents, spans
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.small_copy import allocate

@@ -19,7 +19,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import UsageError
-from fsdpctl.models.parts import CausalDecoder
+from fsdpctl.models.layers import CausalDecoder
 from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder

@@ -11,7 +11,7 @@ from fsdpctl.checkpoint.manifest import REMAINDER, Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.codes import moment_of, new_moment
+from fsdpctl.comm.codes import moment_of, new_moment
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision

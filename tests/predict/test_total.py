@@ -33,8 +33,8 @@ from fsdpctl.predict.training_plan import host_states_bytes, states_bytes
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.settle import settle
 from fsdpctl.train.assemble import make_model
-from fsdpctl.train.context import share_samples
 from fsdpctl.train.optimizers import make_optimizer
+from fsdpctl.train.shared_samples import share_samples
 from tests.distributed import distributed
 from tests.engine.nccl import nccl_path
 from tests.matrix import WHOLE, fast

@@ -10,7 +10,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.search import estimates_of
-from fsdpctl.plan.attention import KERNELS
+from fsdpctl.plan.attention_kernels import KERNELS
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT, STATE_DTYPES

@@ -8,7 +8,7 @@ import torch
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.resolve.loss_chunks import mlp_chunk_tokens
+from fsdpctl.resolve.chunks import mlp_chunk_tokens
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.settle import settle
 from fsdpctl.train.assemble import make_module

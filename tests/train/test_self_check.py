@@ -16,7 +16,7 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.models import attention
 from fsdpctl.models.context import to_tokens
-from fsdpctl.models.documents import Documents
+from fsdpctl.models.row_documents import Documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.train import assemble, loss, small_run, step

@@ -1,6 +1,6 @@
 """Translation of the YAML file of `accelerate config`: the ranks, and how they shard."""
 
-from fsdpctl.config.importers.parts import (
+from fsdpctl.config.importers.shared import (
     UNUSED_OF_FSDP,
     check_degrees,
     deepspeed_file,

@@ -3,7 +3,7 @@
 import re
 
 from fsdpctl.config.importers.models import map_model
-from fsdpctl.config.importers.parts import (
+from fsdpctl.config.importers.shared import (
     NO_ADAPTERS,
     TOO_HIGH,
     check_degrees,

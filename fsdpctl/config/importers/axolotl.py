@@ -3,7 +3,7 @@
 from fnmatch import fnmatchcase
 
 from fsdpctl.config.importers.models import map_model
-from fsdpctl.config.importers.parts import (
+from fsdpctl.config.importers.shared import (
     NO_ADAPTERS,
     OF_FSDP,
     TOO_HIGH,

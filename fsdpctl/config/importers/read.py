@@ -11,7 +11,7 @@ from fsdpctl.config.importers.translation import Translation
 from fsdpctl.config.importers.trl import read_trl
 from fsdpctl.config.schema import GROUPS, SECTIONS
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import read_yaml
+from fsdpctl.io.untrusted import read_yaml
 
 _READERS = {
     "axolotl": read_axolotl, "accelerate": read_accelerate, "TRL": read_trl,

@@ -1,7 +1,7 @@
 """Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
 
 from fsdpctl.config.importers.models import map_model
-from fsdpctl.config.importers.parts import NO_ADAPTERS, deepspeed_file, read_optimizer, read_zero
+from fsdpctl.config.importers.shared import NO_ADAPTERS, deepspeed_file, read_optimizer, read_zero
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import (
     USUAL_OF_TRL,

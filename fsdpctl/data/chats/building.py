@@ -16,7 +16,7 @@ from fsdpctl.data.chats.formats import Chat, ChatLine, Plain
 from fsdpctl.data.chats.rows import lines_of
 from fsdpctl.data.chats.samples import ChatSample
 from fsdpctl.data.chats.workers import TemplateSetup, Workers, workers
-from fsdpctl.data.documents import Flags
+from fsdpctl.data.packing import Flags
 from fsdpctl.data.tokenizer import Encoded, FileTokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import CONVERSATIONS, Advance, doing

@@ -11,7 +11,7 @@ from fsdpctl.data.chats.formats import Chat
 from fsdpctl.data.chats.messages import ASSISTANT, REASONING
 from fsdpctl.data.chats.render import Rendered, Renderer
 from fsdpctl.data.chats.values import Message
-from fsdpctl.io.documents import parse_json
+from fsdpctl.io.untrusted import parse_json
 
 # No two share their first or last character. Whatever a template writes next to the content
 # therefore differs from the first or last character of at least one of two fillers.

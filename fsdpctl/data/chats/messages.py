@@ -15,7 +15,7 @@ from fsdpctl.data.chats.values import (
     expect_text,
 )
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.io.documents import parse_json
+from fsdpctl.io.untrusted import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 ASSISTANT = "assistant"

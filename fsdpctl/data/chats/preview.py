@@ -10,7 +10,7 @@ from fsdpctl.data.chats.open import setup_of
 from fsdpctl.data.chats.template import open_template
 from fsdpctl.data.chats.values import Message
 from fsdpctl.data.chats.workers import workers
-from fsdpctl.data.documents import DocumentSet
+from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer
 
 _TRAINED = "bold green"

@@ -18,8 +18,8 @@ from fsdpctl.data.chats.formats import ChatLine, detect_format, parse_row
 from fsdpctl.data.chats.tables import objects_of_table, open_zstd
 from fsdpctl.data.chats.values import shown
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import MIB, parse_json
 from fsdpctl.io.files import open_regular
+from fsdpctl.io.untrusted import MIB, parse_json
 
 MOST_ROW = 8 * MIB  # bytes; about two million tokens
 _PIECE = 1 << 16  # bytes of an array that are read at a time

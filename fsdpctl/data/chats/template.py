@@ -15,8 +15,8 @@ from fsdpctl.data.tokenizer_files import (
     TOKENIZER_CONFIG,
 )
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import MIB, parse_json
 from fsdpctl.io.files import read_text_file
+from fsdpctl.io.untrusted import MIB, parse_json
 
 _DEFAULT, _TOOLS = "default", "tool_use"
 _MOST_BYTES = MIB  # fifty times the longest published template

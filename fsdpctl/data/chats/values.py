@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.msgpack import Ext
 
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import parse_json
+from fsdpctl.io.untrusted import parse_json
 
 Message = dict[str, Any]
 _TYPES: dict[type, str] = {

@@ -23,13 +23,13 @@ from fsdpctl.estimate.run_plan import estimate_run, sent_in_step
 from fsdpctl.estimate.search import choose
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
+from fsdpctl.launch.probe import short_run
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 from fsdpctl.resolve.run import Opened, open_run
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.metrics import read_metrics
-from fsdpctl.start.probe import short_run
 from fsdpctl.tools.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Round, Row
 from fsdpctl.tools.compare.simulate import largest_models, with_memory
 from fsdpctl.tools.compare.vary import Variant

@@ -12,7 +12,7 @@ from fsdpctl.data.tokenizer import Tokenizer
 from fsdpctl.io.activity import doing
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.kernels import without_cudnn
-from fsdpctl.models.parts import Decoder, evaluating
+from fsdpctl.models.layers import Decoder, evaluating
 from fsdpctl.train.callback import Callback
 
 if TYPE_CHECKING:

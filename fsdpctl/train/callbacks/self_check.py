@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fsdpctl.codes import CODES, SCALES
+from fsdpctl.comm.codes import CODES, SCALES
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.config.schema import Config
 from fsdpctl.config.selection import NameFilter
-from fsdpctl.data.documents import IGNORED
+from fsdpctl.data.packing import IGNORED
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.io.activity import doing
+from fsdpctl.models.layers import evaluating
 from fsdpctl.models.lora import TRAINABLE
-from fsdpctl.models.parts import evaluating
 from fsdpctl.models.registry import build_plain
 from fsdpctl.plan.states import SPLIT, is_compressible
 from fsdpctl.run.step_metrics import StepMetrics

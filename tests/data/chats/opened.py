@@ -5,7 +5,7 @@ from typing import Any
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.chats.open import ChatSet, open_chats
-from fsdpctl.data.documents import DocumentSet
+from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer
 from tests.data.chats.families import write_lines, write_tokenizer
 

@@ -11,8 +11,8 @@ from fsdpctl.data.chats import building
 from fsdpctl.data.chats.files import is_held_out, repeats
 from fsdpctl.data.chats.open import open_chats
 from fsdpctl.data.chats.preview import histogram, preview
-from fsdpctl.data.documents import DocumentSet
 from fsdpctl.data.open import open_data
+from fsdpctl.data.packing import DocumentSet
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import say, write_lines, write_tokenizer
 from tests.data.chats.opened import opened, trained_texts

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
     from fsdpctl.config.placement import LaunchConfig
     from fsdpctl.config.schema import Config
+    from fsdpctl.launch.begin import Begun
     from fsdpctl.launch.handshake import Handshake, Plan
     from fsdpctl.launch.outcome import Outcome
-    from fsdpctl.start.begin import Begun
 
     Begin = Callable[[], Begun | None]  # begins the run; None: it is finished
 
@@ -43,7 +43,7 @@ def run(
     alone = place is None and launch.nnodes == 1
 
     def begun() -> "Begun | None":
-        from fsdpctl.start.begin import begin
+        from fsdpctl.launch.begin import begin
 
         return begin(composed, settings, resume, talk, where, probes=alone)
 
@@ -55,7 +55,7 @@ def run(
     found = begun()
     if found is None:
         return None
-    from fsdpctl.start.restarts import train_with_restarts
+    from fsdpctl.launch.restarts import train_with_restarts
 
     return train_with_restarts(found, talk.say), found.run_dir
 
@@ -67,8 +67,8 @@ def _as_node(
     config: "Config", where: Place, begin: "Begin", talk: Talk
 ) -> "tuple[Outcome, Path] | None":
     from fsdpctl.launch.nodes import Nodes
+    from fsdpctl.launch.restarts import follow_restarts, train_with_restarts
     from fsdpctl.resolve.machine import placed_here
-    from fsdpctl.start.restarts import follow_restarts, train_with_restarts
 
     launch = placed_here(config, where).launch
     talk.say(f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}")

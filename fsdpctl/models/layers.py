@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.cache import Cache
-from fsdpctl.models.documents import Documents
+from fsdpctl.models.row_documents import Documents
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

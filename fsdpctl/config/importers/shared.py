@@ -9,7 +9,7 @@ from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.translation import Translation
 from fsdpctl.config.synonyms import NOT_SUPPORTED
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import read_json
+from fsdpctl.io.untrusted import read_json
 
 TOO_HIGH = "the estimate is too high"
 OF_FSDP = "gathers from the device, FSDP from the host: sharded parameters take more memory here"

@@ -9,7 +9,7 @@ import torch
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.attention import (
+from fsdpctl.plan.attention_kernels import (
     CUDNN,
     EFFICIENT,
     KERNELS,

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.codes import split, widen
+from fsdpctl.comm.codes import split, widen
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Piece, Span

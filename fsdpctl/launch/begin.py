@@ -15,6 +15,8 @@ from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.saved import write_estimate
 from fsdpctl.estimate.search import choose
 from fsdpctl.io.activity import Talk
+from fsdpctl.launch.check_fit import check_fits
+from fsdpctl.launch.run_lines import describe_run
 from fsdpctl.resolve.launchers import Place
 from fsdpctl.resolve.machine import LOCAL, placed_on_cluster, world_size
 from fsdpctl.resolve.run import Opened, open_run
@@ -23,8 +25,6 @@ from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
 from fsdpctl.run.heartbeat import RunLock, claimed
 from fsdpctl.run.progress import format_bytes
-from fsdpctl.start.describe import describe_run
-from fsdpctl.start.fit import check_fits
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ def _decided(
     note("selecting the fastest configuration that fits")
     ranking = choose(Estimator(), placed)
     if probes_of is not None and placed.auto.probe and placed.cluster.name == LOCAL:
-        from fsdpctl.start.probe import probed  # imports the trainer
+        from fsdpctl.launch.probe import probed  # imports the trainer
 
         ranking = probed(ranking, probes_of, note)
     return Decision(ranking.best.selection, tuple(describe_ranking(ranking)))

@@ -1,1 +1,0 @@
-"""From the settings of a run to ranks that train."""
