@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import signal
+import time
 from collections.abc import Iterator
 from unittest import mock
 
@@ -25,6 +26,7 @@ from fsdpctl.data.files import standard_library  # noqa: E402
 from tests import ledger  # noqa: E402
 from tests.data.chats import forked  # noqa: E402
 
+_BEGAN = time.monotonic()
 _start = workers._start
 settings.register_profile("fsdpctl", derandomize=True, deadline=None)
 settings.load_profile("fsdpctl")
@@ -54,6 +56,12 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--minutes", type=float, help="run the tests longest unseen, for so long")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes and time.monotonic() - _BEGAN > minutes * 60:
+        pytest.skip("the time is used")  # the tests took longer than the ledger says
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -52,9 +53,13 @@ def write(ledger: Ledger, path: Path = LEDGER) -> None:
 
 
 def longest_unseen(tests: Sequence[str], ledger: Ledger, seconds: float) -> set[str]:
-    """Return those that passed longest ago, as many as take `seconds` together."""
+    """Return those that passed longest ago, as many as take `seconds` together.
+
+    Those of one day are mixed, the same ones for the same ledger.
+    """
     drawn: set[str] = set()
-    for test in sorted(tests, key=lambda each: ledger.get(each, _UNSEEN)[0]):
+    by_day = sorted(tests, key=lambda each: (ledger.get(each, _UNSEEN)[0], crc32(each.encode())))
+    for test in by_day:
         seconds -= ledger.get(test, _UNSEEN)[1]
         if seconds < 0:
             break
