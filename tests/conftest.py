@@ -69,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ledger.Recorder())
 
 
+@pytest.hookimpl(trylast=True)  # of those that -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if minutes := config.getoption("--minutes"):
         tests = [each.nodeid for each in items]
