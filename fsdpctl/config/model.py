@@ -154,7 +154,7 @@ class ModelConfig:
 
     trainable: str | None = key(
         None,
-        "trained parameters: a list of dotted parts of their names such as norm,lm_head, or a "
+        "trained parameters: a list of parts of their names such as norm,lm_head, or a "
         "regular expression that is searched in the names",
         optional=True,
         is_names=True,

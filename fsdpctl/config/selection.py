@@ -75,8 +75,10 @@ class NameFilter:
     def _finds(self, part: str, name: str) -> bool:
         if self.names is None:
             return _compiled(self.key, self.text, part).search(name) is not None
-        whole = f".{name}" if self.ends else f".{name}."  # layers.1 does not match layers.10
-        return whole.endswith(f".{part}") if self.ends else f".{part}." in whole
+        if self.ends:
+            return f".{name}".endswith(f".{part}")
+        whole = r"(?<!\d)" * part[0].isdigit() + re.escape(part) + r"(?!\d)" * part[-1].isdigit()
+        return re.search(whole, name) is not None  # layers.1 does not match layers.10
 
 
 def _listed(key: str, text: str) -> tuple[str, ...] | None:
