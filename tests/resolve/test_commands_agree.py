@@ -38,6 +38,8 @@ VALUES: dict[str, tuple[object, ...]] = {
     "accumulation": ("every", "last"),
     "accumulation.steps": (1, 2, 3, 99),
     "train.micro_batch_size": ("auto", 1, 2, 99),
+    "train.global_batch_size": ("auto", 1, 7),
+    "train.global_batch_tokens": (10, 4096),
     "train.compile": ("true",),
     "train.deterministic": ("true",),
     "train.context_parallel": (2, 3, 4),
@@ -45,6 +47,8 @@ VALUES: dict[str, tuple[object, ...]] = {
     "train.loss_chunk_tokens": (0, 7),
     "train.mlp_chunk_tokens": (0, 7),
     "model.attention": tuple(KERNELS),
+    "model.architecture": ("qwen3", "gpt2"),
+    "model.sliding_window": (8,),
     "model.lora.rank": (2,),
     "model.trainable": ("norm", "nothing"),
     "model.base_dtype": ("nf4",),
@@ -63,6 +67,8 @@ NAMED = [
     ["engine=ddp", "strategy=no_shard", "activation_checkpointing.offload=true"],
     ["engine=fsdp2", "model.lora.rank=2"],
     ["optimizer=sgd"],
+    ["train.global_batch_size=1"],
+    ["train.micro_batch_size=7"],
 ]
 
 
