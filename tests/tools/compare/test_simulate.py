@@ -51,7 +51,7 @@ def test_missing_host_memory_is_in_the_status_of_a_variant():
     assert lacks.status.endswith("GiB of host memory needed, 6.00 GiB available")
 
 
-def test_notes_are_about_short_steps_of_gpus_and_small_batches():
+def test_short_steps_of_gpus_have_a_note_and_too_few_samples_are_refused():
     found = simulated("80")
     (note,) = found.notes
     assert note.startswith("The host limits steps of GPUs below 100 ms")
@@ -59,4 +59,6 @@ def test_notes_are_about_short_steps_of_gpus_and_small_batches():
     long = [*WORDS[1:4], "train.global_batch_size=1", "model=llama3_8b", "cluster=h200"]
     others = SimulatedComparison(variants(long, None, None, steps=20))
     others.run()
-    assert others.notes == ["train.global_batch_size=1: a sample per rank is assumed, 2 in a step"]
+    assert others.notes == []
+    refused = "=1: expected at least 2, one sample per rank"
+    assert all(row.status.endswith(refused) for row in others.rows)
