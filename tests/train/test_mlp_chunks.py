@@ -58,7 +58,8 @@ def test_other_layers_have_no_chunks(tmp_path, family):
 def test_chunks_need_less_memory_and_are_few():
     words = ["model=llama3_8b", "model.num_layers=2", "cluster=h100", "launch.nproc_per_node=8",
              "train.seq_len=1048576", "model.max_seq_len=1048576", "train.context_parallel=8",
-             "train.global_batch_size=1", "model.vocab_size=512", "activation_checkpointing=full"]  # fmt: skip
+             "train.global_batch_size=1", "model.vocab_size=512",
+             "activation_checkpointing=full"]  # fmt: skip
     config = placed_on_cluster(compose_config([*words, f"{CHUNKS}=auto"]).config)
     assert mlp_chunk_tokens(config, 1) == 12544  # as much memory as 131,072 hidden states
     assert mlp_chunk_tokens(replace(config, train=replace(config.train, seq_len=8192)), 1) == 0
