@@ -18,7 +18,7 @@ from fsdpctl.cli.estimate_text import (
 )
 from fsdpctl.cli.from_others import asked_from, show_translation
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 from fsdpctl.predict.memory_recorder import without_gc
 
 if TYPE_CHECKING:
@@ -145,8 +145,12 @@ def _show_all(estimates: list["RunEstimate"], fits: list["Fit"]) -> None:
         say(line)
     show_table(strategies_table(estimates))
     shown = {each.config.strategy.name for each in estimates}
-    if missing := [name for name in STRATEGIES if name not in shown]:
-        say(f"engine={estimates[0].config.engine.name} does not support {', '.join(missing)}")
+    engine = estimates[0].config.engine.name
+    known = [name for name, row in STRATEGIES.items() if has_strategy(engine, row)]
+    if missing := [name for name in STRATEGIES if name not in known]:
+        say(f"engine={engine} does not support {', '.join(missing)}")
+    if refused := [name for name in known if name not in shown]:
+        say(f"other settings exclude {', '.join(refused)}; strategy={refused[0]} shows why")
     for each, fit in zip(estimates, fits, strict=False):
         say(f"{each.config.strategy.name}: {fit_line(fit)}")
 

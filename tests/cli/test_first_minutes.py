@@ -225,6 +225,8 @@ def test_what_an_engine_does_not_have_is_said():
     words = ["estimate-memory", "model=gpt2", "cluster=h100", "--all-strategies"]
     assert "engine=ddp does not support" in invoke(*words, "engine=ddp")[1]
     assert "does not support" not in invoke(*words)[1]
+    offloaded = invoke(*words, "optimizer.offload=states")[1]
+    assert "other settings exclude no_shard; strategy=no_shard shows why" in offloaded
 
 
 # ---- said, where silence misled --------------------------------------------------------------
