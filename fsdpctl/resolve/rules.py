@@ -92,14 +92,14 @@ def _shares(config: Config) -> bool:
     return config.train.context_parallel > 1
 
 
-def _has_choice(config: Config) -> bool:
-    """Return whether no rule of strategies applies: it is `auto`, or there is one rank."""
-    return config.strategy.name == AUTO or world_size(config) == 1
+def _divides(config: Config) -> bool:
+    """Return whether several ranks run a strategy that is known, not `auto`."""
+    return config.strategy.name != AUTO and world_size(config) > 1
 
 
 def _steps_everything(config: Config) -> bool:
     """Return whether each of several ranks steps all parameters."""
-    if _has_choice(config):
+    if not _divides(config):
         return False
     given, ranks = config.strategy, world_size(config)
     row, _ = effective_strategy(get_strategy(given.name), given.dp_shard_size or ranks, ranks)
@@ -215,7 +215,7 @@ RULES = (
         "expected shard_optimizer or no_shard",
         lambda c: (
             _row(c).steps_matrices
-            and not _has_choice(c)
+            and _divides(c)
             and not keeps_matrices(get_strategy(c.strategy.name))
         ),
     ),
@@ -224,7 +224,7 @@ RULES = (
         "a whole; expected matrices, round_robin or contiguous",
         lambda c: (
             _row(c).steps_matrices
-            and not _has_choice(c)
+            and _divides(c)
             and get_strategy(c.strategy.name).has_owner_map
             and c.strategy.owner_map in CUTTING
         ),
