@@ -35,7 +35,7 @@ class Begun:
     lock: RunLock
     base: Config  # as opened: settings that depend on the ranks are as requested
     selection: Selection | None  # of the settings that are `auto`
-    config: Config  # plan for the ranks of the current round
+    config: Config  # settled for the ranks of the current round
     step: int  # of the checkpoint that the current round starts from
 
     @property

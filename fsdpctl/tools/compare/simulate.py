@@ -136,7 +136,7 @@ class SimulatedComparison:
         self.variants.append(Variant(varied, composed, (*words, *change.words)))
         row = replace(self.variants[-1].row, is_suggested=True)
         self._variants.append(_SimulatedVariant(row, composed))
-        self._settle(self._variants[-1], change.plan)
+        self._estimate(self._variants[-1], change.plan)
 
     def find_largest(self) -> None:
         """Find the largest model that would fit, for each engine and strategy."""
@@ -168,11 +168,11 @@ class SimulatedComparison:
     def _predict(self, each: _SimulatedVariant) -> None:
         placed = placed_for_estimate(each.composed)
         if left_open(placed):
-            self._settle(each, choose(self._estimator, placed).best.estimate.plan)
+            self._estimate(each, choose(self._estimator, placed).best.estimate.plan)
         else:
-            self._settle(each, settle(placed))
+            self._estimate(each, settle(placed))
 
-    def _settle(self, each: _SimulatedVariant, plan: RunPlan) -> None:
+    def _estimate(self, each: _SimulatedVariant, plan: RunPlan) -> None:
         """Estimate and predict a variant."""
         config = plan.config
         each.row = replace(each.row, strategy=config.strategy.name)
