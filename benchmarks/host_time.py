@@ -36,6 +36,7 @@ from fsdpctl.comm.process_group import (
 )
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.plan.layout import Span
+from fsdpctl.plan.reductions import Transport
 
 WIDTH = 64
 _CYCLES = 200_000_000  # about a tenth of a second
@@ -81,7 +82,7 @@ class Net(nn.Module):
 class OneCallEach(ProcessGroupCollectives):
     """Every collective is one call, in place."""
 
-    adds_whole = True
+    transport = Transport.NCCL
 
     def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
         """Into the whole of each."""
@@ -92,10 +93,6 @@ class OneCallEach(ProcessGroupCollectives):
                 source.copy_(each.shard)
             all_gather_single(each.whole, source, group=self.gather_group)
         return Handle(lambda: buffers[0].whole)
-
-    def sends_in_place(self, parts: Any) -> bool:
-        """One buffer has all."""
-        return False
 
     def reduce_scatter(self, gradients: Stretches, parts: Any, dtype: torch.dtype) -> Reduction:
         """Into this rank's part."""

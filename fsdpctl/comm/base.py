@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fsdpctl.comm.waits import HostWaits, Waits
 from fsdpctl.plan.layout import Span
+from fsdpctl.plan.reductions import Transport
 
 # Gradients in some order: the span of each in a flat buffer, and its values.
 Stretches = Sequence[tuple[Span, Tensor]]
@@ -67,8 +68,7 @@ class Collectives:
     rank = 0
     size = 1
     waits: Waits = HostWaits()
-    adds_whole = False
-    """Whether `start_all_reduce` is the best way to add unsharded gradients."""
+    transport = Transport.GLOO
 
     def separate_reductions(self) -> None:
         """Let reductions overlap with gathers from now on. Collective."""
@@ -85,17 +85,12 @@ class Collectives:
         own = buffer.parts[self.rank]
         return buffer.whole[own.start : own.stop]
 
-    def sends_in_place(self, parts: Sequence[Span]) -> bool:
-        """Return whether `reduce_scatter` takes gradients as autograd made them.
-
-        If not, it takes one stretch with all elements.
-        """
-        return False
-
     def reduce_scatter(
         self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
     ) -> Reduction:
         """Start to add the ranks' gradients in `dtype`; each rank receives its part of the sum.
+
+        They are one stretch with all elements, unless the transport sends them in place.
 
         The spans and dtypes of the stretches are equal on all ranks.
         """

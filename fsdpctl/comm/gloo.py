@@ -25,7 +25,6 @@ from fsdpctl.plan.reductions import (
     ADDED_AT_A_TIME,
     MAX_DIRECT_RANKS,
     Transport,
-    adds_whole,
     reduce_workspace,
     sends_in_place,
 )
@@ -33,13 +32,6 @@ from fsdpctl.plan.reductions import (
 
 class GlooCollectives(ProcessGroupCollectives):
     """Collectives on the CPU, overlapped by gloo's own threads."""
-
-    def __init__(
-        self, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
-    ) -> None:
-        """Join this rank's group; see `ProcessGroupCollectives`."""
-        super().__init__(groups, purpose)
-        self.adds_whole = adds_whole(Transport.GLOO, self.size)
 
     def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
         """Exchange messages between ranks, or among many ranks use gloo's all-gather."""
@@ -69,10 +61,6 @@ class GlooCollectives(ProcessGroupCollectives):
             works += [dist.isend(source, group=group, group_dst=each) for each in others]
         return [work for work in works if work is not None]
 
-    def sends_in_place(self, parts: Sequence[Span]) -> bool:
-        """Return whether ranks send each other what the other owns."""
-        return sends_in_place(Transport.GLOO, parts)
-
     def reduce_scatter(
         self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
     ) -> Reduction:
@@ -80,7 +68,7 @@ class GlooCollectives(ProcessGroupCollectives):
         _, first = gradients[0]
         workspace = first.new_empty(reduce_workspace(Transport.GLOO, parts, self.rank))
         own = parts[self.rank]
-        if self.sends_in_place(parts):
+        if sends_in_place(Transport.GLOO, parts):
             received = workspace.view(self.size - 1, own.numel)
             rows: list[Tensor | None] = list(received.unbind())
             rows.insert(self.rank, None)

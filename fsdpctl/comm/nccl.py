@@ -17,7 +17,7 @@ from fsdpctl.comm.process_group import (
 from fsdpctl.comm.waits import CudaWaits, Waits
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span, are_even
-from fsdpctl.plan.reductions import Transport, adds_whole
+from fsdpctl.plan.reductions import Transport
 
 
 class NcclCollectives(ProcessGroupCollectives):
@@ -28,6 +28,7 @@ class NcclCollectives(ProcessGroupCollectives):
     its all-gather.
     """
 
+    transport = Transport.NCCL
     _device_type = "cuda"
 
     def __init__(
@@ -48,7 +49,6 @@ class NcclCollectives(ProcessGroupCollectives):
                 "call torch.cuda.set_device first"
             )
         super().__init__(groups, purpose)
-        self.adds_whole = adds_whole(Transport.NCCL, self.size)
         self.waits: Waits = CudaWaits()
         self.gather_stream = torch.cuda.Stream(device, priority=-1)
         self.reduce_stream = torch.cuda.Stream(device, priority=-1)

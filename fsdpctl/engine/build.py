@@ -22,10 +22,10 @@ from fsdpctl.engine.unit import ShardedUnit, Slot
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.owners import OwnerMap
-from fsdpctl.plan.reductions import plan_reductions
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Offload, slots_of
 from fsdpctl.plan.strategy import Strategy
+from fsdpctl.plan.transfers import Transfers
 from fsdpctl.plan.units import Division, UnitSpec
 
 
@@ -240,22 +240,17 @@ def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientRe
     def itemsize(layout: FlatLayout) -> int:
         return dtypes[builder.master_dtype(layout)].itemsize
 
-    strategy, collectives = builder.strategy, mesh.shard
-    parts = next((layout.parts for of in division.layouts.values() for layout in of), ())
-    collects = strategy.shards_params and not collectives.sends_in_place(parts)
-    plan = plan_reductions(
+    shard = mesh.shard
+    transfers = Transfers(builder.strategy, shard.transport, shard.size, mesh.num_replicas)
+    plan = transfers.reductions(
         division.layouts,
+        division.order,
         itemsize,
-        stays=collectives.adds_whole
-        and not strategy.shards_grads
-        and all(shard.grad_dtype == dtypes[shard.dtype] for shard in shards),
-        blocks=division.order.blocks if collects and collectives.size > 1 else (),
-        chained=collectives.size if mesh.chain else 0,
+        same_dtype=all(each.grad_dtype == dtypes[each.dtype] for each in shards),
     )
     of_name = {unit.name: unit for unit in units}
     in_order = [of_name[name] for name in division.order.reduction]
-    collector = Collector(mesh, dtypes, narrows=strategy.shards_params)
-    return GradientReducer(in_order, mesh, plan, collector)
+    return GradientReducer(in_order, plan, Collector(mesh, transfers, dtypes))
 
 
 def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:

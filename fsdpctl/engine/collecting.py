@@ -19,6 +19,7 @@ from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.plan.reductions import share_of_parts
+from fsdpctl.plan.transfers import Transfers
 
 
 @dataclass(slots=True)
@@ -37,10 +38,8 @@ class Collector:
     """Collects gradients, and starts their reduction."""
 
     mesh: Mesh
+    transfers: Transfers
     dtypes: dict[torch.dtype, torch.dtype]  # in which gradients are added, by the masters' dtype
-    # Whether gradients may be sent in fewer bytes than they are added in, as autograd made them.
-    # Only if all ranks go through the same backwards, because held ones have the dtype of the sum.
-    narrows: bool
 
     def dtype_of(self, buffer: UnitBuffer) -> torch.dtype:
         """Return the dtype in which a buffer's gradients are collected and added."""
@@ -54,22 +53,18 @@ class Collector:
             "master_dtype": buffer.shard.dtype,
         }
 
-    def adds_whole(self, buffer: UnitBuffer) -> bool:
-        """Return whether all ranks get the full sum at once."""
-        return buffer.shard.is_replicated and self.mesh.shard.adds_whole
-
-    def scales(self, buffer: UnitBuffer) -> tuple[float, float]:
-        """Return the factors for gradients as they are copied, and for their sum."""
+    @property
+    def scales(self) -> tuple[float, float]:
+        """The factors for gradients as they are copied, and for their sum."""
         scale = 1 / self.mesh.world.size
-        return (scale, 1.0) if self.adds_whole(buffer) else (1.0, scale)
+        return (scale, 1.0) if self.transfers.adds_whole else (1.0, scale)
 
     def send(self, buffer: UnitBuffer) -> SentReduction:
         """Start the reduction of all of a buffer's gradients.
 
         All ranks send the same messages, whether they held gradients back or not.
         """
-        is_split = not buffer.shard.is_replicated
-        in_place = is_split and self.mesh.shard.sends_in_place(buffer.layout.parts)
+        in_place = self.transfers.sends_in_place(buffer.layout.parts)
         spans = [each.span for each in buffer.layout.placements]
         if in_place and buffer.held_gradients is None:
             dtype = self._sent_dtype(buffer)
@@ -89,7 +84,7 @@ class Collector:
     ) -> SentReduction:
         nbytes = sum(values.nbytes for _, values in gradients) if held is None else held.nbytes
         collectives = self.mesh.shard
-        if self.adds_whole(buffer):
+        if self.transfers.adds_whole:
             ((_, whole),) = gradients
             added = InPlace(collectives.start_all_reduce(whole))
             return SentReduction(added, nbytes, held)
@@ -115,13 +110,13 @@ class Collector:
     def _sent_dtype(self, buffer: UnitBuffer) -> torch.dtype:
         """Return the dtype in which ranks send each other one backward's gradients."""
         added_in = self.dtype_of(buffer)
-        if not self.narrows:
+        if not self.transfers.narrows:
             return added_in
         return min(buffer.whole.dtype, added_in, key=lambda dtype: dtype.itemsize)
 
     def hold(self, buffer: UnitBuffer) -> Tensor:
         """Return the full gradient so far in one buffer, in the dtype of the additions."""
-        before, _ = self.scales(buffer)
+        before, _ = self.scales
         if buffer.held_gradients is None:
             buffer.held_gradients = buffer.first_gradients(self.dtype_of(buffer), before)
         else:
@@ -131,5 +126,4 @@ class Collector:
 
     def is_gradient(self, buffer: UnitBuffer, dtype: torch.dtype) -> bool:
         """Return whether a reduced buffer of `dtype` becomes this rank's gradient."""
-        keeps_all = buffer.shard.is_replicated or self.mesh.shard.size == 1
-        return keeps_all and dtype == buffer.shard.grad_dtype
+        return self.transfers.becomes_gradient(same_dtype=dtype == buffer.shard.grad_dtype)

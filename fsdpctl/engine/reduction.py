@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.base import Handle
-from fsdpctl.comm.collectives import Chain, Mesh
+from fsdpctl.comm.collectives import Chain
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.collecting import Collector, SentReduction
 from fsdpctl.engine.combining import start_combining
@@ -48,21 +48,16 @@ class GradientReducer:
     """Reduces units in the plan's order, a bounded number of bytes at a time."""
 
     def __init__(
-        self, units: Sequence[ShardedUnit], mesh: Mesh, plan: Reductions, collector: Collector
+        self, units: Sequence[ShardedUnit], plan: Reductions, collector: Collector
     ) -> None:
         self.units = tuple(units)  # in the order of reduction
         self.collector = collector
         self.ledger = Ledger()
         self.leaving: HostGradients | None = None  # takes gradients to the host
-        self._mesh = mesh
+        self._mesh = collector.mesh
         self._plan = plan
-        self._chain = mesh.chain
-        # Whether a second collective completes each sum.
-        self._combines = mesh.replicas is not None or any(
-            each.shard.is_replicated and not collector.adds_whole(each)
-            for unit in units
-            for each in unit.trained_buffers
-        )
+        self._chain = self._mesh.chain
+        self._combines = collector.transfers.combines
         self._next = 0
         self._flow = ReductionFlow(plan, combines=self._combines)
         self._reducing: deque[_InFlight] = deque()
@@ -241,7 +236,7 @@ class GradientReducer:
         return torch.empty(numel, dtype=shard.grad_dtype, device=shard.device)
 
     def _scale_and_dtype(self, buffer: UnitBuffer, mean: Tensor) -> tuple[float, torch.dtype]:
-        _, after = self.collector.scales(buffer)
+        _, after = self.collector.scales
         return after, torch.promote_types(self.collector.dtype_of(buffer), mean.dtype)
 
     def _free_sent(self, key: tuple[str, int]) -> None:
@@ -262,7 +257,7 @@ class GradientReducer:
         else:
             mean = self._new_sum(buffer, sent)
         self.ledger.allocate(Buffer.SUM, *key, mean.nbytes)
-        is_part = shard.is_replicated and not collector.adds_whole(buffer)
+        is_part = shard.is_replicated and not collector.transfers.adds_whole
         part = shard.view(mean, shard.owned) if is_part else mean
         sent.reduction.finish(part, *self._scale_and_dtype(buffer, mean))
         self._free_sent(key)

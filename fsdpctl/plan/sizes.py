@@ -9,12 +9,11 @@ from fsdpctl.plan.layout import EvenParts, FlatLayout
 from fsdpctl.plan.reductions import (
     Reductions,
     Transport,
-    adds_whole,
     reduce_workspace,
-    sends_in_place,
     share_of_parts,
 )
 from fsdpctl.plan.strategy import Strategy
+from fsdpctl.plan.transfers import Transfers
 
 _OVERSIZE = 2  # a unit above this multiple of the median would enlarge a shared slot
 
@@ -111,25 +110,9 @@ class RankPlace:
     transport: Transport
     copy: int = 0  # the replica that it belongs to
 
-    def combines(self, strategy: Strategy) -> bool:
-        """Return whether a second collective follows each reduction."""
-        puts_together = not strategy.shards_grads and not adds_whole(self.transport, self.size)
-        return self.num_replicas > 1 or (self.size > 1 and puts_together)
-
-    def collects(self, strategy: Strategy) -> bool:
-        """Return whether gradients of one backward are collected before they are split."""
-        in_place = sends_in_place(self.transport, EvenParts(1, self.size))
-        return strategy.shards_params and self.size > 1 and not in_place
-
-    def chained(self, strategy: Strategy) -> int:
-        """Return `Reductions.chained`: over NCCL, replicas are summed on streams of their own."""
-        follows = strategy.replicates and self.num_replicas > 1
-        return self.size if follows and self.transport is Transport.NCCL else 0
-
-    def stays(self, strategy: Strategy, sizes: Itemsizes) -> bool:
-        """Return whether a sum stays in the buffer of its reduction, without more memory."""
-        adds = self.size > 1 and adds_whole(self.transport, self.size)
-        return adds and not strategy.shards_grads and sizes.reduce == sizes.grad
+    def transfers(self, strategy: Strategy) -> Transfers:
+        """Return how the ranks reduce gradients."""
+        return Transfers(strategy, self.transport, self.size, self.num_replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,25 +150,25 @@ class UnitBytes:
 def _flat_bytes(
     layout: FlatLayout, pieces: int, strategy: Strategy, sizes: Itemsizes, place: RankPlace
 ) -> FlatBytes:
+    transfers = place.transfers(strategy)
     kept = layout.parts[place.rank].numel if strategy.shards_grads else layout.numel
     workspace = reduce_workspace(place.transport, layout.parts, place.rank)
-    if not strategy.shards_grads and adds_whole(place.transport, place.size):
+    if transfers.adds_whole:
         workspace = 0
     total = kept * sizes.grad
     about = total, _combining(layout, kept, sizes, place), layout.shares == 1
     held = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce, *about)
     fresh: tuple[Sending, ...] = (held,)
-    if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
+    if transfers.sends_in_place(layout.parts):
         itemsize = sent_itemsize(strategy, sizes)
         sent = sum(param.numel for param in layout.params)
         fresh = (Sending(sent * itemsize, workspace * itemsize, *about),)
-    elif place.collects(strategy):
+    elif transfers.collects:
         shares = [share_of_parts(layout, piece, pieces).numel for piece in range(pieces)]
         fresh = tuple(_collected(layout, share, sizes, place) for share in shares)
         if pieces > 1:
             fresh = tuple(replace(each, becomes=False) for each in fresh)
-    keeps = place.size == 1 or not strategy.shards_grads
-    in_place = keeps and sizes.reduce == sizes.grad
+    in_place = transfers.becomes_gradient(same_dtype=sizes.reduce == sizes.grad)
     return FlatBytes(fresh, held, total // layout.shares, in_place)
 
 

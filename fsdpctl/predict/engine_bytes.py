@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fsdpctl.plan.layout import FlatLayout
-from fsdpctl.plan.reductions import Reductions, plan_reductions
+from fsdpctl.plan.reductions import Reductions
 from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.schedule import (
     Buffer,
@@ -31,10 +31,9 @@ from fsdpctl.predict.kept_states import KeptStates
 from fsdpctl.predict.recorder import CATEGORY_OF
 from fsdpctl.predict.training_plan import (
     TrainingPlan,
+    at_rest,
     buffer_states_bytes,
-    held_masters,
     leaving_gradients,
-    remainder_bytes,
     states_bytes,
     trained_layouts,
 )
@@ -155,7 +154,7 @@ def plan_slots(plan: TrainingPlan) -> tuple[SlotSpec, ...]:
 
 def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     """Return the events of a step, with their bytes and buffers."""
-    slots, combines = plan_slots(plan), place.combines(plan.strategy)
+    slots, combines = plan_slots(plan), place.transfers(plan.strategy).combines
     replay, reductions = _replay(plan, place)
     events = step_events(
         plan.order,
@@ -181,19 +180,19 @@ def _renewing(plan: TrainingPlan, place: RankPlace) -> list[Event]:
 
 
 def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
-    reductions = plan_reductions(
-        plan.layouts,
-        lambda _: plan.sizes.reduce,
-        stays=place.stays(plan.strategy, plan.sizes),
-        blocks=plan.order.blocks if place.collects(plan.strategy) else (),
-        chained=place.chained(plan.strategy),
+    transfers, sizes = place.transfers(plan.strategy), plan.sizes
+    reductions = transfers.reductions(
+        plan.layouts, plan.order, lambda _: sizes.reduce, same_dtype=sizes.reduce == sizes.grad
     )
     slots = plan_slots(plan)
     units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
-    combines = place.combines(plan.strategy)
-    leaves = plan.offload is Offload.ALL
-    chained = reductions.chained > 0
-    return Replay(units, combines=combines, chained=chained, leaves=leaves), reductions
+    replay = Replay(
+        units,
+        combines=transfers.combines,
+        chained=transfers.chained > 0,
+        leaves=plan.offload is Offload.ALL,
+    )
+    return replay, reductions
 
 
 def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[PlannedMemory]:
@@ -203,16 +202,9 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[PlannedMemory]:
     always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
     parameters = 0
     for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
-        parameters += plan.part_nbytes(layout, place.rank)
-        if plan.is_on_host(layout):
-            continue
-        nbytes = held_masters(plan, place, layout).numel * plan.sizes.kept(layout)
-        is_window = plan.sizes.kept(layout) == plan.sizes.gathered(layout)
-        if stay and is_window:
-            always -= nbytes  # master weights are views of the parameters
-        if layout.shares == 1 or not is_window:
-            parameters += nbytes
-        parameters += remainder_bytes(plan, place, layout)
+        kept = at_rest(plan, place, layout)
+        parameters += kept.part + kept.masters + kept.views + kept.remainder
+        always -= kept.views
     leaving = leaving_gradients(plan, place)
     held = {"gathered_units": always, "gradients": sum(map(sum, leaving.values()))}
     held["reduce_buffers"] = 0

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from fsdpctl.plan.layout import EvenParts, FlatLayout, ParamSpec, Span
-from fsdpctl.plan.reductions import ADDED_AT_A_TIME, Transport, adds_whole, sends_in_place
+from fsdpctl.plan.reductions import ADDED_AT_A_TIME, Transport, sends_in_place
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.sizes import Offload, RankPlace, sent_itemsize
 from fsdpctl.predict.engine_bytes import pieces_before_the_last
@@ -44,8 +44,8 @@ class EngineBuffers:
         self._became = False  # whether the last sum is a gradient now
         self._taken: set[str] = set()  # parameters whose gradients the engine took in this pass
         sizes = plan.sizes
-        keeps = place.size == 1 or not plan.strategy.shards_grads
-        self._in_place = keeps and sizes.reduce == sizes.grad
+        self._transfers = place.transfers(plan.strategy)
+        self._in_place = self._transfers.becomes_gradient(same_dtype=sizes.reduce == sizes.grad)
 
     def begin_pass(self) -> None:
         """Expect new gradients from autograd."""
@@ -124,14 +124,13 @@ class EngineBuffers:
 
     def _add_up(self, unit: str, index: int) -> None:
         """Allocate what a rank that adds gradients itself takes: one chunk at a time."""
-        place, strategy, sizes = self._place, self._plan.strategy, self._plan.sizes
-        adds = not strategy.shards_grads and adds_whole(place.transport, place.size)
-        if place.size == 1 or adds or place.transport is Transport.NCCL:
+        place, sizes = self._place, self._plan.sizes
+        if place.size == 1 or self._transfers.adds_whole or place.transport is Transport.NCCL:
             return  # one kernel adds what NCCL has sent
         layout = self._trained(unit)[index]
         own = layout.parts[place.rank]
         stretches = [Span(0, layout.numel)]
-        if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
+        if self._transfers.sends_in_place(layout.parts):
             stretches = [each.span for each in layout.placements]
         parts = [both.numel for span in stretches if (both := span.intersect(own))]
         longest = min(max(parts, default=0), ADDED_AT_A_TIME)
@@ -172,9 +171,7 @@ class EngineBuffers:
         layout = self._trained(unit)[index]
         if unit in self._in_pieces:
             return [self._flat(unit, nbytes)]
-        splits = self._plan.strategy.shards_grads
-        splits &= sends_in_place(self._place.transport, layout.parts)
-        if reduces and splits:
+        if reduces and self._transfers.sends_in_place(layout.parts):
             keys = self._send_in_place(unit, layout)
         elif self._is_collected_already(layout):
             keys = [self._take(layout.params[0])]
@@ -189,9 +186,7 @@ class EngineBuffers:
 
     def _is_collected_already(self, layout: FlatLayout) -> bool:
         """Return whether a gradient is the flat buffer: a single one, neither cast nor scaled."""
-        place, strategy, sizes = self._place, self._plan.strategy, self._plan.sizes
-        scales = not strategy.shards_grads and adds_whole(place.transport, place.size)
-        scales &= place.size > 1
+        scales, sizes = self._transfers.adds_whole, self._plan.sizes
         is_there = self._recorder.gradient(layout.params[0].name) is not None
         is_alone = len(layout.params) == 1 and not layout.padding
         return is_there and is_alone and not scales and sizes.param == sizes.reduce

@@ -3,7 +3,7 @@
 from collections import defaultdict, deque
 
 from fsdpctl.plan.layout import ParamSpec, optimizer_runs
-from fsdpctl.plan.reductions import Transport, adds_whole
+from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.sizes import Offload, RankPlace
 from fsdpctl.plan.states import tile_bytes
@@ -16,8 +16,8 @@ from fsdpctl.predict.muon_steps import matrix_elements, update_matrices
 from fsdpctl.predict.recorder import COPIES, GATHERS, REDUCTIONS, Category, RankGroup, Recorder
 from fsdpctl.predict.training_plan import (
     TrainingPlan,
+    at_rest,
     held_masters,
-    remainder_bytes,
     trained_layouts,
 )
 
@@ -45,7 +45,7 @@ class FsdpctlSteps:
         self._has_states = plan.steps_on_host  # they are on the host
         self._leaving: dict[str, list[int]] = {}  # gradients that the host steps with
         self._host = HostSchedule(plan, place, recorder)
-        self._combines = place.combines(plan.strategy)
+        self._transfers = place.transfers(plan.strategy)
 
     def setup(self, *, draws: bool) -> None:
         """Build the model; `draws`: initialize its values on the device, one unit at a time."""
@@ -100,7 +100,7 @@ class FsdpctlSteps:
                 recorder.wait(key)
                 self._add_up(unit, nbytes)
                 self._last_reduced[unit] = key, has_more
-                self._leave(unit, has_more=has_more or self._combines)
+                self._leave(unit, has_more=has_more or self._transfers.combines)
             case K.COMBINE:
                 self._combine(unit, event.nbytes)
             case K.COMBINED:
@@ -150,8 +150,7 @@ class FsdpctlSteps:
         self._last_reduced[unit] = key, has_more
 
     def _reduction(self) -> CollectiveKind:
-        whole = adds_whole(self._place.transport, self._place.size)
-        return C.ALL_REDUCE if whole and not self._plan.strategy.shards_grads else C.REDUCE_SCATTER
+        return C.ALL_REDUCE if self._transfers.adds_whole else C.REDUCE_SCATTER
 
     def _add_up(self, unit: str, nbytes: int) -> None:
         """Let the rank add the gradients of all ranks, or only scale the sum."""
@@ -232,16 +231,14 @@ def _allocate_model(
             made.add(slot.units[0])
             key = recorder.allocate(Category.GATHERED_UNITS, unit, "slot", slot.nbytes)
         for layout in layouts:
-            if nbytes := plan.part_nbytes(layout, place.rank):
-                recorder.allocate(Category.PARAMETERS, unit, "parts to be gathered", nbytes)
-            stays, itemsize = keeps or layout.shares > 1, sizes.kept(layout)
-            is_window = stays and sizes.gathered(layout) == itemsize
-            if not (plan.is_on_host(layout) or is_window):
-                nbytes = held_masters(plan, place, layout).numel * itemsize
-                what = "master weights" if layout.trainable else "frozen weights"
+            kept = at_rest(plan, place, layout)
+            masters = "master weights" if layout.trainable else "frozen weights"
+            for nbytes, what in (
+                (kept.part, "parts to be gathered"),
+                (kept.masters, masters),
+                (kept.remainder, "remainders of master weights"),
+            ):
                 recorder.allocate(Category.PARAMETERS, unit, what, nbytes)
-            nbytes = remainder_bytes(plan, place, layout)
-            recorder.allocate(Category.PARAMETERS, unit, "remainders of master weights", nbytes)
             drawn = sizes.drawn(layout)
             if draws and drawn not in scratch:
                 alike = (each for of in plan.layouts.values() for each in of)

@@ -39,11 +39,6 @@ class TrainingPlan:
         """Return whether the master weights of a flat buffer are in host memory."""
         return self.steps_on_host and layout.trainable
 
-    def part_nbytes(self, layout: FlatLayout, rank: int) -> int:
-        """Return the bytes of a rank's part in the compute dtype, if that has memory of its own."""
-        keeps = self.strategy.shards_params and (layout.shares > 1 or self.is_on_host(layout))
-        return layout.parts[rank].numel * self.sizes.gathered(layout) if keeps else 0
-
 
 def leaving_gradients(plan: TrainingPlan, place: RankPlace) -> dict[str, list[int]]:
     """Return the bytes of each gradient that a step on the host keeps on the device, by unit."""
@@ -80,10 +75,27 @@ def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Sp
     return layout.owned(place.rank, place.copy) if plan.strategy.shards_optimizer else whole
 
 
-def remainder_bytes(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> int:
-    """Return the bytes of the lower bits of a rank's master weights, if they are kept apart."""
-    kept = plan.sizes.remainder if layout.trainable else 0
-    return held_masters(plan, place, layout).numel * kept
+@dataclass(frozen=True, slots=True)
+class AtRest:
+    """The bytes that a rank keeps of a flat buffer between steps, without optimizer states."""
+
+    part: int  # of what is gathered, where the master weights are less or elsewhere
+    masters: int  # master weights, or frozen parameters, in memory of their own
+    views: int  # those that are views of what stays unsharded
+    remainder: int  # the lower bits of master weights, if they are kept apart
+
+
+def at_rest(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> AtRest:
+    """Return what the rank of `place` keeps of a flat buffer."""
+    sizes, keeps = plan.sizes, not plan.strategy.shards_params
+    held = held_masters(plan, place, layout).numel
+    nbytes = 0 if plan.is_on_host(layout) else held * sizes.kept(layout)
+    stays = keeps or layout.shares > 1
+    is_view = stays and sizes.gathered(layout) == sizes.kept(layout)
+    has_part = not keeps and (layout.shares > 1 or plan.is_on_host(layout))
+    part = layout.parts[place.rank].numel * sizes.gathered(layout) if has_part else 0
+    remainder = held * sizes.remainder if layout.trainable else 0
+    return AtRest(part, 0 if is_view else nbytes, nbytes if keeps and is_view else 0, remainder)
 
 
 def trained_layouts(layouts: Mapping[str, Sequence[FlatLayout]]) -> Iterator[FlatLayout]:

@@ -8,7 +8,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.reductions import Transport, plan_reductions
+from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.schedule import (
     Buffer,
@@ -51,12 +51,10 @@ def planned_events(
     root, *others = nbytes
     slots = slots_of(strategy, nbytes, root, others, prefetch.depth)
     place = RankPlace(mesh.shard.rank, parts, mesh.num_replicas, transport, mesh.replica_rank)
-    combines = place.combines(strategy)
-    stays = place.stays(strategy, sizes)
-    blocks = order.blocks if place.collects(strategy) else ()
-    chained = place.chained(strategy)
-    reductions = plan_reductions(
-        layouts, lambda _: sizes.reduce, stays=stays, blocks=blocks, chained=chained
+    transfers = place.transfers(strategy)
+    combines, chained = transfers.combines, transfers.chained
+    reductions = transfers.reductions(
+        layouts, order, lambda _: sizes.reduce, same_dtype=sizes.reduce == sizes.grad
     )
     of_units = unit_bytes(layouts, slots, strategy, sizes, place, reductions)
     return tuple(
