@@ -16,7 +16,7 @@ from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
-from fsdpctl.estimate.run_plan import plan_run, sent_in_step
+from fsdpctl.estimate.planned_steps import plan_run, sent_in_step
 from fsdpctl.estimate.search import estimates_of
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.sizes import RankPlace

@@ -21,7 +21,7 @@ from fsdpctl.plan.layout import Span
 
 SPANS = "fsdpctl.spans"  # the header's metadata key
 _DIGEST_BYTES = 16
-MOST_ACCEPTED = 129  # steps: the window that detects spikes, and the one that enters it next
+MOST_ACCEPTED = 129  # steps that a manifest may have; a lower number rejects older checkpoints
 _RANK_FILE = r"rank-\d{5,}\.safetensors"
 INDEX_JSON = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -86,14 +86,14 @@ def _from_token_files(config: DataConfig) -> DataSet:
     elif config.val_fraction:
         count = len(train.tokens)
         train, val = train.cut(count - int(count * config.val_fraction))
-    files = (file,) if held is None else (file, held)
+    files = {"data.path": file} | ({} if held is None else {"data.val_path": held})
     if config.tokenizer is None:
         tokenizer = _tokenizer_of(file)
     else:
         tokenizer = open_tokenizer(config.tokenizer)
-        for each in files:
-            _check_tokenizer(each, tokenizer)
-    return DataSet(train, val, tokenizer, file.vocab_size, config.path, None, files)
+        for key, each in files.items():
+            _check_tokenizer(key, each, tokenizer)
+    return DataSet(train, val, tokenizer, file.vocab_size, config.path, None, tuple(files.values()))
 
 
 def _tokenizer_of(file: TokenFile) -> Tokenizer:
@@ -105,13 +105,13 @@ def _tokenizer_of(file: TokenFile) -> Tokenizer:
     return ByteTokenizer()
 
 
-def _check_tokenizer(file: TokenFile, tokenizer: Tokenizer) -> None:
+def _check_tokenizer(key: str, file: TokenFile, tokenizer: Tokenizer) -> None:
     """Check that a file has the tokens of the model."""
     if file.tokenizer_xxh3 == tokenizer.checksum:
         return
     path, same = file.stream.origin, file.tokenizer == tokenizer.name
     raise UsageError(
-        f"data.path={path}: expected tokens of the tokenizer {tokenizer.name}, got those of "
+        f"{key}={path}: expected tokens of the tokenizer {tokenizer.name}, got those of "
         f"{'an earlier version of it' if same else file.tokenizer}; run `fsdpctl tokenize SRC "
         f"{path} --tokenizer {tokenizer.name} --overwrite`, or set model.init=random"
     )

@@ -103,7 +103,7 @@ Rows = StreamRows | PackedRows
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """The stream and header of a token file."""
+    """A token file, with what its sidecar NAME.json says."""
 
     stream: TokenStream
     vocab_size: int
@@ -117,7 +117,7 @@ class TokenFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Header:
+class _Sidecar:
     """The contents of NAME.json."""
 
     dtype: Literal["uint16", "uint32"]
@@ -191,7 +191,7 @@ def open_token_file(path: Path, key: str = "data.path") -> TokenFile:
     """
     if not path.is_file():
         raise UsageError(f"{key}={path}: no such token file; `fsdpctl tokenize` creates one")
-    header = _read_header(path, key)
+    header = _read_sidecar(path, key)
     dtype, count = _DTYPES[header.dtype], header.num_tokens
     if path.stat().st_size != count * dtype.itemsize:
         raise UsageError(
@@ -232,7 +232,7 @@ def check_tokens(file: TokenFile) -> None:
         raise UsageError(f"{stream.origin}: corrupted: the checksum differs from its header")
 
 
-def _read_header(path: Path, key: str) -> _Header:
+def _read_sidecar(path: Path, key: str) -> _Sidecar:
     file = path.with_suffix(".json")
     if not file.exists():
         raise UsageError(
@@ -242,4 +242,4 @@ def _read_header(path: Path, key: str) -> _Header:
     content = read_json(file, dict[str, Any], most_bytes=MIB, follows=True)
     what = "the header of a token file"
     check_version(content, (_FORMAT, _VERSION), what, str(file), UsageError)
-    return as_type(content, _Header, str(file))
+    return as_type(content, _Sidecar, str(file))

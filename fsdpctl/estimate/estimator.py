@@ -10,8 +10,8 @@ from fsdpctl.config.schema import Config
 from fsdpctl.data.open import open_data
 from fsdpctl.engine.host_inputs import host_inputs_bytes
 from fsdpctl.estimate.hardware import device_of, host_of, network_of
+from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, steps_of
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.run_plan import fullest_rank, plan_run, steps_of
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.io.activity import doing
 from fsdpctl.plan.context import tokens_per_rank

@@ -14,7 +14,7 @@ from fsdpctl.engine.describe import dtype_name
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import requested_strategy, units_of
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.estimate.run_plan import (
+from fsdpctl.estimate.planned_steps import (
     REPEATING,
     first_place,
     fullest_rank,

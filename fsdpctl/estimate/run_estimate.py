@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.config.schema import Config
-from fsdpctl.estimate.run_plan import item_sizes
+from fsdpctl.estimate.planned_steps import item_sizes
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.predict.step_estimate import StepEstimate
 from fsdpctl.resolve.machine import world_size

@@ -9,8 +9,8 @@ from torch import nn
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator, on_cluster
 from fsdpctl.estimate.hardware import at_speed
+from fsdpctl.estimate.planned_steps import estimate_run
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.io.files import replace
 from fsdpctl.io.run_files import ESTIMATE as ESTIMATE
 from fsdpctl.io.untrusted import read_json

@@ -12,8 +12,8 @@ from fsdpctl.config.schema import LENGTHS, Config
 from fsdpctl.config.serialize import usual_length
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.describe import divide_module
+from fsdpctl.estimate.planned_steps import divide_run, item_sizes
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.run_plan import divide_run, item_sizes
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import count_active

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.load import load_checkpoint
-from fsdpctl.checkpoint.manifest import MOST_ACCEPTED, AcceptedStep, Progress
+from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
 from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.rank_status import RANK_STATUS, READING
@@ -36,7 +36,7 @@ _DEVIATION = 1.4826  # standard deviations in a median absolute deviation of nor
 _FLOOR = 1e-3  # of the median: constant values have no deviation
 _LAG = 1  # preceding steps that the limits of a step do not include
 # The last applied steps before those, which limits come from; and the number that a limit needs.
-WINDOW, LEAST = MOST_ACCEPTED - _LAG, 32
+WINDOW, LEAST = 128, 32
 _MOST_LOG = 700.0  # a float holds exp(700)
 _DONE: dict[Action, str] = {
     "stop": "rejected, training stops",
@@ -135,7 +135,7 @@ class RejectionRule:
         if self._config.spike_factor is None:
             return
         log_norm = math.log(max(figures.grad_norm, math.exp(-_MOST_LOG)))
-        kept = self.accepted[-MOST_ACCEPTED + 1 :]
+        kept = self.accepted[-WINDOW:]
         self.accepted = (*kept, AcceptedStep(step, figures.loss, log_norm))
 
     def as_error(self, rejected: RejectedStep) -> NonFiniteError:

@@ -11,7 +11,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.estimate.estimator import plan_for_estimate
-from fsdpctl.estimate.run_plan import estimate_run, plan_run
+from fsdpctl.estimate.planned_steps import estimate_run, plan_run
 from fsdpctl.models.registry import build_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.reductions import Transport

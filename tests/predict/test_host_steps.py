@@ -14,7 +14,7 @@ from fsdpctl.comm.host import Copier
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
 from fsdpctl.estimate.hardware import host_of
-from fsdpctl.estimate.run_plan import plan_run
+from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.plan.sizes import HOST_SCALARS
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work

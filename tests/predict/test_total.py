@@ -18,7 +18,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.engine.host_inputs import host_inputs_bytes
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.run_plan import plan_run
+from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Buffer, Event, EventKind

@@ -10,7 +10,7 @@ from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import placed_for_estimate
-from fsdpctl.estimate.run_plan import kept_states
+from fsdpctl.estimate.planned_steps import kept_states
 from fsdpctl.plan.optimizers import OPTIMIZERS
 from fsdpctl.train.optimizers import MAKERS, make_optimizer
 

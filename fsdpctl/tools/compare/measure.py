@@ -19,7 +19,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.run_plan import estimate_run, sent_in_step
+from fsdpctl.estimate.planned_steps import estimate_run, sent_in_step
 from fsdpctl.estimate.search import choose
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS

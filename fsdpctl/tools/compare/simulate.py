@@ -12,8 +12,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
 from fsdpctl.estimate.fit import LargestModel, largest_model
+from fsdpctl.estimate.planned_steps import sent_in_step
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.run_plan import sent_in_step
 from fsdpctl.estimate.search import choose
 from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.machine import world_size
