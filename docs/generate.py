@@ -12,6 +12,7 @@ import matplotlib
 from typer.testing import CliRunner
 
 from docs import evidence, measured
+from docs.rooms import rooms_picture
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.describe import divide_module
@@ -128,6 +129,7 @@ def estimate_output() -> str:
 
 
 TABLES: dict[str, Callable[[], str] | str] = {
+    "rooms": rooms_picture,
     "strategies": strategy_table,
     "memory": memory_table,
     "replicas": replicas_table,
