@@ -13,6 +13,7 @@ from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
 from fsdpctl.plan.muon import MATRICES, NS_STEPS
 from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT, STATE_DTYPES
 from fsdpctl.plan.strategy import STRATEGIES
@@ -55,6 +56,11 @@ class PrefetchConfig:
     name: str = "both"
     forward: int = key(1, "units to all-gather ahead in forward", minimum=0)
     backward: int = key(1, "units to all-gather ahead in backward", minimum=0)
+
+    @property
+    def planned(self) -> Prefetch:
+        """What the plan takes."""
+        return Prefetch(self.forward, self.backward)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.plan.muon import Muon
 from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.plan.reductions import Transport
-from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, Offload, RankPlace
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Strategy, check_strategy, get_strategy
@@ -85,7 +84,7 @@ def plan_run(
         division.layouts,
         division.strategy,
         item_sizes(config),
-        Prefetch(config.prefetch.forward, config.prefetch.backward),
+        config.prefetch.planned,
         reducing_passes(shown, every=every),
         kept_states(config),
         Offload(config.optimizer.offload),

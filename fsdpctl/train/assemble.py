@@ -33,7 +33,6 @@ from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.batch import plan_batches
-from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
@@ -83,7 +82,7 @@ def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
         given.name,
         dp_shard_size=given.dp_shard_size,
         owner_map=given.owner_map or "even",
-        prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
+        prefetch=config.prefetch.planned,
         precision=Precision(*dtypes, has_remainders=config.precision.master_dtype == SPLIT),
         offload=config.optimizer.offload if trains else Offload.NONE,
     )
@@ -106,7 +105,7 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
         tuple(block_names(module)),
         ranks_per_copy(strategy, ranks, config.strategy.dp_shard_size),
         reshards=strategy.reshard_after_forward,
-        prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
+        prefetch=config.prefetch.planned,
         param_dtype=_DTYPES[str(config.precision.param_dtype)],
         reduce_dtype=_DTYPES[str(config.precision.reduce_dtype)],
         master_dtype=_DTYPES[str(config.precision.master_dtype)],
