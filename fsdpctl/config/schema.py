@@ -59,7 +59,7 @@ class PrefetchConfig:
 
     @property
     def planned(self) -> Prefetch:
-        """What the plan takes."""
+        """The same numbers for the plan."""
         return Prefetch(self.forward, self.backward)
 
 
