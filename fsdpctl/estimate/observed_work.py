@@ -13,6 +13,8 @@ from fsdpctl.predict.compute import Work, WorkKind
 _aten = torch.ops.aten
 _MATMULS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1,
             _aten.baddbmm.default: 1}  # fmt: skip
+# With one weight for all rows; seen only within operators of our own.
+_PRODUCTS = {_aten.linear.default, _aten.matmul.default}
 _GROUPED = _aten._grouped_mm.default
 _FORWARDS = {
     _aten._scaled_dot_product_flash_attention.default: 4,
@@ -40,6 +42,10 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
     if func in _MATMULS:
         given = [each for each in args if isinstance(each, Tensor)]
         return _matmul(func, args[_MATMULS[func]], made[0], sum(map(_bytes_of, (*given, *made))))
+    if func in _PRODUCTS and args[1].ndim == 2:
+        given = [each for each in args if isinstance(each, Tensor)]
+        nbytes = sum(map(_bytes_of, (*given, *made)))
+        return _matmul(func, args[0], made[0].flatten(0, -2), nbytes)
     if func is _GROUPED:
         return _grouped(func, args, made[0])
     if func in _FORWARDS:

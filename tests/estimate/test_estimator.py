@@ -258,3 +258,15 @@ def test_the_step_on_the_host_ranks_by_its_time_and_only_if_it_fits_there():
     assert not slow[0].startswith("optimizer.offload=")
     assert any(each.startswith("optimizer.offload=") for each in slow)
     assert not any("offload" in each for each in offloads("cluster.host_memory=16GiB"))
+
+
+@matrix(model=["llama3_1b", "llama3_8b"], cluster=["8xh100", "2xa100_80", "l4", "mi300x"])
+def test_quantized_weights_are_never_predicted_faster(model, cluster):
+    estimator = Estimator()
+    words = [f"model={model}", f"cluster={cluster}", "model.lora.rank=16", "train.seq_len=2048"]
+    words += ["activation_checkpointing=full", "train.global_batch_size=16"]
+    bf16, int8, nf4 = (
+        estimator.predict(resolved(*words, f"model.base_dtype={dtype}")).seconds
+        for dtype in ("auto", "int8", "nf4")
+    )
+    assert bf16 < int8 <= nf4 < 2 * bf16
