@@ -15,6 +15,7 @@ from tests.documented.lines import PAGES, ROOT, Line, documented_lines, in_comme
 LINES = documented_lines()
 # Words of other programs and of Python, and names that a reader replaces.
 _ELSEWHERE = {
+    "CONTRIBUTING.md": {"prefetch.spare=N"},
     "docs/from-others.md": {
         "model.name", "model.flavor", "model.hf_assets_path", "checkpoint.initial_load_path",
         "optimizer.name", "checkpoint.enable", "checkpoint.interval", "checkpoint.keep_latest_k",
