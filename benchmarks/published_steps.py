@@ -1,13 +1,19 @@
 """Compare published steps of GPUs with predictions from data sheets:
 
 python -m benchmarks.published_steps --out benchmarks/results/published-steps.json
+
+With `--out`, also write the errors by kind to conf/accuracy.json, the source of error bands.
 """
 
+import json
+from collections import defaultdict
+from pathlib import Path
 from statistics import median
 
 from benchmarks.report import arguments, write_report
+from fsdpctl.estimate.accuracy import ACCURACY, kind_of
 from tests.predict.published import PUBLISHED
-from tests.predict.test_published_time import predicted
+from tests.predict.test_published_time import PREDICTOR, planned, predicted
 
 
 def main() -> None:
@@ -15,11 +21,13 @@ def main() -> None:
     words, results, errors = arguments(), [], []
     for each in PUBLISHED:
         found, ranks = predicted(each.words)
+        kind = kind_of(planned(each.words).config, PREDICTOR.estimate(planned(each.words)))
         speed = found.tokens / found.seconds / ranks
         errors.append(round(speed / each.tokens_per_second - 1, 4))
         results.append(
             {
                 "name": each.name,
+                "kind": kind,
                 "source": each.source,
                 "words": each.words,
                 "published_tokens_per_second": each.tokens_per_second,
@@ -31,6 +39,12 @@ def main() -> None:
     off = [abs(each) for each in errors]
     about = {"median_error": median(off), "worst_error": max(off)}
     write_report(words.out, "published_steps", results, **about)
+    if words.out:
+        by_kind = defaultdict(list)
+        for row in results:
+            by_kind[row["kind"]].append(row["error"])
+        file = Path(__file__).parent.parent / "conf" / ACCURACY
+        file.write_text(json.dumps(by_kind, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Changes with which a run fits, cheapest first."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -8,6 +7,7 @@ from functools import partial
 from itertools import islice
 
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.accuracy import is_faster
 from fsdpctl.estimate.changes import (
     Change,
     activations_on_host,
@@ -40,7 +40,6 @@ Fitting = tuple[Change, RunEstimate]
 Make = Callable[[RunPlan], Iterator[Change]]
 
 _CHANGES = 3
-_ACCURACY = 0.01  # of a predicted time
 
 
 def advice(estimator: Estimator, plan: RunPlan, *, more_ranks: bool = True) -> list[Fitting]:
@@ -49,8 +48,8 @@ def advice(estimator: Estimator, plan: RunPlan, *, more_ranks: bool = True) -> l
     A model with pretrained weights, or with `more_ranks` any, may also be trained by adapters.
     If no single setting suffices, they are several together, each of which is needed, and with
     `more_ranks` the fewest nodes that suffice. Changes on the same ranks are ordered by the
-    predicted step time, or if the hardware is not specified by what they cost: nothing, a little
-    time, communication, computation.
+    predicted step time; if the hardware is not specified, or if error bands of two kinds overlap,
+    by what they cost: nothing, a little time, communication, computation.
     """
     with doing("looking for changes that fit"):
         found = _advice(estimator, plan, more_ranks=more_ranks)
@@ -87,15 +86,21 @@ def _fitting(estimator: Estimator, changes: Iterable[Change]) -> Iterator[Fittin
 
 
 def _by_time(estimator: Estimator, found: list[Fitting]) -> list[Fitting]:
-    """Sort changes by the predicted step time, those that only differ by its accuracy as before."""
+    """Sort changes by the predicted step time; those that may err by their difference stay."""
     if len(found) < 2:
         return found
     try:
         times = [estimator.predict(at_speed(change.plan)[0]).seconds for change, _ in found]
     except UsageError:  # the hardware is not specified
         return found
-    ranks = [math.floor(math.log(seconds) / math.log1p(_ACCURACY)) for seconds in times]
-    return [each for _, each in sorted(zip(ranks, found, strict=True), key=lambda pair: pair[0])]
+    timed = [(each, (each[1], seconds)) for each, seconds in zip(found, times, strict=True)]
+    in_order: list[tuple[Fitting, tuple[RunEstimate, float]]] = []
+    for one in timed:
+        place = len(in_order)
+        while place and is_faster(one[1], in_order[place - 1][1]):
+            place -= 1
+        in_order.insert(place, one)
+    return [each for each, _ in in_order]
 
 
 class _Search:

@@ -18,6 +18,7 @@ from fsdpctl.config.auto import Pairs, extras_of, left_open, with_extras
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.accuracy import is_faster
 from fsdpctl.estimate.candidates import Axes, Candidate, Ranking, SearchPoint
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.hardware import with_speed
@@ -79,9 +80,10 @@ def choose(estimator: Estimator, placed: Config) -> Ranking:
     count = sum(each.count for each in found)
     if not fitting:
         return replace(max(found, key=lambda each: each.estimate.margin), count=count)
-    # Without a gain in time, the fewest of the settings that `auto.may_use` allows.
-    limit = (1 + _TIE) * min(each.best.seconds for each in fitting)
-    selected = next(each.best for each in fitting if each.best.seconds <= limit)
+    # Without a certain gain in time, the fewest of the settings that `auto.may_use` allows.
+    timed = [(each.best.estimate, each.best.seconds) for each in fitting]
+    index = next(i for i, one in enumerate(timed) if not any(is_faster(x, one) for x in timed))
+    selected = fitting[index].best
     others = (each for ranking in fitting for each in ranking.ranked if each is not selected)
     ranked = found[0].ranked
     if len(found) > 1:

@@ -10,6 +10,7 @@ from fsdpctl.config.compose import Composed
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
+from fsdpctl.estimate.accuracy import band_of
 from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.saved import write_estimate
@@ -159,15 +160,19 @@ def describe_ranking(ranking: Ranking) -> Iterator[str]:
 
 def _reason(ranking: Ranking) -> str:
     first = ranking.best
-    fastest = min(each.seconds for each in ranking.ranked)
+    fastest = min(ranking.ranked, key=lambda each: each.seconds)
     ranks = world_size(first.estimate.config)
     among = f"of {ranking.count} combinations on {ranks} rank{'' if ranks == 1 else 's'}"
     reason = f"fastest {among} that fits"
     if first.measured is not None:
         reason = f"fastest of the probed candidates, {among}"
-    elif fastest < first.seconds:
+    elif fastest.selection.extras != first.selection.extras:
+        reason = f"fewest changes {among} that fit, as error bands of predicted times overlap"
+    elif fastest.seconds < first.seconds:
         reason = f"least memory among the fastest {among} that fit"
-    return f"{reason}: {first.seconds:.3g} s/step predicted ({ranking.whose}), {_held(first)}"
+    band = band_of(first.estimate)
+    sources = ranking.whose if band is None else f"{ranking.whose}; {band}"
+    return f"{reason}: {first.seconds:.3g} s/step predicted ({sources}), {_held(first)}"
 
 
 def _next(ranking: Ranking) -> str:

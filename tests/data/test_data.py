@@ -215,6 +215,7 @@ def _spoil(path, **changes):
         (lambda path: path.write_bytes(b"abc"), "3 bytes"),
         (lambda path: _spoil(path, dtype="int3"), "int3"),
         (lambda path: _spoil(path, num_tokens=99), "99 tokens"),
+        (lambda path: (path.write_bytes(b""), _spoil(path, num_tokens=0)), "contains no tokens"),
     ],
 )
 def test_corrupted_token_files_are_rejected(tmp_path, spoil, word):

@@ -6,15 +6,21 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
+from fsdpctl.resolve.settle import RunPlan
 from tests.matrix import fast
 from tests.predict.published import PUBLISHED, Step
 
 PREDICTOR = Estimator()
 
 
+def planned(words: str) -> RunPlan:
+    """Return the plan of a configuration."""
+    return plan_for_estimate(compose_config(words.split()))
+
+
 def predicted(words: str, predictor: Estimator = PREDICTOR) -> tuple[StepPrediction, int]:
     """Return the prediction for a configuration, and its number of ranks."""
-    plan = plan_for_estimate(compose_config(words.split()))
+    plan = planned(words)
     return predictor.predict(plan), plan.batches.world_size
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fsdpctl.run.progress import format_bytes
 
 if TYPE_CHECKING:
+    from fsdpctl.estimate.accuracy import Band
     from fsdpctl.estimate.fit import LargestModel
 
 # The status of a variant, or its beginning.
@@ -17,7 +18,14 @@ NOT_REACHED = "not measured: the comparison was stopped first"
 
 _TOLERANCE = 0.01  # relative, of a predicted speed: predictions closer than twice that are tied
 _NOTHING = "-"
-_COMPOUND = ("varied", "estimated_breakdown", "largest", "rounds", "tokens_per_second_spread")
+_COMPOUND = (
+    "varied",
+    "error_band",
+    "estimated_breakdown",
+    "largest",
+    "rounds",
+    "tokens_per_second_spread",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,7 @@ class Row:
     # Slowest and fastest round; with a single round the quartiles of its steps.
     tokens_per_second_spread: tuple[float, float] | None = None
     step_seconds: float | None = None
+    error_band: "Band | None" = None  # of a predicted step time
     compute_seconds: float | None = None  # of a step: forward and backward
     exposed_communication_seconds: float | None = None  # of a step: computation waits
     optimizer_seconds: float | None = None
@@ -180,6 +189,7 @@ _COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     ),
     ("spread", "slowest and fastest round; of a single round its quartiles", _spread),
     ("ms/step", "median", _number("step_seconds", ",.1f", 1e3)),
+    ("error band", "of ms/step, by published steps of the same kind", _cell("error_band", str)),
     ("compute", "share of a step in forward and backward", _share("compute_seconds")),
     (
         "exposed comm",

@@ -9,6 +9,7 @@ from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.accuracy import band_of
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
 from fsdpctl.estimate.fit import LargestModel, largest_model
@@ -192,6 +193,7 @@ def _with_times(row: Row, config: Config, step: StepPrediction, estimate: RunEst
         world_size=world_size(config),
         tokens_per_second=speed,
         step_seconds=step.seconds,
+        error_band=band_of(estimate),
         compute_seconds=step.compute,
         exposed_communication_seconds=step.exposed_communication,
         optimizer_seconds=step.optimizer,

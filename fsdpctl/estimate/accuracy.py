@@ -1,0 +1,83 @@
+"""How far published steps were from their predictions, by kind: the error band of a prediction.
+
+The errors are in conf/accuracy.json, which `benchmarks/published_steps.py` writes.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+
+from fsdpctl.config.recipe import package_folder
+from fsdpctl.config.schema import Config
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.plan.sizes import Offload
+
+ACCURACY = "accuracy.json"
+_LONG = 1 << 16  # tokens of a sample
+_SMALL = 1_000_000_000  # parameters
+_FEWEST = 5  # published steps that a band of their errors needs
+_UNTESTED = 0.5, 2.0  # of the predicted time, for other kinds
+_OUTSIDE = 0.05  # of the published steps, on each side of their band
+_TIE = 0.01  # of the step time: less than the accuracy within a kind
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """The range of times in which a step is expected, relative to the predicted time."""
+
+    kind: str
+    low: float
+    high: float
+    count: int  # of published steps of this kind
+
+    def __str__(self) -> str:
+        if self.count < _FEWEST:
+            return f"{self.kind} steps: untested, up to twice as fast or slow"
+        return f"{self.kind} steps: {self.low - 1:+.0%} to {self.high - 1:+.0%}"
+
+
+def kind_of(config: Config, estimate: RunEstimate) -> str:
+    """Return the kind of a run, by what predictions err most in."""
+    model = config.model
+    if config.optimizer.offload != Offload.NONE or config.activation_checkpointing.offload:
+        return "offloaded"
+    if estimate.num_active < estimate.num_params:
+        return "experts"
+    if model.lora.rank is not None:
+        return "LoRA" if model.base_dtype is None else "QLoRA"
+    if config.train.seq_len >= _LONG or config.train.context_parallel > 1:
+        return "long"
+    return "small" if estimate.num_params < _SMALL else "dense"
+
+
+def band_of(estimate: RunEstimate) -> Band | None:
+    """Return the error band of the predicted time; None if its device is profiled or a CPU."""
+    config = estimate.config
+    if config.cluster.profile is not None or config.launch.device != "cuda":
+        return None
+    kind = kind_of(config, estimate)
+    errors = sorted(_errors().get(kind, ()))
+    if len(errors) < _FEWEST:
+        return Band(kind, *_UNTESTED, len(errors))
+    outside = int(_OUTSIDE * len(errors))
+    low, high = min(errors[outside], 0.0), max(errors[-1 - outside], 0.0)
+    return Band(kind, 1 + low, 1 + high, len(errors))
+
+
+def is_faster(first: tuple[RunEstimate, float], second: tuple[RunEstimate, float]) -> bool:
+    """Return whether the first of two predicted times is less, by more than they may err.
+
+    Errors of one kind are alike; of two kinds, the bands must not overlap.
+    """
+    one, other = band_of(first[0]), band_of(second[0])
+    if one is None or other is None or one.kind == other.kind:
+        return first[1] * (1 + _TIE) < second[1]
+    return first[1] * one.high < second[1] * other.low
+
+
+@cache
+def _errors() -> dict[str, list[float]]:
+    """Return the errors of the predicted speeds of published steps, by kind."""
+    file = package_folder("conf") / ACCURACY
+    found: dict[str, list[float]] = json.loads(file.read_text(encoding="utf-8"))
+    return found
