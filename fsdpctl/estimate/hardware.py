@@ -28,6 +28,8 @@ from fsdpctl.resolve.settle import RunPlan
 _TERA, _GIGA = 1e12, 1e9
 _PER_STEP = 0.015  # seconds: data loading, hooks, and waits of the host
 _USUAL = "hopper"  # the assumed generation of unknown GPUs
+# What the products and the routing of experts reach, where published steps show it.
+_EXPERTS = {"hopper": {"grouped": 0.5, "indexed": 0.3}}
 _FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set
 
 
@@ -51,6 +53,7 @@ def device_of(config: Config) -> DataSheet | MeasuredDevice:
         matmul=cluster.matmul_efficiency,
         attention=_attention(config),
         in_step=cluster.step_efficiency,
+        **_EXPERTS.get(cluster.architecture or _USUAL, {}),
         fuses=config.train.compile,
         step_overhead=_PER_STEP,
     )

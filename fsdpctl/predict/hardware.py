@@ -127,11 +127,15 @@ class DataSheet:
     matmul: float  # share of FLOP/s that large products reach within a step
     attention: Mapping[str, float]  # the same for attention over long sequences, by kernel
     in_step: float  # share of its speed alone that an operator reaches within a step
+    grouped: float = 1.0  # share of a product's speed that grouped products of experts reach
+    indexed: float | None = None  # share of the bandwidth of reads and writes by index, never fused
     fuses: bool = False  # whether a compiler fuses operators that read and write
     step_overhead: float = 0.0
 
     def seconds(self, work: Work) -> float:
         """Apply the roofline model: the longer of computation and memory, and the launch."""
+        if self.indexed is not None and work.name in _INDEXING:
+            return work.nbytes / (self.bandwidth * self.indexed) / self.in_step + _LAUNCH
         if work.kind is WorkKind.MEMORY:
             share = _FUSED if self.fuses else 1.0
             return self.copy_seconds(work.nbytes * share) + _LAUNCH * share
@@ -164,9 +168,12 @@ class DataSheet:
             by_width = math.sqrt(math.sqrt(min(1.0, width / 128)))
             return self._attention(work) * length / (length + _HALF_LENGTH) * by_width
         _, rows, columns, length = work.dims
-        return self.matmul * length / (length + _HALF_SUM) * _alignment(rows, columns, length)
+        matmul = self.matmul * (self.grouped if work.name == GROUPED else 1.0)
+        return matmul * length / (length + _HALF_SUM) * _alignment(rows, columns, length)
 
 
+GROUPED = "_grouped_mm"
+_INDEXING = ("index", "index_put", "index_add", "index_select", "scatter_add", "gather")
 _TWO_BYTES = 2
 _FUSED = 0.4  # share of the bytes of single operators that remains after fusion
 _ISSUING = 9e-6  # seconds
