@@ -134,6 +134,7 @@ def test_a_configuration_of_another_tool_is_translated_and_estimated():
     by_hand += ["train.micro_batch_size=2", "train.global_batch_size=64", "precision=bf16"]
     by_hand += ["activation_checkpointing=full", "data=chat", "data.packing=true"]
     by_hand += ["train.loss_chunk_tokens=0", "train.seq_len=4096", "model=llama3_8b"]
+    by_hand += ["precision.reduce_dtype=bfloat16"]
     _, same = invoke("estimate-memory", *by_hand, "cluster=h200", "--json")
     alike = ("peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_step")
     assert [json.loads(text)[name] for name in alike] == [json.loads(same)[name] for name in alike]

@@ -16,6 +16,7 @@ from fsdpctl.config.importers.shared import (
     read_offload,
     read_optimizer,
     read_zero,
+    reduce_as_computed,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import (
@@ -50,12 +51,14 @@ _SMALLER = {
     "load_in_8bit": "the frozen weights are estimated in bf16, not in 8 bits",
     "activation_offloading": "activations are estimated on the device",
     "peft_layers_to_transform": "adapters are estimated on all layers",
+    "quantize_moe_experts": "experts are estimated in bf16, not quantized",
 }
 # With these, not all logits exist at once.
 _FUSED_LOSSES = (
     "cut_cross_entropy", "chunked_cross_entropy", "liger_fused_linear_cross_entropy",
     "unsloth_cross_entropy_loss",
 )  # fmt: skip
+_CROSS_ENTROPY = "CutCrossEntropyPlugin"  # on unless `cut_cross_entropy` turns it off
 _UNUSED = (
     "dataset*", "test_dataset*", "pretraining_dataset*", "shuffle_*", "skip_prepare_dataset",
     "dataloader_*", "wandb_*", "use_wandb", "mlflow_*", "use_mlflow", "comet_*", "use_comet",
@@ -72,9 +75,11 @@ _UNUSED = (
     "attention", "attn_implementation", "flash_attention", "xformers_attention", "sdp_attention",
     "flex_attention", "flex_attn*", "flash_attn_*", "sample_packing_*", "pad_to_sequence_len",
     "min_sample_len", "remove_unused_columns", "loss_watchdog_*", "profiler_*", "gc_steps",
+    "processor_type", "tokens.*", "resize_token_embeddings_to_32x", "experimental_skip_move_*",
+    "model_config.output_router_logits", "use_kernels",
     "include_t*", "low_cpu_mem_usage", "device_map", "device", "ddp*", "accelerator_config*",
     "lora_model_dir", "lora_fan_in_fan_out", "lora_on_cpu", "merge_lora", "peft.loftq*",
-    "plugins", "neftune_*", "torch_compile_*", "torchao_*", "bnb_config_kwargs*", "telemetry*",
+    "neftune_*", "torch_compile_*", "torchao_*", "bnb_config_kwargs*", "telemetry*",
     "micro_batch_size",
     "field_messages", "message_*", "unfrozen_parameters", "fp16", "float32",
     *(f"fsdp_config.{each}" for each in UNUSED_OF_FSDP), "fsdp_version", "fsdp",
@@ -96,6 +101,7 @@ def read_axolotl(source: SourceConfig) -> Translation:
     shards = _read_sharding(found)
     read_context(found, "context_parallel_size", "sequence_parallel_degree")
     _read_precision(found, keeps_masters=adapts or shards)
+    reduce_as_computed(found)
     _read_recomputation(found)
     read_optimizer(found, source.take("optimizer"), "optimizer")
     _read_without(found)
@@ -140,7 +146,7 @@ def _read_length(found: Translation) -> None:
 
 
 def _read_precision(found: Translation, *, keeps_masters: bool) -> None:
-    """Translate the dtypes. FSDP, DeepSpeed and adapters have fp32 master weights, others don't."""
+    """Translate the dtypes. Where no `keeps_masters`, weights are trained as they are loaded."""
     source = found.source
     mixed = "precision=bf16" if keeps_masters else "precision=bf16_true"
     loaded = "" if keeps_masters else "the weights are loaded in this dtype"
@@ -161,6 +167,8 @@ def _read_precision(found: Translation, *, keeps_masters: bool) -> None:
 
 def _read_recomputation(found: Translation) -> None:
     value = found.source.take("gradient_checkpointing")
+    if value is None and "activation_checkpointing" in found.settings:
+        return  # by a key of fsdp_config
     if value is None or value.is_off:
         found.map(value, "activation_checkpointing=none", default="gradient_checkpointing")
         return
@@ -211,7 +219,10 @@ def _read_adapters(found: Translation) -> bool:
 
 
 def _read_sharding(found: Translation) -> bool:
-    """Translate the sharding, and return whether FSDP or DeepSpeed is used."""
+    """Translate the sharding, and return whether weights in bf16 get masters in fp32.
+
+    FSDP 1 and DeepSpeed make those; axolotl's patched FSDP 2 leaves the weights as they are.
+    """
     source = found.source
     has_section = any(each.key.startswith("fsdp_config.") for each in source.peek())
     version = source.text("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
@@ -235,10 +246,14 @@ def _read_sharding(found: Translation) -> bool:
         found.degrees = RankDegrees(
             ("dp_replicate_size", "dp_shard_size"), replicate or 1, shard or -1
         )
-    return True
+    return bool(deepspeed) or version != "2"
 
 
 def _read_without(found: Translation) -> None:
+    plugins = found.source.take("plugins")
+    if plugins and _CROSS_ENTROPY in plugins.text and "cut_cross_entropy" not in found.source:
+        found.map(plugins, note=f"{_CROSS_ENTROPY}: logits of a few tokens at a time")
+        found.whole_logits = False
     for key in _FUSED_LOSSES:
         if value := found.source.take_used(key):
             found.map(

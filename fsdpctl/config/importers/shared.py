@@ -173,6 +173,14 @@ def read_fsdp(found: Translation, section: str, *, version: str, strategy: str =
         found.exclude(wrap, "estimated with one unit per block")
 
 
+def reduce_as_computed(found: Translation) -> None:
+    """Let FSDP under accelerate reduce gradients in the dtype that it computes in."""
+    settings = found.settings
+    if settings.get("engine") == "fsdp2" and settings.get("precision", "").startswith("bf16"):
+        note = "accelerate reduces gradients in the dtype that it computes in"
+        found.map(None, "precision.reduce_dtype=bfloat16", default="(FSDP)", note=note)
+
+
 def _read_prefetch(
     found: Translation, backward: SourceKey | None, forward: SourceKey | None
 ) -> None:

@@ -236,6 +236,8 @@ def test_options_for_known_names_exist():
         ("batch_size: 8", {}),
         ("fsdp_config:\n  sharding_strategy: '2'", {"strategy": "shard_grad_op"}),
         ("fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD", {"strategy": "no_shard"}),
+        ("fsdp_version: 2", {"precision": "bf16_true"}),  # its masters are those that it loads
+        ("fsdp_config:\n  activation_checkpointing: true", {"activation_checkpointing": "full"}),
         ("dp_replicate_size: 4\ndp_shard_size: 2", {"strategy": "hybrid_shard"}),
         ("deepspeed:\n  zero_optimization:\n    stage: 1", {"strategy": "shard_optimizer"}),
     ],
@@ -246,6 +248,24 @@ def test_values_of_axolotl(tmp_path, lines, words):
         assert getattr(config, section).name == name
     if lines == "batch_size: 8":
         assert config.accumulation.steps == 8
+
+
+def test_reductions_of_fsdp_are_in_the_dtype_of_the_computation(tmp_path):
+    for lines, dtype in (("bf16: true", "bfloat16"), ("bf16: false", "float32")):
+        config = asked(written(tmp_path, f"{AXOLOTL}{lines}\n")).composed.config
+        assert config.precision.reduce_dtype == dtype
+
+
+PLUGIN = "plugins:\n  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+
+
+@pytest.mark.parametrize(
+    ("lines", "chunk"),
+    [("", 0), (PLUGIN, None), (f"{PLUGIN}\ncut_cross_entropy: false", 0)],
+)
+def test_the_plugin_of_a_loss_is_on_unless_its_key_is_off(tmp_path, lines, chunk):
+    config = asked(written(tmp_path, f"{AXOLOTL}{lines}\n")).composed.config
+    assert config.train.loss_chunk_tokens == chunk
 
 
 def test_ranks_that_share_samples_are_fewer_groups(tmp_path):
