@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from fsdpctl.checkpoint.base import InitialAdapters
+from fsdpctl.checkpoint.cast import joined
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
-from fsdpctl.checkpoint.tensors import tensor_of
+from fsdpctl.checkpoint.tensors import tensor_bytes, tensor_of
+from fsdpctl.comm.codes import split
 from fsdpctl.config.compose import compose_config
 from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.plan.layout import Span
@@ -23,3 +25,11 @@ def test_adapters_are_drawn_by_their_names_and_the_seed(span):
         part = span or Span(0, 32)
         assert place == part
         assert tensor_of(values, "F32").equal(wanted.view(-1)[part.start : part.stop])
+
+
+def test_a_master_is_joined_from_its_half_and_its_remainder():
+    weights = torch.tensor([1.0, -1.0, 3.1415927, -2.7182817, 1e-20, 0.0])
+    half, remainder = torch.empty(6, dtype=torch.bfloat16), torch.empty(6, dtype=torch.int8)
+    split(weights.clone(), half, remainder)
+    whole = tensor_of(joined(tensor_bytes(half), tensor_bytes(remainder)), "F32")
+    assert ((whole - weights).abs() <= weights.abs() * 2.0**-16).all()

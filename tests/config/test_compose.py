@@ -126,6 +126,18 @@ def test_errors_are_one_line_with_a_suggestion(word, parts):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "lr_scheduler.warmup_ratio=0", "lr_scheduler.warmup_ratio=1", "train.max_skips=0",
+        "launch.time_limit=1", "model.sliding_window=1", "optimizer.weight_decay=0",
+        "data.val_fraction=0", "checkpoint.keep_last=0", "train.eval_every=0",
+    ],
+)  # fmt: skip
+def test_the_least_values_that_make_sense_are_allowed(word):
+    compose_config([word])
+
+
 def test_only_one_key_sets_the_length():
     train = compose_config(["train.tokens=1e6"]).config.train
     assert (train.steps, train.epochs, train.tokens) == (None, None, 1_000_000)

@@ -119,6 +119,13 @@ def test_settings_that_are_not_known_are_refused_by_name(tmp_path, name):
             adapter_words(str(tmp_path))
 
 
+def test_fields_that_a_file_lacks_have_the_defaults_of_peft(tmp_path):
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({"peft_type": "LORA"}))
+    usual, words = peft.LoraConfig(), adapter_words(str(tmp_path))
+    found = (words["model.lora.rank"], words["model.lora.alpha"], words["model.lora.dropout"])
+    assert tuple(map(float, found)) == (usual.r, usual.lora_alpha, usual.lora_dropout)
+
+
 def test_the_defaults_of_the_installed_peft_are_accepted(tmp_path):
     peft.LoraConfig(**PLAIN | {"peft_type": None}).save_pretrained(tmp_path)
     content = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
