@@ -21,7 +21,7 @@ def main() -> None:
     words, results, errors = arguments(), [], []
     for each in PUBLISHED:
         found, ranks = predicted(each.words)
-        kind = kind_of(planned(each.words).config, PREDICTOR.estimate(planned(each.words)))
+        kind = kind_of(PREDICTOR.estimate(planned(each.words)), found.seconds)
         speed = found.tokens / found.seconds / ranks
         errors.append(round(speed / each.tokens_per_second - 1, 4))
         results.append(

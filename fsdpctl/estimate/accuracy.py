@@ -4,16 +4,17 @@ The errors are in conf/accuracy.json, which `benchmarks/published_steps.py` writ
 """
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cache
 
 from fsdpctl.config.recipe import package_folder
-from fsdpctl.config.schema import Config
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.sizes import Offload
 
 ACCURACY = "accuracy.json"
 _LONG = 1 << 16  # tokens of a sample
+SHORT = 0.1  # seconds; the host limits shorter steps of GPUs, and data sheets do not describe it
 _SMALL = 1_000_000_000  # parameters
 _FEWEST = 5  # published steps that a band of their errors needs
 _UNTESTED = 0.5, 2.0  # of the predicted time, for other kinds
@@ -36,9 +37,11 @@ class Band:
         return f"{self.kind} steps: {self.low - 1:+.0%} to {self.high - 1:+.0%}"
 
 
-def kind_of(config: Config, estimate: RunEstimate) -> str:
-    """Return the kind of a run, by what predictions err most in."""
-    model = config.model
+def kind_of(estimate: RunEstimate, seconds: float = math.inf) -> str:
+    """Return the kind of a run with steps of `seconds`, by what predictions err most in."""
+    config, model = estimate.config, estimate.config.model
+    if seconds < SHORT:
+        return "short"
     if config.optimizer.offload != Offload.NONE or config.activation_checkpointing.offload:
         return "offloaded"
     if estimate.num_active < estimate.num_params:
@@ -50,12 +53,12 @@ def kind_of(config: Config, estimate: RunEstimate) -> str:
     return "small" if estimate.num_params < _SMALL else "dense"
 
 
-def band_of(estimate: RunEstimate) -> Band | None:
-    """Return the error band of the predicted time; None if its device is profiled or a CPU."""
+def band_of(estimate: RunEstimate, seconds: float) -> Band | None:
+    """Return the error band of predicted seconds; None if the device is profiled or a CPU."""
     config = estimate.config
     if config.cluster.profile is not None or config.launch.device != "cuda":
         return None
-    kind = kind_of(config, estimate)
+    kind = kind_of(estimate, seconds)
     errors = sorted(_errors().get(kind, ()))
     if len(errors) < _FEWEST:
         return Band(kind, *_UNTESTED, len(errors))
@@ -69,7 +72,7 @@ def is_faster(first: tuple[RunEstimate, float], second: tuple[RunEstimate, float
 
     Errors of one kind are alike; of two kinds, the bands must not overlap.
     """
-    one, other = band_of(first[0]), band_of(second[0])
+    one, other = band_of(*first), band_of(*second)
     if one is None or other is None or one.kind == other.kind:
         return first[1] * (1 + _TIE) < second[1]
     return first[1] * one.high < second[1] * other.low

@@ -1,6 +1,6 @@
 """The combinations that `auto` selects from."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from fsdpctl.config.auto import (
@@ -15,6 +15,7 @@ from fsdpctl.config.auto import (
 )
 from fsdpctl.config.schema import Config, PrefetchConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.accuracy import band_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy
@@ -215,9 +216,11 @@ class Ranking:
                 {
                     "settings": self.text(each.selection),
                     "step_seconds": each.seconds,
+                    "error_band": band and asdict(band),
                     "peak_reserved_bytes": each.estimate.peak_reserved,
                 }
                 for each in self.ranked
+                for band in [band_of(each.estimate, each.seconds)]
             ],
         }
 

@@ -170,7 +170,7 @@ def _reason(ranking: Ranking) -> str:
         reason = f"fewest changes {among} that fit, as error bands of predicted times overlap"
     elif fastest.seconds < first.seconds:
         reason = f"least memory among the fastest {among} that fit"
-    band = band_of(first.estimate)
+    band = band_of(first.estimate, first.seconds)
     sources = ranking.whose if band is None else f"{ranking.whose}; {band}"
     return f"{reason}: {first.seconds:.3g} s/step predicted ({sources}), {_held(first)}"
 

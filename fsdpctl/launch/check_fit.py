@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from fsdpctl.errors import DoesNotFitError
-from fsdpctl.estimate.accuracy import band_of
+from fsdpctl.estimate.accuracy import kind_of
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.changes import Change
 from fsdpctl.estimate.estimator import Estimator
@@ -53,7 +53,7 @@ def change_lines(changes: Sequence[tuple[Change, RunEstimate]]) -> list[str]:
         f"{' '.join(change.words)}: {format_bytes(estimate.peak_reserved)}; {change.cost}"
         for change, estimate in changes
     ]
-    kinds = {band.kind for _, estimate in changes if (band := band_of(estimate)) is not None}
+    kinds = {kind_of(estimate) for _, estimate in changes}
     if len(kinds) > 1:
         lines.append("in the order of cost where the error bands of predicted times overlap")
     return [f"{'to fit' if not i else '':<8}{line}" for i, line in enumerate(lines)]

@@ -208,7 +208,8 @@ def test_sizes_of_a_share_that_does_not_halve_are_its_divisors_and_rounded_halve
 def test_a_ranking_is_described_by_selection_reason_and_runner_up():
     lines = list(describe_ranking(ranking(*OPEN, "cluster=h100", "launch.device=cuda")))
     assert [line.split()[0] for line in lines] == ["auto", "reason", "next"]
-    assert "s/step predicted (specs of cluster=h100)" in lines[1]
+    source = "specs of cluster=h100; short steps: untested, up to twice as fast or slow"
+    assert f"s/step predicted ({source})" in lines[1]
     assert "%), " in lines[2]
 
 

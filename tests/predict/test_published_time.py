@@ -1,10 +1,15 @@
 """Published step times of GPUs, predicted from data sheets."""
 
+import json
+from collections import defaultdict
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.recipe import package_folder
+from fsdpctl.estimate.accuracy import ACCURACY, Band, band_of
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
 from fsdpctl.resolve.settle import RunPlan
 from tests.matrix import fast
@@ -57,3 +62,18 @@ def test_at_64k_tokens_the_attention_kernel_determines_the_step_time():
     )
     assert 1.35 <= second / third <= 1.65
     assert third < auto < second  # cuDNN's
+
+
+def test_error_bands_are_those_of_the_published_steps():
+    by_kind: dict[str, list[float]] = defaultdict(list)
+    for row in json.loads(Path("benchmarks/results/published-steps.json").read_text())["results"]:
+        by_kind[row["kind"]].append(row["error"])
+    assert json.loads((package_folder("conf") / ACCURACY).read_text()) == by_kind
+    estimate = PREDICTOR.estimate(planned(PUBLISHED[0].words))
+    band, of_short = band_of(estimate, 1.0), band_of(estimate, 0.05)
+    assert band is not None
+    assert (band.kind, band.count) == ("dense", len(by_kind["dense"]))
+    within = [error for error in by_kind["dense"] if band.low <= 1 + error <= band.high]
+    assert len(within) >= 0.9 * band.count
+    assert 0.85 < band.low < 1 < band.high < 1.15
+    assert of_short == Band("short", 0.5, 2.0, 0)

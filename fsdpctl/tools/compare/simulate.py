@@ -9,7 +9,7 @@ from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.accuracy import band_of
+from fsdpctl.estimate.accuracy import SHORT, band_of
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
 from fsdpctl.estimate.fit import LargestModel, largest_model
@@ -27,7 +27,6 @@ from fsdpctl.tools.compare.vary import Variant
 _OWNED = ("parameters", "gradients", "optimizer_states", "gathered_units", "reduce_buffers")
 _REST = "activations and the rest"
 TRACES = "traces"  # in the directory of a comparison
-_LIMITED_BY_HOST = 0.1  # seconds; shorter steps of GPUs are limited by the host
 _SHORT_STEPS = (
     "The host limits steps of GPUs below 100 ms, and data sheets do not describe it: such steps "
     "can take several times as long as predicted. `fsdpctl profile-device` measures a machine."
@@ -151,7 +150,7 @@ class SimulatedComparison:
         """Notes on the predictions, a line each."""
         is_limited = any(
             each.step is not None
-            and each.step.seconds < _LIMITED_BY_HOST
+            and each.step.seconds < SHORT
             and config.launch.device == "cuda"
             and config.cluster.profile is None
             for each, config in zip(self._variants, self.configs, strict=True)
@@ -193,7 +192,7 @@ def _with_times(row: Row, config: Config, step: StepPrediction, estimate: RunEst
         world_size=world_size(config),
         tokens_per_second=speed,
         step_seconds=step.seconds,
-        error_band=band_of(estimate),
+        error_band=band_of(estimate, step.seconds),
         compute_seconds=step.compute,
         exposed_communication_seconds=step.exposed_communication,
         optimizer_seconds=step.optimizer,
