@@ -48,9 +48,7 @@ class Selection:
             config.activation_checkpointing.name,
             config.prefetch,
             config.train.micro_batch_size,
-            tuple(
-                (name, _text(config, name)) for name in _allowed(config) if _is_set(config, name)
-            ),
+            tuple((name, _text(config, name)) for name in _allowed(config) if is_set(config, name)),
         )
 
     def text(self, names: Sequence[str]) -> str:
@@ -105,7 +103,7 @@ def extras_of(config: Config) -> Iterator[Pairs]:
 
     Keys that have a value keep it, and `model.base_dtype` needs adapters.
     """
-    names = [name for name in _allowed(config) if not _is_set(config, name)]
+    names = [name for name in _allowed(config) if not is_set(config, name)]
     if config.model.lora.rank is None:
         names = [name for name in names if name != "model.base_dtype"]
     values = {name: of for name, of in MAY_USE.values() if name in names}
@@ -141,7 +139,8 @@ def _allowed(config: Config) -> list[str]:
     return [name for word, (name, _) in MAY_USE.items() if word in words]
 
 
-def _is_set(config: Config, name: str) -> bool:
+def is_set(config: Config, name: str) -> bool:
+    """Return whether a key has another value than its default."""
     section, last = name.split(".")
     return bool(getattr(getattr(config, section), last) != KEYS[name].default)
 

@@ -68,21 +68,20 @@ def _advice(estimator: Estimator, plan: RunPlan, *, more_ranks: bool) -> list[Fi
             found.append(each)
     if found:
         return found[:_CHANGES]
-    search = _Search(estimator)
-    found = _by_time(estimator, list(_several(search, plan)))
-    nodes = _on_more_nodes(search, plan) if more_ranks else None
+    found = _by_time(estimator, list(_several(estimator, plan)))
+    nodes = _on_more_nodes(estimator, plan) if more_ranks else None
     return found[:_CHANGES] if nodes is None else [*found[: _CHANGES - 1], nodes]
 
 
 def _fitting(estimator: Estimator, changes: Iterable[Change]) -> Iterator[Fitting]:
     """Yield the changes with which a run fits, and its estimate."""
     for change in changes:
-        try:
-            estimate = estimator.estimate(change.plan)
-        except UsageError:
-            continue
-        if estimate.verdict == "fits":
+        if (estimate := estimator.fitting(change.plan)) is not None:
             yield change, estimate
+
+
+def _fit(estimator: Estimator, change: Change) -> Fitting | None:
+    return next(_fitting(estimator, [change]), None)
 
 
 def _by_time(estimator: Estimator, found: list[Fitting]) -> list[Fitting]:
@@ -103,21 +102,7 @@ def _by_time(estimator: Estimator, found: list[Fitting]) -> list[Fitting]:
     return [each for each, _ in in_order]
 
 
-class _Search:
-    """Estimates each change of a configuration once."""
-
-    def __init__(self, estimator: Estimator) -> None:
-        self._estimator = estimator
-        self._seen: dict[tuple[str, ...], Fitting | None] = {}
-
-    def fit(self, change: Change) -> Fitting | None:
-        """Return a change with its estimate, or None if the run does not fit with it."""
-        if change.words not in self._seen:
-            self._seen[change.words] = next(_fitting(self._estimator, [change]), None)
-        return self._seen[change.words]
-
-
-def _several(search: _Search, plan: RunPlan) -> Iterator[Fitting]:
+def _several(estimator: Estimator, plan: RunPlan) -> Iterator[Fitting]:
     """Yield settings that suffice together, for each treatment of the optimizer states."""
     seen: set[tuple[str, ...]] = set()
     here, keeps_gradients = Change((), "", plan), False
@@ -125,7 +110,7 @@ def _several(search: _Search, plan: RunPlan) -> Iterator[Fitting]:
         if treatment is states_on_host and keeps_gradients:
             continue
         for order in _ORDERS:
-            found = _needed(search, here, treatment, order)
+            found = _needed(estimator, here, treatment, order)
             if found is None:
                 break
             keeps_gradients |= treatment is _STATES
@@ -134,40 +119,40 @@ def _several(search: _Search, plan: RunPlan) -> Iterator[Fitting]:
                 yield found
 
 
-def _on_more_nodes(search: _Search, plan: RunPlan) -> Fitting | None:
+def _on_more_nodes(estimator: Estimator, plan: RunPlan) -> Fitting | None:
     """Return the fewest nodes on which settings suffice that round nothing, and these settings."""
     nodes = list(more_nodes(plan))
-    fewest = [(len(nodes), None), *((_fewest(search, nodes, x), x) for x in (None, _STATES))]
+    fewest = [(len(nodes), None), *((_fewest(estimator, nodes, x), x) for x in (None, _STATES))]
     index, treatment = min(fewest, key=lambda each: each[0])
     if index == len(nodes):
         return None
-    return _needed(search, nodes[index], treatment, _ORDERS[0])
+    return _needed(estimator, nodes[index], treatment, _ORDERS[0])
 
 
-def _fewest(search: _Search, nodes: list[Change], treatment: Make | None) -> int:
+def _fewest(estimator: Estimator, nodes: list[Change], treatment: Make | None) -> int:
     """Return the index of the fewest `nodes` on which all settings suffice."""
 
     def suffices(base: Change) -> bool:
-        return search.fit(_with(base, _all(treatment))) is not None
+        return _fit(estimator, _with(base, _all(treatment))) is not None
 
     return bisect_left(nodes, True, key=suffices)
 
 
 def _needed(
-    search: _Search, base: Change, treatment: Make | None, order: Iterable[Make]
+    estimator: Estimator, base: Change, treatment: Make | None, order: Iterable[Make]
 ) -> Fitting | None:
     """Return `base` with the settings that it needs to fit; None if it does not fit with all.
 
     The settings are dispensed with in `order`.
     """
     makers = _all(treatment)
-    found = search.fit(_with(base, makers))
+    found = _fit(estimator, _with(base, makers))
     if found is None:
         return None
     for make in order:
         fewer = [each for each in makers if each is not make]
         change = _with(base, fewer)
-        less = found if change.words == found[0].words else search.fit(change)
+        less = found if change.words == found[0].words else _fit(estimator, change)
         if less is not None:
             makers, found = fewer, less
     if _SINGLE_SAMPLE in makers:
@@ -175,7 +160,7 @@ def _needed(
         while size > 1:
             some = partial(micro_batches, size=size)
             larger = [some if each is _SINGLE_SAMPLE else each for each in makers]
-            if (better := search.fit(_with(base, larger))) is not None:
+            if (better := _fit(estimator, _with(base, larger))) is not None:
                 return better
             size //= 2
     return found

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdpctl.config.auto import MAY_USE, is_set
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.optimizers import get_optimizer
@@ -145,38 +146,31 @@ def _steps_as_needed(plan: RunPlan) -> dict[str, Any]:
     return {} if plan.asked.accumulation.steps is None else {"accumulation.steps": None}
 
 
+def _allowed(plan: RunPlan, word: str, *costs: str) -> Iterator[Change]:
+    """Yield what `auto.may_use=WORD` allows, unless the key is set; each value has a cost."""
+    key, values = MAY_USE[word]
+    if not is_set(plan.config, key):
+        for value, cost in zip(values, costs, strict=False):
+            yield from _changed(plan, cost, {key: KEYS[key].parse(value)})
+
+
 def compressed(plan: RunPlan) -> Iterator[Change]:
     """Yield moments in 8 bits."""
     config = plan.config
-    about = config.optimizer
-    has_key = "state_dtype" in get_optimizer(about.name).keys
-    plain = has_key and about.state_dtype is None and config.model.lora.rank is None
-    own = config.engine.name == FSDPCTL and about.offload == Offload.NONE
-    if plain and own and config.precision.master_dtype == "float32":
-        cost = "moments are rounded to 8 bits"
-        yield from _changed(plan, cost, {"optimizer.state_dtype": "int8"})
+    if config.model.lora.rank is None and config.precision.master_dtype == "float32":
+        yield from _allowed(plan, "state_dtype", "moments are rounded to 8 bits")
 
 
 def states_on_host(plan: RunPlan, most: Offload = Offload.ALL) -> Iterator[Change]:
     """Yield states in host memory, and unless `most` are the states, gradients too."""
-    config = plan.config
-    about = config.optimizer
-    plain = get_optimizer(about.name).offloads and about.state_dtype in (None, "float32")
-    if plain and about.offload == Offload.NONE and config.engine.name == FSDPCTL:
-        cost = "{} on the host, and the optimizer's step"
-        states, gradients = "master weights and moments", "gradients, "
-        yield from _changed(plan, cost.format(states), {"optimizer.offload": "states"})
-        if most is Offload.ALL:
-            yield from _changed(plan, cost.format(gradients + states), {"optimizer.offload": "all"})
+    cost = "master weights and moments on the host, and the optimizer's step"
+    costs = (cost, f"gradients, {cost}")
+    yield from _allowed(plan, "offload", *costs[: 1 if most is Offload.STATES else 2])
 
 
 def activations_on_host(plan: RunPlan) -> Iterator[Change]:
     """Yield inputs of blocks in host memory."""
-    config = plan.config
-    about = config.activation_checkpointing
-    if about.name != "none" and not about.offload and config.engine.name == FSDPCTL:
-        cost = "inputs of recomputed blocks are on the host"
-        yield from _changed(plan, cost, {"activation_checkpointing.offload": True})
+    yield from _allowed(plan, "activation_offload", "inputs of recomputed blocks are on the host")
 
 
 def shared_samples(plan: RunPlan) -> Iterator[Change]:
@@ -205,10 +199,9 @@ def feed_forward_in_chunks(plan: RunPlan) -> Iterator[Change]:
 
 def in_four_bits(plan: RunPlan) -> Iterator[Change]:
     """Yield frozen weights in 4 bits."""
-    config = plan.config
-    if config.model.lora.rank is not None and config.model.base_dtype is None:
+    if plan.config.model.lora.rank is not None:
         cost = "frozen weights are rounded to 4 bits, and dequantized in forward and backward"
-        yield from _changed(plan, cost, {"model.base_dtype": "nf4"})
+        yield from _allowed(plan, "base_dtype", cost)
 
 
 def adapters(plan: RunPlan) -> Iterator[Change]:

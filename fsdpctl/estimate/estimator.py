@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fsdpctl.config.compose import Composed
@@ -9,6 +10,7 @@ from fsdpctl.config.keys import AUTO
 from fsdpctl.config.schema import Config
 from fsdpctl.data.open import open_data
 from fsdpctl.engine.host_inputs import host_inputs_bytes
+from fsdpctl.errors import UsageError
 from fsdpctl.estimate.hardware import device_of, host_of, network_of
 from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, steps_of
 from fsdpctl.estimate.run_estimate import RunEstimate
@@ -67,7 +69,11 @@ class StepPrediction:
 
 
 class Estimator:
-    """Estimates configurations; each model is traced once per process."""
+    """Estimates each plan once; each model is traced once per process."""
+
+    def __init__(self) -> None:
+        self._estimates: dict[RunPlan, RunEstimate | UsageError] = {}
+        self._predictions: dict[RunPlan, StepPrediction] = {}
 
     def estimate(self, plan: RunPlan) -> RunEstimate:
         """Estimate a run.
@@ -75,6 +81,24 @@ class Estimator:
         Raises:
             UsageError: If the optimizer or the engine does not support its parameters.
         """
+        if plan not in self._estimates:
+            try:
+                self._estimates[plan] = self._estimate(plan)
+            except UsageError as error:
+                self._estimates[plan] = error
+        found = self._estimates[plan]
+        if isinstance(found, UsageError):
+            raise found
+        return found
+
+    def fitting(self, plan: RunPlan) -> RunEstimate | None:
+        """Return the estimate of a run that is supported and fits, else None."""
+        with suppress(UsageError):
+            if (found := self.estimate(plan)).verdict == "fits":
+                return found
+        return None
+
+    def _estimate(self, plan: RunPlan) -> RunEstimate:
         plan = on_cluster(plan)
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan)
         check_trained(config, traced.units)
@@ -109,6 +133,11 @@ class Estimator:
         Raises:
             UsageError: If its hardware specs are incomplete.
         """
+        if plan not in self._predictions:
+            self._predictions[plan] = self._predict(plan)
+        return self._predictions[plan]
+
+    def _predict(self, plan: RunPlan) -> StepPrediction:
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan)
         program, passes = _program(plan, traced), batches.num_micro_batches
         shown = _simulate(config, traced, program, min(passes, _SIMULATED))

@@ -144,8 +144,7 @@ def _largest(
     seen: dict[int, RunEstimate] = {}
 
     def fits(count: int) -> bool:
-        if count not in seen:
-            seen[count] = estimator.estimate(_valued(plan, what, count * multiple))
+        seen[count] = estimator.estimate(_valued(plan, what, count * multiple))
         return seen[count].verdict == "fits"
 
     most //= multiple
