@@ -17,6 +17,7 @@ from fsdpctl.cli.estimate_text import (
     strategies_table,
 )
 from fsdpctl.cli.from_others import asked_from, show_translation
+from fsdpctl.cli.many_files import NOT_ESTIMATED, files_of, show_verdicts, verdicts_of
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 from fsdpctl.predict.memory_recorder import without_gc
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from fsdpctl.estimate.fit import Fit
     from fsdpctl.estimate.run_estimate import RunEstimate
 
-_DOES_NOT_FIT = 3
+_NOTHING_ESTIMATED, _DOES_NOT_FIT = 2, 3
 _FITTED = ("micro_batch", "seq_len", "model")
 
 
@@ -55,11 +56,12 @@ def estimate_memory(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     source: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Configuration file of another tool, as `convert` reads it.",
+            help="Configuration file of another tool, as `convert` reads it; several or a "
+            "directory: a verdict for each.",
         ),
     ] = None,
 ) -> None:
@@ -71,7 +73,14 @@ def estimate_memory(
     if fit is not None and fit not in _FITTED:
         expected = ", ".join(_FITTED)
         raise UsageError(f"--fit {fit}: expected {expected}{nearest(fit, _FITTED)}")
-    others = None if source is None else asked_from(source, asked)
+    files = files_of(source or [])
+    if len(files) > 1 or files != (source or []):
+        if all_strategies or fit is not None or plot is not None:
+            raise UsageError("--from: --all-strategies, --fit and --plot take a single file")
+        verdicts = list(verdicts_of(files, asked))
+        show_verdicts(verdicts, as_json=as_json)
+        raise typer.Exit(_code_of([each.verdict for each in verdicts], require_fit=require_fit))
+    others = asked_from(files[0], asked) if files else None
     composed = others.composed if others else composed_from(asked, quiet=as_json)
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.search import estimates_of
@@ -104,6 +113,14 @@ def estimate_memory(
         each.verdict == "fits" and not each.lacks_host_memory for each in estimates
     ):
         raise typer.Exit(_DOES_NOT_FIT)
+
+
+def _code_of(verdicts: list[str], *, require_fit: bool) -> int:
+    """Return the exit code for several files."""
+    known = [each for each in verdicts if each != NOT_ESTIMATED]
+    if require_fit and any(each != "fits" for each in known):
+        return _DOES_NOT_FIT
+    return 0 if known else _NOTHING_ESTIMATED
 
 
 def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | None) -> list["Fit"]:

@@ -1,6 +1,7 @@
 """`fsdpctl estimate-memory`: its text and JSON."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,26 @@ def test_host_memory_has_to_fit_too():
     for require, expected in ((), 0), (("--require-fit",), 3):
         code, text = invoke("estimate-memory", *H100, "cluster.host_memory=8GiB", *require)
         assert (code, "does not fit" in text, "to spare" in text) == (expected, True, True)
+
+
+def test_several_files_of_other_tools_have_a_verdict_each(tmp_path):
+    for name in ("axolotl-full.yaml", "axolotl-qlora.yml"):
+        shutil.copy(OTHERS / name, tmp_path / name)
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "dpo.yaml").write_text("base_model: meta-llama/Llama-3.1-8B\nrl: dpo\n")
+    words = ["estimate-memory", "--from", str(tmp_path), "cluster=8xrtx4090"]
+    code, text = invoke(*words, "--json")
+    found = {Path(each["file"]).name: each for each in json.loads(text)}
+    assert code == 0
+    assert [each["verdict"] for each in found.values()] == ["too_large", "fits", "not estimated"]
+    assert "trains on preferences" in found["dpo.yaml"]["reason"]
+    _, text = invoke(
+        "estimate-memory", "--from", str(tmp_path / "axolotl-full.yaml"), *words[3:], "--json"
+    )
+    alone = json.loads(text)["peak_reserved_bytes"]
+    assert found["axolotl-full.yaml"]["peak_reserved_bytes"] == alone
+    assert invoke(*words, "--require-fit")[0] == 3
+    one = ["estimate-memory", "--from", str(tmp_path / "below"), *words[3:]]
+    assert invoke(*one, "--require-fit")[0] == 2
+    code, text = invoke(*words, "--fit", "seq_len")
+    assert (code, "take a single file" in text) == (2, True)

@@ -1,6 +1,7 @@
 """The examples for clusters: their commands are accepted."""
 
 import shlex
+import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.cli.run import invoke
 
 _FINAL = (UsageError, DoesNotFitError, NonFiniteError, SelfCheckError)  # repeating is of no use
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+OTHERS = Path(__file__).parent.parent / "config" / "importers" / "files"
 
 # What a cluster sets on the second of two nodes.
 _VARIABLES = {
@@ -46,8 +49,27 @@ def test_rented_nodes_install_what_they_are_given() -> None:
 
 def test_every_example_is_tried() -> None:
     assert {f"{each.parent.name}/{each.name}" for each in EXAMPLES.glob("*/*.y*ml")} == {
-        *_VARIABLES
+        *_VARIABLES,
+        "ci/memory.yaml",
     }
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_check_of_a_repository_fails_as_its_command_does(code: int, tmp_path: Path) -> None:
+    *_, step = documents("ci/memory.yaml")[0]["jobs"]["fits"]["steps"]
+    program = tmp_path / "fsdpctl"
+    program.write_text(f"#!/bin/sh\necho $@\nexit {code}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "GITHUB_STEP_SUMMARY": "summary.md"}
+    shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c"]  # `shell: bash`
+    done = subprocess.run([*shell, step["run"]], cwd=tmp_path, env=environment, check=False)
+    words = (tmp_path / "summary.md").read_text().split()
+    assert (done.returncode, words[0]) == (code, "estimate-memory")
+    shutil.copytree(OTHERS, tmp_path / "recipes")
+    words[words.index("recipes")] = str(tmp_path / "recipes")
+    words[words.index("cluster=8xh100")] = "cluster=rtx4090"
+    found, said = invoke(*words)
+    assert (found, "axolotl-full.yaml" in said) == (3, True)
 
 
 def _policies(value: Any) -> list[dict[str, Any]]:
