@@ -60,8 +60,7 @@ def estimate_memory(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Configuration file of another tool, as `convert` reads it; several or a "
-            "directory: a verdict for each.",
+            help="File of another tool, as `convert` reads it; several, a directory: a verdict each.",
         ),
     ] = None,
 ) -> None:
@@ -74,12 +73,10 @@ def estimate_memory(
         expected = ", ".join(_FITTED)
         raise UsageError(f"--fit {fit}: expected {expected}{nearest(fit, _FITTED)}")
     files = files_of(source or [])
-    if len(files) > 1 or files != (source or []):
-        if all_strategies or fit is not None or plot is not None:
+    if files != (source or [])[:1]:
+        if all_strategies or fit or plot:
             raise UsageError("--from: --all-strategies, --fit and --plot take a single file")
-        verdicts = list(verdicts_of(files, asked))
-        show_verdicts(verdicts, as_json=as_json)
-        raise typer.Exit(_code_of([each.verdict for each in verdicts], require_fit=require_fit))
+        raise typer.Exit(_judge(files, asked, as_json, require_fit))
     others = asked_from(files[0], asked) if files else None
     composed = others.composed if others else composed_from(asked, quiet=as_json)
     from fsdpctl.estimate.estimator import Estimator
@@ -115,9 +112,11 @@ def estimate_memory(
         raise typer.Exit(_DOES_NOT_FIT)
 
 
-def _code_of(verdicts: list[str], *, require_fit: bool) -> int:
-    """Return the exit code for several files."""
-    known = [each for each in verdicts if each != NOT_ESTIMATED]
+def _judge(files: list[Path], asked: ConfigArguments, as_json: bool, require_fit: bool) -> int:
+    """Print a verdict for each file, and return the exit code."""
+    verdicts = list(verdicts_of(files, asked))
+    show_verdicts(verdicts, as_json=as_json)
+    known = [each.verdict for each in verdicts if each.verdict != NOT_ESTIMATED]
     if require_fit and any(each != "fits" for each in known):
         return _DOES_NOT_FIT
     return 0 if known else _NOTHING_ESTIMATED

@@ -69,11 +69,10 @@ class StepPrediction:
 
 
 class Estimator:
-    """Estimates each plan once; each model is traced once per process."""
+    """Estimates and predicts plans, the memory of each once; traces a model once per process."""
 
     def __init__(self) -> None:
         self._estimates: dict[RunPlan, RunEstimate | UsageError] = {}
-        self._predictions: dict[RunPlan, StepPrediction] = {}
 
     def estimate(self, plan: RunPlan) -> RunEstimate:
         """Estimate a run.
@@ -133,11 +132,6 @@ class Estimator:
         Raises:
             UsageError: If its hardware specs are incomplete.
         """
-        if plan not in self._predictions:
-            self._predictions[plan] = self._predict(plan)
-        return self._predictions[plan]
-
-    def _predict(self, plan: RunPlan) -> StepPrediction:
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan)
         program, passes = _program(plan, traced), batches.num_micro_batches
         shown = _simulate(config, traced, program, min(passes, _SIMULATED))
