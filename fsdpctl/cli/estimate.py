@@ -60,7 +60,8 @@ def estimate_memory(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="File of another tool, as `convert` reads it; several, a directory: a verdict each.",
+            help="Configuration file of another tool, as `convert` reads it; several or a "
+            "directory: a verdict for each.",
         ),
     ] = None,
 ) -> None:
@@ -106,9 +107,8 @@ def estimate_memory(
         for line in [] if ranking is None else describe_ranking(ranking):
             say(line)
         _show_one(estimator, estimates[0], fits)
-    if require_fit and not any(
-        each.verdict == "fits" and not each.lacks_host_memory for each in estimates
-    ):
+    fitting = [e for e in estimates if e.verdict == "fits" and not e.lacks_host_memory]
+    if require_fit and not fitting:
         raise typer.Exit(_DOES_NOT_FIT)
 
 
