@@ -34,6 +34,8 @@ class FileVerdict:
 def files_of(sources: Sequence[Path]) -> list[Path]:
     """Return the files that `--from` names; of a directory, all YAML files in it and below.
 
+    Links within a directory are not followed.
+
     Raises:
         UsageError: If a directory has none.
     """
@@ -42,7 +44,8 @@ def files_of(sources: Sequence[Path]) -> list[Path]:
         if not source.is_dir():
             found.append(source)
             continue
-        inside = sorted(each for each in source.rglob("*") if each.suffix in _SUFFIXES)
+        below = (each for each in source.rglob("*") if each.suffix in _SUFFIXES)
+        inside = sorted(each for each in below if each.is_file() and not each.is_symlink())
         if not inside:
             raise UsageError(f"--from {source}: contains no YAML file")
         found += inside
