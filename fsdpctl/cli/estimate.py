@@ -17,7 +17,7 @@ from fsdpctl.cli.estimate_text import (
     strategies_table,
 )
 from fsdpctl.cli.from_others import asked_from, show_translation
-from fsdpctl.cli.many_files import NOT_ESTIMATED, files_of, show_verdicts, verdicts_of
+from fsdpctl.cli.many_files import NOT_ESTIMATED, FileVerdict, files_of, show_verdicts, verdicts_of
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 from fsdpctl.predict.memory_recorder import without_gc
@@ -113,9 +113,13 @@ def estimate_memory(
 
 
 def _judge(files: list[Path], asked: ConfigArguments, as_json: bool, require_fit: bool) -> int:
-    """Print a verdict for each file, and return the exit code."""
-    verdicts = list(verdicts_of(files, asked))
-    show_verdicts(verdicts, as_json=as_json)
+    """Print a verdict for each file, also if the command is interrupted; return the exit code."""
+    verdicts: list[FileVerdict] = []
+    try:
+        verdicts.extend(verdicts_of(files, asked))
+    finally:
+        if verdicts:
+            show_verdicts(verdicts, as_json=as_json)
     known = [each.verdict for each in verdicts if each.verdict != NOT_ESTIMATED]
     if require_fit and any(each != "fits" for each in known):
         return _DOES_NOT_FIT

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fsdpctl.cli.config_args import ConfigArguments
 from fsdpctl.cli.console import add_row, new_table, say, show_table
-from fsdpctl.cli.from_others import asked_from
-from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.cli.from_others import asked_from, typed_beside
+from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.run.progress import format_bytes
 
@@ -37,11 +37,13 @@ def files_of(sources: Sequence[Path]) -> list[Path]:
     Links within a directory are not followed.
 
     Raises:
-        UsageError: If a directory has none.
+        UsageError: If a directory has none, or one of several files does not exist.
     """
     found: list[Path] = []
     for source in sources:
         if not source.is_dir():
+            if len(sources) > 1 and not source.exists():
+                raise UsageError(f"--from {source}: not found")
             found.append(source)
             continue
         below = (each for each in source.rglob("*") if each.suffix in _SUFFIXES)
@@ -53,18 +55,28 @@ def files_of(sources: Sequence[Path]) -> list[Path]:
 
 
 def verdicts_of(files: Sequence[Path], asked: ConfigArguments) -> Iterator[FileVerdict]:
-    """Estimate each file with the settings of the command line."""
+    """Estimate each file with the settings of the command line.
+
+    Raises:
+        UsageError: If these settings are invalid whatever the file.
+    """
+    from fsdpctl.config.compose import compose_config
+
+    words, config_dir = typed_beside(files[0], asked)
+    compose_config(words, None, config_dir)
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.search import estimates_of
 
-    for file in files:
+    for number, file in enumerate(files, start=1):
         begun = time.monotonic()
         try:
-            with doing(f"estimating {file}"):
+            with doing(f"estimating {file} ({number} of {len(files)})"):
                 others = asked_from(file, asked)
                 ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
-        except FsdpctlError as error:
-            found = FileVerdict(str(file), reason=str(error))
+        except (UsageError, CheckpointError) as error:
+            text = str(error)
+            reason = text if text.startswith(str(file)) else f"{file}: {text}"
+            found = FileVerdict(str(file), reason=reason)
         else:
             translation = others.translation
             left_out = (*(row.key for row in translation.excluded), *translation.unrecognized)

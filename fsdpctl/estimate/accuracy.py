@@ -19,7 +19,7 @@ _SMALL = 1_000_000_000  # parameters
 _FEWEST = 5  # published steps that a band of their errors needs
 _UNTESTED = 0.5, 2.0  # of the predicted time, for other kinds
 _OUTSIDE = 0.05  # of the published steps, on each side of their band
-_TIE = 0.01  # of the step time: less than the accuracy within a kind
+TIE = 0.01  # of the step time: less than the accuracy within a kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def is_faster(first: tuple[RunEstimate, float], second: tuple[RunEstimate, float
     """
     one, other = band_of(*first), band_of(*second)
     if one is None or other is None or one.kind == other.kind:
-        return first[1] * (1 + _TIE) < second[1]
+        return first[1] * (1 + TIE) < second[1]
     return first[1] * one.high < second[1] * other.low
 
 

@@ -15,7 +15,8 @@ from fsdpctl.config.auto import (
 )
 from fsdpctl.config.schema import Config, PrefetchConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.accuracy import band_of
+from fsdpctl.estimate.accuracy import Band, band_of
+from fsdpctl.estimate.hardware import ASSUMED
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy
@@ -202,6 +203,12 @@ class Ranking:
             f"needs {needs}, {_size(more)} more than available"
         )
 
+    def band_of(self, candidate: Candidate) -> Band | None:
+        """Return the error band of a candidate's time; None if the hardware specs are assumed."""
+        if self.whose.startswith(ASSUMED):
+            return None
+        return band_of(candidate.estimate, candidate.seconds)
+
     def text(self, selection: Selection) -> str:
         """Return a selection as KEY=VALUE settings."""
         return selection.text(self.names)
@@ -220,7 +227,7 @@ class Ranking:
                     "peak_reserved_bytes": each.estimate.peak_reserved,
                 }
                 for each in self.ranked
-                for band in [band_of(each.estimate, each.seconds)]
+                for band in [self.band_of(each)]
             ],
         }
 

@@ -137,6 +137,7 @@ def _unknown(config: Config, missing: str) -> UsageError:
     )
 
 
+ASSUMED = "assumed"  # how the name of specs begins that belong to other hardware
 _ANY_GPU = "h100"
 _SPECS = (
     "flops",
@@ -174,7 +175,7 @@ def with_speed(config: Config) -> tuple[Config, str]:
         found, whose = replace(cluster, intra_bandwidth=intra), "specs as set"
     elif config.launch.device == "cpu":
         profile = str(package_folder("conf") / "cluster" / _ANY_CPU)
-        found, whose = replace(cluster, profile=profile), "assumed CPU specs"
+        found, whose = replace(cluster, profile=profile), f"{ASSUMED} CPU specs"
     else:
         found, whose = _of_this_gpu()
         found = _filled(cluster, found)
@@ -202,7 +203,7 @@ def _of_this_gpu() -> tuple[ClusterConfig, str]:
     known = cluster_of_device(name)
     if known is not None:
         return _specified(known), f"specs of cluster={known}, for {name}"
-    return _specified(_ANY_GPU), f"assumed specs of cluster={_ANY_GPU}, for {name}"
+    return _specified(_ANY_GPU), f"{ASSUMED} specs of cluster={_ANY_GPU}, for {name}"
 
 
 def cluster_of_device(name: str) -> str | None:

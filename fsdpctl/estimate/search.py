@@ -18,7 +18,7 @@ from fsdpctl.config.auto import Pairs, extras_of, left_open, with_extras
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.accuracy import is_faster
+from fsdpctl.estimate.accuracy import TIE, is_faster
 from fsdpctl.estimate.candidates import Axes, Candidate, Ranking, SearchPoint
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.hardware import with_speed
@@ -28,7 +28,6 @@ from fsdpctl.resolve.machine import supported_strategies
 from fsdpctl.resolve.settle import settle
 
 KEPT = 6  # candidates: the selected one and those that it is compared with
-_TIE = 0.01  # of the step time: less than the accuracy of a prediction
 _SIZES = 3  # micro-batch sizes per strategy and mode, the largest that fit
 
 
@@ -168,7 +167,7 @@ class _Search:
         count, best = 0, 0.0
         while heap:
             seconds, point = heapq.heappop(heap)
-            if count >= KEPT and seconds > best * (1 + _TIE):
+            if count >= KEPT and seconds > best * (1 + TIE):
                 return
             if self._fits(point):
                 count, best = count + 1, best or seconds
@@ -206,7 +205,7 @@ class _Search:
 
     def _selected(self, found: list[SearchPoint]) -> SearchPoint:
         """Return the point with least memory among the fastest, also with less prefetch."""
-        limit = self._time(found[0]) * (1 + _TIE)
+        limit = self._time(found[0]) * (1 + TIE)
         alike = [point for point in found if self._time(point) <= limit]
         for point in list(alike):
             less = self.axes.less_prefetch(point)

@@ -10,7 +10,6 @@ from fsdpctl.config.compose import Composed
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
-from fsdpctl.estimate.accuracy import band_of
 from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.saved import write_estimate
@@ -167,10 +166,10 @@ def _reason(ranking: Ranking) -> str:
     if first.measured is not None:
         reason = f"fastest of the probed candidates, {among}"
     elif fastest.selection.extras != first.selection.extras:
-        reason = f"fewest changes {among} that fit, as error bands of predicted times overlap"
+        reason = f"fewest settings of auto.may_use {among} that fit (error bands of times overlap)"
     elif fastest.seconds < first.seconds:
         reason = f"least memory among the fastest {among} that fit"
-    band = band_of(first.estimate, first.seconds)
+    band = ranking.band_of(first)
     sources = ranking.whose if band is None else f"{ranking.whose}; {band}"
     return f"{reason}: {first.seconds:.3g} s/step predicted ({sources}), {_held(first)}"
 

@@ -92,12 +92,12 @@ class Itemsizes:
         return self.master if layout.trainable else self.gathered(layout)
 
 
-def sent_itemsize(strategy: Strategy, sizes: Itemsizes) -> int:
+def sent_itemsize(transfers: Transfers, sizes: Itemsizes) -> int:
     """Return the bytes per element in which ranks send each other the gradients of one backward.
 
     Gradients that ranks keep unsharded have the dtype of the sum, because some may have been held.
     """
-    return min(sizes.param, sizes.reduce) if strategy.shards_params else sizes.reduce
+    return min(sizes.param, sizes.reduce) if transfers.narrows else sizes.reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def _flat_bytes(
     held = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce, *about)
     fresh: tuple[Sending, ...] = (held,)
     if transfers.sends_in_place(layout.parts):
-        itemsize = sent_itemsize(strategy, sizes)
+        itemsize = sent_itemsize(transfers, sizes)
         sent = sum(param.numel for param in layout.params)
         fresh = (Sending(sent * itemsize, workspace * itemsize, *about),)
     elif transfers.collects:

@@ -192,8 +192,8 @@ class EngineBuffers:
         return is_there and is_alone and not scales and sizes.param == sizes.reduce
 
     def _send_in_place(self, unit: str, layout: FlatLayout) -> list[int]:
-        plan, sizes = self._plan, self._plan.sizes
-        itemsize = sent_itemsize(plan.strategy, sizes)
+        sizes = self._plan.sizes
+        itemsize = sent_itemsize(self._transfers, sizes)
         keys = []
         for param in layout.params:
             is_there = self._recorder.gradient(param.name) is not None

@@ -134,7 +134,7 @@ class DataSheet:
 
     def seconds(self, work: Work) -> float:
         """Apply the roofline model: the longer of computation and memory, and the launch."""
-        if self.indexed is not None and work.name in _INDEXING:
+        if self.indexed is not None and work.name.rstrip("_") in _INDEXING:
             return work.nbytes / (self.bandwidth * self.indexed) / self.in_step + _LAUNCH
         if work.kind is WorkKind.MEMORY:
             share = _FUSED if self.fuses else 1.0
@@ -173,7 +173,9 @@ class DataSheet:
 
 
 GROUPED = "_grouped_mm"
-_INDEXING = ("index", "index_put", "index_add", "index_select", "scatter_add", "gather")
+_INDEXING = (
+    "index", "index_put", "index_add", "index_select", "scatter", "scatter_add", "gather",
+)  # fmt: skip
 _TWO_BYTES = 2
 _FUSED = 0.4  # share of the bytes of single operators that remains after fusion
 _ISSUING = 9e-6  # seconds

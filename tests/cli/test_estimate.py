@@ -5,7 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from fsdpctl.cli import many_files
+from fsdpctl.cli.app import app
+from fsdpctl.cli.from_others import asked_from
+from fsdpctl.errors import InterruptError
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.cli.run import invoke
 
@@ -195,5 +200,26 @@ def test_several_files_of_other_tools_have_a_verdict_each(tmp_path):
     assert invoke(*words, "--require-fit")[0] == 3
     one = ["estimate-memory", "--from", str(tmp_path / "below"), *words[3:]]
     assert invoke(*one, "--require-fit")[0] == 2
+    for wrong, said in (
+        (["clustr=h100"], "did you mean cluster"),
+        (["--from", "no.yml"], "not found"),
+        (["my.yaml"], "pass only one"),
+    ):
+        code, text = invoke(*words, *wrong)
+        assert (code, said in text, "\n" in text.strip()) == (2, True, False)
     code, text = invoke(*words, "--fit", "seq_len")
     assert (code, "take a single file" in text) == (2, True)
+
+
+def test_an_interrupted_command_prints_the_verdicts_so_far(tmp_path, monkeypatch):
+    def interrupted(file, asked):
+        if file.name == "b.yaml":
+            raise InterruptError("interrupted")
+        return asked_from(file, asked)
+
+    for name in ("a.yaml", "b.yaml", "c.yaml"):
+        shutil.copy(OTHERS / "axolotl-full.yaml", tmp_path / name)
+    monkeypatch.setattr(many_files, "asked_from", interrupted)
+    printed = CliRunner().invoke(app, ["estimate-memory", "--from", str(tmp_path), "--json"])
+    assert isinstance(printed.exception, InterruptError)
+    assert [Path(each["file"]).name for each in json.loads(printed.stdout)] == ["a.yaml"]

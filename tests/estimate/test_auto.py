@@ -371,3 +371,11 @@ def test_inputs_of_blocks_are_on_the_host_if_that_is_allowed_and_needed():
 def test_what_auto_may_use_is_checked():
     with pytest.raises(UsageError, match=r"expected state_dtype.*got stat_dtype; did you mean"):
         left_open(composed("auto.may_use=stat_dtype").config)
+
+
+def test_assumed_specs_have_no_error_band():
+    known = ranking(*OPEN, "cluster=h100", "launch.device=cuda")
+    assert known.to_dict()["ranked"][0]["error_band"]["kind"] == "short"
+    assumed = replace(known, whose="assumed specs of cluster=h100, for no GPU")
+    assert assumed.to_dict()["ranked"][0]["error_band"] is None
+    assert "untested" not in list(describe_ranking(assumed))[1]
