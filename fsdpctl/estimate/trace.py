@@ -17,7 +17,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.choices import Choices
 from fsdpctl.estimate.observed_work import work_of
 from fsdpctl.estimate.operators import cpu_nbytes, cuda_workspace, operators_of
-from fsdpctl.models.quantized import OPERATORS
+from fsdpctl.models import dropped, quantized
 from fsdpctl.predict.compute import (
     Gone,
     Gradient,
@@ -31,6 +31,8 @@ from fsdpctl.predict.compute import (
     Work,
 )
 from fsdpctl.predict.memory_recorder import without_gc
+
+_OPERATORS = quantized.OPERATORS | dropped.OPERATORS
 
 
 class _Recorder(TorchDispatchMode):
@@ -68,7 +70,7 @@ class _Recorder(TorchDispatchMode):
     ) -> object:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._assumed(args[0])
-        if (function := OPERATORS.get(func)) is not None:
+        if (function := _OPERATORS.get(func)) is not None:
             with self:
                 return function(*args)
         result = self._choices.result_of(func, args, kwargs or {})
@@ -100,6 +102,8 @@ class _Recorder(TorchDispatchMode):
         key = storage._cdata
         if key in self._known or key in self._muted or not storage.nbytes():
             return
+        if self._is_cuda and tensor.device.type == "cpu":
+            return  # in host memory on CUDA too, such as the seed of a mask
         happenings = self.parts[self.place]
         made = self._made.setdefault((self.number, self.place), [])
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -14,6 +14,7 @@ from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.peft import UP
 from fsdpctl.config.selection import ALL_LINEAR, NameFilter
 from fsdpctl.errors import UsageError
+from fsdpctl.models.dropped import dropped_linear
 from fsdpctl.models.products import is_transposed, read_elsewhere
 from fsdpctl.models.quantized import PACKINGS, FrozenLinear
 
@@ -29,14 +30,15 @@ class LoraLinear(FrozenLinear):
         self.scale = config.scale
         rows, columns = self.rows, self.columns
         width, out = (rows, columns) if self.is_transposed else (columns, rows)
-        self.lora_dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+        self.dropout = config.dropout
         self.lora_A = _without_values(width, config.rank)
         self.lora_B = _without_values(config.rank, out)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project from shape (..., in) to (..., out)."""
-        added = self.lora_B(self.lora_A(self.lora_dropout(x)))
-        return torch.add(super().forward(x), added, alpha=self.scale)
+        is_dropped = self.training and self.dropout > 0
+        down = dropped_linear(x, self.lora_A.weight, self.dropout) if is_dropped else self.lora_A(x)
+        return torch.add(super().forward(x), self.lora_B(down), alpha=self.scale)
 
 
 def _without_values(width: int, out: int) -> nn.Linear:

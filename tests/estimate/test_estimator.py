@@ -202,6 +202,16 @@ def test_changes_are_named_in_the_order_of_their_predicted_time():
     assert {"optimizer.state_dtype=int8", "optimizer.offload=states"} <= named
 
 
+def test_dropout_of_adapters_takes_time_but_no_memory():
+    words = ["model=llama3_1b", "cluster=8xh100", "model.lora.rank=16"]
+    estimator = Estimator()
+    plans = [resolved(*words, f"model.lora.dropout={dropout}") for dropout in (0, 0.1)]
+    without, with_it = map(estimator.estimate, plans)
+    assert with_it.step.breakdown == without.step.breakdown
+    with_seconds, seconds = (estimator.predict(plan).seconds for plan in reversed(plans))
+    assert seconds < with_seconds < 1.4 * seconds
+
+
 @pytest.mark.slow
 def test_adapters_are_not_advised_to_round_their_moments():
     words = [*H100, "model.lora.rank=8", "cluster.memory=6GiB"]
