@@ -188,6 +188,7 @@ def _batches(
     )
     if batch.samples is not None:
         words = (f"train.global_batch_size={max(batch.samples, groups)}",)
+        passes = max(passes, batch.samples // (micro * groups))
     if whole_gradients and passes > 1:
         words = ("accumulation=last", *words)
         note += "; gradients stay unsharded between micro-batches"

@@ -1,6 +1,7 @@
 """Translation of NeMo Automodel's YAML files for fine-tuning and pretraining of text models."""
 
 import re
+from collections.abc import Iterable
 
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
@@ -15,7 +16,9 @@ from fsdpctl.config.importers.training import TrainingRows
 from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
 from fsdpctl.errors import UsageError
 
-_RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction", "")
+_RECIPES = (
+    "TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForNextTokenPrediction", ""
+)  # fmt: skip
 _SCHEDULER = "step_scheduler."
 _PLAIN = {
     "optimizer.lr": "optimizer.lr", "optimizer.weight_decay": "optimizer.weight_decay",
@@ -35,6 +38,9 @@ _UNUSED = (
     "peft.dropout", "peft.lora_*_init", "peft.lora_A_init", "peft.dropout_position", "logger.*",
     "distributed.pipeline.*", "distributed.sequence_parallel", "distributed.dp_size", "benchmark.*",
     "nvtx", "quantization.bnb_4bit_*", "distributed.mp_policy.*", "distributed.moe.*", "timeout*",
+    "model.force_hf", "model.output_hidden_states", "peft.use_memory_efficient_lora",
+    "parallelizer._target_", "tool_call_eval.*", "neftune.*", "fp8.*",
+    "distributed.enable_fsdp2_prefetch", "distributed.patch_is_packed_sequence",
 )  # fmt: skip
 
 
@@ -91,14 +97,20 @@ def _read_adapters(found: Translation) -> None:
     source = found.source
     rank, alpha = source.take("peft.dim"), source.take("peft.alpha")
     every, targets = source.take("peft.match_all_linear"), source.take("peft.target_modules")
+    if trains := source.take_on("qat.enabled"):
+        raise source.error(trains, "quantization-aware training needs more memory")
     if dora := source.take_on("peft.use_dora"):
         raise source.error(dora, "DoRA needs more memory than LoRA")
     if rank is None and "peft" not in source:
         return
     found.map(rank, f"model.lora.rank={rank.text if rank else 8}", default="peft.dim")
     found.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="peft.alpha")
+    names, without = "", source.take_used("peft.exclude_modules")
     if targets and targets.items != ("*",) and not (every and every.is_on):
         names = "|".join(_pattern(each) for each in targets.items)
+    if without:
+        found.map(without, f"model.lora.targets={_all_but(without.items, names)}")
+    elif names:
         found.map(targets, f"model.lora.targets={names}")
     else:
         found.map(every or targets, "model.lora.targets=all_linear", default="peft.target_modules")
@@ -112,6 +124,11 @@ def _pattern(wildcard: str) -> str:
     """Return the regular expression of a name in which `*` is any text."""
     inner = re.escape(wildcard.strip()).replace(r"\*", ".*")
     return rf"(^|\.){inner}$" if not inner.startswith(".*") else f"{inner[2:]}$"
+
+
+def _all_but(wildcards: Iterable[str], names: str) -> str:
+    without = "|".join(_pattern(each) for each in wildcards)
+    return f"^(?!.*({without})).*({names})" if names else f"^(?!.*({without}))"
 
 
 def _read_lengths(found: Translation) -> None:
@@ -136,15 +153,21 @@ def _read_sharding(found: Translation) -> None:
         found.map(kind, "strategy=no_shard", "engine=ddp")
     else:
         note = "" if "fsdp2" in name else "estimated as FSDP 2"
-        found.map(kind, "strategy=full_shard", "engine=fsdp2", default="distributed.strategy",
+        after = source.take("distributed.reshard_after_forward")
+        strategy = "shard_grad_op" if after and after.is_off else "full_shard"
+        found.map(kind, f"strategy={strategy}", "engine=fsdp2", default="distributed.strategy",
                   note=note)  # fmt: skip
+        deferred = source.take("distributed.defer_fsdp_grad_sync")
+        found.whole_gradients = "fsdp2" in name and not (deferred and deferred.is_off)
     replicate = source.whole("distributed.dp_replicate_size") or 1
     if replicate > 1:
         keys = ("distributed.dp_replicate_size", "distributed.dp_size")
         found.degrees = RankDegrees(keys, replicate, -1)
     read_context(found, "distributed.cp_size")
-    if value := source.take_on("distributed.activation_checkpointing"):
-        found.map(value, "activation_checkpointing=full")
+    keys = ("distributed.activation_checkpointing", "parallelizer.activation_checkpointing")
+    for value in filter(None, map(source.take_used, keys)):
+        mode = "selective" if value.text.strip().lower() == "selective" else "full"
+        found.map(value, f"activation_checkpointing={mode}")
     keys = ("distributed.offload_policy._target_", "distributed.cpu_offload")
     if offload := source.take_used(*keys):
         found.exclude(offload, f"model states are estimated on the device; {TOO_HIGH}")

@@ -15,6 +15,7 @@ from fsdpctl.config.importers.shared import (
     read_fsdp,
     read_offload,
     read_optimizer,
+    read_targets,
     read_zero,
     reduce_as_computed,
 )
@@ -52,6 +53,7 @@ _SMALLER = {
     "activation_offloading": "activations are estimated on the device",
     "peft_layers_to_transform": "adapters are estimated on all layers",
     "quantize_moe_experts": "experts are estimated in bf16, not quantized",
+    "lisa_n_layers": "all layers are estimated as trained, not a few at a time",
 }
 # With these, not all logits exist at once.
 _FUSED_LOSSES = (
@@ -80,7 +82,11 @@ _UNUSED = (
     "include_t*", "low_cpu_mem_usage", "device_map", "device", "ddp*", "accelerator_config*",
     "lora_model_dir", "lora_fan_in_fan_out", "lora_on_cpu", "merge_lora", "peft.loftq*",
     "neftune_*", "torch_compile_*", "torchao_*", "bnb_config_kwargs*", "telemetry*",
-    "micro_batch_size",
+    "micro_batch_size", "model_quantization_config_kwargs.*", "eta_min", "reinit_weights",
+    "use_eaft", "eaft_*", "streaming_*", "use_otel_metrics", "otel_*", "jagged_*",
+    "llmcompressor.*", "gemma4_hybrid_attn_impl", "fused_attn_kernel", "flash_optimum",
+    "freeze_mm_modules", "cls_model_config", "lisa_*", "pretrain_multipack_attn", "fp8_*",
+    "diffusion.*", "max_packed_sequence_len",
     "field_messages", "message_*", "unfrozen_parameters", "fp16", "float32",
     *(f"fsdp_config.{each}" for each in UNUSED_OF_FSDP), "fsdp_version", "fsdp",
     "fsdp_final_state_dict_type",
@@ -209,7 +215,7 @@ def _read_adapters(found: Translation) -> bool:
     if alpha:
         found.map(alpha, f"model.lora.alpha={alpha.text}")
     if targets and not (linear and linear.is_on):
-        found.map(targets, f"model.lora.targets=[{','.join(targets.items)}]")
+        read_targets(found, targets)
     elif linear or targets:
         found.map(linear or targets, "model.lora.targets=all_linear")
     if scaled := source.take_on("peft_use_rslora"):
@@ -263,6 +269,9 @@ def _read_without(found: Translation) -> None:
     for key, why in _SMALLER.items():
         if value := found.source.take_used(key):
             found.exclude(value, f"{why}; {TOO_HIGH}")
+    is_restored = found.source.take_on("model_quantization_config_kwargs.dequantize")
+    if (packed := found.source.take_used("model_quantization_config")) and not is_restored:
+        found.exclude(packed, f"weights are estimated as if dequantized; {TOO_HIGH}")
     if tiled := found.source.take_on("tiled_mlp"):
         found.map(tiled, "train.mlp_chunk_tokens=auto")
     if compiled := found.source.take_used("torch_compile"):

@@ -1,5 +1,6 @@
 """Parts that several tools share: optimizers by transformers' names, FSDP, and DeepSpeed."""
 
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,6 +29,19 @@ _SMALLER = (
     "*8bit*", "*4bit*", "*fp8*", "adafactor", "*lion*", "*muon*", "*dion*", "*lomo*", "*galore*",
     "*apollo*", "came*", "rmsprop*", "adagrad", "schedule_free_sgd",
 )  # fmt: skip
+# Linear layers of a decoder, and where they are in a model, also with images.
+_LAYERS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+_BLOCKS = (
+    "model.layers.0", "model.language_model.layers.0", "language_model.model.layers.0",
+    "model.text_model.layers.0",
+)  # fmt: skip
+# An expression of a file is tried on these names only if it can't take long: it repeats single
+# characters, and few of them.
+_EXPRESSION, _NESTED, _REPEATED = re.compile(r"[\\\[(|*+?^$]"), re.compile(r"\)[*+{]"), "*+{"
+_MOST_REPEATED, _LONGEST = 3, 400
 NO_ADAPTERS = "the estimates of PyTorch's engines don't support adapters"
 _ONLY_FP32 = "the estimates of PyTorch's engines only support AdamW with states in fp32"
 _ON_DEVICE = "the estimates of PyTorch's engines only support states on the device"
@@ -69,6 +83,35 @@ def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) ->
                 value, f"fsdpctl does not support {NOT_SUPPORTED[f'{what}_parallel']}; leave the "
                 "key out to estimate the training without it"
             )  # fmt: skip
+
+
+def read_targets(found: Translation, value: SourceKey) -> None:
+    """Translate the layers with adapters: a list, or peft's expression that matches whole names."""
+    text = value.text.strip()
+    is_list = len(value.items) > 1 or not _EXPRESSION.search(text)
+    names = value.items if is_list else _matched(text)
+    if names:
+        note = "" if is_list else "its names in a text model"
+        found.map(value, f"model.lora.targets=[{','.join(names)}]", note=note)
+    else:
+        why = f"{value.key}: {text[:80]}: matches no usual name; add model.lora.targets=REGEX"
+        found.missing.append(("model.lora.targets", why))
+
+
+def _matched(text: str) -> tuple[str, ...]:
+    repeated = sum(map(text.count, _REPEATED))
+    if len(text) > _LONGEST or repeated > _MOST_REPEATED or _NESTED.search(text):
+        return ()
+    try:
+        expression = re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return ()
+    return tuple(
+        name
+        for part, names in _LAYERS.items()
+        for name in names
+        if any(expression.fullmatch(f"{block}.{part}.{name}") for block in _BLOCKS)
+    )
 
 
 def read_optimizer(found: Translation, value: SourceKey | None, default: str) -> None:

@@ -1,7 +1,13 @@
 """Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
 
 from fsdpctl.config.importers.models import map_model
-from fsdpctl.config.importers.shared import NO_ADAPTERS, deepspeed_file, read_optimizer, read_zero
+from fsdpctl.config.importers.shared import (
+    NO_ADAPTERS,
+    deepspeed_file,
+    read_optimizer,
+    read_targets,
+    read_zero,
+)
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import (
     USUAL_OF_TRL,
@@ -71,7 +77,7 @@ def _read_adapters(found: Translation) -> None:
     found.map(rank or on, f"model.lora.rank={rank.text if rank else 16}")
     found.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="lora_alpha")
     if targets:
-        found.map(targets, f"model.lora.targets={','.join(targets.items)}")
+        read_targets(found, targets)
     else:
         words = "model.lora.targets=q_proj,v_proj"  # for most families
         found.map(None, words, default="lora_target_modules", note="the default of peft")

@@ -9,6 +9,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.importers.read import read_others
 from fsdpctl.config.importers.recipe import ConvertedRecipe, convert, recipe_text
 from fsdpctl.config.recipe import read_recipe
+from fsdpctl.config.selection import NameFilter
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.from_others import completed
 
@@ -53,7 +54,7 @@ CASES = {
         "strategy.dp_shard_size": "4", "activation_checkpointing": "full",
     },
     "trl-sft.yaml": {
-        "model.path": "Qwen/Qwen2.5-0.5B", "model.lora.targets": "q_proj,k_proj",
+        "model.path": "Qwen/Qwen2.5-0.5B", "model.lora.targets": "[q_proj,k_proj]",
         "model.lora.alpha": "32", "model.lora.dropout": "0.05", "lr_scheduler": "wsd",
         "lr_scheduler.decay_ratio": "1", "lr_scheduler.warmup_ratio": "0.1",
         "train.steps": "300", "train.seq_len": "512", "train.global_batch_size": "64",
@@ -148,3 +149,26 @@ def test_degrees_of_automodel_are_refused(key, tmp_path):
     file.write_text(text)
     with pytest.raises(UsageError, match="does not support"):
         read_others(file)
+
+
+def test_gradients_of_automodel_stay_whole_unless_they_are_sent_at_once(tmp_path):
+    text = (FILES / "automodel-hsdp.yaml").read_text()
+    for more, name in (("", "last"), ("defer_fsdp_grad_sync: false, ", "every")):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(text.replace("distributed: {", f"distributed: {{{more}"))
+        found = completed(read_others(file), ["cluster=2xh100", "model=llama3_8b"], None)
+        assert found.composed.config.accumulation.name == name
+
+
+def test_values_of_automodel(tmp_path):
+    text = (FILES / "automodel-hsdp.yaml").read_text()
+    text = text.replace("peft: {", "peft: {exclude_modules: ['*.down_proj', '*.q_proj'], ")
+    text = text.replace("distributed: {", "distributed: {reshard_after_forward: false, ")
+    file = tmp_path / "file.yaml"
+    file.write_text(text.replace("dp_replicate_size: 2, ", ""))
+    found = completed(read_others(file), ["cluster=h100", "model=llama3_8b"], None)
+    config = found.composed.config
+    assert config.strategy.name == "shard_grad_op"
+    chosen = NameFilter.of("model.lora.targets", config.model.lora.targets, ends=True)
+    names = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
+    assert [name for name in names if chosen.matches(f"layers.0.x.{name}")] == names[1:4]

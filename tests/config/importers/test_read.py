@@ -256,6 +256,30 @@ def test_reductions_of_fsdp_are_in_the_dtype_of_the_computation(tmp_path):
         assert config.precision.reduce_dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("text", "targets"),
+    [
+        (r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|down|q|v)_proj",
+         "[q_proj,v_proj,up_proj,down_proj]"),
+        (r".*\.self_attn\.(q|k)_proj", "[q_proj,k_proj]"),
+        ("q_proj", "[q_proj]"),
+        ("(q|k)_proj", None),  # of a whole name
+        ("(a+)+_proj", None),  # could take long
+        ("(q", None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("tool", ["axolotl", "trl"])
+def test_expressions_of_layers_become_names(tmp_path, tool, text, targets):
+    head = (
+        f"{AXOLOTL}adapter: lora\n"
+        if tool == "axolotl"
+        else "use_peft: true\nmodel_name_or_path: x\nper_device_train_batch_size: 1\n"
+    )
+    found = read_others(written(tmp_path, f"{head}lora_target_modules: '{text}'\n"))
+    assert found.settings.get("model.lora.targets") == targets
+    assert any(name == "model.lora.targets" for name, _ in found.missing) == (targets is None)
+
+
 PLUGIN = "plugins:\n  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 
 
