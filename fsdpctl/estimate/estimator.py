@@ -12,13 +12,13 @@ from fsdpctl.data.open import open_data
 from fsdpctl.engine.host_inputs import host_inputs_bytes
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.hardware import device_of, host_of, network_of
-from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, steps_of
+from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, planned_steps
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.io.activity import doing
 from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.plan.sizes import RankPlace
-from fsdpctl.plan.strategy import FSDPCTL, get_strategy
+from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Program
 from fsdpctl.predict.hardware import Group
@@ -105,8 +105,7 @@ class Estimator:
         recorder = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
         training, place = plan_run(config, traced.units, batches.num_micro_batches)
         place = replace(place, rank=fullest_rank(config.engine.name, training, place))
-        strategy = get_strategy(config.strategy.name)
-        steps = steps_of(config.engine.name, strategy, traced.units, training, place, recorder)
+        steps = planned_steps(config, traced.units, training, place, recorder)
         step = estimate_steps(
             recorder,
             steps,
@@ -208,8 +207,7 @@ def on_cluster(plan: RunPlan) -> RunPlan:
 def _simulate(config: Config, traced: TracedModel, program: Program, passes: int) -> StepPrediction:
     plan, place = plan_run(config, traced.units, passes)
     recorder = ProgramRecorder(program, _machine(config, place))
-    strategy = get_strategy(config.strategy.name)
-    steps = steps_of(config.engine.name, strategy, traced.units, plan, place, recorder)
+    steps = planned_steps(config, traced.units, plan, place, recorder)
     simulator = StepSimulator()
     for _ in range(2):  # collectives that the first leaves in flight end in the second
         steps.step()

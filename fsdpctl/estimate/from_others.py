@@ -16,7 +16,7 @@ from fsdpctl.config.importers.translation import (
 )
 from fsdpctl.config.schema import SIZES, Config
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.strategy import STRATEGIES, get_strategy, has_strategy
+from fsdpctl.plan.strategy import FSDPCTL, STRATEGIES, get_strategy, has_strategy
 from fsdpctl.resolve.machine import placed_on_cluster, sample_groups, world_size
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
@@ -65,6 +65,8 @@ def completed(
 
     def composed(rows: list[TranslationRow]) -> Composed:
         kept, _ = _without_overridden(translation.settings_of(rows), typed)
+        if typed.get("engine", kept.get("engine", FSDPCTL)) == FSDPCTL:
+            kept.pop("optimizer.fused", None)  # of the tool's engine
         try:
             words = [f"{name}={text}" for name, text in kept.items()]
             return compose_config([*words, *arguments], None, config_dir)

@@ -116,10 +116,22 @@ def steps_of(
     """
     check_strategy(engine, strategy)
     if engine == DDP:
-        return DdpSteps(units, plan, recorder)
+        return DdpSteps(units, plan, recorder, fused=fused)
     if engine == FSDPCTL:
         return FsdpctlSteps(plan, place, recorder)
     return Fsdp2Steps(units, strategy, plan, place, recorder, fused=fused)
+
+
+def planned_steps(
+    config: Config,
+    units: tuple[UnitSpec, ...],
+    plan: TrainingPlan,
+    place: RankPlace,
+    recorder: Recorder,
+) -> Steps:
+    """Return the steps of a rank for a resolved configuration, as `steps_of`."""
+    strategy, fused = get_strategy(config.strategy.name), config.optimizer.fused
+    return steps_of(config.engine.name, strategy, units, plan, place, recorder, fused=fused)
 
 
 def fullest_rank(engine: str, plan: TrainingPlan, place: RankPlace) -> int:
@@ -159,8 +171,8 @@ def sent_in_step(config: Config, units: tuple[UnitSpec, ...], num_micro_batches:
     plan, place = plan_run(config, units, num_micro_batches)
     every = config.accumulation.name == "every"
     plan = replace(plan, reduces=reducing_passes(num_micro_batches, every=every))
-    recorder, strategy = TrafficRecorder(), get_strategy(config.strategy.name)
-    steps_of(config.engine.name, strategy, units, plan, place, recorder).step()
+    recorder = TrafficRecorder()
+    planned_steps(config, units, plan, place, recorder).step()
     return SentBytes(
         recorder.sent(RankGroup.SHARD, place.size),
         recorder.sent(RankGroup.REPLICAS, place.num_replicas),

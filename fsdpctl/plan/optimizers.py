@@ -24,7 +24,9 @@ class OptimizerRow:
 
 
 _TABLE = (
-    OptimizerRow("adamw", (*_BETAS, "state_dtype"), 2, 4, offloads=True, splits_masters=True),
+    OptimizerRow(
+        "adamw", (*_BETAS, "state_dtype", "fused"), 2, 4, offloads=True, splits_masters=True
+    ),
     OptimizerRow("sgd", ("momentum",), 1, 0, needs_momentum=True, has_usual_lr=False),
     OptimizerRow(MUON, (*_BETAS, "momentum", "nesterov", "ns_steps"), 2, 4, steps_matrices=True),
 )

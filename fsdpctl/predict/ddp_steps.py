@@ -20,8 +20,15 @@ _BUCKET = 25 << 20  # bytes
 class DdpSteps:
     """The steps of one rank."""
 
-    def __init__(self, units: Sequence[UnitSpec], plan: TrainingPlan, recorder: Recorder) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        plan: TrainingPlan,
+        recorder: Recorder,
+        *,
+        fused: bool = True,
+    ) -> None:
+        self._plan, self._fused = plan, fused
         self._recorder = recorder
         self._cast_keys: dict[str, list[int]] = {}
         self._filled = 0  # bytes of the bucket that fills
@@ -109,6 +116,11 @@ class DdpSteps:
             for unit, numel in trained:
                 for size in plan.states.of(numel * plan.sizes.master):
                     recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
+        if not self._fused:
+            of, what = Category.OPTIMIZER_STATES, "roots of second moments"
+            sizes = [(unit, numel * plan.sizes.master) for unit, numel in trained]
+            for key in [recorder.allocate(of, unit, what, size) for unit, size in sizes]:
+                recorder.free(key)
         total = sum(numel for _, numel in trained)
         recorder.optimize(total, plan.sizes.master, plan.states.moments)
         recorder.end_step()

@@ -129,6 +129,10 @@ RULES = (
         lambda c: _is_other_engine(c) and c.optimizer.state_dtype is not None,
     ),
     Rule(
+        "optimizer.fused=false: requires engine=fsdp2 or engine=ddp, got engine={FSDPCTL}",
+        lambda c: not (_is_other_engine(c) or c.optimizer.fused),
+    ),
+    Rule(
         "precision.master_dtype={precision.master_dtype}: requires engine={FSDPCTL}, got "
         "engine={engine.name}",
         lambda c: _is_other_engine(c) and c.precision.master_dtype not in (None, *DTYPES),

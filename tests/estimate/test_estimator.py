@@ -202,6 +202,19 @@ def test_changes_are_named_in_the_order_of_their_predicted_time():
     assert {"optimizer.state_dtype=int8", "optimizer.offload=states"} <= named
 
 
+def test_torchs_default_steps_with_a_copy_of_the_second_moments():
+    """Five numbers per parameter exist in its step, which is the peak if samples are short."""
+    for engine, ranks in ((["engine=fsdp2"], 1), (["engine=ddp", "strategy=no_shard"], 4)):
+        words = ["model=llama3_1b", f"cluster={ranks}xh100", "train.seq_len=16", *engine]
+        words += ["train.micro_batch_size=1"]
+        fused, unfused = (
+            estimated(*words, f"optimizer.fused={value}") for value in ("true", "false")
+        )
+        assert fused.allocated < unfused.allocated
+        assert unfused.allocated == pytest.approx(5 * 4 * unfused.num_params, rel=0.01)
+        assert unfused.to_dict()["peak_at"] == "the optimizer's step"
+
+
 def test_dropout_of_adapters_takes_time_but_no_memory():
     words = ["model=llama3_1b", "cluster=8xh100", "model.lora.rank=16"]
     estimator = Estimator()

@@ -69,8 +69,11 @@ def read_automodel(source: SourceConfig) -> Translation:
             found.exclude(eight, "matrix products are estimated in bf16")
     name = source.take("optimizer._target_")
     kind = name.text.rpartition(".")[2].lower() if name else "adamw"
-    usual = {"adam": "adamw", "adamw": "adamw", "fusedadam": "fusedadam"}
-    read_optimizer(found, SourceKey("optimizer._target_", usual.get(kind, kind), ()), "optimizer")
+    fused, each = found.source.take_on("optimizer.fused"), found.source.take("optimizer.foreach")
+    if kind in ("adam", "adamw") and (fused or (each and each.is_off)):
+        read_optimizer(found, SourceKey("optimizer._target_", "adamw_torch_fused", ()), "optimizer")
+    else:
+        read_optimizer(found, SourceKey("optimizer._target_", kind, ()), "optimizer")
     loss = source.text("loss_fn._target_")
     found.whole_logits = not re.search("fused|chunk", loss, re.IGNORECASE)
     if compiled := source.take_on("compile.enabled"):

@@ -20,7 +20,8 @@ _ADAMW = (
     "adamw", "adam", "fusedadam", "paged_adamw_32bit", "paged_adamw", "adopt_adamw",
     "schedule_free_adamw",
 )  # fmt: skip
-_FUSED = ("adamw_torch_fused", "adamw_apex_fused", "adamw_torch_npu_fused", "fusedadam")
+# Those of torch's default, with a temporary copy of the second moments.
+_UNFUSED = ("adamw_torch", "adamw", "adam", "adopt_adamw", "schedule_free_adamw")
 # With two states of about one byte per parameter, of bitsandbytes and torchao.
 _EIGHT_BITS = ("*adamw*8bit*", "adam8bit", "adam_8bit", "*adamw*fp8*")
 _FOUR_BITS = ("*adamw*4bit*",)
@@ -118,12 +119,8 @@ def read_optimizer(found: Translation, value: SourceKey | None, default: str) ->
     """Translate an optimizer by transformers' name; `default` is the key if it isn't set."""
     name = "adamw_torch_fused" if value is None else value.text.strip().lower()
     if name in _ADAMW:
-        note = (
-            ""
-            if name in _FUSED
-            else "estimated as fused; other kernels need temporary copies in addition"
-        )
-        found.map(value, "optimizer=adamw", default=default, note=note)
+        words = ("optimizer.fused=false",) if name in _UNFUSED else ()
+        found.map(value, "optimizer=adamw", *words, default=default)
     elif name == "sgd":
         found.map(value, "optimizer=sgd", "optimizer.momentum=0")
         found.own_engine = "the estimates of PyTorch's engines only support AdamW"
