@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fsdpctl.checkpoint.load import empty_like, load_checkpoint
-from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo, Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
@@ -215,6 +215,20 @@ def test_empty_parameters_and_buffers_survive(rank: int, world_size: int, tmp_pa
         == 0.0
     )
     assert other.state_dict()["nothing"].shape == (0, 4)
+
+
+def test_frozen_parameters_are_saved_unless_a_base_has_them(tmp_path: Path) -> None:
+    net = make_net(tied=False)
+    net.embed.requires_grad_(False)
+    model = shard_model(net, "full_shard")
+    saved = []
+    for name, base in (("whole", None), ("rest", BaseInfo("base", "0" * 32))):
+        snapshot = take_snapshot(model, None, 0, About(base=base))
+        write_checkpoint(tmp_path / name, snapshot, model.collectives)
+        saved.append(set(CheckpointReader(tmp_path / name).names(PARAMETER)))
+    whole, rest = saved
+    assert whole == set(net.state_dict())
+    assert whole - rest == {"embed.weight"}
 
 
 @distributed(world_size=2)

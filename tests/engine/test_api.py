@@ -11,6 +11,7 @@ from torch import Tensor
 import fsdpctl
 from fsdpctl.errors import EngineError, UsageError
 from tests.distributed import distributed, in_turn
+from tests.engine.events import gathered_nbytes
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.engine.test_parity import largest_difference
 from tests.reference import train_reference
@@ -97,6 +98,19 @@ def test_full_parameters_are_unsharded_and_writable(
         model.module.get_parameter("norm.weight").fill_(float(rank + 3))
     assert (model.state_dict()["norm.weight"] == 3.0).all()
     model(token_batches(1, 1)[0][0][0])
+
+
+@distributed(world_size=2)
+@in_turn(strategy=["full_shard", "shard_grad_op"])
+def test_full_parameters_free_the_memory_of_what_a_forward_gathered(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    model = fsdpctl.shard_model(make_net(tied=False), strategy)
+    at_rest = gathered_nbytes(model)
+    model(token_batches(1, 1)[0][0][0])
+    assert gathered_nbytes(model) > at_rest
+    with model.full_parameters():
+        assert gathered_nbytes(model) == at_rest
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -240,6 +240,36 @@ def test_without_a_process_group_it_runs_as_one_rank():
     assert largest_difference(model.state_dict(), expected) == 0.0
 
 
+class _Filled(nn.Module):
+    """Blocks whose parameters leave no padding."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=bias) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_that_fill_their_buffer_are_held_like_others(bias: bool) -> None:
+    torch.manual_seed(1)
+    batches = [[[torch.randn(4, 64), torch.randn(4, 64)]] for _ in range(2)]
+    expected = train_reference(_Filled(bias=bias), square_loss, batches)
+    model = shard_model(_Filled(bias=bias), "full_shard")
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    for ((first, second),) in batches:
+        with model.no_sync():
+            (square_loss(model, first) / 2).backward()
+        (square_loss(model, second) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert largest_difference(model.state_dict(), expected) == 0.0
+
+
 def gradients_of(model: ShardedModel) -> list[Tensor]:
     return [shard.grad for shard in model.flat_shards() if shard.grad is not None]
 

@@ -112,13 +112,22 @@ def test_events_bytes_and_buffers_equal_the_plan(
 @distributed(world_size=4)
 def test_events_of_replicas_equal_the_plan(rank: int, world_size: int, whole: bool) -> None:
     for strategy, bf16, size in cases(HYBRIDS, [False, True], [1, 2, 4], whole=whole):
-        precision, sizes = Precision(), Itemsizes(4, 4, 4)
-        if bf16:
-            precision, sizes = Precision(torch.bfloat16, torch.bfloat16), Itemsizes(2, 2, 4)
-        net = make_net(tied=False)
-        model = shard_model(net, strategy, dp_shard_size=size, precision=precision)
-        planned = planned_events(model, net, Prefetch(), "even", sizes, size=size)
-        assert recorded_events(model, rank) == planned, (strategy, size, bf16)
+        check_events_of_replicas(rank, strategy, size, bf16=bf16)
+
+
+@distributed(world_size=4)
+def test_events_of_replicas_that_share_states_equal_the_plan(rank: int, world_size: int) -> None:
+    check_events_of_replicas(rank, "hybrid_shard_optimizer", 2, bf16=False)
+
+
+def check_events_of_replicas(rank: int, strategy: str, size: int, *, bf16: bool) -> None:
+    precision, sizes = Precision(), Itemsizes(4, 4, 4)
+    if bf16:
+        precision, sizes = Precision(torch.bfloat16, torch.bfloat16), Itemsizes(2, 2, 4)
+    net = make_net(tied=False)
+    model = shard_model(net, strategy, dp_shard_size=size, precision=precision)
+    planned = planned_events(model, net, Prefetch(), "even", sizes, size=size)
+    assert recorded_events(model, rank) == planned, (strategy, size, bf16)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -184,12 +184,26 @@ def test_paths_that_hold_no_model_are_answered_with_the_way(tmp_path):
     for typed in (["model=hf", "model.path=org/name"], ["model=org/name"]):
         with pytest.raises(UsageError, match="hf download org/name`"):
             compose_config(typed)
-    with pytest.raises(UsageError, match="no model found; expected config.json"):
-        compose(tmp_path)
+    for _ in ("empty", "checkpoints of no run"):
+        with pytest.raises(UsageError, match="no model found; expected config.json"):
+            compose(tmp_path)
+        (tmp_path / "checkpoints").mkdir(exist_ok=True)
     with pytest.raises(UsageError, match="model.path is required"):
         compose_config(["model=hf"])
     with pytest.raises(UsageError, match="only valid with model=hf"):
         compose_config([f"model.path={tmp_path}"])
+
+
+@pytest.mark.parametrize("other", ["config.yaml", "checkpoints/"])
+def test_half_a_run_in_a_models_directory_does_not_make_it_a_run(
+    other: str, tmp_path: Path
+) -> None:
+    save_model("llama", tmp_path / "in")
+    if other.endswith("/"):
+        (tmp_path / "in" / other).mkdir()
+    else:
+        (tmp_path / "in" / other).write_text("model: {num_layers: 9}")
+    assert compose(tmp_path / "in").model.num_layers == 3
 
 
 def test_weights_are_read_from_where_transformers_reads_them(tmp_path):

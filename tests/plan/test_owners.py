@@ -70,6 +70,7 @@ def test_round_robin_and_contiguous_assign_blocks_as_named():
         (lambda m: m.owns(2, 0), "rank from 0 to 1"),
         (lambda m: m.fraction_of(-1), "rank from 0 to 1"),
         (lambda m: OwnerMap.round_robin(0, 2), "0 blocks"),
+        (lambda m: OwnerMap.contiguous(0, 2), "0 blocks"),
         (lambda m: make_owner_map("blanced", [64], 1), "did you mean balanced?"),
     ],
 )

@@ -141,6 +141,17 @@ def test_engine_bytes_are_exact_and_the_peak_of_all_tensors_within_a_percent(
         peaks_of(rank, world_size, seed)
 
 
+def test_engine_bytes_of_gradients_that_go_to_the_host_are_exact() -> None:
+    words = [
+        "launch.device=cpu", "launch.nproc_per_node=1", "precision=fp32", "model.num_layers=4",
+        "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=1",
+        "model.num_kv_heads=1", "model.vocab_size=64", "train.seq_len=128",
+        "train.micro_batch_size=4", "train.global_batch_size=8", "accumulation.steps=2",
+        "accumulation=every", "optimizer.offload=all",
+    ]  # fmt: skip
+    check(placed_on_cluster(compose_config(words).config), 0)
+
+
 @pytest.mark.parametrize("mode", fast("full", slow=["selective"]))
 def test_two_inputs_of_recomputed_blocks_stay_on_the_device(mode: str) -> None:
     words = [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.files import open_own, replace
@@ -48,7 +49,7 @@ def test_whatever_leads_elsewhere_is_named(tmp_path, outside, name):
         run = make_run(tmp_path / way, done=1)
         (run / LOGS / "restart-1").mkdir()
         put(run / name, way, outside)
-        for reads in (check_own, read_status):
+        for reads in (check_own, read_status, find_checkpoint):
             with pytest.raises(UsageError, match=name):
                 reads(run)
 

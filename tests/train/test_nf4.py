@@ -22,7 +22,7 @@ from tests.cli.run import invoke
 from tests.distributed import distributed
 from tests.engine.events import recording
 from tests.matrix import fast
-from tests.models.families import tokens
+from tests.models.families import save_model, tokens
 from tests.models.test_host_memory import MIB, most_held, save_large_model
 from tests.train.ranks import resolved
 from tests.train.test_lora import losses, losses_of_peft, newest, peft, run, words
@@ -102,6 +102,20 @@ def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(
         whole = torch.empty(shape)
         initialize_parameter(name, whole, seed=config.train.seed, config=config.model)
         assert torch.equal(state[name], NF4.quantize(whole))
+
+
+def test_weights_of_a_file_are_quantized_when_they_are_loaded(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    given = ["model=hf", f"model.path={tmp_path}", "model.lora.rank=2", FOUR_BITS]
+    config = compose_config(given).config
+    model = make_model(config, torch.device("cpu"), empty=True)
+    load_weights(weights_in_model_path(config.model, model.module, 0), model)
+    state, stored = model.state_dict(), load_file(tmp_path / "model.safetensors")
+    shapes = quantized_shapes(model.module)
+    assert shapes
+    for name in shapes:
+        (whole,) = (values for key, values in stored.items() if name.endswith(key))
+        assert torch.equal(state[name], NF4.quantize(whole)), name
 
 
 @pytest.fixture(scope="module")

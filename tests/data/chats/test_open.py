@@ -1,5 +1,6 @@
 """Data sets of conversations: cached, split, repeated, and previewed."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -220,6 +221,13 @@ def test_a_preview_highlights_trained_tokens(tmp_path):
     (bare,) = preview(found.train, found.tokenizer, count=1, color=False)
     assert "assistant\n⟦ok 0<|im_end|>⟧\n" in bare.plain
     assert "say 1" in second.plain
+    assert "more tokens" not in first.plain
+
+
+def test_a_preview_of_a_long_sample_counts_the_tokens_that_it_leaves_out(tmp_path: Path) -> None:
+    found = opened(tmp_path, "chatml", [{"messages": say("a", "b c " * 2000)}])
+    (only,) = preview(found.train, found.tokenizer)
+    assert only.plain.endswith(f" … {len(found.train.tokens) - 2000:,} more tokens")
 
 
 def test_lengths_are_counted_by_powers_of_two():

@@ -18,11 +18,10 @@ CHAT = Chat(say("a", "b"), [True, True])
 PLACES = [(CHAT, f"chats.jsonl, line {number}") for number in range(1, 71)]
 
 
-def setup():
-    template = template_of("chatml")
+def setup(template=template_of("chatml"), most_bytes=2 << 30):
     controls = r"<\|im_start\|>|<\|im_end\|>"
     return TemplateSetup(
-        template, template, {}, controls, DATE, "assistant", "split", 10.0, 2 << 30
+        template, template, {}, controls, DATE, "assistant", "split", 10.0, most_bytes
     )
 
 
@@ -76,3 +75,10 @@ def test_long_conversations_have_more_time():
     long = Chat(say("a", "b") * 150, [True] * 300)
     assert setup().seconds_for(CHAT) == 10
     assert setup().seconds_for(long) == 40
+
+
+def test_a_template_has_no_more_memory_than_its_limit() -> None:
+    given = setup("{% set text = 'x' * 1100000000 %}", 1 << 30)
+    said = "line 1: the template needs more than 1024 MiB of memory"
+    with running.workers(given, "t", 0) as found, pytest.raises(UsageError, match=said):
+        list(found.results(PLACES[:1]))
