@@ -1,6 +1,6 @@
 """Completion of an imported configuration by the command line and the hardware."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ def completed(
         kept, _ = _without_overridden(translation.settings_of(rows), typed)
         if typed.get("engine", kept.get("engine", FSDPCTL)) == FSDPCTL:
             kept.pop("optimizer.fused", None)  # of the tool's engine
+        if kept.get("data.packing") == "true":
+            kept["data.packing"] = "auto"  # other tools pack even if the model mixes documents
         try:
             words = [f"{name}={text}" for name, text in kept.items()]
             return compose_config([*words, *arguments], None, config_dir)
@@ -79,6 +81,7 @@ def completed(
         rows.append(
             TranslationRow("(loss)", "", words, "of all tokens at once, as that tool computes it")
         )
+    rows += _longer(composed(rows).config)
     rows += _ranks(composed(rows), translation.degrees, typed)
     placed = placed_on_cluster(composed(rows).config)
     world = world_size(placed)
@@ -134,6 +137,15 @@ def _hardware(translation: Translation, typed: dict[str, str]) -> list[Translati
         return []
     note = "assumed: no GPU found; set cluster to change it"
     return [TranslationRow("(hardware)", "", (f"cluster={_ASSUMED}",), note)]
+
+
+def _longer(config: Config) -> Iterator[TranslationRow]:
+    """Yield a row for samples that are longer than the model declares."""
+    length, declared = config.train.seq_len, config.model.max_seq_len
+    if length > declared:
+        note = f"above the model's {declared} tokens; estimated for samples of that length"
+        words = (f"model.max_seq_len={length}",)
+        yield TranslationRow("(length)", str(length), words, note)
 
 
 def _ranks(

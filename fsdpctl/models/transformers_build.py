@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -82,7 +83,20 @@ def fill_buffers(module: TransformersDecoder) -> None:
             above |= {owner, ""}
     model = module.transformers_model
     for name in sorted(above, key=lambda each: (-each.count("."), not each, each)):
-        model._init_weights(module.get_submodule(name) if name else model)
+        initialize = initializer(module, name)
+        initialize(module.get_submodule(name) if name else model)
+
+
+def initializer(module: TransformersDecoder, name: str) -> Callable[[nn.Module], None]:
+    """Return what initializes a submodule: that of the innermost of transformers' models."""
+    innermost: Any = module.transformers_model
+    owner: nn.Module = module
+    for word in filter(None, name.split(".")):
+        owner = owner.get_submodule(word)
+        if hasattr(owner, "_init_weights"):
+            innermost = owner
+    initialize: Callable[[nn.Module], None] = innermost._init_weights
+    return initialize
 
 
 @lru_cache(maxsize=1)
@@ -104,5 +118,5 @@ def draw_parameter(name: str, whole: Tensor, number: int, config: ModelConfig) -
     owner.__dict__["_parameters"] = {**owner._parameters, leaf: nn.Parameter(values)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(number)
-        module.transformers_model._init_weights(owner)
+        initializer(module, parent)(owner)
     whole.copy_(owner._parameters[leaf])  # type: ignore[arg-type]  # set above

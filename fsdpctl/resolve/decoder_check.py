@@ -23,6 +23,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.models.context import use_exchange
 from fsdpctl.models.row_documents import make_documents, spans
+from fsdpctl.models.transformers_build import initializer
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import THEIRS
 from fsdpctl.plan.context import ContextParallel
@@ -149,8 +150,10 @@ def _checked(model: ModelConfig) -> Found:
 
 def _try(model: ModelConfig) -> Found:
     module: TransformersDecoder = small_copy(model)
-    # Fails for families whose weights transformers cannot draw.
-    copy.deepcopy(module.transformers_model).apply(module.transformers_model._init_weights)
+    drawn = copy.deepcopy(module)
+    for name, each in drawn.named_modules():
+        if each._parameters:
+            initializer(drawn, name)(each)  # fails if transformers cannot draw them
     module.attention.use(ours=False)
     tokens = _tokens(module, len(_LENGTHS), sum(_LENGTHS[0]))
     versions = [param._version for param in module.parameters()]

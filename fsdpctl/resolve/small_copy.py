@@ -21,10 +21,10 @@ VOCABULARY = 64
 _KINDS = 4  # of blocks, in the copy
 # Widths that matter for the size of the copy, not for what its tokens see.
 _SHRUNK = {
-    "vocab_size": VOCABULARY, "intermediate_size": 64, "moe_intermediate_size": 32, "ffn_dim": 64,
-    "shared_expert_intermediate_size": 32, "ffn_hidden_size": 64, "n_inner": 64,
-    "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16, "n_positions": 512,
-    "max_position_embeddings": 1 << 16,
+    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "intermediate_size": 64,
+    "moe_intermediate_size": 32, "ffn_dim": 64, "shared_expert_intermediate_size": 32,
+    "ffn_hidden_size": 64, "n_inner": 64, "num_experts": 16, "num_local_experts": 16,
+    "n_routed_experts": 16, "n_positions": 512, "max_position_embeddings": 1 << 16,
 }  # fmt: skip
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -93,6 +93,8 @@ def _cut(model: ModelConfig, device: str) -> TransformersDecoder:
     """Build the model, and keep the first block of each kind."""
     with torch.device(device):
         module = build_transformers(model)
+    if device == "meta":
+        fill_buffers(module)  # while its configuration has all blocks
     names = block_names(module)
     if not names:
         return module
@@ -122,12 +124,11 @@ def _cut(model: ModelConfig, device: str) -> TransformersDecoder:
 
 
 def _fill_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
-    """Fill buffers as a run does, and check that building the module gives the same values.
+    """Check that buffers, filled as in a run, have the values of building the module.
 
     Raises:
         UsageError: If a buffer has other values, and is not read with the weights.
     """
-    fill_buffers(module)
     built = _built_buffers(model)
     read = module.state_dict().keys() if model.is_pretrained else ()
     for name, buffer in module.named_buffers():

@@ -198,6 +198,8 @@ def _read_adapters(found: Translation) -> bool:
                 ("model.trainable", f"unfrozen_parameters: {parts.text[:80]}: regular expressions "
                  "are not read from files; add model.trainable=REGEX")
             )  # fmt: skip
+        unused = [each.key for each in source.peek() if each.key.startswith("lora_")]
+        found.no_memory_effect += [each for each in unused if source.take(each)]
         return False
     kind = adapter.text.strip().lower()
     if kind not in ("lora", "qlora"):

@@ -280,6 +280,16 @@ def test_expressions_of_layers_become_names(tmp_path, tool, text, targets):
     assert any(name == "model.lora.targets" for name, _ in found.missing) == (targets is None)
 
 
+def test_what_other_tools_run_anyway_is_estimated(tmp_path):
+    """Longer samples than the model declares, and rows of a model that mixes their documents."""
+    lines = "sequence_len: 300000\nsample_packing: true\nlora_dropout: 0.1\n"
+    found = asked(written(tmp_path, AXOLOTL.replace("sequence_len: 512\n", "") + lines))
+    config = found.composed.config
+    assert (config.train.seq_len, config.model.max_seq_len) == (300000, 300000)
+    assert any("above the model's" in row.note for row in found.rows)
+    assert (config.data.packing, config.model.lora.rank) == (None, None)
+
+
 PLUGIN = "plugins:\n  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 
 
