@@ -1,7 +1,7 @@
 """Completion of an imported configuration by the command line and the hardware."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fsdpctl.resolve.machine import placed_on_cluster, sample_groups, world_size
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
 _OF_ANY_MODEL = ("model.lora.", "model.base_dtype")  # adapters, and the weights that they freeze
+_PACKS = "data.packing=true"
 _RANKS = ("launch.nproc_per_node", "launch.nnodes")
 
 
@@ -67,15 +68,13 @@ def completed(
         kept, _ = _without_overridden(translation.settings_of(rows), typed)
         if typed.get("engine", kept.get("engine", FSDPCTL)) == FSDPCTL:
             kept.pop("optimizer.fused", None)  # of the tool's engine
-        if kept.get("data.packing") == "true":
-            kept["data.packing"] = "auto"  # other tools pack even if the model mixes documents
         try:
             words = [f"{name}={text}" for name, text in kept.items()]
             return compose_config([*words, *arguments], None, config_dir)
         except UsageError as error:
             raise UsageError(f"{translation.file}: {error}") from None
 
-    rows = [*translation.rows, *_hardware(translation, typed)]
+    rows = [*map(_packed, translation.rows), *_hardware(translation, typed)]
     if translation.whole_logits:
         words = ("train.loss_chunk_tokens=0",)
         rows.append(
@@ -137,6 +136,12 @@ def _hardware(translation: Translation, typed: dict[str, str]) -> list[Translati
         return []
     note = "assumed: no GPU found; set cluster to change it"
     return [TranslationRow("(hardware)", "", (f"cluster={_ASSUMED}",), note)]
+
+
+def _packed(row: TranslationRow) -> TranslationRow:
+    """Return a row of a tool that packs even if its model mixes the documents of a sequence."""
+    words = ("data.packing=auto" if word == _PACKS else word for word in row.settings)
+    return replace(row, settings=tuple(words))
 
 
 def _longer(config: Config) -> Iterator[TranslationRow]:

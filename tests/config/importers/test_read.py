@@ -48,7 +48,7 @@ def test_all_keys_of_an_axolotl_file_are_recognized():
     assert batches.global_batch_size == 2 * 4 * 8
     assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdp2")
     assert (config.precision.name, config.activation_checkpointing.name) == ("bf16", "full")
-    assert (config.data.name, config.data.packing) == ("chat", True)
+    assert (config.data.name, config.data.packing) == ("chat", None)
     assert config.prefetch.name == "backward"
     assert batches.loss_chunk_tokens == 0
     assert found.translation.unrecognized == []
