@@ -100,6 +100,11 @@ def conclusions(found: "RunEstimate") -> list[str]:
             f"experts {_size(buffers)} of gathered units and reduce buffers do not shrink with "
             "more ranks; expert parallelism would divide them, but fsdpctl does not have it"
         )
+    if found.packages:
+        lines.append(
+            f"kernels of {' and '.join(found.packages)} are assumed; without them, the code of "
+            "transformers takes far more memory and time"
+        )
     lines += [
         f"outside {_size(outside.low)} to {_size(outside.high)} (assumed): the process"
         + (", its CUDA context, and NCCL" if config.launch.device == "cuda" else ""),

@@ -82,6 +82,7 @@ def _rows(found: "Status") -> Iterator[tuple[str, str]]:
             f", {format_bytes(found.peak_allocated_bytes)} allocated by tensors"
         )  # fmt: skip
         yield "memory", f"{format_bytes(found.peak_reserved_bytes)} peak on rank 0{of}"
+    yield from _estimated(found)
     if found.starts > 1 or found.restarts:
         words = "restart" if found.restarts == 1 else "restarts"
         since = f"; {found.restarts} {words} since step {found.since_step}"
@@ -93,6 +94,22 @@ def _rows(found: "Status") -> Iterator[tuple[str, str]]:
         )
     for text in found.warnings:
         yield "warning", text
+
+
+def _estimated(found: "Status") -> Iterator[tuple[str, str]]:
+    """Yield what was known before the run started, beside what was measured."""
+    from fsdpctl.run.progress import format_bytes
+
+    known = found.estimate
+    if known is None:
+        return
+    predicted, measured = known.predicted_step_seconds, found.step_seconds
+    if predicted is not None and measured is not None:
+        off = predicted / measured - 1
+        yield "predicted", f"{predicted:.3g} s per step, {measured:.3g} s measured ({off:+.0%})"
+    if found.peak_allocated_bytes is not None:
+        of = f", {format_bytes(known.peak_allocated_bytes)} allocated by tensors"
+        yield "estimated", f"{format_bytes(known.peak_reserved_bytes)} peak on the fullest rank{of}"
 
 
 def _speed(found: "Status") -> str:

@@ -123,7 +123,7 @@ class Estimator:
         counts = (traced.num_params, traced.num_trained, traced.num_active, frozen)
         saved = _saved_states(training, traced.units)
         on_host = host_states_bytes(training, place) + host_inputs_bytes(program.sent.values())
-        return RunEstimate(plan, *counts, saved, place.rank, step, on_host)
+        return RunEstimate(plan, *counts, saved, place.rank, step, on_host, traced.packages)
 
     def predict(self, plan: RunPlan) -> StepPrediction:
         """Predict one training step, on the hardware that the plan's cluster describes.

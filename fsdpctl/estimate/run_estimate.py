@@ -43,6 +43,7 @@ class RunEstimate:
     rank: int
     step: StepEstimate
     host_states: int = 0  # bytes of states, inputs of blocks and buffers in host memory
+    packages: tuple[str, ...] = ()  # whose kernels are assumed
 
     @property
     def config(self) -> Config:
@@ -172,6 +173,7 @@ class RunEstimate:
             **({} if self.host_limit is None else {"node_host_memory_bytes": self.host_limit}),
             **({"host_states_bytes": self.host_states} if self.host_states else {}),
             "checkpoint_bytes": self.checkpoint_bytes,
+            **({"assumed_packages": [*self.packages]} if self.packages else {}),
             **self.step.to_dict(),
         }
 

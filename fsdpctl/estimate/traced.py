@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.recurrences import packages_of
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
 from fsdpctl.models.quantized import count_weights, pairs
@@ -176,6 +177,7 @@ class TracedModel:
         self.num_trained = sum(
             param.numel() for param in module.parameters() if param.requires_grad
         )
+        self.packages = packages_of(module) if config.launch.device == "cuda" else ()
         self.units = divide_module(module, None)
         self._traced_module = TracedModule(
             module,

@@ -207,6 +207,8 @@ def _memory(estimate: RunEstimate) -> str:
     text += ", ".join(parts)
     if estimate.config.launch.device == "cuda":
         text += f"; {format_bytes(estimate.peak_reserved)} reserved"
+    if estimate.packages:
+        text += f"; assumes the kernels of {' and '.join(estimate.packages)}"
     if estimate.verdict != "fits":
         text += f"; exceeds the available {format_bytes(estimate.memory_bytes)}"
     return text

@@ -57,7 +57,7 @@ def _made(model: ModelConfig) -> nn.Module:
     told = read_configuration(content, CONFIG_OF).to_dict()  # with what the file leaves out
     sizes = {name: told.get(name) for name in _SHRUNK}
     small = {name: min(size, _SHRUNK[name]) for name, size in sizes.items() if type(size) is int}
-    few = {name: None for name in _TOKENS if name in content}
+    few = {name: None for name in _TOKENS if told.get(name) is not None}
     shrunk = replace(model, config_json=canonical({**content, **small, **few}))
     try:
         module = _cut(shrunk, "meta")

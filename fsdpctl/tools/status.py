@@ -22,6 +22,7 @@ from fsdpctl.io.untrusted import MIB
 from fsdpctl.run.environment import read_starts
 from fsdpctl.run.heartbeat import FAILED, RUNNING, STOPPED, HeartbeatRecord, read_heartbeat
 from fsdpctl.run.metrics import MetricsLine, read_metrics
+from fsdpctl.run.saved_estimate import SavedEstimate, read_estimate
 
 STARTING, FINISHED, NOT_STARTED = "starting", "finished", "not started"
 _STEPS = "train.steps"
@@ -65,6 +66,8 @@ class Status:
     mfu: float | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
+    step_seconds: float | None  # median over recent steps
+    estimate: SavedEstimate | None  # made before the run started
     checkpoint: Newest | None
     starts: int
     since_step: int  # the following are counted from this step on
@@ -112,6 +115,8 @@ def read_status(run_dir: Path) -> Status:
         mfu=_recent([x.mfu for x in recent]),
         peak_allocated_bytes=last.peak_allocated_bytes if last else None,
         peak_reserved_bytes=last.peak_reserved_bytes if last else None,
+        step_seconds=_recent([x.seconds for x in recent]),
+        estimate=read_estimate(run_dir),
         checkpoint=newest,
         starts=len(starts),
         since_step=lines[0].step if lines else 0,

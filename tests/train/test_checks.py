@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.estimate.saved import ESTIMATE
+from fsdpctl.io.run_files import ESTIMATE
 from fsdpctl.train.callbacks.reporting import Checks
 
 MIB = 1 << 20

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.estimate.saved import read_estimate
 from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord
 from fsdpctl.run.progress import format_bytes
+from fsdpctl.run.saved_estimate import read_estimate
 from fsdpctl.run.step_metrics import StepMetrics, peak_memory
 from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
