@@ -49,6 +49,7 @@ class StepPrediction:
     compute: float
     optimizer: float  # with waits for its step on the host
     exposed_communication: float
+    host_limited: float  # of computing: what the device waits for the host
     sent: Mapping[str, float]  # bytes that a rank sends, by link
     simulated: SimulatedStep
     tokens: int  # of all ranks
@@ -64,6 +65,7 @@ class StepPrediction:
             seconds=grown(self.seconds, before.seconds),
             compute=grown(self.compute, before.compute),
             exposed_communication=grown(self.exposed_communication, before.exposed_communication),
+            host_limited=grown(self.host_limited, before.host_limited),
             sent={link: grown(n, before.sent.get(link, 0.0)) for link, n in self.sent.items()},
         )
 
@@ -210,6 +212,7 @@ def _simulate(config: Config, traced: TracedModel, program: Program, passes: int
     steps = planned_steps(config, traced.units, plan, place, recorder)
     simulator = StepSimulator()
     for _ in range(2):  # collectives that the first leaves in flight end in the second
+        recorder.host_limited = 0.0
         steps.step()
         step = simulator.run(recorder.take())
     return StepPrediction(
@@ -217,6 +220,7 @@ def _simulate(config: Config, traced: TracedModel, program: Program, passes: int
         compute=step.computing["compute"],
         optimizer=step.computing["optimizer"],
         exposed_communication=step.exposed,
+        host_limited=recorder.host_limited,
         sent=dict(step.sent),
         simulated=step,
         tokens=0,

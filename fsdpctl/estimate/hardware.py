@@ -13,6 +13,7 @@ from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
+from fsdpctl.plan.strategy import FSDP2, FSDPCTL
 from fsdpctl.predict.hardware import SHARED_CORES, DataSheet, HostSheet, RingNetwork
 from fsdpctl.predict.profile import (
     MeasuredDevice,
@@ -30,6 +31,10 @@ _PER_STEP = 0.015  # seconds: data loading, hooks, and waits of the host
 _USUAL = "hopper"  # the assumed generation of unknown GPUs
 # What the products and the routing of experts reach, where published steps show it.
 _EXPERTS = {"hopper": {"grouped": 0.5, "indexed": 0.3}}
+# Seconds of the host beside operators: FSDP2 by published steps of small models; fsdpctl by the
+# ratio of both in benchmarks/results/host-time.json.
+_UNIT = {FSDP2: 1.1e-3, FSDPCTL: 0.3e-3}
+_LONGEST = {"hopper": {CUDNN: 0.14}}  # by four published steps with samples of 2**20 tokens
 _FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set
 
 
@@ -56,6 +61,8 @@ def device_of(config: Config) -> DataSheet | MeasuredDevice:
         **_EXPERTS.get(cluster.architecture or _USUAL, {}),
         fuses=config.train.compile,
         step_overhead=_PER_STEP,
+        longest=_LONGEST.get(cluster.architecture or _USUAL, {}).get(str(kernel_of(config)), 0.0),
+        unit_seconds=_UNIT.get(config.engine.name, 0.0),
     )
 
 

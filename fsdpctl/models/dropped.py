@@ -15,56 +15,48 @@ from torch.nn import functional as F
 # mask, and keep the dropped inputs in between.
 
 
-def _dropped(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
-    """Return `x` with zeros at a share of `dropout`; other values are not scaled."""
-    mask = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if mask.device.type == "meta":
-        return mask.bernoulli_(1 - dropout).mul_(x)
+def _mask(like: Tensor, seed: Tensor, dropout: float) -> Tensor:
+    mask = torch.empty(like.shape, dtype=torch.bool, device=like.device)
+    if mask.is_meta:
+        return mask.bernoulli_(1 - dropout)
     generator = torch.Generator(mask.device).manual_seed(int(seed))
-    return mask.bernoulli_(1 - dropout, generator=generator).mul_(x)
+    return mask.bernoulli_(1 - dropout, generator=generator)
 
 
 def _linear(x: Tensor, weight: Tensor, seed: Tensor, dropout: float) -> Tensor:
-    return F.linear(_dropped(x, seed, dropout), weight).div_(1 - dropout)
+    return F.linear(x * _mask(x, seed, dropout), weight).div_(1 - dropout)
 
 
-def _weight_gradient(gradient: Tensor, x: Tensor, seed: Tensor, dropout: float) -> Tensor:
-    dropped = _dropped(x, seed, dropout)
-    return gradient.flatten(0, -2).t().mm(dropped.flatten(0, -2)).div_(1 - dropout)
+def _backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, seed: Tensor, dropout: float, of_x: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `weight` and, if `of_x`, of `x`; otherwise an empty tensor."""
+    mask, gradient = _mask(x, seed, dropout), gradient / (1 - dropout)
+    of_weight = gradient.flatten(0, -2).t().mm((x * mask).flatten(0, -2))
+    return of_weight, gradient.matmul(weight).mul_(mask) if of_x else x.new_empty(0)
 
 
-def _input_gradient(gradient: Tensor, weight: Tensor, seed: Tensor, dropout: float) -> Tensor:
-    return _dropped(gradient.matmul(weight), seed, dropout).div_(1 - dropout)
+def _linear_shape(x: Tensor, weight: Tensor, seed: Tensor, dropout: float) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def _backward_shape(
+    gradient: Tensor, x: Tensor, weight: Tensor, seed: Tensor, dropout: float, of_x: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(weight), x.new_empty(x.shape if of_x else 0)
 
 
 _LIBRARY = torch.library.Library("fsdpctl", "FRAGMENT")
-_ABOUT = "Tensor seed, float dropout) -> Tensor"
-
-
-def _define(
-    name: str, given: str, function: Callable[..., Tensor], like: Callable[..., Tensor]
-) -> Any:
-    _LIBRARY.define(f"{name}({given}, {_ABOUT}")
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fsdpctl::{name}", like, lib=_LIBRARY)
-    return getattr(torch.ops.fsdpctl, name).default
-
-
-_FORWARD = _define(
-    "dropped_linear", "Tensor x, Tensor weight", _linear,
-    lambda x, weight, *_: x.new_empty(*x.shape[:-1], len(weight)),
-)  # fmt: skip
-_OF_WEIGHT = _define(
-    "dropped_linear_weight", "Tensor gradient, Tensor x", _weight_gradient,
-    lambda gradient, x, *_: x.new_empty(gradient.shape[-1], x.shape[-1]),
-)  # fmt: skip
-_OF_INPUT = _define(
-    "dropped_linear_input", "Tensor gradient, Tensor weight", _input_gradient,
-    lambda gradient, weight, *_: gradient.new_empty(*gradient.shape[:-1], weight.shape[-1]),
-)  # fmt: skip
-OPERATORS: dict[Any, Callable[..., Tensor]] = {
-    _FORWARD: _linear, _OF_WEIGHT: _weight_gradient, _OF_INPUT: _input_gradient
-}  # fmt: skip
+_ABOUT = "Tensor x, Tensor weight, Tensor seed, float dropout"
+_LIBRARY.define(f"dropped_linear({_ABOUT}) -> Tensor")
+_LIBRARY.define(f"dropped_linear_backward(Tensor g, {_ABOUT}, bool of_x) -> (Tensor, Tensor)")
+_LIBRARY.impl("dropped_linear", _linear, "CompositeExplicitAutograd")
+_LIBRARY.impl("dropped_linear_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("fsdpctl::dropped_linear", _linear_shape, lib=_LIBRARY)
+torch.library.register_fake("fsdpctl::dropped_linear_backward", _backward_shape, lib=_LIBRARY)
+_FORWARD = torch.ops.fsdpctl.dropped_linear.default
+_BACKWARD = torch.ops.fsdpctl.dropped_linear_backward.default
+OPERATORS: dict[Any, Callable[..., Any]] = {_FORWARD: _linear, _BACKWARD: _backward}
 """The functions that compute the operators."""
 
 
@@ -78,14 +70,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, seed = ctx.saved_tensors
-        of_x, of_weight, *_ = ctx.needs_input_grad
-        return (
-            _OF_INPUT(gradient, weight, seed, ctx.dropout) if of_x else None,
-            _OF_WEIGHT(gradient, x, seed, ctx.dropout) if of_weight else None,
-            None,
-            None,
-        )
+        of_x = ctx.needs_input_grad[0]
+        weight, x = _BACKWARD(gradient, *ctx.saved_tensors, ctx.dropout, of_x)
+        return x if of_x else None, weight, None, None
 
 
 def dropped_linear(x: Tensor, weight: Tensor, dropout: float) -> Tensor:

@@ -131,6 +131,8 @@ class DataSheet:
     indexed: float | None = None  # share of the bandwidth of reads and writes by index, never fused
     fuses: bool = False  # whether a compiler fuses operators that read and write
     step_overhead: float = 0.0
+    longest: float = 0.0  # what attention gains from a length of 65,536 to one of 1,048,576
+    unit_seconds: float = 0.0  # of the host, for the engine's part of a unit's forward or backward
 
     def seconds(self, work: Work) -> float:
         """Apply the roofline model: the longer of computation and memory, and the launch."""
@@ -166,7 +168,8 @@ class DataSheet:
             _, _, length, width = work.dims
             # Narrower heads keep fewer units busy, by the fourth root of their width.
             by_width = math.sqrt(math.sqrt(min(1.0, width / 128)))
-            return self._attention(work) * length / (length + _HALF_LENGTH) * by_width
+            long = 1.0 + self.longest * min(1.0, max(0.0, math.log2(length / _LONG) / _DOUBLINGS))
+            return self._attention(work) * long * length / (length + _HALF_LENGTH) * by_width
         _, rows, columns, length = work.dims
         matmul = self.matmul * (self.grouped if work.name == GROUPED else 1.0)
         return matmul * length / (length + _HALF_SUM) * _alignment(rows, columns, length)
@@ -180,6 +183,7 @@ _TWO_BYTES = 2
 _FUSED = 0.4  # share of the bytes of single operators that remains after fusion
 _ISSUING = 9e-6  # seconds
 _LAUNCH = 2e-6  # seconds: the shortest kernel
+_LONG, _DOUBLINGS = 1 << 16, 4
 _HALF_LENGTH = 560  # sequence length at which attention reaches half of its speed
 _HALF_SUM = 130  # length of the sums at which a matrix product reaches half of its speed
 

@@ -120,7 +120,7 @@ class MeasuredDevice:
             self._by_kind[each.kind].append(each)
         self._known: dict[Work, float] = {}
 
-    host_seconds = step_overhead = 0.0  # the measured times include them
+    host_seconds = step_overhead = unit_seconds = 0.0  # the measured times include them
 
     def seconds(self, work: Work) -> float:
         """Return the time of an operator that runs alone, with the host's share."""

@@ -206,7 +206,8 @@ class TaskRecorder(Recorder):
         self._machine = machine
         self._tasks: list[Task] = []
         self._works = works
-        self._seconds: dict[int, float] = {}  # by sequence of operators, which like units share
+        self._computing: dict[int, float] = {}  # by sequence of operators, which like units share
+        self.host_limited = 0.0  # seconds for which the device waits for the host
         self._next = 0
 
     def take(self) -> list[Task]:
@@ -216,14 +217,16 @@ class TaskRecorder(Recorder):
 
     def compute(self, part: Part, unit: str = "") -> None:
         """Run the operators of a part, no faster than the host issues them."""
-        works = self._works.get(PassPosition(part, unit), ())
-        if id(works) not in self._seconds:
-            device = self._machine.device
+        works, device = self._works.get(PassPosition(part, unit), ()), self._machine.device
+        if id(works) not in self._computing:
             computed = [each for each in works if each.kind is not WorkKind.EXCHANGE]
-            computing = sum(map(device.seconds, computed))
-            self._seconds[id(works)] = max(computing, len(works) * device.host_seconds)
+            self._computing[id(works)] = sum(map(device.seconds, computed))
+        computing, issuing = self._computing[id(works)], len(works) * device.host_seconds
+        if part in (Part.FORWARD, Part.BACKWARD):
+            issuing += device.unit_seconds
+        self.host_limited += max(0.0, issuing - computing)
         label = f"{part} {unit}".strip()
-        self._spend(self._seconds[id(works)], label)
+        self._spend(max(computing, issuing), label)
         for each in works:
             if each.kind is WorkKind.EXCHANGE:
                 # Each rank sends as much as it does of a gathered tensor of this size.

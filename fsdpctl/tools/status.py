@@ -86,8 +86,7 @@ def read_status(run_dir: Path) -> Status:
     check_own(run_dir)
     if not (run_dir / RUN_CONFIG).is_file():
         raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
-    now = time.time()
-    total = _total_steps(run_dir)
+    now, total = time.time(), _total_steps(run_dir)
     record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_starts(run_dir)
     newest = _newest(run_dir, now)
     steps = [line for line in lines if line.is_step]

@@ -28,9 +28,11 @@ _OWNED = ("parameters", "gradients", "optimizer_states", "gathered_units", "redu
 _REST = "activations and the rest"
 TRACES = "traces"  # in the directory of a comparison
 _SHORT_STEPS = (
-    "The host limits steps of GPUs below 100 ms, and data sheets do not describe it: such steps "
-    "can take several times as long as predicted. `fsdpctl profile-device` measures a machine."
+    "The host limits steps of GPUs below 100 ms and those of small models, and data sheets do not "
+    "describe it: such steps can take several times as long as predicted. `fsdpctl profile-device` "
+    "measures a machine."
 )
+_TENTH = 0.1  # of a step
 _TERA = 1e12
 
 
@@ -150,7 +152,7 @@ class SimulatedComparison:
         """Notes on the predictions, a line each."""
         is_limited = any(
             each.step is not None
-            and each.step.seconds < SHORT
+            and (each.step.seconds < SHORT or each.step.host_limited > _TENTH * each.step.seconds)
             and config.launch.device == "cuda"
             and config.cluster.profile is None
             for each, config in zip(self._variants, self.configs, strict=True)
