@@ -97,7 +97,7 @@ def _rows(found: "Status") -> Iterator[tuple[str, str]]:
 
 
 def _estimated(found: "Status") -> Iterator[tuple[str, str]]:
-    """Yield what was known before the run started, beside what was measured."""
+    """Yield what was known before the run started, and what was measured."""
     from fsdpctl.run.progress import format_bytes
 
     known = found.estimate

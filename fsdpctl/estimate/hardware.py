@@ -31,8 +31,8 @@ _PER_STEP = 0.015  # seconds: data loading, hooks, and waits of the host
 _USUAL = "hopper"  # the assumed generation of unknown GPUs
 # What the products and the routing of experts reach, where published steps show it.
 _EXPERTS = {"hopper": {"grouped": 0.5, "indexed": 0.3}}
-# Seconds of the host beside operators: FSDP2 by published steps of small models; fsdpctl by the
-# ratio of both in benchmarks/results/host-time.json.
+# Seconds of the host for each pass of a unit, without its operators: FSDP2 by published steps of
+# small models; fsdpctl by the ratio of both in benchmarks/results/host-time.json.
 _UNIT = {FSDP2: 1.1e-3, FSDPCTL: 0.3e-3}
 _LONGEST = {"hopper": {CUDNN: 0.14}}  # by four published steps with samples of 2**20 tokens
 _FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set

@@ -59,4 +59,8 @@ def test_peak_memory_is_compared_with_the_estimate(tmp_path, on_cpu, message):
         "peak_reserved_bytes": 6 * MIB,
     }
     checks = Checks(kept(tmp_path, **peaks), 0)
-    assert checks.memory(True, on_cpu, MIB, 2 * MIB, 8 * MIB) == f"memory: {message}"
+    found = checks.memory(True, on_cpu, MIB, 2 * MIB, 8 * MIB)
+    assert found is not None
+    assert found[0] == f"memory: {message}"
+    sizes = [MIB, MIB] if on_cpu else [2 * MIB, 4 * MIB, 8 * MIB, 6 * MIB]
+    assert [*found[1].values()] == sizes

@@ -106,7 +106,8 @@ def read_axolotl(source: SourceConfig) -> Translation:
     adapts = _read_adapters(found)
     shards = _read_sharding(found)
     read_context(found, "context_parallel_size", "sequence_parallel_degree")
-    _read_precision(found, keeps_masters=adapts or shards)
+    offloads = "optimizer.offload" in found.settings  # with masters in fp32 on the host
+    _read_precision(found, keeps_masters=adapts or shards or offloads)
     reduce_as_computed(found)
     _read_recomputation(found)
     read_optimizer(found, source.take("optimizer"), "optimizer")

@@ -78,28 +78,40 @@ class Checks(Callback):
             engine = engine_bytes(run.parts.model, run.parts.optimizer)
             own = (engine or 0, memory.allocated or 0, memory.reserved)
             largest = [max(values) for values in zip(*run.ranks.gather_objects(own), strict=True)]
-            message = self.memory(engine is not None, run.parts.device.type == "cpu", *largest)
-            if message is not None:
+            found = self.memory(engine is not None, run.parts.device.type == "cpu", *largest)
+            if found is not None:
+                message, values = found
                 run.say(message)
+                run.write({"step": run.step, **values})
         return requested
 
     def memory(
         self, has_engine: bool, on_cpu: bool, engine: int, allocated: int, reserved: int
-    ) -> str | None:
-        """Return a message about peak memory; None without an estimate of it."""
+    ) -> tuple[str, dict[str, int]] | None:
+        """Return a message about peak memory, and its values; None without an estimate of it."""
         estimate = self._estimate
         if estimate is None:
             return None
         if not on_cpu:
-            return (
-                f"memory: {_compared(allocated, 'allocated peak', estimate.peak_allocated_bytes)}; "
-                f"{_compared(reserved, 'reserved peak', estimate.peak_reserved_bytes)}"
-            )
+            known = estimate.peak_allocated_bytes, estimate.peak_reserved_bytes
+            texts = [
+                _compared(allocated, "allocated peak", known[0]),
+                _compared(reserved, "reserved peak", known[1]),
+            ]
+            return f"memory: {'; '.join(texts)}", {
+                "fullest_allocated_bytes": allocated,
+                "estimated_allocated_bytes": known[0],
+                "fullest_reserved_bytes": reserved,
+                "estimated_reserved_bytes": known[1],
+            }
         if not has_engine or estimate.peak_engine_bytes is None:
             return None
         total = format_bytes(estimate.peak_allocated_bytes)
         what = _compared(engine, "engine peak", estimate.peak_engine_bytes)
-        return f"memory: {what}; {total} estimated for all tensors"
+        return f"memory: {what}; {total} estimated for all tensors", {
+            "fullest_engine_bytes": engine,
+            "estimated_engine_bytes": estimate.peak_engine_bytes,
+        }
 
 
 def engine_bytes(model: TrainedModel, optimizer: Optimizer) -> int | None:
