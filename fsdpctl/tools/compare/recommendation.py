@@ -61,6 +61,7 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
         sentences.append("No other variant is comparable.")
     if runner_up is not None:
         sentences.append(f"Runner-up: {runner_up.label}, {_summary(runner_up, than=best)}.")
+    sentences.append(_in_doubt(best, rows))
     varied = sorted({name for row in rows for name in row.varied if decides_losses(name)})
     if varied:
         sentences.append(
@@ -99,6 +100,29 @@ def _summary(row: Row, *, than: Row | None = None) -> str:
             source = "estimated"
         text += f", {format_bytes(row.memory)} per rank {source}"
     return text
+
+
+def _in_doubt(best: Row, rows: Sequence[Row]) -> str:
+    """Return which variants of another kind may be as fast, by the error bands of predictions."""
+    band = best.error_band
+    if band is None:
+        return ""
+    found = [
+        row
+        for row in rows
+        if row.speed
+        and row.error_band is not None
+        and row.error_band.kind != band.kind
+        and row.speed / _ranks(row) / row.error_band.low >= best.speed / _ranks(best) / band.high
+    ]
+    if not found:
+        return ""
+    first = max(found, key=lambda row: row.speed / _ranks(row))
+    more = f" and {len(found) - 1} others" if len(found) > 1 else ""
+    return (
+        f"By the error bands, {first.label}{more} may be as fast ({first.error_band}; {band}): "
+        "measure both."
+    )
 
 
 def _why(best: Row, tied: Sequence[Row], runner_up: Row | None) -> str:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from fsdpctl.estimate.accuracy import Band
 from fsdpctl.tools.compare.recommendation import (
     as_fast_as_the_fastest,
     losses,
@@ -50,6 +51,18 @@ def test_the_fastest_is_recommended_with_its_reason_and_the_runner_up():
     assert "exposed communication takes" in said.text
     assert "Runner-up: strategy=slow" in said.text
     assert "slower" in said.text
+
+
+def test_variants_of_another_kind_may_be_as_fast_by_their_error_bands():
+    dense, offloaded = Band("dense", 0.9, 1.1, 30), Band("offloaded", 0.5, 2.0, 0)
+    fast = replace(predicted("fast", 98, 100, 102), error_band=dense)
+    other = replace(predicted("other", 49, 50, 51), error_band=offloaded)
+    said = recommend([fast, other])
+    assert said.best is fast
+    assert "By the error bands, strategy=other may be as fast (offloaded steps: unt" in said.text
+    slow = replace(predicted("other", 39, 40, 41), error_band=offloaded)
+    assert "error bands" not in recommend([fast, slow]).text
+    assert "error bands" not in recommend([fast, replace(other, error_band=dense)]).text
 
 
 def test_among_tied_variants_the_one_with_less_memory_is_recommended():
