@@ -104,7 +104,7 @@ def _estimated(found: "Status") -> Iterator[tuple[str, str]]:
     if known is None:
         return
     predicted, measured = known.predicted_step_seconds, found.step_seconds
-    if predicted is not None and measured is not None:
+    if predicted is not None and measured:
         off = predicted / measured - 1
         yield "predicted", f"{predicted:.3g} s per step, {measured:.3g} s measured ({off:+.0%})"
     if found.peak_allocated_bytes is not None:

@@ -21,6 +21,7 @@ from fsdpctl.resolve.machine import placed_on_cluster, sample_groups, world_size
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
 _OF_ANY_MODEL = ("model.lora.", "model.base_dtype")  # adapters, and the weights that they freeze
+_FUSED = "optimizer.fused"  # of PyTorch's engines
 _PACKS = "data.packing=true"
 _RANKS = ("launch.nproc_per_node", "launch.nnodes")
 
@@ -66,8 +67,6 @@ def completed(
 
     def composed(rows: list[TranslationRow]) -> Composed:
         kept, _ = _without_overridden(translation.settings_of(rows), typed)
-        if typed.get("engine", kept.get("engine", FSDPCTL)) == FSDPCTL:
-            kept.pop("optimizer.fused", None)  # of the tool's engine
         try:
             words = [f"{name}={text}" for name, text in kept.items()]
             return compose_config([*words, *arguments], None, config_dir)
@@ -108,8 +107,12 @@ def _without_overridden(
         row = get_strategy(strategy) if strategy in STRATEGIES else None
         if row is None or not has_strategy(words["engine"], row):
             names.add("engine")
-    if any(name.startswith(("model.lora.", "model.trainable", "optimizer")) for name in typed):
-        names |= {"engine"} & words.keys()  # not supported by PyTorch's engines
+    ours = ("model.lora.", "model.trainable", "optimizer")  # not supported by PyTorch's engines
+    if any(name.startswith(ours) for name in typed if name != _FUSED):
+        names |= {"engine"} & words.keys()
+    engine = FSDPCTL if "engine" in names else words.get("engine", FSDPCTL)
+    if typed.get("engine", engine) == FSDPCTL:
+        names |= {_FUSED} & words.keys()
     if strategy in ("no_shard", "ddp"):
         names |= {"optimizer.offload"} & words.keys()  # not supported by every rank on its own
     kept = {name: text for name, text in words.items() if name not in names}

@@ -10,6 +10,7 @@ al., 2024; Kimi delta attention: 2025) and mamba_ssm (Gu and Dao, Mamba, 2023; D
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import isfunction, unwrap
 from typing import Any
 
 import torch
@@ -18,23 +19,23 @@ from torch import Tensor, nn
 _CHUNK = 64  # tokens, of the delta rules
 _SCANNED = 2048  # tokens between two states that a selective scan keeps
 _OF_BACKWARD = 3  # times a forward's products: the states again, and two for each
-Products = Callable[[], Tensor]
+Products = Callable[..., Tensor]  # of the inputs, which it must not hold: checkpointing frees them
 
 
 class _Kernel(torch.autograd.Function):
-    """A kernel that keeps its inputs, and what `kept` makes, for backward."""
+    """A kernel that keeps its inputs, and what `kept` makes of them, for backward."""
 
     @staticmethod
     def forward(ctx: Any, products: Products, kept: Products, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs, kept())
+        ctx.save_for_backward(*inputs, kept(*inputs))
         ctx.products = products
-        return products()
+        return products(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         *inputs, _kept = ctx.saved_tensors
         for _time in range(_OF_BACKWARD):
-            ctx.products()
+            ctx.products(*inputs)
         needed = ctx.needs_input_grad[2:]
         pairs = zip(inputs, needed, strict=True)
         return (None, None, *(torch.empty_like(each) if need else None for each, need in pairs))
@@ -58,7 +59,7 @@ def _delta_rule(
     batch, length, heads, out = value.shape
     width, rows = key.shape[-1], batch * heads * -(-length // _CHUNK)
 
-    def products() -> Tensor:
+    def products(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
         within = torch.bmm(_read(key, rows, _CHUNK, width), _read(key, rows, width, _CHUNK))
         scores = torch.bmm(_read(query, rows, _CHUNK, width), _read(key, rows, width, _CHUNK))
         decayed = torch.bmm(within, _read(key, rows, _CHUNK, width))
@@ -69,7 +70,7 @@ def _delta_rule(
         torch.bmm(scores, values)
         return torch.empty_like(value, memory_format=torch.contiguous_format)
 
-    def kept() -> Tensor:
+    def kept(_: Tensor, key: Tensor, *others: Tensor) -> Tensor:
         return key.new_empty(batch, length, heads, _CHUNK)
 
     return _run(products, kept, (query, key, value, g, beta)), None
@@ -86,23 +87,22 @@ def _chunk_scan(
     **about: Any,
 ) -> Tensor:
     """Return the result of Mamba-2 for states of shape (batch, length, heads, width)."""
-    x, chunk = hidden_states, chunk_size
-    batch, length, heads, width = x.shape
+    chunk, (batch, length, heads, width) = chunk_size, hidden_states.shape
     chunks, (groups, size) = -(-length // chunk), B.shape[-2:]
     rows = batch * heads * chunks
 
-    def products() -> Tensor:
+    def products(x: Tensor, _: Tensor, __: Tensor, b: Tensor, c: Tensor, *more: Tensor) -> Tensor:
         shared = batch * groups * chunks
-        torch.bmm(_read(C, shared, chunk, size), _read(B, shared, size, chunk))
-        states = torch.bmm(_read(B, rows, size, chunk), _read(x, rows, chunk, width))
-        torch.bmm(_read(C, rows, chunk, size), states)
+        torch.bmm(_read(c, shared, chunk, size), _read(b, shared, size, chunk))
+        states = torch.bmm(_read(b, rows, size, chunk), _read(x, rows, chunk, width))
+        torch.bmm(_read(c, rows, chunk, size), states)
         torch.bmm(_read(x, rows, chunk, chunk), _read(x, rows, chunk, width))
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
-    def kept() -> Tensor:
-        return dt.new_empty(batch, heads, chunks, chunk, dtype=torch.float32)
+    def kept(x: Tensor, *others: Tensor) -> Tensor:
+        return x.new_empty(batch, heads, chunks, chunk, dtype=torch.float32)
 
-    return _run(products, kept, (x, dt, A, B, C, D, about.get("dt_bias")))
+    return _run(products, kept, (hidden_states, dt, A, B, C, D, about.get("dt_bias")))
 
 
 def _selective_scan(
@@ -116,20 +116,19 @@ def _selective_scan(
     **about: Any,
 ) -> Tensor:
     """Return the result of Mamba for states of shape (batch, width, length)."""
-    x, size = hidden_states, A.shape[-1]
-    batch, width, length = x.shape
+    size, (batch, width, length) = A.shape[-1], hidden_states.shape
 
-    def products() -> Tensor:
-        # The work of its kernel, by memory: three inputs as large as the result.
-        return (x + dt).mul_(x if z is None else z)
+    def products(x: Tensor, dt: Tensor, *others: Tensor) -> Tensor:
+        return (x + dt).mul_(x)  # the work of its kernel: inputs as large as the result
 
-    def kept() -> Tensor:
+    def kept(x: Tensor, *others: Tensor) -> Tensor:
         return x.new_empty(batch, width, -(-length // _SCANNED), 2 * size, dtype=torch.float32)
 
-    return _run(products, kept, (x, dt, A, B, C, D, z, about.get("delta_bias")))
+    return _run(products, kept, (hidden_states, dt, A, B, C, D, z, about.get("delta_bias")))
 
 
 _FLA, _MAMBA = "flash-linear-attention", "mamba-ssm"
+MODULES = {_FLA: "fla", _MAMBA: "mamba_ssm"}  # by which they are imported
 # By the function of transformers that calls them, with the package that has them.
 _KERNELS: dict[str, tuple[Callable[..., Any], str]] = {
     "torch_chunk_gated_delta_rule": (_delta_rule, _FLA),
@@ -141,10 +140,15 @@ _KERNELS: dict[str, tuple[Callable[..., Any], str]] = {
 
 def packages_of(module: nn.Module) -> tuple[str, ...]:
     """Return the packages whose kernels the layers of a module call on a GPU."""
-    names = {type(each).__module__ for each in module.modules()}
-    code = [vars(sys.modules[name]) for name in names if name in sys.modules]
-    found = {package for name, (_, package) in _KERNELS.items() if any(name in x for x in code)}
-    return tuple(sorted(found))
+    methods = (
+        unwrap(method).__code__
+        for kind in {type(each) for each in module.modules()}
+        if kind.__module__.startswith("transformers.models.")
+        for method in vars(kind).values()
+        if isfunction(method)
+    )
+    called = {name for code in methods for name in code.co_names}
+    return tuple(sorted({package for name, (_, package) in _KERNELS.items() if name in called}))
 
 
 @contextmanager

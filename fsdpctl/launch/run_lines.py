@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import groupby
 
 from torch import nn
@@ -13,6 +14,7 @@ from fsdpctl.config.serialize import usual_length
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.planned_steps import divide_run, item_sizes
+from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights
@@ -207,8 +209,8 @@ def _memory(estimate: RunEstimate) -> str:
     text += ", ".join(parts)
     if estimate.config.launch.device == "cuda":
         text += f"; {format_bytes(estimate.peak_reserved)} reserved"
-    if estimate.packages:
-        text += f"; assumes the kernels of {' and '.join(estimate.packages)}"
+    if missing := [each for each in estimate.packages if find_spec(MODULES[each]) is None]:
+        text += f"; without {' and '.join(missing)}, which is not installed, far more"
     if estimate.verdict != "fits":
         text += f"; exceeds the available {format_bytes(estimate.memory_bytes)}"
     return text

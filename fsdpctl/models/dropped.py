@@ -32,7 +32,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `weight` and, if `of_x`, of `x`; otherwise an empty tensor."""
     mask, gradient = _mask(x, seed, dropout), gradient / (1 - dropout)
-    of_weight = gradient.flatten(0, -2).t().mm((x * mask).flatten(0, -2))
+    dropped, rows = (x * mask).view(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+    of_weight = rows.t().mm(dropped)
     return of_weight, gradient.matmul(weight).mul_(mask) if of_x else x.new_empty(0)
 
 

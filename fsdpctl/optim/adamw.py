@@ -183,12 +183,16 @@ class ForeachAdamW(ShardedAdamW):
 
     _kernel = {"foreach": True}
 
+    def _zeros(self, run: SteppedRun) -> dict[str, Tensor]:
+        states = super()._zeros(run)
+        return states | {"step": states["step"].cpu()}  # where this implementation reads it
+
     def _step_runs(self) -> None:
         """Step with gradients that are divided here: this implementation reads no scalars."""
         if self.found_inf is not None and self.found_inf.item():
             return
-        if self.grad_scale is not None:
-            grads = [run.param.grad for run, _ in self.runs if run.param.grad is not None]
+        grads = [run.param.grad for run, _ in self.runs if run.param.grad is not None]
+        if self.grad_scale is not None and grads:
             torch._foreach_div_(grads, self.grad_scale)
         self.grad_scale, self.found_inf = None, None
         super()._step_runs()

@@ -1,15 +1,17 @@
 """Recurrent layers are traced as the kernels that GPUs run, whatever the length."""
 
 import sys
+import weakref
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from fsdpctl.estimate.recurrences import packages_of, with_kernels
+from fsdpctl.estimate.recurrences import _delta_rule, packages_of, with_kernels
 from fsdpctl.estimate.trace import trace
 from fsdpctl.predict.compute import Made, Pass
 from tests.models.decoders import tiny_config
@@ -70,6 +72,28 @@ def test_operators_do_not_grow_with_the_length_and_memory_does(family):
         for one in (short, long)
     ]
     assert 4 < sizes[1] / sizes[0] < 66  # at most with the square
+
+
+def test_checkpointing_frees_the_inputs():
+    queries = torch.zeros(1, 64, 2, 8, requires_grad=True)
+    made = [queries * 2 for _ in range(3)]
+    watches = [weakref.ref(each) for each in made]
+
+    def run(*given: Tensor) -> Tensor:
+        query, key, value = (each + 1 for each in given)
+        watches.extend(map(weakref.ref, (query, key, value)))
+        return _delta_rule(query, key, value, query[..., 0], query[..., 0])[0]
+
+    out = checkpoint(run, *made, use_reentrant=False)
+    assert [watch() is None for watch in watches] == [False] * 3 + [True] * 3
+    out.sum().backward()
+    assert queries.grad is not None
+
+
+def test_layers_without_recurrences_need_no_package():
+    config = tiny_config("granitemoehybrid")
+    config.layer_types = ["attention"] * len(config.layer_types)
+    assert packages_of(AutoModelForCausalLM.from_config(config)) == ()
 
 
 def test_the_plain_code_is_restored():

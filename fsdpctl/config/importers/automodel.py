@@ -1,7 +1,6 @@
 """Translation of NeMo Automodel's YAML files for fine-tuning and pretraining of text models."""
 
 import re
-from collections.abc import Iterable
 
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
@@ -20,6 +19,7 @@ _RECIPES = (
     "TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForNextTokenPrediction", ""
 )  # fmt: skip
 _SCHEDULER = "step_scheduler."
+_MOST_PARTS = 4  # between the wildcards of a name
 _PLAIN = {
     "optimizer.lr": "optimizer.lr", "optimizer.weight_decay": "optimizer.weight_decay",
     "optimizer.eps": "optimizer.eps", "rng.seed": "train.seed", "seed": "train.seed",
@@ -108,12 +108,15 @@ def _read_adapters(found: Translation) -> None:
         return
     found.map(rank, f"model.lora.rank={rank.text if rank else 8}", default="peft.dim")
     found.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="peft.alpha")
-    names, without = "", source.take_used("peft.exclude_modules")
-    if targets and targets.items != ("*",) and not (every and every.is_on):
-        names = "|".join(_pattern(each) for each in targets.items)
+    without = source.take_used("peft.exclude_modules")
+    is_every = every is not None and every.is_on
+    if without and (targets or is_every):
+        raise source.error(without, "conflicts with target_modules and match_all_linear")
     if without:
-        found.map(without, f"model.lora.targets={_all_but(without.items, names)}")
-    elif names:
+        names = "|".join(map(_pattern, without.items))
+        found.map(without, f"model.lora.targets=^(?!.*({names}))")
+    elif targets and targets.items != ("*",) and not is_every:
+        names = "|".join(map(_pattern, targets.items))
         found.map(targets, f"model.lora.targets={names}")
     else:
         found.map(every or targets, "model.lora.targets=all_linear", default="peft.target_modules")
@@ -124,14 +127,16 @@ def _read_adapters(found: Translation) -> None:
 
 
 def _pattern(wildcard: str) -> str:
-    """Return the regular expression of a name in which `*` is any text."""
-    inner = re.escape(wildcard.strip()).replace(r"\*", ".*")
+    """Return the regular expression of a name in which `*` is any text.
+
+    Raises:
+        UsageError: If it has so many that matching could take long.
+    """
+    parts = re.split(r"\*+", wildcard.strip())
+    if len(parts) > _MOST_PARTS:
+        raise UsageError(f"peft: {wildcard[:80]}: more than {_MOST_PARTS - 1} wildcards")
+    inner = ".*".join(map(re.escape, parts))
     return rf"(^|\.){inner}$" if not inner.startswith(".*") else f"{inner[2:]}$"
-
-
-def _all_but(wildcards: Iterable[str], names: str) -> str:
-    without = "|".join(_pattern(each) for each in wildcards)
-    return f"^(?!.*({without})).*({names})" if names else f"^(?!.*({without}))"
 
 
 def _read_lengths(found: Translation) -> None:

@@ -1,6 +1,7 @@
 """Parts that several tools share: optimizers by transformers' names, FSDP, and DeepSpeed."""
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,19 +31,22 @@ _SMALLER = (
     "*8bit*", "*4bit*", "*fp8*", "adafactor", "*lion*", "*muon*", "*dion*", "*lomo*", "*galore*",
     "*apollo*", "came*", "rmsprop*", "adagrad", "schedule_free_sgd",
 )  # fmt: skip
-# Linear layers of a decoder, and where they are in a model, also with images.
+# Linear layers of a decoder, and where its blocks are in a model, also with images.
 _LAYERS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
 _BLOCKS = (
-    "model.layers.0", "model.language_model.layers.0", "language_model.model.layers.0",
-    "model.text_model.layers.0",
+    "model.layers", "model.language_model.layers", "language_model.model.layers",
+    "model.text_model.layers",
 )  # fmt: skip
-# An expression of a file is tried on these names only if it can't take long: it repeats single
-# characters, and few of them.
-_EXPRESSION, _NESTED, _REPEATED = re.compile(r"[\\\[(|*+?^$]"), re.compile(r"\)[*+{]"), "*+{"
-_MOST_REPEATED, _LONGEST = 3, 400
+_NUMBERS = (0, 1, 17, 100)  # of blocks
+# An expression of a file is tried on a few names only if it can't take long: it has few groups and
+# alternatives, and repeats few single characters.
+_EXPRESSION = re.compile(r"[\\\[(|*+?^$]")
+_NESTED = re.compile(r"\)[*+{]")
+_MOST = {"*+?{": 3, "(": 4, "|": 24}
+_LONGEST = 400
 NO_ADAPTERS = "the estimates of PyTorch's engines don't support adapters"
 _ONLY_FP32 = "the estimates of PyTorch's engines only support AdamW with states in fp32"
 _ON_DEVICE = "the estimates of PyTorch's engines only support states on the device"
@@ -89,29 +93,42 @@ def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) ->
 def read_targets(found: Translation, value: SourceKey) -> None:
     """Translate the layers with adapters: a list, or peft's expression that matches whole names."""
     text = value.text.strip()
-    is_list = len(value.items) > 1 or not _EXPRESSION.search(text)
-    names = value.items if is_list else _matched(text)
-    if names:
-        note = "" if is_list else "its names in a text model"
-        found.map(value, f"model.lora.targets=[{','.join(names)}]", note=note)
-    else:
-        why = f"{value.key}: {text[:80]}: matches no usual name; add model.lora.targets=REGEX"
-        found.missing.append(("model.lora.targets", why))
+    if len(value.items) > 1 or not _EXPRESSION.search(text):
+        found.map(value, f"model.lora.targets=[{','.join(value.items)}]")
+        return
+    expression = _expression(text)
+    each = [_matched(expression, number) for number in _NUMBERS] if expression else [()]
+    names = [name for layers in _LAYERS.values() for name in layers if any(name in x for x in each)]
+    if not names:
+        why = "matches no usual name" if expression else "not tried: too complex for a file"
+        text = f"{value.key}: {text[:80]}: {why}; add model.lora.targets=REGEX"
+        found.missing.append(("model.lora.targets", text))
+        return
+    note = "these names in the text model; others that it matches have no adapters"
+    found.map(value, f"model.lora.targets=[{','.join(names)}]", note=note)
+    if any(one != each[0] for one in each):
+        found.exclude(value, f"adapters are estimated on all blocks; {TOO_HIGH}")
 
 
-def _matched(text: str) -> tuple[str, ...]:
-    repeated = sum(map(text.count, _REPEATED))
-    if len(text) > _LONGEST or repeated > _MOST_REPEATED or _NESTED.search(text):
-        return ()
+def _expression(text: str) -> re.Pattern[str] | None:
+    plain = re.sub(r"\(\?(:|!|=)", "(", text)
+    counts = {marks: sum(map(plain.count, marks)) for marks in _MOST}
+    too_many = any(count > _MOST[marks] for marks, count in counts.items())
+    if len(text) > _LONGEST or too_many or _NESTED.search(text):
+        return None
     try:
-        expression = re.compile(text)
+        with warnings.catch_warnings(action="ignore"):
+            return re.compile(text)
     except (re.error, RecursionError, OverflowError):
-        return ()
+        return None
+
+
+def _matched(expression: re.Pattern[str], number: int) -> tuple[str, ...]:
     return tuple(
         name
         for part, names in _LAYERS.items()
         for name in names
-        if any(expression.fullmatch(f"{block}.{part}.{name}") for block in _BLOCKS)
+        if any(expression.fullmatch(f"{block}.{number}.{part}.{name}") for block in _BLOCKS)
     )
 
 

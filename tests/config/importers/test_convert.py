@@ -162,7 +162,7 @@ def test_gradients_of_automodel_stay_whole_unless_they_are_sent_at_once(tmp_path
 
 def test_values_of_automodel(tmp_path):
     text = (FILES / "automodel-hsdp.yaml").read_text()
-    text = text.replace("peft: {", "peft: {exclude_modules: ['*.down_proj', '*.q_proj'], ")
+    text = text.replace("target_modules: '*_proj'", "exclude_modules: ['*.down_proj', '*.q_proj']")
     text = text.replace("distributed: {", "distributed: {reshard_after_forward: false, ")
     file = tmp_path / "file.yaml"
     file.write_text(text.replace("dp_replicate_size: 2, ", ""))
@@ -172,3 +172,20 @@ def test_values_of_automodel(tmp_path):
     chosen = NameFilter.of("model.lora.targets", config.model.lora.targets, ends=True)
     names = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
     assert [name for name in names if chosen.matches(f"layers.0.x.{name}")] == names[1:4]
+
+
+@pytest.mark.parametrize(
+    ("peft", "message"),
+    [
+        ("exclude_modules: ['*.q_proj'], target_modules: ['*_proj']", "conflicts with target_mod"),
+        ("exclude_modules: ['*.q_proj'], match_all_linear: true", "conflicts with target_modules"),
+        ("exclude_modules: ['a*b*c*d*e']", "more than 3 wildcards"),
+        (f"target_modules: ['{'a*' * 30}Z']", "more than 3 wildcards"),
+    ],
+)
+def test_modules_of_automodel_that_conflict_or_take_long_are_refused(peft, message, tmp_path):
+    file = tmp_path / "file.yaml"
+    text = (FILES / "automodel-hsdp.yaml").read_text()
+    file.write_text(text.replace("target_modules: '*_proj'", peft))
+    with pytest.raises(UsageError, match=message):
+        read_others(file)

@@ -264,7 +264,10 @@ def test_reductions_of_fsdp_are_in_the_dtype_of_the_computation(tmp_path):
         (r".*\.self_attn\.(q|k)_proj", "[q_proj,k_proj]"),
         ("q_proj", "[q_proj]"),
         ("(q|k)_proj", None),  # of a whole name
-        ("(a+)+_proj", None),  # could take long
+        (r"(?!.*vision)model\.layers\.\d+\..*\.(?:q|up)_proj", "[q_proj,up_proj]"),
+        ("(a+)+_proj", None),  # these could take long
+        (".?" * 100 + "Z", None),
+        ("(.|.)" * 40 + "Z", None),
         ("(q", None),
     ],
 )  # fmt: skip
@@ -278,6 +281,31 @@ def test_expressions_of_layers_become_names(tmp_path, tool, text, targets):
     found = read_others(written(tmp_path, f"{head}lora_target_modules: '{text}'\n"))
     assert found.settings.get("model.lora.targets") == targets
     assert any(name == "model.lora.targets" for name, _ in found.missing) == (targets is None)
+
+
+def test_an_expression_of_some_blocks_is_reported(tmp_path):
+    text = r"model\.layers\.[0-9]\.self_attn\.q_proj"
+    lines = f"{AXOLOTL}adapter: lora\nlora_target_modules: '{text}'\n"
+    found = read_others(written(tmp_path, lines))
+    assert found.settings["model.lora.targets"] == "[q_proj]"
+    assert [row.note for row in found.excluded] == [
+        "adapters are estimated on all blocks; the estimate is too high"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "engine", "fused"),
+    [
+        ((), "fsdp2", False),
+        (("optimizer.fused=true",), "fsdp2", True),
+        (("engine=fsdpctl",), "fsdpctl", True),
+        (("model.lora.rank=4",), "fsdpctl", True),
+    ],
+)
+def test_torchs_default_optimizer_is_that_of_torchs_engines(tmp_path, typed, engine, fused):
+    file = written(tmp_path, f"{AXOLOTL}optimizer: adamw_torch\n")
+    config = asked(file, *typed).composed.config
+    assert (config.engine.name, config.optimizer.fused) == (engine, fused)
 
 
 def test_what_other_tools_run_anyway_is_estimated(tmp_path):
