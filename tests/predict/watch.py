@@ -18,9 +18,11 @@ from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.comm.host import HostWorker
 from fsdpctl.engine.host_inputs import HostInputs
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.models.quantized import OPERATORS
+from fsdpctl.models import dropped, quantized
 from fsdpctl.plan.schedule import Event
 from tests.engine.events import gathered_nbytes, recording
+
+_OPERATORS = quantized.OPERATORS | dropped.OPERATORS
 
 
 class TensorBytes(TorchDispatchMode):
@@ -48,9 +50,9 @@ class TensorBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        if func in OPERATORS:
+        if func in _OPERATORS:
             with self:
-                return OPERATORS[func](*args)
+                return _OPERATORS[func](*args)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

@@ -130,7 +130,7 @@ def _pattern(wildcard: str) -> str:
     """Return the regular expression of a name in which `*` is any text.
 
     Raises:
-        UsageError: If it has so many that matching could take long.
+        UsageError: If it has more wildcards than are matched quickly.
     """
     parts = re.split(r"\*+", wildcard.strip())
     if len(parts) > _MOST_PARTS:
