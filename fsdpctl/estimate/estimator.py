@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.schema import Config
@@ -24,9 +25,9 @@ from fsdpctl.predict.compute import Program
 from fsdpctl.predict.hardware import Group
 from fsdpctl.predict.input_copies import ProgramRecorder
 from fsdpctl.predict.memory_recorder import MemoryRecorder
-from fsdpctl.predict.recorder import Machine, RankGroup
+from fsdpctl.predict.recorder import Machine, RankGroup, Steps
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
-from fsdpctl.predict.step_estimate import estimate_steps
+from fsdpctl.predict.step_estimate import StepEstimate, estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
 from fsdpctl.resolve.amounts import with_enough_samples
 from fsdpctl.resolve.attention_kernel import kernel_of
@@ -108,13 +109,7 @@ class Estimator:
         training, place = plan_run(config, traced.units, batches.num_micro_batches)
         place = replace(place, rank=fullest_rank(config.engine.name, training, place))
         steps = planned_steps(config, traced.units, training, place, recorder)
-        step = estimate_steps(
-            recorder,
-            steps,
-            device=str(config.launch.device),
-            allocator=config.launch.allocator,
-            draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
-        )
+        step = _replayed(config, recorder, steps)
         frozen = sum(
             param.numel * training.sizes.gathered(layout)
             for of_unit in training.layouts.values()
@@ -160,6 +155,22 @@ class Estimator:
             if len(_traced) > _MOST_TRACED:
                 _traced.popitem(last=False)
         return _traced[alike]
+
+
+def _replayed(config: Config, recorder: MemoryRecorder, steps: Steps) -> StepEstimate:
+    try:
+        return estimate_steps(
+            recorder,
+            steps,
+            device=str(config.launch.device),
+            allocator=config.launch.allocator,
+            draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
+        )
+    except KeyError as error:  # blocks that keep one another's tensors, such as Gemma 3n's
+        if not config.model.is_foreign:
+            raise
+        reason = "memory cannot be estimated with this recomputation"
+        raise UsageError(f"model=hf: {family_of(config.model)}: {reason}") from error
 
 
 def _saved_states(plan: TrainingPlan, units: Sequence[UnitSpec]) -> int:

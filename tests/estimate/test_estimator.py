@@ -7,6 +7,7 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.describe import divide_module
+from fsdpctl.errors import UsageError
 from fsdpctl.estimate import traced
 from fsdpctl.estimate.accuracy import is_faster, kind_of
 from fsdpctl.estimate.advice import advice
@@ -20,6 +21,7 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Part, PassPosition, Program
 from fsdpctl.resolve.settle import RunPlan
 from tests.matrix import fast, matrix
+from tests.models.decoders import save_decoder
 
 H100 = ["model=llama3_8b", "cluster=h100"]
 
@@ -308,3 +310,16 @@ def test_quantized_weights_are_never_predicted_faster(model, cluster):
         for dtype in ("auto", "int8", "nf4")
     )
     assert bf16 < int8 <= nf4 < 2 * bf16
+
+
+def test_blocks_that_free_one_anothers_tensors_are_a_line(tmp_path, monkeypatch):
+    def fail(*about: object, **more: object) -> None:
+        raise KeyError(8394)
+
+    save_decoder("qwen3_moe", tmp_path)
+    plan = resolved("model=hf", f"model.path={tmp_path}", "cluster=1xh100", "train.seq_len=16")
+    monkeypatch.setattr("fsdpctl.estimate.estimator.estimate_steps", fail)
+    with pytest.raises(UsageError, match="qwen3_moe: memory cannot be estimated with this recomp"):
+        Estimator().estimate(plan)
+    with pytest.raises(KeyError):  # of our own models it is a mistake of ours
+        estimated("model=llama_tiny", "cluster=1xh100")
