@@ -9,6 +9,9 @@ FsdpctlError            1   something failed
 ├── SelfCheckError     77   the first step was not what the configuration says
 ├── InterruptError    130   stopped by Ctrl-C
 └── EngineError         1   the sharded model was used in a way it cannot serve
+
+SignalError, which ends a command that got a signal, has the codes of StoppedError and
+InterruptError. It derives from BaseException.
 """
 
 import difflib
@@ -70,6 +73,19 @@ class InterruptError(FsdpctlError):
     """The user pressed Ctrl-C."""
 
     exit_code = 130
+
+
+class SignalError(BaseException):
+    """A signal ends the command.
+
+    It derives from BaseException, so code that catches every Exception of a library lets it pass.
+    """
+
+    def __init__(self, number: int) -> None:
+        """Describe the signal with this number."""
+        is_interrupt = number == signal.SIGINT
+        super().__init__("interrupted" if is_interrupt else "stopped")
+        self.exit_code = (InterruptError if is_interrupt else StoppedError).exit_code
 
 
 class EngineError(FsdpctlError):

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from fsdpctl import __version__
-from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, InterruptError, StoppedError, UsageError
+from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, SignalError, UsageError
 from fsdpctl.io.activity import DISPLAY, QUIET, is_first
 
 
@@ -199,12 +199,8 @@ def about(
     """Define the options that belong to no command."""
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise InterruptError("interrupted")
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise StoppedError("stopped")
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SignalError(number)
 
 
 def _fail(message: str) -> None:
@@ -216,9 +212,8 @@ def _fail(message: str) -> None:
 def main() -> None:
     """Run the command line. An error is printed in one line; its kind sets the exit code."""
     for number in STOP_SIGNALS:
-        handler = _interrupt if number == signal.SIGINT else _stop
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, handler)
+            signal.signal(number, _end)
     typed = list(pairwise(["", *sys.argv[1:]]))
     args = [each for before, each in typed if each not in _QUIET or before in _TEXTS] or ["--help"]
     if len(args) < len(typed):
@@ -228,7 +223,7 @@ def main() -> None:
             DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
-    except FsdpctlError as error:
+    except (FsdpctlError, SignalError) as error:
         _fail(str(error))
         sys.exit(error.exit_code)
     except _ParserError as error:

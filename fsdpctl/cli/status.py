@@ -105,8 +105,10 @@ def _estimated(found: "Status") -> Iterator[tuple[str, str]]:
         return
     predicted, measured = known.predicted_step_seconds, found.step_seconds
     if predicted is not None and measured:
-        off = predicted / measured - 1
-        yield "predicted", f"{predicted:.3g} s per step, {measured:.3g} s measured ({off:+.0%})"
+        about = "; ".join(
+            filter(None, [f"{predicted / measured - 1:+.0%}", known.prediction_source])
+        )
+        yield "predicted", f"{predicted:.3g} s per step, {measured:.3g} s measured ({about})"
     if found.peak_allocated_bytes is not None:
         of = f", {format_bytes(known.peak_allocated_bytes)} allocated by tensors"
         yield "estimated", f"{format_bytes(known.peak_reserved_bytes)} peak on the fullest rank{of}"

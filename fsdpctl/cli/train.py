@@ -15,7 +15,7 @@ from fsdpctl.cli.config_args import (
 )
 from fsdpctl.cli.console import emit, note, out, say
 from fsdpctl.cli.outcome import TOO_EARLY, report_exit
-from fsdpctl.errors import StoppedError, UsageError
+from fsdpctl.errors import SignalError, StoppedError, UsageError
 from fsdpctl.io.activity import Talk, is_first
 
 if TYPE_CHECKING:
@@ -103,7 +103,9 @@ def _train(composed: "Composed", settings: list[str], resume: str) -> None:
         found = run(composed, settings, resume, Talk(say, note))
         if found is not None:
             report_exit(*found)
-    except StoppedError:
+    except SignalError as error:
+        if error.exit_code != StoppedError.exit_code:
+            raise
         raise StoppedError(TOO_EARLY) from None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as JsonTokenizer
 
-from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.errors import FsdpctlError, SignalError, UsageError
 from fsdpctl.io.files import plain_name, read_regular
 from fsdpctl.io.untrusted import MIB, parse_json
 
@@ -147,7 +147,7 @@ def guarded(where: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except (KeyboardInterrupt, SystemExit, FsdpctlError, MemoryError):
+    except (KeyboardInterrupt, SystemExit, SignalError, FsdpctlError, MemoryError):
         raise
     except BaseException as error:
         raise UsageError(f"{where}: {' '.join(str(error).split()):.200}") from None

@@ -25,6 +25,7 @@ from fsdpctl.predict.compute import Program
 from fsdpctl.predict.hardware import Group
 from fsdpctl.predict.input_copies import ProgramRecorder
 from fsdpctl.predict.memory_recorder import MemoryRecorder
+from fsdpctl.predict.peak import UnevenStepError
 from fsdpctl.predict.recorder import Machine, RankGroup, Steps
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import StepEstimate, estimate_steps
@@ -166,7 +167,7 @@ def _replayed(config: Config, recorder: MemoryRecorder, steps: Steps) -> StepEst
             allocator=config.launch.allocator,
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
-    except KeyError as error:  # blocks that keep one another's tensors, such as Gemma 3n's
+    except UnevenStepError as error:  # blocks keep tensors of others, such as Gemma 3n's
         if not config.model.is_foreign:
             raise
         reason = "memory cannot be estimated with this recomputation"

@@ -34,7 +34,7 @@ _EXPERTS = {"hopper": {"grouped": 0.5, "indexed": 0.3}}
 # Seconds of the host for each pass of a unit, without its operators: FSDP2 by published steps of
 # small models; fsdpctl by the ratio of both in benchmarks/results/host-time.json.
 _UNIT = {FSDP2: 1.1e-3, FSDPCTL: 0.3e-3}
-_LONGEST = {"hopper": {CUDNN: 0.14}}  # by four published steps with samples of 2**20 tokens
+_LONG_GAIN = {"hopper": {CUDNN: 0.14}}  # by four published steps with samples of 2**20 tokens
 _FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set
 
 
@@ -50,6 +50,7 @@ def device_of(config: Config) -> DataSheet | MeasuredDevice:
         return _measured(cluster.profile)
     if cluster.flops is None or cluster.memory_bandwidth is None:
         raise _unknown(config, "cluster.flops and cluster.memory_bandwidth")
+    generation, kernel = cluster.architecture or _USUAL, str(kernel_of(config))
     bf16 = cluster.flops * _TERA
     fp32 = bf16 * _FP32_SHARE if cluster.flops_fp32 is None else cluster.flops_fp32 * _TERA
     return DataSheet(
@@ -58,10 +59,10 @@ def device_of(config: Config) -> DataSheet | MeasuredDevice:
         matmul=cluster.matmul_efficiency,
         attention=_attention(config),
         in_step=cluster.step_efficiency,
-        **_EXPERTS.get(cluster.architecture or _USUAL, {}),
+        **_EXPERTS.get(generation, {}),
         fuses=config.train.compile,
         step_overhead=_PER_STEP,
-        longest=_LONGEST.get(cluster.architecture or _USUAL, {}).get(str(kernel_of(config)), 0.0),
+        long_gain=_LONG_GAIN.get(generation, {}).get(kernel, 0.0),
         unit_seconds=_UNIT.get(config.engine.name, 0.0),
     )
 

@@ -17,7 +17,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.choices import Choices
 from fsdpctl.estimate.observed_work import work_of
 from fsdpctl.estimate.operators import cpu_nbytes, cuda_workspace, operators_of
-from fsdpctl.models import dropped, quantized
+from fsdpctl.models.lora import OPERATORS
 from fsdpctl.predict.compute import (
     Gone,
     Gradient,
@@ -31,8 +31,6 @@ from fsdpctl.predict.compute import (
     Work,
 )
 from fsdpctl.predict.memory_recorder import without_gc
-
-_OPERATORS = quantized.OPERATORS | dropped.OPERATORS
 
 
 class _Recorder(TorchDispatchMode):
@@ -70,7 +68,7 @@ class _Recorder(TorchDispatchMode):
     ) -> object:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._assumed(args[0])
-        if (function := _OPERATORS.get(func)) is not None:
+        if (function := OPERATORS.get(func)) is not None:
             with self:
                 return function(*args)
         result = self._choices.result_of(func, args, kwargs or {})

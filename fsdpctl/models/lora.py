@@ -14,9 +14,13 @@ from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.peft import UP
 from fsdpctl.config.selection import ALL_LINEAR, NameFilter
 from fsdpctl.errors import UsageError
+from fsdpctl.models import dropped, quantized
 from fsdpctl.models.dropped import dropped_linear
 from fsdpctl.models.products import is_transposed, read_elsewhere
 from fsdpctl.models.quantized import PACKINGS, FrozenLinear
+
+OPERATORS = quantized.OPERATORS | dropped.OPERATORS
+"""The functions that compute the operators of linear layers, by operator."""
 
 TARGETS, TRAINABLE = "model.lora.targets", "model.trainable"
 

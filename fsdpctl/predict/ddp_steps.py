@@ -117,10 +117,7 @@ class DdpSteps:
                 for size in plan.states.of(numel * plan.sizes.master):
                     recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
         if not self._fused:
-            of, what = Category.OPTIMIZER_STATES, "roots of second moments"
-            sizes = [(unit, numel * plan.sizes.master) for unit, numel in trained]
-            for key in [recorder.allocate(of, unit, what, size) for unit, size in sizes]:
-                recorder.free(key)
+            recorder.copy_moments([(unit, numel * plan.sizes.master) for unit, numel in trained])
         total = sum(numel for _, numel in trained)
         recorder.optimize(total, plan.sizes.master, plan.states.moments)
         recorder.end_step()

@@ -280,10 +280,7 @@ class Fsdp2Steps:
                 for size in plan.states.of(nbytes):
                     recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
         if not self._fused:
-            of, what = Category.OPTIMIZER_STATES, "roots of second moments"
-            temporaries = [recorder.allocate(of, unit, what, size) for unit, size in shards]
-            for key in temporaries:
-                recorder.free(key)
+            recorder.copy_moments(shards)
         for key in self._grads.values():
             recorder.free(key)
         self._grads.clear()

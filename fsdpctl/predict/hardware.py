@@ -131,7 +131,7 @@ class DataSheet:
     indexed: float | None = None  # share of the bandwidth of reads and writes by index, never fused
     fuses: bool = False  # whether a compiler fuses operators that read and write
     step_overhead: float = 0.0
-    longest: float = 0.0  # what attention gains from a length of 65,536 to one of 1,048,576
+    long_gain: float = 0.0  # relative, of attention from a length of 65,536 to one of 1,048,576
     unit_seconds: float = 0.0  # of the host, for the engine's part of a unit's forward or backward
 
     def seconds(self, work: Work) -> float:
@@ -168,7 +168,7 @@ class DataSheet:
             _, _, length, width = work.dims
             # Narrower heads keep fewer units busy, by the fourth root of their width.
             by_width = math.sqrt(math.sqrt(min(1.0, width / 128)))
-            long = 1.0 + self.longest * min(1.0, max(0.0, math.log2(length / _LONG) / _DOUBLINGS))
+            long = 1.0 + self.long_gain * min(1.0, max(0.0, math.log2(length / _LONG) / _DOUBLINGS))
             return self._attention(work) * long * length / (length + _HALF_LENGTH) * by_width
         _, rows, columns, length = work.dims
         matmul = self.matmul * (self.grouped if work.name == GROUPED else 1.0)

@@ -86,18 +86,26 @@ class Script:
         return self._moments[number]
 
 
+class UnevenStepError(ValueError):
+    """A traced step frees memory twice: blocks that differ were taken for one another."""
+
+
 def execute(operations: Sequence[Operation], allocator: CachingAllocator | PlainAllocator) -> None:
     """Execute the operations.
 
     Raises:
         DeviceFullError: If the allocator runs out of memory.
+        UnevenStepError: If memory is freed that is not allocated.
     """
     allocate, free, pass_through = allocator.allocate, allocator.free, allocator.pass_through
     for key, nbytes in operations:
         if nbytes > 0:
             allocate(key, nbytes)
         elif nbytes == 0:
-            free(key)
+            try:
+                free(key)
+            except KeyError:
+                raise UnevenStepError(f"freed twice: {key}") from None
         else:
             pass_through(key, -nbytes)
 

@@ -25,7 +25,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import block_names
 from fsdpctl.engine.host_inputs import HostInputs, SentInput
 from fsdpctl.errors import UsageError
-from fsdpctl.models import dropped, quantized
+from fsdpctl.models.lora import OPERATORS
 
 _PRODUCTS = ("mm", "addmm")
 _ATTENTION = (
@@ -50,10 +50,7 @@ class _SelectivePolicy:
     """
 
     def __init__(self) -> None:
-        self._kept, self._products = (
-            _ops(_ATTENTION),
-            {*_ops(_PRODUCTS), *quantized.OPERATORS, *dropped.OPERATORS},
-        )
+        self._kept, self._products = _ops(_ATTENTION), {*_ops(_PRODUCTS), *OPERATORS}
         self._counts = {False: 0, True: 0}  # in forward, and during recomputation
 
     def __call__(

@@ -63,7 +63,7 @@ def _made(model: ModelConfig) -> nn.Module:
         module = _cut(shrunk, "meta")
     except (UsageError, RuntimeError, ValueError):  # a family whose sizes depend on these
         shrunk, module = model, _cut(model, "meta")
-    _fill_buffers(module, shrunk)
+    _check_buffers(module, shrunk)
     return module
 
 
@@ -123,7 +123,7 @@ def _cut(model: ModelConfig, device: str) -> TransformersDecoder:
     return module
 
 
-def _fill_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
+def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
     """Check that buffers, filled as in a run, have the values of building the module.
 
     Raises:

@@ -2,15 +2,15 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from fsdpctl.cli import many_files
 from fsdpctl.cli.app import app
 from fsdpctl.cli.from_others import asked_from
-from fsdpctl.errors import InterruptError
+from fsdpctl.errors import SignalError
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.cli.run import invoke
 
@@ -211,15 +211,16 @@ def test_several_files_of_other_tools_have_a_verdict_each(tmp_path):
     assert (code, "take a single file" in text) == (2, True)
 
 
-def test_an_interrupted_command_prints_the_verdicts_so_far(tmp_path, monkeypatch):
+def test_an_interrupted_command_prints_the_verdicts_so_far(tmp_path, monkeypatch, capsys):
     def interrupted(file, asked):
         if file.name == "b.yaml":
-            raise InterruptError("interrupted")
+            raise SignalError(signal.SIGINT)
         return asked_from(file, asked)
 
     for name in ("a.yaml", "b.yaml", "c.yaml"):
         shutil.copy(OTHERS / "axolotl-full.yaml", tmp_path / name)
     monkeypatch.setattr(many_files, "asked_from", interrupted)
-    printed = CliRunner().invoke(app, ["estimate-memory", "--from", str(tmp_path), "--json"])
-    assert isinstance(printed.exception, InterruptError)
-    assert [Path(each["file"]).name for each in json.loads(printed.stdout)] == ["a.yaml"]
+    with pytest.raises(SignalError, match="interrupted"):
+        app(["estimate-memory", "--from", str(tmp_path), "--json"], standalone_mode=False)
+    printed = json.loads(capsys.readouterr().out)
+    assert [Path(each["file"]).name for each in printed] == ["a.yaml"]

@@ -19,6 +19,7 @@ from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Part, PassPosition, Program
+from fsdpctl.predict.peak import UnevenStepError
 from fsdpctl.resolve.settle import RunPlan
 from tests.matrix import fast, matrix
 from tests.models.decoders import save_decoder
@@ -314,12 +315,12 @@ def test_quantized_weights_are_never_predicted_faster(model, cluster):
 
 def test_blocks_that_free_one_anothers_tensors_are_a_line(tmp_path, monkeypatch):
     def fail(*about: object, **more: object) -> None:
-        raise KeyError(8394)
+        raise UnevenStepError
 
     save_decoder("qwen3_moe", tmp_path)
     plan = resolved("model=hf", f"model.path={tmp_path}", "cluster=1xh100", "train.seq_len=16")
     monkeypatch.setattr("fsdpctl.estimate.estimator.estimate_steps", fail)
     with pytest.raises(UsageError, match="qwen3_moe: memory cannot be estimated with this recomp"):
         Estimator().estimate(plan)
-    with pytest.raises(KeyError):  # of our own models it is a mistake of ours
+    with pytest.raises(UnevenStepError):  # of our own models it is a mistake of ours
         estimated("model=llama_tiny", "cluster=1xh100")

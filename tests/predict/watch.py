@@ -18,11 +18,9 @@ from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.comm.host import HostWorker
 from fsdpctl.engine.host_inputs import HostInputs
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.models import dropped, quantized
+from fsdpctl.models.lora import OPERATORS
 from fsdpctl.plan.schedule import Event
 from tests.engine.events import gathered_nbytes, recording
-
-_OPERATORS = quantized.OPERATORS | dropped.OPERATORS
 
 
 class TensorBytes(TorchDispatchMode):
@@ -50,9 +48,9 @@ class TensorBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        if func in _OPERATORS:
+        if func in OPERATORS:
             with self:
-                return _OPERATORS[func](*args)
+                return OPERATORS[func](*args)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

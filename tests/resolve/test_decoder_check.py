@@ -1,11 +1,13 @@
 """A small copy tells what a decoder of transformers does, before a run or an estimate."""
 
+import signal
 from dataclasses import replace
 
 import pytest
 
 from fsdpctl.config.schema import Config
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import SignalError, StoppedError, UsageError
+from fsdpctl.resolve import decoder_check
 from fsdpctl.resolve.decoder_check import check_decoder, check_shared_rows, with_decoder
 from fsdpctl.resolve.settle import settle
 from tests.matrix import fast
@@ -70,3 +72,15 @@ def test_a_loss_over_full_rows_is_rejected(tmp_path):
     with pytest.raises(UsageError, match=r"set model.router_aux_loss to global or none"):
         check_shared_rows(shared(compose(tmp_path)))
     check_shared_rows(shared(compose(tmp_path, "model.router_aux_loss=global")))
+
+
+def test_a_signal_is_no_failure_of_a_family(tmp_path, monkeypatch):
+    def stop(*about: object) -> None:
+        raise SignalError(signal.SIGHUP)
+
+    save_decoder("qwen3_moe", tmp_path)
+    model = compose(tmp_path).model
+    monkeypatch.setattr(decoder_check, "_try", stop)
+    with pytest.raises(SignalError, match="stopped") as caught:
+        check_decoder(model)
+    assert caught.value.exit_code == StoppedError.exit_code

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -270,10 +271,11 @@ def test_what_was_known_before_the_start_stands_beside_what_was_measured(tmp_pat
     run = make_run(tmp_path / "run")
     write_lines(run, *(step_line(step, peak_allocated_bytes=3 << 30) for step in (1, 2)))
     known = {"peak_allocated_bytes": 2 << 30, "peak_reserved_bytes": 4 << 30}
-    content = {**known, "peak_engine_bytes": None, "predicted_step_seconds": 0.4}
+    content: dict[str, Any] = {**known, "peak_engine_bytes": None, "predicted_step_seconds": 0.4}
+    content["prediction_source"] = "specs of cluster=h100"
     (run / ESTIMATE).write_text(json.dumps(content))
     _, said = invoke("status", str(run))
-    assert "predicted   0.4 s per step, 0.5 s measured (-20%)" in said
+    assert "predicted   0.4 s per step, 0.5 s measured (-20%; specs of cluster=h100)" in said
     assert "estimated   4.00 GiB peak on the fullest rank, 2.00 GiB allocated by tensors" in said
     (run / ESTIMATE).write_text("{")
     assert "predicted" not in invoke("status", str(run))[1]

@@ -106,8 +106,10 @@ class TrainingRows:
         if listed and not absent:
             self.add(shown, f"data.path={','.join(files)}")
             return
-        what = f"{shown.key}: {', '.join(absent)[:200] or 'not set'}"
-        why = f"{what}: not found here; download the data and set data.path=FILE"
+        why = f"{shown.key}: not set; set data.path=FILE"
+        if absent:
+            names = f"{shown.key}: {', '.join(absent)[:200]}"
+            why = f"{names}: not found here; download the data and set data.path=FILE"
         self._found.missing_for_training.append(("data.path", why))
 
 

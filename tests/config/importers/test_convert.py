@@ -189,3 +189,10 @@ def test_modules_of_automodel_that_conflict_or_take_long_are_refused(peft, messa
     file.write_text(text.replace("target_modules: '*_proj'", peft))
     with pytest.raises(UsageError, match=message):
         read_others(file)
+
+
+def test_data_that_no_key_names_is_not_said_to_be_absent(tmp_path):
+    file = tmp_path / "file.yaml"
+    file.write_text("base_model: Qwen/Qwen3-8B\nmicro_batch_size: 1\n")
+    missing = dict(convert(read_others(file), {}, 1).missing)
+    assert missing["data.path"] == "(data): not set; set data.path=FILE"
