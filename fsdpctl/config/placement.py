@@ -16,6 +16,16 @@ class EngineConfig:
     """The engine that shards: fsdpctl, or one of PyTorch's own for comparison."""
 
     name: str = "fsdpctl"
+    keeps_logits: bool = key(
+        False,
+        "estimates only: another program's logits in float32 remain until the next pass has made "
+        "its own",
+    )
+    keeps_inputs: bool = key(
+        False,
+        "estimates only: inputs of recomputed blocks with frozen weights, and the gradients of "
+        "these inputs, remain until backward ends, as in FSDP 1 with reentrant checkpoints",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,8 @@ class Estimator:
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan)
         check_trained(config, traced.units)
         program, last = _program(plan, traced), traced.units[-1]
-        recorder = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
+        is_head, kept = last.kind == "head", _kept_inputs(plan, traced.units)
+        recorder = MemoryRecorder(program, last.name, last_is_head=is_head, kept=kept)
         training, place = plan_run(config, traced.units, batches.num_micro_batches)
         place = replace(place, rank=fullest_rank(config.engine.name, training, place))
         steps = planned_steps(config, traced.units, training, place, recorder)
@@ -148,6 +149,7 @@ class Estimator:
             config.data.holds_documents,
             config.train.context_parallel,
             config.train.mlp_chunk_tokens,
+            config.engine.keeps_logits,
             kernel_of(config),
         )
         if alike not in _traced:
@@ -172,6 +174,22 @@ def _replayed(config: Config, recorder: MemoryRecorder, steps: Steps) -> StepEst
             raise
         reason = "memory cannot be estimated with this recomputation"
         raise UsageError(f"model=hf: {family_of(config.model)}: {reason}") from error
+
+
+def _kept_inputs(plan: RunPlan, units: Sequence[UnitSpec]) -> dict[str, int]:
+    """Return the bytes of the inputs that FSDP 1 keeps of recomputed blocks, by their names.
+
+    With frozen weights, it registers a hook on a block's input. In a reentrant checkpoint, that is
+    a leaf, whose accumulator of gradients, and with it both tensors, lives until backward ends.
+    """
+    config, train = plan.config, plan.config.train
+    if not config.engine.keeps_inputs or config.activation_checkpointing.name == "none":
+        return {}
+    tokens = plan.batches.micro_batch_size * tokens_per_rank(train.seq_len, train.context_parallel)
+    itemsize = 4 if config.precision.param_dtype == "float32" else 2
+    nbytes = tokens * (config.model.hidden_size or 0) * itemsize
+    blocks = (unit for unit in units if unit.kind == "block")
+    return {unit.name: nbytes for unit in blocks if not all(p.trainable for p in unit.params)}
 
 
 def _saved_states(plan: TrainingPlan, units: Sequence[UnitSpec]) -> int:

@@ -6,6 +6,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Config
 from fsdpctl.engine.describe import divide_module
@@ -196,6 +197,7 @@ class TracedModel:
         self._device = str(config.launch.device)
         shared = config.train.context_parallel
         self._context = None if shared == 1 else ContextParallel(shared, 0)
+        self._keeps_logits = config.engine.keeps_logits
         self._programs: dict[tuple[int, int, int], Program] = {}
 
     def program(self, micro_batch_size: int, seq_len: int, chunk_tokens: int) -> Program:
@@ -203,6 +205,7 @@ class TracedModel:
 
         `seq_len` is the number of each sample's tokens on a rank.
         """
+        kept: list[Tensor] = []
 
         def run(module: nn.Module) -> Tensor:
             tokens = torch.empty(micro_batch_size, seq_len, dtype=torch.int64)
@@ -217,7 +220,11 @@ class TracedModel:
                     context=self._context,
                     are_rows=not self._holds_documents,
                 )
-            loss: Tensor = module(tokens, targets, chunk_tokens or None, **about)
+            if self._keeps_logits:
+                kept[:] = [module(tokens, **about).float()]
+                loss = F.cross_entropy(kept[0].flatten(0, -2), targets.flatten(), reduction="sum")
+            else:
+                loss = module(tokens, targets, chunk_tokens or None, **about)
             (loss / tokens.numel()).backward()
             return loss
 

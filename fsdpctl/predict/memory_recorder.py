@@ -1,9 +1,10 @@
 """Records a training step as operations on an allocator, with the purpose of each."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.predict.compute import Operation, Part, PassPosition, Program
@@ -43,12 +44,24 @@ _DOING = {
 
 
 class MemoryRecorder(Recorder):
-    """The allocations and frees of one rank; the loss is computed after the unit `last`."""
+    """The allocations and frees of one rank; the loss is computed after the unit `last`.
 
-    def __init__(self, program: Program, last: str, *, last_is_head: bool) -> None:
+    `kept` has the bytes of the inputs that remain, with their gradients, until a pass ends, by the
+    names of their units.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        last: str,
+        *,
+        last_is_head: bool,
+        kept: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self.program = program
         self._last = last
         self._last_is_head = last_is_head
+        self._kept, self._kept_keys = kept, list[int]()
         self.operations: list[Operation] = []
         self.moments: list[tuple[int, When]] = []  # where each begins
         self._items: list[Item] = []  # of the keys that are not the program's
@@ -108,14 +121,25 @@ class MemoryRecorder(Recorder):
         operations = self.program.parts.get(PassPosition(part, unit))
         if part is Part.BEFORE:
             self._instead.clear()
-        if not operations:
-            return
-        self.at(_DOING[part], unit)
-        special = self.program.held_over | self._busy
-        if special and any(key in special for key, _ in operations):
-            self.operations += self._with_new_keys(operations)
-        else:
-            self.operations += operations
+        if operations:
+            self.at(_DOING[part], unit)
+            special = self.program.held_over | self._busy
+            if special and any(key in special for key, _ in operations):
+                self.operations += self._with_new_keys(operations)
+            else:
+                self.operations += operations
+        self._keep_inputs(part, unit)
+
+    def _keep_inputs(self, part: Part, unit: str) -> None:
+        """Let a unit's input remain, and its output's gradient except for the pass's first unit."""
+        if part is Part.END:
+            for key in self._kept_keys:
+                self.free(key)
+            self._kept_keys.clear()
+        elif part is Part.BACKWARD and unit in self._kept:
+            for _ in range(2 if self._kept_keys else 1):
+                key = self.allocate(Category.ACTIVATIONS, unit, "kept input", self._kept[unit])
+                self._kept_keys.append(key)
 
     def has_gradient(self, param: ParamSpec) -> bool:
         """Return whether the traced backward makes a gradient of a parameter."""

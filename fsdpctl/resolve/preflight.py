@@ -15,11 +15,15 @@ _EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsd
 
 
 def check_preflight(config: Config) -> None:
-    """Check that the packages for logging are installed, and that `after_save` is a command.
+    """Check what estimates have no need of: packages for logging, the command of `after_save`.
 
     Raises:
-        UsageError: If a package or the command is missing.
+        UsageError: If a package or the command is missing, or the settings are those of an
+            estimate.
     """
+    for name in ("keeps_logits", "keeps_inputs"):
+        if getattr(config.engine, name):
+            raise UsageError(f"engine.{name}=true: describes another program, for estimates only")
     for name in _EXTRAS:
         if getattr(config.log, name) and not _is_installed(name):
             raise UsageError(f"log.{name}=true: {name} is not installed; pip install {name}")

@@ -313,6 +313,17 @@ def test_quantized_weights_are_never_predicted_faster(model, cluster):
     assert bf16 < int8 <= nf4 < 2 * bf16
 
 
+def test_kept_logits_take_one_more_copy_in_float32():
+    words = ("model=llama_tiny", "cluster=1xh100", "model.vocab_size=32768", "train.seq_len=2048",
+             "train.micro_batch_size=4")  # fmt: skip
+    logits = 4 * 2048 * 32768
+    whole = estimated(*words, "train.loss_chunk_tokens=0").step.breakdown["logits_and_loss"]
+    kept = estimated(*words, "engine.keeps_logits=true").step.breakdown["logits_and_loss"]
+    assert kept - whole == 4 * logits
+    with pytest.raises(UsageError, match="conflicts with train.loss_chunk_tokens=512; expected 0"):
+        resolved(*words, "engine.keeps_logits=true", "train.loss_chunk_tokens=512")
+
+
 def test_blocks_that_free_one_anothers_tensors_are_a_line(tmp_path, monkeypatch):
     def fail(*about: object, **more: object) -> None:
         raise UnevenStepError

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.placement import EngineConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.config.training import CheckpointConfig, LogConfig
 from fsdpctl.errors import UsageError
@@ -108,6 +109,8 @@ def test_a_logger_that_is_not_installed_is_reported_before_the_start(monkeypatch
         with pytest.raises(UsageError, match=said):
             check_preflight(config)
         check_preflight(Config())
+    with pytest.raises(UsageError, match="engine.keeps_logits=true: describes another program"):
+        check_preflight(Config(engine=EngineConfig(keeps_logits=True)))
 
 
 def test_all_starts_have_the_same_wandb_id(tmp_path, monkeypatch):

@@ -221,6 +221,10 @@ def read_fsdp(found: Translation, section: str, *, version: str, strategy: str =
             read_activation_offload(found, leaves)
     if (offload := take("offload_params") or take("cpu_offload")) and not offload.is_off:
         read_offload(found, offload, OF_FSDP)
+    reentrant = found.source.take_on("gradient_checkpointing_kwargs.use_reentrant")
+    if reentrant and version == "1":
+        note = "FSDP 1 keeps inputs of blocks with frozen weights until backward ends"
+        found.map(reentrant, "engine.keeps_inputs=true", note=note)
     wrap = take("auto_wrap_policy")
     if wrap and "no_wrap" in wrap.text.lower():
         raise found.source.error(

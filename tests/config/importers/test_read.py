@@ -250,6 +250,14 @@ def test_values_of_axolotl(tmp_path, lines, words):
         assert config.accumulation.steps == 8
 
 
+def test_reentrant_checkpoints_keep_inputs_under_fsdp_1(tmp_path):
+    lines = "gradient_checkpointing: true\ngradient_checkpointing_kwargs:\n  use_reentrant: "
+    for version, reentrant, keeps in ((1, "true", True), (1, "false", False), (2, "true", False)):
+        text = f"{AXOLOTL}adapter: lora\nlora_r: 8\nfsdp_version: {version}\n{lines}{reentrant}\n"
+        config = asked(written(tmp_path, text)).composed.config
+        assert config.engine.keeps_inputs == keeps
+
+
 def test_reductions_of_fsdp_are_in_the_dtype_of_the_computation(tmp_path):
     for lines, dtype in (("bf16: true", "bfloat16"), ("bf16: false", "float32")):
         config = asked(written(tmp_path, f"{AXOLOTL}{lines}\n")).composed.config
