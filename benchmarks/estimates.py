@@ -3,8 +3,8 @@
     python -m benchmarks.estimates --out benchmarks/results/estimates.json
 
 The peak of all tensors in a step of small random configurations on one to four gloo ranks, every
-rank of each; and the runs that others published, as tests/predict/test_published_memory.py
-models them.
+rank of each; and the runs that others published, as tests/predict/test_published_memory.py and
+tests/predict/published.py describe them.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report import arguments, on_ranks, write_report
+from tests.predict.published import PUBLISHED as STEPS
 from tests.predict.test_published_memory import PUBLISHED
+from tests.predict.test_published_time import used_bytes
 from tests.predict.test_total import peaks_of
 
 _GIB = 1 << 30
@@ -41,14 +43,22 @@ def published_runs() -> Iterator[dict[str, Any]]:
         found = each.estimate()
         estimates = {"allocated": found.peak_allocated, "reserved": found.peak_reserved}
         for name, measured in each.measured.items():
-            estimated = estimates[name] / _GIB
-            yield {
-                "run": each.name,
-                "what": name,
-                "measured": measured,
-                "estimated": round(estimated, 2),
-                "error": round(estimated / measured - 1, 4),
-            }
+            yield _row(each.name, "torchtitan", name, measured, estimates[name])
+    for step in STEPS:
+        if step.used is not None:
+            yield _row(step.name, step.source, "used", step.used, used_bytes(step))
+
+
+def _row(run: str, source: str, what: str, measured: float, nbytes: int) -> dict[str, Any]:
+    estimated = nbytes / _GIB
+    return {
+        "run": run,
+        "source": source,
+        "what": what,
+        "measured": measured,
+        "estimated": round(estimated, 2),
+        "error": round(estimated / measured - 1, 4),
+    }
 
 
 def main() -> None:

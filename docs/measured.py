@@ -139,11 +139,11 @@ def published_runs_table() -> str:
     report = report_of("estimates")
     rows = (
         f"{each['run']}, {each['what']} | {each['measured']:.2f} | {each['estimated']:.2f} | "
-        f"{each['error']:+.1%}"
+        f"{each['error']:+.1%} | {each['source']}"
         for each in report["results"]["published"]
     )
-    about = f"Eight H100; measured by torchtitan's authors, estimated with torch {report['torch']}."
-    return table_of("run | measured GiB | estimated GiB | error", rows, about)
+    header = "run | measured GiB | estimated GiB | error | source"
+    return table_of(header, rows, f"Estimated with torch {report['torch']}.")
 
 
 def published_steps_table() -> str:

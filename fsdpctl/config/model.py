@@ -163,8 +163,8 @@ class ModelConfig:
     base_dtype: str | None = key(
         None,
         "dtype of linear layers' frozen weights under model.lora: nf4 takes 0.516 bytes per "
-        "weight, int8 1.03; auto: precision.param_dtype",
-        choices=("nf4", "int8"),
+        "weight, int8 1.03; float32: as other tools load them; auto: precision.param_dtype",
+        choices=("nf4", "int8", "float32"),
         auto=True,
     )
 

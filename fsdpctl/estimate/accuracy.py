@@ -19,6 +19,7 @@ _SMALL = 1_000_000_000  # parameters
 _FEWEST = 5  # published steps that a band of their errors needs
 _UNTESTED = 0.5, 2.0  # of the predicted time, for other kinds
 _OUTSIDE = 0.05  # of the published steps, on each side of their band
+_FEW = 20  # with fewer steps, the band is as wide on one side as on the other
 TIE = 0.01  # of the step time: less than the accuracy within a kind
 
 
@@ -47,7 +48,7 @@ def kind_of(estimate: RunEstimate, seconds: float = math.inf) -> str:
     if estimate.num_active < estimate.num_params:
         return "experts"
     if model.lora.rank is not None:
-        return "LoRA" if model.base_dtype is None else "QLoRA"
+        return "LoRA" if model.base_dtype in (None, "float32") else "QLoRA"
     if config.train.seq_len >= _LONG or config.train.context_parallel > 1:
         return "long"
     return "small" if estimate.num_params < _SMALL else "dense"
@@ -63,8 +64,11 @@ def band_of(estimate: RunEstimate, seconds: float) -> Band | None:
     if len(errors) < _FEWEST:
         return Band(kind, *_UNTESTED, len(errors))
     outside = int(_OUTSIDE * len(errors))
-    low, high = min(errors[outside], 0.0), max(errors[-1 - outside], 0.0)
-    return Band(kind, 1 + low, 1 + high, len(errors))
+    low, high = 1 + min(errors[outside], 0.0), 1 + max(errors[-1 - outside], 0.0)
+    if len(errors) < _FEW:
+        high = max(1 / low, high)
+        low = 1 / high
+    return Band(kind, low, high, len(errors))
 
 
 def is_faster(first: tuple[RunEstimate, float], second: tuple[RunEstimate, float]) -> bool:

@@ -1,5 +1,6 @@
 """Completion of an imported configuration by the command line and the hardware."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -79,6 +80,9 @@ def completed(
         rows.append(
             TranslationRow("(loss)", "", words, "of all tokens at once, as that tool computes it")
         )
+    if translation.wide_base:
+        note = "frozen weights are loaded in float32; embeddings are estimated in bf16"
+        rows.append(TranslationRow("dtype", "(not set)", ("model.base_dtype=float32",), note))
     rows += _longer(composed(rows).config)
     rows += _ranks(composed(rows), translation.degrees, typed)
     placed = placed_on_cluster(composed(rows).config)
@@ -127,6 +131,8 @@ def _is_overridden(name: str, typed: dict[str, str]) -> bool:
         return not name.startswith(_OF_ANY_MODEL)
     if name == "strategy" and "reshard_after_forward" in typed:
         return False
+    if section == "launch" and re.match(r"\d+x", typed.get("cluster", "")):
+        return True  # the number of ranks is that of the command line
     steps = name in SIZES or name == "accumulation.steps"
     return steps and any(each in typed for each in SIZES)
 

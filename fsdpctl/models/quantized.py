@@ -1,4 +1,4 @@
-"""Frozen weights in NF4 (Dettmers et al., QLoRA, 2023) or 8 bits, and products with them.
+"""Frozen weights in NF4 (Dettmers et al., QLoRA, 2023), 8 bits or float32, and their products.
 
 A parameter is a row of bytes per group of 256 blocks of 64 weights; the last one may be shorter. In
 NF4:
@@ -12,8 +12,8 @@ Codes are those of bitsandbytes and torchao. In 8 bits:
     64 bytes    per block: signed codes
     2 bytes     per block: its scale in bf16, by which codes are multiplied
 
-Levels depend on their group alone, so that a rank quantizes what it holds from little more than
-that, and the bytes do not depend on the ranks.
+In float32, a block is its weights. Levels depend on their group alone, so that a rank quantizes
+what it holds from little more than that, and the bytes do not depend on the ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -148,8 +148,18 @@ class _Int8(Packing):
         target.view(values.shape).copy_(values.mul_(known))
 
 
+class _Float32(Packing):
+    name, _constants, _block = "float32", 0, 4 * BLOCK
+
+    def _quantized(self, weights: Tensor) -> Tensor:
+        return weights.flatten(1).contiguous().view(torch.uint8)
+
+    def _dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
+        target.view(len(rows), -1).copy_(rows.view(torch.float32))
+
+
 NF4, INT8 = _Nf4(), _Int8()
-PACKINGS: dict[str, Packing] = {each.name: each for each in (NF4, INT8)}
+PACKINGS: dict[str, Packing] = {each.name: each for each in (NF4, INT8, _Float32())}
 
 
 @lru_cache

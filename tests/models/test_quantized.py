@@ -18,6 +18,7 @@ from fsdpctl.models.quantized import (
     GROUP,
     INT8,
     NF4,
+    PACKINGS,
     VALUES,
     FrozenLinear,
     Packing,
@@ -115,7 +116,7 @@ def test_in_eight_bits_an_error_is_at_most_half_a_code(dtype):
         assert len(INT8.quantize(torch.randn(numel))) == INT8.packed_bytes(numel)
 
 
-@pytest.mark.parametrize("packing", [NF4, INT8])
+@pytest.mark.parametrize("packing", PACKINGS.values())
 @pytest.mark.parametrize(("rows", "columns"), [(48, 80), (160, 256), (7, 9)])
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -168,7 +169,7 @@ def read(source: object, span: Span | None = None) -> bytes:
     return b"".join(bytes(data) for _, data in source.read(KEY, span))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("packing", [NF4, INT8])
+@pytest.mark.parametrize("packing", PACKINGS.values())
 def test_a_part_of_the_bytes_is_made_of_its_groups_alone(packing: Packing) -> None:
     shape = (1100, 1000)  # more groups than are read at a time
     stored = Stored(torch.randn(shape).bfloat16())
@@ -197,7 +198,7 @@ def test_a_part_of_the_bytes_is_made_of_its_groups_alone(packing: Packing) -> No
     assert read(QuantizedTensors(packed, {"a.weight": shape}, packing)) == whole
 
 
-@pytest.mark.parametrize("packing", [NF4, INT8])
+@pytest.mark.parametrize("packing", PACKINGS.values())
 def test_all_linear_layers_but_the_head_are_quantized_and_weights_are_counted(packing):
     words = ["model.vocab_size=64", "model.lora.rank=2", "model.lora.targets=q_proj"]
     plain = build_model(compose_config(words).config.model)
@@ -211,7 +212,7 @@ def test_all_linear_layers_but_the_head_are_quantized_and_weights_are_counted(pa
     ("words", "said"),
     [
         (["model.base_dtype=nf4"], "only valid with adapters; set model.lora.rank=16"),
-        (["model.base_dtype=int4", "model.lora.rank=2"], "expected nf4, int8, or auto"),
+        (["model.base_dtype=int4", "model.lora.rank=2"], "expected nf4, int8, float32, or auto"),
     ],
 )
 def test_what_cannot_be_quantized_is_rejected(words, said):

@@ -31,6 +31,8 @@ class Step(NamedTuple):
     words: str
     tokens_per_second: float  # of each GPU
     source: str
+    differs: str = ""  # how its program differs, so that only the error band counts it
+    used: float | None = None  # GiB of the device, with what is outside of torch's allocator
 
 
 def _mpt(layers: int, width: int, heads: int, *, seq_len: int = 2048) -> str:
@@ -86,6 +88,118 @@ def _qwen(name: str, shape: tuple[int, ...], dtype: str, seconds: dict[int, floa
         for length, of_step in seconds.items()
     ]
 
+
+def _mosaic(on_card: dict[str, str], rows: str) -> list[Step]:
+    """Long samples: card, model, tokens, micro-batch and passes, recomputation, tokens/s."""
+    found = []
+    for row in rows.split("; "):
+        card, name, length, batch, recomputes, speed = row.split()
+        micro, passes = map(int, batch.split("x"))
+        words = f"{_mpt(*_SHAPES[name], seq_len=int(length))} {on_card[card]}"
+        words += f" {_FULL if recomputes == 'AC' else ''} {_batch(micro, 8, passes)}"
+        found.append(
+            Step(f"MPT-{name}, 8 {card}, {int(length):,} tokens", words, float(speed), _MOSAIC)
+        )
+    return found
+
+
+# FlashAttention 1 (flash-attn==1.0.9 in its setup.py), of which the paper of version 2 says at most
+# 50% of an A100's peak in forward and 35% in backward. On an H100, by the ratio of version 2.
+_KERNEL = {
+    "A100": f"{_8_A100} cluster.attention_efficiency=0.38",
+    "H100": f"{_H100} cluster.attention_efficiency=0.21",
+}
+_SHAPES = {
+    "125M": (12, 768, 12), "350M": (24, 1024, 16), "760M": (24, 1536, 12), "1B": (24, 2048, 16),
+    "3B": (32, 2560, 20), "7B": (32, 4096, 32), "13B": (40, 5120, 40),
+}  # fmt: skip
+_LONG = (
+    "H100 7B 65536 1x2 AC 1956; H100 3B 65536 1x2 AC 3262; H100 1B 65536 1x2 AC 5506; "
+    "A100 7B 65536 1x2 AC 1013; A100 3B 65536 1x2 AC 1767; A100 1B 65536 1x2 AC 3044; "
+    "A100 760M 65536 1x2 AC 4143; A100 350M 65536 1x2 none 7524; A100 125M 65536 1x2 none 20368; "
+    "H100 7B 32768 2x2 AC 3318; H100 13B 32768 1x3 AC 1976; H100 13B 16384 3x3 AC 2985"
+)
+
+
+def _hub(name: str, ranks: int, length: int, words: str) -> str:
+    """One sample of a Hub's model on each H100, recomputed, reduced in bf16 as accelerate does."""
+    return (
+        f"model=hf model.path=Qwen/{name} model.init=random engine=fsdp2 cluster=h100 "
+        f"launch.nproc_per_node=8 launch.nnodes={ranks // 8} precision.reduce_dtype=bfloat16 "
+        f"train.seq_len={length} {_FULL} {_batch(1, ranks)} {words}"
+    )
+
+
+_TRL = "huggingface/trl benchmark-sft-moe, 2026"  # without its rows with CP, SP or EP
+_FLASH2, _FLASH3 = "model.attention=flash", "model.attention=flash3"
+_30B = "Qwen3-30B-A3B"
+_WHOLE = "train.loss_chunk_tokens=0"
+_OF_LOGITS = "computes entropy and accuracy of all logits, which counts in a small model"
+_HUB = (
+    ("Qwen3-4B, 8 H100, 32,768 tokens", _hub("Qwen3-4B", 8, 32768, _FLASH2), 4321, 24.9),
+    ("Qwen3-4B, 8 H100, 32,768 tokens, flash3", _hub("Qwen3-4B", 8, 32768, _FLASH3), 6783, None),
+    ("Qwen3-4B, 16 H100, 16,384 tokens, all logits",
+     _hub("Qwen3-4B", 16, 16384, f"{_FLASH2} {_WHOLE}"), 5703, 43.4),
+    ("Qwen3-32B, 16 H100, 32,768 tokens", _hub("Qwen3-32B", 16, 32768, _FLASH3), 1450, None),
+    ("Qwen3-32B, 32 H100, 32,768 tokens", _hub("Qwen3-32B", 32, 32768, _FLASH3), 1441, 63.0),
+    ("Qwen3-32B, 16 H100, 16,384 tokens", _hub("Qwen3-32B", 16, 16384, _FLASH2), 1356, 59.7),
+    ("Qwen3-32B, 16 H100, 16,384 tokens, flash3",
+     _hub("Qwen3-32B", 16, 16384, _FLASH3), 1693, None),
+    ("Qwen3-32B, 32 H100, 16,384 tokens", _hub("Qwen3-32B", 32, 16384, _FLASH2), 1344, 44.3),
+    ("Qwen3-32B, 32 H100, 16,384 tokens, all logits",
+     _hub("Qwen3-32B", 32, 16384, f"{_FLASH2} {_WHOLE}"), 1243, 72.2),
+    (f"{_30B}, 16 H100", _hub(_30B, 16, 16384, f"{_FLASH2} {_WHOLE}"), 4093, 69.5),
+    (f"{_30B}, 16 H100, flash3", _hub(_30B, 16, 16384, f"{_FLASH3} {_WHOLE}"), 4735, 71.1),
+    (f"{_30B}, 32 H100", _hub(_30B, 32, 16384, f"{_FLASH2} {_WHOLE}"), 3859, None),
+)  # fmt: skip
+
+
+def _on_host(length: int, speed: float) -> Step:
+    """An 8B on 8 H200, ZeRO-3, with DeepSpeed's optimizer on a host whose CPU is not named."""
+    words = (
+        f"model=llama3_8b model.max_seq_len={length} strategy=zero3 cluster=h200 {_FLASH3} "
+        f"train.seq_len={length} optimizer.offload=all precision.reduce_dtype=bfloat16 {_FULL} "
+        f"{_batch(1, 8)}"
+    )
+    differs = "steps on the host after backward" if length < 1 << 16 else ""
+    name = f"8B, 8 H200, states on the host, {length:,} tokens"
+    return Step(name, words, speed, "ml-engineering insights, 2026", differs)
+
+
+_ON_HOST = {8192: 2739, 32768: 4576, 65536: 4049, 131072: 2836, 196608: 2114, 262144: 1668}
+
+
+def _answer(name: str, model: str, words: str, micro: int, seconds: float, differs: str) -> Step:
+    """1,024 samples with adapters on two RTX 4090, under FSDP 1 with reentrant checkpoints."""
+    targets = "q_proj,k_proj,v_proj,gate_proj,up_proj,down_proj"
+    words = (
+        f"{model} {words} model.lora.rank=64 model.lora.dropout=0.1 model.lora.targets={targets} "
+        f"precision=bf16_true {_WHOLE} {_FLASH2} cluster=2xrtx4090 train.seq_len=2048 {_FULL} "
+        f"{_batch(micro, 2)}"
+    )
+    speed = round(1024 * 2048 / 2 / seconds, 1)
+    return Step(f"{name}, 2 RTX 4090", words, speed, "AnswerDotAI/fsdp_qlora, 2024", differs)
+
+
+_7B, _NF4, _ALL = "model=llama2_7b", "model.base_dtype=nf4", "strategy=no_shard"
+_34B = (
+    "model=llama3_70b model.vocab_size=64000 model.num_layers=60 model.hidden_size=7168 "
+    "model.num_heads=56 model.num_kv_heads=8 model.intermediate_size=20480"
+)
+_FUSED_NF4 = "dequantizes in one kernel"
+_ANSWER = (
+    _answer("Llama-2-7B, LoRA", _7B, "", 6, 481, ""),
+    _answer("Llama-2-7B, LoRA, DDP", _7B, _ALL, 4, 437, ""),
+    _answer("Llama-2-7B, QLoRA", _7B, _NF4, 10, 466, ""),
+    _answer("Llama-2-7B, QLoRA, DDP", _7B, f"{_NF4} {_ALL}", 8, 450, ""),
+    _answer("Yi-34B, QLoRA", _34B, _NF4, 2, 2072, _FUSED_NF4),
+)
+_AUTOMODEL = f"train.seq_len=4096 model.lora.rank=16 cluster=1xh100 {_batch(2, 1, 16)}"
+_TUNE = (
+    "model=hf model.path=meta-llama/Llama-3.2-3B model.init=random cluster=1xa100_80 "
+    f"precision=bf16_true train.seq_len=4096 data.packing=true {_batch(2, 1)}"
+)
+_CHUNKED = "train.loss_chunk_tokens=1024"  # eight of them
 
 _QWEN = {
     "1.8B": (24, 2048, 5504, 16, 151936),
@@ -251,4 +365,42 @@ PUBLISHED = (
     Step("8B, 8 B200", f"{_8B} {_GRAD_OP} cluster=b200 {_batch(1, 8)}", 15107,
          "ml-engineering insights"),
     *(each for name, dtype, found in _ADAPTED for each in _qwen(name, _QWEN[name], dtype, found)),
+    *_mosaic(_KERNEL, _LONG),
+    *(
+        Step(name, words, speed, _TRL, _OF_LOGITS if "4B" in name and _WHOLE in words else "", used)
+        for name, words, speed, used in _HUB
+    ),
+    Step(
+        "DeepSeek 16B, 8 H100, 2 ranks share a sample",
+        "model=hf model.path=deepseek-ai/DeepSeek-V2-Lite model.init=random cluster=h100 "
+        f"cluster.flops=811 cluster.memory_bandwidth=2400 model.attention=efficient {_FULL} "
+        "train.context_parallel=2 train.seq_len=4096 train.micro_batch_size=8 "
+        f"train.global_batch_size=32 {_WHOLE}",
+        6030,
+        "torchtitan b109f7d71, 2025",
+    ),
+    Step(
+        f"{_30B}, 8 B200, compiled",
+        f"model=hf model.path=Qwen/{_30B} model.init=random engine=fsdp2 cluster=8xb200 "
+        f"{_COMPILED} {_SELECTIVE} train.seq_len=8192 {_batch(8, 8)}",
+        19450,
+        "mlc-ai/pith-train#79, 2026",
+    ),
+    *(_on_host(length, speed) for length, speed in _ON_HOST.items()),
+    *_ANSWER,
+    Step("8B, LoRA, 1 H100", f"model=llama3_8b {_AUTOMODEL}", 12473, "Automodel 507bfb751, 2025"),
+    Step(
+        "Qwen2.5-7B, LoRA, 1 H100",
+        f"model=hf model.path=Qwen/Qwen2.5-7B model.init=random {_AUTOMODEL}",
+        14110,
+        "Automodel 507bfb751, 2025",
+        "adapters in one kernel",
+    ),
+    Step("3B, 1 A100", f"{_TUNE} {_WHOLE}", 7075, "torchtune 1814feb17, 2024"),
+    Step("3B, 1 A100, compiled", f"{_TUNE} {_COMPILED} {_WHOLE}", 8998,
+         "torchtune 1814feb17, 2024"),
+    Step("3B, 1 A100, compiled, loss in chunks", f"{_TUNE} {_COMPILED} {_CHUNKED}", 9174,
+         "torchtune 1814feb17, 2024"),
+    Step("3B, 1 A100, all recomputed", f"{_TUNE} {_COMPILED} {_FULL} {_CHUNKED}", 7210,
+         "torchtune 1814feb17, 2024"),
 )  # fmt: skip

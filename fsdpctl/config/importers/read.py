@@ -5,7 +5,9 @@ from pathlib import Path
 from fsdpctl.config.importers.accelerate import read_accelerate
 from fsdpctl.config.importers.automodel import read_automodel
 from fsdpctl.config.importers.axolotl import read_axolotl
+from fsdpctl.config.importers.command_line import read_script
 from fsdpctl.config.importers.source_config import NO_TOML, SourceConfig, tool_of
+from fsdpctl.config.importers.swift import read_swift
 from fsdpctl.config.importers.torchtune import read_torchtune
 from fsdpctl.config.importers.translation import Translation
 from fsdpctl.config.importers.trl import read_trl
@@ -15,14 +17,17 @@ from fsdpctl.io.untrusted import read_yaml
 
 _READERS = {
     "axolotl": read_axolotl, "accelerate": read_accelerate, "TRL": read_trl,
-    "torchtune": read_torchtune, "Automodel": read_automodel,
+    "torchtune": read_torchtune, "Automodel": read_automodel, "ms-swift": read_swift,
 }  # fmt: skip
 # Keys by which files of further tools are known.
 _NOT_READ = {
     "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "actor_rollout_ref": "verl",
     "litgpt": "litgpt", "lr_warmup_fraction": "litgpt",
 }  # fmt: skip
-_EXPECTED = f"expected the YAML file of {', '.join(list(_READERS)[:-1])} or {[*_READERS][-1]}"
+_EXPECTED = (
+    "expected the YAML file of axolotl, accelerate, TRL, torchtune or Automodel, or a shell script "
+    "with a command line of ms-swift or TRL"
+)
 
 
 def read_others(path: Path) -> Translation:
@@ -33,6 +38,9 @@ def read_others(path: Path) -> Translation:
     """
     if path.suffix == ".toml":
         raise UsageError(f"{path}: {NO_TOML}")
+    if path.suffix == ".sh":
+        program, source = read_script(path)
+        return _READERS[program](source)
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"{path}: not supported; {_EXPECTED}")
     source = SourceConfig(path, read_yaml(path))

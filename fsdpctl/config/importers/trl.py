@@ -1,5 +1,6 @@
 """Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
 
+from fsdpctl.config.importers.command_line import ACCELERATE, LAUNCH, read_launch
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
     NO_ADAPTERS,
@@ -19,6 +20,7 @@ from fsdpctl.errors import UsageError
 
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
 _UNUSED = (
+    f"{LAUNCH}.*", f"{ACCELERATE}.*",
     "dataset_*", "datasets*", "dataloader_*", "report_to", "logging_*", "save_*", "eval_*",
     "learning_rate", "lr_scheduler_*", "warmup_*", "weight_decay", "adam_*", "max_grad_norm",
     "num_train_epochs", "max_steps", "seed", "data_seed", "output_dir", "overwrite_output_dir",
@@ -51,14 +53,17 @@ def read_trl(source: SourceConfig) -> Translation:
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
     found.batch = SourceBatch(keys, micro or 8, passes or 1)
     narrow = source.take("bf16", "fp16")
-    found.map(narrow, _precision(source, narrow), default="bf16")
+    precision = _precision(source, narrow)
+    is_plain = found.own_engine and "model.base_dtype" not in found.settings
+    found.wide_base = bool(is_plain) and precision == "precision=bf16"
+    found.map(narrow, precision, default="bf16")
     recomputes = source.take("gradient_checkpointing")
     if recomputes is None or recomputes.is_on:
         found.map(recomputes, "activation_checkpointing=full", default="gradient_checkpointing")
     deepspeed = source.take("deepspeed")
     if deepspeed and (inner := deepspeed_file(found, deepspeed)) is not None:
         read_zero(found, inner, "zero_optimization.", "stage")
-    elif deepspeed is None:
+    elif deepspeed is None and not (LAUNCH in source and read_launch(found)):
         note = "accelerate's configuration decides it; set strategy"
         found.map(None, "strategy=no_shard", "engine=ddp", default="(ranks)", note=note)
     read_optimizer(found, source.take("optim"), "optim")

@@ -258,6 +258,14 @@ def test_reentrant_checkpoints_keep_inputs_under_fsdp_1(tmp_path):
         assert config.engine.keeps_inputs == keeps
 
 
+def test_frozen_weights_of_trl_are_in_float32_unless_it_loads_others(tmp_path):
+    text = "model_name_or_path: gpt2\nuse_peft: true\nlora_target_modules: [c_attn]\n"
+    for lines, dtype in (("", "float32"), ("dtype: bfloat16\n", None), ("bf16: false\n", None),
+                         ("load_in_4bit: true\n", "nf4")):  # fmt: skip
+        config = asked(written(tmp_path, f"{text}{lines}"), "strategy=ddp").composed.config
+        assert config.model.base_dtype == dtype
+
+
 def test_reductions_of_fsdp_are_in_the_dtype_of_the_computation(tmp_path):
     for lines, dtype in (("bf16: true", "bfloat16"), ("bf16: false", "float32")):
         config = asked(written(tmp_path, f"{AXOLOTL}{lines}\n")).composed.config
