@@ -152,17 +152,20 @@ def published_steps_table() -> str:
     rows = (
         f"{each['name']} | {each['kind']} | {each['published_tokens_per_second']:,.0f} | "
         f"{each['predicted_tokens_per_second']:,.0f} | {each['error']:+.1%} | {each['source']}"
+        f"{'; *' + each['differs'] + '*' if 'differs' in each else ''}"
         for each in report["results"]
     )
     header = "step | kind | published, tokens/s per GPU | predicted | error | source"
     by_kind = defaultdict[str, list[float]](list)
     for each in report["results"]:
-        by_kind[each["kind"]].append(abs(each["error"]))
+        if "differs" not in each:
+            by_kind[each["kind"]].append(abs(each["error"]))
     of_kinds = (
         f"{kind} {median(errors):.1%} and {max(errors):.1%} ({len(errors)} steps)"
         for kind, errors in by_kind.items()
     )
-    about = f"Median and worst error by kind: {', '.join(of_kinds)}."
+    about = "Median and worst error by kind, without programs that differ as their rows say: "
+    about += f"{', '.join(of_kinds)}."
     return table_of(header, rows, about)
 
 

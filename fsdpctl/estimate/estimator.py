@@ -106,9 +106,9 @@ class Estimator:
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan)
         check_trained(config, traced.units)
         program, last = _program(plan, traced), traced.units[-1]
-        is_head, kept = last.kind == "head", _kept_inputs(plan, traced.units)
-        recorder = MemoryRecorder(program, last.name, last_is_head=is_head, kept=kept)
         training, place = plan_run(config, traced.units, batches.num_micro_batches)
+        is_head, kept = last.kind == "head", _kept_inputs(plan, traced.units, training.sizes.param)
+        recorder = MemoryRecorder(program, last.name, last_is_head=is_head, kept=kept)
         place = replace(place, rank=fullest_rank(config.engine.name, training, place))
         steps = planned_steps(config, traced.units, training, place, recorder)
         step = _replayed(config, recorder, steps)
@@ -169,14 +169,14 @@ def _replayed(config: Config, recorder: MemoryRecorder, steps: Steps) -> StepEst
             allocator=config.launch.allocator,
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
-    except UnevenStepError as error:  # blocks keep tensors of others, such as Gemma 3n's
+    except UnevenStepError as error:  # such as Gemma 3n's blocks
         if not config.model.is_foreign:
             raise
         reason = "memory cannot be estimated with this recomputation"
         raise UsageError(f"model=hf: {family_of(config.model)}: {reason}") from error
 
 
-def _kept_inputs(plan: RunPlan, units: Sequence[UnitSpec]) -> dict[str, int]:
+def _kept_inputs(plan: RunPlan, units: Sequence[UnitSpec], itemsize: int) -> dict[str, int]:
     """Return the bytes of the inputs that FSDP 1 keeps of recomputed blocks, by their names.
 
     With frozen weights, it registers a hook on a block's input. In a reentrant checkpoint, that is
@@ -186,8 +186,7 @@ def _kept_inputs(plan: RunPlan, units: Sequence[UnitSpec]) -> dict[str, int]:
     if not config.engine.keeps_inputs or config.activation_checkpointing.name == "none":
         return {}
     tokens = plan.batches.micro_batch_size * tokens_per_rank(train.seq_len, train.context_parallel)
-    itemsize = 4 if config.precision.param_dtype == "float32" else 2
-    nbytes = tokens * (config.model.hidden_size or 0) * itemsize
+    nbytes = tokens * config.model.hidden_size * itemsize
     blocks = (unit for unit in units if unit.kind == "block")
     return {unit.name: nbytes for unit in blocks if not all(p.trainable for p in unit.params)}
 

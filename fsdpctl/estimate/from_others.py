@@ -80,9 +80,9 @@ def completed(
         rows.append(
             TranslationRow("(loss)", "", words, "of all tokens at once, as that tool computes it")
         )
-    if translation.wide_base:
+    if (wide := translation.wide_base) is not None:
         note = "frozen weights are loaded in float32; embeddings are estimated in bf16"
-        rows.append(TranslationRow("dtype", "(not set)", ("model.base_dtype=float32",), note))
+        rows.append(TranslationRow(wide.key, wide.text, ("model.base_dtype=float32",), note))
     rows += _longer(composed(rows).config)
     rows += _ranks(composed(rows), translation.degrees, typed)
     placed = placed_on_cluster(composed(rows).config)

@@ -87,7 +87,7 @@ class Script:
 
 
 class UnevenStepError(ValueError):
-    """A traced step frees memory twice: blocks that differ were taken for one another."""
+    """A traced step frees memory twice, as with blocks that keep tensors of other blocks."""
 
 
 def execute(operations: Sequence[Operation], allocator: CachingAllocator | PlainAllocator) -> None:

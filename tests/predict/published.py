@@ -31,7 +31,7 @@ class Step(NamedTuple):
     words: str
     tokens_per_second: float  # of each GPU
     source: str
-    differs: str = ""  # how its program differs, so that only the error band counts it
+    differs: str = ""  # how its program differs from what its words say
     used: float | None = None  # GiB of the device, with what is outside of torch's allocator
 
 

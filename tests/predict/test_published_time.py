@@ -1,7 +1,6 @@
 """Published step times of GPUs, predicted from data sheets."""
 
 import json
-import math
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -41,9 +40,10 @@ def error_of(step: Step) -> float:
     "step", fast(*PUBLISHED[:2], slow=PUBLISHED[2:]), ids=lambda step: step.name
 )
 def test_a_published_step_is_predicted_within_15_percent(step):
-    # Steps in 4 bits are of another format than NF4.
-    most = math.inf if step.differs else 0.21 if "QLoRA" in step.name else 0.15
-    assert abs(error_of(step)) <= most
+    if step.differs:  # faster or slower by its program, at most 2.5 times
+        assert 0.6 <= 1 + error_of(step) <= 2.5
+    else:  # steps in 4 bits are of another format than NF4
+        assert abs(error_of(step)) <= (0.21 if "QLoRA" in step.name else 0.15)
 
 
 def used_bytes(step: Step) -> int:
@@ -64,7 +64,7 @@ def test_the_published_memory_of_a_step_is_estimated_within_8_percent(step):
 
 @pytest.mark.slow
 def test_half_of_the_published_steps_are_predicted_within_6_percent():
-    errors = sorted(abs(error_of(step)) for step in PUBLISHED)
+    errors = sorted(abs(error_of(step)) for step in PUBLISHED if not step.differs)
     assert errors[len(errors) // 2] <= 0.06
 
 
@@ -85,7 +85,8 @@ def test_at_64k_tokens_the_attention_kernel_determines_the_step_time():
 def test_error_bands_are_those_of_the_published_steps():
     by_kind: dict[str, list[float]] = defaultdict(list)
     for row in json.loads(Path("benchmarks/results/published-steps.json").read_text())["results"]:
-        by_kind[row["kind"]].append(row["error"])
+        if "differs" not in row:
+            by_kind[row["kind"]].append(row["error"])
     assert json.loads((package_folder("conf") / ACCURACY).read_text()) == by_kind
     estimate = PREDICTOR.estimate(planned(PUBLISHED[0].words))
     band, of_short = band_of(estimate, 1.0), band_of(estimate, 0.05)

@@ -222,7 +222,7 @@ def read_fsdp(found: Translation, section: str, *, version: str, strategy: str =
     if (offload := take("offload_params") or take("cpu_offload")) and not offload.is_off:
         read_offload(found, offload, OF_FSDP)
     reentrant = found.source.take_on("gradient_checkpointing_kwargs.use_reentrant")
-    if reentrant and version == "1":
+    if reentrant and version == "1" and "model.lora.rank" in found.settings:
         note = "FSDP 1 keeps inputs of blocks with frozen weights until backward ends"
         found.map(reentrant, "engine.keeps_inputs=true", note=note)
     wrap = take("auto_wrap_policy")
@@ -232,6 +232,16 @@ def read_fsdp(found: Translation, section: str, *, version: str, strategy: str =
         )
     if wrap and "size" in wrap.text.lower():
         found.exclude(wrap, "estimated with one unit per block")
+
+
+def keep_base_wide(found: Translation, dtype: SourceKey, recomputes: SourceKey | None) -> None:
+    """Keep weights that adapters freeze in float32, unless they are quantized."""
+    if "model.lora.rank" not in found.settings or "model.base_dtype" in found.settings:
+        return
+    found.wide_base = dtype
+    if recomputes and recomputes.is_off:
+        why = "autocast keeps copies of frozen weights in bf16 for backward, which are not counted"
+        found.exclude(recomputes, why)
 
 
 def reduce_as_computed(found: Translation) -> None:

@@ -1,18 +1,20 @@
 """Translation of a command line of ms-swift, `swift sft` or `swift pt`, in a shell script."""
 
-import math
 import re
+from fnmatch import fnmatchcase
 
-from fsdpctl.config.importers.command_line import ACCELERATE, LAUNCH, read_launch
+from fsdpctl.config.importers.command_line import LAUNCH, UNUSED_OF_ACCELERATE, read_launch
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
     NO_ADAPTERS,
     TOO_HIGH,
     deepspeed_file,
+    keep_base_wide,
     read_context,
     read_optimizer,
     read_targets,
     read_zero,
+    reduce_as_computed,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import TrainingRows, read_hugging_face_training
@@ -20,7 +22,8 @@ from fsdpctl.config.importers.translation import SourceBatch, Translation
 from fsdpctl.errors import UsageError
 
 _UNUSED = (
-    f"{LAUNCH}.*", f"{ACCELERATE}.*", "dataset*", "val_dataset*", "split_dataset_ratio", "columns",
+    f"{LAUNCH}.*", *UNUSED_OF_ACCELERATE,
+    "dataset*", "val_dataset*", "split_dataset_ratio", "columns",
     "cached_*", "load_from_cache_file", "streaming", "shuffle_buffer_size", "dataloader_*",
     "model_author", "model_name", "model_type", "template", "system", "use_hf", "attn_impl",
     "report_to", "logging_*", "save_*", "eval_*", "predict_with_generate", "metric*", "output_dir",
@@ -29,13 +32,16 @@ _UNUSED = (
     "per_device_eval_batch_size", "gradient_checkpointing_kwargs*", "lora_dropout", "bnb_4bit_*",
     "freeze_vit", "freeze_aligner", "vit_gradient_checkpointing", "push_to_hub", "hub_*",
     "swanlab*", "rope_scaling", "max_model_len", "router_aux_loss_coef", "early_stop_interval",
-    "greater_is_better", "max_epochs", "init_weights", "lora_ga_*", "tuner_backend",
+    "greater_is_better", "max_epochs", "init_weights", "lora_ga_*",
     "truncation_strategy", "create_checkpoint_symlink", "resume_*", "ignore_*", "custom_*",
     "enable_thinking", "max_new_tokens", "temperature", "top_*", "lazy_tokenize", "padding_free",
     "external_plugins", "agent_template", "use_chat_template", "strict", "group_by_length",
 )  # fmt: skip
-_OTHER_TRAININGS = ("rlhf_type", "use_dora", "use_galore", "freeze_llm", "target_parameters",
-                    "freeze_parameters_ratio", "modules_to_save")  # fmt: skip
+_OTHER_TRAININGS = (
+    "rlhf_type", "use_dora", "use_galore", "freeze_llm", "target_parameters", "target_regex",
+    "freeze_parameters*", "trainable_parameters*", "modules_to_save", "device_map",
+    "deepspeed_autotp_size", "zero_hpz_partition_size", "config", "lisa_activated_layers",
+)  # fmt: skip
 _PRESET = re.compile(r"zero([0-3])(_offload)?")
 _USUAL = {"optimizer.weight_decay": "0.1", "optimizer.beta2": "0.95", "train.epochs": "3"}
 _TOTAL = 16  # samples of a step, if the number of passes is not set
@@ -48,8 +54,9 @@ def read_swift(source: SourceConfig) -> Translation:
         UsageError: If its training can't be estimated.
     """
     found = Translation("ms-swift", source)
-    for key in _OTHER_TRAININGS:
-        if (value := source.take_used(key)) is not None:
+    for value in source.peek():
+        is_other = any(fnmatchcase(value.key, each) for each in _OTHER_TRAININGS)
+        if is_other and source.take_used(value.key):
             raise source.error(value, "not supported; expected full fine-tuning or LoRA")
     if source.text("task_type", default="causal_lm") != "causal_lm":
         raise UsageError(f"{source.file}: task_type: expected causal_lm")
@@ -57,10 +64,13 @@ def read_swift(source: SourceConfig) -> Translation:
     adapts = _read_adapters(found)
     masters = _read_sharding(found) or adapts
     _read_lengths(found)
-    dtype = source.text("torch_dtype", default="bfloat16")
-    precision = "bf16" if masters or dtype != "bfloat16" else "bf16_true"
-    found.map(SourceKey("torch_dtype", dtype, ()), f"precision={precision}")
+    dtype = source.take("torch_dtype") or SourceKey("torch_dtype", "bfloat16", ())
+    precision = "bf16" if masters or dtype.text != "bfloat16" else "bf16_true"
+    found.map(dtype, f"precision={precision}")
+    reduce_as_computed(found)
     recomputes = source.take("gradient_checkpointing")
+    if dtype.text == "float32":
+        keep_base_wide(found, dtype, recomputes)
     if (recomputes is None or recomputes.is_on) and (
         "activation_checkpointing" not in found.settings
     ):
@@ -83,7 +93,9 @@ def _read_adapters(found: Translation) -> bool:
     source = found.source
     kind = source.take("tuner_type", "train_type")
     rank, alpha, targets = map(source.take, ("lora_rank", "lora_alpha", "target_modules"))
-    bits, method = source.take_used("quant_bits"), source.text("quant_method", default="bnb")
+    bits, method = source.take_used("quant_bits"), source.take_used("quant_method")
+    if (bits or method) and (bits is None or (kind is not None and kind.text == "full")):
+        raise UsageError(f"{source.file}: quant_method: expected adapters, and quant_bits 4 or 8")
     if kind is not None and kind.text == "full":
         return False
     if kind is not None and kind.text != "lora":
@@ -91,6 +103,8 @@ def _read_adapters(found: Translation) -> bool:
     shown = rank or kind
     found.map(shown, f"model.lora.rank={rank.text if rank else 8}", default="lora_rank")
     found.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="lora_alpha")
+    if targets is not None and "all-linear" in targets.items and len(targets.items) > 1:
+        raise source.error(targets, "expected all-linear, or names of linear layers")
     if targets is None or targets.text == "all-linear":
         found.map(targets, "model.lora.targets=all_linear", default="target_modules")
     else:
@@ -101,7 +115,8 @@ def _read_adapters(found: Translation) -> bool:
         dtype = {"4": "nf4", "8": "int8"}.get(bits.text)
         if dtype is None:
             raise source.error(bits, "expected 4 or 8")
-        note = "" if method == "bnb" else f"estimated as bitsandbytes' format, not {method}'s"
+        other = method is not None and method.text != "bnb"
+        note = "estimated as bitsandbytes' format" if other else ""
         found.map(bits, f"model.base_dtype={dtype}", note=note)
     found.own_engine = NO_ADAPTERS
     return True
@@ -110,10 +125,11 @@ def _read_adapters(found: Translation) -> bool:
 def _read_sharding(found: Translation) -> bool:
     """Translate ranks and sharding, and return whether weights in bf16 get masters in fp32."""
     source = found.source
-    is_sharded = read_launch(found)
+    is_sharded = read_launch(found, splits=True)
     deepspeed, fsdp = source.take("deepspeed"), source.take("fsdp")
-    inner = any(each.key.startswith("deepspeed.") for each in source.peek())
-    if inner:
+    if "fsdp.fsdp" in source or "fsdp.fsdp_config" in source:
+        raise UsageError(f"{source.file}: fsdp: expected fsdp2, got a configuration")
+    if "deepspeed.zero_optimization" in source:
         read_zero(found, source, "deepspeed.zero_optimization.", "stage")
     elif deepspeed and (preset := _PRESET.fullmatch(deepspeed.text)):
         about = {"stage": int(preset[1])}
@@ -146,9 +162,5 @@ def _read_lengths(found: Translation) -> None:
         found.map(packing, "data=chat", "data.packing=true")
     micro = source.positive("per_device_train_batch_size") or 1
     passes = source.positive("gradient_accumulation_steps")
-    if passes is None:
-        names = ("launch.nproc_per_node", "launch.nnodes")
-        ranks = math.prod(int(found.settings.get(name, 1)) for name in names)
-        passes = -(-_TOTAL // (micro * ranks))
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    found.batch = SourceBatch(keys, micro, passes)
+    found.batch = SourceBatch(keys, micro, passes, None if passes else _TOTAL)

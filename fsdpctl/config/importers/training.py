@@ -1,5 +1,6 @@
 """Settings of other tools that matter for a training, but not for its memory."""
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,11 @@ def data_of_axolotl(found: Translation) -> None:
 
 
 def _found_file(path: str, beside: Path) -> Path | None:
-    places = (Path(path).expanduser(), beside.parent / path)
-    return next((each for each in places if path and each.exists()), None)
+    places = (Path(os.path.expanduser(path)), beside.parent / path)
+    try:
+        return next((each for each in places if path and each.exists()), None)
+    except OSError:  # too long for a name
+        return None
 
 
 def _is_fraction(text: str) -> bool:

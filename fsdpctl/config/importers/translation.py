@@ -79,7 +79,7 @@ class Translation:
     degrees: RankDegrees | None = None
     whole_gradients: bool = False  # gradients stay unsharded until the last micro-batch
     whole_logits: bool = True  # the logits of all tokens of a micro-batch exist at once
-    wide_base: bool = False  # weights that adapters freeze are in float32
+    wide_base: SourceKey | None = None  # why weights that adapters freeze are in float32
     own_engine: str = ""  # why the estimate is for fsdpctl's engine
 
     @property

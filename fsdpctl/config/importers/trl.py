@@ -1,13 +1,15 @@
 """Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
 
-from fsdpctl.config.importers.command_line import ACCELERATE, LAUNCH, read_launch
+from fsdpctl.config.importers.command_line import LAUNCH, UNUSED_OF_ACCELERATE, read_launch
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
     NO_ADAPTERS,
     deepspeed_file,
+    keep_base_wide,
     read_optimizer,
     read_targets,
     read_zero,
+    reduce_as_computed,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import (
@@ -20,7 +22,7 @@ from fsdpctl.errors import UsageError
 
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
 _UNUSED = (
-    f"{LAUNCH}.*", f"{ACCELERATE}.*",
+    f"{LAUNCH}.*", *UNUSED_OF_ACCELERATE,
     "dataset_*", "datasets*", "dataloader_*", "report_to", "logging_*", "save_*", "eval_*",
     "learning_rate", "lr_scheduler_*", "warmup_*", "weight_decay", "adam_*", "max_grad_norm",
     "num_train_epochs", "max_steps", "seed", "data_seed", "output_dir", "overwrite_output_dir",
@@ -53,20 +55,22 @@ def read_trl(source: SourceConfig) -> Translation:
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
     found.batch = SourceBatch(keys, micro or 8, passes or 1)
     narrow = source.take("bf16", "fp16")
-    precision = _precision(source, narrow)
-    is_plain = found.own_engine and "model.base_dtype" not in found.settings
-    found.wide_base = bool(is_plain) and precision == "precision=bf16"
+    dtype = source.take("dtype", "torch_dtype") or SourceKey("dtype", "float32", ())
+    precision = _precision(dtype, narrow)
     found.map(narrow, precision, default="bf16")
     recomputes = source.take("gradient_checkpointing")
+    if precision == "precision=bf16":
+        keep_base_wide(found, dtype, recomputes)
     if recomputes is None or recomputes.is_on:
         found.map(recomputes, "activation_checkpointing=full", default="gradient_checkpointing")
     deepspeed = source.take("deepspeed")
     if deepspeed and (inner := deepspeed_file(found, deepspeed)) is not None:
         read_zero(found, inner, "zero_optimization.", "stage")
-    elif deepspeed is None and not (LAUNCH in source and read_launch(found)):
+    elif deepspeed is None and not (LAUNCH in source and read_launch(found, splits=False)):
         note = "accelerate's configuration decides it; set strategy"
         found.map(None, "strategy=no_shard", "engine=ddp", default="(ranks)", note=note)
     read_optimizer(found, source.take("optim"), "optim")
+    reduce_as_computed(found)
     _read_training(found)
     found.sort_rest(_UNUSED)
     return found
@@ -92,8 +96,8 @@ def _read_adapters(found: Translation) -> None:
     found.own_engine = NO_ADAPTERS
 
 
-def _precision(source: SourceConfig, narrow: SourceKey | None) -> str:
-    if source.text("dtype", "torch_dtype", default="float32") in ("bfloat16", "float16"):
+def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
+    if dtype.text in ("bfloat16", "float16", "auto"):
         return "precision=bf16_true"
     return "precision=fp32" if narrow is not None and narrow.is_off else "precision=bf16"
 

@@ -73,7 +73,10 @@ def test_values_of_ms_swift(tmp_path):
     whole = read(tmp_path, SWIFT.replace("$(expr 32 / $nproc_per_node)", "$((12 / 4))"))
     assert whole.train.global_batch_size == 12
     usual = SWIFT.replace("--gradient_accumulation_steps $(expr 32 / $nproc_per_node)", "")
-    assert read(tmp_path, usual).train.global_batch_size == 16
+    for typed in ((), ("launch.nproc_per_node=8",)):
+        assert read(tmp_path, usual, *typed).train.global_batch_size == 16
+    wide = read(tmp_path, f"{SWIFT} --torch_dtype float32")
+    assert wide.model.base_dtype == "float32"
     other = completed(read_others(script(tmp_path, SWIFT)), ["cluster=8xa100_80"], None)
     assert other.composed.config.launch.nproc_per_node == 8
 
@@ -91,12 +94,36 @@ def test_accelerate_and_torchrun_launch(tmp_path):
     config = read(tmp_path, f"{launch} trl/scripts/sft.py {of_trl}")
     assert (config.strategy.name, config.launch.nproc_per_node) == ("full_shard", 2)
     config = read(tmp_path, f"trl sft {of_trl}")
-    assert (config.strategy.name, config.launch.nproc_per_node) == ("no_shard", 1)
+    assert (config.strategy.name, config.launch.nproc_per_node) == ("no_shard", None)
+    assert read(tmp_path, f"swift sft {options}").launch.nproc_per_node == 1
+    deepspeed = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
+    (tmp_path / "zero.json").write_text(json.dumps(deepspeed))
+    with pytest.raises(UsageError, match="distributed_type: DEEPSPEED: expected FSDP, MULTI_GPU"):
+        read(tmp_path, f"accelerate launch --config_file zero.json swift/cli/sft.py {options}")
     nodes = "torchrun --nproc-per-node=4 --nnodes 2"
     config = read(tmp_path, f"{nodes} swift/cli/sft.py {options}")
     assert (config.launch.nproc_per_node, config.launch.nnodes) == (4, 2)
-    with pytest.raises(UsageError, match="launch.config_file: no.json: not found; add strategy="):
+    with pytest.raises(UsageError, match="config_file: no.json: not found"):
         read(tmp_path, f"accelerate launch --config_file no.json swift/cli/sft.py {options}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"# a comment \\\n{SWIFT} --packing true 2>&1 | tee log",
+        f"{SWIFT} --packing true > log; swift infer --packing false",
+        f"cd /x && env A=1 true\n{SWIFT} --packing &",
+        f"{SWIFT} --system 'two\nlines, and a {{brace}}' --packing",
+        f"{SWIFT} --dataset org/one#500 --packing # and more",
+        f"cat <<'EOF' > other.sh\nswift sft it's\nEOF\n{SWIFT} --packing",
+        f"echo swift sft starts\n{SWIFT} --output_dir $UNKNOWN/x --packing",
+        f"NPROC_PER_NODE=8 swift infer\n{SWIFT} --packing",
+        SWIFT.replace("\n", "\r\n") + " --packing",
+    ],
+)
+def test_a_script_is_read_as_a_shell_reads_it(tmp_path, text):
+    config = read(tmp_path, text)
+    assert (config.data.name, config.launch.nproc_per_node) == ("chat", 4)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +131,7 @@ def test_accelerate_and_torchrun_launch(tmp_path):
     [
         ("swift infer --model gpt2", "starts 0 trainings by `swift sft`, `swift pt` or `trl sft`"),
         (f"{SWIFT}\nswift sft --model gpt2", "starts 2 trainings"),
-        ("swift sft --model 'gpt2", "swift sft --model 'gpt2: no closing quotation"),
+        ("\nswift sft --model 'gpt2", "line 2: not read; expected a quotation that ends"),
         (f"{SWIFT} --rlhf_type dpo", "rlhf_type: dpo: not supported"),
         (f"{SWIFT} --task_type seq_cls", "task_type: expected causal_lm"),
         (f"{SWIFT} --tuner_type boft", "tuner_type: boft: expected lora or full"),
@@ -112,8 +139,19 @@ def test_accelerate_and_torchrun_launch(tmp_path):
         (f"{SWIFT} --deepspeed '{{\"a\": '", "deepspeed: "),
         (SWIFT.replace("--max_length 2048", ""), "max_length: not set"),
         (f"{SWIFT} --fsdp other.json", "fsdp: other.json: not read; add strategy=full_shard"),
-        ("CUDA_VISIBLE_DEVICES=0,1 swift sft --model gpt2", "splits the layers over 2 GPUs"),
-        ("swift sft --model gpt2 --gradient_accumulation_steps $(rm x)", "expected a whole number"),
+        ("CUDA_VISIBLE_DEVICES=0,1 swift sft --model gpt2", "splits the layers over several"),
+        ("swift sft --model gpt2 --gradient_accumulation_steps $(rm x)", "$(rm x): not known"),
+        (f'{SWIFT} "${{ARGS[@]}}"', "${ARGS[@]}: not known; write its value"),
+        (f"{SWIFT} --output_dir x $EXTRA", "output_dir: $EXTRA: not known"),
+        (f"N=1\nN=2\n{SWIFT} --packing $N", "packing: $N: not known"),
+        ("swift sft run.yaml --model gpt2", "run.yaml: not read; expected options"),
+        ("srun --nodes 4 swift sft --model gpt2", "srun: not read; expected torchrun or"),
+        ("accelerate launch --use_fsdp swift/cli/sft.py --model gpt2", "--use_fsdp: not read"),
+        (f"{SWIFT} --target_regex x", "target_regex: x: not supported"),
+        (f"{SWIFT} --quant_method fp8", "quant_method: expected adapters, and quant_bits 4 or 8"),
+        (f"{SWIFT} --target_modules all-linear lm_head", "expected all-linear, or names"),
+        (f'{SWIFT} --fsdp \'{{"fsdp": "full_shard"}}\'', "fsdp: expected fsdp2"),
+        ("A=xxxxxxxxxx\n" + 30 * f"A={10 * '$A'}\n", "starts 0 trainings"),
     ],
 )
 def test_what_a_command_line_cannot_say_is_an_error(tmp_path, text, message):
