@@ -114,7 +114,7 @@ def _model(draw: random.Random) -> list[str]:
             f"model.lora.rank={draw.choice([1, 4, 8])}",
             f"model.lora.dropout={draw.choice([0, 0, 0.1])}",
             f"model.lora.targets={draw.choice(targets)}",
-            f"model.base_dtype={draw.choice(['auto', 'nf4', 'int8'])}",
+            f"model.base_dtype={draw.choice(['auto', 'nf4', 'int8', 'float32'])}",
         ]
     return words
 
