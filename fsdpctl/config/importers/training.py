@@ -73,7 +73,9 @@ class TrainingRows:
         """Add the values of keys that have a counterpart with the same meaning."""
         for theirs, ours in names.items():
             value = self.value(theirs)
-            if value is not None and ours not in self.settings:
+            if value is not None and "$" in value.text:
+                self.leave(value, "a variable that is not known")
+            elif value is not None and ours not in self.settings:
                 self.add(value, f"{ours}={value.text}")
 
     def usual(self, settings: Mapping[str, str]) -> None:

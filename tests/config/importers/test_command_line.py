@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.config.importers.read import read_others
+from fsdpctl.config.importers.recipe import convert
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.from_others import completed
@@ -79,6 +80,12 @@ def test_values_of_ms_swift(tmp_path):
     assert wide.model.base_dtype == "float32"
     other = completed(read_others(script(tmp_path, SWIFT)), ["cluster=8xa100_80"], None)
     assert other.composed.config.launch.nproc_per_node == 8
+
+
+def test_a_variable_that_is_not_known_is_left_out_of_a_recipe(tmp_path):
+    recipe = convert(read_others(script(tmp_path, f"{SWIFT} --output_dir out/$NAME")), {}, 1)
+    assert "train.run_dir" not in dict(recipe.words)
+    assert "output_dir=out/$NAME: a variable that is not known" in recipe.left_out
 
 
 def test_accelerate_and_torchrun_launch(tmp_path):
