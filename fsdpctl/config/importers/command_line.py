@@ -234,5 +234,6 @@ def read_launch(found: Translation, *, splits: bool) -> bool:
     if kind.text.upper() != "FSDP":
         raise source.error(kind, "expected FSDP, MULTI_GPU or NO")
     section = f"{ACCELERATE}.fsdp_config"
-    read_fsdp(found, section, version=source.text(f"{section}.fsdp_version", default="1"))
+    version = source.text(f"{section}.fsdp_version", default="1")
+    read_fsdp(found, section, version=version, reentrant=splits)  # as ms-swift sets it
     return True

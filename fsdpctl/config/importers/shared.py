@@ -190,10 +190,13 @@ def read_activation_offload(found: Translation, value: SourceKey) -> None:
     found.own_engine = found.own_engine or _ON_DEVICE
 
 
-def read_fsdp(found: Translation, section: str, *, version: str, strategy: str = "") -> None:
+def read_fsdp(
+    found: Translation, section: str, *, version: str, strategy: str = "", reentrant: bool = False
+) -> None:
     """Translate the FSDP section of accelerate or axolotl, with or without `fsdp_` in its keys.
 
-    `version` is "1" or "2"; `strategy` is one that is set outside of the section.
+    `version` is "1" or "2"; `strategy` is one that is set outside of the section. Checkpoints are
+    `reentrant` if the file does not say.
     """
 
     def take(name: str) -> SourceKey | None:
@@ -221,10 +224,12 @@ def read_fsdp(found: Translation, section: str, *, version: str, strategy: str =
             read_activation_offload(found, leaves)
     if (offload := take("offload_params") or take("cpu_offload")) and not offload.is_off:
         read_offload(found, offload, OF_FSDP)
-    reentrant = found.source.take_on("gradient_checkpointing_kwargs.use_reentrant")
-    if reentrant and version == "1" and "model.lora.rank" in found.settings:
+    key = "gradient_checkpointing_kwargs.use_reentrant"
+    value = found.source.take(key)
+    is_reentrant = value.is_on if value else reentrant
+    if is_reentrant and version == "1" and "model.lora.rank" in found.settings:
         note = "FSDP 1 keeps inputs of blocks with frozen weights until backward ends"
-        found.map(reentrant, "engine.keeps_inputs=true", note=note)
+        found.map(value, "engine.keeps_inputs=true", default=key, note=note)
     wrap = take("auto_wrap_policy")
     if wrap and "no_wrap" in wrap.text.lower():
         raise found.source.error(

@@ -97,6 +97,12 @@ def test_accelerate_and_torchrun_launch(tmp_path):
     config = read(tmp_path, f"{launch} swift/cli/sft.py {options}")
     assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdp2")
     assert (config.launch.nproc_per_node, config.precision.name) == (2, "bf16")
+    (tmp_path / "one.json").write_text(json.dumps(about | {"fsdp_config": {}}))
+    config = read(
+        tmp_path,
+        "accelerate launch --config_file one.json swift/cli/sft.py --model gpt2 --max_length 512",
+    )
+    assert config.engine.keeps_inputs
     of_trl = "--model_name_or_path gpt2 --max_length 512 --bf16"
     config = read(tmp_path, f"{launch} trl/scripts/sft.py {of_trl}")
     assert (config.strategy.name, config.launch.nproc_per_node) == ("full_shard", 2)
