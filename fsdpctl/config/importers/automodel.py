@@ -76,8 +76,9 @@ def read_automodel(source: SourceConfig) -> Translation:
         read_optimizer(found, SourceKey("optimizer._target_", kind, ()), "optimizer")
     loss = source.text("loss_fn._target_")
     found.whole_logits = not re.search("fused|chunk", loss, re.IGNORECASE)
-    if compiled := source.take_on("compile.enabled"):
-        found.map(compiled, "train.compile=true")
+    for key in ("compile.enabled", "distributed.enable_compile"):
+        if compiled := source.take_on(key):
+            found.map(compiled, "train.compile=true")
     _read_training(found, kind)
     found.sort_rest(_UNUSED)
     return found

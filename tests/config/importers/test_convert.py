@@ -163,12 +163,15 @@ def test_gradients_of_automodel_stay_whole_unless_they_are_sent_at_once(tmp_path
 def test_values_of_automodel(tmp_path):
     text = (FILES / "automodel-hsdp.yaml").read_text()
     text = text.replace("target_modules: '*_proj'", "exclude_modules: ['*.down_proj', '*.q_proj']")
-    text = text.replace("distributed: {", "distributed: {reshard_after_forward: false, ")
+    text = text.replace(
+        "distributed: {", "distributed: {reshard_after_forward: false, enable_compile: true, "
+    )
     file = tmp_path / "file.yaml"
     file.write_text(text.replace("dp_replicate_size: 2, ", ""))
     found = completed(read_others(file), ["cluster=h100", "model=llama3_8b"], None)
     config = found.composed.config
     assert config.strategy.name == "shard_grad_op"
+    assert config.train.compile
     chosen = NameFilter.of("model.lora.targets", config.model.lora.targets, ends=True)
     names = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
     assert [name for name in names if chosen.matches(f"layers.0.x.{name}")] == names[1:4]
