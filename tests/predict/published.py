@@ -121,36 +121,46 @@ _LONG = (
 )
 
 
-def _hub(name: str, ranks: int, length: int, words: str) -> str:
+def _hub(
+    model: str,
+    ranks: int,
+    length: int,
+    words: str,
+    speed: float,
+    used: float | None = None,
+    *,
+    more: str = "",
+) -> Step:
     """One sample of a Hub's model on each H100, recomputed, reduced in bf16 as accelerate does."""
-    return (
-        f"model=hf model.path=Qwen/{name} model.init=random engine=fsdp2 cluster=h100 "
+    words = (
+        f"model=hf model.path=Qwen/{model} model.init=random engine=fsdp2 cluster=h100 "
         f"launch.nproc_per_node=8 launch.nnodes={ranks // 8} precision.reduce_dtype=bfloat16 "
         f"train.seq_len={length} {_FULL} {_batch(1, ranks)} {words}"
     )
+    tokens = "" if model == _30B else f", {length:,} tokens"
+    return Step(f"{model}, {ranks} H100{tokens}{more}", words, speed, _TRL, used=used)
 
 
 _TRL = "huggingface/trl benchmark-sft-moe, 2026"  # without its rows with CP, SP or EP
 _FLASH2, _FLASH3 = "model.attention=flash", "model.attention=flash3"
-_30B = "Qwen3-30B-A3B"
+_4B, _32B, _30B = "Qwen3-4B", "Qwen3-32B", "Qwen3-30B-A3B"
 _WHOLE = "train.loss_chunk_tokens=0"
 _OF_LOGITS = "computes entropy and accuracy of all logits, which counts in a small model"
 _HUB = (
-    ("Qwen3-4B, 8 H100, 32,768 tokens", _hub("Qwen3-4B", 8, 32768, _FLASH2), 4321, 24.9),
-    ("Qwen3-4B, 8 H100, 32,768 tokens, flash3", _hub("Qwen3-4B", 8, 32768, _FLASH3), 6783, None),
-    ("Qwen3-4B, 16 H100, 16,384 tokens, all logits",
-     _hub("Qwen3-4B", 16, 16384, f"{_FLASH2} {_WHOLE}"), 5703, 43.4),
-    ("Qwen3-32B, 16 H100, 32,768 tokens", _hub("Qwen3-32B", 16, 32768, _FLASH3), 1450, None),
-    ("Qwen3-32B, 32 H100, 32,768 tokens", _hub("Qwen3-32B", 32, 32768, _FLASH3), 1441, 63.0),
-    ("Qwen3-32B, 16 H100, 16,384 tokens", _hub("Qwen3-32B", 16, 16384, _FLASH2), 1356, 59.7),
-    ("Qwen3-32B, 16 H100, 16,384 tokens, flash3",
-     _hub("Qwen3-32B", 16, 16384, _FLASH3), 1693, None),
-    ("Qwen3-32B, 32 H100, 16,384 tokens", _hub("Qwen3-32B", 32, 16384, _FLASH2), 1344, 44.3),
-    ("Qwen3-32B, 32 H100, 16,384 tokens, all logits",
-     _hub("Qwen3-32B", 32, 16384, f"{_FLASH2} {_WHOLE}"), 1243, 72.2),
-    (f"{_30B}, 16 H100", _hub(_30B, 16, 16384, f"{_FLASH2} {_WHOLE}"), 4093, 69.5),
-    (f"{_30B}, 16 H100, flash3", _hub(_30B, 16, 16384, f"{_FLASH3} {_WHOLE}"), 4735, 71.1),
-    (f"{_30B}, 32 H100", _hub(_30B, 32, 16384, f"{_FLASH2} {_WHOLE}"), 3859, None),
+    _hub(_4B, 8, 32768, _FLASH2, 4321, 24.9),
+    _hub(_4B, 8, 32768, _FLASH3, 6783, more=", flash3"),
+    _hub(_4B, 16, 16384, f"{_FLASH2} {_WHOLE}", 5703, 43.4, more=", all logits")._replace(
+        differs=_OF_LOGITS
+    ),
+    _hub(_32B, 16, 32768, _FLASH3, 1450),
+    _hub(_32B, 32, 32768, _FLASH3, 1441, 63.0),
+    _hub(_32B, 16, 16384, _FLASH2, 1356, 59.7),
+    _hub(_32B, 16, 16384, _FLASH3, 1693, more=", flash3"),
+    _hub(_32B, 32, 16384, _FLASH2, 1344, 44.3),
+    _hub(_32B, 32, 16384, f"{_FLASH2} {_WHOLE}", 1243, 72.2, more=", all logits"),
+    _hub(_30B, 16, 16384, f"{_FLASH2} {_WHOLE}", 4093, 69.5),
+    _hub(_30B, 16, 16384, f"{_FLASH3} {_WHOLE}", 4735, 71.1, more=", flash3"),
+    _hub(_30B, 32, 16384, f"{_FLASH2} {_WHOLE}", 3859),
 )  # fmt: skip
 
 
@@ -366,10 +376,7 @@ PUBLISHED = (
          "ml-engineering insights"),
     *(each for name, dtype, found in _ADAPTED for each in _qwen(name, _QWEN[name], dtype, found)),
     *_mosaic(_KERNEL, _LONG),
-    *(
-        Step(name, words, speed, _TRL, _OF_LOGITS if "4B" in name and _WHOLE in words else "", used)
-        for name, words, speed, used in _HUB
-    ),
+    *_HUB,
     Step(
         "DeepSeek 16B, 8 H100, 2 ranks share a sample",
         "model=hf model.path=deepseek-ai/DeepSeek-V2-Lite model.init=random cluster=h100 "

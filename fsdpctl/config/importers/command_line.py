@@ -47,6 +47,7 @@ _MOST_HEREDOCS, _LONGEST = 64, 1024  # and characters of a variable
 _BEFORE = ("env", "nohup", "exec", "time", "export", "declare", "-x")
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate")
 _SHOWS = ("echo", "printf")
+_FILES = frozenset({"config", "accelerate_config"})  # options that name files of options
 # Options whose values decide no memory, so that their variables may be unknown.
 _FREE = ("output_dir", "dataset", "val_dataset", "run_name", "system", "model_name",
          "model_author", "logging_dir", "report_to", "hub_model_id", "dataset_name")  # fmt: skip
@@ -80,7 +81,10 @@ def read_script(file: Path) -> tuple[str, SourceConfig]:
         commands = "`swift sft`, `swift pt` or `trl sft`"
         raise UsageError(f"{file}: starts {len(found)} trainings by {commands}; expected one")
     tool, launcher, options, variables = found[0]
-    content = dict(_options(options, file)) | _launch(file, launcher, variables)
+    content = dict(_options(options, file))
+    for key in _FILES.intersection(content):
+        raise UsageError(f"{file}: {key}: {content[key]}: not read; write its options")
+    content |= _launch(file, launcher, variables)
     return tool, SourceConfig(file, content)
 
 
@@ -119,12 +123,12 @@ def _text(word: str, known: dict[str, str | None]) -> str:
 
 
 def _expanded(text: str, known: dict[str, str | None]) -> str:
+    if len(text) > _MOST // _LONGEST:  # few characters must not become very many
+        return text
+
     def value_of(match: re.Match[str]) -> str:
         value = known.get(match[1] or match[2], match[3])
         return match[0] if value is None else value
-
-    if len(text) > _MOST // _LONGEST:  # not a word whose variables decide something
-        return text
 
     def number(match: re.Match[str]) -> str:
         first, *others = re.findall(r"[*/]?[ ]*\d+", match[1])
@@ -193,11 +197,15 @@ def _launch(file: Path, words: list[str], variables: dict[str, str | None]) -> d
         if found is None:
             raise UsageError(f"{file}: config_file: {path[:80]}: not found")
         is_json = found.suffix == ".json"
-        about[ACCELERATE] = read_json(found, dict[str, Any]) if is_json else read_yaml(found)
-    devices = variables.get("CUDA_VISIBLE_DEVICES")
+        content = read_json(found, dict[str, Any]) if is_json else read_yaml(found)
+        about[ACCELERATE] = SourceConfig(found, content).content
+    known = {name: f"${name}" if text is None else text for name, text in variables.items()}
+    devices = known.get("CUDA_VISIBLE_DEVICES")
+    if devices is not None and "$" in devices:
+        raise UsageError(f"{file}: CUDA_VISIBLE_DEVICES={devices[:80]}: not known; write its value")
     about[LAUNCH] = {
-        "nproc_per_node": options.get("nproc_per_node", variables.get("NPROC_PER_NODE")),
-        "nnodes": options.get("nnodes", variables.get("NNODES")),
+        "nproc_per_node": options.get("nproc_per_node", known.get("NPROC_PER_NODE")),
+        "nnodes": options.get("nnodes", known.get("NNODES")),
         "program": words[0] if words else None,
         "num_processes": options.get("num_processes"),
         "num_machines": options.get("num_machines"),

@@ -40,7 +40,7 @@ _UNUSED = (
 _OTHER_TRAININGS = (
     "rlhf_type", "use_dora", "use_galore", "freeze_llm", "target_parameters", "target_regex",
     "freeze_parameters*", "trainable_parameters*", "modules_to_save", "device_map",
-    "deepspeed_autotp_size", "zero_hpz_partition_size", "config", "lisa_activated_layers",
+    "deepspeed_autotp_size", "zero_hpz_partition_size", "lisa_activated_layers",
 )  # fmt: skip
 _PRESET = re.compile(r"zero([0-3])(_offload)?")
 _USUAL = {"optimizer.weight_decay": "0.1", "optimizer.beta2": "0.95", "train.epochs": "3"}
@@ -109,7 +109,7 @@ def _read_adapters(found: Translation) -> bool:
         found.map(targets, "model.lora.targets=all_linear", default="target_modules")
     else:
         read_targets(found, targets)
-    if not {"lora_dropout"} & {each.key for each in source.all_keys()}:
+    if "lora_dropout" not in source:
         found.map(None, "model.lora.dropout=0.05", default="lora_dropout")
     if bits is not None:
         dtype = {"4": "nf4", "8": "int8"}.get(bits.text)

@@ -116,6 +116,9 @@ def test_accelerate_and_torchrun_launch(tmp_path):
     nodes = "torchrun --nproc-per-node=4 --nnodes 2"
     config = read(tmp_path, f"{nodes} swift/cli/sft.py {options}")
     assert (config.launch.nproc_per_node, config.launch.nnodes) == (4, 2)
+    (tmp_path / "list.yaml").write_text("- distributed_type: FSDP\n")
+    with pytest.raises(UsageError, match="list.yaml: expected a mapping"):
+        read(tmp_path, f"accelerate launch --config_file list.yaml swift/cli/sft.py {options}")
     with pytest.raises(UsageError, match="config_file: no.json: not found"):
         read(tmp_path, f"accelerate launch --config_file no.json swift/cli/sft.py {options}")
 
@@ -158,6 +161,12 @@ def test_a_script_is_read_as_a_shell_reads_it(tmp_path, text):
         (f"{SWIFT} --output_dir x $EXTRA", "output_dir: $EXTRA: not known"),
         (f"N=1\nN=2\n{SWIFT} --packing $N", "packing: $N: not known"),
         ("swift sft run.yaml --model gpt2", "run.yaml: not read; expected options"),
+        ("trl sft --config sft.yaml --use_peft", "config: sft.yaml: not read; write its options"),
+        (
+            "if a\nNPROC_PER_NODE=2\nfi\nNPROC_PER_NODE=4\nswift sft --model gpt2 --max_length 8",
+            "launch.nproc_per_node: $NPROC_PER_NODE: expected a whole number",
+        ),
+        ("CUDA_VISIBLE_DEVICES=$GPUS trl sft --model_name_or_path gpt2", "=$GPUS: not known"),
         ("srun --nodes 4 swift sft --model gpt2", "srun: not read; expected torchrun or"),
         ("accelerate launch --use_fsdp swift/cli/sft.py --model gpt2", "--use_fsdp: not read"),
         (f"{SWIFT} --target_regex x", "target_regex: x: not supported"),
