@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdpctl
+from fsdpctl.engine.build import Sharding
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 Step = Callable[[Tensor, Tensor], Tensor]  # inputs and targets to the loss before the step
@@ -151,12 +152,13 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return list(layers.children())
 
 
-def ours(strategy: str) -> Callable[..., Step]:
-    """fsdpctl's engine under a strategy."""
+def ours(strategy: str, *, shares_memory: bool = False) -> Callable[..., Step]:
+    """fsdpctl's engine under a strategy; if ranks share memory, all strategies run alike."""
 
     def make(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
         precision = fsdpctl.Precision(param_dtype=None if dtype == torch.float32 else dtype)
-        sharded = fsdpctl.shard_model(model, strategy, precision=precision)
+        sharding = Sharding(strategy, precision=precision, share_memory=shares_memory)
+        sharded = fsdpctl.shard_model(model, sharding)
         optimizer = fsdpctl.ShardedAdamW(sharded, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
         return stepping(sharded, optimizer)
 
@@ -174,4 +176,5 @@ CONTESTANTS: dict[str, Callable[..., Step]] = {
     "shard_grad_op": ours("shard_grad_op"),
     "shard_optimizer": ours("shard_optimizer"),
     "no_shard": ours("no_shard"),
+    "shared_memory": ours("full_shard", shares_memory=True),
 }

@@ -41,6 +41,7 @@ BESIDE_ALL = ("floor", "fsdp2")
 GROUPS = {
     "ddp": ("ddp", "no_shard", "zero_redundancy_optimizer", "shard_optimizer"),
     "fsdp2": ("fsdp2_tuned", "full_shard", "fsdp2_keeps", "shard_grad_op"),
+    "shared": ("ddp", "full_shard", "shared_memory"),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -70,6 +70,19 @@ class Collectives:
     waits: Waits = HostWaits()
     transport = Transport.GLOO
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the ranks share memory."""
+        return self.transport is Transport.SHARED
+
+    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return bytes of zeros of each size, if the ranks share memory. Collective."""
+        return []
+
+    def reserve(self, nbytes: int) -> int:
+        """Return the bytes that are kept to have reductions of `nbytes` in flight. Collective."""
+        return 0
+
     def separate_reductions(self) -> None:
         """Let reductions overlap with gathers from now on. Collective."""
 

@@ -17,6 +17,8 @@ from fsdpctl.comm.base import Collectives, Handle, Reduction
 from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.comm.process_group import T, exchange
+from fsdpctl.comm.shared import SharedCollectives
+from fsdpctl.comm.shared_memory import NotShared
 from fsdpctl.comm.waits import CudaWaits, Seconds
 
 _PATIENCE = timedelta(days=1)  # disks may be slow; a rank that exits is noticed at once
@@ -37,6 +39,19 @@ def collectives_for(
     if device.type == "cuda":
         return NcclCollectives(device, groups, purpose)
     return GlooCollectives(groups, purpose)
+
+
+def sharing_collectives() -> tuple[Collectives, str]:
+    """Return the collectives of all ranks, on the CPU, which share memory. Collective.
+
+    If they cannot, returns those over gloo, and why.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Collectives(), ""
+    try:
+        return SharedCollectives(), ""
+    except NotShared as error:
+        return GlooCollectives(), str(error)
 
 
 class ObjectExchange:

@@ -17,8 +17,27 @@ class Recorded:
     pending: str = ""  # the last one that is not completed
 
 
+class SharedRecord:
+    """What torch does not record: the collectives over shared memory."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.pending = ""
+
+
+SHARED = SharedRecord()  # of this process
+
+
 def recorded() -> Recorded:
     """Read the recorders. Any thread may call it, also while another waits in a collective."""
+    found = _recorded_by_torch()
+    if not SHARED.count:
+        return found
+    begun = {**found.begun, "shared memory": SHARED.count}
+    return Recorded(begun, SHARED.pending or found.pending)
+
+
+def _recorded_by_torch() -> Recorded:
     torch_c = importlib.import_module("torch._C._distributed_c10d")
     for name in _RECORDERS:
         dump = getattr(torch_c, name, None)

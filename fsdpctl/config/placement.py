@@ -51,6 +51,12 @@ class LaunchConfig:
         None, "network interface between nodes; auto: the one that reaches rdzv_endpoint", auto=True
     )
     device: str | None = key(None, "device of the ranks", choices=("cpu", "cuda"), auto=True)
+    share_memory: bool | None = key(
+        None,
+        "CPU: the ranks of one machine share memory; every strategy then runs as shard_optimizer; "
+        "auto: true where possible",
+        auto=True,
+    )
     allocator: str = key(
         "expandable", "CUDA: allocator of device memory", choices=("expandable", "native")
     )

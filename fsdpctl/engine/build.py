@@ -22,7 +22,7 @@ from fsdpctl.engine.unit import ShardedUnit, Slot
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.owners import OwnerMap
-from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.schedule import Buffer, Prefetch
 from fsdpctl.plan.sizes import Offload, slots_of
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.transfers import Transfers
@@ -49,6 +49,7 @@ class Sharding:
     prefetch: Prefetch = Prefetch()
     precision: Precision = Precision()
     offload: str = "none"  # states: masters and moments in host memory; all: gradients too
+    share_memory: bool = False  # between the ranks of one machine, on the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +251,10 @@ def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientRe
     )
     of_name = {unit.name: unit for unit in units}
     in_order = [of_name[name] for name in division.order.reduction]
-    return GradientReducer(in_order, plan, Collector(mesh, transfers, dtypes))
+    reducer = GradientReducer(in_order, plan, Collector(mesh, transfers, dtypes))
+    if outbox := shard.reserve(plan.most_in_flight):
+        reducer.ledger.allocate(Buffer.OUTBOX, division.order.root, 0, outbox)
+    return reducer
 
 
 def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
@@ -259,14 +263,20 @@ def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
     root, *others = (spec.name for spec in specs)
     slots = slots_of(builder.strategy, nbytes, root, others, prefetch.depth)
     slot_of = {unit: number for number, slot in enumerate(slots) for unit in slot.units}
+    shared = builder.mesh.shard.allocate([each.nbytes for each in slots])
     made: dict[int, Slot] = {}
     units = []
     for spec in specs:  # in order: a slot that can be freed is freed before the next one is made
         number = slot_of[spec.name]
         if number not in made:
             resident = slots[number].resident or not builder.strategy.shards_params
-            made[number] = Slot(
-                spec.name, slots[number].nbytes, builder.source.device, resident=resident
+            size, device = slots[number].nbytes, builder.source.device
+            memory = (
+                shared[number] if shared else torch.empty(size, dtype=torch.uint8, device=device)
             )
+            sharers = builder.mesh.shard.size if shared else 1
+            made[number] = Slot(spec.name, memory, resident=resident, sharers=sharers)
         units.append(builder.unit(spec, made[number]))
+    if shared:
+        builder.mesh.shard.barrier()  # all ranks have written the same values
     return units

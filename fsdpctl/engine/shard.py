@@ -1,11 +1,13 @@
 """`shard_model`, which shards any nn.Module."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.collectives import Mesh, collectives_for, make_mesh
+from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import Mesh, collectives_for, make_mesh, sharing_collectives
 from fsdpctl.engine.agreement import agreed
 from fsdpctl.engine.build import Sharding, Source, build_runtime
 from fsdpctl.engine.describe import divide_module
@@ -62,7 +64,7 @@ def shard_from(
 
     `mesh` is that of a model with the same sharding, whose groups are used again.
     """
-    world = mesh.world if mesh is not None else collectives_for(source.device)
+    world = mesh.world if mesh is not None else _world(source.device, sharding)
 
     def division() -> tuple[Strategy, Division]:
         if is_sharded(module):
@@ -74,7 +76,8 @@ def shard_from(
         if asked != "even" and not row.has_owner_map:
             raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
         check_values(module, needs_values=source.initialize is None and not source.is_empty)
-        return row, divide(units_of(module, sharding), row, world.size, copy_size, asked)
+        units, shares = units_of(module, sharding), world.shares_memory
+        return row, divide(units, row, world.size, copy_size, asked, shares_memory=shares)
 
     def described(made: tuple[Strategy, Division]) -> Iterator[str]:
         return _described(*made, sharding, dict(module.named_buffers()))
@@ -82,6 +85,16 @@ def shard_from(
     row, made = agreed(world, division, described)
     mesh = mesh or make_mesh(world, source.device, made.ranks_per_copy)
     return ShardedModel(module, build_runtime(module, made, mesh, source, sharding), row)
+
+
+def _world(device: torch.device, sharding: Sharding) -> Collectives:
+    """Return the collectives of all ranks; those that cannot share memory use gloo, and say so."""
+    if sharding.share_memory and device.type == "cpu":
+        ranks, reason = sharing_collectives()
+        if reason and ranks.rank == 0:
+            warnings.warn(f"ranks do not share memory: {reason}", stacklevel=2)
+        return ranks
+    return collectives_for(device)
 
 
 def requested_strategy(sharding: Sharding) -> Strategy:

@@ -27,13 +27,15 @@ class Slot:
     It is created with its memory, so that views of it can be made; `free` releases the memory.
     """
 
-    def __init__(self, name: str, nbytes: int, device: torch.device, *, resident: bool) -> None:
+    def __init__(self, name: str, memory: Tensor, *, resident: bool, sharers: int = 1) -> None:
+        """Take `memory`, bytes with a storage of their own, which `sharers` ranks share."""
         self.name = name  # that of its first unit
-        self.nbytes = nbytes
+        self.nbytes = memory.nbytes
         self.owner: str | None = None  # the unit that is gathered or being gathered
         self.content: str | None = None  # the unit whose values are in it, also after its release
         self.resident = resident  # its memory is never released
-        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._bytes = memory
+        self._sharers = sharers
 
     @property
     def device(self) -> torch.device:
@@ -42,8 +44,8 @@ class Slot:
 
     @property
     def allocated_nbytes(self) -> int:
-        """The bytes that are allocated now."""
-        return self._bytes.untyped_storage().nbytes()
+        """The bytes that are allocated now; of shared memory, this rank's share."""
+        return -(-self._bytes.untyped_storage().nbytes() // self._sharers)
 
     @property
     def address(self) -> int:

@@ -23,6 +23,7 @@ from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy
 from fsdpctl.resolve.machine import (
     resolved_strategy,
     sample_groups,
+    shares_memory,
     supported_strategies,
     world_size,
 )
@@ -124,7 +125,9 @@ def _strategies(placed: Config) -> tuple[str, ...]:
 def _effective(placed: Config, name: str) -> tuple[Strategy, int]:
     ranks = world_size(placed)
     size = resolved_strategy(replace(placed, strategy=placed.strategy.under(name))).dp_shard_size
-    return effective_strategy(STRATEGIES[name], size or ranks, ranks)
+    return effective_strategy(
+        STRATEGIES[name], size or ranks, ranks, shares_memory=shares_memory(placed)
+    )
 
 
 def _sizes(placed: Config) -> tuple[int, ...]:

@@ -234,9 +234,11 @@ def _plan(
     """Return the requested strategy, the plan of the effective one, and a rank's position."""
     strategy = requested_strategy(given)
     size = ranks_per_copy(strategy, world_size, given.dp_shard_size)
-    division = divide(units, strategy, world_size, size, given.owner_map)
+    shares = given.share_memory and world_size > 1 and assumed.device == "cpu"
+    division = divide(units, strategy, world_size, size, given.owner_map, shares_memory=shares)
     passes = min(assumed.num_micro_batches, REPEATING)
     reduces = reducing_passes(passes, every=assumed.reduce == "every")
     order, layouts, effective = division.order, division.layouts, division.strategy
     plan = TrainingPlan(order, layouts, effective, sizes, given.prefetch, reduces)
-    return strategy, plan, first_place(division, world_size, assumed.device)
+    place = first_place(division, world_size, assumed.device, shares_memory=shares)
+    return strategy, plan, place

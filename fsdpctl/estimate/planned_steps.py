@@ -20,7 +20,7 @@ from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.kept_states import KeptStates
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.machine import world_size
+from fsdpctl.resolve.machine import shares_memory, world_size
 
 REPEATING = 3  # micro-steps; another one needs no more memory
 _REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
@@ -30,7 +30,14 @@ def divide_run(config: Config, units: tuple[UnitSpec, ...]) -> Division:
     """Divide the units of a model for a resolved configuration."""
     given, ranks = config.strategy, world_size(config)
     size = given.dp_shard_size or ranks
-    return divide(units, get_strategy(given.name), ranks, size, given.owner_map or "even")
+    return divide(
+        units,
+        get_strategy(given.name),
+        ranks,
+        size,
+        given.owner_map or "even",
+        shares_memory=shares_memory(config),
+    )
 
 
 def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
@@ -64,12 +71,15 @@ def kept_states(config: Config) -> KeptStates:
     return replace(found, dtype=dtype or "float32")
 
 
-def first_place(division: Division, num_ranks: int, device: str) -> RankPlace:
+def first_place(
+    division: Division, num_ranks: int, device: str, *, shares_memory: bool = False
+) -> RankPlace:
     """Return the position of the first rank."""
-    size, transport = (
-        division.ranks_per_copy,
-        Transport.NCCL if device == "cuda" else Transport.GLOO,
-    )
+    size, transport = division.ranks_per_copy, Transport.GLOO
+    if device == "cuda":
+        transport = Transport.NCCL
+    elif shares_memory:
+        transport = Transport.SHARED
     return RankPlace(0, size, num_ranks // size, transport)
 
 
@@ -89,7 +99,8 @@ def plan_run(
         kept_states(config),
         Offload(config.optimizer.offload),
     )
-    return plan, first_place(division, world_size(config), str(config.launch.device))
+    ranks, device = world_size(config), str(config.launch.device)
+    return plan, first_place(division, ranks, device, shares_memory=shares_memory(config))
 
 
 def estimate_run(config: Config, module: nn.Module, num_micro_batches: int) -> Estimate:

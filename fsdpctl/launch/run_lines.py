@@ -22,6 +22,7 @@ from fsdpctl.models.registry import count_active
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.schedule import warmup_steps
 from fsdpctl.plan.strategy import FSDPCTL, effective_strategy, get_strategy
+from fsdpctl.resolve.machine import shares_memory
 from fsdpctl.resolve.run import Opened
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.directory import Look, Standing, changes
@@ -146,9 +147,12 @@ def _strategy(config: Config, ranks: int) -> str:
         name += f" in {ranks // size} replicas of {size} ranks"
     if given.owner_map not in (None, "even"):
         name += f" with {given.owner_map} owners"
-    effective, _ = effective_strategy(row, size, ranks)
+    shares = shares_memory(config)
+    effective, _ = effective_strategy(row, size, ranks, shares_memory=shares)
     if effective.name == row.name:
-        return name
+        return name + ", sharing memory" * shares
+    if shares:
+        return f"{name} (ranks share memory: runs as {effective.name})"
     if ranks == 1:
         return f"{name} (one rank: runs as {effective.name})"
     replicas = "a replica per rank" if size == 1 else "one replica"

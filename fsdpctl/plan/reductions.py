@@ -15,6 +15,7 @@ class Transport(StrEnum):
 
     GLOO = "gloo"
     NCCL = "nccl"
+    SHARED = "shared"  # memory of one machine
 
 
 def sends_in_place(transport: Transport, parts: Sequence[Span]) -> bool:
@@ -22,8 +23,9 @@ def sends_in_place(transport: Transport, parts: Sequence[Span]) -> bool:
 
     Many ranks leave the addition to gloo, which needs one buffer and even parts.
     """
-    is_direct = len(parts) <= MAX_DIRECT_RANKS or not are_even(parts)
-    return transport is Transport.GLOO and len(parts) > 1 and is_direct
+    if transport is Transport.GLOO and len(parts) > MAX_DIRECT_RANKS:
+        return not are_even(parts)
+    return transport is not Transport.NCCL and len(parts) > 1
 
 
 def adds_whole(transport: Transport, size: int) -> bool:
@@ -32,15 +34,15 @@ def adds_whole(transport: Transport, size: int) -> bool:
     Two ranks get the same sum in any order. Among more, gloo adds in ring order; the parts are
     instead added in rank order, as everywhere else, and then gathered.
     """
-    return transport is Transport.NCCL or size == 2
+    return transport is Transport.NCCL or (transport is Transport.GLOO and size == 2)
 
 
 def reduce_workspace(transport: Transport, parts: Sequence[Span], rank: int) -> int:
-    """Return the elements that a reduce-scatter allocates on `rank`; NCCL works in place."""
+    """Return the elements that a reduce-scatter over gloo allocates on `rank`."""
     own, size = parts[rank].numel, len(parts)
-    if sends_in_place(transport, parts):
-        return own * (size - 1)
-    return own if transport is Transport.GLOO and size > 1 else 0
+    if transport is not Transport.GLOO or size == 1:
+        return 0
+    return own * (size - 1) if sends_in_place(transport, parts) else own
 
 
 Itemsize = Callable[[FlatLayout], int]  # bytes of one element of a flat buffer
@@ -59,6 +61,11 @@ class Reductions:
     # The number of ranks among which a sum is split, if its sum over replicas follows at once; 0:
     # if that follows once the reduction has been waited for.
     chained: int = 0
+
+    @property
+    def most_in_flight(self) -> int:
+        """The bytes of the reductions that may be in flight at once."""
+        return max(self.budget, *self.nbytes.values())
 
     def pieces_of(self, unit: str, *, was_held: bool) -> int:
         """Return the number of reductions of a unit's gradients."""

@@ -44,6 +44,7 @@ class Buffer(StrEnum):
     SUM = "sum"  # the result of a reduction on this rank, until it is in the gradient
     COMBINING = "workspace over replicas"  # of the second collective
     GRADS = "gradients"  # reduced
+    OUTBOX = "outbox"  # gradients in shared memory, where other ranks read them
     LEAVING = "leaving gradients"  # reduced, until the host has stepped with them
 
 

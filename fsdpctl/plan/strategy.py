@@ -123,15 +123,20 @@ def sharded_over_copies(strategy: Strategy) -> Strategy | None:
     return _row_like(replace(strategy, shards_over_copies=True))
 
 
-def effective_strategy(strategy: Strategy, copy_size: int, world_size: int) -> tuple[Strategy, int]:
+def effective_strategy(
+    strategy: Strategy, copy_size: int, world_size: int, *, shares_memory: bool = False
+) -> tuple[Strategy, int]:
     """Return the strategy that runs if `copy_size` ranks share a replica, and its shard size.
 
-    A single rank shares nothing. If every rank has a replica, parameters are unsharded, and all
+    A single rank shares nothing. If all ranks share memory, parameters stand there once, unsharded,
+    and each rank steps its part. If every rank has a replica, parameters are unsharded, and all
     ranks share what is sharded over replicas, or nothing. If there is one replica, nothing is
     replicated.
     """
     if world_size == 1:
         return STRATEGIES["no_shard"], 1
+    if shares_memory:
+        return STRATEGIES["shard_optimizer"], world_size
     if not strategy.replicates or 1 < copy_size < world_size:
         return strategy, copy_size
     alike = replace(strategy, replicates=False, shards_over_copies=False)

@@ -147,13 +147,19 @@ def divide(
     num_ranks: int,
     copy_size: int,
     owner_map: str | OwnerMap,
+    *,
+    shares_memory: bool = False,
 ) -> Division:
     """Divide the units over the ranks, of which `copy_size` share a replica if any do.
+
+    All ranks may share the memory of one machine.
 
     Raises:
         UsageError: If the owner map is unknown, or for other blocks or ranks.
     """
-    effective, parts = effective_strategy(strategy, copy_size, num_ranks)
+    effective, parts = effective_strategy(
+        strategy, copy_size, num_ranks, shares_memory=shares_memory
+    )
     owner_map = owner_map if effective.has_owner_map else "even"
     layouts = lay_out(units, parts, owner_map, shares=effective.shares(num_ranks // parts))
     return Division(units, layouts, effective, parts)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fsdpctl.plan.layout import FlatLayout
-from fsdpctl.plan.reductions import Reductions
+from fsdpctl.plan.reductions import Reductions, Transport
 from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.schedule import (
     Buffer,
@@ -179,11 +179,21 @@ def _renewing(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     return _replay(plan, place)[0].play(events) if events else []
 
 
-def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
-    transfers, sizes = place.transfers(plan.strategy), plan.sizes
-    reductions = transfers.reductions(
+def _reductions(plan: TrainingPlan, place: RankPlace) -> Reductions:
+    sizes = plan.sizes
+    return place.transfers(plan.strategy).reductions(
         plan.layouts, plan.order, lambda _: sizes.reduce, same_dtype=sizes.reduce == sizes.grad
     )
+
+
+def outbox_bytes(plan: TrainingPlan, place: RankPlace) -> int:
+    """Return the bytes of a rank's gradients in shared memory, where other ranks read them."""
+    shares = place.transport is Transport.SHARED
+    return _reductions(plan, place).most_in_flight if shares else 0
+
+
+def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
+    transfers, reductions = place.transfers(plan.strategy), _reductions(plan, place)
     slots = plan_slots(plan)
     units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
     replay = Replay(
@@ -199,7 +209,7 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[PlannedMemory]:
     """Yield the memory of a rank throughout a step, after the first one."""
     states = 0 if plan.steps_on_host else states_bytes(plan, place)
     stay = not plan.strategy.shards_params
-    always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
+    always = sum(place.share_of(slot.nbytes) for slot in plan_slots(plan) if slot.resident or stay)
     parameters = 0
     for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
         kept = at_rest(plan, place, layout)
@@ -207,7 +217,7 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[PlannedMemory]:
         always -= kept.views
     leaving = leaving_gradients(plan, place)
     held = {"gathered_units": always, "gradients": sum(map(sum, leaving.values()))}
-    held["reduce_buffers"] = 0
+    held["reduce_buffers"] = outbox_bytes(plan, place)
     now = Breakdown(parameters=parameters, optimizer_states=states, **held)
     yield PlannedMemory(None, now)
     for event in planned_step(plan, place):

@@ -8,7 +8,12 @@ from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.sizes import Offload, RankPlace
 from fsdpctl.plan.states import tile_bytes
 from fsdpctl.predict.compute import Part
-from fsdpctl.predict.engine_bytes import plan_slots, planned_step, planned_update
+from fsdpctl.predict.engine_bytes import (
+    outbox_bytes,
+    plan_slots,
+    planned_step,
+    planned_update,
+)
 from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
 from fsdpctl.predict.hardware import CollectiveKind
 from fsdpctl.predict.host_steps import HostSchedule
@@ -39,9 +44,9 @@ class FsdpctlSteps:
         self._gathers: dict[str, int] = {}
         self._renewing: dict[str, int] = {}
         # Keys of collectives, bytes, and whether pieces of the same unit follow.
-        self._reducing: dict[str, deque[tuple[int, int, bool]]] = defaultdict(deque)
+        self._reducing: dict[str, deque[tuple[int | None, int, bool]]] = defaultdict(deque)
         self._combining: dict[str, deque[tuple[int, bool]]] = defaultdict(deque)
-        self._last_reduced: dict[str, tuple[int, bool]] = {}
+        self._last_reduced: dict[str, tuple[int | None, bool]] = {}
         self._has_states = plan.steps_on_host  # they are on the host
         self._leaving: dict[str, list[int]] = {}  # gradients that the host steps with
         self._host = HostSchedule(plan, place, recorder)
@@ -140,11 +145,16 @@ class FsdpctlSteps:
     def _reduce(self, event: Event) -> None:
         unit, nbytes = event.unit, event.nbytes
         recorder, transport = self._recorder, self._place.transport
+        key = None
         if transport is Transport.NCCL or not self._plan.strategy.shards_grads:
             recorder.copy(2 * nbytes, f"collect gradients of {unit}")
-        key = recorder.start(
-            self._reduction(), nbytes, RankGroup.SHARD, f"reduce {unit}", queue=REDUCTIONS
-        )
+        if transport is Transport.SHARED:
+            others = nbytes - nbytes / self._place.size
+            recorder.copy(2 * others, f"copy gradients of {unit}")
+        else:
+            key = recorder.start(
+                self._reduction(), nbytes, RankGroup.SHARD, f"reduce {unit}", queue=REDUCTIONS
+            )
         has_more = self._buffers.has_more(event)
         self._reducing[unit].append((key, nbytes, has_more))
         self._last_reduced[unit] = key, has_more
@@ -155,7 +165,7 @@ class FsdpctlSteps:
     def _add_up(self, unit: str, nbytes: int) -> None:
         """Let the rank add the gradients of all ranks, or only scale the sum."""
         ranks, kind = self._place.size, self._reduction()
-        adds = self._place.transport is Transport.GLOO and kind is C.REDUCE_SCATTER
+        adds = self._place.transport is not Transport.NCCL and kind is C.REDUCE_SCATTER
         passes = ranks + 1 if adds else 2
         own = nbytes if kind is C.ALL_REDUCE else nbytes / ranks
         if ranks > 1:
@@ -168,7 +178,7 @@ class FsdpctlSteps:
         if self._place.num_replicas == 1:  # the parts of unsharded gradients are put together
             kind, group, queue = C.GATHER, RankGroup.SHARD, GATHERS
         before, has_more = self._last_reduced[unit]
-        after = (before,) if strategy.replicates else ()
+        after = (before,) if strategy.replicates and before is not None else ()
         label = f"sum over replicas of {unit}"
         key = self._recorder.start(kind, nbytes, group, label, queue=queue, after=after)
         self._combining[unit].append((key, has_more))
@@ -209,6 +219,8 @@ class FsdpctlSteps:
 
     def _renew(self, event: Event) -> None:
         """Start to send a unit's new parameters to other ranks."""
+        if self._place.transport is Transport.SHARED:
+            return  # ranks read what their owner has written
         over_copies = self._plan.strategy.shards_over_copies
         group, label = RankGroup.REPLICAS if over_copies else RankGroup.SHARD, f"renew {event.unit}"
         key = self._recorder.start(C.GATHER, event.nbytes, group, label, queue=GATHERS)
@@ -229,7 +241,8 @@ def _allocate_model(
         is_new = slot.units[0] not in made
         if is_new:
             made.add(slot.units[0])
-            key = recorder.allocate(Category.GATHERED_UNITS, unit, "slot", slot.nbytes)
+            nbytes = place.share_of(slot.nbytes)
+            key = recorder.allocate(Category.GATHERED_UNITS, unit, "slot", nbytes)
         for layout in layouts:
             kept = at_rest(plan, place, layout)
             masters = "master weights" if layout.trainable else "frozen weights"
@@ -250,6 +263,9 @@ def _allocate_model(
             recorder.free(key)
     for key in scratch.values():
         recorder.free(key)
+    if outbox := outbox_bytes(plan, place):
+        what = "gradients that other ranks read"
+        recorder.allocate(Category.REDUCE_BUFFERS, plan.order.root, what, outbox)
 
 
 def _allocate_states(plan: TrainingPlan, place: RankPlace, recorder: Recorder) -> None:

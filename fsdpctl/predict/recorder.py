@@ -44,6 +44,7 @@ CATEGORY_OF = {
     Buffer.WORKSPACE: Category.REDUCE_BUFFERS,
     Buffer.SUM: Category.REDUCE_BUFFERS,
     Buffer.COMBINING: Category.REDUCE_BUFFERS,
+    Buffer.OUTBOX: Category.REDUCE_BUFFERS,
     Buffer.GRADS: Category.GRADIENTS,
     Buffer.LEAVING: Category.GRADIENTS,
 }

@@ -10,7 +10,13 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.control_group import host_memory
 from fsdpctl.plan.muon import MATRICES, MUON, keeps_matrices
 from fsdpctl.plan.states import SPLIT
-from fsdpctl.plan.strategy import STRATEGIES, get_strategy, has_strategy, ranks_per_copy
+from fsdpctl.plan.strategy import (
+    FSDPCTL,
+    STRATEGIES,
+    get_strategy,
+    has_strategy,
+    ranks_per_copy,
+)
 from fsdpctl.resolve.launchers import Place, place_of
 
 LOCAL = "local"
@@ -118,6 +124,18 @@ def with_batch_size(config: Config) -> Config:
             f"train.seq_len={train.seq_len} of one sample"
         )
     return replace(config, train=replace(train, global_batch_size=size, global_batch_tokens=None))
+
+
+def shares_memory(config: Config) -> bool:
+    """Return whether the ranks of a placed configuration share the memory of one machine."""
+    launch = config.launch
+    return (
+        launch.share_memory is not False
+        and launch.device == "cpu"
+        and launch.nnodes == 1
+        and world_size(config) > 1
+        and config.engine.name == FSDPCTL
+    )
 
 
 def world_size(config: Config) -> int:

@@ -23,7 +23,7 @@ from fsdpctl.plan.strategy import (
     get_strategy,
 )
 from fsdpctl.resolve.attention_kernel import check_attention
-from fsdpctl.resolve.machine import resolved_strategy, world_size
+from fsdpctl.resolve.machine import resolved_strategy, shares_memory, world_size
 
 
 class Rule(NamedTuple):
@@ -102,7 +102,12 @@ def _steps_everything(config: Config) -> bool:
     if not _divides(config):
         return False
     given, ranks = config.strategy, world_size(config)
-    row, _ = effective_strategy(get_strategy(given.name), given.dp_shard_size or ranks, ranks)
+    row, _ = effective_strategy(
+        get_strategy(given.name),
+        given.dp_shard_size or ranks,
+        ranks,
+        shares_memory=shares_memory(config),
+    )
     return not row.shards_optimizer
 
 
@@ -118,6 +123,11 @@ RULES = (
     Rule(
         "precision.master_dtype={SPLIT}: only valid with optimizer=adamw",
         lambda c: not _row(c).splits_masters and c.precision.master_dtype == SPLIT,
+    ),
+    Rule(
+        "launch.share_memory=true: requires launch.device=cpu, launch.nnodes=1 and "
+        "engine={FSDPCTL}; got {launch.device}, {launch.nnodes} and {engine.name}",
+        lambda c: c.launch.share_memory is True and world_size(c) > 1 and not shares_memory(c),
     ),
     Rule(
         "optimizer.lr=auto: not supported with optimizer={optimizer.name}; set a number",

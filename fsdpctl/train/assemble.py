@@ -37,6 +37,7 @@ from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import prepare_blocks
+from fsdpctl.resolve.machine import shares_memory
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.callbacks.heap import HeapTrim
@@ -85,6 +86,7 @@ def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
         prefetch=config.prefetch.planned,
         precision=Precision(*dtypes, has_remainders=config.precision.master_dtype == SPLIT),
         offload=config.optimizer.offload if trains else Offload.NONE,
+        share_memory=shares_memory(config),
     )
 
 

@@ -250,9 +250,10 @@ def a_collective_works_on_memory_that_goes_at_once() -> None:
 def a_slot_lies_on_another_device() -> None:
     right = Slot.__init__
 
-    def wrong(self: Slot, name: str, nbytes: int, device: torch.device, **more: Any) -> None:
-        other = torch.device("cuda", (device.index or 0) + 1) if device.type == "cuda" else device
-        right(self, name, nbytes, other, **more)
+    def wrong(self: Slot, name: str, memory: Tensor, **more: Any) -> None:
+        if memory.is_cuda:
+            memory = memory.to(torch.device("cuda", (memory.device.index or 0) + 1))
+        right(self, name, memory, **more)
 
     _replace(Slot, "__init__", wrong)
 

@@ -1,0 +1,172 @@
+"""Memory that the ranks of one machine share, and counters on which they wait for each other.
+
+Note: why the memory has no name. A file of `memfd_create` exists as long as a process maps it, so
+nothing is left when ranks are killed. It does not need /dev/shm, which containers keep small. The
+other ranks open it through /proc, which only processes of the same user may.
+
+Note: why a counter is raised by the kernel. `FUTEX_WAKE_OP` adds to the counter and wakes who waits
+for it in one call, and orders the writes before it on every architecture.
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+import select
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdpctl.comm.recorder import SHARED
+from fsdpctl.errors import EngineError
+
+_PAGE = 4096
+_LINE = 64  # bytes between counters, so that ranks do not write to one cache line
+_NUM_COUNTERS = 4  # of each rank
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+_WAIT, _WAKE_OP = 0, 5
+_ADD_ONE = 1 << 28 | 1 << 12  # FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, 0)
+_CHECKED_EVERY = 0.5  # seconds after which a rank that waits looks whether the others live
+_EVERYONE = 2**31 - 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Exchange = Callable[[list[str]], list[list[str]]]  # gathers a value of every rank, in rank order
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class NotShared(Exception):  # noqa: N818  # an answer
+    """The ranks cannot share memory; the message says why."""
+
+
+class SharedMemory:
+    """Memory of a group of ranks on one machine."""
+
+    def __init__(self, exchange: Exchange, rank: int, timeout: float) -> None:
+        """Map the counters of all ranks. Collective.
+
+        Raises:
+            NotShared: On every rank, if the ranks cannot share memory.
+        """
+        self.rank = rank
+        self._exchange = exchange
+        self._timeout = timeout
+        found = exchange([_place(), str(os.getpid())])
+        if len({place for place, _ in found}) > 1 or not found[0][0]:
+            raise NotShared(
+                "the ranks run on several machines or in several containers"
+                if found[0][0]
+                else f"not supported on {sys.platform} {platform.machine()}"
+            )
+        self._pids = [int(pid) for _, pid in found]
+        self._ranges: list[tuple[weakref.ref[mmap.mmap], range]] = []
+        self._watched: select.poll | None = None
+        (self._lines,) = self.allocate([len(found) * _NUM_COUNTERS * _LINE])
+        self._counts = self._lines.view(torch.int32)[:: _LINE // 4].numpy()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self._pids)
+
+    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return shared memory of zeros for each of the sizes in bytes, as uint8. Collective.
+
+        Raises:
+            NotShared: On every rank, if that is not possible.
+        """
+        starts = list(accumulate((-(-size // _PAGE) * _PAGE for size in sizes), initial=0))
+        total = max(starts[-1], _PAGE)
+        own, error = -1, ""
+        if self.rank == 0:
+            try:
+                own = os.memfd_create("fsdpctl")
+                os.fchmod(own, 0o600)
+                os.ftruncate(own, total)
+            except OSError as caught:
+                error = str(caught)
+        (first, *_) = self._exchange([str(own), error])
+        file = own
+        try:
+            if not first[1]:
+                if self.rank:
+                    file = os.open(f"/proc/{self._pids[0]}/fd/{first[0]}", os.O_RDWR)
+                mapped = mmap.mmap(file, total)
+        except (OSError, ValueError) as caught:
+            error = str(caught)
+        errors = [each for (each,) in self._exchange([error]) if each]
+        if file >= 0:
+            os.close(file)
+        if errors:
+            raise NotShared(f"{errors[0]} ({total:,} bytes)")
+        begin = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+        self._ranges.append((weakref.ref(mapped), range(begin, begin + total)))
+        return [  # each begins its storage
+            torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
+            if size
+            else torch.empty(0, dtype=torch.uint8)
+            for size, start in zip(sizes, starts[:-1], strict=True)
+        ]
+
+    def contains(self, values: Tensor) -> bool:
+        """Return whether the values are in memory that `allocate` returned."""
+        return any(mapped() and values.data_ptr() in each for mapped, each in self._ranges)
+
+    def raise_counter(self, kind: int) -> None:
+        """Add 1 to a counter of this rank; what was written before can be read by who sees it."""
+        SHARED.count += 1
+        address = self._address(self.rank, kind)
+        _libc.syscall(
+            ctypes.c_long(_SYS_FUTEX or 0), address, _WAKE_OP, _EVERYONE, None, address, _ADD_ONE
+        )
+
+    def wait(self, kind: int, count: int, what: str) -> None:
+        """Wait until a counter of every rank has reached `count`.
+
+        Raises:
+            EngineError: If a rank has ended, or after the time that ranks may wait.
+        """
+        SHARED.pending = f"waiting for {what}"
+        began = 0.0
+        for rank in range(self.size):
+            place = rank * _NUM_COUNTERS + kind
+            while (found := int(self._counts[place])) < count:
+                began = began or time.monotonic()
+                self._sleep(self._address(rank, kind), found)
+                if time.monotonic() - began > _CHECKED_EVERY:
+                    self._check(rank, what, time.monotonic() - began)
+        SHARED.pending = ""
+
+    def _address(self, rank: int, kind: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._lines.data_ptr() + (rank * _NUM_COUNTERS + kind) * _LINE)
+
+    def _sleep(self, address: ctypes.c_void_p, found: int) -> None:
+        """Wait until a counter is not `found`, or for a while."""
+        until = ctypes.byref(_Timespec(0, int(_CHECKED_EVERY * 1e9)))
+        _libc.syscall(ctypes.c_long(_SYS_FUTEX or 0), address, _WAIT, found, until, None, 0)
+
+    def _check(self, rank: int, what: str, waited: float) -> None:
+        if waited > self._timeout:
+            raise EngineError(f"waited {waited:.0f} s for {what} of rank {rank}")
+        if self._watched is None:
+            self._watched = select.poll()
+            for pid in self._pids:
+                self._watched.register(os.pidfd_open(pid), select.POLLIN)
+        if self._watched.poll(0):
+            raise EngineError(f"a rank has ended while this one waited for {what} of rank {rank}")
+
+
+def _place() -> str:
+    """Return what ranks that can share memory have in common; empty: none can here."""
+    if _SYS_FUTEX is None or not hasattr(os, "memfd_create"):
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.geteuid()}"
