@@ -100,6 +100,11 @@ def conclusions(found: "RunEstimate") -> list[str]:
             f"experts {_size(buffers)} of gathered units and reduce buffers do not shrink with "
             "more ranks; expert parallelism would divide them, but fsdpctl does not have it"
         )
+    if found.shared:
+        lines.append(
+            f"shared  {_size(found.shared)}, once for all ranks, of which each counts its share; "
+            "as resident memory, each process shows all of it"
+        )
     if found.packages:
         lines.append(
             f"kernels of {' and '.join(found.packages)} are assumed; without them, the code of "

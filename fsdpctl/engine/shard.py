@@ -73,7 +73,7 @@ def shard_from(
             )
         row, asked = requested_strategy(sharding), sharding.owner_map
         copy_size = ranks_per_copy(row, world.size, sharding.dp_shard_size)
-        if asked != "even" and not row.has_owner_map:
+        if asked != "even" and not (row.has_owner_map or sharding.share_memory):
             raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
         check_values(module, needs_values=source.initialize is None and not source.is_empty)
         units, shares = units_of(module, sharding), world.shares_memory

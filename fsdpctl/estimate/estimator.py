@@ -22,6 +22,7 @@ from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Program
+from fsdpctl.predict.engine_bytes import shared_bytes
 from fsdpctl.predict.hardware import Group
 from fsdpctl.predict.input_copies import ProgramRecorder
 from fsdpctl.predict.memory_recorder import MemoryRecorder
@@ -122,7 +123,8 @@ class Estimator:
         counts = (traced.num_params, traced.num_trained, traced.num_active, frozen)
         saved = _saved_states(training, traced.units)
         on_host = host_states_bytes(training, place) + host_inputs_bytes(program.sent.values())
-        return RunEstimate(plan, *counts, saved, place.rank, step, on_host, traced.packages)
+        shared = shared_bytes(training, place)
+        return RunEstimate(plan, *counts, saved, place.rank, step, on_host, traced.packages, shared)
 
     def predict(self, plan: RunPlan) -> StepPrediction:
         """Predict one training step, on the hardware that the plan's cluster describes.

@@ -20,7 +20,7 @@ from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.kept_states import KeptStates
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.machine import shares_memory, world_size
+from fsdpctl.resolve.machine import owner_map_of, shares_memory, world_size
 
 REPEATING = 3  # micro-steps; another one needs no more memory
 _REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
@@ -35,7 +35,7 @@ def divide_run(config: Config, units: tuple[UnitSpec, ...]) -> Division:
         get_strategy(given.name),
         ranks,
         size,
-        given.owner_map or "even",
+        owner_map_of(config),
         shares_memory=shares_memory(config),
     )
 

@@ -44,6 +44,7 @@ class RunEstimate:
     step: StepEstimate
     host_states: int = 0  # bytes of states, inputs of blocks and buffers in host memory
     packages: tuple[str, ...] = ()  # whose kernels are assumed
+    shared: int = 0  # bytes that the ranks of the machine share, of which each counts its share
 
     @property
     def config(self) -> Config:
@@ -172,6 +173,7 @@ class RunEstimate:
             "node_host_bytes": self.node_bytes,
             **({} if self.host_limit is None else {"node_host_memory_bytes": self.host_limit}),
             **({"host_states_bytes": self.host_states} if self.host_states else {}),
+            **({"shared_bytes": self.shared} if self.shared else {}),
             "checkpoint_bytes": self.checkpoint_bytes,
             **({"assumed_packages": [*self.packages]} if self.packages else {}),
             **self.step.to_dict(),

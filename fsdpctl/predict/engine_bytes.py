@@ -192,6 +192,14 @@ def outbox_bytes(plan: TrainingPlan, place: RankPlace) -> int:
     return _reductions(plan, place).most_in_flight if shares else 0
 
 
+def shared_bytes(plan: TrainingPlan, place: RankPlace) -> int:
+    """Return the bytes that all ranks share: parameters, and gradients to be read."""
+    if place.transport is not Transport.SHARED:
+        return 0
+    outboxes = place.size * outbox_bytes(plan, place)
+    return sum(slot.nbytes for slot in plan_slots(plan)) + outboxes
+
+
 def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
     transfers, reductions = place.transfers(plan.strategy), _reductions(plan, place)
     slots = plan_slots(plan)

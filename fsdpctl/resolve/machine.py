@@ -138,6 +138,13 @@ def shares_memory(config: Config) -> bool:
     )
 
 
+def owner_map_of(config: Config) -> str:
+    """Return the owner map of a resolved configuration; shared memory gives no_shard one."""
+    owners = config.strategy.owner_map or "even"
+    cuts_matrices = owners == "even" and config.optimizer.name == MUON
+    return MATRICES if cuts_matrices and shares_memory(config) else owners
+
+
 def world_size(config: Config) -> int:
     """Return the number of ranks of a placed configuration."""
     assert config.launch.nproc_per_node is not None

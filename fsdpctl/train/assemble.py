@@ -37,7 +37,7 @@ from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import prepare_blocks
-from fsdpctl.resolve.machine import shares_memory
+from fsdpctl.resolve.machine import owner_map_of, shares_memory
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.callbacks.heap import HeapTrim
@@ -82,7 +82,7 @@ def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
     return Sharding(
         given.name,
         dp_shard_size=given.dp_shard_size,
-        owner_map=given.owner_map or "even",
+        owner_map=owner_map_of(config),
         prefetch=config.prefetch.planned,
         precision=Precision(*dtypes, has_remainders=config.precision.master_dtype == SPLIT),
         offload=config.optimizer.offload if trains else Offload.NONE,
