@@ -18,7 +18,7 @@ class Recorded:
 
 
 class SharedRecord:
-    """What torch does not record: the collectives over shared memory."""
+    """The collectives over shared memory, which torch does not record."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -68,7 +68,7 @@ class SharedMemory:
             )
         self._pids = [int(pid) for _, pid in found]
         self._ranges: list[tuple[weakref.ref[mmap.mmap], range]] = []
-        self._watched: select.poll | None = None
+        self._watched = _watched(self._pids)
         (self._lines,) = self.allocate([len(found) * _NUM_COUNTERS * _LINE])
         self._counts = self._lines.view(torch.int32)[:: _LINE // 4].numpy()
 
@@ -156,17 +156,25 @@ class SharedMemory:
     def _check(self, rank: int, what: str, waited: float) -> None:
         if waited > self._timeout:
             raise EngineError(f"waited {waited:.0f} s for {what} of rank {rank}")
-        if self._watched is None:
-            self._watched = select.poll()
-            for pid in self._pids:
-                self._watched.register(os.pidfd_open(pid), select.POLLIN)
         if self._watched.poll(0):
             raise EngineError(f"a rank has ended while this one waited for {what} of rank {rank}")
 
 
+def _watched(pids: Sequence[int]) -> select.poll:
+    """Return what is ready once one of the processes has ended."""
+    watched = select.poll()
+    for pid in pids:
+        watched.register(os.pidfd_open(pid), select.POLLIN)
+    return watched
+
+
 def _place() -> str:
     """Return what ranks that can share memory have in common; empty: none can here."""
-    if _SYS_FUTEX is None or not hasattr(os, "memfd_create"):
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return ""  # not Linux, or older than 5.3
+    if _SYS_FUTEX is None:
         return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.geteuid()}"

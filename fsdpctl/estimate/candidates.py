@@ -116,7 +116,9 @@ def _strategies(placed: Config) -> tuple[str, ...]:
     """
     has_replicas = placed.launch.nnodes > 1 or placed.strategy.dp_shard_size is not None
     found: dict[tuple[Strategy, int], str] = {}
-    for name in supported_strategies(placed):
+    # Of equivalent ones, the one that runs.
+    named = sorted(supported_strategies(placed), key=lambda n: _effective(placed, n)[0].name != n)
+    for name in named:
         if has_replicas or not STRATEGIES[name].replicates:
             found.setdefault(_effective(placed, name), name)
     return tuple(found.values())

@@ -111,7 +111,7 @@ class RankPlace:
     copy: int = 0  # the replica that it belongs to
 
     def share_of(self, nbytes: int) -> int:
-        """Return this rank's share of memory that stands once for all ranks, else all of it."""
+        """Return this rank's share of memory that exists once for all ranks, else all of it."""
         return -(-nbytes // self.size) if self.transport is Transport.SHARED else nbytes
 
     def transfers(self, strategy: Strategy) -> Transfers:

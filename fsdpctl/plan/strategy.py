@@ -128,7 +128,7 @@ def effective_strategy(
 ) -> tuple[Strategy, int]:
     """Return the strategy that runs if `copy_size` ranks share a replica, and its shard size.
 
-    A single rank shares nothing. If all ranks share memory, parameters stand there once, unsharded,
+    A single rank shares nothing. If all ranks share memory, it has all parameters once, unsharded,
     and each rank steps its part. If every rank has a replica, parameters are unsharded, and all
     ranks share what is sharded over replicas, or nothing. If there is one replica, nothing is
     replicated.

@@ -128,14 +128,14 @@ def with_batch_size(config: Config) -> Config:
 
 def shares_memory(config: Config) -> bool:
     """Return whether the ranks of a placed configuration share the memory of one machine."""
-    launch = config.launch
-    return (
-        launch.share_memory is not False
-        and launch.device == "cpu"
-        and launch.nnodes == 1
-        and world_size(config) > 1
-        and config.engine.name == FSDPCTL
-    )
+    return may_share_memory(config) and (config.launch.nproc_per_node or 1) > 1
+
+
+def may_share_memory(config: Config) -> bool:
+    """Return whether any number of ranks would share memory: `launch.share_memory`, resolved."""
+    launch, is_ours = config.launch, config.engine.name == FSDPCTL
+    on_one_host = launch.device == "cpu" and launch.nnodes == 1
+    return launch.share_memory is not False and on_one_host and is_ours
 
 
 def owner_map_of(config: Config) -> str:

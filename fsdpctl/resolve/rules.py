@@ -23,7 +23,12 @@ from fsdpctl.plan.strategy import (
     get_strategy,
 )
 from fsdpctl.resolve.attention_kernel import check_attention
-from fsdpctl.resolve.machine import resolved_strategy, shares_memory, world_size
+from fsdpctl.resolve.machine import (
+    may_share_memory,
+    resolved_strategy,
+    shares_memory,
+    world_size,
+)
 
 
 class Rule(NamedTuple):
@@ -127,7 +132,7 @@ RULES = (
     Rule(
         "launch.share_memory=true: requires launch.device=cpu, launch.nnodes=1 and "
         "engine={FSDPCTL}; got {launch.device}, {launch.nnodes} and {engine.name}",
-        lambda c: c.launch.share_memory is True and world_size(c) > 1 and not shares_memory(c),
+        lambda c: c.launch.share_memory is True and not may_share_memory(c),
     ),
     Rule(
         "optimizer.lr=auto: not supported with optimizer={optimizer.name}; set a number",

@@ -31,6 +31,7 @@ OPEN = [
     "activation_checkpointing=auto",
     "prefetch=auto",
     "train.micro_batch_size=auto",
+    "launch.share_memory=false",
 ]
 H100 = [
     *(word for word in TINY[:-1] if "batch_size" not in word), "model.vocab_size=256",
@@ -104,7 +105,8 @@ def test_if_nothing_fits_train_fails_and_the_estimate_has_a_verdict(tmp_path):
 def test_an_existing_run_keeps_the_selection_in_its_configuration(tmp_path):
     given = words(tmp_path)
     chosen = ["strategy=shard_optimizer", "activation_checkpointing=full", "prefetch=both"]
-    kept = settle(open_run(compose_config([*given, *chosen, "train.micro_batch_size=1"])).config)
+    more = ["launch.share_memory=false", "train.micro_batch_size=1"]
+    kept = settle(open_run(compose_config([*given, *chosen, *more])).config)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(config_to_yaml(kept.config))
     code, text = invoke("train", "--dry-run", *given, *OPEN)

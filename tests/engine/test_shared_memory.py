@@ -1,46 +1,185 @@
 """Ranks that share memory."""
 
+import os
+import subprocess
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+from fsdpctl.comm import shared_memory
+from fsdpctl.comm.base import Gathering
+from fsdpctl.comm.shared import SharedCollectives
+from fsdpctl.comm.shared_memory import NotShared, SharedMemory
 from fsdpctl.engine.build import Sharding
+from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
+from fsdpctl.errors import EngineError
+from fsdpctl.plan.layout import EvenParts, Span
+from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.sizes import Itemsizes
 from tests.distributed import distributed
 from tests.engine import test_parity as parity
+from tests.engine.models import make_net, token_batches
 from tests.engine.odd import KINDS
-from tests.matrix import fast
+from tests.engine.test_trace import planned_events, recorded_events
+from tests.matrix import WHOLE, fast
+
+
+def sharing(
+    module: nn.Module, strategy: str = "full_shard", owner_map: str = "even"
+) -> ShardedModel:
+    return shard_model(module, Sharding(strategy, owner_map=owner_map, share_memory=True))
 
 
 @dataclass(frozen=True)
 class Case(parity.Case):
-    """A case of every strategy, over shared memory."""
+    """A case of the other strategies, over shared memory."""
 
     @property
     def exact(self) -> bool:
         return self.window != "every"
 
     def trained(self, rank: int) -> dict[str, Tensor]:
-        kind, (strategy, owner_map) = KINDS[self.kind], self.sharding
+        kind = KINDS[self.kind]
         net: nn.Module = kind.make().to(self.dtype)
-        model = shard_model(net, Sharding(strategy, owner_map=owner_map, share_memory=True))
+        model = sharing(net, *self.sharding)
         assert model.mesh.shard.shares_memory
         parity.train(model, rank, self.batches, kind, self.window)
         state: dict[str, Tensor] = model.state_dict()
         return state
 
 
-@pytest.mark.parametrize("world_size", fast(2, 3, slow=[4, 8]))
-@distributed(timeout=300)
-def test_equals_one_process_bit_for_bit(rank: int, world_size: int) -> None:
-    every = product(KINDS, parity.WINDOWS)
-    shardings = parity.SHARDINGS
+@WHOLE
+@pytest.mark.parametrize("world_size", fast(3, slow=[2, 4, 8]))
+@distributed(timeout=600)
+def test_equals_one_process_bit_for_bit(rank: int, world_size: int, whole: bool) -> None:
+    """Every kind of module in some window, or in all; strategies and owner maps take turns."""
+    shardings, windows, kinds = parity.SHARDINGS, list(parity.WINDOWS), list(KINDS)
+    some = [(kind, windows[at % len(windows)]) for at, kind in enumerate(kinds)]
+    found = list(product(kinds, windows)) if whole else some
     parity.check(
         rank,
-        [
-            Case(shardings[number % len(shardings)], *each, world_size)
-            for number, each in enumerate(every)
-        ],
+        [Case(shardings[n % len(shardings)], *each, world_size) for n, each in enumerate(found)],
     )
+
+
+@distributed(world_size=2)
+def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int) -> None:
+    net, depth = make_net(tied=True), Prefetch(1, 1)
+    model = shard_model(net, Sharding("hybrid_shard", prefetch=depth, share_memory=True))
+    planned = planned_events(model, net, depth, "even", Itemsizes(4, 4, 4))
+    assert recorded_events(model, rank) == planned
+
+
+@distributed(world_size=2)
+def test_parameters_stand_once_and_other_users_cannot_open_them(rank: int, world_size: int) -> None:
+    model = sharing(make_net(tied=False))
+    (at_rest, *_) = model.module.parameters()
+    with torch.no_grad():
+        model.collectives.barrier()
+        if rank == 0:
+            at_rest.fill_(7)
+        model.collectives.barrier()
+    assert bool((at_rest == 7).all())
+    opened: list[int] = []
+    real = os.ftruncate
+
+    def looked_at(file: int, size: int) -> None:
+        assert os.fstat(file).st_mode & 0o777 == 0o600
+        assert os.fstat(file).st_nlink == 0  # it has no name
+        opened.append(file)
+        real(file, size)
+
+    with mock.patch.object(os, "ftruncate", looked_at):
+        model.mesh.shard.allocate([1])
+    assert len(opened) == (rank == 0)
+    if rank == 0:
+        assert not Path(f"/proc/self/fd/{opened[0]}").exists()  # closed: others have mapped it
+
+
+@distributed(world_size=2)
+def test_what_does_not_fit_goes_over_gloo(rank: int, world_size: int) -> None:
+    kind, batches = KINDS["tied embedding"], token_batches(3, world_size)
+    states = []
+    for room in (None, 256):
+        with mock.patch.object(SharedCollectives, "reserve", _reserving(room)):
+            model = sharing(kind.make())
+        parity.train(model, rank, batches, kind, "one")
+        states.append(model.state_dict())
+    assert parity.largest_difference(*states) == 0
+
+
+def _reserving(room: int | None) -> object:
+    real = SharedCollectives.reserve
+    return lambda self, nbytes: real(self, nbytes if room is None else room)
+
+
+@distributed(world_size=2)
+def test_an_outbox_is_as_large_as_the_largest_model_needs(rank: int, world_size: int) -> None:
+    ranks = SharedCollectives()
+    parts = EvenParts(64, world_size)
+    for size in (512, 64, 512):
+        ranks.reserve(size)
+        gradients = torch.arange(128, dtype=torch.float32)
+        total = torch.empty(64)
+        reduction = ranks.reduce_scatter([(Span(0, 128), gradients)], parts, torch.float32)
+        reduction.finish(total, 0.5, torch.float32)
+        assert torch.equal(total, gradients[rank * 64 : (rank + 1) * 64])
+
+
+@distributed(world_size=2)
+def test_a_gather_to_other_memory_transfers(rank: int, world_size: int) -> None:
+    """Also where the addresses of freed shared memory are used again."""
+    ranks, parts = SharedCollectives(), EvenParts(64, world_size)
+    (shared,) = ranks.allocate([512])
+    assert ranks.memory.contains(shared)
+    del shared
+    assert len([mapped for mapped, _ in ranks.memory._ranges if mapped()]) == 1  # the counters
+    whole = torch.zeros(128)
+    ranks.all_gather([Gathering(whole, parts, torch.full((64,), rank + 1.0))]).wait()
+    assert whole.sum() == 64 * (1 + 2)
+
+
+@distributed(world_size=2)
+def test_without_sharing_gloo_is_used_and_a_line_says_why(rank: int, world_size: int) -> None:
+    kind, batches = KINDS["tied embedding"], token_batches(2, world_size)
+    with mock.patch.object(shared_memory, "_place", return_value=f"host {rank}"):
+        if rank == 0:
+            with pytest.warns(UserWarning, match="ranks do not share memory: the ranks run on sev"):
+                model = sharing(kind.make())
+        else:
+            model = sharing(kind.make())
+    assert not model.mesh.shard.shares_memory
+    parity.train(model, rank, batches, kind, "one")
+    with_it = sharing(kind.make())
+    parity.train(with_it, rank, batches, kind, "one")
+    assert parity.largest_difference(model.state_dict(), with_it.state_dict()) == 0
+
+
+@distributed(world_size=2)
+def test_a_lack_of_memory_is_an_answer_on_every_rank(rank: int, world_size: int) -> None:
+    ranks = SharedCollectives()
+    with pytest.raises(NotShared, match=r"\([0-9,]+ bytes\)"):
+        ranks.allocate([1 << 62])
+
+
+@distributed(world_size=2, timeout=30)
+def test_a_rank_that_waits_in_vain_says_for_what(rank: int, world_size: int) -> None:
+    ranks = SharedCollectives()
+    ended = subprocess.Popen(["true"])
+    with mock.patch.object(shared_memory, "_CHECKED_EVERY", 0.01):
+        memory = SharedMemory(ranks.gather_objects, rank, 0.05)
+        if rank == 0:
+            memory.raise_counter(0)
+            with pytest.raises(EngineError, match="waited 0 s for bread of rank 1"):
+                memory.wait(0, 1, "bread")
+        gone = SharedMemory(ranks.gather_objects, rank, 60.0)
+        gone._watched.register(os.pidfd_open(ended.pid))
+        with pytest.raises(EngineError, match="rank has ended"):
+            gone.wait(0, 1, "bread")
+    ended.wait()

@@ -36,13 +36,16 @@ def planned_events(
     prefetch: Prefetch,
     owner_map: str,
     sizes: Itemsizes,
-    transport: Transport = Transport.GLOO,
+    transport: Transport | None = None,
     size: int | None = None,
 ) -> tuple[list[Event], ...]:
     """For one step of each kind of accumulation, what happens until the gradients are dropped."""
     mesh = model.mesh
     copy_size = mesh.shard.size if size is None else size
-    strategy, parts = effective_strategy(model.strategy, copy_size, mesh.world.size)
+    transport, shares = transport or mesh.shard.transport, mesh.shard.shares_memory
+    strategy, parts = effective_strategy(
+        model.strategy, copy_size, mesh.world.size, shares_memory=shares
+    )
     assert parts == mesh.shard.size
     units = divide_module(net, None)
     order = unit_order(units)

@@ -39,6 +39,7 @@ TOY = [
     "model.num_layers=2", "model.hidden_size=128", "model.intermediate_size=256",
     "model.num_heads=2", "model.num_kv_heads=2", "model.vocab_size=512", "train.seq_len=128",
     "train.global_batch_size=8", "launch.device=cpu", "launch.nproc_per_node=2",
+    "launch.share_memory=false",
 ]  # fmt: skip
 TIE = 1.01
 LIMITS = (0.5066, 0.5074, 0.5082, 0.5101, 0.5106, 0.5158, 4)  # GiB, below which less and less fits

@@ -18,7 +18,7 @@ FP32 = 4
 
 def sent(*words: str, micro_batches: int = 1) -> tuple[SentBytes, int]:
     """Return the traffic, and the number of parameters."""
-    given = ["launch.device=cpu", "model.vocab_size=256", *words]
+    given = ["launch.device=cpu", "launch.share_memory=false", "model.vocab_size=256", *words]
     config = plan_for_estimate(compose_config(given)).config
     module = build_model(config.model)
     num_params = sum(param.numel() for param in module.parameters())

@@ -44,7 +44,12 @@ def random_config(
     optimizer = draw.choice([each for each in OPTIMIZERS if on_gloo or "offload" not in each[-1]])
     while True:
         shared = draw.choice([1, 1, *(n for n in (2, 3, 4) if on_gloo and ranks % n == 0)])
-        words = [*_run(draw, ranks, shared), *_model(draw), *_sharding(draw, ranks, strategies)]
+        shares = str(on_gloo and draw.random() < 0.5).lower()
+        words = [
+            *_run(draw, ranks, shared, shares),
+            *_model(draw),
+            *_sharding(draw, ranks, strategies),
+        ]
         words += [*_long(draw), *optimizer]
         try:
             config = placed_on_cluster(compose_config(words).config)
@@ -55,12 +60,13 @@ def random_config(
         return config
 
 
-def _run(draw: random.Random, ranks: int, shared: int) -> list[str]:
+def _run(draw: random.Random, ranks: int, shared: int, shares: str) -> list[str]:
     steps, micro = draw.choice([1, 1, 2, 3, 4]), draw.choice([1, 2, 3])
     length = draw.choice([16, 33, 64, 128])
     words = [
         f"launch.nproc_per_node={ranks}",
         "launch.device=cpu",
+        f"launch.share_memory={shares}",
         f"prefetch={draw.choice(['none', 'backward', 'both'])}",
         f"precision={draw.choice(['fp32', 'bf16', 'bf16_true'])}",
         f"activation_checkpointing={draw.choice(['none', 'selective', 'full'])}",

@@ -133,7 +133,7 @@ def check_shares(rank: int, world_size: int, strategy: str) -> None:
         assert taken == 4 * whole // parts  # of which masters in the same dtype are a window
 
 
-WORDS = ["model.vocab_size=1000", "launch.device=cpu"]
+WORDS = ["model.vocab_size=1000", "launch.device=cpu", "launch.share_memory=false"]
 
 
 def of_config(*words: str) -> Estimate:

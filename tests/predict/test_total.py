@@ -47,7 +47,7 @@ SAMPLED = range(5, 8)
 
 
 def predicted(
-    config: Config, rank: int, model: ShardedModel, transport: Transport = Transport.GLOO
+    config: Config, rank: int, model: ShardedModel, transport: Transport | None = None
 ) -> tuple[int, list[Event], int]:
     """Return the estimated peak of all tensors, the planned events, and bytes next to those.
 
@@ -59,7 +59,7 @@ def predicted(
     micro = run.batches.micro_batch_size
     plan, first = plan_run(run.config, traced.units, steps)
     copy, within = divmod(rank, first.size)
-    place = replace(first, rank=within, copy=copy, transport=transport)
+    place = replace(first, rank=within, copy=copy, transport=transport or first.transport)
     last = traced.units[-1]
     chunk = run.config.train.loss_chunk_tokens or 0
     length = tokens_per_rank(config.train.seq_len, config.train.context_parallel)
@@ -75,14 +75,14 @@ def predicted(
     return allocator.peak_allocated, planned_step(plan, place), states
 
 
-def check(config: Config, rank: int, transport: Transport = Transport.GLOO) -> tuple[int, int]:
+def check(config: Config, rank: int, transport: Transport | None = None) -> tuple[int, int]:
     """Return the estimated and the real peak of all tensors in a step, after other checks.
 
     Those are of the bytes that the engine allocates, event by event, and of optimizer states.
     """
     cpu = torch.device("cpu")
     model = make_model(config, cpu, trains=True)
-    if transport is Transport.GLOO:
+    if transport is None:
         share_samples(cpu, model.collectives.size, config.train.context_parallel)
     if transport is Transport.NCCL:  # nobody adds
         model._presence._check = lambda *about: None  # type: ignore[method-assign]

@@ -4,7 +4,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,7 @@ from fsdpctl.comm.host import HostWorker
 from fsdpctl.engine.host_inputs import HostInputs
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.models.lora import OPERATORS
-from fsdpctl.plan.schedule import Event
+from fsdpctl.plan.schedule import Buffer, Event
 from tests.engine.events import gathered_nbytes, recording
 
 
@@ -133,9 +132,11 @@ def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, li
     there = [each.part for each in buffers]
     there += [each.shard.master for each in buffers if not each.shard.is_on_host]
     slots = [buffer.whole for buffer in buffers]
+    slots += getattr(model.mesh.shard, "_outboxes", [])
     if model.host is not None:  # counted apart
         slots += [*model.host._slabs.values(), *model.host._left.values()]
-    watch = TensorBytes(there, slots, partial(gathered_nbytes, model))
+    outbox = model.ledger.held(Buffer.OUTBOX)
+    watch = TensorBytes(there, slots, lambda: gathered_nbytes(model) + outbox)
     del buffers, there, slots
     right = HostWorker.allocate
 

@@ -62,7 +62,9 @@ PAIRS = 20
 NAMED = [
     ["optimizer=muon", "strategy=shard_optimizer", f"precision.master_dtype={SPLIT}"],
     ["optimizer=sgd", "optimizer.lr=0.1", f"precision.master_dtype={SPLIT}"],
-    ["optimizer.offload=states", "strategy=hybrid_shard", "strategy.dp_shard_size=1"],
+    ["optimizer.offload=states", "strategy=no_shard", "launch.share_memory=false"],
+    ["engine=fsdp2", "launch.share_memory=true"],
+    ["launch.nnodes=2", "launch.share_memory=true"],
     ["engine=fsdp2", "optimizer.offload=states"],
     ["engine=ddp", "strategy=no_shard", "activation_checkpointing.offload=true"],
     ["engine=fsdp2", "model.lora.rank=2"],
