@@ -3,6 +3,7 @@
 import signal
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -177,9 +178,14 @@ def _write_recipe(
 
 def _variants(asked: ConfigArguments, steps: int) -> "list[Variant]":
     """Return the variants to compare, and print which settings and combinations are ignored."""
-    from fsdpctl.tools.compare.vary import distinct, possible, variants
+    from fsdpctl.tools.compare.vary import distinct, possible, share_alike, variants
 
-    found = variants(list(asked.settings or []), asked.recipe, asked.config_dir, steps=steps)
+    words = list(asked.settings or [])
+    made = partial(variants, recipe=asked.recipe, config_dir=asked.config_dir, steps=steps)
+    found = made(words)
+    if share_alike(found):
+        found = made([*words, "launch.share_memory=false"])
+        note("over gloo: ranks that share memory (launch.share_memory) run all strategies alike")
     found, lacking = possible(found)
     found, same = distinct(found)
     for line in (*lacking, *same):

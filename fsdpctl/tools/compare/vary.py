@@ -9,11 +9,12 @@ from pathlib import Path
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.keys import NONE, value_in
 from fsdpctl.config.recipe import find_recipe, read_recipe
-from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SIZES, Config
+from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SIZES, Config, PrecisionConfig
 from fsdpctl.config.serialize import config_words, words_for_others, words_to_yaml
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import refusing
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
+from fsdpctl.resolve.machine import placed_on_cluster, shares_memory
 from fsdpctl.tools.compare.row import Row
 
 _SET_BY_COMPARE = dict.fromkeys(LENGTHS, "pass --steps to set the length of each run") | {
@@ -74,6 +75,17 @@ def variants(
         _variant(dict(zip(alternatives, values, strict=True)), fixed, recipe, config_dir, steps)
         for values in product(*alternatives.values())
     ]
+
+
+def share_alike(found: Sequence[Variant]) -> bool:
+    """Return whether strategies vary that would not differ, because ranks would share memory."""
+    configs = [each.composed.config for each in found]
+    strategies = {each.strategy.name for each in configs}
+    return len(strategies) > 1 and any(
+        each.launch.share_memory is None
+        and shares_memory(placed_on_cluster(replace(each, precision=PrecisionConfig())))
+        for each in configs
+    )
 
 
 def distinct(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
