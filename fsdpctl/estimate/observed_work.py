@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from fsdpctl.models.context import ALL_TO_ALL
 from fsdpctl.predict.compute import Work, WorkKind
@@ -34,7 +33,7 @@ _OF_A_FORWARD, _OF_A_BACKWARD = 2, 5  # matrix products of length by length
 
 def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work | None:
     """Return an operator's work, or None if `result` is a view of an argument, or only memory."""
-    made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+    made = _tensors(result)
     if func in _FREE or not made:
         return None
     if func is ALL_TO_ALL:
@@ -58,7 +57,7 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
         return _attention(func, query, key, is_causal, _OF_A_BACKWARD)
     if func.name().startswith("torch_attn::_varlen_attn"):
         return _documents(func, func.name().endswith("backward"), args)
-    read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    read = _tensors([*args, *(kwargs or {}).values()])
     if not func._schema.is_mutable and _is_window(made, read):
         return None
     nbytes = _distinct(read) + sum(map(_bytes_of, made))
@@ -69,6 +68,15 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
     elif not read:
         nbytes = 2 * nbytes  # memory that a kernel of another name fills
     return Work(_name(func), WorkKind.MEMORY, 0, nbytes, made[0].itemsize)
+
+
+def _tensors(values: object) -> list[Tensor]:
+    """Return the tensors in nested lists and tuples."""
+    if isinstance(values, Tensor):
+        return [values]
+    if not isinstance(values, list | tuple):
+        return []
+    return [tensor for each in values for tensor in _tensors(each)]
 
 
 def _matmul(func: Any, left: Tensor, made: Tensor, nbytes: int) -> Work:

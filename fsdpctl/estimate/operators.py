@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsdpctl.estimate.known_results import known_result
 from fsdpctl.estimate.recurrences import with_kernels
 from fsdpctl.models.kernels import assuming
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH3, FLASH4, MATH
@@ -184,7 +185,7 @@ def result_of(
     result begin on 16 bytes.
     """
     if func is not _GROUPED:
-        return func(*args, **kwargs)
+        return known_result(func, args, kwargs)
     left: Tensor = args[0]
     right: Tensor = args[1]
     rows: tuple[int, ...] = (left.shape[-2],)
