@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fsdpctl.comm.base import Gathering, Handle, Reduction, Stretches
 from fsdpctl.comm.gloo import GlooCollectives, LocalReduction
-from fsdpctl.comm.shared_memory import SharedMemory
+from fsdpctl.comm.shared_memory import NotShared, SharedMemory
+from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.reductions import Transport
 
@@ -36,15 +37,13 @@ class SharedCollectives(GlooCollectives):
 
     transport = Transport.SHARED
 
-    def __init__(
-        self, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
-    ) -> None:
-        """Join this rank's group, and share memory with its ranks. Collective.
+    def __init__(self) -> None:
+        """Share memory with all ranks. Collective.
 
         Raises:
             NotShared: On every rank, if they cannot.
         """
-        super().__init__(groups, purpose)
+        super().__init__()
         timeout = self.gather_group._get_backend(torch.device("cpu")).options._timeout
         self.memory = SharedMemory(self.gather_objects, self.rank, timeout.total_seconds())
         self._outboxes: list[Tensor] = []
@@ -56,13 +55,22 @@ class SharedCollectives(GlooCollectives):
         """Do nothing: reductions do not pass gathers in a process group."""
 
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return shared bytes of zeros of each size. Collective."""
-        return self.memory.allocate(sizes)
+        """Return shared bytes of zeros of each size. Collective.
+
+        Raises:
+            EngineError: On every rank, if the system does not provide them.
+        """
+        try:
+            return self.memory.allocate(sizes)
+        except NotShared as error:
+            raise EngineError(
+                f"memory that ranks share: {error}; set launch.share_memory=false"
+            ) from None
 
     def reserve(self, nbytes: int) -> int:
         """Provide an outbox for gradients of `nbytes`. Collective."""
         if not self._outboxes or nbytes > len(self._outboxes[0]):
-            self._outboxes = self.memory.allocate([nbytes] * self.size)
+            self._outboxes = self.allocate([nbytes] * self.size)
         return nbytes
 
     def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
@@ -87,7 +95,7 @@ class SharedCollectives(GlooCollectives):
     ) -> Reduction:
         """Copy what others own to this rank's outbox; over gloo, if there is no room."""
         sent = gradients[0][1].dtype
-        message = self._place(parts[-1].stop * sent.itemsize)
+        message = self._place(max(part.stop for part in parts) * sent.itemsize)
         if message is None:
             return super().reduce_scatter(gradients, parts, dtype)
         outboxes = [each[message.start : message.stop].view(sent) for each in self._outboxes]

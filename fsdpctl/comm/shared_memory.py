@@ -68,7 +68,11 @@ class SharedMemory:
             )
         self._pids = [int(pid) for _, pid in found]
         self._ranges: list[tuple[weakref.ref[mmap.mmap], range]] = []
-        self._watched = _watched(self._pids)
+        self._watched = select.poll()
+        for pid in self._pids:
+            process = os.pidfd_open(pid)  # is ready once it has ended
+            self._watched.register(process, select.POLLIN)
+            weakref.finalize(self, os.close, process)
         (self._lines,) = self.allocate([len(found) * _NUM_COUNTERS * _LINE])
         self._counts = self._lines.view(torch.int32)[:: _LINE // 4].numpy()
 
@@ -138,7 +142,7 @@ class SharedMemory:
         began = 0.0
         for rank in range(self.size):
             place = rank * _NUM_COUNTERS + kind
-            while (found := int(self._counts[place])) < count:
+            while _is_before(found := int(self._counts[place]), count):
                 began = began or time.monotonic()
                 self._sleep(self._address(rank, kind), found)
                 if time.monotonic() - began > _CHECKED_EVERY:
@@ -160,21 +164,17 @@ class SharedMemory:
             raise EngineError(f"a rank has ended while this one waited for {what} of rank {rank}")
 
 
-def _watched(pids: Sequence[int]) -> select.poll:
-    """Return what is ready once one of the processes has ended."""
-    watched = select.poll()
-    for pid in pids:
-        watched.register(os.pidfd_open(pid), select.POLLIN)
-    return watched
+def _is_before(found: int, count: int) -> bool:
+    """Return whether a counter of 32 bits has not reached `count` yet."""
+    return (found - count) & 0x80000000 != 0
 
 
 def _place() -> str:
     """Return what ranks that can share memory have in common; empty: none can here."""
     try:
         os.close(os.pidfd_open(os.getpid()))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
     except (AttributeError, OSError):
         return ""  # not Linux, or older than 5.3
-    if _SYS_FUTEX is None:
-        return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.geteuid()}"
+    return "" if _SYS_FUTEX is None else f"{boot} {namespace} {os.geteuid()}"

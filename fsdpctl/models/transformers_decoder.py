@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdpctl.errors import UsageError
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.experts import Counts, aux_loss_factor, global_balance
+from fsdpctl.models.router_biases import RouterBiases
 from fsdpctl.models.row_documents import Documents
 from fsdpctl.models.transformers_attention import TransformersAttention
 
@@ -149,6 +150,7 @@ class TransformersDecoder(nn.Module):
         self._model = (model,)  # hidden: its modules are this one's
         self._aux_loss = router_aux_loss
         self.reduce_counts: Counts | None = None  # sums expert counts over ranks
+        self.router_biases: RouterBiases | None = None  # if they are updated
         forward = type(getattr(model, self._backbone)).forward
         self._caches = _can_cache(model.config)
         self.attention = TransformersAttention(model)
@@ -218,6 +220,9 @@ class TransformersDecoder(nn.Module):
             settings["output_router_logits"] = True
         if cache is not None and cache.foreign is not None:
             settings[self._cache_name] = cache.foreign
+        if targets is not None and self.router_biases is not None:
+            data = _data_of(targets, documents).expand_as(targets)
+            self.router_biases.counted = data.flatten()
         with self.attention.among(documents):
             outputs = getattr(self, self._backbone)(
                 input_ids=tokens,
@@ -231,9 +236,8 @@ class TransformersDecoder(nn.Module):
         loss: Tensor = head(hidden, targets, chunk_tokens, outputs)
         if targets is None or not adds:
             return loss
-        is_target = targets != -100
-        data = is_target.any(-1, keepdim=True) if documents is None else documents.own_data
-        return loss + is_target.sum() * self._balance(hidden, outputs, data.expand_as(targets))
+        data = _data_of(targets, documents).expand_as(targets)
+        return loss + (targets != -100).sum() * self._balance(hidden, outputs, data)
 
     def _balance(self, hidden: Tensor, outputs: Any, data: Tensor) -> Tensor:
         """Return the auxiliary loss of the routers with its factor, over the tokens in `data`."""
@@ -246,6 +250,11 @@ class TransformersDecoder(nn.Module):
         settings = {"output_router_logits": True, "attention_mask": mask}
         found = head.run(hidden[:, -1:], outputs, **settings).aux_loss
         return factor * found  # type: ignore[no-any-return]  # transformers'
+
+
+def _data_of(targets: Tensor, documents: Documents | None) -> Tensor:
+    """Return whether tokens are data, not what fills a batch; (batch, length) or (batch, 1)."""
+    return (targets != -100).any(-1, keepdim=True) if documents is None else documents.own_data
 
 
 def _can_cache(config: Any) -> bool:

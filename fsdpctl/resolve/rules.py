@@ -135,6 +135,11 @@ RULES = (
         lambda c: c.launch.share_memory is True and not may_share_memory(c),
     ),
     Rule(
+        "model.router_bias_update={model.router_bias_update:g}: not supported with "
+        "train.compile=true",
+        lambda c: c.model.router_bias_update > 0 and c.train.compile,
+    ),
+    Rule(
         "optimizer.lr=auto: not supported with optimizer={optimizer.name}; set a number",
         lambda c: not _row(c).has_usual_lr and c.optimizer.lr is None,
     ),

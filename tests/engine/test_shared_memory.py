@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdpctl.comm import shared_memory
 from fsdpctl.comm.base import Gathering
 from fsdpctl.comm.shared import SharedCollectives
-from fsdpctl.comm.shared_memory import NotShared, SharedMemory
+from fsdpctl.comm.shared_memory import SharedMemory
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
@@ -164,7 +164,7 @@ def test_without_sharing_gloo_is_used_and_a_line_says_why(rank: int, world_size:
 @distributed(world_size=2)
 def test_a_lack_of_memory_is_an_answer_on_every_rank(rank: int, world_size: int) -> None:
     ranks = SharedCollectives()
-    with pytest.raises(NotShared, match=r"\([0-9,]+ bytes\)"):
+    with pytest.raises(EngineError, match=r"\([0-9,]+ bytes\); set launch.share_memory=false"):
         ranks.allocate([1 << 62])
 
 
@@ -183,3 +183,12 @@ def test_a_rank_that_waits_in_vain_says_for_what(rank: int, world_size: int) -> 
         with pytest.raises(EngineError, match="rank has ended"):
             gone.wait(0, 1, "bread")
     ended.wait()
+
+
+def test_counters_of_32_bits_go_round() -> None:
+    most = 2**31 - 1
+    assert shared_memory._is_before(6, 7)
+    assert not shared_memory._is_before(7, 7)
+    assert shared_memory._is_before(most, most + 1)
+    assert not shared_memory._is_before(-most - 1, most + 1)  # as int32
+    assert not shared_memory._is_before(3, 2**32 + 3)
