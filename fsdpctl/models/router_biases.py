@@ -73,7 +73,7 @@ class RouterBiases:
 
     @torch.no_grad()
     def update(self, reduce: Counts | None, found_inf: Tensor | None = None) -> None:
-        """Update all biases by the counts since the last call, and begin anew. Collective.
+        """Update all biases by the counts since the last call, and start to count again. Collective.
 
         Args:
             reduce: Sums a tensor over all ranks.
