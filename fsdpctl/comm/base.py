@@ -69,6 +69,7 @@ class Collectives:
     size = 1
     waits: Waits = HostWaits()
     transport = Transport.GLOO
+    not_shared = ""  # why the ranks do not share memory, if they were to
 
     @property
     def shares_memory(self) -> bool:

@@ -41,17 +41,19 @@ def collectives_for(
     return GlooCollectives(groups, purpose)
 
 
-def sharing_collectives() -> tuple[Collectives, str]:
-    """Return the collectives of all ranks, on the CPU, which share memory. Collective.
+def sharing_collectives() -> Collectives:
+    """Return the collectives of all ranks, on the CPU, over memory that they share. Collective.
 
-    If they cannot, returns those over gloo, and why.
+    If they cannot share any, returns those over gloo, with `not_shared`.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Collectives(), ""
+        return Collectives()
     try:
-        return SharedCollectives(), ""
+        return SharedCollectives()
     except NotShared as error:
-        return GlooCollectives(), str(error)
+        over_gloo = GlooCollectives()
+        over_gloo.not_shared = str(error)
+        return over_gloo
 
 
 class ObjectExchange:

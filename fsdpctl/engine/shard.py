@@ -2,11 +2,11 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import Mesh, collectives_for, make_mesh, sharing_collectives
 from fsdpctl.engine.agreement import agreed
 from fsdpctl.engine.build import Sharding, Source, build_runtime
@@ -54,7 +54,11 @@ def shard_model(
         sharding = strategy
     else:
         sharding = Sharding(strategy, units, dp_shard_size, owner_map, prefetch, precision)
-    return shard_from(Source(first), module, sharding)
+    model = shard_from(Source(first), module, sharding)
+    if model.mesh.world.not_shared and model.mesh.world.rank == 0:
+        reason = model.mesh.world.not_shared
+        warnings.warn(f"ranks do not share memory: {reason}", stacklevel=2)
+    return model
 
 
 def shard_from(
@@ -64,7 +68,9 @@ def shard_from(
 
     `mesh` is that of a model with the same sharding, whose groups are used again.
     """
-    world = mesh.world if mesh is not None else _world(source.device, sharding)
+    shares = sharding.share_memory and source.device.type == "cpu"
+    make = sharing_collectives if shares else partial(collectives_for, source.device)
+    world = mesh.world if mesh is not None else make()
 
     def division() -> tuple[Strategy, Division]:
         if is_sharded(module):
@@ -85,16 +91,6 @@ def shard_from(
     row, made = agreed(world, division, described)
     mesh = mesh or make_mesh(world, source.device, made.ranks_per_copy)
     return ShardedModel(module, build_runtime(module, made, mesh, source, sharding), row)
-
-
-def _world(device: torch.device, sharding: Sharding) -> Collectives:
-    """Return the collectives of all ranks; those that cannot share memory use gloo, and say so."""
-    if sharding.share_memory and device.type == "cpu":
-        ranks, reason = sharing_collectives()
-        if reason and ranks.rank == 0:
-            warnings.warn(f"ranks do not share memory: {reason}", stacklevel=2)
-        return ranks
-    return collectives_for(device)
 
 
 def requested_strategy(sharding: Sharding) -> Strategy:

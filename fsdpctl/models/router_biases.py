@@ -62,32 +62,37 @@ class RouterBiases:
         chosen = next(each for each in args if not each.is_floating_point())
         if not experts.training or recomputes or chosen.is_meta:
             return
-        _, owner, name = self._places[number]
-        if number not in self._counts:
-            size = getattr(owner, name).numel()
-            self._counts[number] = torch.zeros(size, dtype=torch.float32, device=chosen.device)
         weights = torch.ones(chosen.shape, dtype=torch.float32, device=chosen.device)
         if self.counted is not None:
             weights *= self.counted.view(-1, 1)
-        self._counts[number].index_add_(0, chosen.flatten(), weights.flatten())
+        self._count_of(number).index_add_(0, chosen.flatten(), weights.flatten())
+
+    def _count_of(self, number: int) -> Tensor:
+        """Return the tokens of each expert of a layer so far."""
+        if number not in self._counts:
+            _, owner, name = self._places[number]
+            bias: Tensor = getattr(owner, name)
+            self._counts[number] = torch.zeros(
+                bias.numel(), dtype=torch.float32, device=bias.device
+            )
+        return self._counts[number]
 
     @torch.no_grad()
     def update(self, reduce: Counts | None, found_inf: Tensor | None = None) -> None:
-        """Update all biases by the counts since the last call, and start to count again. Collective.
+        """Update all biases by the counts since the last call. Collective.
 
         Args:
             reduce: Sums a tensor over all ranks.
             found_inf: A scalar that is not zero if the step was skipped, and the biases stay.
         """
-        if not self._counts:
-            return
-        counts = torch.cat([self._counts[number] for number in range(len(self._places))])
+        of_layers = [self._count_of(number) for number in range(len(self._places))]
+        counts = torch.cat(of_layers)
         counts = counts if reduce is None else reduce(counts)
         rate = torch.full((), self._rate, device=counts.device)
         if found_inf is not None:
             rate = torch.where(found_inf == 0, rate, 0.0)
-        sizes = [len(self._counts[number]) for number in range(len(self._places))]
-        for (_, owner, name), of_layer in zip(self._places, counts.split(sizes), strict=True):
+        sums = counts.split([len(each) for each in of_layers])
+        for (_, owner, name), of_layer in zip(self._places, sums, strict=True):
             bias: Tensor = getattr(owner, name)
             bias.add_((of_layer.mean() - of_layer).sign().mul_(rate).view_as(bias))
         self._counts.clear()

@@ -172,6 +172,8 @@ def make_trainer(
             add_start(run_dir, describe_start(run_dir, places))
     parts, done, base = _load(config, run_dir, world, ranks)
     journal = Journal(config, run_dir, done.step, is_main=is_main, shows=shows)
+    if reason := parts.model.collectives.not_shared:
+        journal.warn(f"ranks do not share memory: {reason}")
     if only_measures:
         return Trainer(parts, done, context, journal, [RunReporter(journal, None)])
     checkpoints = CheckpointManager(
