@@ -162,6 +162,7 @@ def _load_model(source: Tensors, model: Sharded) -> None:
     _check_shapes(source, PARAMETER, params)
     buffers = model.persistent_buffers()
     _check_shapes(source, BUFFER, {name: tuple(each.shape) for name, each in buffers.items()})
+    model.mesh.shard.meet()
     for shard in model.flat_shards():
         for piece in shard.held_pieces():
             offset = piece.in_flat.start - piece.in_param.start

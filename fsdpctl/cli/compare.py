@@ -3,6 +3,7 @@
 import signal
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -61,7 +62,7 @@ def compare(  # noqa: PLR0913  # each is an option
 
     length, number = int(str(_STEPS.parse(steps))), int(str(_ROUNDS.parse(rounds)))
     asked = normalized(asked, nproc_per_node)
-    found = _variants(asked, length)
+    found = _variants(asked, length, simulates=simulate)
     file = None if write_recipe is None else check_recipe_file(write_recipe)
     how = _how(asked, length, number, simulates=simulate)
     is_complete = False
@@ -160,7 +161,7 @@ def _write_recipe(
 ) -> None:
     """Write the best variant, if any ran."""
     from fsdpctl.tools.compare.recommendation import recommend
-    from fsdpctl.tools.compare.vary import write_recipe
+    from fsdpctl.tools.compare.vary import OVER_GLOO, write_recipe
 
     recommended = recommend(rows)
     if recommended.best is None or about is None:
@@ -172,19 +173,22 @@ def _write_recipe(
         recommended.text,
     ]
     best = found[rows.index(recommended.best)]
+    asked_for = set(asked.settings or [])
+    best = replace(best, words=tuple(e for e in best.words if e != OVER_GLOO or e in asked_for))
     write_recipe(path, best, lines, recipe=asked.recipe, config_dir=asked.config_dir)
     note(f"written: {path}")
 
 
-def _variants(asked: ConfigArguments, steps: int) -> "list[Variant]":
+def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> "list[Variant]":
     """Return the variants to compare, and print which settings and combinations are ignored."""
-    from fsdpctl.tools.compare.vary import distinct, possible, share_alike, variants
+    from fsdpctl.resolve.machine import placed_here, placed_on_cluster
+    from fsdpctl.tools.compare.vary import OVER_GLOO, distinct, possible, share_alike, variants
 
     words = list(asked.settings or [])
     made = partial(variants, recipe=asked.recipe, config_dir=asked.config_dir, steps=steps)
     found = made(words)
-    if share_alike(found):
-        found = made([*words, "launch.share_memory=false"])
+    if share_alike(found, placed_on_cluster if simulates else placed_here):
+        found = made([*words, OVER_GLOO])
         note("over gloo: ranks that share memory (launch.share_memory) run all strategies alike")
     found, lacking = possible(found)
     found, same = distinct(found)

@@ -80,6 +80,9 @@ class Collectives:
         """Return bytes of zeros of each size, if the ranks share memory. Collective."""
         return []
 
+    def meet(self) -> None:
+        """Before parameters are written: if ranks share them, wait until none reads them."""
+
     def reserve(self, nbytes: int) -> int:
         """Return the bytes that are kept to have reductions of `nbytes` in flight. Collective."""
         return 0

@@ -24,8 +24,6 @@ from fsdpctl.plan.layout import Span, are_even
 from fsdpctl.plan.reductions import (
     ADDED_AT_A_TIME,
     MAX_DIRECT_RANKS,
-    Transport,
-    reduce_workspace,
     sends_in_place,
 )
 
@@ -66,9 +64,9 @@ class GlooCollectives(ProcessGroupCollectives):
     ) -> Reduction:
         """Exchange messages between ranks, or among many ranks use gloo's reduce-scatter."""
         _, first = gradients[0]
-        workspace = first.new_empty(reduce_workspace(Transport.GLOO, parts, self.rank))
-        own = parts[self.rank]
-        if sends_in_place(Transport.GLOO, parts):
+        own, direct = parts[self.rank], sends_in_place(self.transport, parts)
+        workspace = first.new_empty(own.numel * (self.size - 1 if direct else 1))
+        if direct:
             received = workspace.view(self.size - 1, own.numel)
             rows: list[Tensor | None] = list(received.unbind())
             rows.insert(self.rank, None)

@@ -20,7 +20,7 @@ from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.reductions import Transport
 
-_GATHERED, _SENT, _READ = range(3)  # counters
+_GATHERED, _SENT, _READ, _MET = range(4)  # counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,18 @@ class SharedCollectives(GlooCollectives):
         timeout = self.gather_group._get_backend(torch.device("cpu")).options._timeout
         self.memory = SharedMemory(self.gather_objects, self.rank, timeout.total_seconds())
         self._outboxes: list[Tensor] = []
-        self._num_gathered = self._num_sent = 0
+        self._num_gathered = self._num_sent = self._num_met = 0
         self._unread: deque[_Message] = deque()  # by this rank
         self._read: list[_Message] = []  # by this rank, maybe not by others
 
     def separate_reductions(self) -> None:
         """Do nothing: reductions do not pass gathers in a process group."""
+
+    def meet(self) -> None:
+        """Return once every rank has arrived, and none reads parameters."""
+        self._num_met += 1
+        self.memory.raise_counter(_MET)
+        self._wait_for(_MET, self._num_met, "the call that writes parameters")()
 
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return shared bytes of zeros of each size. Collective.
@@ -69,8 +75,9 @@ class SharedCollectives(GlooCollectives):
 
     def reserve(self, nbytes: int) -> int:
         """Provide an outbox for gradients of `nbytes`. Collective."""
-        if not self._outboxes or nbytes > len(self._outboxes[0]):
-            self._outboxes = self.allocate([nbytes] * self.size)
+        if not self._outboxes or 2 * nbytes > len(self._outboxes[0]):
+            # Twice, for a message that does not fit between others; what is not used is not taken.
+            self._outboxes = self.allocate([2 * nbytes] * self.size)
         return nbytes
 
     def all_gather(self, buffers: Sequence[Gathering]) -> Handle:

@@ -69,12 +69,23 @@ class SharedMemory:
         self._pids = [int(pid) for _, pid in found]
         self._ranges: list[tuple[weakref.ref[mmap.mmap], range]] = []
         self._watched = select.poll()
-        for pid in self._pids:
-            process = os.pidfd_open(pid)  # is ready once it has ended
-            self._watched.register(process, select.POLLIN)
-            weakref.finalize(self, os.close, process)
+        self._watch()
         (self._lines,) = self.allocate([len(found) * _NUM_COUNTERS * _LINE])
         self._counts = self._lines.view(torch.int32)[:: _LINE // 4].numpy()
+
+    def _watch(self) -> None:
+        """Watch the processes of all ranks. Collective."""
+        error = ""
+        try:
+            for pid in self._pids:
+                process = os.pidfd_open(pid)  # is ready once it has ended
+                self._watched.register(process, select.POLLIN)
+                weakref.finalize(self, os.close, process)
+        except OSError as caught:
+            error = str(caught)
+        for (each,) in self._exchange([error]):
+            if each:
+                raise NotShared(each)
 
     @property
     def size(self) -> int:
@@ -128,9 +139,9 @@ class SharedMemory:
         """Add 1 to a counter of this rank; what was written before can be read by who sees it."""
         SHARED.count += 1
         address = self._address(self.rank, kind)
-        _libc.syscall(
-            ctypes.c_long(_SYS_FUTEX or 0), address, _WAKE_OP, _EVERYONE, None, address, _ADD_ONE
-        )
+        number = ctypes.c_long(_SYS_FUTEX or 0)
+        if _libc.syscall(number, address, _WAKE_OP, _EVERYONE, None, address, _ADD_ONE) < 0:
+            raise EngineError(f"shared memory: futex: {os.strerror(ctypes.get_errno())}")
 
     def wait(self, kind: int, count: int, what: str) -> None:
         """Wait until a counter of every rank has reached `count`.
@@ -159,7 +170,7 @@ class SharedMemory:
 
     def _check(self, rank: int, what: str, waited: float) -> None:
         if waited > self._timeout:
-            raise EngineError(f"waited {waited:.0f} s for {what} of rank {rank}")
+            raise EngineError(f"timed out after {waited:.0f} s: waiting for {what} of rank {rank}")
         if self._watched.poll(0):
             raise EngineError(f"a rank has ended while this one waited for {what} of rank {rank}")
 

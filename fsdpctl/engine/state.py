@@ -105,6 +105,7 @@ def load_full_state(module: nn.Module, runtime: Runtime, state: Mapping[str, Any
         for param in shard.layout.params
     }
     sources = {name: _checked(state, name, tuple(each.shape)) for name, each in buffers.items()}
+    runtime.mesh.shard.meet()
     for shard in shards:
         for piece in shard.held_pieces():
             part = full[piece.param.name].reshape(-1)[piece.in_param.start : piece.in_param.stop]
@@ -141,6 +142,7 @@ def update_shards(runtime: Runtime, flat: Tensor) -> None:
             f"update_shards: expected a tensor of shape [{numel}], as this rank's shards have, "
             f"got {list(flat.shape)}"
         )
+    runtime.mesh.shard.meet()
     for shard, part in zip(shards, flat.split(sizes), strict=True):
         shard.write(shard.held, part)
     runtime.masters_changed()

@@ -14,7 +14,10 @@ from fsdpctl.io.control_group import OWN, ROOT, memory_files
 
 _SAVED = StoppedError.exit_code
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
-_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
+_BROKEN = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL",
+    "a rank has ended while",
+)  # fmt: skip
 _ENDED_BY_SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")  # the agent's message
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _OF_MACHINE = Path("/proc/vmstat")

@@ -124,6 +124,7 @@ class ShardedSteps(torch.optim.Optimizer):
         absent = self._model.absent_everywhere()
         if absent:
             self.isolate(absent)
+        self._model.mesh.shard.meet()
         host = self._model.host
         if host is not None:
             self._start_on_host(host, absent, HostScalars(grad_scale, found_inf))

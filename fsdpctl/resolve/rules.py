@@ -136,8 +136,10 @@ RULES = (
     ),
     Rule(
         "model.router_bias_update={model.router_bias_update:g}: not supported with "
-        "train.compile=true",
-        lambda c: c.model.router_bias_update > 0 and c.train.compile,
+        "train.compile=true or model.lora",
+        lambda c: (
+            c.model.router_bias_update > 0 and (c.train.compile or c.model.lora.rank is not None)
+        ),
     ),
     Rule(
         "optimizer.lr=auto: not supported with optimizer={optimizer.name}; set a number",

@@ -8,7 +8,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.chunks import loss_chunk_tokens, mlp_chunk_tokens
 from fsdpctl.resolve.decoder_check import check_shared_rows
-from fsdpctl.resolve.machine import may_share_memory, sample_groups, world_size
+from fsdpctl.resolve.machine import sample_groups, world_size
 from fsdpctl.resolve.rules import checked
 
 
@@ -57,6 +57,4 @@ def settle(
         mlp_chunk_tokens=mlp_chunk_tokens(config, size),
     )
     accumulation = replace(config.accumulation, steps=batches.num_micro_batches)
-    launch = replace(config.launch, share_memory=may_share_memory(config))
-    config = replace(config, train=train, accumulation=accumulation, launch=launch)
-    return RunPlan(asked, config, batches)
+    return RunPlan(asked, replace(config, train=train, accumulation=accumulation), batches)

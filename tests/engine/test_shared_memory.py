@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm import shared_memory
-from fsdpctl.comm.base import Gathering
+from fsdpctl.comm.base import Gathering, Reduction
 from fsdpctl.comm.shared import SharedCollectives
 from fsdpctl.comm.shared_memory import SharedMemory
 from fsdpctl.engine.build import Sharding
@@ -28,6 +29,8 @@ from tests.engine.models import make_net, token_batches
 from tests.engine.odd import KINDS
 from tests.engine.test_trace import planned_events, recorded_events
 from tests.matrix import WHOLE, fast
+
+F32 = torch.float32
 
 
 def sharing(
@@ -102,7 +105,8 @@ def test_parameters_stand_once_and_other_users_cannot_open_them(rank: int, world
         assert not Path(f"/proc/self/fd/{opened[0]}").exists()  # closed: others have mapped it
 
 
-@distributed(world_size=2)
+@pytest.mark.parametrize("world_size", fast(2, slow=[9]))
+@distributed(timeout=120)
 def test_what_does_not_fit_goes_over_gloo(rank: int, world_size: int) -> None:
     kind, batches = KINDS["tied embedding"], token_batches(3, world_size)
     states = []
@@ -176,7 +180,9 @@ def test_a_rank_that_waits_in_vain_says_for_what(rank: int, world_size: int) -> 
         memory = SharedMemory(ranks.gather_objects, rank, 0.05)
         if rank == 0:
             memory.raise_counter(0)
-            with pytest.raises(EngineError, match="waited 0 s for bread of rank 1"):
+            with pytest.raises(
+                EngineError, match="timed out after 0 s: waiting for bread of rank 1"
+            ):
                 memory.wait(0, 1, "bread")
         gone = SharedMemory(ranks.gather_objects, rank, 60.0)
         gone._watched.register(os.pidfd_open(ended.pid))
@@ -192,3 +198,38 @@ def test_counters_of_32_bits_go_round() -> None:
     assert shared_memory._is_before(most, most + 1)
     assert not shared_memory._is_before(-most - 1, most + 1)  # as int32
     assert not shared_memory._is_before(3, 2**32 + 3)
+
+
+@distributed(world_size=3)
+def test_messages_fit_in_any_order_that_the_plan_allows(rank: int, world_size: int) -> None:
+    """As many bytes are in flight as were reserved, of messages that leave gaps."""
+    ranks, limit = SharedCollectives(), 24
+    parts, unit = EvenParts(64, world_size), 64 * world_size * 4
+    ranks.reserve(limit * unit)
+    sent: list[tuple[int, Reduction]] = []
+    for size in [6, 10, 10] * 4 + [24, 1, 23]:
+        while sum(each for each, _ in sent) + size > limit:
+            _, oldest = sent.pop(0)
+            oldest.wait()
+        parts = EvenParts(64 * size, world_size)
+        values = torch.ones(parts[-1].stop)
+        number = ranks._num_sent
+        sent.append((size, ranks.reduce_scatter([(Span(0, len(values)), values)], parts, F32)))
+        assert ranks._num_sent == number + 1, "went over gloo"
+    for _, reduction in sent:
+        reduction.wait()
+
+
+@distributed(world_size=2)
+def test_parameters_are_written_once_no_rank_reads_them(rank: int, world_size: int) -> None:
+    """A rank that evaluates longer than the other sees the old values until it is done."""
+    model = sharing(make_net(tied=False))
+    state = {name: each + 1 for name, each in model.state_dict().items()}
+    (tokens,) = token_batches(1, 1)[0][0]
+    with torch.no_grad():
+        before = model(tokens)
+        if rank == 1:
+            time.sleep(0.3)
+            assert torch.equal(model(tokens), before)
+    model.load_state_dict(state)
+    assert parity.largest_difference(model.state_dict(), state) == 0

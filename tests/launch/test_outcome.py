@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdpctl.launch.outcome import Ended, Failure, Outcome, failure_of
@@ -27,9 +28,13 @@ def test_a_killed_rank_is_the_cause_of_broken_connections():
     assert outcome.cause is killed
 
 
-def test_a_reported_error_comes_before_broken_connections():
+@pytest.mark.parametrize(
+    "broken",
+    ["Connection reset by peer", "a rank has ended while this one waited for gradients of rank 1"],
+)
+def test_a_reported_error_comes_before_broken_connections(broken):
     spoken = failure(1, 2, "token 7 is 99, above its vocabulary of 9")
-    outcome = Outcome((failure(0, 1, "Connection reset by peer"), spoken), None)
+    outcome = Outcome((failure(0, 1, broken), spoken), None)
     assert outcome.cause is spoken
     assert not spoken.waited_in_vain
 

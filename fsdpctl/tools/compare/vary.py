@@ -1,7 +1,7 @@
 """Expansion of settings with commas into variants, and the best variant as a recipe."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -14,7 +14,7 @@ from fsdpctl.config.serialize import config_words, words_for_others, words_to_ya
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import refusing
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
-from fsdpctl.resolve.machine import placed_on_cluster, shares_memory
+from fsdpctl.resolve.machine import shares_memory
 from fsdpctl.tools.compare.row import Row
 
 _SET_BY_COMPARE = dict.fromkeys(LENGTHS, "pass --steps to set the length of each run") | {
@@ -77,13 +77,19 @@ def variants(
     ]
 
 
-def share_alike(found: Sequence[Variant]) -> bool:
-    """Return whether strategies vary that would not differ, because ranks would share memory."""
+OVER_GLOO = "launch.share_memory=false"
+
+
+def share_alike(found: Sequence[Variant], place: Callable[[Config], Config]) -> bool:
+    """Return whether strategies vary that would not differ, because ranks would share memory.
+
+    `place` is `placed_here`, or for simulations `placed_on_cluster`.
+    """
     configs = [each.composed.config for each in found]
     strategies = {each.strategy.name for each in configs}
     return len(strategies) > 1 and any(
         each.launch.share_memory is None
-        and shares_memory(placed_on_cluster(replace(each, precision=PrecisionConfig())))
+        and shares_memory(place(replace(each, precision=PrecisionConfig())))
         for each in configs
     )
 
