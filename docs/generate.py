@@ -136,6 +136,7 @@ TABLES: dict[str, Callable[[], str] | str] = {
     "estimate": estimate_output,
     "step_time": measured.step_time_table,
     "step_time_beside_ddp": measured.step_time_beside_ddp_table,
+    "step_time_of_shared_memory": measured.step_time_of_shared_memory_table,
     "peak_memory": measured.peak_memory_table,
     "host_time": measured.host_time_table,
     "estimate_errors": measured.estimate_errors_table,

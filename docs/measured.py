@@ -20,6 +20,7 @@ _ENGINES = {  # by key in the JSON files
     "shard_optimizer": "**fsdpctl** `shard_optimizer`",
     "shard_grad_op": "**fsdpctl** `shard_grad_op`",
     "full_shard": "**fsdpctl** `full_shard`",
+    "shared_memory": "**fsdpctl**, any strategy, ranks share memory",
 }
 
 
@@ -49,6 +50,11 @@ def step_time_table() -> str:
 def step_time_beside_ddp_table() -> str:
     """Return the time of a step relative to the baseline."""
     return _step_times("step-time-cpu-ddp", "median_over_floor", "time / baseline")
+
+
+def step_time_of_shared_memory_table() -> str:
+    """Return the time of a step of ranks that share memory, relative to the baseline."""
+    return _step_times("step-time-shared", "median_over_floor", "time / baseline")
 
 
 def _step_times(name: str, key: str, title: str) -> str:

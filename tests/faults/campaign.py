@@ -28,7 +28,7 @@ from tests.launch.hosts import hosts
 PATIENCE = 200.0  # seconds: four times hang_timeout for a start, twice, and what starts take
 CUT_PATIENCE = 500.0  # over a cable that is out for a minute
 MOST_STARTS = 5
-CODES = (0, 1, 4, 75, 76, 130)
+CODES = (0, 1, 4, 75, 76, 77, 130)
 _DAMAGED = 4
 
 Sums = dict[str, str]
