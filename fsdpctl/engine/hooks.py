@@ -1,5 +1,6 @@
 """Binds module and autograd events to the runtime, without any decisions."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -126,11 +127,14 @@ def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:
 
     A loss can depend only on parameters that stay unsharded after the forward.
     """
-    backward = runtime.backward
+    # The garbage collector does not look into hooks of tensors: one that held the runtime, which
+    # has the parameters, would keep a model for ever.
+    known = weakref.ref(runtime)
 
     def arrived(param: Tensor) -> None:
-        if not backward.is_live:
-            runtime.begin_backward()
+        found = known()
+        if found is not None and not found.backward.is_live:
+            found.begin_backward()
 
     for buffer in unit.trained_buffers:
         for param in buffer.params:

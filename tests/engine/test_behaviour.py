@@ -1,17 +1,21 @@
 """What users' modules and loops may do."""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import EventKind
+from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed, in_turn
 from tests.engine.events import recording
 from tests.engine.models import OddBlock, make_net, next_token_loss, token_batches
@@ -214,6 +218,19 @@ def test_prefetch_follows_the_actual_order_of_units_after_one_warning(
     gathers = [(event.kind, event.unit) for event in trace if event.kind in kinds]
     second = gathers.index((EventKind.GATHER, "blocks.2"))
     assert second < gathers.index((EventKind.RELEASE, "blocks.3"))
+
+
+@distributed(world_size=2)
+@in_turn(strategy=sorted(STRATEGIES), share_memory=[False, True])
+def test_a_model_that_nothing_refers_to_is_freed(
+    rank: int, world_size: int, strategy: str, share_memory: bool
+) -> None:
+    model = shard_model(make_net(tied=True), Sharding(strategy, share_memory=share_memory))
+    next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
+    refs = [weakref.ref(each) for each in (model, model.module, *model.parameters())]
+    del model
+    gc.collect()
+    assert [each() for each in refs] == [None] * len(refs)
 
 
 @distributed(world_size=2)
