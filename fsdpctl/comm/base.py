@@ -21,12 +21,14 @@ T = TypeVar("T")
 class Gathering:
     """A buffer of an all-gather: every rank's part of `whole` is filled in place from that rank.
 
-    This rank's part is first copied (and cast) from `shard`, if any.
+    This rank's part is first copied (and cast) from `shard`, if any; otherwise it is there once
+    `arrived` is reached.
     """
 
     whole: Tensor
     parts: Sequence[Span]
     shard: Tensor | None = None
+    arrived: torch.cuda.Event | None = None
 
 
 class Handle:
@@ -95,7 +97,14 @@ class Collectives:
         for each in buffers:
             if each.shard is not None:
                 self._own(each).copy_(each.shard)
-        return Handle(lambda: buffers[0].whole)
+
+        def finish() -> Tensor:
+            for each in buffers:
+                if each.arrived is not None:
+                    torch.cuda.current_stream().wait_event(each.arrived)
+            return buffers[0].whole
+
+        return Handle(finish)
 
     def _own(self, buffer: Gathering) -> Tensor:
         """Return this rank's part."""

@@ -94,14 +94,14 @@ class HostWorker:
     """The thread of a rank. It starts with the first call, and ends with the process."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._queue: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None]) -> Job:
         """Start `work()` after all earlier work."""
         if self._thread is None:
-            name, args = "optimizer on the host", (self._queue, self._device)
+            name, args = "optimizer on the host", (self._queue, self.device)
             self._thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
             self._thread.start()
             weakref.finalize(self, _end, self._queue, self._thread)
@@ -117,7 +117,7 @@ class HostWorker:
 
     def allocate(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return memory of the host; pinned if the device is to copy from or to it."""
-        on_cuda = self._device.type == "cuda"
+        on_cuda = self.device.type == "cuda"
         return self.call(lambda: torch.empty(numel, dtype=dtype, pin_memory=pinned and on_cuda))
 
 

@@ -63,6 +63,8 @@ class NcclCollectives(ProcessGroupCollectives):
             for each in buffers:
                 if each.shard is not None:
                     self._own(each).copy_(each.shard)
+                if each.arrived is not None:
+                    self.gather_stream.wait_event(each.arrived)
                 if are_even(each.parts):
                     together[each.whole.dtype].append(each)
                 else:

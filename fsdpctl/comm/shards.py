@@ -99,22 +99,23 @@ class FlatShard:
         self.param.grad_dtype = grad_dtype
 
     def put_on_host(self, device: torch.device, settle: Callable[[], None]) -> None:
-        """Declare that the masters are in host memory, where a step may still run.
+        """Declare that the masters are in host memory.
 
-        Gradients are on `device`. `settle()` waits for the step.
+        Gradients are on `device`. `settle()` waits for a step that writes the masters, and for
+        copies that read them.
         """
         self.device, self._settle = device, settle
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the masters are in host memory, and stepped there."""
+        """Whether the masters are in host memory; if they are trained, they are stepped there."""
         return self._settle is not None
 
     @property
     def master(self) -> Tensor:
         """The weights that the optimizer updates, or their upper half; 1-D, the elements `held`.
 
-        Waits for a step on the host.
+        Waits for what the host does with them.
         """
         if self._settle is not None:
             self._settle()
@@ -123,7 +124,7 @@ class FlatShard:
     @property
     def itemsize(self) -> int:
         """The bytes of a master weight."""
-        return self.master.itemsize + (self.remainder is not None)
+        return self.param.itemsize + (self.remainder is not None)
 
     def weights(self) -> Tensor:
         """Return the exact master weights: the tensor itself, or a float32 copy of 24 bits."""

@@ -24,6 +24,7 @@ PREFETCHES = (
 MAY_USE = {
     "state_dtype": ("optimizer.state_dtype", ("int8",)),
     "offload": ("optimizer.offload", ("states", "all")),
+    "offload_params": ("strategy.offload_params", ("true",)),
     "activation_offload": ("activation_checkpointing.offload", ("true",)),
     "base_dtype": ("model.base_dtype", ("nf4",)),
 }

@@ -36,6 +36,11 @@ class StrategyConfig:
         choices=(*OWNER_MAPS, MATRICES),
         auto=True,
     )
+    offload_params: bool = key(
+        False,
+        "frozen parameters rest in host memory, from where units are gathered; with "
+        "optimizer.offload, trained ones too",
+    )
 
     def under(self, name: str) -> "StrategyConfig":
         """Return the section for the strategy `name`, without keys that it doesn't use."""
@@ -46,7 +51,8 @@ class StrategyConfig:
         before = STRATEGIES.get(self.name)
         is_unused = self.owner_map == "even" and before is not None and not before.has_owner_map
         keeps = row.has_owner_map and not is_unused
-        return StrategyConfig(name, size, self.owner_map if keeps else None)
+        on_host = self.offload_params and row.can_offload_params
+        return StrategyConfig(name, size, self.owner_map if keeps else None, on_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +199,7 @@ class AutoConfig:
     may_use: str | None = key(
         None,
         "settings that auto may change too, separated by commas: state_dtype, offload, "
-        "activation_offload, base_dtype",
+        "offload_params, activation_offload, base_dtype",
         optional=True,
     )
 

@@ -113,6 +113,7 @@ SYNONYMS = _by_name(
         "no_shard": "NO_SHARD",
         "optimizer": "optim",
         "optimizer; `fsdpctl list optimizer` shows its options": "optimizer.name",
+        "strategy.offload_params=true": "offload_param offload_params param_offload",
         "optimizer.offload=all": (
             "cpu_offload fsdp_offload_params offload offload_optimizer offload_policy "
             "optim_cpu_offload optimizer_cpu_offload optimizer_offload"
@@ -209,9 +210,6 @@ NOT_SUPPORTED = _by_name(
         "pipeline parallelism": "pipeline_model_parallel pipeline_parallel pp pp_size",
         "sequence parallelism": "sequence_parallel",
         "expert parallelism": "expert_parallel ep ep_size",
-        "parameters in host memory; set optimizer.offload=all for gradients and states": (
-            "offload_param offload_params"
-        ),
         "fp8": "fp8 float8",
         "4-bit optimizer states; set optimizer.state_dtype=int8": "ao_adamw_4bit adamw_torch_4bit",
         "third-party kernels; set train.loss_chunk_tokens to save the memory of logits": (

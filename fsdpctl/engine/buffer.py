@@ -22,6 +22,7 @@ class Resting:
 
     span: Span
     values: Tensor  # 1-D
+    is_on_host: bool = False
 
     def within(self, span: Span) -> Tensor:
         """Return the elements `span` of the flat buffer."""
@@ -65,7 +66,12 @@ class UnitBuffer:
     @property
     def part(self) -> Tensor:
         """This rank's part of the parameters, from which they are gathered."""
-        return self.shard.master if self.resting is None else self.resting.values
+        return self.shard.param.detach() if self.resting is None else self.resting.values
+
+    @property
+    def rests_on_host(self) -> bool:
+        """Whether `part` is in host memory."""
+        return self.shard.is_on_host if self.resting is None else self.resting.is_on_host
 
     def start_sync(self, mesh: Mesh, *, is_sent: bool = False) -> Handle | None:
         """Start to copy changed masters into the parameters that remain between steps.

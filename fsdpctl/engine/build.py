@@ -8,12 +8,14 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.codes import split
 from fsdpctl.comm.collectives import Mesh
+from fsdpctl.comm.host import HostWorker
 from fsdpctl.comm.shards import FlatShard
 from fsdpctl.engine.buffer import Resting, UnitBuffer
 from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.describe import replace_meta_parameters
 from fsdpctl.engine.entry import move_buffers
 from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
+from fsdpctl.engine.host_params import HostParams
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.reduction import GradientReducer
@@ -24,7 +26,7 @@ from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.schedule import Buffer, Prefetch
 from fsdpctl.plan.sizes import Offload, slots_of
-from fsdpctl.plan.strategy import Strategy
+from fsdpctl.plan.strategy import Strategy, check_offload_params
 from fsdpctl.plan.transfers import Transfers
 from fsdpctl.plan.units import Division, UnitSpec
 
@@ -49,6 +51,7 @@ class Sharding:
     prefetch: Prefetch = Prefetch()
     precision: Precision = Precision()
     offload: str = "none"  # states: masters and moments in host memory; all: gradients too
+    offload_params: bool = False  # frozen ones, and trained ones whose masters are in host memory
     share_memory: bool = False  # between the ranks of one machine, on the CPU
 
 
@@ -63,6 +66,7 @@ class _Builder:
     params: dict[str, nn.Parameter]
     dtypes: dict[str, torch.dtype]  # of the parameters as the user made them
     host: HostStates | None = None  # of trained parameters
+    host_params: HostParams | None = None
     scratches: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @property
@@ -124,8 +128,12 @@ class _Builder:
         dtype, resting = self.master_dtype(layout), self.resting_values(layout, whole)
         if self.host is not None and layout.trainable:
             master = self.host.master(held.numel, dtype)
+            if self.host_params and whole.dtype == dtype:
+                resting = Resting(held, master, is_on_host=True)
         elif resting is not None and whole.dtype == dtype:
             master = resting.within(held)
+        elif self.host_params is not None and not layout.trainable:
+            master = self.host_params.take(held.numel, dtype)
         else:
             master = torch.empty(held.numel, dtype=dtype, device=self.source.device)
         owners = self.mesh.num_replicas // layout.shares
@@ -141,8 +149,8 @@ class _Builder:
         else:
             for target in [master, *([resting.values] if resting else [])]:
                 target.zero_()
-        if self.host is not None and layout.trainable:
-            shard.put_on_host(self.source.device, self.host.settle)
+        if (self.host if layout.trainable else self.host_params) is not None:
+            shard.put_on_host(self.source.device, self.settle)
         return UnitBuffer(shard, [self.params[p.name] for p in layout.params], whole, resting)
 
     def resting_values(self, layout: FlatLayout, whole: Tensor) -> Resting | None:
@@ -152,7 +160,18 @@ class _Builder:
         if layout.shares == 1 and not (self.host and layout.trainable):
             return None
         part = layout.parts[self.mesh.shard.rank]
-        return Resting(part, torch.empty(part.numel, dtype=whole.dtype, device=whole.device))
+        if self.host_params is None:
+            return Resting(part, torch.empty(part.numel, dtype=whole.dtype, device=whole.device))
+        if whole.dtype == self.master_dtype(layout):
+            return None  # those are the masters
+        return Resting(part, self.host_params.take(part.numel, whole.dtype), is_on_host=True)
+
+    def settle(self) -> None:
+        """Wait for what uses or writes parameters in host memory."""
+        if self.host is not None:
+            self.host.settle()
+        if self.host_params is not None:
+            self.host_params.settle()
 
     def initial_values(self, layout: FlatLayout) -> Tensor:
         """Return the full flat buffer with all bits of masters; valid until the next call."""
@@ -191,13 +210,14 @@ def build_runtime(
     move_buffers(module, source.device, mesh.world)
     params = dict(module.named_parameters())
     builder = _Builder(division, sharding.precision, mesh, source, params, dtypes)
-    if sharding.offload != Offload.NONE:
-        builder = replace(builder, host=_host_states(builder, sharding.offload))
+    if sharding.offload != Offload.NONE or sharding.offload_params:
+        builder = _with_host(builder, sharding)
     units = _build_units(builder, sharding.prefetch)
     for param in params.values():
         param.grad = None  # it does not belong to the sharded model
     strategy, reducer = division.strategy, _make_reducer(units, builder)
     runtime = Runtime(units, division.order, strategy, sharding.prefetch, mesh, reducer)
+    runtime.gatherer.host = builder.host_params
     if builder.host is not None:
         runtime.host, builder.host.on_start = builder.host, runtime.step_on_host
         reducer.leaving = builder.host.gradients()
@@ -211,25 +231,57 @@ def build_runtime(
     return runtime
 
 
-def _host_states(builder: _Builder, offload: str) -> HostStates:
-    """Allocate host memory for the states of trained parameters.
+def _with_host(builder: _Builder, sharding: Sharding) -> _Builder:
+    """Allocate host memory for what `sharding` keeps there.
 
     Raises:
-        UsageError: If every rank keeps all master weights.
+        UsageError: If the strategy or other arguments do not allow it.
     """
+    layouts = [each for of in builder.division.layouts.values() for each in of]
+    worker, offload = HostWorker(builder.source.device), Offload(sharding.offload)
+    if sharding.offload_params:
+        builder = replace(builder, host_params=_host_params(worker, builder, layouts, offload))
+    if offload is Offload.NONE:
+        return builder
+    trained = [each for each in layouts if each.trainable]
+    return replace(builder, host=_host_states(worker, builder, trained, offload))
+
+
+def _host_params(
+    worker: HostWorker, builder: _Builder, layouts: Sequence[FlatLayout], offload: Offload
+) -> HostParams:
+    check_offload_params(builder.strategy)
+    is_stepped_there = offload is not Offload.NONE
+    if not is_stepped_there and all(each.trainable for each in layouts):
+        raise UsageError(
+            "strategy.offload_params=true: parameters that are trained rest on the host with their "
+            "master weights; set optimizer.offload=all or states"
+        )
+    sizes = [
+        (builder.held(each).numel, builder.compute_dtype(each))
+        for each in layouts
+        if not each.trainable
+        or (is_stepped_there and builder.compute_dtype(each) != builder.master_dtype(each))
+    ]
+    return HostParams(worker, sizes)
+
+
+def _host_states(
+    worker: HostWorker, builder: _Builder, trained: Sequence[FlatLayout], offload: Offload
+) -> HostStates:
     if builder.mesh.world.size > 1 and not builder.strategy.shards_optimizer:
         raise UsageError(
             f"optimizer.offload={offload}: not supported with strategy={builder.strategy.name} on "
             "several ranks, which would all step all parameters; use strategy=shard_grad_op"
         )
-    trained = (each for of in builder.division.layouts.values() for each in of if each.trainable)
     return HostStates(
-        builder.source.device,
+        worker,
         [
             (builder.held(each).numel, builder.master_dtype(each), builder.compute_dtype(each))
             for each in trained
         ],
-        with_gradients=offload == Offload.ALL,
+        with_gradients=offload is Offload.ALL,
+        with_params=builder.host_params is not None,
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from fsdpctl.comm.base import Handle
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.comm.host import Job
+from fsdpctl.engine.host_params import HostParams
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.unit import ShardedUnit, State
 from fsdpctl.errors import EngineError
@@ -113,6 +114,7 @@ class Gatherer:
     def __init__(
         self, units: Sequence[ShardedUnit], strategy: Strategy, mesh: Mesh, param_sync: ParamSync
     ) -> None:
+        self.host: HostParams | None = None  # has the parameters that rest in host memory
         self.fingerprint = 0  # of the units gathered since the last comparison, in order
         self._units = {unit.name: unit for unit in units}
         self._numbers = {name: number for number, name in enumerate(self._units, start=1)}
@@ -175,7 +177,7 @@ class Gatherer:
         if not unit.slot.resident:
             self._ledger.allocate(Buffer.PARAMS, unit.slot.name, 0, unit.slot.nbytes)
         with self._ledger.ranges.around("gather", unit.name):
-            unit.start_gather(self._mesh.shard)
+            unit.start_gather(self._mesh.shard, self.host)
         number = self.fingerprint * 1_000_003 + self._numbers[unit.name]
         self.fingerprint = number % _FINGERPRINTS
         self._ledger.note(EventKind.GATHER, unit.name, unit.nbytes)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsdpctl.comm.host import Copier, HostWorker
 from fsdpctl.errors import EngineError
+from fsdpctl.plan.sizes import pinned_groups
 
 
 class HostSlots:
@@ -32,11 +33,8 @@ class HostSlots:
         for index, slot in enumerate(self._free):
             if slot.numel() >= nbytes:
                 return self._free.pop(index)
-        left = self._count - number
-        while left:
-            count = _best_count(left, nbytes)
+        for count in pinned_groups(self._count - number, nbytes):
             self._free += self._allocate(count * nbytes).split(nbytes)
-            left -= count
             self.nbytes += count * nbytes
         return self._free.pop()
 
@@ -51,18 +49,6 @@ def host_inputs_bytes(sizes: Collection[int]) -> int:
     for number, nbytes in enumerate(sizes):
         slots.take(number, nbytes)
     return slots.nbytes
-
-
-def _best_count(left: int, nbytes: int) -> int:
-    """Return how many of `left` slots to allocate together.
-
-    Torch rounds pinned memory up to a power of two: the number that fills most of it.
-    """
-
-    def filled(count: int) -> float:
-        return count * nbytes / (1 << (count * nbytes - 1).bit_length())
-
-    return max(range(1, left + 1), key=lambda count: (filled(count), count))
 
 
 class HostInputs:

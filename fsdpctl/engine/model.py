@@ -201,9 +201,9 @@ class ShardedModel(nn.Module):
         return self._runtime.host
 
     def host_memory_bytes(self) -> int:
-        """Return the bytes of master weights and buffers in host memory."""
-        states = self._runtime.host
-        return 0 if states is None else states.nbytes
+        """Return the bytes of parameters, master weights and buffers in host memory."""
+        states, params = self._runtime.host, self._runtime.gatherer.host
+        return (states.nbytes if states else 0) + (params.nbytes if params else 0)
 
     def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
         """Make writes to the masters on any rank visible to the next forward. Collective.

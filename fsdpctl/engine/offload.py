@@ -32,7 +32,7 @@ class _Step:
     job: Job | None  # of its unit, which ends with this buffer
 
     def sent(self) -> Tensor:
-        """Return the parameters on the device that the step replaces."""
+        """Return the parameters at rest that the step replaces."""
         assert self.buffer.resting is not None
         return self.buffer.resting.within(self.buffer.shard.held)
 
@@ -42,18 +42,19 @@ class HostStates:
 
     def __init__(
         self,
-        device: torch.device,
+        worker: HostWorker,
         parts: Iterable[tuple[int, torch.dtype, torch.dtype]],
         *,
         with_gradients: bool,
+        with_params: bool,
     ) -> None:
         """Allocate memory for `parts`: elements, dtype and compute dtype of each trained buffer.
 
-        `with_gradients`: the host keeps reduced gradients, too.
+        `with_gradients`: the host keeps reduced gradients, too. `with_params`: and the parameters.
         """
-        self._worker = HostWorker(device)
+        self._worker = worker
         self.on_start: Callable[[HostUpdate, HostScalars], None]  # set by the runtime
-        self._copier = Copier(device)
+        self._copier = Copier(worker.device)
         sizes: dict[torch.dtype, int] = {}
         direct: set[torch.dtype] = set()  # masters that go to the device as they are
         largest = largest_cast = 0
@@ -62,7 +63,7 @@ class HostStates:
             largest = max(largest, numel * dtype.itemsize)
             if dtype == compute:
                 direct.add(dtype)
-            else:
+            elif not with_params:
                 largest_cast = max(largest_cast, numel * compute.itemsize)
         self._slabs = {
             dtype: self._worker.allocate(numel, dtype, pinned=dtype in direct)
@@ -156,6 +157,8 @@ class HostStates:
         scalars: HostScalars,
         after: torch.cuda.Event | None,
     ) -> None:
+        if after is not None and any(each.buffer.rests_on_host for each in steps):
+            after.synchronize()  # copies of the parameters may read what the step writes
         fetched = self._fetched(steps, after)
         on_host = HostScalars(
             *(
@@ -209,11 +212,11 @@ class HostStates:
         scalars: HostScalars,
         after: torch.cuda.Event | None,
     ) -> torch.cuda.Event | None:
-        shard, sent = step.buffer.shard, step.sent()
+        shard, sent, stays = step.buffer.shard, step.sent(), step.buffer.rests_on_host
         master = shard.param.detach()
         number, cast = -1, master
         if sent.dtype != master.dtype:
-            number, cast = self._cast.take(master.numel(), sent.dtype)
+            number, cast = (-1, sent) if stays else self._cast.take(master.numel(), sent.dtype)
 
         num_written = 0
 
@@ -226,6 +229,8 @@ class HostStates:
         update(shard, gradient, scalars, written)
         if num_written < master.numel() and cast is not master:
             cast.copy_(master)  # parameters without gradients are sent too
+        if stays:
+            return None
         ready = self._copier.copy(sent, cast, self._copier.up, after)
         if cast is not master:
             self._cast.use(number, ready)

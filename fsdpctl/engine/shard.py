@@ -37,7 +37,7 @@ def shard_model(
     Args:
         module: Any module with values, on the device where it runs.
         strategy: A name of the strategy table, or one of its rows; or a `Sharding` with all these
-            arguments and `offload`.
+            arguments, `offload` and `offload_params`.
         units: "auto", or the module classes whose instances are gathered and released as one.
         dp_shard_size: For hybrid strategies, the number of ranks that share one replica; by default
             all.
@@ -68,7 +68,8 @@ def shard_from(
 
     `mesh` is that of a model with the same sharding, whose groups are used again.
     """
-    shares = sharding.share_memory and source.device.type == "cpu"
+    on_host = sharding.offload_params
+    shares = sharding.share_memory and source.device.type == "cpu" and not on_host
     make = sharing_collectives if shares else partial(collectives_for, source.device)
     world = mesh.world if mesh is not None else make()
 
@@ -83,7 +84,15 @@ def shard_from(
             raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
         check_values(module, needs_values=source.initialize is None and not source.is_empty)
         units, shares = units_of(module, sharding), world.shares_memory
-        return row, divide(units, row, world.size, copy_size, asked, shares_memory=shares)
+        return row, divide(
+            units,
+            row,
+            world.size,
+            copy_size,
+            asked,
+            shares_memory=shares,
+            offloads_params=on_host,
+        )
 
     def described(made: tuple[Strategy, Division]) -> Iterator[str]:
         return _described(*made, sharding, dict(module.named_buffers()))
@@ -112,7 +121,7 @@ def _described(
     yield f"owner map {sharding.owner_map}"
     yield str(sharding.prefetch)
     yield str(sharding.precision)
-    yield f"offload {sharding.offload}"
+    yield f"offload {sharding.offload}, parameters {sharding.offload_params}"
     for unit in division.units:
         yield f"unit {unit.name}"
         for param in unit.params:

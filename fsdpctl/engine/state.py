@@ -19,12 +19,12 @@ from fsdpctl.errors import EngineError, nearest
 
 @torch.no_grad()
 def _full_values(shard: FlatShard, mesh: Mesh) -> Tensor:
-    """Return the full flat buffer of a shard's master weights."""
+    """Return the full flat buffer of a shard's master weights, on the device."""
     master = shard.weights()
     if shard.is_replicated:
         return master
     layout = shard.layout
-    full = master.new_empty(layout.numel)
+    full = torch.empty(layout.numel, dtype=master.dtype, device=shard.device)
     if mesh.replicas is None or layout.shares == 1:
         return mesh.shard.all_gather([Gathering(full, layout.parts, master)]).wait()
     own = layout.parts[mesh.shard.rank]

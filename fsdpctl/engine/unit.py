@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsdpctl.comm.base import Collectives, Gathering, Handle
 from fsdpctl.engine.buffer import UnitBuffer
+from fsdpctl.engine.host_params import HostParams
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
@@ -97,15 +98,18 @@ class ShardedUnit:
         self._params = tuple(param for buffer in buffers for param in buffer.params)
         self._version = max((param._version for param in self._params), default=0)
 
-    def start_gather(self, collectives: Collectives) -> None:
-        """Start to gather the parameters. The slot must be free."""
+    def start_gather(self, collectives: Collectives, host: HostParams | None) -> None:
+        """Start to gather the parameters, from the `host` if they rest there.
+
+        The slot must be free.
+        """
         assert self.state is State.SHARDED
         assert self.slot.owner is None
         self.slot.allocate(self.name)
         self.state = State.GATHERING
         if self.buffers:
             self._gather = collectives.all_gather(
-                [Gathering(each.whole, each.layout.parts, each.part) for each in self.buffers]
+                [_gathering(each, collectives.rank, host) for each in self.buffers]
             )
 
     def finish_gather(self) -> None:
@@ -145,10 +149,21 @@ class ShardedUnit:
         _set_versions(self._params, (version,) * len(self._params))
 
 
+def _gathering(buffer: UnitBuffer, rank: int, host: HostParams | None) -> Gathering:
+    whole, parts = buffer.whole, buffer.layout.parts
+    if host is None or not buffer.rests_on_host:
+        return Gathering(whole, parts, buffer.part)
+    own = parts[rank]
+    return Gathering(whole, parts, arrived=host.send(whole[own.start : own.stop], buffer.part))
+
+
 def bytes_outside_slots(units: Sequence[ShardedUnit]) -> int:
-    """Return the bytes of parts and master weights that have memory of their own, not in slots."""
+    """Return the bytes of parts and master weights that have memory of their own, not in slots.
+
+    What is in host memory does not count.
+    """
     buffers = [buffer for unit in units for buffer in unit.buffers]
-    values = [buffer.part for buffer in buffers]
+    values = [buffer.part for buffer in buffers if not buffer.rests_on_host]
     for shard in (each.shard for each in buffers if not each.shard.is_on_host):
         values += [each for each in (shard.master, shard.remainder) if each is not None]
     storages = [each.untyped_storage() for each in values]

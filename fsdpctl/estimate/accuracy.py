@@ -43,7 +43,8 @@ def kind_of(estimate: RunEstimate, seconds: float = math.inf) -> str:
     config, model = estimate.config, estimate.config.model
     if seconds < SHORT:
         return "short"
-    if config.optimizer.offload != Offload.NONE or config.activation_checkpointing.offload:
+    inputs, params = config.activation_checkpointing.offload, config.strategy.offload_params
+    if config.optimizer.offload != Offload.NONE or inputs or params:
         return "offloaded"
     if estimate.num_active < estimate.num_params:
         return "experts"

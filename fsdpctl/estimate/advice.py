@@ -21,6 +21,7 @@ from fsdpctl.estimate.changes import (
     in_four_bits,
     micro_batches,
     more_nodes,
+    params_on_host,
     recomputed,
     recomputed_in_part,
     reduced_every_time,
@@ -167,7 +168,7 @@ def _needed(
 
 
 def _all(treatment: Make | None) -> list[Make]:
-    return [*_TOGETHER, *([] if treatment is None else [treatment])]
+    return [*_TOGETHER, *([] if treatment is None else [treatment]), params_on_host]
 
 
 def _with(base: Change, makers: Iterable[Make]) -> Change:
@@ -208,6 +209,7 @@ _SINGLE: tuple[Make, ...] = (
     activations_on_host,
     feed_forward_in_chunks,
     states_on_host,
+    params_on_host,
     in_four_bits,
     computed_in_bf16,
 )
@@ -227,4 +229,5 @@ _TOGETHER: tuple[Make, ...] = (
     computed_in_bf16,
 )
 # In which settings are dispensed with: the last of those first, or smaller micro-batches first.
-_ORDERS = (_TOGETHER[::-1], (_SINGLE_SAMPLE, *_TOGETHER[::-1]))
+_LAST_FIRST = (params_on_host, *_TOGETHER[::-1])
+_ORDERS = (_LAST_FIRST, (_SINGLE_SAMPLE, *_LAST_FIRST))

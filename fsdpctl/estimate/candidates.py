@@ -19,11 +19,11 @@ from fsdpctl.estimate.accuracy import Band, band_of
 from fsdpctl.estimate.hardware import ASSUMED
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch import plan_batches
-from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy
+from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.resolve.machine import (
     resolved_strategy,
     sample_groups,
-    shares_memory,
+    strategy_that_runs,
     supported_strategies,
     world_size,
 )
@@ -125,11 +125,8 @@ def _strategies(placed: Config) -> tuple[str, ...]:
 
 
 def _effective(placed: Config, name: str) -> tuple[Strategy, int]:
-    ranks = world_size(placed)
-    size = resolved_strategy(replace(placed, strategy=placed.strategy.under(name))).dp_shard_size
-    return effective_strategy(
-        STRATEGIES[name], size or ranks, ranks, shares_memory=shares_memory(placed)
-    )
+    under = replace(placed, strategy=placed.strategy.under(name))
+    return strategy_that_runs(under, STRATEGIES[name], resolved_strategy(under).dp_shard_size)
 
 
 def _sizes(placed: Config) -> tuple[int, ...]:

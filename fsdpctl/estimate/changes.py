@@ -168,6 +168,13 @@ def states_on_host(plan: RunPlan, most: Offload = Offload.ALL) -> Iterator[Chang
     yield from _allowed(plan, "offload", *costs[: 1 if most is Offload.STATES else 2])
 
 
+def params_on_host(plan: RunPlan) -> Iterator[Change]:
+    """Yield parameters in host memory."""
+    if get_strategy(plan.config.strategy.name).can_offload_params:
+        cost = "parameters rest on the host, from where each unit is gathered"
+        yield from _allowed(plan, "offload_params", cost)
+
+
 def activations_on_host(plan: RunPlan) -> Iterator[Change]:
     """Yield inputs of blocks in host memory."""
     yield from _allowed(plan, "activation_offload", "inputs of recomputed blocks are on the host")

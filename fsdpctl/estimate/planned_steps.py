@@ -37,6 +37,7 @@ def divide_run(config: Config, units: tuple[UnitSpec, ...]) -> Division:
         size,
         owner_map_of(config),
         shares_memory=shares_memory(config),
+        offloads_params=given.offload_params,
     )
 
 
@@ -98,6 +99,7 @@ def plan_run(
         reducing_passes(shown, every=every),
         kept_states(config),
         Offload(config.optimizer.offload),
+        config.strategy.offload_params,
     )
     ranks, device = world_size(config), str(config.launch.device)
     return plan, first_place(division, ranks, device, shares_memory=shares_memory(config))

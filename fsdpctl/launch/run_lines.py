@@ -22,8 +22,8 @@ from fsdpctl.models.registry import count_active
 from fsdpctl.models.router_biases import bias_places
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.schedule import warmup_steps
-from fsdpctl.plan.strategy import FSDPCTL, effective_strategy, get_strategy
-from fsdpctl.resolve.machine import shares_memory
+from fsdpctl.plan.strategy import FSDPCTL, get_strategy
+from fsdpctl.resolve.machine import shares_memory, strategy_that_runs
 from fsdpctl.resolve.run import Opened
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.directory import Look, Standing, changes
@@ -150,8 +150,9 @@ def _strategy(config: Config, ranks: int) -> str:
         name += f" in {ranks // size} replicas of {size} ranks"
     if given.owner_map not in (None, "even"):
         name += f" with {given.owner_map} owners"
+    name += ", parameters in host memory" * given.offload_params
     shares = shares_memory(config)
-    effective, _ = effective_strategy(row, size, ranks, shares_memory=shares)
+    effective, _ = strategy_that_runs(config, row, size)
     if effective.name == row.name:
         return name + ", sharing memory" * shares
     if shares:

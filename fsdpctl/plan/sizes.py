@@ -1,6 +1,6 @@
 """The sizes of each unit's buffers on a rank, in bytes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
@@ -60,6 +60,21 @@ class Offload(StrEnum):
 
 HOST_BUFFERS = 2  # pinned ones for each direction
 HOST_SCALARS = 8  # bytes
+
+
+def pinned_groups(count: int, nbytes: int) -> Iterator[int]:
+    """Yield how many of `count` pieces of pinned memory, `nbytes` each, to allocate together.
+
+    Torch rounds pinned memory up to a power of two: the number that fills most of it.
+    """
+
+    def filled(together: int) -> float:
+        return together * nbytes / (1 << (together * nbytes - 1).bit_length())
+
+    while count and nbytes:
+        together = max(range(1, count + 1), key=lambda number: (filled(number), number))
+        yield together
+        count -= together
 
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

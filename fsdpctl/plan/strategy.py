@@ -42,6 +42,11 @@ class Strategy:
         """Whether ranks need parameters after a step that others have updated."""
         return self.shards_optimizer and (not self.shards_params or self.shards_over_copies)
 
+    @property
+    def can_offload_params(self) -> bool:
+        """Whether a rank's part of the parameters can rest in host memory."""
+        return self.shards_params and not self.shards_over_copies
+
     def shares(self, num_copies: int) -> int:
         """Return the shares of a rank's part, one for the master weights of each replica."""
         return num_copies if self.shards_over_copies else 1
@@ -123,24 +128,44 @@ def sharded_over_copies(strategy: Strategy) -> Strategy | None:
     return _row_like(replace(strategy, shards_over_copies=True))
 
 
+def check_offload_params(strategy: Strategy) -> None:
+    """Check that parameters can rest in host memory under a strategy.
+
+    Raises:
+        UsageError: If they cannot.
+    """
+    if not strategy.can_offload_params:
+        able = ", ".join(each.name for each in _TABLE if each.can_offload_params)
+        raise UsageError(
+            f"strategy.offload_params=true: not supported with strategy={strategy.name}; expected "
+            f"{able}"
+        )
+
+
 def effective_strategy(
-    strategy: Strategy, copy_size: int, world_size: int, *, shares_memory: bool = False
+    strategy: Strategy,
+    copy_size: int,
+    world_size: int,
+    *,
+    shares_memory: bool = False,
+    offloads_params: bool = False,
 ) -> tuple[Strategy, int]:
     """Return the strategy that runs if `copy_size` ranks share a replica, and its shard size.
 
     A single rank shares nothing. If all ranks share memory, it has all parameters once, unsharded,
     and each rank steps its part. If every rank has a replica, parameters are unsharded, and all
     ranks share what is sharded over replicas, or nothing. If there is one replica, nothing is
-    replicated.
+    replicated. Parameters that rest on the host are gathered from there, by a single rank too.
     """
-    if world_size == 1:
+    if world_size == 1 and not offloads_params:
         return STRATEGIES["no_shard"], 1
     if shares_memory:
         return STRATEGIES["shard_optimizer"], world_size
-    if not strategy.replicates or 1 < copy_size < world_size:
+    has_copies = copy_size < world_size and (copy_size > 1 or offloads_params)
+    if not strategy.replicates or has_copies:
         return strategy, copy_size
     alike = replace(strategy, replicates=False, shards_over_copies=False)
-    if copy_size == 1:
+    if copy_size < world_size:
         shares = strategy.shards_over_copies
         alike = replace(
             alike,

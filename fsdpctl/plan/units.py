@@ -149,16 +149,21 @@ def divide(
     owner_map: str | OwnerMap,
     *,
     shares_memory: bool = False,
+    offloads_params: bool = False,
 ) -> Division:
     """Divide the units over the ranks, of which `copy_size` share a replica if any do.
 
-    All ranks may share the memory of one machine.
+    All ranks may share the memory of one machine, and parameters may rest on the host.
 
     Raises:
         UsageError: If the owner map is unknown, or for other blocks or ranks.
     """
     effective, parts = effective_strategy(
-        strategy, copy_size, num_ranks, shares_memory=shares_memory
+        strategy,
+        copy_size,
+        num_ranks,
+        shares_memory=shares_memory,
+        offloads_params=offloads_params,
     )
     owner_map = owner_map if effective.has_owner_map else "even"
     layouts = lay_out(units, parts, owner_map, shares=effective.shares(num_ranks // parts))

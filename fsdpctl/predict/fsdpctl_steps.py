@@ -15,7 +15,7 @@ from fsdpctl.predict.engine_bytes import (
     planned_update,
 )
 from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
-from fsdpctl.predict.hardware import CollectiveKind
+from fsdpctl.predict.hardware import CollectiveKind, HostQueue
 from fsdpctl.predict.host_steps import HostSchedule
 from fsdpctl.predict.muon_steps import matrix_elements, update_matrices
 from fsdpctl.predict.recorder import COPIES, GATHERS, REDUCTIONS, Category, RankGroup, Recorder
@@ -135,11 +135,23 @@ class FsdpctlSteps:
         recorder, sizes = self._recorder, self._plan.sizes
         self._host.wait(unit)
         recorder.wait(self._renewing.pop(unit, None))
+        from_host = self._from_host(unit)
         if not self._plan.steps_on_host:  # which casts, too
             widened = 1 + sizes.master / sizes.param  # the cast into this rank's part
-            recorder.copy(widened * nbytes / self._place.size, f"cast {unit}")
+            recorder.copy(widened * (nbytes / self._place.size - from_host), f"cast {unit}")
+        arrives: tuple[int, ...] = ()
+        if from_host:
+            arrives = (recorder.on_host(HostQueue.UP, from_host, f"parameters of {unit}"),)
         self._gathers[unit] = recorder.start(
-            C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=GATHERS
+            C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=GATHERS, after=arrives
+        )
+
+    def _from_host(self, unit: str) -> int:
+        """Return the bytes of a unit's part that come from host memory."""
+        return sum(
+            layout.parts[self._place.rank].numel * self._plan.sizes.gathered(layout)
+            for layout in self._plan.layouts[unit]
+            if self._plan.rests_on_host(layout)
         )
 
     def _reduce(self, event: Event) -> None:

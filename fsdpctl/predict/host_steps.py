@@ -27,7 +27,7 @@ class HostSchedule:
         self._owned = {unit: numel for unit, numel in owned.items() if numel}
         self._left: dict[str, int] = {}  # copies of gradients to the host
         self._leaving: int | None = None  # the last of them, whose gradient is not freed yet
-        self._results: dict[str, int] = {}  # copies to the device
+        self._results: dict[str, int] = {}  # copies to the device, or steps if none are needed
 
     def leave(self, unit: str) -> None:
         """Send a unit's complete gradients to the host, added to those that it has."""
@@ -64,9 +64,10 @@ class HostSchedule:
                 down = self._left.pop(unit)
             after, nbytes = (*results[-2:-1], down), numel * _step_traffic(self._plan)
             steps.append(recorder.on_host(HostQueue.STEPS, nbytes, f"step {unit}", after=after))
-            label, nbytes = f"parameters of {unit}", numel * sizes.param
-            results.append(recorder.on_host(HostQueue.UP, nbytes, label, after=(steps[-1],)))
-            self._results[unit] = results[-1]
+            if not self._plan.offload_params:
+                label, nbytes = f"parameters of {unit}", numel * sizes.param
+                results.append(recorder.on_host(HostQueue.UP, nbytes, label, after=(steps[-1],)))
+            self._results[unit] = (results or steps)[-1]
 
     def wait(self, unit: str) -> None:
         """Wait for a unit's new parameters."""
@@ -77,11 +78,12 @@ def _step_traffic(plan: TrainingPlan) -> int:
     """Return the bytes that a step reads and writes in host memory, per element.
 
     AdamW reads and writes master weight, moments and gradient, which it scales in place, and writes
-    the parameter in the compute dtype. Meanwhile the device reads the result, and writes gradients
-    unless they have left before.
+    the parameter in the compute dtype. Meanwhile the device reads the result unless it rests on the
+    host, and writes gradients unless they have left before.
     """
     sizes = plan.sizes
     stepped = 2 * (sizes.grad + (1 + plan.states.moments) * sizes.master)
     cast = sizes.param if sizes.param != sizes.master else 0
     fetched = sizes.grad if plan.offload is Offload.STATES else 0
-    return stepped + cast + sizes.param + fetched
+    read = 0 if plan.offload_params else sizes.param
+    return stepped + cast + read + fetched

@@ -29,6 +29,7 @@ class TrainingPlan:
     reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
     states: KeptStates = ADAMW
     offload: Offload = Offload.NONE
+    offload_params: bool = False
 
     @property
     def steps_on_host(self) -> bool:
@@ -38,6 +39,10 @@ class TrainingPlan:
     def is_on_host(self, layout: FlatLayout) -> bool:
         """Return whether the master weights of a flat buffer are in host memory."""
         return self.steps_on_host and layout.trainable
+
+    def rests_on_host(self, layout: FlatLayout) -> bool:
+        """Return whether the part of a flat buffer that is gathered is in host memory."""
+        return self.offload_params and (self.steps_on_host or not layout.trainable)
 
 
 def leaving_gradients(plan: TrainingPlan, place: RankPlace) -> dict[str, list[int]]:
@@ -55,18 +60,30 @@ def leaving_gradients(plan: TrainingPlan, place: RankPlace) -> dict[str, list[in
 
 
 def host_states_bytes(plan: TrainingPlan, place: RankPlace) -> int:
-    """Return the bytes of a rank's states and pinned buffers in host memory."""
+    """Return the bytes of a rank's states, parameters and pinned buffers in host memory."""
+    of_params = _host_params_bytes(plan, place)
     if plan.offload is Offload.NONE:
-        return 0
+        return of_params
     trained = [each for of in plan.layouts.values() for each in of if each.trainable]
     held = [held_masters(plan, place, layout).numel for layout in trained]
     sizes, largest = plan.sizes, max(held, default=0)
     nbytes = sum(held) * sizes.master + HOST_SCALARS + states_bytes(plan, place)
     in_flight = HOST_BUFFERS * largest
     nbytes += (sum(held) if plan.offload is Offload.ALL else in_flight) * sizes.master
-    if sizes.param != sizes.master:
+    if sizes.param != sizes.master and not plan.offload_params:
         nbytes += in_flight * sizes.param
-    return nbytes
+    return nbytes + of_params
+
+
+def _host_params_bytes(plan: TrainingPlan, place: RankPlace) -> int:
+    """Return the bytes of the parameters that rest on the host, without master weights."""
+    return sum(
+        layout.parts[place.rank].numel * plan.sizes.gathered(layout)
+        for of_unit in plan.layouts.values()
+        for layout in of_unit
+        if plan.rests_on_host(layout)
+        and not (layout.trainable and plan.sizes.param == plan.sizes.master)
+    )
 
 
 def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Span:
@@ -89,10 +106,11 @@ def at_rest(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> AtRest:
     """Return what the rank of `place` keeps of a flat buffer."""
     sizes, keeps = plan.sizes, not plan.strategy.shards_params
     held = held_masters(plan, place, layout).numel
-    nbytes = 0 if plan.is_on_host(layout) else held * sizes.kept(layout)
+    rests = plan.rests_on_host(layout)
+    nbytes = 0 if rests or plan.is_on_host(layout) else held * sizes.kept(layout)
     stays = keeps or layout.shares > 1
     is_view = stays and sizes.gathered(layout) == sizes.kept(layout)
-    has_part = not keeps and (layout.shares > 1 or plan.is_on_host(layout))
+    has_part = not (keeps or rests) and (layout.shares > 1 or plan.is_on_host(layout))
     part = layout.parts[place.rank].numel * sizes.gathered(layout) if has_part else 0
     remainder = held * sizes.remainder if layout.trainable else 0
     return AtRest(part, 0 if is_view else nbytes, nbytes if keeps and is_view else 0, remainder)

@@ -13,6 +13,8 @@ from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import (
     FSDPCTL,
     STRATEGIES,
+    Strategy,
+    effective_strategy,
     get_strategy,
     has_strategy,
     ranks_per_copy,
@@ -135,7 +137,23 @@ def may_share_memory(config: Config) -> bool:
     """Return whether any number of ranks would share memory: `launch.share_memory`, resolved."""
     launch, is_ours = config.launch, config.engine.name == FSDPCTL
     on_one_host = launch.device == "cpu" and launch.nnodes == 1
-    return launch.share_memory is not False and on_one_host and is_ours
+    is_possible = on_one_host and is_ours and not config.strategy.offload_params
+    return launch.share_memory is not False and is_possible
+
+
+def strategy_that_runs(config: Config, row: Strategy, size: int | None) -> tuple[Strategy, int]:
+    """Return what the strategy `row` of a placed configuration is on its ranks, and its shard size.
+
+    `size` ranks share a replica; None: all.
+    """
+    ranks = world_size(config)
+    return effective_strategy(
+        row,
+        size or ranks,
+        ranks,
+        shares_memory=shares_memory(config),
+        offloads_params=config.strategy.offload_params,
+    )
 
 
 def owner_map_of(config: Config) -> str:
@@ -192,7 +210,9 @@ def supported_strategies(config: Config) -> list[str]:
     return [
         name
         for name, row in STRATEGIES.items()
-        if has_strategy(config.engine.name, row) and (not is_muon or keeps_matrices(row))
+        if has_strategy(config.engine.name, row)
+        and (not is_muon or keeps_matrices(row))
+        and (row.can_offload_params or not config.strategy.offload_params)
     ]
 
 

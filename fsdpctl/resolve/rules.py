@@ -18,15 +18,15 @@ from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import (
     DDP,
     FSDPCTL,
+    check_offload_params,
     check_strategy,
-    effective_strategy,
     get_strategy,
 )
 from fsdpctl.resolve.attention_kernel import check_attention
 from fsdpctl.resolve.machine import (
     may_share_memory,
     resolved_strategy,
-    shares_memory,
+    strategy_that_runs,
     world_size,
 )
 
@@ -48,7 +48,10 @@ def checked(config: Config) -> Config:
         UsageError: If some conflict; the message names the keys.
     """
     if config.strategy.name != AUTO:
-        check_strategy(config.engine.name, get_strategy(config.strategy.name))
+        row = get_strategy(config.strategy.name)
+        check_strategy(config.engine.name, row)
+        if config.strategy.offload_params:
+            check_offload_params(row)
         config = replace(config, strategy=resolved_strategy(config))
     for message in _broken(config):
         raise UsageError(message)
@@ -89,6 +92,10 @@ def _offloads(config: Config) -> bool:
     return config.optimizer.offload != Offload.NONE
 
 
+def _trains_all(config: Config) -> bool:
+    return config.model.lora.rank is None and config.model.trainable is None
+
+
 def _offloads_inputs(config: Config) -> bool:
     return config.activation_checkpointing.offload
 
@@ -106,14 +113,9 @@ def _steps_everything(config: Config) -> bool:
     """Return whether each of several ranks steps all parameters."""
     if not _divides(config):
         return False
-    given, ranks = config.strategy, world_size(config)
-    row, _ = effective_strategy(
-        get_strategy(given.name),
-        given.dp_shard_size or ranks,
-        ranks,
-        shares_memory=shares_memory(config),
-    )
-    return not row.shards_optimizer
+    given = config.strategy
+    row, size = strategy_that_runs(config, get_strategy(given.name), given.dp_shard_size)
+    return size == 1 or not row.shards_optimizer
 
 
 def _is_uneven_on_nodes(config: Config) -> bool:
@@ -122,12 +124,26 @@ def _is_uneven_on_nodes(config: Config) -> bool:
 
 
 _OFFLOAD = "optimizer.offload={optimizer.offload}: "
+_PARAMS = "strategy.offload_params=true: "
 _INPUTS = "activation_checkpointing.offload=true: requires "
 _CONTEXT = "train.context_parallel={train.context_parallel}: "
 RULES = (
     Rule(
         "precision.master_dtype={SPLIT}: only valid with optimizer=adamw",
         lambda c: not _row(c).splits_masters and c.precision.master_dtype == SPLIT,
+    ),
+    Rule(
+        _PARAMS + "conflicts with launch.share_memory=true",
+        lambda c: c.strategy.offload_params and c.launch.share_memory is True,
+    ),
+    Rule(
+        _PARAMS + "requires engine={FSDPCTL}, got engine={engine.name}",
+        lambda c: c.strategy.offload_params and _is_other_engine(c),
+    ),
+    Rule(
+        _PARAMS + "trained parameters rest on the host with their master weights; expected "
+        "optimizer.offload=states or all, or frozen parameters, as with model.lora",
+        lambda c: c.strategy.offload_params and not _offloads(c) and _trains_all(c),
     ),
     Rule(
         "launch.share_memory=true: requires launch.device=cpu, launch.nnodes=1 and "

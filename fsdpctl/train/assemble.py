@@ -76,7 +76,10 @@ def make_model(
 
 
 def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
-    """Return how fsdpctl's engine shards the model. If it `trains`, states may be on the host."""
+    """Return how fsdpctl's engine shards the model.
+
+    If it `trains`, states may be on the host. Parameters rest there with them in any case.
+    """
     given = config.strategy
     dtypes = (_DTYPES[name or "float32"] for name in config.precision.dtypes)
     return Sharding(
@@ -85,7 +88,8 @@ def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
         owner_map=owner_map_of(config),
         prefetch=config.prefetch.planned,
         precision=Precision(*dtypes, has_remainders=config.precision.master_dtype == SPLIT),
-        offload=config.optimizer.offload if trains else Offload.NONE,
+        offload=config.optimizer.offload if trains or given.offload_params else Offload.NONE,
+        offload_params=given.offload_params,
         share_memory=shares_memory(config),
     )
 

@@ -43,6 +43,7 @@ class Case:
     owner_map: str = "even"
     overlaps: bool = True  # updates arrive beside the next forward
     offload: str = "none"  # states on the host
+    params: bool = False  # at rest on the host
     sends: bool = False  # recomputes, with the inputs of blocks on the host
     saves: bool = False  # copies the masters as a checkpoint does, while training goes on
 
@@ -70,6 +71,7 @@ class Case:
             prefetch=Prefetch(self.depth, self.depth),
             precision=PRECISIONS[self.precision],
             offload=offload,
+            offload_params=self.params,
         )
         model = shard_model(net.to(device), sharding)
         model.overlap_param_gather = self.overlaps
@@ -179,5 +181,20 @@ def every_case() -> list[Case]:
         for precision in ("fp32", "bf16")
         for window in ("one", "every")
     ]
+    able = [
+        Case(name, params=True)
+        for name, row in STRATEGIES.items()
+        if row.shards_params and not row.shards_over_copies
+    ]
+    for rests in able:
+        found += [
+            replace(rests, offload=offload, precision=precision, window=window)
+            for offload in ("states", "all")
+            for precision in ("fp32", "bf16")
+            for window in ("one", "every")
+        ]
+        found += [replace(rests, four_bits=True, precision=each) for each in ("fp32", "bf16")]
+        found += [replace(rests, in_part=True, depth=depth) for depth in (0, 1, 2)]
+        found += [replace(rests, in_part=True, sends=True, window="last")]
     maps = ("round_robin", "contiguous", "balanced")
     return found + [Case("shard_optimizer", owner_map=each) for each in maps]

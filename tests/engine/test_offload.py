@@ -19,6 +19,7 @@ from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.unit import bytes_outside_slots
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
@@ -30,7 +31,8 @@ from fsdpctl.resolve.blocks import checkpoint_block
 from tests.distributed import distributed, in_turn
 from tests.engine.events import recording
 from tests.engine.models import make_net, next_token_loss
-from tests.engine.odd import freeze_all_but_vectors
+from tests.engine.odd import freeze_all_but_vectors, in_four_bits
+from tests.matrix import fast
 
 STEPS = 4
 BF = torch.bfloat16
@@ -58,8 +60,14 @@ def _trained(  # noqa: PLR0913  # the options of a case
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Losses, weights and states after a few steps of two micro-batches with clipping."""
     name, _, owners = strategy.partition(" ")
+    of_states, _, of_params = offload.partition(" ")
     sharding = Sharding(
-        name, dp_shard_size=size, owner_map=owners or "even", precision=precision, offload=offload
+        name,
+        dp_shard_size=size,
+        owner_map=owners or "even",
+        precision=precision,
+        offload=of_states,
+        offload_params=bool(of_params),
     )
     model = shard_model(module(), sharding)
     model.overlap_param_gather = True
@@ -125,7 +133,7 @@ def _with_unused() -> nn.Module:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @distributed(timeout=300)
 @in_turn(
-    mode=["states", "all"],
+    mode=["states", "all", "states params", "all params"],
     module=[make_net_tied, _recomputed, _in_part, _with_unused],
     strategy=["full_shard", "shard_grad_op", *OWNED, *HYBRIDS],
     precision__holds__skipped=[
@@ -137,11 +145,64 @@ def _with_unused() -> nn.Module:
 def test_same_bits_of_every_kind(
     rank: int, world_size: int, strategy: str, mode: str, **case: Any
 ) -> None:
+    row = STRATEGIES[strategy.partition(" ")[0]]
+    if mode.endswith("params") and (not row.shards_params or row.shards_over_copies):
+        return
     if strategy in HYBRIDS:
         if world_size % 2 or world_size == 2:
             return
         case["size"] = 2
     _check_alike(rank, mode, strategy=strategy, **case)
+
+
+@pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
+@distributed()
+@in_turn(
+    mode__module=[
+        ("none params", _in_part),
+        ("none params", in_four_bits),
+        ("all params", in_four_bits),
+        ("states params", _recomputed),
+    ],
+    strategy=["full_shard", "shard_grad_op"],
+    precision=[Precision(), BF16],
+)
+def test_same_bits_of_parameters_that_rest_on_the_host(
+    rank: int, world_size: int, mode: str, **case: Any
+) -> None:
+    _check_alike(rank, mode, holds=True, **case)
+
+
+@distributed(2)
+@in_turn(size=[1, 2])
+def test_each_rank_may_have_all_parameters_on_its_host(
+    rank: int, world_size: int, size: int
+) -> None:
+    _check_alike(rank, "none params", strategy="hybrid_shard", size=size, module=_in_part)
+
+
+@distributed(2)
+def test_no_parameters_stay_on_the_device(rank: int, world_size: int) -> None:
+    model = shard_model(make_net(tied=True), Sharding(offload="all", offload_params=True))
+    assert bytes_outside_slots(list(model._runtime.units.values())) == 0
+    assert model.host_memory_bytes() > model.shard_memory_bytes()
+    with torch.no_grad():
+        next_token_loss(model, _tokens(rank, 0))
+    assert model.ledger.peak_nbytes < model.replicated_memory_bytes()
+
+
+@pytest.mark.parametrize(
+    ("sharding", "message"),
+    [
+        (Sharding("shard_optimizer", offload_params=True), "not supported with strategy=shard_opt"),
+        (Sharding(offload_params=True), "set optimizer.offload=all or states"),
+    ],
+)
+def test_parameters_that_cannot_rest_on_the_host_are_rejected(
+    sharding: Sharding, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        shard_model(make_net(tied=True), sharding)
 
 
 @distributed(2)

@@ -14,7 +14,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.untrusted import read_json
 
 TOO_HIGH = "the estimate is too high"
-OF_FSDP = "gathers from the device, FSDP from the host: sharded parameters take more memory here"
+OF_FSDP = "parameters, gradients, master weights and moments on the host"
 # With two fp32 states per parameter, as in fsdpctl's AdamW.
 _ADAMW = (
     "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_npu_fused", "adamw_torch", "adamw_hf",
@@ -50,6 +50,12 @@ _LONGEST = 400
 NO_ADAPTERS = "the estimates of PyTorch's engines don't support adapters"
 _ONLY_FP32 = "the estimates of PyTorch's engines only support AdamW with states in fp32"
 _ON_DEVICE = "the estimates of PyTorch's engines only support states on the device"
+_PARAMS_ON_HOST = "strategy.offload_params=true"
+_ALL_ON_HOST = "optimizer.offload=all", _PARAMS_ON_HOST
+_OF_ZERO = {  # a note and the setting
+    "optimizer": ("gradients, master weights and moments on the host", _ALL_ON_HOST[0]),
+    "param": ("", _PARAMS_ON_HOST),
+}
 _STRATEGIES = {
     "full_shard": "full_shard", "1": "full_shard",
     "shard_grad_op": "shard_grad_op", "2": "shard_grad_op",
@@ -174,12 +180,18 @@ def _read_small_states(found: Translation, value: SourceKey, name: str) -> None:
         found.exclude(value, f"states are estimated in 8 bits, not in 4; {TOO_HIGH}")
 
 
-def read_offload(found: Translation, value: SourceKey, note: str) -> None:
-    """Translate model states in host memory. `note` says how the tool differs."""
+def read_offload(found: Translation, value: SourceKey, note: str, *settings: str) -> None:
+    """Translate model states in host memory into `settings`, or into those of FSDP."""
     if found.settings.get("strategy") == "no_shard" or "nvme" in value.text.lower():
         found.exclude(value, f"model states are estimated on the device; {TOO_HIGH}")
         return
-    found.map(value, "optimizer.offload=all", note=note)
+    settings = settings or _ALL_ON_HOST
+    if not get_strategy(found.settings.get("strategy", "full_shard")).can_offload_params:
+        settings = tuple(each for each in settings if each != _PARAMS_ON_HOST)
+    if not settings:
+        found.exclude(value, f"parameters are estimated on the device; {TOO_HIGH}")
+        return
+    found.map(value, *settings, note=note)
     found.own_engine = found.own_engine or _ON_DEVICE
 
 
@@ -303,7 +315,5 @@ def read_zero(found: Translation, source: SourceConfig, section: str, stage_key:
     for what in ("optimizer", "param"):
         keys = (f"{section}offload_{what}_device", f"{section}offload_{what}.device")
         offload = source.take_used(*keys)
-        if offload and what == "optimizer":
-            read_offload(found, offload, "gradients, master weights and moments on the host")
-        elif offload:
-            found.exclude(offload, f"parameters are estimated on the device; {TOO_HIGH}")
+        if offload:
+            read_offload(found, offload, *_OF_ZERO[what])
