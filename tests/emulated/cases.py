@@ -45,6 +45,7 @@ class Case:
     offload: str = "none"  # states on the host
     params: bool = False  # at rest on the host
     sends: bool = False  # recomputes, with the inputs of blocks on the host
+    looks: bool = False  # evaluates before each step, and writes to masters after a forward
     saves: bool = False  # copies the masters as a checkpoint does, while training goes on
 
     @property
@@ -98,6 +99,9 @@ class Case:
                         loss = next_token_loss(model, batch).float()
                         (loss / count).backward()
                     loss_sum += loss.detach() * 15
+                if self.looks:
+                    with torch.no_grad():
+                        next_token_loss(model, batches[-1])
                 tokens = torch.full((), 15 * count, device=device)
                 record = record_step(
                     model,
@@ -119,6 +123,8 @@ class Case:
         found.append(torch.tensor(float(gathered_nbytes(model))))
         if self.saves:
             found += saved(model, optimizer)
+        if self.looks:
+            written(model, of_steps[STEPS][0])
         last = next_token_loss(model, of_steps[STEPS][0]).detach().float()
         return torch.stack([each.cpu() for each in (*found, last)])
 
@@ -144,6 +150,15 @@ def saved(model: ShardedModel, optimizer: ShardedAdamW) -> list[Tensor]:
         master.mul_(2.0)
     optimizer.zero_grad()
     return [copy.float().sum() for copy in copies]
+
+
+def written(model: ShardedModel, batch: Tensor) -> None:
+    """Write to the masters while the device may still run a forward."""
+    with torch.no_grad():
+        next_token_loss(model, batch)
+    for shard in model.flat_shards():
+        shard.master.mul_(2.0)
+    model.broadcast_updated_params()
 
 
 @contextmanager
@@ -196,5 +211,6 @@ def every_case() -> list[Case]:
         found += [replace(rests, four_bits=True, precision=each) for each in ("fp32", "bf16")]
         found += [replace(rests, in_part=True, depth=depth) for depth in (0, 1, 2)]
         found += [replace(rests, in_part=True, sends=True, window="last")]
+        found += [replace(rests, offload="all", looks=True, wide=True)]
     maps = ("round_robin", "contiguous", "balanced")
     return found + [Case("shard_optimizer", owner_map=each) for each in maps]

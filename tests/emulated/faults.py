@@ -19,6 +19,8 @@ from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.gatherer import ParamSync
 from fsdpctl.engine.host_gradients import HostGradients, Ring
 from fsdpctl.engine.host_inputs import SentInput
+from fsdpctl.engine.host_params import HostParams
+from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit, Slot
@@ -35,6 +37,10 @@ DDP, SAVES = Case("no_shard"), Case(saves=True)
 STATES = Case(precision="bf16", offload="states")
 ALL = Case("shard_grad_op", window="every", offload="all")
 INPUTS = Case("no_shard", sends=True)
+PARAMS = Case(params=True, in_part=True)
+STEPPED = Case(params=True, precision="bf16", offload="states")
+STEPPED_FP32 = Case("shard_grad_op", params=True, offload="all")
+BETWEEN = replace(STEPPED_FP32, looks=True, wide=True)
 FAULTS: dict[str, tuple[Case, Plant]] = {}
 
 
@@ -105,7 +111,7 @@ def _copies_at_once(
 _copy = Copier.copy
 
 
-@fault(STATES, ALL, INPUTS)
+@fault(STATES, ALL, INPUTS, PARAMS, STEPPED_FP32)
 def no_wait_before_copies_to_and_from_the_host() -> None:
     _replace(Copier, "copy", _copies_at_once)
 
@@ -130,7 +136,7 @@ def a_unit_is_gathered_before_the_host_has_sent_it() -> None:
     _replace(Job, "end", wrong)
 
 
-@fault(STATES)
+@fault(STATES, STEPPED, STEPPED_FP32)
 def a_unit_does_not_wait_for_the_host() -> None:
     right = HostStates._run
 
@@ -156,6 +162,94 @@ def a_pinned_buffer_is_reused_before_the_device_has_read_it() -> None:
 @fault(ALL)
 def a_gradient_is_freed_before_it_has_left() -> None:
     _replace(HostGradients, "_wait", staticmethod(_nothing))
+
+
+# ---- Parameters on the host
+
+
+@fault(PARAMS, STEPPED_FP32)
+def a_unit_is_gathered_before_its_part_has_arrived() -> None:
+    right = HostParams.send
+
+    def wrong(self: HostParams, *given: Any) -> None:
+        right(self, *given)
+
+    _replace(HostParams, "send", wrong)
+
+
+@fault(PARAMS, STEPPED_FP32)
+def a_part_is_sent_while_its_place_is_in_use() -> None:
+    right = HostParams.send
+
+    def wrong(self: HostParams, *given: Any) -> Any:
+        with mock.patch.object(Copier, "mark", _nothing):
+            return right(self, *given)
+
+    _replace(HostParams, "send", wrong)
+
+
+@fault(BETWEEN)
+def the_host_steps_what_the_device_still_reads() -> None:
+    right = HostStates._run
+
+    def wrong(self: HostStates, steps: Any, *given: Any) -> None:
+        for step in steps:
+            step.buffer.shard.param.detach().mul_(1.0)
+        right(self, steps, *given)
+
+    _replace(HostStates, "_run", wrong)
+
+
+@fault(BETWEEN)
+def masters_are_read_while_the_device_copies_them() -> None:
+    right = cases.written
+
+    def wrong(model: ShardedModel, batch: Tensor) -> None:
+        with mock.patch.object(HostParams, "settle", _nothing):
+            right(model, batch)
+
+    vars(cases)["written"] = wrong
+
+
+@fault(STEPPED)
+def new_parameters_are_not_cast() -> None:
+    right = HostStates._step
+
+    def wrong(self: HostStates, step: Any, *given: Any) -> Any:
+        before = step.sent().clone()
+        ready = right(self, step, *given)
+        if torch.cuda.current_device() == 0 and step.buffer.whole.is_cuda:
+            step.sent().copy_(before)
+        return ready
+
+    _replace(HostStates, "_step", wrong)
+
+
+@fault(PARAMS)
+def units_rest_in_the_same_memory() -> None:
+    def wrong(self: HostParams, numel: int, dtype: torch.dtype) -> Tensor:
+        found = self._free[numel, dtype]
+        return found[0] if found[0].is_pinned() else found.pop()
+
+    _replace(HostParams, "take", wrong)
+
+
+@fault(PARAMS)
+def a_part_lands_in_the_place_of_another_rank() -> None:
+    right = HostParams.send
+
+    def wrong(self: HostParams, target: Tensor, part: Tensor) -> Any:
+        return right(self, target, part.flip(0) if target.is_cuda else part)
+
+    _replace(HostParams, "send", wrong)
+
+
+@fault(PARAMS)
+def the_host_waits_for_a_copy() -> None:
+    def wrong(self: HostParams, target: Tensor, part: Tensor) -> None:
+        target.copy_(part)
+
+    _replace(HostParams, "send", wrong)
 
 
 # ---- Inputs of blocks on the host

@@ -51,6 +51,8 @@ def random_config(
             *_sharding(draw, ranks, strategies),
         ]
         words += [*_long(draw), *optimizer]
+        if on_gloo and draw.random() < 0.3:
+            words += ["strategy.offload_params=true"]
         try:
             config = placed_on_cluster(compose_config(words).config)
             config = checked(config)

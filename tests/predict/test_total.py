@@ -51,7 +51,7 @@ def predicted(
 ) -> tuple[int, list[Event], int]:
     """Return the estimated peak of all tensors, the planned events, and bytes next to those.
 
-    The last are the bytes of optimizer states, or of all model states in host memory. Inputs of
+    The last are the bytes of optimizer states, and of all model states in host memory. Inputs of
     blocks that `model` has in host memory must have the estimated bytes.
     """
     run = settle(config)
@@ -70,7 +70,9 @@ def predicted(
     writer = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
     allocator = PlainAllocator()
     replay(Script(writer, FsdpctlSteps(plan, place, writer), draws=False), allocator)
-    states = host_states_bytes(plan, place) or states_bytes(plan, place)
+    states = host_states_bytes(plan, place)
+    if not plan.steps_on_host:
+        states += states_bytes(plan, place)
     plan = replace(plan, reduces=(*plan.reduces[:1] * (steps - 1), True))
     return allocator.peak_allocated, planned_step(plan, place), states
 
@@ -94,8 +96,7 @@ def check(config: Config, rank: int, transport: Transport | None = None) -> tupl
     if model.host is None:  # what follows is the optimizer's step and the end of the gradients
         rest = events[len(planned) :]
         assert all(e.kind is EventKind.SYNC or e.buffer is Buffer.GRADS for e in rest), config
-    on_host = 0 if model.host is None else model.host_memory_bytes()
-    assert optimizer.memory_bytes() + on_host == states, config
+    assert optimizer.memory_bytes() + model.host_memory_bytes() == states, config
     assert abs(expected / peak - 1) <= 0.01, (expected, peak, config)
     return expected, peak
 

@@ -129,9 +129,10 @@ def host_inputs(module: nn.Module) -> HostInputs | None:
 def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:
     """The most bytes of all tensors in a step that is not the first, and what the engine did."""
     buffers = [buffer for unit in model._runtime.units.values() for buffer in unit.buffers]
-    there = [each.part for each in buffers]
+    there = [each.part for each in buffers if not each.rests_on_host]
     there += [each.shard.master for each in buffers if not each.shard.is_on_host]
     slots = [buffer.whole for buffer in buffers]
+    slots += [each.part for each in buffers if each.rests_on_host]  # counted apart
     slots += getattr(model.mesh.shard, "_outboxes", [])
     if model.host is not None:  # counted apart
         slots += [*model.host._slabs.values(), *model.host._left.values()]

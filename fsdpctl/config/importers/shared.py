@@ -12,6 +12,7 @@ from fsdpctl.config.importers.translation import Translation
 from fsdpctl.config.synonyms import NOT_SUPPORTED
 from fsdpctl.errors import UsageError
 from fsdpctl.io.untrusted import read_json
+from fsdpctl.plan.strategy import get_strategy
 
 TOO_HIGH = "the estimate is too high"
 OF_FSDP = "parameters, gradients, master weights and moments on the host"
