@@ -18,7 +18,7 @@ from fsdpctl.io.activity import doing
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 from fsdpctl.resolve.run import Opened
 from fsdpctl.resolve.settle import settle
-from fsdpctl.train.assemble import make_model
+from fsdpctl.train.assemble import make_model, strategy_alone
 from fsdpctl.train.loss import validation_loss
 
 _OF_THE_DATA = ("data", "train.seq_len")
@@ -62,7 +62,7 @@ def evaluate_run(opened: Opened) -> Evaluation:
     device = torch.device(str(config.launch.device))
     folder = weights_folder(config.model)
     with doing(f"loading {folder}"):
-        model = make_model(config, device, strategy="no_shard", empty=True)
+        model = make_model(config, device, strategy=strategy_alone(config), empty=True)
         load_weights(pretrained_weights(config.model, folder, model.collectives), model)
     batches = Batches(stream.rows(config.train.seq_len), plan.batches, 0, data.vocab_size)
     total = batches.num_validation_batches(0)

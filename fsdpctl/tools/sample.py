@@ -26,7 +26,7 @@ from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.resolve.decoder_check import with_attention
 from fsdpctl.run.assets import end_tokens
-from fsdpctl.train.assemble import make_model
+from fsdpctl.train.assemble import make_model, strategy_alone
 from fsdpctl.train.callbacks.sample import Sampling, TextStream, generate
 
 
@@ -57,7 +57,8 @@ class TextGenerator:
         self.sampling = replace(sampling, ends=end_tokens(files, None, str(source)))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with doing(f"loading {source}"), self._in_memory():
-            self._model = make_model(self.config, self._device, strategy="no_shard", empty=True)
+            strategy = strategy_alone(self.config)
+            self._model = make_model(self.config, self._device, strategy=strategy, empty=True)
             load_weights(weights, self._model)
 
     def text_after(self, prompt: list[int], before: Sequence[int] = ()) -> Iterator[str]:

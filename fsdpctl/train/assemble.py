@@ -75,12 +75,18 @@ def make_model(
     return shard_from(source, module, sharding)
 
 
+def strategy_alone(config: Config) -> str:
+    """Return the strategy for a rank that runs a model by itself, from host memory if it is there."""
+    return "full_shard" if config.strategy.offload_params else "no_shard"
+
+
 def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
     """Return how fsdpctl's engine shards the model.
 
-    If it `trains`, states may be on the host. Parameters rest there with them in any case.
+    If it `trains`, states may be on the host. Otherwise, masters are there if parameters are.
     """
     given = config.strategy
+    untrained = Offload.STATES if given.offload_params else Offload.NONE
     dtypes = (_DTYPES[name or "float32"] for name in config.precision.dtypes)
     return Sharding(
         given.name,
@@ -88,7 +94,7 @@ def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
         owner_map=owner_map_of(config),
         prefetch=config.prefetch.planned,
         precision=Precision(*dtypes, has_remainders=config.precision.master_dtype == SPLIT),
-        offload=config.optimizer.offload if trains or given.offload_params else Offload.NONE,
+        offload=config.optimizer.offload if trains else untrained,
         offload_params=given.offload_params,
         share_memory=shares_memory(config),
     )

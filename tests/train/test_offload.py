@@ -69,7 +69,7 @@ def killed(rank: int, world_size: int, typed: list[str], last: int, slow: float)
 @pytest.mark.parametrize(
     "case",
     fast(
-        (1, 6, ["optimizer.offload=all"]),
+        (1, 6, ["optimizer.offload=all", "strategy.offload_params=true"]),
         slow=[
             (2, 5, ["optimizer.offload=all"]),
             (2, 4, ["optimizer.offload=all", "checkpoint.mode=async"]),  # while it is written
@@ -94,12 +94,12 @@ def test_a_run_that_is_killed_in_a_step_of_the_host_resumes_with_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", ["states", "all"])
+@pytest.mark.parametrize("offload", ["states", "all", "all strategy.offload_params=true"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_stopped_run_resumes_at_another_number_of_ranks(tmp_path, ranks, offload):
     (tmp_path / "whole").mkdir()
     losses, weights = run(tmp_path / "whole", 2)
-    more = [f"optimizer.offload={offload}"]
+    more = f"optimizer.offload={offload}".split()
     run(tmp_path, 2, *more, "train.steps=4")
     found, resumed = run(tmp_path, ranks, *more)
     assert found == pytest.approx(losses, abs=1e-5)
@@ -113,16 +113,16 @@ def test_a_stopped_run_resumes_at_another_number_of_ranks(tmp_path, ranks, offlo
     [
         (2, ["optimizer.offload=states"]),
         (2, ["optimizer.offload=all", "model.base_dtype=nf4", "precision=bf16"]),
+        (1, ["strategy.offload_params=true", "model.base_dtype=nf4", "precision=bf16"]),
+        (2, ["strategy.offload_params=true", "optimizer.offload=all"]),
         (3, ["optimizer.offload=all", "accumulation=last", "accumulation.steps=2"]),
     ],
 )
 def test_adapters_have_the_bits_of_states_on_the_device(tmp_path, ranks, more):
     state: dict[str, dict[str, Tensor]] = {}
     losses = []
-    for name, settings in (
-        ("device", [more[0].split("=")[0] + "=none", *more[1:]]),
-        ("host", more),
-    ):
+    on_device = [each for each in more if "offload" not in each]
+    for name, settings in (("device", on_device), ("host", more)):
         folder = tmp_path / name
         folder.mkdir()
         typed = test_lora.words(folder, ranks, *settings)
@@ -135,13 +135,14 @@ def test_adapters_have_the_bits_of_states_on_the_device(tmp_path, ranks, more):
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing_compiler("cpu") is not None, reason=str(missing_compiler("cpu")))
-@pytest.mark.parametrize("offload", ["states", "all"])
+@pytest.mark.parametrize("offload", ["states", "all strategy.offload_params=true"])
 def test_compiled_blocks_have_the_bits_of_states_on_the_device(tmp_path, offload):
     found = []
     for mode in ("none", offload):
         folder = tmp_path / mode
         folder.mkdir()
-        found.append(run(folder, 2, "train.compile=true", f"optimizer.offload={mode}"))
+        settings = f"train.compile=true optimizer.offload={mode}".split()
+        found.append(run(folder, 2, *settings))
     assert found[0][0] == found[1][0]
     assert_same(found[1][1], found[0][1])
 
