@@ -125,6 +125,22 @@ def test_a_device_that_takes_no_time_waits_for_gradient_steps_and_result(strateg
     assert found.seconds == pytest.approx(sum(numel) * 1e-9, rel=1e-6)
 
 
+def test_units_come_from_the_host_one_after_another_behind_the_computation(monkeypatch):
+    words = "cluster=h100 model.lora.rank=2 strategy.offload_params=true prefetch=both"
+    on_host(monkeypatch, Host(), Even(), Instant())
+    free = predicted(words)
+    assert free.seconds == pytest.approx(predicted(words.replace("true", "false")).seconds)
+    on_host(monkeypatch, Host(up=1e6), Free(), Instant())
+    found = predicted(words)
+    copies = spans(found, UP)
+    # The root and four blocks, and again those two that are not in a slot when backward begins.
+    assert [each.label.split()[-1] for each in copies[:2]] == ["root", "model.layers.0"]
+    assert len(copies) == 7
+    assert found.seconds == pytest.approx(found.sent[UP] / 1e6, rel=1e-6)
+    on_host(monkeypatch, Host(up=1e12), Even(), Instant())
+    assert predicted(words).seconds == pytest.approx(free.seconds, rel=1e-3)
+
+
 def test_two_buffers_limit_how_far_the_steps_are_ahead_of_the_copies(monkeypatch):
     words = "cluster=h100 strategy=full_shard"
     numel = owned(words)
@@ -219,6 +235,14 @@ CASES = (
     "strategy=shard_grad_op precision=fp32 optimizer.offload=all accumulation.steps=1",
     f"strategy=shard_optimizer precision=bf16 optimizer.offload=all {THREE}",
     f"strategy=full_shard precision=bf16 optimizer.offload=all {THREE} accumulation=every",
+    *(
+        f"strategy.offload_params=true {each}"
+        for each in (
+            "precision=bf16 optimizer.offload=states accumulation.steps=1",
+            f"strategy=shard_grad_op precision=fp32 optimizer.offload=all {THREE} prefetch=none",
+            "precision=bf16 model.lora.rank=2 model.base_dtype=nf4 activation_checkpointing=full",
+        )
+    ),
 )
 
 
@@ -237,11 +261,14 @@ def test_the_engine_copies_the_bytes_that_are_priced(rank: int, world_size: int,
         copied += target.nbytes
         return copy(self, target, source, *about)
 
-    assert model.host is not None
-    train_step(config, model, optimizer)
-    model.host.settle()
-    with mock.patch.object(Copier, "copy", counted):
+    def step() -> None:
         train_step(config, model, optimizer)
-        model.host.settle()
+        if model.host is not None:
+            model.host.settle()
+
+    step()
+    with mock.patch.object(Copier, "copy", counted):
+        step()
     sent = predicted(words).sent
-    assert copied == sent[DOWN] + sent[UP] + HOST_SCALARS
+    steps_there = HOST_SCALARS if model.host is not None else 0
+    assert copied == sent.get(DOWN, 0) + sent[UP] + steps_there

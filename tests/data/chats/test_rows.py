@@ -1,5 +1,6 @@
 """Rows in the spellings of other programs: the conversation that they mean, or a refusal."""
 
+import gc
 import json
 from typing import Any
 
@@ -282,6 +283,8 @@ def unpacked(chat: Chat | Plain) -> object:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_means_what_its_program_means(name, tmp_path):
     row, expected = ROWS[name]
+    if name == "too deep":
+        gc.collect()  # finalizers of other tests would fail within the recursion
     file = tmp_path / "chats.jsonl"
     file.write_text(row if isinstance(row, str) else json.dumps(row))
     if isinstance(expected, str):
