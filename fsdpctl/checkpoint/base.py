@@ -86,7 +86,7 @@ def first_weights(model: ModelConfig, module: nn.Module, seed: int, base: Tensor
     shapes = {name: tuple(param.shape) for name, param in params if is_adapter(name)}
     if model.lora.path is None:
         return Overlay(InitialAdapters(shapes, model, seed), base)
-    given = PeftAdapters(Path(model.lora.path))
+    given = PeftAdapters(Path(model.lora.path), shapes)
     given.check(shapes)
     return Overlay(given, base)
 

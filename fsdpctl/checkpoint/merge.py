@@ -1,6 +1,6 @@
 """Merging adapters into the weights of their layers."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.peft import DOWN, UP, adapted_layers, is_adapter
+from fsdpctl.config.peft import DOWN, UP, adapted_layers, adapted_weight, is_adapter
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import Span
@@ -104,9 +104,10 @@ class MergedWeights:
         self._scale = np.float32(model.lora.scale)
         self._transposed = transposed
         self._dtype = dtype
-        self._last: tuple[str, tuple[Matrix, Matrix]] | None = None
-        self._merged = {f"{name}.weight" for name in adapted_layers(weights.names(PARAMETER))}
-        self._rounded = self._merged | {*rounded}
+        self._last: tuple[str, tuple[Matrix, Matrix]] | None = None  # (experts, …) each
+        layers = adapted_layers(weights.names(PARAMETER))
+        self._merged = {adapted_weight(layer): layer for layer in layers}
+        self._rounded = {*self._merged, *rounded}
 
     def __str__(self) -> str:
         return str(self._weights)
@@ -131,21 +132,35 @@ class MergedWeights:
             for within, data in self._weights.read(key, span):
                 yield within, cast(data, stored, info.dtype, name)
             return
-        _, columns = info.shape
-        left, right = self._factors(name.removesuffix(".weight"))
+        columns = info.shape[-1]
         for within, data in self._weights.read(key, span):
             values = np.frombuffer(cast(data, stored, "F32", name), np.float32)
             first, stop = within.start // columns, -(-within.stop // columns)
-            added = (left[first:stop] @ right).reshape(-1)
+            added = self._update(name, info.shape, first, stop).reshape(-1)
             offset = within.start - first * columns
             values = values + self._scale * added[offset : offset + within.numel]
             yield within, cast(_bytes(values), "F32", info.dtype, name)
 
-    def _factors(self, layer: str) -> tuple[Matrix, Matrix]:
-        """Return the factors of the update of a layer; those of the last layer are kept."""
-        if self._last is None or self._last[0] != layer:
+    def _update(self, name: str, shape: Sequence[int], first: int, stop: int) -> Matrix:
+        """Return rows of the product of a weight's adapter; experts follow one another."""
+        count = shape[0] if len(shape) == 3 else 1
+        left, right = self._factors(name, count)
+        rows, parts = shape[-2], []
+        for expert in range(first // rows, -(-stop // rows)):
+            start = expert * rows
+            of_expert = left[expert][max(first - start, 0) : min(stop - start, rows)]
+            parts.append(of_expert @ right[expert])
+        return np.concatenate(parts)
+
+    def _factors(self, name: str, count: int) -> tuple[Matrix, Matrix]:
+        """Return the factors of each expert's update; those of the last weight are kept."""
+        if self._last is None or self._last[0] != name:
+            layer = self._merged[name]
             down, up = self._full(f"{layer}.{DOWN}.weight"), self._full(f"{layer}.{UP}.weight")
-            self._last = (layer, (down.T, up.T) if layer in self._transposed else (up, down))
+            into = down.reshape(count, -1, down.shape[1])
+            back = up.reshape(len(up), -1, count).transpose(2, 0, 1)
+            turned = into.transpose(0, 2, 1), back.transpose(0, 2, 1)
+            self._last = (name, turned if layer in self._transposed else (back, into))
         return self._last[1]
 
     def _full(self, name: str) -> Matrix:

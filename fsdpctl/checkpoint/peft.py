@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,27 @@ from fsdpctl.checkpoint.tensor_file import (
     write_synced,
 )
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_layers, is_adapter
+from fsdpctl.config.peft import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    OF_EXPERTS,
+    PREFIX,
+    adapted_layers,
+    adapted_weight,
+    is_adapter,
+    names_in_peft,
+)
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
 from fsdpctl.models.products import transposed_layers
-from fsdpctl.models.registry import build_plain
-
-_PREFIX = "base_model.model."  # of PEFT's names of tensors
+from fsdpctl.models.registry import build_model, build_plain
 
 
 class PeftAdapters(FileTensors):
     """The adapters in a PEFT directory, under fsdpctl's names."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the header.
+    def __init__(self, folder: Path, names: Collection[str]) -> None:
+        """Read the header; `names` are those of the model's adapters, in its order.
 
         Raises:
             UsageError: If there are no adapters, or of an unsupported kind.
@@ -41,8 +48,14 @@ class PeftAdapters(FileTensors):
         if not path.is_file():
             raise UsageError(f"model.lora.path={folder}: {ADAPTER_WEIGHTS} not found")
         file = open_tensor_file(path)
-        entries = file.entries.items()
-        super().__init__(folder, {_model_name(name, folder): (file, e) for name, e in entries})
+        ours = {theirs: name for name, theirs in names_in_peft(names).items()}
+        super().__init__(
+            folder,
+            {
+                ours.get(name) or _model_name(name, folder): (file, entry)
+                for name, entry in file.entries.items()
+            },
+        )
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that these are the adapters of a model, by name and shape.
@@ -74,12 +87,12 @@ class PeftAdapters(FileTensors):
 
 
 def _model_name(name: str, folder: Path) -> str:
-    if not re.fullmatch(re.escape(_PREFIX) + r".+\.lora_[AB]\.weight", name):
+    if not re.fullmatch(re.escape(PREFIX) + r".+\.lora_[AB]\.weight", name):
         raise UsageError(
             f"model.lora.path={folder}: {name}: expected lora_A.weight or lora_B.weight of a "
             "linear layer; DoRA, biases, embeddings and modules_to_save are not supported"
         )
-    return name.removeprefix(_PREFIX)
+    return name.removeprefix(PREFIX)
 
 
 def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool = False) -> int:
@@ -95,24 +108,24 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
     destination = destination.resolve()
     weights = whole_weights(reader)
     names = weights.names(PARAMETER)
-    infos = {name: weights.info(tensor_key(PARAMETER, name)) for name in filter(is_adapter, names)}
-    if not infos:
+    if not any(map(is_adapter, names)):
         raise UsageError(f"--format peft: {reader} has no adapters")
-    entries = [
-        TensorEntry(_PREFIX + name, info.dtype, tuple(info.shape)) for name, info in infos.items()
-    ]
+    model = config_of_checkpoint(reader.manifest.config, str(reader)).model
+    adapters = [name for name, _ in build_model(model).named_parameters() if is_adapter(name)]
+    ours = {theirs: name for name, theirs in names_in_peft(adapters).items()}
+    infos = {name: weights.info(tensor_key(PARAMETER, ours[name])) for name in sorted(ours)}
+    entries = [TensorEntry(name, info.dtype, tuple(info.shape)) for name, info in infos.items()]
 
     def read(entry: TensorEntry) -> Iterator[memoryview]:
-        name = entry.name.removeprefix(_PREFIX)
-        return (data for _, data in weights.read(tensor_key(PARAMETER, name)))
+        return (data for _, data in weights.read(tensor_key(PARAMETER, ours[entry.name])))
 
-    model = config_of_checkpoint(reader.manifest.config, str(reader)).model
     base = None if reader.manifest.base is None else reader.manifest.base.path
     with new_export(destination, reader.folder, overwrite=overwrite) as folder:
         checksums, metadata = Checksums(), {"format": "pt", **WRITTEN}
         checksums.write_tensors(folder / ADAPTER_WEIGHTS, entries, metadata, read)
-        is_transposed = not transposed_layers(build_plain(model)).isdisjoint(adapted_layers(names))
-        content = _adapter_config(model, _targets(names), base, is_transposed=is_transposed)
+        linear = [each for each in adapted_layers(names) if OF_EXPERTS not in each]
+        is_transposed = not transposed_layers(build_plain(model)).isdisjoint(linear)
+        content = _adapter_config(model, names, base, is_transposed=is_transposed)
         write_synced(folder / ADAPTER_CONFIG, content)
         checksums.write(folder)
     return sum(entry.nbytes for entry in entries)
@@ -120,7 +133,7 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
 
 def _targets(names: list[str]) -> list[str]:
     """Return the layers with adapters, by the last part of their names if that is unambiguous."""
-    layers = adapted_layers(names)
+    layers = [each for each in adapted_layers(names) if OF_EXPERTS not in each]
     ends = {layer.rpartition(".")[2] for layer in layers}
     bases = (name.removesuffix(".weight") for name in names if not is_adapter(name))
     alike = {base for base in bases if base.rpartition(".")[2] in ends}
@@ -128,9 +141,11 @@ def _targets(names: list[str]) -> list[str]:
 
 
 def _adapter_config(
-    model: ModelConfig, targets: list[str], base: str | None, *, is_transposed: bool
+    model: ModelConfig, names: list[str], base: str | None, *, is_transposed: bool
 ) -> bytes:
     """Return the contents of adapter_config.json; `base`: the weights that were adapted."""
+    targets = _targets(names)
+    stacked = [adapted_weight(each) for each in adapted_layers(names) if OF_EXPERTS in each]
     lora = model.lora
     assert lora.rank is not None
     alpha = 2.0 * lora.rank if lora.alpha is None else lora.alpha
@@ -144,6 +159,7 @@ def _adapter_config(
         "use_rslora": lora.rslora,
         "use_dora": False,
         "target_modules": targets,
+        "target_parameters": stacked or None,
         "bias": "none",
         "fan_in_fan_out": is_transposed,
         "modules_to_save": None,

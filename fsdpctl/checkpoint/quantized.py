@@ -14,7 +14,7 @@ from fsdpctl.plan.layout import Span
 
 _BYTES, _FLOATS = "U8", "F32"
 _AT_ONCE = 64  # groups, a million weights
-Shapes = Mapping[str, tuple[int, int]]  # of the weights, by the parameter's name
+Shapes = Mapping[str, tuple[int, ...]]  # of the weights, by the parameter's name
 
 
 def quantized_as(source: Tensors, module: nn.Module) -> Tensors:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.untrusted import as_type, read_json
 
 DOWN, UP = "lora_A", "lora_B"  # the layers of an adapter, B(A(x))
+OF_EXPERTS = ".adapters."  # between the name of experts and of one of their matrices
+PREFIX = "base_model.model."  # of PEFT's names of tensors
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_KEYS = tuple(f"model.lora.{name}" for name in ("rank", "alpha", "rslora"))
 # Of adapter_config.json: what the computation doesn't depend on. `fan_in_fan_out` is that of the
@@ -34,6 +36,7 @@ class _Adapters:
     lora_dropout: float = 0.0
     use_rslora: bool = False
     target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
     bias: str = "none"
     init_lora_weights: bool | str | None = True
 
@@ -55,11 +58,19 @@ def adapter_words(path: str) -> dict[str, str]:
         "model.lora.dropout": str(about.lora_dropout),
         "model.lora.rslora": str(about.use_rslora).lower(),
     }
-    if isinstance(about.target_modules, list):
+    modules = about.target_modules
+    if isinstance(modules, list) or (modules is None and about.target_parameters):
         # Regular expressions of untrusted files are not run; the names of tensors are checked. The
         # group has a name because, as in PEFT, only one of the modules has to exist.
-        ends = "|".join(map(re.escape, sorted(about.target_modules)))
-        words["model.lora.targets"] = rf"(^|\.)(?P<any>{ends})$"
+        targets = {*(modules or ()), *(about.target_parameters or ())}
+        words["model.lora.targets"] = (
+            rf"(^|\.)(?P<any>{'|'.join(map(re.escape, sorted(targets)))})$"
+        )
+    elif about.target_parameters:
+        raise UsageError(
+            f"{where}: target_parameters beside target_modules={str(modules)[:80]}: set "
+            "model.lora.targets to the names of all layers and experts"
+        )
     return words
 
 
@@ -106,3 +117,31 @@ def adapted_layers(names: Iterable[str]) -> list[str]:
     """Return the sorted names of the layers that have an adapter, from parameter names."""
     end = f".{DOWN}.weight"
     return sorted(name.removesuffix(end) for name in names if name.endswith(end))
+
+
+def adapted_weight(layer: str) -> str:
+    """Return the name of the parameter that the adapter of a layer, or of experts, is added to."""
+    return layer.replace(OF_EXPERTS, ".") if OF_EXPERTS in layer else f"{layer}.weight"
+
+
+def names_in_peft(names: Collection[str]) -> dict[str, str]:
+    """Return PEFT's name of each adapter by ours; `names` are in the order of the module.
+
+    Several matrices of the same experts are nested: the first is innermost.
+    """
+    words: dict[str, list[str]] = {}  # by the name of the experts
+    for name in names:
+        experts, is_stacked, rest = name.partition(OF_EXPERTS)
+        word = rest.partition(".")[0]
+        if is_stacked and word not in words.setdefault(experts, []):
+            words[experts].append(word)
+    found = {}
+    for name in names:
+        experts, is_stacked, rest = name.partition(OF_EXPERTS)
+        word, _, end = rest.partition(".")
+        if is_stacked:
+            depth = len(words[experts]) - 1 - words[experts].index(word)
+            found[name] = f"{PREFIX}{experts}.{'base_layer.' * depth}{end}"
+        else:
+            found[name] = PREFIX + name
+    return found

@@ -1,6 +1,7 @@
 """Models of transformers with experts: what a token uses, and the loss of their routers."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -8,7 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsdpctl.config.any_decoder import CONFIG_OF
+from fsdpctl.config.peft import OF_EXPERTS
 from fsdpctl.errors import UsageError
+from fsdpctl.models.quantized import quantized_shapes
+from fsdpctl.models.stacked_experts import stacked_experts
 
 # Attributes of a model of transformers with the factor of its auxiliary loss.
 _FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -17,19 +21,26 @@ _OTHER_LOSSES = ("z_loss_coefficient", "z_loss_coef", "router_z_loss_coef")
 Counts = Callable[[Tensor], Tensor]
 
 
-def idle_parameters(model: Any) -> int:
+def idle_parameters(model: Any, *, only_frozen: bool = False) -> int:
     """Count the parameters of experts that a token is not sent to."""
     config = model.config
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
     top = next((value for name in names if (value := getattr(config, name, None))), None)
     if top is None:
         return 0
-    experts = (
-        param
-        for name, param in model.named_parameters()
-        if param.ndim == 3 and "expert" in name and len(param) > top
-    )
-    return sum(param.numel() * (len(param) - top) // len(param) for param in experts)
+    packed, stacks = quantized_shapes(model), dict(stacked_experts(model))
+    idle = 0
+    for name, param in model.named_parameters():
+        if only_frozen and param.requires_grad:
+            continue
+        shape = packed.get(name, tuple(param.shape))
+        owner, is_adapter, _ = name.partition(OF_EXPERTS)
+        count = shape[0] if len(shape) == 3 and "expert" in name else 0
+        if is_adapter and owner in stacks:
+            count = stacks[owner].num_experts
+        if count > top:
+            idle += prod(shape) * (count - top) // count
+    return idle
 
 
 def aux_loss_factor(model: Any) -> float:

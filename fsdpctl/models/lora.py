@@ -14,15 +14,16 @@ from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.peft import UP
 from fsdpctl.config.selection import ALL_LINEAR, NameFilter
 from fsdpctl.errors import UsageError
-from fsdpctl.models import dropped, quantized
+from fsdpctl.models import dropped, quantized, stacked_experts
 from fsdpctl.models.dropped import dropped_linear
 from fsdpctl.models.products import is_transposed, read_elsewhere
 from fsdpctl.models.quantized import PACKINGS, FrozenLinear
 
-OPERATORS = quantized.OPERATORS | dropped.OPERATORS
-"""The functions that compute the operators of linear layers, by operator."""
+OPERATORS = quantized.OPERATORS | dropped.OPERATORS | stacked_experts.OPERATORS
+"""The functions that compute the operators of linear layers and experts, by operator."""
 
 TARGETS, TRAINABLE = "model.lora.targets", "model.trainable"
+_EXPERTS = "experts"
 
 
 class LoraLinear(FrozenLinear):
@@ -91,8 +92,12 @@ def choose_trained(module: nn.Module, config: ModelConfig) -> None:
             frozen = FrozenLinear(base, is_transposed=bool(is_transposed(base)))
             frozen.quantize(PACKINGS[config.base_dtype])
             _replace(module, name, frozen)
-    targets = _targets(module, config.lora)
+        for name, experts in stacked_experts.stacked_experts(module):
+            stacked_experts.pack(name, experts, PACKINGS[config.base_dtype])
+    targets, stacked = _targets(module, config.lora)
     module.requires_grad_(False)
+    for name, words in stacked.items():
+        stacked_experts.adapt(module.get_submodule(name), words, config.lora)
     for name, base in targets.items():
         _replace(module, name, LoraLinear(base, config.lora))
 
@@ -111,22 +116,37 @@ def _freeze_all_but(module: nn.Module, text: str) -> None:
         param.requires_grad_(chosen.matches(name))
 
 
-def _targets(module: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
-    """Return the layers that get an adapter, by name."""
+def _targets(
+    module: nn.Module, config: LoraConfig
+) -> tuple[dict[str, nn.Module], dict[str, list[str]]]:
+    """Return the layers that get an adapter by name, and the matrices of stacked experts.
+
+    Those are selected only by a text that names experts: their matrices are called like layers.
+    """
     layers, read = dict(_linear_layers(module)), read_elsewhere(module)
     chosen = NameFilter.of(TARGETS, config.targets, ends=True)
     if chosen.is_all_linear:
-        return {name: layer for name, layer in layers.items() if name not in read}
-    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+        return {name: layer for name, layer in layers.items() if name not in read}, {}
+    stacks = {
+        name: stacked_experts.matrices_of(each)
+        for name, each in stacked_experts.stacked_experts(module)
+        if _EXPERTS in config.targets
+    }
+    names = [*layers, *stacks, *(f"{name}.{word}" for name in stacks for word in stacks[name])]
+    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     known = f"linear layers except the output head are {', '.join(leaves)}"
-    chosen.check(layers, "linear layer", known, [*leaves, ALL_LINEAR])
+    chosen.check(names, "linear layer", known, [*leaves, ALL_LINEAR])
     found = {name: layer for name, layer in layers.items() if chosen.matches(name)}
+    stacked = {
+        name: [each for each in words if chosen.matches(name) or chosen.matches(f"{name}.{each}")]
+        for name, words in stacks.items()
+    }
     if without_effect := sorted({name.rpartition(".")[2] for name in found if name in read}):
         raise UsageError(
             f"{TARGETS}={config.targets}: {', '.join(without_effect)}: not supported, because the "
             "model reads the weights without calling the layer; select other layers"
         )
-    return found
+    return found, {name: words for name, words in stacked.items() if words}
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fsdpctl.config.peft import OF_EXPERTS
 from fsdpctl.models.quantized import FrozenLinear
+from fsdpctl.models.stacked_experts import matrices_of, stacked_experts
 
 _OUT, _IN = 3, 2  # of the layers that are tried
 _TRANSPOSED = "transformers.pytorch_utils.Conv1D"  # named: importing transformers takes seconds
@@ -59,8 +61,15 @@ def _multiplies(kind: Any, has_bias: bool) -> bool:
 
 
 def transposed_layers(module: nn.Module) -> frozenset[str]:
-    """Return the names of the linear layers whose weight is (in, out)."""
-    return frozenset(name for name, each in module.named_modules() if is_transposed(each))
+    """Return the names of the linear layers, and of adapters of experts, with weights (in, out)."""
+    stacked = (
+        f"{name}{OF_EXPERTS}{word}"
+        for name, experts in stacked_experts(module)
+        if experts.is_transposed
+        for word in matrices_of(experts)
+    )
+    linear = (name for name, each in module.named_modules() if is_transposed(each))
+    return frozenset((*linear, *stacked))
 
 
 def read_elsewhere(module: nn.Module) -> set[str]:

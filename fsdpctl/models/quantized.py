@@ -17,7 +17,7 @@ what it holds from little more than that, and the bytes do not depend on the ran
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -230,7 +230,17 @@ class _Product(torch.autograd.Function):
         return (_BACKWARD(gradient, packed, *ctx.about), *[None] * (2 + len(ctx.about)))
 
 
-class FrozenLinear(nn.Module):
+class PackedWeights(nn.Module):
+    """A module with weights that may be packed."""
+
+    packing: Packing | None
+
+    def packed_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the weights that are packed, by the parameter's name."""
+        raise NotImplementedError
+
+
+class FrozenLinear(PackedWeights):
     """A linear layer with the weight of another one, which may be packed, and its bias."""
 
     def __init__(self, base: Any, *, is_transposed: bool) -> None:
@@ -240,7 +250,7 @@ class FrozenLinear(nn.Module):
         self.weight, self.bias = base.weight, base.bias
         is_known = isinstance(base, FrozenLinear)
         self.rows, self.columns = (base.rows, base.columns) if is_known else base.weight.shape
-        self.packing: Packing | None = base.packing if is_known else None
+        self.packing = base.packing if is_known else None
 
     def quantize(self, packing: Packing) -> None:
         """Replace the weight by an uninitialized one that is packed."""
@@ -248,6 +258,10 @@ class FrozenLinear(nn.Module):
         size = packing.packed_bytes(self.rows * self.columns)
         packed = torch.empty(size, dtype=torch.uint8, device=self.weight.device)
         self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def packed_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of the weight, if it is packed."""
+        return {} if self.packing is None else {"weight": (self.rows, self.columns)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Project from shape (..., in) to (..., out)."""
@@ -258,18 +272,19 @@ class FrozenLinear(nn.Module):
         return out
 
 
-def quantized_shapes(module: nn.Module) -> dict[str, tuple[int, int]]:
+def quantized_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that are packed, by the parameter's name."""
     return {
-        f"{name}.weight": (each.rows, each.columns)
+        f"{name}.{key}" if name else key: shape
         for name, each in module.named_modules()
-        if isinstance(each, FrozenLinear) and each.packing is not None
+        if isinstance(each, PackedWeights)
+        for key, shape in each.packed_shapes().items()
     }
 
 
 def packing_of(module: nn.Module) -> Packing | None:
     """Return how weights of the module are packed, if they are."""
-    found = (each.packing for each in module.modules() if isinstance(each, FrozenLinear))
+    found = (each.packing for each in module.modules() if isinstance(each, PackedWeights))
     return next(filter(None, found), None)
 
 

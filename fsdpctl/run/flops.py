@@ -8,8 +8,10 @@ from torch import nn
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import known_gpu
 from fsdpctl.config.schema import Config
+from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import count_active
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +56,21 @@ def _peak(config: Config, device: torch.device) -> tuple[float | None, str]:
 
 
 def _num_frozen(module: nn.Module) -> int:
-    """Count frozen parameters of matrix products: without a gradient, each saves 2 FLOPs per token.
+    """Count frozen parameters that a token uses: without a gradient, each saves it 2 FLOPs.
 
     Every frozen parameter is assumed to propagate the gradient of an activation.
     """
     looked_up = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
     looked_up -= {id(each.weight) for each in module.modules() if isinstance(each, nn.Linear)}
     counts, params = count_weights(module), dict(module.named_parameters())
-    return sum(
+    frozen = sum(
         counts[name]
         for name, param in params.items()
         if not param.requires_grad and id(param) not in looked_up
     )
+    is_foreign = isinstance(module, TransformersDecoder)
+    idle = idle_parameters(module.transformers_model, only_frozen=True) if is_foreign else 0
+    return frozen - idle
 
 
 def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:

@@ -76,7 +76,7 @@ def make_model(
 
 
 def strategy_alone(config: Config) -> str:
-    """Return the strategy of a rank that runs a model by itself, in host memory if it rests there."""
+    """Return the strategy of a rank by itself, which gathers parameters that rest on the host."""
     return "full_shard" if config.strategy.offload_params else "no_shard"
 
 

@@ -1,0 +1,240 @@
+"""Experts whose matrices are one parameter of a layer: frozen, packed, and with low-rank adapters.
+
+They compute what transformers' `grouped_mm_experts_forward` does, with other products: rows are
+sorted by their expert, and each expert multiplies its rows. Packed matrices are dequantized for one
+product. The adapter of a matrix has a low-rank pair for each expert, in the form of PEFT's
+`target_parameters`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdpctl.config.model import LoraConfig
+from fsdpctl.errors import UsageError
+from fsdpctl.models.quantized import BLOCK, PACKINGS, PackedWeights, Packing
+
+_MATRICES = ("gate_up_proj", "up_proj", "down_proj")
+_ROWS = 8  # grouped products on GPUs need rows of 16 bytes
+Shape = tuple[int, ...]
+
+
+# ---- products with packed matrices -------------------------------------------------------
+
+
+def _product(
+    x: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
+) -> Tensor:
+    weight = PACKINGS[packing].dequantize(packed, shape, x.dtype)
+    return F.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
+
+
+def _product_backward(
+    gradient: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
+) -> Tensor:
+    weight = PACKINGS[packing].dequantize(packed, shape, gradient.dtype)
+    right = weight.transpose(-2, -1) if transposed else weight
+    return F.grouped_mm(gradient.contiguous(), right, offs=ends)
+
+
+def _product_shape(
+    x: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
+) -> Tensor:
+    return x.new_empty(len(x), shape[1 + transposed])
+
+
+def _backward_shape(
+    gradient: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
+) -> Tensor:
+    return gradient.new_empty(len(gradient), shape[2 - transposed])
+
+
+_LIBRARY = torch.library.Library("fsdpctl", "FRAGMENT")
+_ABOUT = "Tensor packed, Tensor ends, int[] shape, bool transposed, str packing"
+_LIBRARY.define(f"packed_experts(Tensor x, {_ABOUT}) -> Tensor")
+_LIBRARY.define(f"packed_experts_backward(Tensor gradient, {_ABOUT}) -> Tensor")
+_LIBRARY.impl("packed_experts", _product, "CompositeExplicitAutograd")
+_LIBRARY.impl("packed_experts_backward", _product_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("fsdpctl::packed_experts", _product_shape, lib=_LIBRARY)
+torch.library.register_fake("fsdpctl::packed_experts_backward", _backward_shape, lib=_LIBRARY)
+_FORWARD = torch.ops.fsdpctl.packed_experts.default
+_BACKWARD = torch.ops.fsdpctl.packed_experts_backward.default
+OPERATORS: dict[Any, Callable[..., Tensor]] = {_FORWARD: _product, _BACKWARD: _product_backward}
+"""The functions that compute the operators."""
+
+
+class _Product(torch.autograd.Function):
+    """A product that keeps the bytes of its matrices for backward, and not the matrices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, ends: Tensor, *about: Any) -> Tensor:
+        ctx.save_for_backward(packed, ends)
+        ctx.about = about
+        out: Tensor = _FORWARD(x, packed, ends, *about)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return (_BACKWARD(gradient, *ctx.saved_tensors, *ctx.about), *[None] * (2 + len(ctx.about)))
+
+
+# ---- modules -----------------------------------------------------------------------------
+
+
+class ExpertAdapter(nn.Module):
+    """A low-rank pair for each expert: B_e A_e x, with A (rank experts, in), B (out, rank experts).
+
+    Rows of A are sorted by expert; in a row of B, the ranks come before the experts.
+    """
+
+    def __init__(self, width: int, out: int, ranks: int) -> None:
+        super().__init__()
+        self.lora_A: nn.Linear = nn.utils.skip_init(
+            nn.Linear, width, ranks, bias=False, device="meta"
+        )
+        self.lora_B: nn.Linear = nn.utils.skip_init(
+            nn.Linear, ranks, out, bias=False, device="meta"
+        )
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Project rows that are sorted by expert, from (rows, in) to (rows, out)."""
+        down, up, count = self.lora_A.weight, self.lora_B.weight, len(ends)
+        into = down.view(count, -1, down.shape[1]).transpose(-2, -1)
+        back = up.view(len(up), -1, count).permute(2, 1, 0).contiguous()
+        return F.grouped_mm(F.grouped_mm(x, into, offs=ends), back, offs=ends)
+
+
+class StackedExperts(PackedWeights):
+    """The forward of experts that `adopt` has changed; the rest is that of their class."""
+
+    shapes: Mapping[str, Shape]  # of the matrices, (experts, …)
+    adapters: nn.ModuleDict
+    scale: float
+    num_experts: int
+
+    def packed_shapes(self) -> Mapping[str, Shape]:
+        """Return the shapes of the weights that are packed, by the parameter's name."""
+        return self.shapes if self.packing is not None else {}
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts; of shape (tokens, width)."""
+        this: Any = self
+        tokens, top = top_k_index.shape
+        numbers, order = torch.sort(top_k_index.reshape(-1))
+        counted = numbers.float() if numbers.device.type == "cpu" else numbers.int()
+        counts = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
+        ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        rows = self._product(
+            "gate_up_proj" if this.has_gate else "up_proj",
+            hidden_states[order // top],
+            numbers,
+            ends,
+        )
+        rows = this._apply_gate(rows) if this.has_gate else this.act_fn(rows)
+        rows = self._product("down_proj", rows, numbers, ends)
+        if this.has_post_expert_norm:
+            rows = this.post_expert_norm(rows)
+        rows = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return rows[back].view(tokens, top, -1).sum(dim=1).to(hidden_states.dtype)
+
+    def _product(self, word: str, x: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
+        this: Any = self
+        weight: Tensor = getattr(self, word)
+        out: Tensor
+        if self.packing is None:
+            right = weight if this.is_transposed else weight.transpose(-2, -1)
+            x = x.to(weight.dtype)
+            out = F.grouped_mm(x, right, offs=ends)
+        else:
+            about = [*self.shapes[word]], this.is_transposed, self.packing.name
+            out = _Product.apply(x, weight, ends, *about)  # type: ignore[no-untyped-call]  # torch's
+        if this.has_bias:
+            out = out + getattr(self, f"{word}_bias")[numbers]
+        if word in self.adapters:
+            out = torch.add(out, self.adapters[word](x, ends), alpha=self.scale)
+        return out
+
+
+def stacked_experts(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the experts of a model of transformers that are called through its interface."""
+    for name, each in module.named_modules():
+        if hasattr(each, "_is_expert_parallel") and matrices_of(each):
+            yield name, each
+
+
+def matrices_of(experts: nn.Module) -> list[str]:
+    """Return the names of the matrices, in the order of the module's parameters."""
+    if isinstance(experts, StackedExperts):
+        return [*experts.shapes]
+    found = experts._parameters.items()
+    return [
+        name for name, each in found if name in _MATRICES and each is not None and each.ndim == 3
+    ]
+
+
+@cache
+def _adopted(kind: type) -> type:
+    return type(kind.__name__, (StackedExperts, kind), {"__module__": kind.__module__})
+
+
+def adopt(experts: Any) -> StackedExperts:
+    """Let experts, the same object, compute with `StackedExperts.forward`."""
+    if not isinstance(experts, StackedExperts):
+        shapes = {word: tuple(getattr(experts, word).shape) for word in matrices_of(experts)}
+        kind: type = type(experts)
+        experts.__class__ = _adopted(kind)
+        experts.shapes, experts.packing, experts.scale = shapes, None, 1.0
+        experts.adapters = nn.ModuleDict()
+    adopted: StackedExperts = experts
+    return adopted
+
+
+def pack(name: str, experts: Any, packing: Packing) -> None:
+    """Replace the matrices by uninitialized ones that are packed.
+
+    Raises:
+        UsageError: If blocks of weights would belong to two experts.
+    """
+    adopted = adopt(experts)
+    for word, (count, rows, columns) in adopted.shapes.items():
+        if rows * columns % BLOCK:
+            raise UsageError(
+                f"model.base_dtype={packing.name}: {name}.{word} has {rows} x {columns} weights "
+                f"per expert, which are not blocks of {BLOCK}; set model.base_dtype=auto"
+            )
+        packed = torch.empty(
+            packing.packed_bytes(count * rows * columns),
+            dtype=torch.uint8,
+            device=getattr(adopted, word).device,
+        )
+        setattr(adopted, word, nn.Parameter(packed, requires_grad=False))
+    adopted.packing = packing
+
+
+def adapt(experts: Any, words: list[str], config: LoraConfig) -> None:
+    """Add an adapter to each of the matrices `words`.
+
+    Raises:
+        UsageError: If the settings are not supported.
+    """
+    assert config.rank is not None
+    if config.rank % _ROWS:
+        raise UsageError(
+            f"model.lora.rank={config.rank}: adapters of experts need a multiple of {_ROWS}"
+        )
+    if config.dropout:
+        raise UsageError(
+            f"model.lora.dropout={config.dropout:g}: not supported with adapters of experts"
+        )
+    adopted: Any = adopt(experts)
+    adopted.scale = config.scale
+    for word in (each for each in adopted.shapes if each in words):
+        count, rows, columns = adopted.shapes[word]
+        width, out = (rows, columns) if adopted.is_transposed else (columns, rows)
+        adopted.adapters[word] = ExpertAdapter(width, out, config.rank * count)
