@@ -2,12 +2,13 @@
 
 They compute what transformers' `grouped_mm_experts_forward` does, with other products: rows are
 sorted by their expert, and each expert multiplies its rows. Packed matrices are dequantized for one
-product. The adapter of a matrix has a low-rank pair for each expert, in the form of PEFT's
+product, and of few rows only those that they use. The adapter of a matrix has a low-rank pair for each expert, in the form of PEFT's
 `target_parameters`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from fsdpctl.config.model import LoraConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.models.quantized import BLOCK, PACKINGS, PackedWeights, Packing
+from fsdpctl.models.quantized import BLOCK, GROUP, PACKINGS, PackedWeights, Packing
 
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 _ROWS = 8  # grouped products on GPUs need rows of 16 bytes
@@ -29,6 +30,13 @@ Shape = tuple[int, ...]
 def _product(
     x: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
 ) -> Tensor:
+    count, *matrix = shape
+    if len(x) < count and prod(matrix) % GROUP == 0:  # as when text is generated: not all are used
+        used = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
+        packed = packed.view(count, -1)[used].view(-1)
+        weight = PACKINGS[packing].dequantize(packed, (len(x), *matrix), x.dtype)
+        right = weight if transposed else weight.transpose(-2, -1)
+        return torch.bmm(x.unsqueeze(1), right).squeeze(1)
     weight = PACKINGS[packing].dequantize(packed, shape, x.dtype)
     return F.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
 

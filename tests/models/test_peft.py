@@ -97,7 +97,7 @@ def test_adapters_of_a_changed_base_are_refused(bases, tmp_path, init):
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
 OTHER: dict[str, Any] = {
     "use_dora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2},
-    "layers_to_transform": 0, "modules_to_save": ["lm_head"], "target_parameters": ["w"],
+    "layers_to_transform": 0, "modules_to_save": ["lm_head"],
     "lora_bias": True, "trainable_token_indices": [1], "layer_replication": [[0, 2]],
     "exclude_modules": ["lm_head"], "bias": "all", "megatron_config": {"a": 1},
     "alora_invocation_tokens": [1], "use_qalora": True, "arrow_config": {"top_k": 3},

@@ -10,7 +10,8 @@ from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.rules import checked
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
+from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
 from tests.predict.test_total import predicted
 from tests.predict.watch import watched_step
@@ -21,6 +22,7 @@ WORDS = [
     "model.init=random", "launch.device=cpu", "train.seq_len=64", "train.micro_batch_size=2",
     "train.loss_chunk_tokens=50", "accumulation.steps=1",
 ]  # fmt: skip
+EXPERTS = ["model.lora.rank=8", "model.lora.targets=experts", "model.base_dtype=nf4"]
 
 
 @pytest.mark.slow
@@ -31,16 +33,32 @@ WORDS = [
 def test_the_peak_of_all_tensors_is_within_a_percent(
     rank: int, world_size: int, family: str, precision: str, recomputes: str, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "in"
-    if rank == 0:
-        save_decoder(family, folder, vocab_size=1000)
-    collectives_for(torch.device("cpu")).barrier()
-    words = [f"launch.nproc_per_node={world_size}", f"train.global_batch_size={2 * world_size}"]
     mode, _, sends = recomputes.partition(", ")
     chosen = [f"precision={precision}", f"activation_checkpointing={mode}"]
     chosen += [f"activation_checkpointing.offload={str(bool(sends)).lower()}"]
+    check(rank, world_size, family, tmp_path / "in", chosen)
+
+
+@pytest.mark.parametrize("family", fast("qwen3_moe", slow=["mixtral", "deepseek_v3", "gpt_oss"]))
+@distributed(world_size=2, timeout=240)
+@in_turn(mode=["none", "full"], rests=["false", "true"])
+def test_the_peak_of_packed_experts_with_adapters_is_within_a_percent(
+    rank: int, world_size: int, family: str, mode: str, rests: str, tmp_path: Path
+) -> None:
+    chosen = [f"activation_checkpointing={mode}", f"strategy.offload_params={rests}"]
+    folder = tmp_path / f"{mode} {rests}"
+    check(rank, world_size, family, folder, [*chosen, *EXPERTS], hidden_size=64)
+
+
+def check(
+    rank: int, world_size: int, family: str, folder: Path, chosen: list[str], **sizes: int
+) -> None:
+    if rank == 0:
+        save_decoder(family, folder, vocab_size=1000, **sizes)
+    collectives_for(torch.device("cpu")).barrier()
+    words = [f"launch.nproc_per_node={world_size}", f"train.global_batch_size={2 * world_size}"]
     config = checked(placed_on_cluster(compose(folder, *WORDS, *words, *chosen)))
-    model = make_model(config, torch.device("cpu"))
+    model = make_model(config, torch.device("cpu"), trains=True)
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, lambda: train_step(config, model, optimizer))
     expected, planned, _ = predicted(config, rank, model)

@@ -1,0 +1,221 @@
+"""Experts with packed matrices and adapters: those of PEFT, on any number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdpctl.checkpoint.base import weights_in_model_path
+from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.load import load_weights
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.peft import write_peft
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_words
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.errors import UsageError
+from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
+from fsdpctl.models.registry import build_model, count_active
+from fsdpctl.models.stacked_experts import StackedExperts
+from fsdpctl.optim.sgd import ShardedSGD
+from fsdpctl.run.flops import model_flops
+from fsdpctl.train.assemble import make_model
+from tests.distributed import distributed
+from tests.matrix import fast
+from tests.models.decoders import (
+    CPU,
+    batches_of,
+    compose,
+    load_decoder,
+    our_loss,
+    save_decoder,
+    their_loss,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+LAYER = "o_proj"
+MATRICES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def loaded(config: Config, strategy: str = "no_shard") -> ShardedModel:
+    model = make_model(config, CPU, strategy=strategy, empty=True)
+    load_weights(weights_in_model_path(config.model, build_model(config.model), 0), model)
+    return model
+
+
+def saved(model: ShardedModel, config: Config, folder: Path) -> CheckpointReader:
+    about = About(Progress(1), config_words(config), {})
+    write_checkpoint(folder, take_snapshot(model, None, 0, about), model.collectives)
+    return CheckpointReader(folder)
+
+
+def write_adapters(base: Path, folder: Path, layer: str, matrices: list[str]) -> None:
+    peft: Any = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    about = peft.LoraConfig(
+        r=8, lora_alpha=12, target_modules=[layer], target_parameters=matrices,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    model = peft.get_peft_model(load_decoder(base), about)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.add_(torch.randn_like(param), alpha=0.05)
+    model.save_pretrained(folder)
+
+
+def gradients(model: ShardedModel) -> list[Tensor]:
+    """The norms of the gradients of all adapters."""
+    found = []
+    for shard in model.flat_shards():
+        for placement in shard.layout.placements if shard.trainable else ():
+            assert shard.grad is not None
+            found.append(shard.grad[placement.span.start : placement.span.stop].norm())
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    fast(
+        ("qwen3_moe", "nf4", MATRICES),
+        ("gpt_oss", "int8", MATRICES),
+        slow=[
+            *((family, "nf4", MATRICES) for family in ("gpt_oss", "mixtral", "deepseek_v3")),
+            ("qwen3_moe", "auto", MATRICES[1:]),
+            ("gpt_oss", "auto", MATRICES[:1]),
+        ],
+    ),
+)
+def test_adapters_of_packed_experts_are_those_of_peft(
+    tmp_path: Path, case: tuple[str, str, list[str]]
+) -> None:
+    """Logits and gradients beside PEFT on the dequantized base; in an export, and merged."""
+    import peft
+
+    family, packing, matrices = case
+    save_decoder(family, tmp_path / "in", hidden_size=64)
+    packed = compose(tmp_path / "in", "model.lora.rank=8", f"model.base_dtype={packing}")
+    consolidate(saved(loaded(packed), packed, tmp_path / "first"), tmp_path / "base", merges=True)
+    write_adapters(tmp_path / "base", tmp_path / "adapters", LAYER, matrices)
+    theirs = peft.PeftModel.from_pretrained(
+        load_decoder(tmp_path / "base"), tmp_path / "adapters", is_trainable=True
+    )
+    config = compose(
+        tmp_path / "in", f"model.lora.path={tmp_path / 'adapters'}", f"model.base_dtype={packing}"
+    )
+    model = loaded(config)
+    if packing != "auto":
+        assert sum("experts" in name for name in quantized_shapes(model.module)) >= 2
+    batch = batches_of(1, 1)[0][0][0]
+    expected = theirs(batch, use_cache=False).logits.detach()
+    assert (model(batch) - expected).abs().max() <= 1e-5
+    our_loss(model, batch).backward()
+    ours = gradients(model)
+    their_loss(theirs, batch).backward()
+    named = (param.grad for name, param in theirs.named_parameters() if "lora_" in name)
+    wanted = [grad.norm() for grad in named if grad is not None]
+    assert len(ours) == len(wanted) > 0
+    assert torch.stack(ours).sort()[0] == pytest.approx(torch.stack(wanted).sort()[0], abs=1e-5)
+    reader = saved(model, config, tmp_path / "step")
+    consolidate(reader, tmp_path / "merged", merges=True)
+    assert (load_decoder(tmp_path / "merged")(batch).logits - expected).abs().max() <= 1e-5
+    write_peft(reader, tmp_path / "again")
+    again = peft.PeftModel.from_pretrained(load_decoder(tmp_path / "base"), tmp_path / "again")
+    assert torch.equal(again(batch, use_cache=False).logits, theirs(batch, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("world_size", fast(2, slow=[3]))
+@distributed()
+def test_ranks_train_what_one_process_trains(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Also if equal tokens are sent to the same experts: on a rank, and then on all of them."""
+    folder = tmp_path / "in"
+    if rank == 0:
+        save_decoder("qwen3_moe", folder, hidden_size=64)
+    collectives_for(CPU).barrier()
+    words = ["model.lora.rank=8", "model.lora.targets=experts", "model.base_dtype=nf4"]
+    config = compose(folder, *words)
+    drawn = [each[0] for each in batches_of(1, world_size)[0]]
+    equal = [torch.full((2, 9), token) for token in (3, 7, 9)[:world_size]]
+    for batches in (drawn, equal, equal[:1] * world_size):
+        states = []
+        for name in ("no_shard", "full_shard"):
+            model = loaded(config, name)
+            optimizer = ShardedSGD(model, lr=1.0, momentum=0.0)
+            alone = name == "no_shard"
+            for batch in batches if alone else batches[rank : rank + 1]:
+                with model.no_sync():
+                    (our_loss(model, batch) / (len(batches) if alone else 1)).backward()
+            model.sync_gradients()
+            optimizer.step()
+            states.append(model.state_dict())
+        assert states[0].keys() == states[1].keys()
+        for name, values in states[0].items():
+            assert torch.allclose(values.float(), states[1][name].float(), atol=1e-6), name
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_few_rows_are_multiplied_by_the_experts_that_they_use(transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(8, 128, 256, generator=generator)
+    packed = NF4.quantize(weights)
+    exact = NF4.dequantize(packed, weights.shape, torch.float32)
+    x = torch.randn(5, 128 if transposed else 256, generator=generator)
+    numbers = torch.tensor([1, 1, 4, 6, 7])
+    ends = torch.bincount(numbers, minlength=8).cumsum(0).to(torch.int32)
+    found = torch.ops.fsdpctl.packed_experts(x, packed, ends, [8, 128, 256], transposed, "nf4")
+    expected = [
+        row @ (exact[number] if transposed else exact[number].T)
+        for row, number in zip(x, numbers.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_token_uses_of_packed_and_adapted_experts_is_counted(tmp_path: Path) -> None:
+    save_decoder("qwen3_moe", tmp_path, hidden_size=64)
+    plain = build_model(compose(tmp_path).model)
+    words = ["model.lora.rank=8", "model.lora.targets=experts", "model.base_dtype=nf4"]
+    config = compose(tmp_path, *words)
+    module = build_model(config.model)
+    assert packing_of(module) is NF4
+    adapters = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert all("experts" in n for n, p in module.named_parameters() if p.requires_grad)
+    assert count_active(module) == count_active(plain) + adapters // 2
+    assert model_flops(config, module, CPU, 1).per_token > 4 * count_active(plain) // 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("experts model.lora.rank=4", "rank=4: adapters of experts need a multiple of 8"),
+        ("experts model.lora.dropout=0.1", "dropout=0.1: not supported with adapters of experts"),
+        ("expert.down_proj,experts", "expert.down_proj matches no linear layer"),
+    ],
+)
+def test_settings_that_adapters_of_experts_do_not_support_are_rejected(
+    tmp_path: Path, words: str, message: str
+) -> None:
+    save_decoder("qwen3_moe", tmp_path)
+    given = {"model.lora.rank": "8", **dict(each.split("=") for each in words.split()[1:])}
+    settings = [f"{name}={value}" for name, value in given.items()]
+    with pytest.raises(UsageError, match=message):
+        build_model(compose(tmp_path, f"model.lora.targets={words.split()[0]}", *settings).model)
+
+
+def test_blocks_that_two_experts_would_share_are_rejected(tmp_path: Path) -> None:
+    save_decoder("qwen3_moe", tmp_path, hidden_size=36, moe_intermediate_size=9)
+    with pytest.raises(UsageError, match="weights per expert, which are not blocks of 64"):
+        build_model(compose(tmp_path, "model.lora.rank=8", "model.base_dtype=nf4").model)
+
+
+def test_layers_called_like_matrices_of_experts_leave_experts_as_they_are(tmp_path: Path) -> None:
+    save_decoder("deepseek_v3", tmp_path)
+    module = build_model(
+        compose(tmp_path, "model.lora.rank=8", "model.lora.targets=down_proj").model
+    )
+    assert not any(isinstance(each, StackedExperts) for each in module.modules())
