@@ -174,6 +174,9 @@ class ModelConfig:
         choices=("nf4", "int8", "float32"),
         auto=True,
     )
+    quantize_experts: bool = key(
+        True, "with model.base_dtype: also experts that are one parameter of a layer"
+    )
 
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a token attends to in a layer; None: all before it."""

@@ -7,7 +7,7 @@ searched in the names.
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdpctl.errors import UsageError, nearest
 
@@ -41,11 +41,13 @@ class NameFilter:
             _compiled(key, text, text)
         return NameFilter(key, text, names, ends)
 
-    @property
-    def is_all_linear(self) -> bool:
-        """Whether it is all_linear, in any spelling."""
+    def without_all_linear(self) -> tuple["NameFilter | None", bool]:
+        """Return the rest, if any, and whether the list has all_linear, in any spelling."""
         names = (self.text,) if self.names is None else self.names
-        return [name.lower().replace("-", "_") for name in names] == [ALL_LINEAR]
+        rest = tuple(each for each in names if each.lower().replace("-", "_") != ALL_LINEAR)
+        if rest == names:
+            return self, False
+        return (replace(self, names=rest) if rest else None), True
 
     def matches(self, name: str) -> bool:
         """Return whether the name of a layer or parameter is selected."""

@@ -17,7 +17,7 @@ from fsdpctl.estimate.planned_steps import divide_run, item_sizes
 from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.models.experts import idle_parameters
-from fsdpctl.models.quantized import count_weights
+from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
 from fsdpctl.models.router_biases import bias_places
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -78,7 +78,9 @@ def _model(opened: Opened) -> str:
     if config.model.is_pretrained:
         weights = f"weights from {weights_folder(config.model)}"
     if config.model.base_dtype is not None:
-        weights += f", those of linear layers in {config.model.base_dtype}"
+        packed = quantized_shapes(opened.module).values()
+        experts = " and experts" if any(len(shape) == 3 for shape in packed) else ""
+        weights += f", those of linear layers{experts} in {config.model.base_dtype}"
     of = ""
     if config.model.is_foreign or config.model.path is not None:
         by = "transformers' module" if config.model.is_foreign else "fsdpctl's decoder"

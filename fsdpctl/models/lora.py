@@ -92,7 +92,8 @@ def choose_trained(module: nn.Module, config: ModelConfig) -> None:
             frozen = FrozenLinear(base, is_transposed=bool(is_transposed(base)))
             frozen.quantize(PACKINGS[config.base_dtype])
             _replace(module, name, frozen)
-        for name, experts in stacked_experts.stacked_experts(module):
+        stacks = stacked_experts.stacked_experts(module) if config.quantize_experts else ()
+        for name, experts in stacks:
             stacked_experts.pack(name, experts, PACKINGS[config.base_dtype])
     targets, stacked = _targets(module, config.lora)
     module.requires_grad_(False)
@@ -124,8 +125,8 @@ def _targets(
     Those are selected only by a text that names experts: their matrices are called like layers.
     """
     layers, read = dict(_linear_layers(module)), read_elsewhere(module)
-    chosen = NameFilter.of(TARGETS, config.targets, ends=True)
-    if chosen.is_all_linear:
+    chosen, has_all_linear = NameFilter.of(TARGETS, config.targets, ends=True).without_all_linear()
+    if chosen is None:
         return {name: layer for name, layer in layers.items() if name not in read}, {}
     stacks = {
         name: stacked_experts.matrices_of(each)
@@ -136,7 +137,11 @@ def _targets(
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     known = f"linear layers except the output head are {', '.join(leaves)}"
     chosen.check(names, "linear layer", known, [*leaves, ALL_LINEAR])
-    found = {name: layer for name, layer in layers.items() if chosen.matches(name)}
+    found = {
+        name: layer
+        for name, layer in layers.items()
+        if chosen.matches(name) or (has_all_linear and name not in read)
+    }
     stacked = {
         name: [each for each in words if chosen.matches(name) or chosen.matches(f"{name}.{each}")]
         for name, words in stacks.items()

@@ -2,8 +2,8 @@
 
 They compute what transformers' `grouped_mm_experts_forward` does, with other products: rows are
 sorted by their expert, and each expert multiplies its rows. Packed matrices are dequantized for one
-product, and of few rows only those that they use. The adapter of a matrix has a low-rank pair for each expert, in the form of PEFT's
-`target_parameters`.
+product, and of few rows only those that they use. The adapter of a matrix has a low-rank pair for
+each expert, in the form of PEFT's `target_parameters`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -7,6 +7,7 @@ from fsdpctl.config.importers.shared import (
     NO_ADAPTERS,
     TOO_HIGH,
     check_degrees,
+    quantized,
     read_context,
     read_optimizer,
 )
@@ -123,7 +124,7 @@ def _read_adapters(found: Translation) -> None:
         found.map(every or targets, "model.lora.targets=all_linear", default="peft.target_modules")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if value := source.take_on(f"quantization.{key}"):
-            found.map(value, f"model.base_dtype={dtype}")
+            found.map(value, *quantized(dtype))
     found.own_engine = NO_ADAPTERS
 
 

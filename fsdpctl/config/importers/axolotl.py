@@ -10,6 +10,7 @@ from fsdpctl.config.importers.shared import (
     UNUSED_OF_FSDP,
     check_degrees,
     deepspeed_file,
+    quantized,
     read_activation_offload,
     read_context,
     read_fsdp,
@@ -35,7 +36,6 @@ _OTHER_TRAININGS = {
     "process_reward_model": "trains a reward model",
     "qat": "quantization-aware training needs more memory",
     "lora_modules_to_save": "trains full layers in addition to adapters, which needs more memory",
-    "lora_target_parameters": "adapts parameters other than linear layers",
     "peft_use_dora": "DoRA needs more memory than LoRA",
     "eager_attention": "eager attention stores a score for each pair of tokens",
     "overrides_of_model_config": "changes the model; edit its config.json instead",
@@ -52,7 +52,6 @@ _SMALLER = {
     "load_in_8bit": "the frozen weights are estimated in bf16, not in 8 bits",
     "activation_offloading": "activations are estimated on the device",
     "peft_layers_to_transform": "adapters are estimated on all layers",
-    "quantize_moe_experts": "experts are estimated in bf16, not quantized",
     "lisa_n_layers": "all layers are estimated as trained, not a few at a time",
 }
 # With these, not all logits exist at once.
@@ -191,7 +190,9 @@ def _read_adapters(found: Translation) -> bool:
     source = found.source
     adapter = source.take("adapter")
     rank, alpha = source.take("lora_r"), source.take("lora_alpha")
-    linear, targets = source.take("lora_target_linear"), source.take("lora_target_modules")
+    linear, targets, parameters = (
+        source.take(f"lora_target_{each}") for each in ("linear", "modules", "parameters")
+    )
     if adapter is None:
         parts = source.take("unfrozen_parameters")
         if parts:
@@ -208,16 +209,21 @@ def _read_adapters(found: Translation) -> bool:
     shown = SourceKey("adapter, lora_r", f"{kind}, {rank.text if rank else '(not set)'}", ())
     found.map(shown, f"model.lora.rank={rank.text if rank else 8}")
     four, eight, gptq = map(source.take_on, ("load_in_4bit", "load_in_8bit", "gptq"))
+    packs = source.take_on("quantize_moe_experts") is not None
     if kind == "qlora" or four or gptq:
         shown = four or gptq or adapter
         note = "linear layers of blocks take 0.516 bytes per weight"
-        found.map(shown, "model.base_dtype=nf4", note=note)
+        found.map(shown, *quantized("nf4", experts=packs), note=note)
     elif eight:
         note = "linear layers of blocks take 1.03 bytes per weight"
-        found.map(eight, "model.base_dtype=int8", note=note)
+        found.map(eight, *quantized("int8", experts=packs), note=note)
     if alpha:
         found.map(alpha, f"model.lora.alpha={alpha.text}")
-    if targets and not (linear and linear.is_on):
+    if parameters:
+        layers = ("all_linear",) if linear and linear.is_on else targets.items if targets else ()
+        words = f"model.lora.targets=[{','.join((*layers, *parameters.items))}]"
+        found.map(parameters, words, note="with the layers that have adapters")
+    elif targets and not (linear and linear.is_on):
         read_targets(found, targets)
     elif linear or targets:
         found.map(linear or targets, "model.lora.targets=all_linear")

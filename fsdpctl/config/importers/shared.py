@@ -97,6 +97,11 @@ def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) ->
             )  # fmt: skip
 
 
+def quantized(dtype: str, *, experts: bool = False) -> tuple[str, ...]:
+    """Return the settings of a quantized base, of which bitsandbytes leaves experts as they are."""
+    return f"model.base_dtype={dtype}", f"model.quantize_experts={str(experts).lower()}"
+
+
 def read_targets(found: Translation, value: SourceKey) -> None:
     """Translate the layers with adapters: a list, or peft's expression that matches whole names."""
     text = value.text.strip()

@@ -10,6 +10,7 @@ from fsdpctl.config.importers.shared import (
     TOO_HIGH,
     deepspeed_file,
     keep_base_wide,
+    quantized,
     read_context,
     read_optimizer,
     read_targets,
@@ -117,7 +118,7 @@ def _read_adapters(found: Translation) -> bool:
             raise source.error(bits, "expected 4 or 8")
         other = method is not None and method.text != "bnb"
         note = "estimated as bitsandbytes' format" if other else ""
-        found.map(bits, f"model.base_dtype={dtype}", note=note)
+        found.map(bits, *quantized(dtype), note=note)
     found.own_engine = NO_ADAPTERS
     return True
 

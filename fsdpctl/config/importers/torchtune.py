@@ -8,6 +8,7 @@ from fsdpctl.config.importers.shared import (
     OF_FSDP,
     TOO_HIGH,
     check_degrees,
+    quantized,
     read_context,
     read_offload,
     read_optimizer,
@@ -122,7 +123,8 @@ def _read_adapters(found: Translation, component: str) -> None:
     names = ",".join(_NAMES.get(each.strip(), each.strip()) for each in layers)
     found.map(attention or rank, f"model.lora.targets={names}")
     if ".qlora_" in component or packed:
-        found.map(packed or SourceKey("model._component_", component, ()), "model.base_dtype=nf4")
+        key = packed or SourceKey("model._component_", component, ())
+        found.map(key, *quantized("nf4"))
     found.own_engine = NO_ADAPTERS
 
 

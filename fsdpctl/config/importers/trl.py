@@ -6,6 +6,7 @@ from fsdpctl.config.importers.shared import (
     NO_ADAPTERS,
     deepspeed_file,
     keep_base_wide,
+    quantized,
     read_optimizer,
     read_targets,
     read_zero,
@@ -92,7 +93,7 @@ def _read_adapters(found: Translation) -> None:
         found.map(None, words, default="lora_target_modules", note="the default of peft")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if value := source.take_on(key):
-            found.map(value, f"model.base_dtype={dtype}")
+            found.map(value, *quantized(dtype))
     found.own_engine = NO_ADAPTERS
 
 
