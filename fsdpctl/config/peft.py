@@ -68,7 +68,7 @@ def adapter_words(path: str) -> dict[str, str]:
         )
     elif about.target_parameters:
         raise UsageError(
-            f"{where}: target_parameters beside target_modules={str(modules)[:80]}: set "
+            f"{where}: target_parameters with target_modules={str(modules)[:80]}: set "
             "model.lora.targets to the names of all layers and experts"
         )
     return words

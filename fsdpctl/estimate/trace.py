@@ -18,6 +18,7 @@ from fsdpctl.estimate.choices import Choices
 from fsdpctl.estimate.observed_work import work_of
 from fsdpctl.estimate.operators import cpu_nbytes, cuda_workspace, operators_of
 from fsdpctl.models.lora import OPERATORS
+from fsdpctl.models.quantized import UNPACK, unpack
 from fsdpctl.predict.compute import (
     Gone,
     Gradient,
@@ -68,6 +69,9 @@ class _Recorder(TorchDispatchMode):
     ) -> object:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._assumed(args[0])
+        if func is UNPACK:
+            self._unpack(*args)
+            return None
         if (function := OPERATORS.get(func)) is not None:
             with self:
                 return function(*args)
@@ -85,6 +89,14 @@ class _Recorder(TorchDispatchMode):
         if self._is_cuda and (nbytes := cuda_workspace(func, args, self._kernel)):
             self.parts[self.place].append(Passing(nbytes, str(func)))
         return result
+
+    def _unpack(self, target: Tensor, rows: Tensor, blocks: int, times: int, packing: str) -> None:
+        """Run one of several equal parts, each of which gives its memory back."""
+        found = self.work.setdefault(self.place, [])
+        before = len(found)
+        with self:
+            unpack(target.chunk(times)[0], rows.chunk(times)[0], blocks, 1, packing)
+        found += found[before:] * (times - 1)
 
     def _assumed(self, tensor: Tensor) -> bool | int:
         """Return what a module reads: `all` is true, `any` is false, the place of an expert is 0.

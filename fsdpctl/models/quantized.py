@@ -83,13 +83,14 @@ class Packing(ABC):
         numel, size = prod(shape), self.group_bytes
         weights = torch.empty(-(-numel // BLOCK) * BLOCK, dtype=dtype, device=packed.device)
         groups, step = numel // GROUP, _AT_ONCE.get(device_type(packed), _AT_ONCE_ELSEWHERE)
-        for start in range(0, groups, step):
-            stop = min(start + step, groups)
-            rows = packed[start * size : stop * size].view(stop - start, size)
-            self._dequantize_into(weights[start * GROUP : stop * GROUP], rows, _BLOCKS)
+        whole = groups // step * step
+        for start, stop, times in ((0, whole, groups // step), (whole, groups, 1)):
+            if start < stop:
+                rows = packed[start * size : stop * size].view(stop - start, size)
+                UNPACK(weights[start * GROUP : stop * GROUP], rows, _BLOCKS, times, self.name)
         if rest := numel % GROUP:
             last = packed[groups * size :].view(1, -1)
-            self._dequantize_into(weights[groups * GROUP :], last, -(-rest // BLOCK))
+            self.dequantize_into(weights[groups * GROUP :], last, -(-rest // BLOCK))
         return weights[:numel].view(shape)
 
     @abstractmethod
@@ -97,7 +98,7 @@ class Packing(ABC):
         """Return the bytes of groups, (groups, blocks, 64)."""
 
     @abstractmethod
-    def _dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
+    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
         """Write the weights of rows of bytes, of `blocks` each."""
 
 
@@ -122,7 +123,7 @@ class _Nf4(Packing):
         constants = torch.cat((low, step), -1).view(torch.uint8)
         return torch.cat((constants, packed.flatten(1), levels.to(torch.uint8)), -1)
 
-    def _dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
+    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
         constants = rows[:, : self._constants].reshape(-1).view(torch.float32).view(-1, 2)
         codes = rows[:, self._constants : -blocks].int()
         values = F.embedding(codes, pairs(rows.device)).view(len(rows), blocks, BLOCK)
@@ -141,7 +142,7 @@ class _Int8(Packing):
         codes = torch.where(known > 0, codes, 0.0).to(torch.int8).view(torch.uint8)
         return torch.cat((codes.flatten(1), scales.view(torch.uint8)), -1)
 
-    def _dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
+    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
         codes, scales = rows[:, : blocks * BLOCK], rows[:, blocks * BLOCK :]
         values = codes.view(torch.int8).float().view(len(rows), blocks, BLOCK)
         known = scales.reshape(-1).view(torch.bfloat16).view(len(rows), blocks, 1)
@@ -154,7 +155,7 @@ class _Float32(Packing):
     def _quantized(self, weights: Tensor) -> Tensor:
         return weights.flatten(1).contiguous().view(torch.uint8)
 
-    def _dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
+    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
         target.view(len(rows), -1).copy_(rows.view(torch.float32))
 
 
@@ -169,8 +170,14 @@ def pairs(device: torch.device) -> Tensor:
     return torch.stack((values.repeat_interleave(16), values.repeat(16)), -1)
 
 
-# ---- products ----------------------------------------------------------------------------
-# Operators of their own: torch.compile would else find that forward and backward compute the same
+def unpack(target: Tensor, rows: Tensor, blocks: int, times: int, packing: str) -> None:
+    """Write the weights of rows of bytes, of `blocks` each, in `times` equal parts."""
+    for weights, part in zip(target.chunk(times), rows.chunk(times), strict=True):
+        PACKINGS[packing].dequantize_into(weights, part, blocks)
+
+
+# ---- operators ---------------------------------------------------------------------------
+# Of their own: torch.compile would else find that forward and backward compute the same
 # weights, and keep them in between.
 
 
@@ -201,6 +208,9 @@ def _backward_shape(
 
 
 _LIBRARY = torch.library.Library("fsdpctl", "DEF")
+_LIBRARY.define("unpack(Tensor(a!) target, Tensor rows, int blocks, int times, str packing) -> ()")
+_LIBRARY.impl("unpack", unpack, "CompositeExplicitAutograd")
+UNPACK = torch.ops.fsdpctl.unpack.default
 _ABOUT = "int[] shape, bool transposed, str packing"
 _LIBRARY.define(f"packed_linear(Tensor x, Tensor packed, Tensor? bias, {_ABOUT}) -> Tensor")
 _LIBRARY.define(f"packed_linear_backward(Tensor gradient, Tensor packed, {_ABOUT}) -> Tensor")
@@ -210,7 +220,11 @@ torch.library.register_fake("fsdpctl::packed_linear", _linear_shape, lib=_LIBRAR
 torch.library.register_fake("fsdpctl::packed_linear_backward", _backward_shape, lib=_LIBRARY)
 _FORWARD = torch.ops.fsdpctl.packed_linear.default
 _BACKWARD = torch.ops.fsdpctl.packed_linear_backward.default
-OPERATORS: dict[Any, Callable[..., Tensor]] = {_FORWARD: _linear, _BACKWARD: _linear_backward}
+OPERATORS: dict[Any, Callable[..., Any]] = {
+    UNPACK: unpack,
+    _FORWARD: _linear,
+    _BACKWARD: _linear_backward,
+}
 """The functions that compute the operators."""
 
 

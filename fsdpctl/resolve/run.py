@@ -161,11 +161,15 @@ def _with_lr(optimizer: OptimizerConfig, model: ModelConfig, module: nn.Module) 
 
 
 def run_identity(config: Config) -> str:
-    """Return six hexadecimal digits of the hash of the settings that decide the losses."""
+    """Return six hexadecimal digits of the hash of the settings that decide the losses.
+
+    Without those that have their default, so that a new key changes no name of a run.
+    """
+    usual = config_words(Config())
     words = {
         name: text
         for name, text in config_words(config).items()
-        if decides_losses(name) and name != DATE
+        if decides_losses(name) and name != DATE and usual.get(name) != text
     }
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:6]
 

@@ -190,9 +190,6 @@ def _read_adapters(found: Translation) -> bool:
     source = found.source
     adapter = source.take("adapter")
     rank, alpha = source.take("lora_r"), source.take("lora_alpha")
-    linear, targets, parameters = (
-        source.take(f"lora_target_{each}") for each in ("linear", "modules", "parameters")
-    )
     if adapter is None:
         parts = source.take("unfrozen_parameters")
         if parts:
@@ -219,18 +216,25 @@ def _read_adapters(found: Translation) -> bool:
         found.map(eight, *quantized("int8", experts=packs), note=note)
     if alpha:
         found.map(alpha, f"model.lora.alpha={alpha.text}")
-    if parameters:
-        layers = ("all_linear",) if linear and linear.is_on else targets.items if targets else ()
-        words = f"model.lora.targets=[{','.join((*layers, *parameters.items))}]"
-        found.map(parameters, words, note="with the layers that have adapters")
-    elif targets and not (linear and linear.is_on):
-        read_targets(found, targets)
-    elif linear or targets:
-        found.map(linear or targets, "model.lora.targets=all_linear")
+    _read_targets(found)
     if scaled := source.take_on("peft_use_rslora"):
         found.map(scaled, "model.lora.rslora=true")
     found.own_engine = NO_ADAPTERS
     return True
+
+
+def _read_targets(found: Translation) -> None:
+    """Translate the layers and parameters with adapters."""
+    names = ("linear", "modules", "parameters")
+    linear, targets, stacked = (found.source.take(f"lora_target_{each}") for each in names)
+    if stacked:
+        layers = ("all_linear",) if linear and linear.is_on else targets.items if targets else ()
+        words = f"model.lora.targets=[{','.join((*layers, *stacked.items))}]"
+        found.map(stacked, words, note="with the layers that have adapters")
+    elif targets and not (linear and linear.is_on):
+        read_targets(found, targets)
+    elif linear or targets:
+        found.map(linear or targets, "model.lora.targets=all_linear")
 
 
 def _read_sharding(found: Translation) -> bool:

@@ -516,3 +516,21 @@ def test_muon_is_estimated_if_matrices_stay_whole(tmp_path):
     config = asked(written(tmp_path, text)).composed.config
     assert (config.optimizer.name, config.strategy.name) == ("muon", "no_shard")
     assert (config.engine.name, config.optimizer.momentum) == ("fsdpctl", 0.95)
+
+
+def test_adapters_of_experts_are_read(tmp_path):
+    """As axolotl's examples of models with experts have them."""
+    lines = [
+        "base_model: Qwen/Qwen3-30B-A3B", "adapter: qlora", "load_in_4bit: true", "lora_r: 8",
+        "lora_target_linear: false", "sequence_len: 2048", "micro_batch_size: 1",
+        "lora_target_modules: [q_proj, v_proj]",
+        "lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]",
+    ]  # fmt: skip
+    for packs in (False, True):
+        file = tmp_path / "moe.yml"
+        file.write_text("\n".join([*lines, f"quantize_moe_experts: {str(packs).lower()}"]))
+        model = asked(str(file)).composed.config.model
+        assert model.quantize_experts is packs
+        assert model.lora.targets == (
+            "[q_proj,v_proj,mlp.experts.gate_up_proj,mlp.experts.down_proj]"
+        )
