@@ -202,6 +202,7 @@ def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
     if any(key.startswith("data") for key in changed):  # hardly meant to continue that run
         return ()
     shown = ", ".join(f"{key} {before.get(key, _NOT_SET)}" for key in changed[:3])
+    shown = shown or "the same settings, and a name of another version"
     other = run_dir.parent / last.name
     return (f"new run: {other} has {shown}; to continue from its state, pass --resume {other}",)
 

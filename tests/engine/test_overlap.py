@@ -6,6 +6,7 @@ channel of its own, and so do the blocks. What is waited for is what was not hid
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction
 from fsdpctl.comm.collectives import make_mesh
 from fsdpctl.engine.build import Sharding, Source, build_runtime
 from fsdpctl.engine.describe import divide_module
+from fsdpctl.engine.host_params import HostParams
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.plan.layout import Span
@@ -32,13 +34,14 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.exposed = {"gather": 0.0, "reduce": 0.0}  # what was waited for
-        self.started = {"gather": 0, "reduce": 0}
-        self._free = {"gather": 0.0, "reduce": 0.0}  # when each channel is
+        self.started = {"copy": 0, "gather": 0, "reduce": 0}
+        self.delays = {"copy": DELAY, "gather": DELAY, "reduce": DELAY}
+        self.free = {"copy": 0.0, "gather": 0.0, "reduce": 0.0}  # when each channel is
 
-    def start(self, kind: str) -> Callable[[], None]:
+    def start(self, kind: str, after: float = 0.0) -> Callable[[], None]:
         """A collective begins when its channel is free; the result waits for its end."""
-        end = max(self.now, self._free[kind]) + DELAY
-        self._free[kind] = end
+        end = max(self.now, self.free[kind], after) + self.delays[kind]
+        self.free[kind] = end
         self.started[kind] += 1
 
         def wait() -> None:
@@ -87,7 +90,8 @@ class DelayedCollectives(Collectives):
 
     def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
         """Ready after a while."""
-        wait, done = self.clock.start("gather"), super().all_gather(buffers)
+        wait = self.clock.start("gather", after=self.clock.free["copy"])  # the last one is its own
+        done = super().all_gather(buffers)
 
         def finish() -> Tensor:
             wait()
@@ -108,9 +112,8 @@ class DelayedCollectives(Collectives):
         return InPlace(Handle(finish))
 
 
-def run(strategy: str, prefetch: Prefetch) -> Clock:
+def run(strategy: str, prefetch: Prefetch, clock: Clock, **more: Any) -> Clock:
     """The clock after a forward and a backward."""
-    clock = Clock()
     net = nn.Sequential(*(Block(clock) for _ in range(BLOCKS)))
     collectives, row = DelayedCollectives(clock), get_strategy(strategy)
     specs = divide_module(net, ["Block"])
@@ -119,7 +122,7 @@ def run(strategy: str, prefetch: Prefetch) -> Clock:
         Division(specs, lay_out(specs, 1), row),
         make_mesh(collectives, torch.device("cpu"), collectives.size),
         Source(torch.device("cpu")),
-        Sharding(prefetch=prefetch, precision=Precision()),
+        Sharding(prefetch=prefetch, precision=Precision(), **more),
     )
     model = ShardedModel(net, runtime, row)
     model(torch.ones(2, 8)).sum().backward()
@@ -134,14 +137,14 @@ def hidden_share(clock: Clock, kind: str) -> float:
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_prefetch_hides_all_but_the_first_gather(strategy: str, depth: int) -> None:
-    clock = run(strategy, Prefetch(depth, depth))
+    clock = run(strategy, Prefetch(depth, depth), Clock())
     assert clock.started["reduce"] == BLOCKS
     assert hidden_share(clock, "gather") >= 0.8
     assert hidden_share(clock, "reduce") >= 0.8
 
 
 def test_without_prefetch_every_gather_is_waited_for() -> None:
-    clock = run("full_shard", Prefetch(0, 0))
+    clock = run("full_shard", Prefetch(0, 0), Clock())
     assert clock.started["gather"] == 2 * BLOCKS - 1  # the last block stays
     assert hidden_share(clock, "gather") <= 0.01
     assert hidden_share(clock, "reduce") >= 0.8
@@ -150,5 +153,32 @@ def test_without_prefetch_every_gather_is_waited_for() -> None:
 @pytest.mark.parametrize(("prefetch", "gathers"), [(Prefetch(1, 0), 7), (Prefetch(0, 1), 8)])
 def test_each_direction_hides_its_own_gathers(prefetch: Prefetch, gathers: int) -> None:
     """The other direction's are waited for: in backward six blocks, as two are still there."""
-    clock = run("full_shard", prefetch)
+    clock = run("full_shard", prefetch, Clock())
     assert clock.exposed["gather"] == pytest.approx(gathers * DELAY)
+
+
+@pytest.mark.parametrize(
+    ("depth", "gathering", "share"),
+    [
+        (1, 0.0, 0.8),  # a single rank
+        (2, DELAY, 0.8),  # a copy and a gather one after another, of two units at a time
+        (0, 0.0, 0.0),
+    ],
+)
+def test_parameters_come_from_the_host_behind_the_computation(
+    depth: int, gathering: float, share: float
+) -> None:
+    clock, right = Clock(), HostParams.send
+    clock.delays["gather"] = gathering
+
+    def sent(self: HostParams, *given: Any) -> Any:
+        clock.start("copy")
+        return right(self, *given)
+
+    with mock.patch.object(HostParams, "send", sent):
+        run("full_shard", Prefetch(depth, depth), clock, offload="all", offload_params=True)
+    assert clock.started["copy"] == 2 * BLOCKS - 1 - depth  # the last ones are in slots
+    moving = DELAY + gathering
+    assert 1 - (clock.exposed["gather"] - moving) / ((clock.started["copy"] - 1) * moving) >= share
+    if not depth:
+        assert clock.exposed["gather"] == pytest.approx(clock.started["copy"] * moving)
