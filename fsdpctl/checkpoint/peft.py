@@ -32,6 +32,10 @@ from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
 from fsdpctl.models.products import transposed_layers
 from fsdpctl.models.registry import build_model, build_plain
+from fsdpctl.models.stacked_experts import stacked_experts
+
+# The ends of names that PEFT converts for models with experts (transformers' conversion tables).
+_RENAMED = (".down_proj", ".gate_proj", ".up_proj", ".gate")
 
 
 class PeftAdapters(FileTensors):
@@ -66,9 +70,11 @@ class PeftAdapters(FileTensors):
         where = f"model.lora.path={self.folder}"
         for name, shape in shapes.items():
             if name not in self._found:
-                layers = {each.rpartition(".")[2] for each in adapted_layers(self._found)}
-                if any(f".{layer}.lora_" in name for layer in layers):  # of some blocks only
-                    layers = set(adapted_layers(self._found))
+                there = [each.replace(OF_EXPERTS, ".") for each in adapted_layers(self._found)]
+                layers = {each.rpartition(".")[2] for each in there}
+                is_stacked = any(OF_EXPERTS in each for each in (*self._found, *shapes))
+                if is_stacked or any(f".{layer}.lora_" in name for layer in layers):
+                    layers = set(there)  # of some blocks only, or of layers called alike
                 raise UsageError(
                     f"{where}: {name} not found; model.lora.targets requires it; set "
                     f"model.lora.targets={','.join(sorted(layers))}, the layers in the file"
@@ -123,9 +129,12 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
     with new_export(destination, reader.folder, overwrite=overwrite) as folder:
         checksums, metadata = Checksums(), {"format": "pt", **WRITTEN}
         checksums.write_tensors(folder / ADAPTER_WEIGHTS, entries, metadata, read)
+        plain = build_plain(model)
         linear = [each for each in adapted_layers(names) if OF_EXPERTS not in each]
-        is_transposed = not transposed_layers(build_plain(model)).isdisjoint(linear)
-        content = _adapter_config(model, names, base, is_transposed=is_transposed)
+        is_transposed = not transposed_layers(plain).isdisjoint(linear)
+        has_stacks = any(True for _ in stacked_experts(plain))
+        renamed = {each for each in linear if has_stacks and each.endswith(_RENAMED)}
+        content = _adapter_config(model, names, renamed, base, is_transposed=is_transposed)
         write_synced(folder / ADAPTER_CONFIG, content)
         checksums.write(folder)
     return sum(entry.nbytes for entry in entries)
@@ -141,11 +150,22 @@ def _targets(names: list[str]) -> list[str]:
 
 
 def _adapter_config(
-    model: ModelConfig, names: list[str], base: str | None, *, is_transposed: bool
+    model: ModelConfig,
+    names: list[str],
+    renamed: Collection[str],
+    base: str | None,
+    *,
+    is_transposed: bool,
 ) -> bytes:
-    """Return the contents of adapter_config.json; `base`: the weights that were adapted."""
-    targets = _targets(names)
-    stacked = [adapted_weight(each) for each in adapted_layers(names) if OF_EXPERTS in each]
+    """Return the contents of adapter_config.json; `base`: the weights that were adapted.
+
+    PEFT takes the layers `renamed` for matrices of experts, unless it gets their parameters; those
+    have no dropout there.
+    """
+    ends = tuple(f"{each}." for each in renamed)
+    targets = _targets([each for each in names if not each.startswith(ends)])
+    adapted = adapted_layers(names)
+    stacked = [adapted_weight(x) for x in adapted if OF_EXPERTS in x or x in renamed]
     lora = model.lora
     assert lora.rank is not None
     alpha = 2.0 * lora.rank if lora.alpha is None else lora.alpha
@@ -155,7 +175,7 @@ def _adapter_config(
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": lora.dropout,
+        "lora_dropout": 0.0 if stacked else lora.dropout,
         "use_rslora": lora.rslora,
         "use_dora": False,
         "target_modules": targets,

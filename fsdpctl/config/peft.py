@@ -11,7 +11,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.untrusted import as_type, read_json
 
 DOWN, UP = "lora_A", "lora_B"  # the layers of an adapter, B(A(x))
-OF_EXPERTS = ".adapters."  # between the name of experts and of one of their matrices
+OF_EXPERTS = ".expert_adapters."  # between the name of experts and of one of their matrices
 PREFIX = "base_model.model."  # of PEFT's names of tensors
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_KEYS = tuple(f"model.lora.{name}" for name in ("rank", "alpha", "rslora"))
@@ -62,7 +62,7 @@ def adapter_words(path: str) -> dict[str, str]:
     if isinstance(modules, list) or (modules is None and about.target_parameters):
         # Regular expressions of untrusted files are not run; the names of tensors are checked. The
         # group has a name because, as in PEFT, only one of the modules has to exist.
-        targets = {*(modules or ()), *(about.target_parameters or ())}
+        targets = {*(modules or ()), *map(_of_parameter, about.target_parameters or ())}
         words["model.lora.targets"] = (
             rf"(^|\.)(?P<any>{'|'.join(map(re.escape, sorted(targets)))})$"
         )
@@ -72,6 +72,12 @@ def adapter_words(path: str) -> dict[str, str]:
             "model.lora.targets to the names of all layers and experts"
         )
     return words
+
+
+def _of_parameter(name: str) -> str:
+    """Return the target of one of `target_parameters`: a linear layer, or a matrix of experts."""
+    layer = name.removesuffix(".weight")
+    return layer if layer != name or "experts" in name else f"experts.{name}"
 
 
 def has_adapters(folder: Path) -> bool:

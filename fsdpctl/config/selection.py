@@ -6,7 +6,7 @@ searched in the names.
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from fsdpctl.errors import UsageError, nearest
@@ -17,6 +17,7 @@ _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 _QUANTIFIER = re.compile(r"\{\d*,?\d*\}")
 _ENCLOSED = re.compile(r"[\[({](.*)[\])}]", re.DOTALL)
 # A group with a bar and no group in it. Named groups may have alternatives that match nothing.
+_NAMED_GROUP = re.compile(r"\(\?P<\w+>")
 _INNERMOST = re.compile(r"\((?:\?:)?(?!\?)([^()]*\|[^()]*)\)")
 
 
@@ -52,6 +53,15 @@ class NameFilter:
     def matches(self, name: str) -> bool:
         """Return whether the name of a layer or parameter is selected."""
         return any(self._finds(part, name) for part in self.names or (self.text,))
+
+    def matches_by(self, word: str, name: str) -> bool:
+        """Return whether a part of the text selects `name`, and would not without `word` in it."""
+        parts: Iterable[str] = self.names or ()
+        if self.names is None:
+            plain = _NAMED_GROUP.sub("(?:", self.text)
+            parts = (self.text, *(reduced for _, reduced in _alternatives(plain)))
+        masked = name.replace(word, "")
+        return any(self._finds(each, name) and not self._finds(each, masked) for each in parts)
 
     def check(self, names: Collection[str], what: str, known: str, words: Collection[str]) -> None:
         """Check that each name of the list, or each alternative of the pattern, matches `names`.

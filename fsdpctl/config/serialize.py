@@ -56,6 +56,8 @@ def config_from_words(words: Mapping[str, str]) -> Config:
     """
     for name in words.keys() - {*GROUPS, *_WITHOUT_EFFECT}:
         known_key(name)
+    if words.get("model.base_dtype", "auto") != "auto":  # before the key existed, experts were not
+        words = {"model.quantize_experts": "false", **words}
     values = {
         name: each.parse(words[name]) if name in words else None if each.optional else each.default
         for name, each in KEYS.items()

@@ -26,7 +26,7 @@ from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.schedule import Buffer, Prefetch
 from fsdpctl.plan.sizes import Offload, slots_of
-from fsdpctl.plan.strategy import Strategy, check_offload_params
+from fsdpctl.plan.strategy import Strategy, check_offload_params, check_rests
 from fsdpctl.plan.transfers import Transfers
 from fsdpctl.plan.units import Division, UnitSpec
 
@@ -252,11 +252,7 @@ def _host_params(
 ) -> HostParams:
     check_offload_params(builder.strategy)
     is_stepped_there = offload is not Offload.NONE
-    if not is_stepped_there and all(each.trainable for each in layouts):
-        raise UsageError(
-            "strategy.offload_params=true: parameters that are trained rest on the host with their "
-            "master weights; set optimizer.offload=all or states"
-        )
+    check_rests(all(each.trainable for each in layouts), offload)
     sizes = [
         (builder.held(each).numel, builder.compute_dtype(each))
         for each in layouts

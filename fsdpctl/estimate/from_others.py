@@ -119,6 +119,8 @@ def _without_overridden(
         names |= {_FUSED} & words.keys()
     if strategy in ("no_shard", "ddp"):
         names |= {"optimizer.offload"} & words.keys()  # not supported by every rank on its own
+    if "optimizer.offload" in names and not {"model.lora.rank", "model.trainable"} & words.keys():
+        names |= {"strategy.offload_params"} & words.keys()
     kept = {name: text for name, text in words.items() if name not in names}
     return kept, {f"{name}={words[name]}" for name in names}
 

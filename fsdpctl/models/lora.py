@@ -122,18 +122,22 @@ def _targets(
 ) -> tuple[dict[str, nn.Module], dict[str, list[str]]]:
     """Return the layers that get an adapter by name, and the matrices of stacked experts.
 
-    Those are selected only by a text that names experts: their matrices are called like layers.
+    Those are selected only by a part that names experts: their matrices are called like layers.
     """
     layers, read = dict(_linear_layers(module)), read_elsewhere(module)
     chosen, has_all_linear = NameFilter.of(TARGETS, config.targets, ends=True).without_all_linear()
     if chosen is None:
         return {name: layer for name, layer in layers.items() if name not in read}, {}
-    stacks = {
-        name: stacked_experts.matrices_of(each)
+    stacked = {
+        name: [
+            word
+            for word in stacked_experts.matrices_of(each)
+            if any(chosen.matches_by(_EXPERTS, each) for each in (name, f"{name}.{word}"))
+        ]
         for name, each in stacked_experts.stacked_experts(module)
-        if _EXPERTS in config.targets
     }
-    names = [*layers, *stacks, *(f"{name}.{word}" for name in stacks for word in stacks[name])]
+    stacked = {name: words for name, words in stacked.items() if words}
+    names = [*layers, *stacked, *(f"{name}.{word}" for name in stacked for word in stacked[name])]
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     known = f"linear layers except the output head are {', '.join(leaves)}"
     chosen.check(names, "linear layer", known, [*leaves, ALL_LINEAR])
@@ -142,16 +146,12 @@ def _targets(
         for name, layer in layers.items()
         if chosen.matches(name) or (has_all_linear and name not in read)
     }
-    stacked = {
-        name: [each for each in words if chosen.matches(name) or chosen.matches(f"{name}.{each}")]
-        for name, words in stacks.items()
-    }
     if without_effect := sorted({name.rpartition(".")[2] for name in found if name in read}):
         raise UsageError(
             f"{TARGETS}={config.targets}: {', '.join(without_effect)}: not supported, because the "
             "model reads the weights without calling the layer; select other layers"
         )
-    return found, {name: words for name, words in stacked.items() if words}
+    return found, stacked
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

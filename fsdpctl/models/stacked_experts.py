@@ -120,7 +120,7 @@ class StackedExperts(PackedWeights):
     """The forward of experts that `adopt` has changed; the rest is that of their class."""
 
     shapes: Mapping[str, Shape]  # of the matrices, (experts, …)
-    adapters: nn.ModuleDict
+    expert_adapters: nn.ModuleDict
     scale: float
     num_experts: int
 
@@ -164,8 +164,8 @@ class StackedExperts(PackedWeights):
             out = _Product.apply(x, weight, ends, *about)  # type: ignore[no-untyped-call]  # torch's
         if this.has_bias:
             out = out + getattr(self, f"{word}_bias")[numbers]
-        if word in self.adapters:
-            out = torch.add(out, self.adapters[word](x, ends), alpha=self.scale)
+        if word in self.expert_adapters:
+            out = torch.add(out, self.expert_adapters[word](x, ends), alpha=self.scale)
         return out
 
 
@@ -198,7 +198,7 @@ def adopt(experts: Any) -> StackedExperts:
         kind: type = type(experts)
         experts.__class__ = _adopted(kind)
         experts.shapes, experts.packing, experts.scale = shapes, None, 1.0
-        experts.adapters = nn.ModuleDict()
+        experts.expert_adapters = nn.ModuleDict()
     adopted: StackedExperts = experts
     return adopted
 
@@ -214,7 +214,7 @@ def pack(name: str, experts: Any, packing: Packing) -> None:
         if rows * columns % BLOCK:
             raise UsageError(
                 f"model.base_dtype={packing.name}: {name}.{word} has {rows} x {columns} weights "
-                f"per expert, which are not blocks of {BLOCK}; set model.base_dtype=auto"
+                f"per expert, which are not blocks of {BLOCK}; set model.quantize_experts=false"
             )
         packed = torch.empty(
             packing.packed_bytes(count * rows * columns),
@@ -245,4 +245,4 @@ def adapt(experts: Any, words: list[str], config: LoraConfig) -> None:
     for word in (each for each in adopted.shapes if each in words):
         count, rows, columns = adopted.shapes[word]
         width, out = (rows, columns) if adopted.is_transposed else (columns, rows)
-        adopted.adapters[word] = ExpertAdapter(width, out, config.rank * count)
+        adopted.expert_adapters[word] = ExpertAdapter(width, out, config.rank * count)

@@ -142,6 +142,20 @@ def check_offload_params(strategy: Strategy) -> None:
         )
 
 
+def check_rests(trains_all: bool, offload: str) -> None:
+    """Check that some parameters rest on the host if they may.
+
+    Raises:
+        UsageError: If all are trained, and their master weights are on the device.
+    """
+    if trains_all and offload == "none":
+        raise UsageError(
+            "strategy.offload_params=true: trained parameters rest on the host with their master "
+            "weights; expected optimizer.offload=states or all, or frozen parameters, as with "
+            "model.lora"
+        )
+
+
 def effective_strategy(
     strategy: Strategy,
     copy_size: int,

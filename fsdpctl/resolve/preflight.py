@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.muon import MUON, is_muons
-from fsdpctl.plan.strategy import FSDPCTL
+from fsdpctl.plan.strategy import FSDPCTL, check_rests
 from fsdpctl.plan.units import UnitSpec
 
 _EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsdpctl
@@ -59,9 +59,12 @@ def check_trained(config: Config, units: Sequence[UnitSpec]) -> None:
     """Check that the optimizer and the engine support the parameters of a model.
 
     Raises:
-        UsageError: If optimizer=muon has no matrix, or the engine does not support frozen ones.
+        UsageError: If optimizer=muon has no matrix, the engine does not support frozen ones, or
+            none can rest on the host.
     """
     params = [param for unit in units for param in unit.params]
+    if config.strategy.offload_params:
+        check_rests(all(param.trainable for param in params), config.optimizer.offload)
     if config.optimizer.name == MUON and not any(map(is_muons, params)):
         raise UsageError(
             "optimizer=muon: the model has no trained matrix in a block; use optimizer=adamw"

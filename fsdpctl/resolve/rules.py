@@ -92,10 +92,6 @@ def _offloads(config: Config) -> bool:
     return config.optimizer.offload != Offload.NONE
 
 
-def _trains_all(config: Config) -> bool:
-    return config.model.lora.rank is None and config.model.trainable is None
-
-
 def _offloads_inputs(config: Config) -> bool:
     return config.activation_checkpointing.offload
 
@@ -141,9 +137,9 @@ RULES = (
         lambda c: c.strategy.offload_params and _is_other_engine(c),
     ),
     Rule(
-        _PARAMS + "trained parameters rest on the host with their master weights; expected "
-        "optimizer.offload=states or all, or frozen parameters, as with model.lora",
-        lambda c: c.strategy.offload_params and not _offloads(c) and _trains_all(c),
+        _PARAMS
+        + "not supported with optimizer=muon on several ranks, which updates whole matrices",
+        lambda c: c.strategy.offload_params and _row(c).steps_matrices and world_size(c) > 1,
     ),
     Rule(
         "launch.share_memory=true: requires launch.device=cpu, launch.nnodes=1 and "

@@ -195,7 +195,7 @@ def test_no_parameters_stay_on_the_device(rank: int, world_size: int) -> None:
     ("sharding", "message"),
     [
         (Sharding("shard_optimizer", offload_params=True), "not supported with strategy=shard_opt"),
-        (Sharding(offload_params=True), "set optimizer.offload=all or states"),
+        (Sharding(offload_params=True), "expected optimizer.offload=states or all"),
     ],
 )
 def test_parameters_that_cannot_rest_on_the_host_are_rejected(

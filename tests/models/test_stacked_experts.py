@@ -1,5 +1,7 @@
 """Experts with packed matrices and adapters: those of PEFT, on any number of ranks."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.peft import ADAPTER_CONFIG, adapter_words
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.serialize import config_from_words, config_words
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import UsageError
 from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
@@ -219,3 +223,64 @@ def test_layers_called_like_matrices_of_experts_leave_experts_as_they_are(tmp_pa
         compose(tmp_path, "model.lora.rank=8", "model.lora.targets=down_proj").model
     )
     assert not any(isinstance(each, StackedExperts) for each in module.modules())
+
+
+@pytest.mark.parametrize("targets", fast("[all_linear,experts]", slow=["[down_proj,o_proj]"]))
+def test_layers_called_like_matrices_of_experts_open_in_peft(tmp_path: Path, targets: str) -> None:
+    """PEFT takes them for the experts' in families that transformers converts."""
+    peft: Any = pytest.importorskip("peft")
+    save_decoder("deepseek_v3", tmp_path / "in")
+    words = ["model.lora.rank=8", f"model.lora.targets={targets}"]
+    config = compose(tmp_path / "in", *words)
+    model = loaded(config)
+    with torch.no_grad():
+        for shard in model.flat_shards():
+            if shard.trainable:
+                shard.master.add_(torch.randn_like(shard.master), alpha=0.05)
+    model.broadcast_updated_params()
+    batch = batches_of(1, 1)[0][0][0]
+    expected = model(batch)
+    assert (load_decoder(tmp_path / "in")(batch).logits - expected).abs().max() > 1e-3
+    write_peft(saved(model, config, tmp_path / "step"), tmp_path / "adapters")
+    theirs = peft.PeftModel.from_pretrained(load_decoder(tmp_path / "in"), tmp_path / "adapters")
+    assert (theirs(batch, use_cache=False).logits - expected).abs().max() <= 1e-5
+    again = compose(tmp_path / "in", f"model.lora.path={tmp_path / 'adapters'}")
+    assert (loaded(again)(batch) - expected).abs().max() <= 1e-6
+
+
+def test_only_parts_that_name_experts_select_their_matrices(tmp_path: Path) -> None:
+    save_decoder("deepseek_v3", tmp_path)
+
+    def chosen(targets: str) -> set[str]:
+        config = compose(tmp_path, "model.lora.rank=8", f"model.lora.targets={targets}")
+        found = (name for name, _ in build_model(config.model).named_parameters())
+        return {each.split(".")[-3] for each in found if ".expert_adapters." in each}
+
+    assert chosen("[shared_experts.gate_proj,down_proj]") == set()
+    assert chosen("[down_proj,mlp.experts.gate_up_proj]") == {"gate_up_proj"}
+    assert chosen(r"o_proj|experts\.down_proj") == {"down_proj"}
+    assert chosen("[experts,o_proj]") == chosen("experts") == {"gate_up_proj", "down_proj"}
+
+
+def test_names_of_peft_are_matrices_of_experts_or_layers(tmp_path: Path) -> None:
+    about = {
+        "peft_type": "LORA", "target_modules": ["q_proj"],
+        "target_parameters": ["down_proj", "mlp.experts.gate_up_proj", "mlp.up_proj.weight"],
+    }  # fmt: skip
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(about))
+    targets = re.compile(adapter_words(str(tmp_path))["model.lora.targets"])
+    for name in (
+        "a.q_proj",
+        "mlp.experts.down_proj",
+        "a.mlp.experts.gate_up_proj",
+        "a.mlp.up_proj",
+    ):
+        assert targets.search(name), name
+    assert not targets.search("mlp.down_proj")
+
+
+def test_a_run_of_before_keeps_its_experts_as_they_were() -> None:
+    words = config_words(compose_config(["model.lora.rank=8", "model.base_dtype=nf4"]).config)
+    assert config_from_words(words).model.quantize_experts
+    del words["model.quantize_experts"]
+    assert not config_from_words(words).model.quantize_experts

@@ -192,12 +192,16 @@ def read_offload(found: Translation, value: SourceKey, note: str, *settings: str
         found.exclude(value, f"model states are estimated on the device; {TOO_HIGH}")
         return
     settings = settings or _ALL_ON_HOST
-    if not get_strategy(found.settings.get("strategy", "full_shard")).can_offload_params:
+    row = get_strategy(found.settings.get("strategy", "full_shard"))
+    has_frozen = "model.lora.rank" in found.settings or "model.trainable" in found.settings
+    steps_there = "optimizer.offload" in found.settings or _ALL_ON_HOST[0] in settings
+    can_rest = row.can_offload_params and (has_frozen or steps_there)
+    if _PARAMS_ON_HOST in settings and not can_rest:
         settings = tuple(each for each in settings if each != _PARAMS_ON_HOST)
-    if not settings:
         found.exclude(value, f"parameters are estimated on the device; {TOO_HIGH}")
-        return
-    found.map(value, *settings, note=note)
+        note = ""
+    if settings:
+        found.map(value, *settings, note=note)
     found.own_engine = found.own_engine or _ON_DEVICE
 
 
@@ -321,5 +325,7 @@ def read_zero(found: Translation, source: SourceConfig, section: str, stage_key:
     for what in ("optimizer", "param"):
         keys = (f"{section}offload_{what}_device", f"{section}offload_{what}.device")
         offload = source.take_used(*keys)
-        if offload:
+        if offload and what == "param" and stage < 3:
+            found.no_memory_effect.append(offload.key)
+        elif offload:
             read_offload(found, offload, *_OF_ZERO[what])

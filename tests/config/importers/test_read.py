@@ -534,3 +534,22 @@ def test_adapters_of_experts_are_read(tmp_path):
         assert model.lora.targets == (
             "[q_proj,v_proj,mlp.experts.gate_up_proj,mlp.experts.down_proj]"
         )
+
+
+def test_parameters_alone_are_estimated_on_the_device_if_all_are_trained(tmp_path):
+    """DeepSpeed can have the parameters on the host without the optimizer, and fsdpctl cannot."""
+    text = AXOLOTL.replace("fsdp: [full_shard]", "deepspeed: zero.json")
+    zero = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    file = written(tmp_path, text)
+    for adapts in (False, True):
+        (tmp_path / "zero.json").write_text(json.dumps(zero))
+        file.write_text(text + "adapter: lora\nlora_r: 8\nlora_target_linear: true\n" * adapts)
+        found = asked(file)
+        assert found.composed.config.strategy.offload_params is adapts
+        assert bool(found.translation.excluded) is not adapts
+    zero["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    (tmp_path / "zero.json").write_text(json.dumps(zero))
+    file.write_text(text)
+    strategy = asked(file).composed.config.strategy
+    assert strategy.offload_params
+    assert not asked(file, "optimizer=adamw").composed.config.strategy.offload_params
