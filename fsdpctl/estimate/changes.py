@@ -169,8 +169,10 @@ def states_on_host(plan: RunPlan, most: Offload = Offload.ALL) -> Iterator[Chang
 
 
 def params_on_host(plan: RunPlan) -> Iterator[Change]:
-    """Yield parameters in host memory."""
-    if get_strategy(plan.config.strategy.name).can_offload_params:
+    """Yield parameters in host memory, unless all are trained with master weights on the device."""
+    config = plan.config
+    can_rest = config.optimizer.offload != Offload.NONE or config.model.lora.rank is not None
+    if can_rest and get_strategy(config.strategy.name).can_offload_params:
         cost = "parameters rest on the host, from where each unit is gathered"
         yield from _allowed(plan, "offload_params", cost)
 
