@@ -133,7 +133,7 @@ def _with_unused() -> nn.Module:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @distributed(timeout=300)
 @in_turn(
-    mode=["states", "all", "states params", "all params"],
+    mode=["states", "all"],
     module=[make_net_tied, _recomputed, _in_part, _with_unused],
     strategy=["full_shard", "shard_grad_op", *OWNED, *HYBRIDS],
     precision__holds__skipped=[
@@ -145,11 +145,30 @@ def _with_unused() -> nn.Module:
 def test_same_bits_of_every_kind(
     rank: int, world_size: int, strategy: str, mode: str, **case: Any
 ) -> None:
-    row = STRATEGIES[strategy.partition(" ")[0]]
-    if mode.endswith("params") and (not row.shards_params or row.shards_over_copies):
-        return
     if strategy in HYBRIDS:
         if world_size % 2 or world_size == 2:
+            return
+        case["size"] = 2
+    _check_alike(rank, mode, strategy=strategy, **case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@distributed(timeout=300)
+@in_turn(
+    mode__precision__holds__skipped=[
+        ("states params", Precision(), True, 2),
+        ("all params", BF16, False, None),
+        ("all params", Precision(BF, BF, BF), False, 1),
+    ],
+    module=[make_net_tied, _recomputed, _in_part, _with_unused],
+    strategy=[name for name, row in STRATEGIES.items() if row.can_offload_params],
+)
+def test_same_bits_of_every_kind_with_parameters_on_the_host(
+    rank: int, world_size: int, strategy: str, mode: str, **case: Any
+) -> None:
+    if strategy in HYBRIDS:
+        if world_size != 4:
             return
         case["size"] = 2
     _check_alike(rank, mode, strategy=strategy, **case)
