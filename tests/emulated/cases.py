@@ -204,9 +204,12 @@ def every_case() -> list[Case]:
     for rests in able:
         found += [
             replace(rests, offload=offload, precision=precision, window=window)
-            for offload in ("states", "all")
-            for precision in ("fp32", "bf16")
-            for window in ("one", "every")
+            for offload, precision, window in (
+                ("states", "bf16", "one"),
+                ("states", "fp32", "every"),
+                ("all", "fp32", "one"),
+                ("all", "bf16", "every"),
+            )
         ]
         found += [replace(rests, four_bits=True, precision=each) for each in ("fp32", "bf16")]
         found += [replace(rests, in_part=True, depth=depth) for depth in (0, 1, 2)]
