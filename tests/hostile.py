@@ -19,8 +19,8 @@ from fsdpctl.comm.base import Collectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.sealed import MANIFEST, seal
 from fsdpctl.config.serialize import config_words
+from fsdpctl.data.token_files import write_token_file
 from fsdpctl.data.tokenizer import ByteTokenizer
-from fsdpctl.data.tokens import write_token_file
 from fsdpctl.train.assemble import make_model
 
 TINY_MODEL = [

@@ -22,8 +22,8 @@ def tokenize(
 ) -> None:
     """Tokenize text into a token file."""
     from fsdpctl.data.files import left_out, read_text
+    from fsdpctl.data.token_files import write_token_file
     from fsdpctl.data.tokenizer import open_tokenizer
-    from fsdpctl.data.tokens import write_token_file
 
     if not source:
         raise UsageError("SRC: empty; expected a file, a directory or a glob")

@@ -131,4 +131,6 @@ def evaluate(
     for line in opened.data.about_files:
         say(line)
     say(f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}{bits}")
+    for name, loss in found.loss_by_source.items():
+        say(f"{name}: loss {loss:.4f}")
     say(f"over {found.tokens:,} tokens in samples of {opened.config.train.seq_len}")

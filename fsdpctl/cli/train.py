@@ -195,10 +195,10 @@ def _show_samples(opened: "Opened") -> None:
 
 
 def _check_large_token_files(opened: "Opened") -> None:
-    """Check the files that are too large to be read before every run."""
-    from fsdpctl.data.tokens import check_tokens
-    from fsdpctl.resolve.data import CHECKED_BYTES
+    """Check files with a checksum that are too large to be read before every run."""
+    from fsdpctl.data.token_files import check_tokens
+    from fsdpctl.resolve.data import is_quick
 
-    for file in opened.data.token_files:
-        if file.num_bytes > CHECKED_BYTES:
-            check_tokens(file)
+    for file in () if is_quick(opened.data.token_files) else opened.data.token_files:
+        if file.xxh3 is not None:
+            check_tokens(file, opened.config.model.vocab_size)

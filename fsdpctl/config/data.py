@@ -7,6 +7,9 @@ from fsdpctl.errors import UsageError
 
 CHAT = "chat"
 CHAT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
+TOKENS = "tokens"
+TOKEN_SUFFIXES = (".bin", ".ds", ".npy")
+TOKEN_FORMATS = ("auto", "uint16", "uint32", "llm.c", "megatron", "datatrove")
 TRAIN_ON = ("assistant", "last", "all")
 REWRITTEN = ("split", "last", "keep", "refuse")
 _CHAT_KEYS = ("template", "train_on", "rewritten_turns", "date", "too_long")
@@ -19,15 +22,13 @@ class DataConfig:
     name: str = "python_stdlib"
     path: str | None = key(
         None,
-        "training data: file, directory or glob (text, chat), token file (tokens), or "
-        "FILE:SHARE,FILE:SHARE (chat)",
+        "training data: file, directory or glob, or a mixture as PATH:SHARE,PATH:SHARE",
         is_path=True,
         optional=True,
     )
     val_path: str | None = key(
         None,
-        "validation data, in place of data.val_fraction; file, directory or glob (text, chat), "
-        "or token file (tokens)",
+        "validation data, in place of data.val_fraction: file, directory or glob",
         is_path=True,
         optional=True,
     )
@@ -39,6 +40,11 @@ class DataConfig:
         "tokenizer: bytes, or a directory with a tokenizer.json; auto: the model's, else bytes",
         is_path=True,
         auto=True,
+    )
+    format: str = key(
+        "auto",
+        "tokens: format of the files; auto: by their headers and the files next to them",
+        choices=TOKEN_FORMATS,
     )
     template: str | None = key(
         None,
@@ -64,7 +70,8 @@ class DataConfig:
     )
     packing: bool | None = key(
         None,
-        "chat: pack several samples into one sequence of train.seq_len; auto: true",
+        "chat: pack several samples into one sequence of train.seq_len; auto: true; tokens: true "
+        "keeps documents of a sequence from seeing one another",
         auto=True,
     )
     too_long: str = key(
@@ -76,7 +83,7 @@ class DataConfig:
     @property
     def holds_documents(self) -> bool:
         """Whether a sequence can have several documents."""
-        return self.name == CHAT
+        return self.name == CHAT or (self.name == TOKENS and bool(self.packing))
 
 
 def option_of_data(path: str) -> str:
@@ -86,19 +93,23 @@ def option_of_data(path: str) -> str:
         name = name.removesuffix(packed)
     if name.endswith(CHAT_SUFFIXES):
         return CHAT
-    return "tokens" if name.endswith(".bin") else "text"
+    return TOKENS if name.endswith(TOKEN_SUFFIXES) else "text"
 
 
 def check_chat_keys(config: DataConfig) -> None:
-    """Check that no key which only chats have is set.
+    """Check that no key is set that only other kinds of data have.
 
     Raises:
-        UsageError: If a key that requires `data=chat` is set.
+        UsageError: If there is one.
     """
     default = DataConfig()
     for name in _CHAT_KEYS:
         value = getattr(config, name)
         if value != getattr(default, name):
             raise UsageError(f"data.{name}={value}: only valid with data={CHAT}")
+    if config.name == TOKENS:
+        return
     if config.packing:
-        raise UsageError(f"data.packing=true: only valid with data={CHAT}")
+        raise UsageError(f"data.packing=true: only valid with data={CHAT} or data={TOKENS}")
+    if config.format != default.format:
+        raise UsageError(f"data.format={config.format}: only valid with data={TOKENS}")

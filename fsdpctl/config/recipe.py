@@ -9,11 +9,13 @@ from pathlib import Path
 import fsdpctl
 from fsdpctl.config.importers.source_config import NO_TOML, SourceConfig, tool_of
 from fsdpctl.config.schema import GROUPS, KEYS
+from fsdpctl.config.sources import text_of_sources
 from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.io.files import nearest_path, read_text_file
 from fsdpctl.io.untrusted import MIB, read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SOURCES = "data.sources"
 _MOST_SETTINGS = 10_000  # aliases turn few lines into many
 _MOST_DEEP = 8
 _FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose options only set values
@@ -137,6 +139,8 @@ def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, st
             yield name, value
         elif name in KEYS and KEYS[name].is_names and isinstance(value, list):
             yield name, f"[{', '.join(map(str, value))}]"
+        elif name == _SOURCES:
+            yield "data.path", text_of_sources(f"{path}: {name}", value)
         elif name in KEYS or name in GROUPS:
             raise UsageError(f"{path}: {name}: expected a plain value")
         else:

@@ -4,9 +4,10 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsdpctl.config.data import CHAT, CHAT_SUFFIXES, option_of_data
+from fsdpctl.config.data import CHAT, CHAT_SUFFIXES, TOKEN_SUFFIXES, TOKENS, option_of_data
 from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.keys import AUTO
+from fsdpctl.config.sources import sources_in
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
 
@@ -73,13 +74,15 @@ def _cluster(
 
 def _data(path: str) -> str:
     """Return the option of `data` for a path: by its suffix, of a directory by its files."""
-    folder = Path(path).expanduser()
+    first = sources_in(path)[0].path if path else path
+    folder = Path(first).expanduser()
     if not folder.is_dir():
-        return option_of_data(path)
-    names = (each.name.lower().removesuffix(".gz").removesuffix(".zst") for each in folder.iterdir()
-             if each.is_file())  # fmt: skip
-    has_chats = [name.endswith(CHAT_SUFFIXES) for name in names]
-    return CHAT if has_chats and all(has_chats) else "text"
+        return option_of_data(first)
+    names = [each.name.lower().removesuffix(".gz").removesuffix(".zst") for each in folder.iterdir()
+             if each.is_file()]  # fmt: skip
+    if any(name.endswith(TOKEN_SUFFIXES) for name in names):
+        return TOKENS
+    return CHAT if names and all(name.endswith(CHAT_SUFFIXES) for name in names) else "text"
 
 
 def with_own_strategy(pairs: list[Pair]) -> tuple[list[Pair], tuple[str, ...]]:

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdpctl.data.order import Indices, samples_at
+from fsdpctl.data.data_set import Rows
+from fsdpctl.data.mixture import MixedRows
+from fsdpctl.data.order import Indices
 from fsdpctl.data.packing import IGNORED
-from fsdpctl.data.tokens import Rows
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.plan.context import ContextParallel, tokens_per_rank
@@ -58,7 +59,7 @@ class Batches:
 
     def numbers(self, position: int, rank: int | None = None) -> list[int]:
         """Return the samples of the step after `position` samples, or those of one rank."""
-        order = samples_at(position, self.plan.global_batch_size, self.num_samples, self.seed)
+        order = self.rows.order(position, self.plan.global_batch_size, self.seed)
         if rank is None:
             return [int(each) for each in order]
         spans = [self.plan.samples(rank, each) for each in range(self.plan.num_micro_batches)]
@@ -72,7 +73,7 @@ class Batches:
 
     def training(self, position: int, rank: int, micro_step: int) -> MicroBatch:
         """Return a micro-batch of the step that begins after `position` samples."""
-        order = samples_at(position, self.plan.global_batch_size, self.num_samples, self.seed)
+        order = self.rows.order(position, self.plan.global_batch_size, self.seed)
         own = order[_as_slice(self.plan.samples(rank, micro_step))]
         return self._gather(own, rank, self.plan.micro_batch_size)
 
@@ -110,9 +111,21 @@ class Batches:
         return slice(micro_step * size, (micro_step + 1) * size)
 
     def num_validation_batches(self, at_most: int) -> int:
-        """Return the global batches that cover the data, at most `at_most` unless that is 0."""
-        needed = -(-self.num_samples // self.plan.global_batch_size)
-        return min(needed, at_most) if at_most else needed
+        """Return the global batches that cover the data.
+
+        At most `at_most` of each source, unless that is 0.
+        """
+        needed = [
+            -(-each.num_samples // self.plan.global_batch_size) for each in self.parts().values()
+        ]
+        return sum(min(each, at_most) if at_most else each for each in needed)
+
+    def parts(self) -> dict[str, "Batches"]:
+        """Return the batches of each source of a mixture by name, or these."""
+        if not isinstance(self.rows, MixedRows):
+            return {"": self}
+        of_part = zip(self.rows.parts, self.rows.of_part, strict=True)
+        return {part.name: replace(self, rows=rows) for part, rows in of_part}
 
     def _gather(self, samples: Indices, rank: int, num_rows: int) -> MicroBatch:
         """Return the samples, padded with ignored targets to `num_rows`."""
@@ -131,11 +144,11 @@ class Batches:
             tokens[row, :length], targets[row, :length] = sample.tokens, sample.targets
             lengths[row] = (*(sample.lengths or (length,)), *filling)
             ends[row] = length - sample.filling
-        largest = max(tokens.max(initial=0), targets.max(initial=0))
-        if largest >= self.vocab_size:
+        least, largest = tokens.min(initial=0), max(tokens.max(initial=0), targets.max(initial=0))
+        if largest >= self.vocab_size or least < 0:
             raise UsageError(
                 f"{self.rows.origin}: corrupted, or made with another vocabulary: expected tokens "
-                f"below {self.vocab_size}, got {largest}"
+                f"below {self.vocab_size}, got {least if least < 0 else largest}"
             )
         packs = self.rows.holds_documents
         split = tuple(lengths) if packs or context is not None else ()

@@ -1,26 +1,35 @@
 """The data of a run: text, token files or chats, opened by the section `data`."""
 
 import gzip
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import xxhash
 
-from fsdpctl.config.data import CHAT, DataConfig, check_chat_keys
+from fsdpctl.config.data import CHAT, TOKENS, DataConfig, check_chat_keys
+from fsdpctl.config.sources import DataSource, sources_in
 from fsdpctl.data.cache import read_cache, write_cache
 from fsdpctl.data.chats.open import open_chats
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.files import Text, hold_out, left_out, read_text, standard_library
+from fsdpctl.data.mixture import MixedSource, Mixture
+from fsdpctl.data.token_files import stream_of
+from fsdpctl.data.token_formats import TokenFile, open_token_files
 from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
-from fsdpctl.data.tokens import DataSet, TokenFile, TokenStream, open_token_file
+from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
 
+_OWN = "python_stdlib"
 _ENCODING = 4  # increase it if the same text gives other tokens
 _GZIP_LEAST = 16 << 10  # bytes; below, gzip's header and empty window dominate the figure
 _GZIP_LIMIT = 64 << 20  # above, compressing for the comparison takes too long
 
 
 def open_data(config: DataConfig, seed: int = 0) -> DataSet:
-    """Read or map the data of a run.
+    """Read the data of a run, or open its token files.
 
     Args:
         config: The section `data`.
@@ -32,9 +41,64 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
     if config.name == CHAT:
         return open_chats(config, seed)
     check_chat_keys(config)
-    if config.name == "tokens":
-        return _from_token_files(config)
-    tokenizer = open_tokenizer(config.tokenizer)
+    open_one: Callable[[DataConfig], DataSet] = _from_token_files
+    if config.name != TOKENS:
+        open_one = partial(_from_text, open_tokenizer(config.tokenizer))
+    if config.path is None or config.name == _OWN:
+        return open_one(config)
+    sources = sources_in(config.path)
+    if len(sources) == 1:
+        return open_one(replace(config, path=sources[0].path))
+    held = None
+    if config.val_path is not None:
+        held = open_one(replace(config, path=config.val_path, val_path=None, val_fraction=0.0))
+        config = replace(config, val_path=None, val_fraction=0.0)
+    found = [open_one(replace(config, path=each.path)) for each in sources]
+    mixed = mix(sources, found)
+    return mixed if held is None else replace(mixed, val=held.train)
+
+
+def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
+    """Return the data of several sources; without shares, each has that of its tokens.
+
+    Raises:
+        UsageError: If two have one name, or are of other tokenizers.
+    """
+    first, names = found[0], [each.name for each in sources]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"data.path: two sources are called {twice[0]}; write NAME=PATH:SHARE")
+    for source, other in zip(sources, found, strict=True):
+        alike = other.tokenizer.checksum == first.tokenizer.checksum
+        if not alike or other.vocab_size != first.vocab_size:
+            raise UsageError(
+                f"data.path: {source.path}: tokens of {other.tokenizer.name} with "
+                f"{other.vocab_size:,} tokens, unlike those of {sources[0].path}: "
+                f"{first.tokenizer.name} with {first.vocab_size:,}"
+            )
+    total = sum(each.train.num_tokens for each in found)
+    shares = [
+        one.train.num_tokens / total if each.share is None else each.share
+        for each, one in zip(sources, found, strict=True)
+    ]
+
+    def part(name: str) -> tuple[MixedSource, ...]:
+        streams = [getattr(each, name) for each in found]
+        about = zip(sources, shares, streams, strict=True)
+        return tuple(MixedSource(s.name, share, s.epochs, each) for s, share, each in about if each)
+
+    val = part("val")
+    return replace(
+        first,
+        train=Mixture(part("train")),
+        val=Mixture(tuple(replace(each, epochs=None) for each in val)) if val else None,
+        description=", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
+        gzip_bits_per_byte=None,
+        token_files=tuple(file for each in found for file in each.token_files),
+        notes=tuple(f"{n}: {each.description}" for n, each in zip(names, found, strict=True)),
+    )
+
+
+def _from_text(tokenizer: Tokenizer, config: DataConfig) -> DataSet:
     text, where = _read(config)
     train, val = _split(text, config)
     skipped = left_out(text.skipped)
@@ -50,7 +114,7 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
 
 
 def _read(config: DataConfig) -> tuple[Text, str]:
-    if config.name == "python_stdlib":
+    if config.name == _OWN:
         if config.path is not None:
             is_chat = config.path.removesuffix(".gz").endswith((".jsonl", ".parquet"))
             kinds = "data=chat, data=text" if is_chat else "data=text, data=chat"
@@ -73,43 +137,58 @@ def _split(text: Text, config: DataConfig) -> tuple[Text, Text | None]:
 def _from_token_files(config: DataConfig) -> DataSet:
     if config.path is None:
         raise UsageError("data=tokens: data.path is required, such as data.path=FILE.bin")
-    file = open_token_file(Path(config.path))
-    train, val, held = file.stream, None, None
+    kind, isolates = config.format, bool(config.packing)
+    files = open_token_files(config.path, "data.path", kind)
+    train, val, held = stream_of(files, config.path, isolates=isolates), None, []
     if config.val_path is not None:
-        held = open_token_file(Path(config.val_path), "data.val_path")
-        if held.vocab_size != file.vocab_size:
+        held = open_token_files(config.val_path, "data.val_path", kind)
+        if held[0].vocab_size != files[0].vocab_size:
             raise UsageError(
-                f"data.val_path={config.val_path}: expected a vocabulary of {file.vocab_size}, as "
-                f"in data.path, got {held.vocab_size}"
+                f"data.val_path={config.val_path}: expected a vocabulary of "
+                f"{files[0].vocab_size}, as in data.path, got {held[0].vocab_size}"
             )
-        val = held.stream
+        val = stream_of(held, config.val_path, isolates=isolates)
     elif config.val_fraction:
-        count = len(train.tokens)
+        count = train.num_tokens
         train, val = train.cut(count - int(count * config.val_fraction))
-    files = {"data.path": file} | ({} if held is None else {"data.val_path": held})
-    if config.tokenizer is None:
-        tokenizer = _tokenizer_of(file)
-    else:
+    both = (*files, *held)
+    if isolates and (unknown := next((x for x in both if x.shard.index is None), None)):
+        raise UsageError(
+            f"data.packing=true: {unknown.shard.path}: its format, {unknown.kind}, does not tell "
+            "where documents end"
+        )
+    tokenizer = _tokenizer_of(files[0])
+    notes: tuple[str, ...] = ()
+    if config.tokenizer is not None:
         tokenizer = open_tokenizer(config.tokenizer)
-        for key, each in files.items():
-            _check_tokenizer(key, each, tokenizer)
-    return DataSet(train, val, tokenizer, file.vocab_size, config.path, None, tuple(files.values()))
+        notes = _check_tokenizer("data.path", files[0], tokenizer)
+        if held:
+            _check_tokenizer("data.val_path", held[0], tokenizer)
+    known = 0 if config.tokenizer is None else tokenizer.vocab_size
+    description = config.path if len(files) == 1 else f"{config.path}, {len(files):,} files"
+    return DataSet(
+        train, val, tokenizer, files[0].vocab_size or known, description, None, both, notes
+    )
 
 
 def _tokenizer_of(file: TokenFile) -> Tokenizer:
     """Return the tokenizer that the file names if it is unchanged, else the byte tokenizer."""
-    if has_tokenizer(Path(file.tokenizer)):
+    if file.tokenizer_xxh3 is not None and has_tokenizer(Path(str(file.tokenizer))):
         found = open_tokenizer(file.tokenizer)
         if file.tokenizer_xxh3 == found.checksum:
             return found
     return ByteTokenizer()
 
 
-def _check_tokenizer(key: str, file: TokenFile, tokenizer: Tokenizer) -> None:
-    """Check that a file has the tokens of the model."""
+def _check_tokenizer(key: str, file: TokenFile, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Check that a file has the tokens of the model, as far as it tells; return a note on that."""
+    path = file.shard.path
+    if file.tokenizer_xxh3 is None:
+        named = "no tokenizer" if file.tokenizer is None else f"the tokenizer {file.tokenizer}"
+        return (f"{path} ({file.kind}) names {named}: read as tokens of {tokenizer.name}",)
     if file.tokenizer_xxh3 == tokenizer.checksum:
-        return
-    path, same = file.stream.origin, file.tokenizer == tokenizer.name
+        return ()
+    same = file.tokenizer == tokenizer.name
     raise UsageError(
         f"{key}={path}: expected tokens of the tokenizer {tokenizer.name}, got those of "
         f"{'an earlier version of it' if same else file.tokenizer}; run `fsdpctl tokenize SRC "

@@ -17,8 +17,8 @@ Indices = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 
 
-def _mix(values: Indices, key: int) -> Indices:
-    """Apply the round function: the finalizer of splitmix64 over value and key."""
+def mixed_bits(values: Indices, key: int) -> Indices:
+    """Return 64 bits for each value: the finalizer of splitmix64 over value and key."""
     mixed = values + np.uint64(key & 0xFFFFFFFFFFFFFFFF)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -37,7 +37,7 @@ def permute(indices: Indices, count: int, seed: int, epoch: int) -> Indices:
     def feistel(values: Indices) -> Indices:
         left, right = values >> half_bits, values & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right, key) & mask)
+            left, right = right, left ^ (mixed_bits(right, key) & mask)
         return (left << half_bits) | right
 
     with np.errstate(over="ignore"):

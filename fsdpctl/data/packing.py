@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fsdpctl.data.order import Numbers, pack
+from fsdpctl.data.order import Indices, Numbers, pack, samples_at
 from fsdpctl.data.tokenizer import Tokens
 
 Flags = NDArray[np.bool_]
@@ -175,6 +175,10 @@ class PackedRows:
     def __len__(self) -> int:
         """Return the number of sequences."""
         return len(self._rows)
+
+    def order(self, position: int, length: int, seed: int) -> Indices:
+        """Return the sequences at these positions of a run."""
+        return samples_at(position, length, len(self), seed)
 
     def count_tokens(self, numbers: Sequence[int]) -> int:
         """Return the tokens of some sequences, without padding."""

@@ -33,6 +33,7 @@ from fsdpctl.predict.step_estimate import StepEstimate, estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
 from fsdpctl.resolve.amounts import with_enough_samples
 from fsdpctl.resolve.attention_kernel import kernel_of
+from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.resolve.machine import placed_on_cluster, with_batch_size, world_size
 from fsdpctl.resolve.preflight import check_trained
@@ -219,7 +220,7 @@ def placed_for_estimate(composed: Composed, *, every: bool = False) -> Config:
     config = with_enough_samples(with_batch_size(config), composed.automatic)
     if config.model.vocab_size is not None:
         return config
-    vocab_size = open_data(config.data, config.train.seed).vocab_size
+    vocab_size = vocabulary_of(config, open_data(config.data, config.train.seed))
     return replace(config, model=replace(config.model, vocab_size=vocab_size))
 
 

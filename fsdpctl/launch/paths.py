@@ -6,6 +6,7 @@ from pathlib import Path
 from fsdpctl.config.data import CHAT, DataConfig
 from fsdpctl.config.recipe import find_recipe, first_comment, recipe_names
 from fsdpctl.config.schema import Config
+from fsdpctl.config.sources import sources_in
 from fsdpctl.data.files import find_files, text_files
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import nearest_path
@@ -48,7 +49,8 @@ def _check_data(config: DataConfig) -> None:
 
             sources_of(path, key)
         else:
-            (text_files if config.name == "text" else find_files)(path, key)
+            for source in sources_in(path, key):
+                (text_files if config.name == "text" else find_files)(source.path, key)
 
 
 def _way_to_get(recipe: str | None, path: str) -> str:

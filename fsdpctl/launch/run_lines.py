@@ -11,7 +11,7 @@ from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.schema import LENGTHS, Config
 from fsdpctl.config.serialize import usual_length
-from fsdpctl.data.tokens import DataSet
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.planned_steps import divide_run, item_sizes
 from fsdpctl.estimate.recurrences import MODULES
@@ -166,7 +166,9 @@ def _strategy(config: Config, ranks: int) -> str:
 
 
 def _data(data: DataSet) -> str:
-    text = f"{data.description}: {_count(data.train.num_tokens)} tokens ({data.tokenizer.name})"
+    is_known = data.tokenizer.vocab_size == data.vocab_size
+    whose = data.tokenizer.name if is_known else "unknown tokenizer"
+    text = f"{data.description}: {_count(data.train.num_tokens)} tokens ({whose})"
     if data.val is None:
         return f"{text}, none for validation"
     text += f", {_count(data.val.num_tokens)} for validation"

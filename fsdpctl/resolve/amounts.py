@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from fsdpctl.config.schema import SIZES, Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.packing import DocumentSet
-from fsdpctl.data.tokens import DataSet
+from fsdpctl.data.data_set import DataSet, Rows
+from fsdpctl.data.mixture import MixedRows
+from fsdpctl.data.packing import DocumentSet, PackedRows
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.resolve.data import check_amount
@@ -55,7 +56,7 @@ def with_size(config: Config, data: DataSet, automatic: frozenset[str]) -> Confi
     if not automatic.issuperset(SIZES):
         return config
     size, rows = train.global_batch_size, data.train.rows(train.seq_len)
-    if rows.holds_documents:
+    if isinstance(rows, PackedRows):
         wanted = _rounded_down(_epochs(config) * len(rows) / _WANTED)
         size = min(size, max(wanted, _FEWEST))
     config = replace(config, train=replace(train, global_batch_size=size))
@@ -87,19 +88,38 @@ def total_steps(config: Config, data: DataSet) -> int:
     if data.val is not None:
         _check_validation(data, train.seq_len)
     if train.steps is not None:
-        return train.steps
-    if train.tokens is not None:
-        return math.ceil(train.tokens / (plan.global_batch_size * train.seq_len))
-    if train.epochs is None and not rows.holds_documents:
-        return _STEPS
-    return max(1, math.ceil(_epochs(config) * batches.num_samples / plan.global_batch_size))
+        steps = train.steps
+    elif train.tokens is not None:
+        steps = math.ceil(train.tokens / (plan.global_batch_size * train.seq_len))
+    elif train.epochs is None and not isinstance(rows, PackedRows):
+        steps = _STEPS
+    else:
+        steps = math.ceil(_epochs(config) * batches.num_samples / plan.global_batch_size)
+    return _within(rows, max(1, steps), plan.global_batch_size, asked=train.steps is not None)
+
+
+def _within(rows: Rows, steps: int, size: int, *, asked: bool) -> int:
+    """Return the steps that a mixture has data for, of which all sources may end.
+
+    Raises:
+        UsageError: If the steps that were `asked` for are more.
+    """
+    length = rows.schedule.length if isinstance(rows, MixedRows) else None
+    if length is None or steps * size <= length:
+        return steps
+    if asked or length < size:
+        raise UsageError(
+            f"train.steps={steps}: {length // size} steps of {size} samples are left until all "
+            "sources have ended (epochs); give one without epochs, or fewer steps"
+        )
+    return length // size
 
 
 def with_warmup(config: Config, data: DataSet, automatic: frozenset[str]) -> Config:
     """Shorten a warmup that is `automatic` to a tenth of the steps on conversations."""
     given, train = config.lr_scheduler, config.train
     assert train.steps is not None
-    if not data.train.rows(train.seq_len).holds_documents or _WARMUP not in automatic:
+    if not isinstance(data.train, DocumentSet) or _WARMUP not in automatic:
         return config
     steps = min(given.warmup_steps, -(-train.steps // 10))
     return replace(config, lr_scheduler=replace(given, warmup_steps=steps))

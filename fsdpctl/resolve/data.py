@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words
-from fsdpctl.data.chats.files import absolute_paths
+from fsdpctl.config.sources import absolute_paths
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import PackedRows
-from fsdpctl.data.tokens import DataSet, check_tokens
+from fsdpctl.data.token_files import check_tokens
+from fsdpctl.data.token_formats import TokenFile
 from fsdpctl.errors import UsageError
 
-CHECKED_BYTES = 1 << 30  # token files up to this size are checked before every run, in a second
+_CHECKED_BYTES = 1 << 30  # of all token files
 # With less data, the length of samples must be set.
 _LEAST_SAMPLES, _LEAST_LENGTH = 100, 16
 _LEAST_TOKENS = _LEAST_SAMPLES * _LEAST_LENGTH
@@ -31,10 +34,14 @@ def checked_data(config: Config) -> DataSet:
         UsageError: If the data is missing, corrupted, or of another kind.
     """
     data = open_data(config.data, config.train.seed)
-    for file in data.token_files:
-        if file.num_bytes <= CHECKED_BYTES:
-            check_tokens(file)
+    for file in data.token_files if is_quick(data.token_files) else ():
+        check_tokens(file, config.model.vocab_size)
     return data
+
+
+def is_quick(files: Sequence[TokenFile]) -> bool:
+    """Return whether token files are checked before every run, which takes about a second."""
+    return sum(each.size for each in files) <= _CHECKED_BYTES
 
 
 def check_amount(config: Config, data: DataSet) -> None:
@@ -57,22 +64,35 @@ def check_amount(config: Config, data: DataSet) -> None:
     )
 
 
+def vocabulary_of(config: Config, data: DataSet) -> int:
+    """Return the vocabulary of the model, by default that of the data.
+
+    Raises:
+        UsageError: If neither is known.
+    """
+    if found := config.model.vocab_size or data.vocab_size:
+        return found
+    raise UsageError(
+        f"data.path={config.data.path}: does not tell its vocabulary; set model.vocab_size, or "
+        "data.tokenizer=DIR"
+    )
+
+
 def with_data(config: Config, data: DataSet) -> Config:
     """Fill in what follows from the data, and make its paths absolute.
 
     Raises:
         UsageError: If the data does not match the model.
     """
-    vocab_size = config.model.vocab_size or data.vocab_size
+    vocab_size = vocabulary_of(config, data)
     if vocab_size < data.vocab_size:
         raise UsageError(
             f"model.vocab_size={vocab_size}: smaller than the vocabulary of the data, "
             f"{data.vocab_size}"
         )
     given, name = config.data, data.tokenizer.name
-    absolute = absolute_paths if given.holds_documents else os.path.abspath
     paths: dict[str, Any] = {
-        each: absolute(value)
+        each: absolute_paths(value, f"data.{each}")
         for each in ("path", "val_path")
         if (value := getattr(given, each)) is not None
     }

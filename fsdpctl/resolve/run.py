@@ -18,7 +18,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import notes_on_adapters
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.config.serialize import config_words
-from fsdpctl.data.tokens import DataSet
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.io.activity import doing
 from fsdpctl.models.quantized import count_weights

@@ -9,6 +9,7 @@ from fsdpctl.checkpoint.manifest import GENERATION_CONFIG, OF_THE_MODEL
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS, assets_beside, read_assets
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.tokenizer import FileTokenizer, Tokenizer
 from fsdpctl.data.tokenizer_files import (
     CONFIG_JSON,
@@ -17,7 +18,6 @@ from fsdpctl.data.tokenizer_files import (
     TEMPLATES,
     class_keys,
 )
-from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import replace
 from fsdpctl.io.untrusted import parse_json

@@ -16,6 +16,7 @@ from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.data.batches import Batches
 from fsdpctl.io.activity import doing
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
+from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.run import Opened
 from fsdpctl.resolve.settle import settle
 from fsdpctl.train.assemble import make_model, strategy_alone
@@ -32,6 +33,7 @@ class Evaluation:
     perplexity: float
     bits_per_byte: float | None  # None if the size of the text is unknown
     tokens: int  # number of predicted tokens
+    loss_by_source: dict[str, float]  # of a mixture
 
 
 def words_of(source: Path) -> list[str]:
@@ -64,7 +66,8 @@ def evaluate_run(opened: Opened) -> Evaluation:
     with doing(f"loading {folder}"):
         model = make_model(config, device, strategy=strategy_alone(config), empty=True)
         load_weights(pretrained_weights(config.model, folder, model.collectives), model)
-    batches = Batches(stream.rows(config.train.seq_len), plan.batches, 0, data.vocab_size)
+    vocab_size = data.vocab_size or vocabulary_of(config, data)
+    batches = Batches(stream.rows(config.train.seq_len), plan.batches, 0, vocab_size)
     total = batches.num_validation_batches(0)
 
     with doing("evaluating", "batches", total) as advance:
@@ -73,7 +76,7 @@ def evaluate_run(opened: Opened) -> Evaluation:
             advance(1)
             return True
 
-        loss = validation_loss(
+        found = validation_loss(
             model,
             batches,
             Collectives(),
@@ -82,8 +85,8 @@ def evaluate_run(opened: Opened) -> Evaluation:
             chunk_tokens=config.train.loss_chunk_tokens or 0,
             goes_on=tell,
         )
-    assert loss is not None
-    bits = None
-    if stream.num_bytes:
-        bits = loss / math.log(2) * stream.num_tokens / stream.num_bytes
-    return Evaluation(loss, math.exp(min(loss, 700.0)), bits, batches.rows.num_targets)
+    assert found is not None
+    loss, size = found.mean, stream.num_bytes
+    bits = loss / math.log(2) * stream.num_tokens / size if size else None
+    perplexity, count = math.exp(min(loss, 700.0)), batches.rows.num_targets
+    return Evaluation(loss, perplexity, bits, count, found.by_source)

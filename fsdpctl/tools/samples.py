@@ -10,8 +10,8 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open import open_data
-from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.context import context_groups

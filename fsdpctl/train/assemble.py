@@ -20,8 +20,8 @@ from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open import open_data
-from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.engine.describe import block_names
 from fsdpctl.engine.model import ShardedModel
@@ -37,6 +37,7 @@ from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import prepare_blocks
+from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.machine import owner_map_of, shares_memory
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
@@ -229,16 +230,16 @@ def _load(
     # All ranks have read: the slowest may take longer than NCCL waits in a first collective.
     ranks.gather_objects(None)
     RANK_STATUS.at("ready")
-    val = data.val
+    val, vocab_size = data.val, data.vocab_size or vocabulary_of(config, data)
     parts = TrainingParts(
         config=config,
         run_dir=run_dir,
         data=data,
         model=model,
         optimizer=optimizer,
-        train_batches=Batches(data.train.rows(train.seq_len), plan, train.seed, data.vocab_size),
+        train_batches=Batches(data.train.rows(train.seq_len), plan, train.seed, vocab_size),
         val_batches=(
-            None if val is None else Batches(val.rows(train.seq_len), plan, 0, data.vocab_size)
+            None if val is None else Batches(val.rows(train.seq_len), plan, 0, vocab_size)
         ),
         device=world.device,
     )

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,10 +10,11 @@ from torch.nn import functional as F
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.data.batches import Batches, MicroBatch
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.packing import IGNORED
-from fsdpctl.data.tokens import DataSet
 from fsdpctl.models.layers import Decoder, evaluating
 from fsdpctl.models.row_documents import Documents, make_documents, send
+from fsdpctl.run.step_metrics import finite
 
 
 def summed_loss(
@@ -38,6 +40,18 @@ def _documents(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
     return {"documents": documents}
 
 
+class ValidationLoss(NamedTuple):
+    """A mean loss in nats per token, of all data and of each source of a mixture."""
+
+    mean: float
+    by_source: dict[str, float]
+
+    def to_line(self) -> dict[str, float | None]:
+        """Return the values of metrics.jsonl."""
+        found = {f"val_loss/{name}": finite(loss) for name, loss in self.by_source.items()}
+        return {"val_loss": finite(self.mean), **found}
+
+
 @torch.no_grad()
 def validation_loss(
     model: Decoder,
@@ -48,7 +62,7 @@ def validation_loss(
     at_most: int,
     chunk_tokens: int,
     goes_on: Callable[[int], bool] = lambda number: True,
-) -> float | None:
+) -> ValidationLoss | None:
     """Return the mean loss in nats per token over the validation data. Collective.
 
     Every rank runs the same number of passes, over rows that exist, and losses are added in
@@ -56,17 +70,22 @@ def validation_loss(
     passes. After each global batch, `goes_on(NUMBER)` is called; if it returns False, as on all
     ranks, this returns None.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for number in range(batches.num_validation_batches(at_most)):
-        for micro_step in range(batches.num_validation_passes(number)):
-            batch = batches.validation(number, collectives.rank, micro_step)
-            with evaluating(model):
-                total[0] += _pass_loss(model, batch, device, chunk_tokens)
-            total[1] += int((batch.targets != IGNORED).sum())
-        if not goes_on(number + 1):
-            return None
-    summed, count = collectives.all_reduce(total).tolist()
-    return float(summed / count)
+    sums, done = {}, 0
+    for name, part in batches.parts().items():
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        for number in range(part.num_validation_batches(at_most)):
+            for micro_step in range(part.num_validation_passes(number)):
+                batch = part.validation(number, collectives.rank, micro_step)
+                with evaluating(model):
+                    total[0] += _pass_loss(model, batch, device, chunk_tokens)
+                total[1] += int((batch.targets != IGNORED).sum())
+            done += 1
+            if not goes_on(done):
+                return None
+        sums[name] = collectives.all_reduce(total).tolist()
+    mean = sum(each for each, _ in sums.values()) / sum(count for _, count in sums.values())
+    by_source = {name: each / count for name, (each, count) in sums.items() if name}
+    return ValidationLoss(mean, by_source)
 
 
 def _pass_loss(
@@ -81,9 +100,12 @@ def _pass_loss(
     return losses.double().sum()
 
 
-def describe_validation(loss: float, data: DataSet, *, compare: bool) -> str:
+def describe_validation(found: ValidationLoss, data: DataSet, *, compare: bool) -> str:
     """Describe a validation loss; with `compare`, relative to gzip if the data allows it."""
+    loss = found.mean
     text = f"validation loss {loss:.4f} nats per token"
+    if found.by_source:
+        text += f" ({', '.join(f'{name} {each:.4f}' for name, each in found.by_source.items())})"
     if data.val is None or not data.val.num_bytes:
         return text
     bits = loss / math.log(2) * data.val.num_tokens / data.val.num_bytes

@@ -125,7 +125,7 @@ def _gradients(parts: TrainingParts, router_aux_loss: str) -> dict[str, Tensor]:
     """Return the gradients of one sample in one process, in training."""
     config = _small_config(parts.config, router_aux_loss)
     module = small_copy(config.model, parts.device).train()
-    tokens = torch.from_numpy(_stream(config.train.seq_len).tokens.astype(np.int64)).unsqueeze(0)
+    tokens = torch.from_numpy(_stream(config.train.seq_len).tokens[:].astype(np.int64)).unsqueeze(0)
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
     summed_loss(module, batch, parts.device, config.train.loss_chunk_tokens or 0).backward()
     return {
@@ -141,7 +141,7 @@ def _alone(config: Config, stream: TokenStream, device: torch.device) -> float:
     would be on both sides.
     """
     module = small_copy(config.model, device)
-    tokens = torch.from_numpy(stream.tokens.astype(np.int64)).to(device)
+    tokens = torch.from_numpy(stream.tokens[:].astype(np.int64)).to(device)
     rows = (each.view(-1, config.train.seq_len) for each in (tokens[:-1], tokens[1:]))
     for some, targets in zip(*(each.split(_ROWS_AT_ONCE) for each in rows), strict=True):
         logits = module(some).float().flatten(0, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.tokens import DataSet
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW

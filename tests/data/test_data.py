@@ -14,12 +14,15 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.batches import Batches
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.files import Text, hold_out, read_text, standard_library
 from fsdpctl.data.open import open_data
 from fsdpctl.data.order import permute, samples_at
 from fsdpctl.data.packing import IGNORED
+from fsdpctl.data.token_files import stream_of, write_token_file
+from fsdpctl.data.token_formats import open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
-from fsdpctl.data.tokens import DataSet, TokenStream, open_token_file, write_token_file
+from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 
@@ -183,7 +186,7 @@ def test_parts_of_other_tokens_have_other_fingerprints():
     known = TokenStream(tokens, None, "abc", "t.bin")
     assert [each.fingerprint for each in known.cut(6)] == ["abc/6", "abc/6"]
     assert [each.origin for each in known.cut(6)] == ["t.bin", "t.bin"]
-    assert [list(each.tokens) for each in known.cut(6)] == [[*range(6)], [6, 7, 8]]
+    assert [list(each.tokens[:]) for each in known.cut(6)] == [[*range(6)], [6, 7, 8]]
 
 
 @pytest.mark.parametrize("vocab_size", [256, 70_000])
@@ -191,9 +194,9 @@ def test_token_files_round_trip(tmp_path, vocab_size):
     tokens = np.array([0, 5, vocab_size - 1, 7], dtype=np.uint32)
     path = tmp_path / "t.bin"
     write_token_file(path, tokens, _numbered(vocab_size), num_bytes=9)
-    file = open_token_file(path)
-    assert file.stream.tokens.tolist() == tokens.tolist()
-    assert (file.vocab_size, file.stream.num_bytes) == (vocab_size, 9)
+    (file,) = open_token_files(str(path))
+    assert stream_of([file], "t").tokens[:].tolist() == tokens.tolist()
+    assert (file.vocab_size, file.num_bytes) == (vocab_size, 9)
     assert path.stat().st_size == 4 * (2 if vocab_size == 256 else 4)
 
 
@@ -223,7 +226,7 @@ def test_corrupted_token_files_are_rejected(tmp_path, spoil, word):
     write_token_file(path, np.arange(9, dtype=np.uint16), ByteTokenizer(), num_bytes=9)
     spoil(path)
     with pytest.raises(UsageError, match=word):
-        open_token_file(path)
+        open_token_files(str(path))
 
 
 @pytest.fixture
@@ -248,7 +251,7 @@ def test_tokens_of_a_tokenizer_json_end_documents_and_are_cached(
         name="text", path=str(tmp_path / "text"), val_fraction=0, tokenizer=str(word_tokenizer)
     )
     first = open_data(config)
-    assert stream(first).tokens.tolist() == [0, 1, 0, 3, 1, 2, 3]
+    assert stream(first).tokens[:].tolist() == [0, 1, 0, 3, 1, 2, 3]
     assert len(list((tmp_path / "cache" / "fsdpctl").glob("text-*"))) == 1
     assert open_data(config).fingerprint == first.fingerprint
     assert (first.vocab_size, first.val) == (4, None)
@@ -288,7 +291,9 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(
     file.write_text(json.dumps(json.loads(file.read_text()) | limits))
     limited = open_data(config)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(file))
-    assert stream(limited).tokens.tolist() == stream(without).tokens.tolist() == [0, 1] * 4 + [3]
+    assert (
+        stream(limited).tokens[:].tolist() == stream(without).tokens[:].tolist() == [0, 1] * 4 + [3]
+    )
     assert limited.tokenizer.encode_prompt(text) == theirs(text)["input_ids"] == [0, 1] * 4
     assert limited.tokenizer.files()["tokenizer.json"] == file.read_bytes()
 

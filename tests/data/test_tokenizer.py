@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.files import Text
 from fsdpctl.data.open import open_data
+from fsdpctl.data.token_files import write_token_file
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
-from fsdpctl.data.tokens import write_token_file
 from fsdpctl.errors import UsageError
 from tests.data.layouts import POSTS, TEXTS, Layout, layouts, write_layout
 

@@ -4,7 +4,6 @@ A hash of a conversation's content decides whether it is held out for validation
 repeated. New data therefore moves no conversation between training and validation.
 """
 
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from fsdpctl.config.sources import sources_in
 from fsdpctl.data.files import find_files
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular
@@ -44,47 +44,15 @@ def sources_of(text: str, key: str = "data.path") -> tuple[ChatSource, ...]:
         UsageError: If a file is missing, or if only some of the files have a share.
     """
     found: list[ChatSource] = []
-    for path, share in _words(text, key):
+    for source in sources_in(text, key):
+        path, share = source.path, source.share
+        if source.epochs is not None or source.given_name is not None:
+            raise UsageError(f"{key}: {path}: names and epochs are only valid for text and tokens")
         files = _files_of(path, key)
         if share is not None and [each.path for each in files] != [path]:
             raise UsageError(f"{key}: {path}: a share is only valid for a file")
         found += files if share is None else [ChatSource(path, share)]
     return tuple(found)
-
-
-def _words(text: str, key: str) -> list[tuple[str, float | None]]:
-    """Return the paths that a key names, with their shares of one."""
-    if os.path.exists(text):
-        return [(text, None)]
-    inner = text.strip()
-    if inner.startswith("[") and inner.endswith("]"):
-        inner = inner[1:-1]
-    found = [_word(word.strip(), key) for word in inner.split(",") if word.strip()]
-    if not found:
-        raise UsageError(f"{key}={text}: expected at least one file")
-    shares = [share for _, share in found if share is not None]
-    if shares and len(shares) < len(found):
-        missing = next(path for path, share in found if share is None)
-        raise UsageError(
-            f"{key}={text}: {missing} has no share; give a share for all files or none"
-        )
-    if len(found) == 1 or not shares:
-        return [(path, None) for path, _ in found]
-    return [(path, (share or 0) / sum(shares)) for path, share in found]
-
-
-def _word(word: str, key: str) -> tuple[str, float | None]:
-    path, colon, share = (os.path.expanduser(part) for part in word.rpartition(":"))
-    whole = f"{path}{colon}{share}"
-    try:
-        number = float(share)
-    except ValueError:
-        return whole, None
-    if os.path.exists(whole) or not colon:
-        return whole, None
-    if not (math.isfinite(number) and number > 0):
-        raise UsageError(f"{key}: {word}: expected a share above 0")
-    return path, number
 
 
 def _files_of(path: str, key: str) -> list[ChatSource]:
@@ -100,16 +68,6 @@ def _files_of(path: str, key: str) -> list[ChatSource]:
         )
     skipped = tuple(names[each] for each in files if each not in good)
     return [ChatSource(good[0], skipped=skipped), *(ChatSource(each) for each in good[1:])]
-
-
-def absolute_paths(text: str, key: str = "data.path") -> str:
-    """Return `text` with each path made absolute."""
-    words = _words(text, key)
-    if len(words) == 1:
-        return os.path.abspath(words[0][0])
-    return ",".join(
-        os.path.abspath(path) + ("" if share is None else f":{share!r}") for path, share in words
-    )
 
 
 def files_checksum(sources: Sequence[ChatSource]) -> str:

@@ -15,9 +15,9 @@ from fsdpctl.data.chats.file_notes import MOST_FILES, counted, notes_on_files
 from fsdpctl.data.chats.files import ChatSource, files_checksum, sources_of
 from fsdpctl.data.chats.template import ChatTemplate, control_pattern, open_template
 from fsdpctl.data.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.packing import DocumentSet, Packing
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
-from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError, first_of
 
 _Files = tuple[Sequence[ChatSource], Sequence[ChatSource]]  # to train on, and to validate

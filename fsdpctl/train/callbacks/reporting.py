@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.data.mixture import MixedRows
 from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord
@@ -172,12 +173,19 @@ class RunReporter(Callback):
 
     def step(self, run: "Trainer", done: StepMetrics) -> None:
         """Write and show the metrics; after the first step also what a restart cost."""
-        run.write(done.to_line())
+        rows, line = run.parts.train_batches.rows, done.to_line()
+        if not isinstance(rows, MixedRows):
+            run.write(line)
+        else:
+            run.write(line | rows.to_line(done.samples))
+            size = run.parts.config.train.global_batch_size
+            for text in rows.begun(done.samples - size, done.samples):
+                run.say(f"step {done.step}: {text}")
         restart, self._restart = self._restart, None
         if restart is not None:
-            line = restart.to_line(done.step)
-            run.write(line)
-            seconds = line["restart"]["seconds_to_next_step"]
+            about = restart.to_line(done.step)
+            run.write(about)
+            seconds = about["restart"]["seconds_to_next_step"]
             run.say(f"step {done.step}: first completed step, {seconds:.1f} s after the failure")
         share = None if self._checkpoints is None else self._checkpoints.share_written
         self._journal.progress.step(done, share)

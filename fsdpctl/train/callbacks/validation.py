@@ -6,7 +6,6 @@ from fsdpctl.config.schema import Config
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.run.metrics import was_validated
-from fsdpctl.run.step_metrics import finite
 from fsdpctl.train.callback import Callback
 from fsdpctl.train.loss import describe_validation, validation_loss
 from fsdpctl.train.requests import RequestFlags
@@ -81,7 +80,7 @@ class Validation(Callback):
             run.say(f"step {run.step}: {how_far} (stop requested)")
         else:
             run.owes_validation = False
-            run.write({"step": run.step, "val_loss": finite(loss)})
+            run.write({"step": run.step, **loss.to_line()})
             text = describe_validation(loss, parts.data, compare=is_last)
             run.say(f"step {run.step}: {text}")
         return sync.complete()

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from fsdpctl.data.chats.files import ChatSource, absolute_paths, sources_of
+from fsdpctl.config.sources import absolute_paths
+from fsdpctl.data.chats.files import ChatSource, sources_of
 from fsdpctl.data.chats.formats import Plain
 from fsdpctl.data.chats.rows import MOST_ROW, lines_of
 from fsdpctl.errors import UsageError

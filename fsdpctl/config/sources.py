@@ -1,0 +1,121 @@
+"""The sources of a mixture, as `data.path` names them: PATH:SHARE,PATH:SHARE."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpctl.errors import UsageError, nearest
+
+_FIELDS = ("name", "path", "share", "epochs")
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """A path, and its part of the data."""
+
+    path: str
+    share: float | None = None  # of one; None: all of it
+    epochs: float | None = None  # at most; None: as many as its share needs
+    given_name: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in metrics."""
+        return self.given_name or os.path.basename(self.path.rstrip("/")).partition(".")[0]
+
+    def text(self, path: str) -> str:
+        """Return the source as it is given, at another path."""
+        name = "" if self.given_name is None else f"{self.given_name}="
+        numbers = (each for each in (self.share, self.epochs) if each is not None)
+        return f"{name}{path}" + "".join(f":{each!r}" for each in numbers)
+
+
+def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
+    """Return what a key names: PATH, or NAME=PATH:SHARE:EPOCHS for each, separated by commas.
+
+    Names and epochs are optional. Shares are normalized to a sum of one.
+
+    Raises:
+        UsageError: If only some have a share, or if a number is not allowed.
+    """
+    if os.path.exists(text):
+        return [DataSource(text)]
+    inner = text.strip()
+    if inner.startswith("[") and inner.endswith("]"):
+        inner = inner[1:-1]
+    found = [_source(word.strip(), key) for word in inner.split(",") if word.strip()]
+    if not found:
+        raise UsageError(f"{key}={text}: expected at least one file")
+    shares = [each.share for each in found if each.share is not None]
+    if shares and len(shares) < len(found):
+        missing = next(each.path for each in found if each.share is None)
+        raise UsageError(
+            f"{key}={text}: {missing} has no share; give a share for all files or none"
+        )
+    if len(found) == 1 or not shares:
+        return [DataSource(each.path, given_name=each.given_name) for each in found]
+    total = sum(shares)
+    return [
+        DataSource(each.path, (each.share or 0) / total, each.epochs, each.given_name)
+        for each in found
+    ]
+
+
+def _source(word: str, key: str) -> DataSource:
+    """Return the source of a word; of a path that exists, colons are part of it."""
+    name, equals, rest = word.partition("=")
+    if not equals or "/" in name or os.path.exists(os.path.expanduser(word)):
+        name, rest = "", word
+    path, numbers = os.path.expanduser(rest), list[float]()
+    while len(numbers) < 2 and not os.path.exists(path):
+        start, colon, last = path.rpartition(":")
+        try:
+            number = float(last)
+        except ValueError:
+            break
+        if not colon:
+            break
+        if not (math.isfinite(number) and number > 0):
+            raise UsageError(f"{key}: {word}: expected a share above 0, or epochs")
+        path, numbers = start, [number, *numbers]
+    share, epochs = (*numbers, None, None)[:2]
+    return DataSource(path, share, epochs, name or None)
+
+
+def absolute_paths(text: str, key: str = "data.path") -> str:
+    """Return `text` with each path made absolute."""
+    found = sources_in(text, key)
+    if len(found) == 1:
+        return os.path.abspath(found[0].path)
+    return ",".join(each.text(os.path.abspath(each.path)) for each in found)
+
+
+def text_of_sources(where: str, content: object) -> str:
+    """Return the list `data.sources` of a file as the text of `data.path`.
+
+    Raises:
+        UsageError: If it isn't a list of sources with a path and a share each.
+    """
+    if not isinstance(content, list) or not content:
+        raise UsageError(f"{where}: expected a list of sources with {', '.join(_FIELDS)}")
+    return ",".join(
+        _text_of_source(f"{where}: source {n}", each) for n, each in enumerate(content, 1)
+    )
+
+
+def _text_of_source(where: str, given: object) -> str:
+    fields: Mapping[str, Any] = given if isinstance(given, dict) else {}
+    for name in fields:
+        if name not in _FIELDS:
+            raise UsageError(f"{where}: {name}: unknown key{nearest(str(name), _FIELDS)}")
+    words = {name: str(fields[name]) for name in _FIELDS if fields.get(name) is not None}
+    if not {"path", "share"} <= set(words):
+        raise UsageError(f"{where}: expected a path and a share")
+    for name, word in words.items():
+        if not word or {"=", ","} & set(word) or (name != "path" and {"/", ":"} & set(word)):
+            raise UsageError(f"{where}: {name}: not allowed: {word}")
+    label = f"{words['name']}=" if "name" in words else ""
+    epochs = f":{words['epochs']}" if "epochs" in words else ""
+    return f"{label}{words['path']}:{words['share']}{epochs}"

@@ -1,0 +1,36 @@
+"""The data of a run."""
+
+from dataclasses import dataclass
+
+from fsdpctl.data.mixture import MixedRows, Mixture
+from fsdpctl.data.packing import DocumentSet, PackedRows
+from fsdpctl.data.token_formats import TokenFile
+from fsdpctl.data.tokenizer import Tokenizer
+from fsdpctl.data.tokens import StreamRows, TokenStream
+
+Corpus = TokenStream | DocumentSet | Mixture
+Rows = StreamRows | PackedRows | MixedRows
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """The data that a run trains and validates on."""
+
+    train: Corpus
+    val: Corpus | None
+    tokenizer: Tokenizer
+    vocab_size: int  # 0: unknown
+    description: str
+    gzip_bits_per_byte: float | None  # of the validation text, compressed by `gzip -9`
+    token_files: tuple[TokenFile, ...] = ()  # that the data is read from
+    notes: tuple[str, ...] = ()  # lines about the data
+    about_files: tuple[str, ...] = ()  # those notes that tell what the files of chats mean
+    date: str | None = None  # that chats were rendered with, if the template writes it
+    template: str | None = None  # of chats, if it isn't that of the tokenizer
+    end_tokens: tuple[int, ...] = ()  # that end a trained assistant message, most frequent first
+    prompt: tuple[int, ...] = ()  # to generate a sample from
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum of the content of both parts."""
+        return self.train.fingerprint + (self.val.fingerprint if self.val else "")

@@ -1,0 +1,252 @@
+"""Samples of several sources in given shares, as a function of the position alone.
+
+Note: a period of PERIOD positions has a fixed number of samples of each source, at fixed places, so
+every window of that length has the same shares, and the samples of a source before any position
+follow from division. Once a source ends, another period begins, with the shares of the others.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from fsdpctl.data.order import Indices, mixed_bits, samples_at
+from fsdpctl.data.packing import Sample
+from fsdpctl.data.tokens import StreamRows, TokenStream
+from fsdpctl.errors import UsageError
+
+PERIOD = 4096  # samples
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """Positions with the same sources."""
+
+    start: int
+    before: Counts  # samples of each source before the start
+    places: NDArray[np.intp]  # (PERIOD,): the source of each position
+    sums: Counts  # (PERIOD + 1, sources): samples of each source before a place of the period
+
+    def counts(self, position: int) -> Counts:
+        """Return the samples of each source before a position."""
+        periods, place = divmod(position - self.start, PERIOD)
+        found: Counts = self.before + periods * self.sums[PERIOD] + self.sums[place]
+        return found
+
+    def end(self, left: Counts) -> int:
+        """Return the position at which a source that has `left` samples would need one more."""
+        ends = []
+        for source in np.flatnonzero(self.sums[PERIOD]):
+            periods, more = divmod(int(left[source]), int(self.sums[PERIOD, source]))
+            place = int(np.flatnonzero(self.places == source)[more])
+            ends.append(self.start + periods * PERIOD + place)
+        return min(ends)
+
+
+def _period(shares: Sequence[float]) -> NDArray[np.intp]:
+    """Return the source of each place, evenly spread; each source has its share, rounded.
+
+    The k-th of K samples of a source is at a random place in the k-th of K equal parts.
+    """
+    due = PERIOD * np.array(shares) / sum(shares)
+    counts = np.maximum(np.floor(due).astype(np.int64), (due > 0).astype(np.int64))
+    while (missing := PERIOD - int(counts.sum())) != 0:
+        step = 1 if missing > 0 else -1
+        counts[int(np.argmax(np.where(counts + step > 0, step * (due - counts), -np.inf)))] += step
+    sources = np.repeat(np.arange(len(counts)), counts)
+    numbers = np.concatenate([np.arange(each) for each in counts])
+    jitter = (
+        mixed_bits((sources * PERIOD + numbers).astype(np.uint64), 1).astype(np.float64) / 2.0**64
+    )
+    found: NDArray[np.intp] = sources[
+        np.argsort((numbers + jitter) / counts[sources], kind="stable")
+    ]
+    return found
+
+
+class Schedule:
+    """Which source each position of a run is from."""
+
+    def __init__(self, sizes: Sequence[int], shares: Sequence[float], caps: Counts) -> None:
+        """Set the shares, and the most samples of each source; -1: no limit."""
+        self._phases: list[_Phase] = []
+        self.length: int | None = None  # samples until all sources have ended, if they do
+        start, before = 0, np.zeros(len(sizes), dtype=np.int64)
+        active = np.array(shares, dtype=np.float64)
+        endless = np.iinfo(np.int64).max
+        while True:
+            active[(caps >= 0) & (before >= caps)] = 0.0
+            if not active.any():
+                self.length = start
+                return
+            places = _period(active.tolist())
+            table = places[:, None] == np.arange(len(sizes))
+            sums = np.concatenate([np.zeros((1, len(sizes)), np.int64), table.cumsum(0)])
+            phase = _Phase(start, before, places, sums)
+            self._phases.append(phase)
+            left = np.where(caps < 0, endless, caps - before)
+            if (left[active > 0] == endless).all():
+                return
+            start = phase.end(left)
+            before = phase.counts(start)
+
+    def counts(self, position: int) -> Counts:
+        """Return the samples of each source before a position."""
+        return self._phase(position).counts(position)
+
+    def sources(self, position: int, length: int) -> NDArray[np.intp]:
+        """Return the source of each of `length` positions."""
+        found = np.empty(length, dtype=np.intp)
+        at = 0
+        while at < length:
+            phase = self._phase(position + at)
+            after = [each.start for each in self._phases if each.start > phase.start]
+            stop = min(length, after[0] - position) if after else length
+            where = np.arange(position + at, position + stop) - phase.start
+            found[at:stop] = phase.places[where % PERIOD]
+            at = stop
+        return found
+
+    def _phase(self, position: int) -> _Phase:
+        return self._phases[bisect_right(self._phases, position, key=lambda each: each.start) - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSource:
+    """A source of a mixture."""
+
+    name: str
+    share: float
+    epochs: float | None  # at most
+    stream: TokenStream
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Streams whose samples are mixed by share."""
+
+    parts: tuple[MixedSource, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum of the content and the shares."""
+        about = (f"{each.stream.fingerprint} {each.share!r} {each.epochs!r}" for each in self.parts)
+        return xxhash.xxh3_64_hexdigest("\n".join(about).encode())
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all sources, each once."""
+        return sum(each.stream.num_tokens for each in self.parts)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """The bytes of all text, if known."""
+        sizes = [each.stream.num_bytes for each in self.parts]
+        return None if None in sizes else sum(each or 0 for each in sizes)
+
+    def rows(self, seq_len: int) -> "MixedRows":
+        """Split the streams into samples."""
+        return MixedRows(self, seq_len)
+
+
+class MixedRows:
+    """The samples of a mixture. Their numbers go through the sources, one after the other."""
+
+    def __init__(self, mixture: Mixture, seq_len: int) -> None:
+        """Split the streams into samples of `seq_len` tokens.
+
+        Raises:
+            UsageError: If a source has none.
+        """
+        self.seq_len, self.parts = seq_len, mixture.parts
+        self.of_part: list[StreamRows] = [each.stream.rows(seq_len) for each in mixture.parts]
+        for part, rows in zip(mixture.parts, self.of_part, strict=True):
+            if not len(rows):
+                raise UsageError(f"data.path: {part.name}: {rows.emptiness}")
+        self._begins = np.cumsum([0, *map(len, self.of_part)], dtype=np.int64)
+        self.origin = ", ".join(rows.origin for rows in self.of_part)
+
+    @property
+    def holds_documents(self) -> bool:
+        """Whether a sample has documents that do not see one another."""
+        return self.of_part[0].holds_documents
+
+    @property
+    def num_targets(self) -> int:
+        """The number of targets."""
+        return sum(each.num_targets for each in self.of_part)
+
+    @property
+    def emptiness(self) -> str:
+        """The error if there are no samples."""
+        return self.of_part[0].emptiness
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The source of each position of a run."""
+        sizes = [len(each) for each in self.of_part]
+        epochs = [-1.0 if each.epochs is None else each.epochs for each in self.parts]
+        caps = [
+            -1 if n < 0 else max(1, int(n * size)) for n, size in zip(epochs, sizes, strict=True)
+        ]
+        return Schedule(sizes, [each.share for each in self.parts], np.array(caps))
+
+    def __len__(self) -> int:
+        """Return the samples of all sources."""
+        return int(self._begins[-1])
+
+    def __getitem__(self, number: int) -> Sample:
+        """Return a sample."""
+        part = bisect_right(self._begins, number) - 1
+        return self.of_part[part][number - int(self._begins[part])]
+
+    def order(self, position: int, length: int, seed: int) -> Indices:
+        """Return the samples at these positions of a run; each source has an order of its own."""
+        sources, before = self.schedule.sources(position, length), self.schedule.counts(position)
+        result = np.empty(length, dtype=np.uint64)
+        for part in np.unique(sources).tolist():
+            found = samples_at(
+                int(before[part]),
+                int((sources == part).sum()),
+                len(self.of_part[part]),
+                seed + (part << 40),
+            )
+            result[sources == part] = found + np.uint64(self._begins[part])
+        return result
+
+    def count_tokens(self, numbers: Sequence[int]) -> int:
+        """Return the tokens of some samples, which all have the same number."""
+        return len(numbers) * self.seq_len
+
+    def epochs(self, position: int) -> Mapping[str, float]:
+        """Return how often each source has been trained on before a position."""
+        counts = self.schedule.counts(position).tolist()
+        return {
+            part.name: count / len(rows)
+            for part, count, rows in zip(self.parts, counts, self.of_part, strict=True)
+        }
+
+    def begun(self, before: int, after: int) -> list[str]:
+        """Describe the sources that began again, or ended, between two positions."""
+        said = []
+        for part, (name, now) in zip(self.parts, self.epochs(after).items(), strict=True):
+            then = self.epochs(before)[name]
+            if part.epochs is not None and now >= part.epochs > then:
+                said.append(f"{name}: ends after {part.epochs:g} epochs, the others remain")
+            elif int(now) > int(then):
+                said.append(f"{name}: epoch {int(now) + 1} begins")
+        return said
+
+    def to_line(self, position: int) -> dict[str, Any]:
+        """Return the values of metrics.jsonl: tokens and epochs by source before a position."""
+        found: dict[str, Any] = {}
+        for number, (name, epochs) in enumerate(self.epochs(position).items()):
+            size = len(self.of_part[number]) * self.seq_len
+            found |= {f"tokens/{name}": round(epochs * size), f"epochs/{name}": round(epochs, 6)}
+        return found

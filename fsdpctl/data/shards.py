@@ -1,0 +1,150 @@
+"""Tokens in files, which are read piece by piece.
+
+Note: why files are not mapped. A file that is cut while it is mapped kills the process. Reads are
+checked instead, and name the file that is cut or replaced.
+"""
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdpctl.errors import UsageError
+from fsdpctl.io.files import open_regular
+
+Values = NDArray[np.integer[Any]]
+Dtype = np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Numbers in a file from which the ends of documents follow."""
+
+    path: Path
+    offset: int  # bytes before them
+    count: int  # numbers
+    scale: int  # numbers are in units of a `scale`-th token
+    places: tuple[int, int] | None = None  # offset and count of numbers that select from them
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The tokens in a file, and what the file was like when it was opened."""
+
+    path: Path
+    dtype: Dtype
+    count: int  # tokens
+    offset: int  # bytes before them
+    stamp: tuple[int, int]  # size and time of change
+    index: Index | None = None  # of its documents, if known
+
+    def read(self, start: int, stop: int) -> Values:
+        """Return tokens.
+
+        Raises:
+            UsageError: If the file has changed since it was opened.
+        """
+        size = self.dtype.itemsize
+        descriptor = open_regular(self.path, follows=True)
+        try:
+            if stamp_of(os.fstat(descriptor)) != self.stamp:
+                raise UsageError(f"{self.path}: changed since the start; restart with other data")
+            content = os.pread(descriptor, (stop - start) * size, self.offset + start * size)
+        except OSError as error:
+            raise UsageError(f"{self.path}: {error.strerror}") from None
+        finally:
+            os.close(descriptor)
+        if len(content) != (stop - start) * size:
+            raise UsageError(f"{self.path}: cut at byte {self.offset + start * size}")
+        return np.frombuffer(content, dtype=self.dtype)
+
+
+def stamp_of(found: os.stat_result) -> tuple[int, int]:
+    """Return what tells that a file has changed."""
+    return found.st_size, found.st_mtime_ns
+
+
+class ShardTokens:
+    """The tokens of several files, one file after the other, or a part of them.
+
+    A slice is read when it is taken, as an array.
+    """
+
+    def __init__(self, shards: Sequence[Shard], start: int = 0, stop: int | None = None) -> None:
+        """Set the files, and the part in tokens."""
+        self.shards = tuple(shards)
+        self._begins = np.cumsum([0, *(each.count for each in shards)], dtype=np.int64)
+        self._start = start
+        self._stop = int(self._begins[-1]) if stop is None else stop
+        self.itemsize = max(each.dtype.itemsize for each in shards)
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return self._stop - self._start
+
+    def part(self, start: int, stop: int) -> "ShardTokens":
+        """Return tokens that are not read yet."""
+        return ShardTokens(self.shards, self._start + start, self._start + stop)
+
+    def __getitem__(self, span: slice) -> Values:
+        start, stop, _ = span.indices(len(self))
+        pieces = [
+            self.shards[number].read(first, last) for number, first, last in self._in(start, stop)
+        ]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.zeros(0, np.uint16)])
+
+    def _in(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the shards in which a span is, with the span of tokens in each."""
+        at, end = self._start + start, self._start + stop
+        number = bisect_right(self._begins, at) - 1
+        while at < end:
+            begin, after = int(self._begins[number]), int(self._begins[number + 1])
+            if at < after:
+                yield number, at - begin, min(end, after) - begin
+                at = min(end, after)
+            number += 1
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether it is known where documents end."""
+        return all(each.index is not None for each in self.shards)
+
+    def ends(self, start: int, stop: int) -> list[int]:
+        """Return where documents end after `start` and up to `stop`; a file is an end, too."""
+        found = []
+        for number, first, last in self._in(start, stop):
+            base = int(self._begins[number]) - self._start
+            ends = _ends(self.shards[number])
+            low, high = np.searchsorted(ends, (first, last), side="right")
+            found += [base + int(each) for each in ends[low:high]]
+        return found
+
+
+@lru_cache(maxsize=8)
+def _ends(shard: Shard) -> NDArray[np.int64]:
+    """Return the ends of a shard's documents, in tokens, in order.
+
+    Raises:
+        UsageError: If they are not in order, or beyond the tokens.
+    """
+    about = shard.index
+    assert about is not None
+    with open(open_regular(about.path, follows=True), "rb") as file:
+        file.seek(about.offset)
+        found = np.frombuffer(file.read(8 * about.count), dtype="<i8")
+        if about.places is not None:
+            offset, count = about.places
+            file.seek(offset)
+            places = np.frombuffer(file.read(8 * count), dtype="<i8")
+            inside = places[(places > 0) & (places < about.count)]
+            found = found[inside]
+    ends = np.append(found // about.scale, shard.count)
+    if (np.diff(ends) < 0).any() or ends[0] < 0:
+        raise UsageError(f"{about.path}: damaged: the documents are not in order")
+    return ends

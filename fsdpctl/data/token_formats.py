@@ -1,0 +1,268 @@
+"""Formats of token files, told by their headers and neighbors, or by `data.format`."""
+
+import os
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta
+
+from fsdpctl.config.data import TOKEN_FORMATS, TOKEN_SUFFIXES
+from fsdpctl.config.model import MOST_TOKENS
+from fsdpctl.data.files import find_files
+from fsdpctl.data.shards import Index, Shard, stamp_of
+from fsdpctl.errors import UsageError, first_of
+from fsdpctl.io.files import open_regular
+from fsdpctl.io.untrusted import MIB, as_type, check_version, read_json
+
+OURS = "fsdpctl-tokens", 1  # format and version in NAME.json
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_LLM_C_HEADER = 1024  # bytes
+# Magic number and version, the dtype, and the vocabulary: of GPT-2, and of Llama 3.
+_LLM_C = {(20240520, 1): ("uint16", 50257), (20240801, 7): ("uint32", 128256)}
+_MEGATRON, _MEGATRON_HEADER = b"MMIDIDX\0\0", "<9sQBQQ"
+_MEGATRON_DTYPES = {1: "|u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_NUMPY = b"\x93NUMPY"
+_GLOB = re.compile(r"[*?\[]")
+_HELD_OUT = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|test|eval)(?:[^a-z]|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFile:
+    """The tokens in a file, and what is known about them."""
+
+    shard: Shard
+    kind: str  # the format
+    vocab_size: int | None = None
+    tokenizer: str | None = None  # its name
+    tokenizer_xxh3: str | None = None  # its checksum
+    xxh3: str | None = None  # of the tokens
+    num_bytes: int | None = None  # of the text
+
+    @property
+    def size(self) -> int:
+        """The size of the tokens in bytes."""
+        return self.shard.count * self.shard.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Sidecar:
+    """The contents of NAME.json."""
+
+    dtype: Literal["uint16", "uint32"]
+    num_tokens: Annotated[int, Meta(ge=0, le=1 << 60)]
+    vocab_size: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+    num_bytes: Annotated[int, Meta(ge=0)] | None
+    xxh3: str
+    tokenizer: str
+    tokenizer_xxh3: str  # `Tokenizer.checksum`
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A file that is looked at; errors name the key and the file."""
+
+    path: Path
+    size: int
+    stamp: tuple[int, int]
+    start: bytes  # the first ones
+    where: str
+
+    def error(self, problem: str) -> UsageError:
+        return UsageError(f"{self.where}: {problem}")
+
+    def shard(self, dtype: Any, offset: int = 0, count: int | None = None) -> Shard:
+        """Return the tokens after `offset` bytes; `count`: as many as a header promises."""
+        dtype = np.dtype(dtype)
+        found, rest = divmod(self.size - offset, dtype.itemsize)
+        if rest or count not in (None, found):
+            told = "" if count is None else f"{count} tokens by its header, "
+            raise self.error(f"cut: expected {told}{dtype.itemsize} bytes each, got {self.size}")
+        if not found:
+            raise self.error("contains no tokens")
+        return Shard(self.path, dtype, found, offset, self.stamp)
+
+
+def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> list[TokenFile]:
+    """Open the token files at a path: a file, a directory, or a glob, in the order of their names.
+
+    Raises:
+        UsageError: If there are none, or if one is damaged, of an unknown format, or of another
+            tokenizer or vocabulary than the first.
+    """
+    found = [_open(each, key, kind) for each in _files(path, key)]
+    first = found[0]
+    for other in found[1:]:
+        for what in ("vocab_size", "tokenizer_xxh3" if first.tokenizer_xxh3 else "tokenizer"):
+            ours, theirs = (getattr(each, what) or "unknown" for each in (first, other))
+            if ours != theirs:
+                raise UsageError(
+                    f"{key}: {other.shard.path}: {what}: expected {ours}, as in "
+                    f"{first.shard.path}, got {theirs}"
+                )
+    return found
+
+
+def _files(path: str, key: str) -> list[Path]:
+    if Path(path).is_file():
+        return [Path(path)]
+    if path.endswith(TOKEN_SUFFIXES) and not _GLOB.search(path):
+        raise UsageError(f"{key}={path}: no such token file; `fsdpctl tokenize` creates one")
+    files = [each for each in find_files(path, key) if each.name.endswith(TOKEN_SUFFIXES)]
+    if not files:
+        raise UsageError(f"{key}={path}: no token files, of {', '.join(TOKEN_SUFFIXES)}")
+    held = [each.name for each in files if _HELD_OUT.search(each.stem)]
+    if key == "data.path" and held and len(held) < len(files):
+        raise UsageError(
+            f"{key}={path}: {first_of(held)}: seems to be held out; name the files to train on in "
+            "data.path, such as DIR/*train*, and these in data.val_path"
+        )
+    return files
+
+
+def _open(path: Path, key: str, kind: str) -> TokenFile:
+    descriptor = open_regular(path, follows=True)
+    with open(descriptor, "rb") as file:
+        about, start = os.fstat(descriptor), file.read(_LLM_C_HEADER)
+    stamp = stamp_of(about)
+    opened = _Opened(path, about.st_size, stamp, start, f"{key}={path}")
+    kind = _kind(opened) if kind == "auto" else kind
+    if not opened.size:
+        raise opened.error("contains no tokens")
+    return _READERS[kind](opened)
+
+
+def _kind(file: _Opened) -> str:
+    """Return the format that the header of a file, or a file next to it, tells."""
+    path = file.path
+    magic = struct.unpack_from("<2i", file.start) if len(file.start) == _LLM_C_HEADER else None
+    if path.with_suffix(".json").exists():
+        return "fsdpctl"
+    if path.with_suffix(".idx").exists():
+        return "megatron"
+    if path.suffix == ".ds" or _beside(path, ".index").exists():
+        return "datatrove"
+    if magic in _LLM_C:
+        return "llm.c"
+    if file.start.startswith(_NUMPY):
+        return "numpy"
+    raise file.error(
+        f"the header {path.with_suffix('.json').name} is missing; `fsdpctl tokenize` turns text "
+        f"into a token file; for one of another program, set data.format="
+        f"{'|'.join(TOKEN_FORMATS[1:])}"
+    )
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _ours(file: _Opened) -> TokenFile:
+    sidecar = file.path.with_suffix(".json")
+    content = read_json(sidecar, dict[str, Any], most_bytes=MIB, follows=True)
+    check_version(content, OURS, "the header of a token file", str(sidecar), UsageError)
+    header = as_type(content, _Sidecar, str(sidecar))
+    dtype = DTYPES[header.dtype]
+    if file.size != header.num_tokens * dtype.itemsize:
+        raise file.error(
+            f"expected {header.num_tokens} tokens of {dtype.itemsize} bytes by its header, got "
+            f"{file.size} bytes"
+        )
+    about = header.vocab_size, header.tokenizer, header.tokenizer_xxh3, header.xxh3
+    return TokenFile(file.shard(dtype), "fsdpctl", *about, header.num_bytes)
+
+
+def _llm_c(file: _Opened) -> TokenFile:
+    if len(file.start) < _LLM_C_HEADER:
+        raise file.error(f"cut: expected a header of {_LLM_C_HEADER} bytes")
+    magic, version, count = struct.unpack_from("<3i", file.start)
+    if (magic, version) not in _LLM_C:
+        raise file.error(f"not of llm.c: magic number {magic}, version {version}")
+    dtype, vocab_size = _LLM_C[magic, version]
+    return TokenFile(file.shard(DTYPES[dtype], _LLM_C_HEADER, count), "llm.c", vocab_size)
+
+
+def _megatron(file: _Opened) -> TokenFile:
+    path = file.path.with_suffix(".idx")
+    size = struct.calcsize(_MEGATRON_HEADER)
+    with open(open_regular(path, follows=True), "rb") as index:
+        start, whole = index.read(size), os.fstat(index.fileno()).st_size
+        if len(start) < size or not start.startswith(_MEGATRON):
+            raise UsageError(f"{path}: not an index of Megatron")
+        _, version, code, sequences, documents = struct.unpack(_MEGATRON_HEADER, start)
+        if version != 1 or code not in _MEGATRON_DTYPES:
+            raise UsageError(f"{path}: version {version}, dtype {code}: not supported")
+        pointers, places = size + 4 * sequences, size + 12 * sequences
+        if whole < places + 8 * documents or not sequences:
+            raise UsageError(f"{path}: cut, or without sequences")
+        index.seek(size)
+        lengths = np.frombuffer(index.read(4 * sequences), dtype="<i4")
+    if (lengths < 0).any():
+        raise UsageError(f"{path}: damaged: a length below 0")
+    dtype = np.dtype(_MEGATRON_DTYPES[code])
+    shard = file.shard(dtype, 0, int(lengths.sum(dtype=np.int64)))
+    ends = Index(path, pointers, sequences, dtype.itemsize, (places, documents))
+    return TokenFile(_with(shard, ends), "megatron")
+
+
+def _datatrove(file: _Opened) -> TokenFile:
+    path, about = _beside(file.path, ".index"), _beside(file.path, ".metadata")
+    with open(open_regular(path, follows=True), "rb") as index:
+        size = os.fstat(index.fileno()).st_size
+        index.seek(max(0, size - 8))
+        last = index.read(8)
+    if size % 8 or not size:
+        raise UsageError(f"{path}: cut: expected whole numbers of 8 bytes")
+    (count,) = struct.unpack("<Q", last)
+    each = file.size // count if count else 0
+    if each not in (2, 4) or file.size != count * each:
+        raise file.error(f"cut: expected {count} tokens by {path.name}, got {file.size} bytes")
+    name = None
+    if about.exists():
+        with open(open_regular(about, follows=True), "rb") as metadata:
+            line = metadata.readline(4096).decode("utf-8", "replace").strip()
+        name = line.rpartition("|")[0] or line
+    shard = _with(file.shard(f"<u{each}", 0, count), Index(path, 0, size // 8, 1))
+    return TokenFile(shard, "datatrove", tokenizer=None if name == "Unknown Tokenizer" else name)
+
+
+def _with(shard: Shard, index: Index) -> Shard:
+    return Shard(shard.path, shard.dtype, shard.count, shard.offset, shard.stamp, index)
+
+
+def _numpy(file: _Opened) -> TokenFile:
+    with open(open_regular(file.path, follows=True), "rb") as content:
+        try:
+            version = np.lib.format.read_magic(content)
+            read = np.lib.format.read_array_header_1_0
+            shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(
+                content
+            )
+        except ValueError as error:
+            raise file.error(f"not an array of NumPy: {error}") from None
+        offset = content.tell()
+    if len(shape) != 1 or dtype.kind not in "ui" or not dtype.isnative:
+        raise file.error(f"expected a 1-D array of whole numbers, got {dtype} of shape {shape}")
+    return TokenFile(file.shard(dtype, offset, shape[0]), "numpy")
+
+
+def _raw(name: str) -> Callable[[_Opened], TokenFile]:
+    def read(file: _Opened) -> TokenFile:
+        return TokenFile(file.shard(DTYPES[name]), name)
+
+    return read
+
+
+_READERS: dict[str, Callable[[_Opened], TokenFile]] = {
+    "fsdpctl": _ours,
+    "llm.c": _llm_c,
+    "megatron": _megatron,
+    "datatrove": _datatrove,
+    "numpy": _numpy,
+    "uint16": _raw("uint16"),
+    "uint32": _raw("uint32"),
+}

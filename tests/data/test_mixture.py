@@ -1,0 +1,152 @@
+"""Mixtures: their shares, their order, and how they resume."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpctl.config.data import DataConfig
+from fsdpctl.config.recipe import read_recipe
+from fsdpctl.config.sources import sources_in
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture, Schedule
+from fsdpctl.data.open import open_data
+from fsdpctl.data.tokens import TokenStream
+from fsdpctl.errors import UsageError
+from fsdpctl.plan.batch import plan_batches
+
+SHARES = (0.4, 0.3, 0.2, 0.0995, 0.0005)
+SIZES = (5000, 70, 333, 40, 1000)
+
+
+def mixture(epochs=(None,) * 5):
+    """Return five sources; a token tells its source and its sample of 4."""
+    streams = [
+        TokenStream(
+            np.repeat(np.arange(size + 1) * 5 + n, 4).astype(np.uint32)[: 4 * size + 1], None
+        )
+        for n, size in enumerate(SIZES)
+    ]
+    parts = zip("abcde", SHARES, epochs, streams, strict=True)
+    return Mixture(tuple(MixedSource(*each) for each in parts))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.floats(0.001, 1)), min_size=2, max_size=6),
+    st.lists(st.one_of(st.none(), st.integers(1, 3)), min_size=6, max_size=6),
+    st.integers(0, 9000),
+    st.integers(1, 5000),
+)
+def test_every_position_has_one_source_however_it_is_asked(sources, epochs, start, count):
+    sizes = [size for size, _ in sources]
+    caps = np.array([-1 if e is None else e * s for e, s in zip(epochs, sizes, strict=False)])
+    schedule = Schedule(sizes, [share for _, share in sources], caps)
+    most = schedule.length or 14_000
+    start, count = min(start, most - 1), min(count, most - min(start, most - 1))
+    whole = schedule.sources(0, start + count)
+    assert schedule.sources(start, count).tolist() == whole[start:].tolist()
+    seen = np.bincount(whole[:start], minlength=len(sizes))
+    assert seen.tolist() == schedule.counts(start).tolist()
+    assert (seen[caps >= 0] <= caps[caps >= 0]).all()
+
+
+def test_every_window_has_the_shares_within_one_sample():
+    schedule = Schedule(SIZES, SHARES, np.full(5, -1))
+    found = schedule.sources(0, 3 * PERIOD)
+    seen = np.cumsum(found[:, None] == np.arange(5), axis=0)
+    windows = seen[PERIOD:] - seen[:-PERIOD]
+    assert np.abs(windows - PERIOD * np.array(SHARES)).max() < 1
+    short = seen[64:] - seen[:-64]
+    assert np.abs(short - 64 * np.array(SHARES)).max() < 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_see_the_same_samples_and_each_source_in_epochs(world_size):
+    rows = mixture().rows(4)
+    plan = plan_batches(12, world_size, micro_batch_size=2)
+    batches = Batches(rows, plan, 3, 30_000)
+    seen = []
+    for step in range(300):
+        for rank in range(world_size):
+            for micro in range(plan.num_micro_batches):
+                batch = batches.training(12 * step, rank, micro)
+                seen += [int(t[0]) for t, y in zip(batch.tokens, batch.targets, strict=True) if
+                         (y >= 0).all()]  # fmt: skip
+    assert sorted(seen) == sorted(
+        int(rows[int(n)].tokens[0]) for step in range(300) for n in rows.order(12 * step, 12, 3)
+    )
+    counts = rows.schedule.counts(3600)
+    for source, size in enumerate(SIZES):
+        of_source = np.bincount([each // 5 for each in seen if each % 5 == source], minlength=size)
+        assert of_source.sum() == counts[source]
+        assert of_source.max() - of_source.min() <= 1  # epochs are whole
+    assert rows.epochs(3600)["b"] == counts[1] / 70
+
+
+def test_a_source_ends_after_its_epochs_and_the_others_take_its_share():
+    rows = mixture((None, 2, None, 0.5, None)).rows(4)
+    schedule = rows.schedule
+    assert schedule.length is None
+    assert schedule.counts(9000)[[1, 3]].tolist() == [140, 20]
+    found = np.bincount(schedule.sources(9000, PERIOD), minlength=5)
+    others = np.array([0.4, 0, 0.2, 0, 0.0005])
+    assert np.abs(found - PERIOD * others / others.sum()).max() < 1
+    said = [line for at in range(0, 2000, 10) for line in rows.begun(at, at + 10)]
+    assert "b: epoch 2 begins" in said
+    assert "b: ends after 2 epochs, the others remain" in said
+    assert sum("d:" in line for line in said) == 1
+
+
+def test_all_sources_may_end():
+    rows = mixture((1, 1, 1, 1, 1)).rows(4)
+    assert rows.schedule.length == sum(SIZES)
+    assert sorted(rows.order(0, sum(SIZES), 0).tolist()) == list(range(sum(SIZES)))
+
+
+def test_sources_are_named_in_the_path_and_in_files(tmp_path):
+    for name in ("web", "code"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 200)
+    web, code = tmp_path / "web.txt", tmp_path / "code.txt"
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"data:\n  name: text\n  sources:\n  - {{path: {web}, share: 3}}\n"
+        f"  - {{path: {code}, share: 1, epochs: 2, name: mine}}\n"
+    )
+    words = dict(read_recipe(recipe))
+    assert words["data.path"] == f"{web}:3,mine={code}:1:2"
+    found = open_data(DataConfig(name="text", path=words["data.path"], val_fraction=0.1))
+    assert isinstance(found.train, Mixture)
+    assert [(each.name, each.share, each.epochs) for each in found.train.parts] == [
+        ("web", 0.75, None),
+        ("mine", 0.25, 2),
+    ]
+    assert found.description == "web (75.0%), mine (25.0%)"
+    assert isinstance(found.val, Mixture)
+    by_size = open_data(DataConfig(name="text", path=f"{web},{code}", val_fraction=0))
+    assert by_size.description == "web (44.4%), code (55.6%)"
+    other = open_data(DataConfig(name="text", path=f"{web}:1,{code}:2", val_fraction=0))
+    assert other.fingerprint != found.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("a.txt:1,b.txt", "b.txt has no share"),
+        ("a.txt:0,b.txt:1", "expected a share above 0"),
+        ("a.txt:1:-2,b.txt:1", "expected a share above 0, or epochs"),
+        ("a.txt:nan,b.txt:1", "expected a share above 0"),
+    ],
+)
+def test_a_mistake_in_a_mixture_is_named(text, word):
+    with pytest.raises(UsageError, match=word):
+        sources_in(text)
+
+
+def test_sources_of_one_name_are_refused(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").write_text("some text " * 99)
+    path = f"{tmp_path}/a/x.txt:1,{tmp_path}/b/x.txt:1"
+    with pytest.raises(UsageError, match="two sources are called x"):
+        open_data(DataConfig(name="text", path=path))

@@ -1,0 +1,150 @@
+"""Token files of other programs, written here by a few lines of their own."""
+
+import os
+import struct
+
+import numpy as np
+import pytest
+
+from fsdpctl.config.data import DataConfig
+from fsdpctl.data.open import open_data
+from fsdpctl.data.packing import IGNORED
+from fsdpctl.data.token_formats import open_token_files
+from fsdpctl.data.tokens import TokenStream
+from fsdpctl.errors import UsageError
+
+TOKENS = np.random.default_rng(0).integers(0, 500, 999)
+ENDS = [0, 7, 8, 300, 301, 555, 999]
+
+
+def write_llm_c(path, tokens=TOKENS, magic=20240520, version=1, dtype="<u2", count=None):
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + tokens.astype(dtype).tobytes())
+    return path
+
+
+def write_megatron(path, code=8, dtype="<u2", documents=(), version=1):
+    lengths = np.diff(ENDS)
+    TOKENS.astype(dtype).tofile(path)
+    starts = np.array(ENDS[:-1]) * np.dtype(dtype).itemsize
+    places = documents or range(len(lengths) + 1)
+    path.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", version, code, len(lengths), len(places))
+        + lengths.astype("<i4").tobytes()
+        + starts.astype("<i8").tobytes()
+        + np.array(places, dtype="<i8").tobytes()
+    )
+    return path
+
+
+def write_datatrove(path, dtype="<u2", name="gpt2|2"):
+    TOKENS.astype(dtype).tofile(path)
+    np.array(ENDS[1:], dtype="<u8").tofile(f"{path}.index")
+    path.with_name(path.name + ".metadata").write_text(f"{name}\n{len(TOKENS)}\n1 kT")
+    return path
+
+
+def write_raw(path, dtype="<u2"):
+    TOKENS.astype(dtype).tofile(path)
+    return path
+
+
+def write_numpy(path):
+    np.save(path, TOKENS.astype(np.uint16))
+    return path
+
+
+WRITERS = {
+    "llm.c": lambda folder: write_llm_c(folder / "a.bin"),
+    "llm.c of Llama 3": lambda folder: write_llm_c(
+        folder / "a.bin", magic=20240801, version=7, dtype="<u4"
+    ),
+    "megatron": lambda folder: write_megatron(folder / "a.bin"),
+    "megatron int32": lambda folder: write_megatron(folder / "a.bin", 4, "<i4"),
+    "datatrove": lambda folder: write_datatrove(folder / "a.ds"),
+    "datatrove uint32": lambda folder: write_datatrove(folder / "a.ds", "<u4", "org/big|4"),
+    "numpy": lambda folder: write_numpy(folder / "a.npy"),
+    "uint16": lambda folder: write_raw(folder / "a.bin"),
+    "uint32": lambda folder: write_raw(folder / "a.npy", "<u4"),
+}
+
+
+def opened(path, **about):
+    found = open_data(DataConfig(name="tokens", path=str(path), val_fraction=0, **about)).train
+    assert isinstance(found, TokenStream)
+    return found
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_each_format_gives_its_tokens_and_documents(tmp_path, kind):
+    path = WRITERS[kind](tmp_path)
+    about = {"format": kind} if kind in ("uint16", "uint32") else {}
+    if about:
+        with pytest.raises(UsageError, match=r"data\.format=uint16"):
+            opened(path)
+    assert opened(path, **about).tokens[:].tolist() == TOKENS.tolist()
+    if kind.startswith(("megatron", "datatrove")):
+        rows = opened(path, packing=True).rows(100)
+        for number in range(len(rows)):
+            sample, start = rows[number], 100 * number
+            inside = [e for e in ENDS if start < e <= start + 100]
+            assert sample.tokens.tolist() == TOKENS[start : start + 100].tolist()
+            masked = np.flatnonzero(sample.targets == IGNORED) + start + 1
+            assert masked.tolist() == inside
+            assert (start + np.cumsum(sample.lengths)).tolist() == sorted({*inside, start + 100})
+    else:
+        with pytest.raises(UsageError, match="does not tell where documents end"):
+            opened(path, packing=True, **about)
+
+
+def test_several_sequences_of_megatron_are_one_document(tmp_path):
+    path = write_megatron(tmp_path / "a.bin", documents=(0, 2, 6))
+    sample = opened(path, packing=True).rows(998)[0]
+    assert sample.lengths == (8, 990)
+
+
+def test_shards_are_one_stream_in_the_order_of_their_names(tmp_path):
+    for number in range(5):
+        write_llm_c(tmp_path / f"train_{number}.bin", TOKENS[100 * number : 100 * number + 100])
+    whole = opened(tmp_path)
+    assert whole.num_tokens == 500
+    first, rest = whole.cut(123)
+    assert [*first.tokens[:], *rest.tokens[:]] == TOKENS[:500].tolist()
+    assert rest.rows(50)[3].tokens.tolist() == TOKENS[273:323].tolist()
+    assert opened(tmp_path / "*_[13].bin").tokens[:].tolist() == [
+        *TOKENS[100:200],
+        *TOKENS[300:400],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (lambda at: write_llm_c(at / "a.bin", count=1000), "cut: expected 1000 tokens"),
+        (lambda at: write_llm_c(at / "a.bin", version=3), "is missing"),
+        (lambda at: os.truncate(write_megatron(at / "a.bin"), 998), "cut"),
+        (lambda at: os.truncate(write_megatron(at / "a.bin").with_suffix(".idx"), 70), "idx: cut"),
+        (lambda at: write_megatron(at / "a.bin", version=2), "not supported"),
+        (lambda at: os.truncate(write_datatrove(at / "a.ds"), 500), "cut: expected 999"),
+        (lambda at: os.truncate(f"{write_datatrove(at / 'a.ds')}.index", 9), "index: cut"),
+        (lambda at: np.save(at / "a.npy", np.zeros((3, 3))), "expected a 1-D array"),
+        (lambda at: (at / "a.bin").write_bytes(b""), "is missing"),
+        (lambda at: (write_llm_c(at / "a.bin"), write_numpy(at / "b.npy")), "expected 50257"),
+        (lambda at: (write_raw(at / "train.bin"), write_raw(at / "val.bin")), "val.bin: seems"),
+    ],
+)
+def test_damaged_and_unlike_files_are_named(tmp_path, spoil, word):
+    spoil(tmp_path)
+    with pytest.raises(UsageError, match=word):
+        open_token_files(str(tmp_path))
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path):
+    path = write_llm_c(tmp_path / "a.bin")
+    rows = opened(path).rows(10)
+    assert len(rows[5].tokens) == 10
+    os.truncate(path, 1100)
+    with pytest.raises(UsageError, match=r"a\.bin: changed since the start"):
+        rows[5]
