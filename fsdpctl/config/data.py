@@ -8,6 +8,7 @@ from fsdpctl.errors import UsageError
 CHAT = "chat"
 CHAT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
 TOKENS = "tokens"
+MOST_HELD_OUT = 1 << 24  # tokens: more make no validation loss more exact, and take hours
 TOKEN_SUFFIXES = (".bin", ".ds", ".npy")
 TOKEN_FORMATS = ("auto", "uint16", "uint32", "llm.c", "megatron", "datatrove")
 TRAIN_ON = ("assistant", "last", "all")
@@ -33,7 +34,11 @@ class DataConfig:
         optional=True,
     )
     val_fraction: float = key(
-        0.02, "fraction of the data that is held out for validation", minimum=0, maximum=0.5
+        0.02,
+        "fraction of the data that is held out for validation; of token files, at most "
+        f"{MOST_HELD_OUT:,} tokens",
+        minimum=0,
+        maximum=0.5,
     )
     tokenizer: str | None = key(
         None,

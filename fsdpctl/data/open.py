@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from fsdpctl.config.data import CHAT, TOKENS, DataConfig, check_chat_keys
+from fsdpctl.config.data import CHAT, MOST_HELD_OUT, TOKENS, DataConfig, check_chat_keys
 from fsdpctl.config.sources import DataSource, sources_in
 from fsdpctl.data.cache import read_cache, write_cache
 from fsdpctl.data.chats.open import open_chats
@@ -150,7 +150,7 @@ def _from_token_files(config: DataConfig) -> DataSet:
         val = stream_of(held, config.val_path, isolates=isolates)
     elif config.val_fraction:
         count = train.num_tokens
-        train, val = train.cut(count - int(count * config.val_fraction))
+        train, val = train.cut(count - min(int(count * config.val_fraction), MOST_HELD_OUT))
     both = (*files, *held)
     if isolates and (unknown := next((x for x in both if x.shard.index is None), None)):
         raise UsageError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import xxhash
 from msgspec import Meta
 
 from fsdpctl.config.data import TOKEN_FORMATS, TOKEN_SUFFIXES
@@ -21,7 +22,7 @@ from fsdpctl.io.untrusted import MIB, as_type, check_version, read_json
 
 OURS = "fsdpctl-tokens", 1  # format and version in NAME.json
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_LLM_C_HEADER = 1024  # bytes
+_START, _LLM_C_HEADER = 4096, 1024  # bytes
 # Magic number and version, the dtype, and the vocabulary: of GPT-2, and of Llama 3.
 _LLM_C = {(20240520, 1): ("uint16", 50257), (20240801, 7): ("uint32", 128256)}
 _MEGATRON, _MEGATRON_HEADER = b"MMIDIDX\0\0", "<9sQBQQ"
@@ -37,6 +38,7 @@ class TokenFile:
 
     shard: Shard
     kind: str  # the format
+    start: str  # a checksum of the first bytes
     vocab_size: int | None = None
     tokenizer: str | None = None  # its name
     tokenizer_xxh3: str | None = None  # its checksum
@@ -71,6 +73,10 @@ class _Opened:
     stamp: tuple[int, int]
     start: bytes  # the first ones
     where: str
+
+    @property
+    def checksum(self) -> str:
+        return xxhash.xxh3_64_hexdigest(self.start)
 
     def error(self, problem: str) -> UsageError:
         return UsageError(f"{self.where}: {problem}")
@@ -127,7 +133,7 @@ def _files(path: str, key: str) -> list[Path]:
 def _open(path: Path, key: str, kind: str) -> TokenFile:
     descriptor = open_regular(path, follows=True)
     with open(descriptor, "rb") as file:
-        about, start = os.fstat(descriptor), file.read(_LLM_C_HEADER)
+        about, start = os.fstat(descriptor), file.read(_START)
     stamp = stamp_of(about)
     opened = _Opened(path, about.st_size, stamp, start, f"{key}={path}")
     kind = _kind(opened) if kind == "auto" else kind
@@ -139,7 +145,7 @@ def _open(path: Path, key: str, kind: str) -> TokenFile:
 def _kind(file: _Opened) -> str:
     """Return the format that the header of a file, or a file next to it, tells."""
     path = file.path
-    magic = struct.unpack_from("<2i", file.start) if len(file.start) == _LLM_C_HEADER else None
+    magic = struct.unpack_from("<2i", file.start) if len(file.start) >= _LLM_C_HEADER else None
     if path.with_suffix(".json").exists():
         return "fsdpctl"
     if path.with_suffix(".idx").exists():
@@ -173,7 +179,7 @@ def _ours(file: _Opened) -> TokenFile:
             f"{file.size} bytes"
         )
     about = header.vocab_size, header.tokenizer, header.tokenizer_xxh3, header.xxh3
-    return TokenFile(file.shard(dtype), "fsdpctl", *about, header.num_bytes)
+    return TokenFile(file.shard(dtype), "fsdpctl", file.checksum, *about, header.num_bytes)
 
 
 def _llm_c(file: _Opened) -> TokenFile:
@@ -183,7 +189,9 @@ def _llm_c(file: _Opened) -> TokenFile:
     if (magic, version) not in _LLM_C:
         raise file.error(f"not of llm.c: magic number {magic}, version {version}")
     dtype, vocab_size = _LLM_C[magic, version]
-    return TokenFile(file.shard(DTYPES[dtype], _LLM_C_HEADER, count), "llm.c", vocab_size)
+    return TokenFile(
+        file.shard(DTYPES[dtype], _LLM_C_HEADER, count), "llm.c", file.checksum, vocab_size
+    )
 
 
 def _megatron(file: _Opened) -> TokenFile:
@@ -206,7 +214,7 @@ def _megatron(file: _Opened) -> TokenFile:
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     shard = file.shard(dtype, 0, int(lengths.sum(dtype=np.int64)))
     ends = Index(path, pointers, sequences, dtype.itemsize, (places, documents))
-    return TokenFile(_with(shard, ends), "megatron")
+    return TokenFile(_with(shard, ends), "megatron", file.checksum)
 
 
 def _datatrove(file: _Opened) -> TokenFile:
@@ -227,7 +235,8 @@ def _datatrove(file: _Opened) -> TokenFile:
             line = metadata.readline(4096).decode("utf-8", "replace").strip()
         name = line.rpartition("|")[0] or line
     shard = _with(file.shard(f"<u{each}", 0, count), Index(path, 0, size // 8, 1))
-    return TokenFile(shard, "datatrove", tokenizer=None if name == "Unknown Tokenizer" else name)
+    name = None if name == "Unknown Tokenizer" else name
+    return TokenFile(shard, "datatrove", file.checksum, tokenizer=name)
 
 
 def _with(shard: Shard, index: Index) -> Shard:
@@ -247,12 +256,12 @@ def _numpy(file: _Opened) -> TokenFile:
         offset = content.tell()
     if len(shape) != 1 or dtype.kind not in "ui" or not dtype.isnative:
         raise file.error(f"expected a 1-D array of whole numbers, got {dtype} of shape {shape}")
-    return TokenFile(file.shard(dtype, offset, shape[0]), "numpy")
+    return TokenFile(file.shard(dtype, offset, shape[0]), "numpy", file.checksum)
 
 
 def _raw(name: str) -> Callable[[_Opened], TokenFile]:
     def read(file: _Opened) -> TokenFile:
-        return TokenFile(file.shard(DTYPES[name]), name)
+        return TokenFile(file.shard(DTYPES[name]), name, file.checksum)
 
     return read
 
