@@ -7,39 +7,43 @@ import typer
 
 from fsdpctl.cli.console import say
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import refusing
 
 
 def tokenize(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Text file, directory or glob.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="Text, JSON Lines or Parquet: file, directory, glob."),
+    ],
     destination: Annotated[
         Path, typer.Argument(metavar="DST.bin", help="Token file; its header is DST.json.")
     ],
     tokenizer: Annotated[
         str, typer.Option(metavar="bytes|DIR", help="Tokenizer: bytes, or a directory.")
     ] = "bytes",
+    shard_tokens: Annotated[
+        int | None,
+        typer.Option(min=1 << 10, metavar="N", help="Tokens of each of the files DST-00000.bin …"),
+    ] = None,
+    shuffle: Annotated[
+        int | None, typer.Option(min=0, metavar="SEED", help="Shuffle nearby documents.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
-    """Tokenize text into a token file."""
-    from fsdpctl.data.files import left_out, read_text
-    from fsdpctl.data.token_files import write_token_file
+    """Tokenize text into token files. If it is killed, the same command continues."""
+    from fsdpctl.data.files import left_out
     from fsdpctl.data.tokenizer import open_tokenizer
+    from fsdpctl.data.tokenizing import Output, tokenize_files
 
     if not source:
         raise UsageError("SRC: empty; expected a file, a directory or a glob")
     if destination.suffix != ".bin":
         raise UsageError(f"{destination}: expected a name that ends in .bin")
-    for file in (destination, destination.with_suffix(".json")):
-        if file.exists() and not overwrite:
-            raise UsageError(f"{file}: already exists; pass --overwrite to replace it")
-    text = read_text(source, "SRC")
-    chosen = open_tokenizer(tokenizer)
-    tokens = chosen.encode(text)
-    with refusing(destination):
-        write_token_file(destination, tokens, chosen, num_bytes=text.num_bytes)
-    say(
-        f"{destination}: {len(tokens):,} tokens of {text.num_bytes:,} bytes{left_out(text.skipped)}"
-    )
+    output = Output(destination, shard_tokens, shuffle)
+    done = tokenize_files(source, output, open_tokenizer(tokenizer), overwrite=overwrite)
+    where = str(destination)
+    if shard_tokens is not None:
+        where = f"{done.files:,} files {destination.stem}-*.bin"
+    say(f"{where}: {done.tokens:,} tokens of {done.num_bytes:,} bytes{left_out(done.skipped)}")
 
 
 def data(

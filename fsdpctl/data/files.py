@@ -37,7 +37,7 @@ class Text:
         return sum(map(len, self.documents))
 
 
-def _problem_in(content: bytes) -> str:
+def problem_in(content: bytes) -> str:
     """Return why `content` isn't text, empty if it is."""
     if b"\0" in content:
         return "binary"
@@ -62,7 +62,7 @@ def read_text(path: str, key: str = "data.path") -> Text:
             content = file.read_bytes()
         except OSError as error:
             raise UsageError(f"{key}={path}: {file}: {error.strerror}") from None
-        if problem := _problem_in(content):
+        if problem := problem_in(content):
             if len(files) == 1:
                 raise UsageError(f"{key}={file}: {_next_step(problem)}")
             skipped.append(f"{file.name} ({problem})")
@@ -135,7 +135,7 @@ def standard_library() -> Text:
         for file in sorted(root.rglob("*.py"))
         if not _NOT_LIBRARY.intersection(file.relative_to(root).parts)
     ]
-    documents = tuple(content for file in files if not _problem_in(content := file.read_bytes()))
+    documents = tuple(content for file in files if not problem_in(content := file.read_bytes()))
     if not documents:
         raise UsageError(f"data=python_stdlib: no source files below {root}; set data=text")
     return Text(tuple(document for document in documents if document))

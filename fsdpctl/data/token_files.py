@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -30,22 +31,32 @@ def write_token_file(
         tokenizer: The tokenizer that made them.
         num_bytes: The size of the text, if known.
     """
-    vocab_size = tokenizer.vocab_size
-    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    data = np.ascontiguousarray(tokens, dtype=DTYPES[dtype])
+    data = np.ascontiguousarray(tokens, dtype=dtype_of(tokenizer))
+    with replacing(path, durable=True) as file:
+        file.write(data.data)
+    write_header(path, tokenizer, data.size, xxhash.xxh3_64_hexdigest(data.data), num_bytes)
+
+
+def dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """Return the dtype in which token files have the tokens of a tokenizer."""
+    return DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
+
+
+def write_header(
+    path: Path, tokenizer: Tokenizer, num_tokens: int, xxh3: str, num_bytes: int | None
+) -> None:
+    """Write the header of NAME.bin, which exists."""
     header = {
         "format": OURS[0],
         "version": OURS[1],
-        "dtype": dtype,
-        "num_tokens": int(data.size),
-        "vocab_size": vocab_size,
+        "dtype": dtype_of(tokenizer).name,
+        "num_tokens": num_tokens,
+        "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.name,
         "tokenizer_xxh3": tokenizer.checksum,
         "num_bytes": num_bytes,
-        "xxh3": xxhash.xxh3_64_hexdigest(data.data),
+        "xxh3": xxh3,
     }
-    with replacing(path, durable=True) as file:
-        file.write(data.data)
     replace(path.with_suffix(".json"), json.dumps(header, indent=2) + "\n")
 
 

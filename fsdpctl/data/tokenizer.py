@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -36,6 +36,15 @@ _MOST_ADDED = 256  # tokens around a text
 Tokens = NDArray[np.unsignedinteger]
 
 
+class TextPiece(NamedTuple):
+    """A document, or a part of a long one, and the bytes of its file that it takes."""
+
+    text: str
+    size: int
+    begins: bool = True
+    ends: bool = True
+
+
 class ByteTokenizer:
     """A tokenizer whose tokens are the bytes of UTF-8."""
 
@@ -45,6 +54,10 @@ class ByteTokenizer:
     def encode(self, text: Text) -> Tokens:
         """Return the bytes of all documents."""
         return np.frombuffer(b"".join(text.documents), dtype=np.uint8)
+
+    def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
+        """Return the bytes of all pieces."""
+        return np.frombuffer("".join(each.text for each in pieces).encode(), dtype=np.uint8)
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """Return the bytes of the prompt, or a line break if it is empty."""
@@ -153,6 +166,20 @@ class FileTokenizer:
         with guarded(self._where), doing("tokenizing text"):
             rows = self._ids(list(iter_documents(text)), adds=True)
             return np.concatenate([np.array(row + self.closing(row), dtype=dtype) for row in rows])
+
+    def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
+        """Tokenize pieces, concatenated; those that end a document have its end token."""
+        are_whole = all(each.begins and each.ends for each in pieces)
+        with guarded(self._where):
+            found = []
+            rows = self._ids([each.text for each in pieces], adds=are_whole)
+            for piece, row in zip(pieces, rows, strict=True):
+                tokens = row
+                if not are_whole:
+                    tokens = self.before * piece.begins + row + self.after * piece.ends
+                ending = self.closing(tokens) if piece.ends else []
+                found.append(np.array(tokens + ending, dtype=self._dtype))
+            return np.concatenate(found)
 
     def closing(self, tokens: Sequence[int]) -> list[int]:
         """Return the end token if a document of these tokens, which may have one, lacks it."""

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from fsdpctl.config.data import DataConfig
@@ -227,17 +226,6 @@ def test_corrupted_token_files_are_rejected(tmp_path, spoil, word):
     spoil(path)
     with pytest.raises(UsageError, match=word):
         open_token_files(str(path))
-
-
-@pytest.fixture
-def word_tokenizer(tmp_path):
-    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2, "<end>": 3}, unk_token="?"))
-    tokenizer.pre_tokenizer = Whitespace()
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    return folder
 
 
 def test_tokens_of_a_tokenizer_json_end_documents_and_are_cached(

@@ -21,7 +21,7 @@ from fsdpctl.io.files import open_regular
 
 _CHUNK_BYTES = 1 << 22
 _NAME = re.compile(r".+\.(?:(?:json|jsonl|ndjson)(?:\.gz|\.zst)?|parquet|arrow)")
-_NO_ROWS = re.compile(r"(?:dataset_infos?|dataset_dict|state)\.json")  # written by `datasets`
+NO_ROWS = re.compile(r"(?:dataset_infos?|dataset_dict|state)\.json")  # written by `datasets`
 _PART_SEED, _REPEAT_SEED = 1, 2  # makes the two decisions independent of each other
 
 
@@ -61,7 +61,7 @@ def _files_of(path: str, key: str) -> list[ChatSource]:
         return [ChatSource(path)] if os.path.isfile(path) else [ChatSource(each) for each in files]
     names = {each: os.path.basename(each) for each in files}
     good = [each for each, name in names.items() if _NAME.fullmatch(name)]
-    good = [each for each in good if not _NO_ROWS.fullmatch(names[each])]
+    good = [each for each in good if not NO_ROWS.fullmatch(names[each])]
     if not good:
         raise UsageError(
             f"{key}={path}: no conversations found; expected .jsonl, .json or .parquet"

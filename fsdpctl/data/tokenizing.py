@@ -1,0 +1,341 @@
+"""Text of any size to token files: read, tokenized and written piece by piece.
+
+Note: a state next to the files tells how far they are, and a killed run continues there. What is
+written depends on the input alone: documents are read in one order, and the tokenizer's threads
+only share a batch of them.
+"""
+
+import glob
+import json
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from fsdpctl.config.data import CHAT_SUFFIXES
+from fsdpctl.data.chats.files import NO_ROWS
+from fsdpctl.data.chats.formats import Plain
+from fsdpctl.data.chats.rows import lines_of
+from fsdpctl.data.files import find_files, problem_in, text_files
+from fsdpctl.data.order import permute
+from fsdpctl.data.token_files import dtype_of, write_header
+from fsdpctl.data.tokenizer import TextPiece, Tokenizer, Tokens
+from fsdpctl.errors import UsageError
+from fsdpctl.io.activity import BYTES, Advance, doing
+from fsdpctl.io.files import open_own, open_regular, refusing, replace
+from fsdpctl.io.untrusted import MIB, read_json
+
+_BATCH = 4 * MIB  # bytes of text that are tokenized together
+_PIECE = 64 * MIB  # bytes of a text file that are a document of their own pieces
+_WINDOW = 1 << 16  # documents that are shuffled together
+_EVERY = 1 << 26  # tokens after which the state is written
+_PACKED = (".gz", ".zst")
+_UNFOLDS = 4  # times its size, that a compressed file is assumed to become
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The files to write."""
+
+    path: Path  # NAME.bin; with a size, files are called NAME-00000.bin and so on
+    shard_tokens: int | None = None  # of all files but the last
+    shuffled: int | None = None  # the seed of the order of documents
+
+    def file(self, number: int) -> Path:
+        """Return the path of a file."""
+        if self.shard_tokens is None:
+            return self.path
+        return self.path.with_name(f"{self.path.stem}-{number:05d}.bin")
+
+    @property
+    def part(self) -> Path:
+        """The path of the file that is not complete."""
+        return self.path.with_name(f"{self.path.stem}.part")
+
+    @property
+    def state(self) -> Path:
+        """The path of the state."""
+        return self.path.with_name(f"{self.path.stem}.progress.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was written."""
+
+    files: int
+    tokens: int
+    num_bytes: int
+    skipped: tuple[str, ...]  # files that aren't text
+
+
+@dataclass(slots=True)
+class _State:
+    """How far the files are: pieces read, files completed, and the size of the next one."""
+
+    about: str  # a checksum of the input and the settings
+    pieces: int = 0  # of which all tokens are written
+    more: int = 0  # tokens of the batch after them that are written
+    files: int = 0  # complete ones
+    tokens: int = 0  # in the next file
+    total: int = 0
+    num_bytes: int = 0  # of all text
+
+
+def tokenize_files(
+    source: str, output: Output, tokenizer: Tokenizer, *, overwrite: bool = False
+) -> Written:
+    """Tokenize text files, JSON Lines, Parquet and Arrow files with the column `text`.
+
+    Args:
+        source: A file, a directory or a glob.
+        output: The files to write. The incomplete ones of a killed run are continued if it had the
+            same input and settings.
+        tokenizer: Each document gets the tokens that it adds, and its end token.
+        overwrite: Whether existing files are replaced.
+
+    Raises:
+        UsageError: If there is no text, if a row has none, or if a file cannot be written.
+    """
+    files = [each for each in find_files(source, "SRC") if not NO_ROWS.fullmatch(each.name)]
+    if len(files) == 1 and not _has_rows(files[0]):
+        text_files(source, "SRC")  # raises for other formats
+    skipped: list[str] = []
+    state = _read_state(output, _about(files, output, tokenizer))
+    existing = _existing(output)
+    if existing and not (overwrite or state.tokens or state.files):
+        raise UsageError(f"{existing[0]}: already exists; pass --overwrite to replace it")
+    with refusing(output.path), closing(_Writer(output, tokenizer, state)) as writer:
+        with doing("tokenizing", BYTES, sum(map(_size, files))) as advance:
+            pieces = _pieces(files, skipped, advance, is_only=len(files) == 1)
+            if output.shuffled is not None:
+                pieces = _shuffled(pieces, output.shuffled)
+            for batch, tokens in _encoded(islice(pieces, state.pieces, None), tokenizer):
+                writer.write(batch, tokens)
+        if not state.total:
+            raise UsageError(f"SRC={source}: no text found")
+        writer.finish()
+    last = output.file(state.files - 1).stem
+    for stale in existing if output.shard_tokens is not None else ():
+        if stale.stem > last:
+            stale.unlink()
+    return Written(state.files, state.total, state.num_bytes, tuple(skipped))
+
+
+def _about(files: list[Path], output: Output, tokenizer: Tokenizer) -> str:
+    parts = [tokenizer.checksum, repr(output.shard_tokens), repr(output.shuffled)]
+    for file in files:
+        found = file.stat()
+        parts.append(f"{file} {found.st_size} {found.st_mtime_ns}")
+    return xxhash.xxh3_128_hexdigest("\n".join(parts).encode("utf-8", "surrogateescape"))
+
+
+def _read_state(output: Output, about: str) -> _State:
+    """Return the state of a killed run with the same input and settings, or a new one."""
+    if output.state.exists():
+        known = read_json(output.state, dict[str, Any], most_bytes=MIB)
+        if known.get("about") == about:
+            return _State(**known)
+    return _State(about)
+
+
+def _existing(output: Output) -> list[Path]:
+    """Return the files at the destination, with their headers."""
+    if output.shard_tokens is None:
+        return [each for each in (output.path, output.path.with_suffix(".json")) if each.exists()]
+    name = f"{glob.escape(output.path.stem)}-[0-9][0-9][0-9][0-9][0-9]"
+    return sorted(
+        each for end in ("bin", "json") for each in output.path.parent.glob(f"{name}.{end}")
+    )
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
+
+
+def _has_rows(file: Path) -> bool:
+    name = file.name.lower()
+    for packed in _PACKED:
+        name = name.removesuffix(packed)
+    return name.endswith((*CHAT_SUFFIXES, ".arrow"))
+
+
+def _pieces(
+    files: list[Path], skipped: list[str], advance: Advance, *, is_only: bool
+) -> Iterator[TextPiece]:
+    for file in files:
+        left = _size(file)
+        unfolds = _UNFOLDS if file.name.lower().endswith((*_PACKED, ".parquet")) else 1
+        found = _rows(file) if _has_rows(file) else _texts(file, skipped, is_only=is_only)
+        for piece in found:
+            done = min(left, piece.size // unfolds)
+            left -= done
+            advance(done)
+            yield piece
+        advance(left)
+
+
+def _rows(file: Path) -> Iterator[TextPiece]:
+    for line, _ in lines_of(str(file))[1]:
+        if not isinstance(line.content, Plain):
+            raise UsageError(f"{line.where}: a conversation; expected `text`, or set data=chat")
+        yield TextPiece(line.content.text, len(line.content.text.encode()))
+
+
+def _texts(file: Path, skipped: list[str], *, is_only: bool) -> Iterator[TextPiece]:
+    """Yield the text of a file; a long one in pieces that end at a line break if there is one."""
+    with open(open_regular(file, follows=True), "rb") as content:
+        begins, rest = True, b""
+        while True:
+            part = rest + content.read(_PIECE)
+            ends = len(part) < _PIECE
+            at = len(part) if ends else part.rfind(b"\n") + 1 or _character_end(part)
+            part, rest = part[:at], part[at:]
+            if problem := problem_in(part):
+                if is_only or not begins:
+                    raise UsageError(f"{file}: {problem}; expected UTF-8 text")
+                skipped.append(f"{file.name} ({problem})")
+                return
+            if part or not begins:
+                yield TextPiece(part.decode(), len(part), begins, ends)
+            if ends:
+                return
+            begins = False
+
+
+def _character_end(part: bytes) -> int:
+    at = len(part) - 1
+    while at > len(part) - 4 and part[at] & 0xC0 == 0x80:
+        at -= 1
+    return at
+
+
+def _shuffled(pieces: Iterator[TextPiece], seed: int) -> Iterator[TextPiece]:
+    """Yield documents in another order, each window of them in its own."""
+    number = 0
+    while window := list(islice(pieces, _WINDOW)):
+        count = len(window)
+        if not all(piece.begins and piece.ends for piece in window):
+            raise UsageError(f"--shuffle: a file of more than {_PIECE // MIB} MiB is one document")
+        for index in permute(np.arange(count, dtype=np.uint64), count, seed, number).tolist():
+            yield window[index]
+        number += 1
+
+
+# ---- tokenizing and writing ---------------------------------------------------------------------
+
+
+def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    batch, size = list[TextPiece](), 0
+    for piece in pieces:
+        batch.append(piece)
+        size += piece.size
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encoded(
+    pieces: Iterable[TextPiece], tokenizer: Tokenizer
+) -> Iterator[tuple[list[TextPiece], Tokens]]:
+    """Yield batches with their tokens; the next one is tokenized meanwhile."""
+
+    def encode(batch: list[TextPiece]) -> Tokens:
+        return tokenizer.encode_pieces(batch)
+
+    with ThreadPoolExecutor(1) as pool:
+        before: tuple[list[TextPiece], Future[Tokens]] | None = None
+        for batch in _batches(pieces):
+            now = batch, pool.submit(encode, batch)
+            if before is not None:
+                yield before[0], before[1].result()
+            before = now
+        if before is not None:
+            yield before[0], before[1].result()
+
+
+class _Writer:
+    """Appends tokens to files of the set size, and knows what a killed run has written."""
+
+    def __init__(self, output: Output, tokenizer: Tokenizer, state: _State) -> None:
+        self._state = state
+        self._output, self._tokenizer = output, tokenizer
+        self._dtype = dtype_of(tokenizer)
+        self._digest = xxhash.xxh3_64()
+        self._unsaved = 0
+        last = output.file(state.files)
+        if not output.part.exists() and state.tokens and last.exists():
+            last.replace(output.part)  # it was completed, but the state was not written
+        self._file = open_own(output.part, "ab+")
+        self._file.truncate(state.tokens * self._dtype.itemsize)
+        self._file.seek(0)
+        while known := self._file.read(_BATCH):
+            self._digest.update(known)
+
+    def write(self, batch: list[TextPiece], tokens: Tokens) -> None:
+        """Write the tokens of pieces."""
+        state, most = self._state, self._output.shard_tokens
+        values = np.ascontiguousarray(tokens, dtype=self._dtype)
+        while state.more < len(values):
+            end = len(values)
+            if most is not None:
+                end = min(end, state.more + most - state.tokens)
+            part = values[state.more : end]
+            self._file.write(part.data)
+            self._digest.update(part.data)
+            state.tokens += len(part)
+            state.total += len(part)
+            state.more = end
+            if state.tokens == most:
+                self._complete()
+        state.pieces += len(batch)
+        state.more = 0
+        state.num_bytes += sum(each.size for each in batch)
+        self._unsaved += len(values)
+        if self._unsaved >= _EVERY:
+            self._flush()
+            self._save()
+
+    def close(self) -> None:
+        """Leave the files to a later run."""
+        self._file.close()
+
+    def finish(self) -> None:
+        """Complete the last file, and remove the state."""
+        if self._state.tokens:
+            self._complete()
+        self.close()
+        self._output.part.unlink(missing_ok=True)
+        self._output.state.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _save(self) -> None:
+        replace(self._output.state, json.dumps(asdict(self._state)) + "\n", durable=True)
+        self._unsaved = 0
+
+    def _complete(self) -> None:
+        """Give the file its name, and begin the next one."""
+        state, path = self._state, self._output.file(self._state.files)
+        self._flush()
+        self._save()
+        self._file.close()
+        self._output.part.replace(path)
+        size = state.num_bytes if self._output.shard_tokens is None else None
+        write_header(path, self._tokenizer, state.tokens, self._digest.hexdigest(), size)
+        state.files, state.tokens = state.files + 1, 0
+        self._save()
+        self._file, self._digest = open_own(self._output.part, "ab+"), xxhash.xxh3_64()

@@ -1,0 +1,143 @@
+"""`fsdpctl tokenize`: every input, files of a set size, and killed runs that continue."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fsdpctl.data import tokenizing
+from fsdpctl.data.files import Text
+from fsdpctl.data.token_files import check_tokens
+from fsdpctl.data.token_formats import open_token_files
+from fsdpctl.data.tokenizer import ByteTokenizer, open_tokenizer
+from fsdpctl.data.tokenizing import Output, tokenize_files
+from fsdpctl.errors import UsageError
+
+TEXTS = [f"document {number} é " + "a b " * (number % 7) for number in range(60)]
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "src"
+    folder.mkdir()
+    rows = [json.dumps({"text": each, "id": 1}) for each in TEXTS]
+    (folder / "a.jsonl").write_text("\n".join(rows[:20]))
+    with gzip.open(folder / "b.jsonl.gz", "wt") as file:
+        file.write("\n".join(rows[20:30]))
+    pq.write_table(pa.table({"text": TEXTS[30:45], "url": ["x"] * 15}), folder / "c.parquet")
+    for number in range(45, 60):
+        (folder / f"d{number}.txt").write_text(TEXTS[number])
+    (folder / "e.dat").write_bytes(b"\0\1")
+    (folder / "state.json").write_text("{}")  # of `datasets`
+    return folder
+
+
+def tokens_at(path):
+    found = open_token_files(str(path))
+    for each in found:
+        check_tokens(each, None)
+    return np.concatenate([each.shard.read(0, each.shard.count) for each in found]).tolist()
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_all_kinds_of_files_become_their_documents(tmp_path, source, word_tokenizer, has_file):
+    tokenizer = open_tokenizer(str(word_tokenizer)) if has_file else ByteTokenizer()
+    done = tokenize_files(str(source), Output(tmp_path / "t.bin"), tokenizer)
+    text = Text(tuple(each.encode() for each in TEXTS))
+    expected = tokenizer.encode(text).tolist()
+    assert tokens_at(tmp_path / "t.bin") == expected
+    assert (done.tokens, done.num_bytes) == (len(expected), text.num_bytes)
+    assert done.skipped == ("e.dat (binary)",)
+    assert sorted(each.name for each in tmp_path.glob("t.*")) == ["t.bin", "t.json"]
+
+
+def test_long_texts_are_read_in_pieces_without_a_trace(tmp_path, word_tokenizer, monkeypatch):
+    text = "".join(f"a b a ü{'b' * (n % 9)}\n" for n in range(400)) + "ü" * 300
+    (tmp_path / "long.txt").write_text(text)
+    for tokenizer in (open_tokenizer(str(word_tokenizer)), ByteTokenizer()):
+        expected = tokenizer.encode(Text((text.encode(),))).tolist()
+        for size in (97, 256, 1 << 20):
+            monkeypatch.setattr(tokenizing, "_PIECE", size)
+            if size == 97 and tokenizer.name != "bytes":
+                continue  # cuts within the last word, which has no line break
+            output = Output(tmp_path / f"{size}.bin")
+            tokenize_files(str(tmp_path / "long.txt"), output, tokenizer, overwrite=True)
+            found = tokens_at(output.path)
+            assert found[: len(expected) - 2] == expected[: len(expected) - 2]
+            assert (found == expected) or tokenizer.name != "bytes"
+
+
+class KilledError(Exception):
+    """Ends a run where a signal might."""
+
+
+@pytest.mark.parametrize("shard_tokens", [None, 100])
+@pytest.mark.parametrize("shuffled", [None, 3])
+def test_a_killed_run_continues_to_the_same_bytes(
+    tmp_path, source, monkeypatch, shard_tokens, shuffled
+):
+    monkeypatch.setattr(tokenizing, "_BATCH", 50)
+    monkeypatch.setattr(tokenizing, "_EVERY", 120)
+    monkeypatch.setattr(tokenizing, "_WINDOW", 16)
+    whole = Output(tmp_path / "whole" / "t.bin", shard_tokens, shuffled)
+    whole.path.parent.mkdir()
+    tokenize_files(str(source), whole, ByteTokenizer())
+    rng, kills = np.random.default_rng(0), 0
+    output = Output(tmp_path / "killed" / "t.bin", shard_tokens, shuffled)
+    output.path.parent.mkdir()
+    real = tokenizing.replace, tokenizing.write_header, tokenizing.open_own
+
+    def dying(call, number):
+        def made(*args, **about):
+            nonlocal left
+            left -= 1
+            if left == number:
+                raise KilledError
+            result = call(*args, **about)
+            if left == number - 1:
+                raise KilledError
+            return result
+
+        return made
+
+    while True:
+        left = int(rng.integers(1, 9)) if kills < 20 else -9
+        for name, call in zip(("replace", "write_header", "open_own"), real, strict=True):
+            monkeypatch.setattr(tokenizing, name, dying(call, 0))
+        try:
+            tokenize_files(str(source), output, ByteTokenizer(), overwrite=kills == 0)
+            break
+        except KilledError:
+            kills += 1
+    assert kills > 1
+    files = [
+        {each.name: each.read_bytes() for each in one.path.parent.iterdir()}
+        for one in (whole, output)
+    ]
+    assert files[0] == files[1]
+    pattern = "t.bin" if shard_tokens is None else "t-*.bin"
+    found = bytes(tokens_at(output.path.parent / pattern)).decode()
+    if shuffled is None:
+        assert found == "".join(TEXTS)
+    else:
+        assert found != "".join(TEXTS)
+        assert sorted(found) == sorted("".join(TEXTS))
+
+
+def test_other_input_or_files_in_the_way_are_refused(tmp_path, source):
+    output = Output(tmp_path / "t.bin", 100)
+    tokenize_files(str(source), output, ByteTokenizer())
+    assert len(list(tmp_path.glob("t-*.bin"))) > 5
+    with pytest.raises(UsageError, match=r"t-00000\.bin: already exists"):
+        tokenize_files(str(source), output, ByteTokenizer())
+    tokenize_files(str(source / "a.jsonl"), output, ByteTokenizer(), overwrite=True)
+    assert bytes(tokens_at(tmp_path / "t-*.bin")).decode() == "".join(TEXTS[:20])
+    chats = tmp_path / "c.jsonl"
+    chats.write_text(
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}'
+    )
+    with pytest.raises(UsageError, match=r"c\.jsonl, line 1: a conversation; expected `text`"):
+        tokenize_files(str(chats), Output(tmp_path / "c.bin"), ByteTokenizer())
