@@ -93,6 +93,8 @@ class DataConfig:
 
 def option_of_data(path: str) -> str:
     """Return the option of `data` for a path: by its suffix, else text."""
+    if path.startswith("hf://"):
+        return CHAT
     name = path.rpartition("/")[2].lower()
     for packed in (".gz", ".zst"):
         name = name.removesuffix(packed)

@@ -31,7 +31,7 @@ def local_model(path: str, *, weights: bool = True) -> str:
     if snapshot is None:
         raise UsageError(
             f"model.path={path}: no such directory, and not in the Hugging Face cache "
-            f"({_cache_folder()}); fsdpctl downloads nothing, run {fetch}"
+            f"({cache_folder()}); fsdpctl downloads nothing, run {fetch}"
         )
     if missing := _missing(snapshot, weights=weights):
         raise UsageError(
@@ -47,11 +47,12 @@ def cached_model(path: Path) -> Path:
         UsageError: If the cache has only a part of the model.
     """
     match = _NAME.fullmatch(str(path))
-    is_known = match and (_cache_folder() / f"models--{match[1].replace('/', '--')}").is_dir()
+    is_known = match and (cache_folder() / f"models--{match[1].replace('/', '--')}").is_dir()
     return Path(local_model(str(path))) if is_known else path
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Return the directory of the Hub's cache."""
     from huggingface_hub import constants  # takes 0.1 s, and few commands need it
 
     return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE))
@@ -61,7 +62,7 @@ def _snapshot(name: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     for file in (CONFIG_JSON, _INDEX, _WEIGHTS):
-        found = try_to_load_from_cache(name, file, cache_dir=_cache_folder(), revision=revision)
+        found = try_to_load_from_cache(name, file, cache_dir=cache_folder(), revision=revision)
         if isinstance(found, str):
             return Path(found).parent
     return None

@@ -87,9 +87,10 @@ def _source(word: str, key: str) -> DataSource:
 def absolute_paths(text: str, key: str = "data.path") -> str:
     """Return `text` with each path made absolute."""
     found = sources_in(text, key)
+    paths = [each.path if "://" in each.path else os.path.abspath(each.path) for each in found]
     if len(found) == 1:
-        return os.path.abspath(found[0].path)
-    return ",".join(each.text(os.path.abspath(each.path)) for each in found)
+        return paths[0]
+    return ",".join(each.text(path) for each, path in zip(found, paths, strict=True))
 
 
 def text_of_sources(where: str, content: object) -> str:

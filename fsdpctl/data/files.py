@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdpctl.data.hub_data import HUB, hub_files
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.files import nearest_path
 
@@ -95,6 +96,8 @@ def find_files(path: str, key: str) -> list[Path]:
         UsageError: If there are none.
     """
     place = Path(path)
+    if path.startswith(HUB):
+        return hub_files(path, key)
     if not path:
         raise UsageError(f"{key}: empty; expected a file, a directory or a glob")
     try:

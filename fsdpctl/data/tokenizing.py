@@ -67,7 +67,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written."""
+    """The result: files, tokens, bytes of text."""
 
     files: int
     tokens: int

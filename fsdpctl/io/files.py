@@ -66,7 +66,7 @@ def _stays_inside(path: Path, real: Path) -> bool:
         return True
     blobs = real.parent
     repository = blobs.parent
-    is_cached = blobs.name == "blobs" and repository.name.startswith("models--")
+    is_cached = blobs.name == "blobs" and repository.name.startswith(("models--", "datasets--"))
     return is_cached and repository / "snapshots" in folder.parents
 
 

@@ -171,10 +171,14 @@ def read_yaml(path: Path) -> object:
     Raises:
         UsageError: If the file isn't YAML, is too large or too deep, or has too many aliases.
     """
-    text = read_text_file(path, _MOST_CONFIG_BYTES, follows=True)
+    return parse_yaml(read_text_file(path, _MOST_CONFIG_BYTES, follows=True), str(path))
+
+
+def parse_yaml(text: str, where: str) -> object:
+    """Decode YAML, as `read_yaml`; messages begin with `where`."""
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:
-        raise UsageError(f"{path}: nested too deeply") from None
+        raise UsageError(f"{where}: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"{where}: not YAML: {' '.join(str(error).split())}") from None

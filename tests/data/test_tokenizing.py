@@ -88,25 +88,26 @@ def test_a_killed_run_continues_to_the_same_bytes(
     rng, kills = np.random.default_rng(0), 0
     output = Output(tmp_path / "killed" / "t.bin", shard_tokens, shuffled)
     output.path.parent.mkdir()
-    real = tokenizing.replace, tokenizing.write_header, tokenizing.open_own
+    left = [0]
 
-    def dying(call, number):
+    def dying(call):
         def made(*args, **about):
-            nonlocal left
-            left -= 1
-            if left == number:
+            left[0] -= 1
+            if left[0] == 0:
                 raise KilledError
             result = call(*args, **about)
-            if left == number - 1:
+            if left[0] == -1:
+                if result is not None:
+                    result.close()
                 raise KilledError
             return result
 
         return made
 
+    for name in ("replace", "write_header", "open_own"):
+        monkeypatch.setattr(tokenizing, name, dying(getattr(tokenizing, name)))
     while True:
-        left = int(rng.integers(1, 9)) if kills < 20 else -9
-        for name, call in zip(("replace", "write_header", "open_own"), real, strict=True):
-            monkeypatch.setattr(tokenizing, name, dying(call, 0))
+        left[0] = int(rng.integers(0, 9)) if kills < 20 else -9
         try:
             tokenize_files(str(source), output, ByteTokenizer(), overwrite=kills == 0)
             break

@@ -109,8 +109,8 @@ class Building:
 
     def _times(self) -> list[NDArray[np.int64]] | None:
         """Return how often each conversation is repeated, which needs their number; None: once."""
-        shares = [each.share for each in self._plan.sources if each.share is not None]
-        if not shares:
+        groups = {each.group: each.share for each in self._plan.sources if each.share is not None}
+        if not groups:
             return None
         hashes = []
         for source in self._plan.sources:
@@ -120,7 +120,17 @@ class Building:
                 if not self._holds_out(content)
             ]
             hashes.append(np.array(found, dtype=np.uint64))
-        return repeats(hashes, shares)
+        files = [each.group for each in self._plan.sources]
+        joined = [
+            np.concatenate([found for found, of in zip(hashes, files, strict=True) if of == group])
+            for group in groups
+        ]
+        of_group = dict(zip(groups, repeats(joined, list(groups.values())), strict=True))
+        times = []
+        for group, count in zip(files, map(len, hashes), strict=True):
+            times.append(of_group[group][:count])
+            of_group[group] = of_group[group][count:]
+        return times
 
     def _holds_out(self, content: bytes) -> bool:
         return not self._plan.val_sources and is_held_out(content, self._plan.val_fraction)

@@ -7,7 +7,7 @@ repeated. New data therefore moves no conversation between training and validati
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +27,15 @@ _PART_SEED, _REPEAT_SEED = 1, 2  # makes the two decisions independent of each o
 
 @dataclass(frozen=True, slots=True)
 class ChatSource:
-    """A file and its share of an epoch's conversations; None means all of its conversations."""
+    """A file and its share of an epoch's conversations; None means all of its conversations.
+
+    Files of one directory or glob have their share together.
+    """
 
     path: str
     share: float | None = None
     skipped: tuple[str, ...] = ()  # other files of the directory, said with its first file
+    group: str = ""  # the path that the user gave the share for
 
 
 def sources_of(text: str, key: str = "data.path") -> tuple[ChatSource, ...]:
@@ -49,9 +53,8 @@ def sources_of(text: str, key: str = "data.path") -> tuple[ChatSource, ...]:
         if source.epochs is not None or source.given_name is not None:
             raise UsageError(f"{key}: {path}: names and epochs are only valid for text and tokens")
         files = _files_of(path, key)
-        if share is not None and [each.path for each in files] != [path]:
-            raise UsageError(f"{key}: {path}: a share is only valid for a file")
-        found += files if share is None else [ChatSource(path, share)]
+        group = "" if share is None else path
+        found += [replace(each, share=share, group=group) for each in files]
     return tuple(found)
 
 

@@ -112,8 +112,8 @@ def _data_set(
     packing = Packing(config.packing is not False, config.too_long, seed)
     train, val = (_part(entry, name, packing, str(config.path)) for name in PARTS)
     assert train is not None
-    names = (
-        each.path if each.share is None else f"{each.path} ({each.share:.0%})" for each in files[0]
+    names = dict.fromkeys(
+        each.path if each.share is None else f"{each.group} ({each.share:.0%})" for each in files[0]
     )
     about_files = tuple(notes_on_files([*files[0], *files[1]], entry.facts, template))
     return ChatSet(

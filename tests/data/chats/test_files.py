@@ -184,12 +184,10 @@ def test_directories_and_globs_are_sorted_files_of_conversations(tmp_path, monke
     assert [each.path for each in sources_of("chats/*.jsonl*")] == [paths[1], paths[2]]
     both = sources_of("chats/sub/,chats/*.json")
     assert [each.path for each in both] == [paths[3], paths[0], "chats/dataset_info.json"]
-    for text, said in (
-        ("chats:1,chats/a.json:2", "only valid for a file"),
-        ("none/*", "not found"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            sources_of(text)
+    shared = [(each.group, each.share) for each in sources_of("chats:1,chats/a.json:3")]
+    assert shared == [("chats", 0.25)] * 4 + [("chats/a.json", 0.75)]
+    with pytest.raises(UsageError, match="not found"):
+        sources_of("none/*")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.txt").write_text("x")
     with pytest.raises(

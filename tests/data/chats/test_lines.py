@@ -102,7 +102,10 @@ def test_files_have_shares_or_not(tmp_path, monkeypatch):
     assert sources_of("a.jsonl") == (ChatSource("a.jsonl"),)
     assert sources_of("c,d:1.jsonl") == (ChatSource("c,d:1.jsonl"),)
     assert sources_of("a.jsonl,b.jsonl") == (ChatSource("a.jsonl"), ChatSource("b.jsonl"))
-    both = (ChatSource("a.jsonl", 0.75), ChatSource("b.jsonl", 0.25))
+    both = (
+        ChatSource("a.jsonl", 0.75, group="a.jsonl"),
+        ChatSource("b.jsonl", 0.25, group="b.jsonl"),
+    )
     assert sources_of("[a.jsonl:3, b.jsonl:1]") == both
     whole = absolute_paths("[a.jsonl:3, b.jsonl:1]")
     assert [each.path for each in sources_of(whole)] == [
