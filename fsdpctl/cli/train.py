@@ -200,5 +200,5 @@ def _check_large_token_files(opened: "Opened") -> None:
     from fsdpctl.resolve.data import is_quick
 
     for file in () if is_quick(opened.data.token_files) else opened.data.token_files:
-        if file.xxh3 is not None:
+        if file.xxh3 is not None and file.is_local:
             check_tokens(file, opened.config.model.vocab_size)

@@ -2,13 +2,20 @@
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.errors import UsageError, nearest
 
+_URL = re.compile(r"(?!hf:)[a-z][a-z0-9+.-]*://.+")
 _FIELDS = ("name", "path", "share", "epochs")
+
+
+def is_remote(path: str) -> bool:
+    """Return whether a path is in an object store, such as s3://BUCKET/NAME."""
+    return _URL.fullmatch(path) is not None
 
 
 @dataclass(frozen=True, slots=True)

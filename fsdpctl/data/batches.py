@@ -39,6 +39,9 @@ class MicroBatch:
         return min(max(place - first, 0), length)
 
 
+_STEPS_AHEAD = 8  # whose samples are being fetched
+
+
 @dataclass(frozen=True, slots=True)
 class Batches:
     """The samples of each rank and micro-step."""
@@ -75,6 +78,10 @@ class Batches:
         """Return a micro-batch of the step that begins after `position` samples."""
         order = self.rows.order(position, self.plan.global_batch_size, self.seed)
         own = order[_as_slice(self.plan.samples(rank, micro_step))]
+        if self.rows.is_remote and micro_step == 0:
+            for step in range(_STEPS_AHEAD):
+                after = position + step * self.plan.global_batch_size
+                self.rows.fetch(self.numbers(after, rank))
         return self._gather(own, rank, self.plan.micro_batch_size)
 
     def validation(self, number: int, rank: int, micro_step: int) -> MicroBatch:
@@ -139,6 +146,8 @@ class Batches:
         filling = tuple(min(length, padding - start) for start in range(0, padding, length))
         lengths: list[tuple[int, ...]] = [(length, *filling)] * len(tokens)
         ends = [0] * len(tokens)
+        if self.rows.is_remote:
+            self.rows.fetch(samples.tolist())
         for row, number in enumerate(samples.tolist()):
             sample = self.rows[number]
             tokens[row, :length], targets[row, :length] = sample.tokens, sample.targets

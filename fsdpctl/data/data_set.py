@@ -31,6 +31,11 @@ class DataSet:
     prompt: tuple[int, ...] = ()  # to generate a sample from
 
     @property
+    def has_text(self) -> bool:
+        """Whether the tokenizer of its tokens is known."""
+        return self.tokenizer.vocab_size == self.vocab_size
+
+    @property
     def fingerprint(self) -> str:
         """A checksum of the content of both parts."""
         return self.train.fingerprint + (self.val.fingerprint if self.val else "")

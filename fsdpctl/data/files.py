@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdpctl.config.sources import is_remote
 from fsdpctl.data.hub_data import HUB, hub_files
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.files import nearest_path
@@ -98,6 +99,8 @@ def find_files(path: str, key: str) -> list[Path]:
     place = Path(path)
     if path.startswith(HUB):
         return hub_files(path, key)
+    if is_remote(path):
+        raise UsageError(f"{key}={path}: only data=tokens reads from object stores")
     if not path:
         raise UsageError(f"{key}: empty; expected a file, a directory or a glob")
     try:

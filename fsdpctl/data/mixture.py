@@ -6,7 +6,7 @@ follow from division. Once a source ends, another period begins, with the shares
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -178,6 +178,11 @@ class MixedRows:
         return self.of_part[0].holds_documents
 
     @property
+    def is_remote(self) -> bool:
+        """Whether samples are fetched from an object store."""
+        return any(each.is_remote for each in self.of_part)
+
+    @property
     def num_targets(self) -> int:
         """The number of targets."""
         return sum(each.num_targets for each in self.of_part)
@@ -205,6 +210,12 @@ class MixedRows:
         """Return a sample."""
         part = bisect_right(self._begins, number) - 1
         return self.of_part[part][number - int(self._begins[part])]
+
+    def fetch(self, numbers: Iterable[int]) -> None:
+        """Begin to fetch samples that are in an object store."""
+        for number in numbers:
+            part = bisect_right(self._begins, number) - 1
+            self.of_part[part].fetch([number - int(self._begins[part])])
 
     def order(self, position: int, length: int, seed: int) -> Indices:
         """Return the samples at these positions of a run; each source has an order of its own."""

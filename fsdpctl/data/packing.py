@@ -1,6 +1,6 @@
 """Samples of one length, and documents of different lengths that are packed into them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -121,6 +121,7 @@ class PackedRows:
     """
 
     holds_documents = True
+    is_remote = False
 
     def __init__(self, documents: DocumentSet, seq_len: int) -> None:
         """Pack all documents that have a trained token within `seq_len`."""
@@ -175,6 +176,9 @@ class PackedRows:
     def __len__(self) -> int:
         """Return the number of sequences."""
         return len(self._rows)
+
+    def fetch(self, numbers: Iterable[int]) -> None:
+        """Do nothing: the documents are on this machine."""
 
     def order(self, position: int, length: int, seed: int) -> Indices:
         """Return the sequences at these positions of a run."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ class Index:
 class Shard:
     """The tokens in a file, and what the file was like when it was opened."""
 
+    is_remote: ClassVar[bool] = False
     path: Path
     dtype: Dtype
     count: int  # tokens
@@ -64,6 +65,9 @@ class Shard:
             raise UsageError(f"{self.path}: cut at byte {self.offset + start * size}")
         return np.frombuffer(content, dtype=self.dtype)
 
+    def fetch(self, start: int, stop: int) -> None:
+        """Do nothing: a local file is read when it is needed."""
+
 
 def stamp_of(found: os.stat_result) -> tuple[int, int]:
     """Return what tells that a file has changed."""
@@ -82,6 +86,7 @@ class ShardTokens:
         self._begins = np.cumsum([0, *(each.count for each in shards)], dtype=np.int64)
         self._start = start
         self._stop = int(self._begins[-1]) if stop is None else stop
+        self.is_remote = any(each.is_remote for each in shards)
         self.itemsize = max(each.dtype.itemsize for each in shards)
 
     def __len__(self) -> int:
@@ -98,6 +103,11 @@ class ShardTokens:
             self.shards[number].read(first, last) for number, first, last in self._in(start, stop)
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.zeros(0, np.uint16)])
+
+    def fetch(self, start: int, stop: int) -> None:
+        """Begin to fetch tokens that are in an object store."""
+        for number, first, last in self._in(start, stop):
+            self.shards[number].fetch(first, last)
 
     def _in(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the shards in which a span is, with the span of tokens in each."""

@@ -3,8 +3,8 @@
 import os
 import re
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,9 @@ from msgspec import Meta
 
 from fsdpctl.config.data import TOKEN_FORMATS, TOKEN_SUFFIXES
 from fsdpctl.config.model import MOST_TOKENS
+from fsdpctl.config.sources import is_remote
 from fsdpctl.data.files import find_files
+from fsdpctl.data.remote import RemoteShard, describe_remote
 from fsdpctl.data.shards import Index, Shard, stamp_of
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.files import open_regular
@@ -49,6 +51,11 @@ class TokenFile:
     def size(self) -> int:
         """The size of the tokens in bytes."""
         return self.shard.count * self.shard.dtype.itemsize
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all of it can be read in a reasonable time."""
+        return not self.shard.is_remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,12 @@ def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> l
         UsageError: If there are none, or if one is damaged, of an unknown format, or of another
             tokenizer or vocabulary than the first.
     """
-    found = [_open(each, key, kind) for each in _files(path, key)]
+    if is_remote(path):
+        folder, urls = describe_remote(path, key)
+        local = [_open(each, key, kind) for each in _files(str(folder), key)]
+        found = [replace(each, shard=_in_store(each.shard, urls)) for each in local]
+    else:
+        found = [_open(each, key, kind) for each in _files(path, key)]
     first = found[0]
     for other in found[1:]:
         for what in ("vocab_size", "tokenizer_xxh3" if first.tokenizer_xxh3 else "tokenizer"):
@@ -111,6 +123,12 @@ def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> l
                     f"{first.shard.path}, got {theirs}"
                 )
     return found
+
+
+def _in_store(shard: Shard, urls: Mapping[str, tuple[str, Any]]) -> RemoteShard:
+    url, store = urls[str(shard.path)]
+    about = shard.dtype, shard.count, shard.offset, shard.stamp, shard.index
+    return RemoteShard(shard.path, *about, url, store)
 
 
 def _files(path: str, key: str) -> list[Path]:

@@ -1,6 +1,6 @@
 """Streams of tokens, and their samples."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,6 +65,11 @@ class StreamRows:
         return self.stream.isolates
 
     @property
+    def is_remote(self) -> bool:
+        """Whether samples are fetched from an object store."""
+        return isinstance(self.stream.tokens, ShardTokens) and self.stream.tokens.is_remote
+
+    @property
     def origin(self) -> str:
         """The file or text that the samples are from."""
         return self.stream.origin
@@ -96,6 +101,14 @@ class StreamRows:
         targets[[each - 1 for each in ends]] = IGNORED
         lengths = np.diff([0, *ends, self.seq_len])
         return Sample(found[:-1], targets, tuple(int(each) for each in lengths if each))
+
+    def fetch(self, numbers: Iterable[int]) -> None:
+        """Begin to fetch samples that are in an object store."""
+        tokens, size = self.stream.tokens, self.seq_len
+        if not isinstance(tokens, ShardTokens):
+            return
+        for number in numbers:
+            tokens.fetch(number * size, number * size + size + 1)
 
     def order(self, position: int, length: int, seed: int) -> Indices:
         """Return the samples at these positions of a run."""

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from fsdpctl.config.data import CHAT, DataConfig
+from fsdpctl.config.data import CHAT, TOKENS, DataConfig
 from fsdpctl.config.recipe import find_recipe, first_comment, recipe_names
 from fsdpctl.config.schema import Config
-from fsdpctl.config.sources import sources_in
+from fsdpctl.config.sources import is_remote, sources_in
 from fsdpctl.data.files import find_files, text_files
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import nearest_path
@@ -50,7 +50,8 @@ def _check_data(config: DataConfig) -> None:
             sources_of(path, key)
         else:
             for source in sources_in(path, key):
-                (text_files if config.name == "text" else find_files)(source.path, key)
+                if not (is_remote(source.path) and config.name == TOKENS):
+                    (text_files if config.name == "text" else find_files)(source.path, key)
 
 
 def _way_to_get(recipe: str | None, path: str) -> str:

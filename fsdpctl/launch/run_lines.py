@@ -166,8 +166,7 @@ def _strategy(config: Config, ranks: int) -> str:
 
 
 def _data(data: DataSet) -> str:
-    is_known = data.tokenizer.vocab_size == data.vocab_size
-    whose = data.tokenizer.name if is_known else "unknown tokenizer"
+    whose = data.tokenizer.name if data.has_text else "unknown tokenizer"
     text = f"{data.description}: {_count(data.train.num_tokens)} tokens ({whose})"
     if data.val is None:
         return f"{text}, none for validation"

@@ -35,13 +35,14 @@ def checked_data(config: Config) -> DataSet:
     """
     data = open_data(config.data, config.train.seed)
     for file in data.token_files if is_quick(data.token_files) else ():
-        check_tokens(file, config.model.vocab_size)
+        if file.is_local:
+            check_tokens(file, config.model.vocab_size)
     return data
 
 
 def is_quick(files: Sequence[TokenFile]) -> bool:
     """Return whether token files are checked before every run, which takes about a second."""
-    return sum(each.size for each in files) <= _CHECKED_BYTES
+    return sum(each.size for each in files if each.is_local) <= _CHECKED_BYTES
 
 
 def check_amount(config: Config, data: DataSet) -> None:
@@ -99,7 +100,7 @@ def with_data(config: Config, data: DataSet) -> Config:
     if given.template is not None:
         paths["template"] = os.path.abspath(given.template)
     tokenizer: str | None = name if name == "bytes" else os.path.abspath(name)
-    if data.tokenizer.vocab_size != data.vocab_size:
+    if not data.has_text:
         tokenizer = given.tokenizer  # the tokens of a file may be of one that is unknown
     return replace(
         config,

@@ -19,6 +19,7 @@ from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
+from fsdpctl.config.sources import is_remote, sources_in
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open import open_data
@@ -250,7 +251,9 @@ def _data(config: Config) -> DataSet:
     """Return the data. One rank of each node prepares it first, for the cache. Collective."""
     ranks, is_first = ObjectExchange(), int(os.environ.get("LOCAL_RANK", 0)) == 0
     data = open_data(config.data, config.train.seed) if is_first else None
-    if config.data.holds_documents:
+    path = config.data.path
+    stores = any(is_remote(each.path) for each in sources_in(path)) if path else False
+    if config.data.holds_documents or stores:
         ranks.gather_objects(None)
     return data or open_data(config.data, config.train.seed)
 

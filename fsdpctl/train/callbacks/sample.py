@@ -120,6 +120,9 @@ class SampleText(Callback):
         if run.is_ending:
             run.say("sample skipped (stop requested)")
             return
+        if not run.parts.data.has_text:
+            run.say("no sample: the tokenizer of the data is unknown (data.tokenizer)")
+            return
         with doing("generating a sample (Ctrl-C skips it)"):
             self._sample(run)
 

@@ -1,0 +1,156 @@
+"""Token files in object stores (s3://, gs:// and others of fsspec), of which samples are fetched.
+
+Note: a sample is a function of its position, so the samples of the next steps are known, and all of
+them are fetched at the same time, steps ahead. That hides the latency of a store, and nothing is
+fetched that is not trained on. What tells the format (the first bytes of each file, and the files
+next to it) is kept in the user's cache, in files of the same names and sizes.
+"""
+
+import os
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, ClassVar
+
+import numpy as np
+import xxhash
+
+from fsdpctl.config.data import TOKEN_SUFFIXES
+from fsdpctl.data.cache import cache_folder
+from fsdpctl.data.shards import Shard, Values
+from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.io.activity import doing
+from fsdpctl.io.files import Refusal, replace
+
+_NEIGHBORS = (".json", ".idx", ".index", ".metadata")
+_START = 4096  # bytes of a file that tell its format
+_THREADS = 64  # requests at the same time
+_MOST_AHEAD = 1 << 14  # samples that are kept until they are used
+_TRIES, _PAUSE = 7, 0.25  # attempts of a request; seconds after the first, then doubled
+_COMPLETE = "complete"
+_pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteShard(Shard):
+    """The tokens of a file in an object store; `path` is its description in the cache."""
+
+    is_remote: ClassVar[bool] = True
+    url: str = ""
+    store: Any = None
+    ahead: "OrderedDict[tuple[int, int], Future[bytes]]" = field(
+        default_factory=OrderedDict, compare=False
+    )
+    lock: Any = field(default_factory=Lock, compare=False)
+
+    def read(self, start: int, stop: int) -> Values:
+        """Return tokens, which may have been fetched before.
+
+        Raises:
+            FsdpctlError: If the store does not answer after several attempts.
+        """
+        with self.lock:
+            known = self.ahead.pop((start, stop), None)
+        content = self._get(start, stop) if known is None else known.result()
+        return np.frombuffer(content, dtype=self.dtype)
+
+    def fetch(self, start: int, stop: int) -> None:
+        """Begin to fetch tokens."""
+        with self.lock:
+            if (start, stop) not in self.ahead:
+                self.ahead[start, stop] = _pool.submit(self._get, start, stop)
+            if len(self.ahead) > _MOST_AHEAD:
+                self.ahead.popitem(last=False)
+
+    def _get(self, start: int, stop: int) -> bytes:
+        size = self.dtype.itemsize
+        first, last = self.offset + start * size, self.offset + stop * size
+        found: bytes = _asked(
+            self.url, lambda: self.store.cat_file(self.url, start=first, end=last)
+        )
+        if len(found) != last - first:
+            raise FsdpctlError(f"{self.url}: cut at byte {first + len(found)}, or replaced")
+        return found
+
+
+def _asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> Any:
+    """Return the answer of a store, after several attempts if need be."""
+    for number in range(_TRIES):
+        try:
+            return ask()
+        except Exception as error:  # drivers raise those of their libraries
+            if isinstance(error, FileNotFoundError | PermissionError) or number == _TRIES - 1:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise refusal(f"{url}: cannot be read: {reason:.200}") from None
+        time.sleep(_PAUSE * 2**number)
+    raise AssertionError
+
+
+def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any]]]:
+    """Return a directory with descriptions of the token files at a URL, and the URL of each.
+
+    The URL is that of a file or a directory, or a glob. Of a token file, a description has the size
+    and the first bytes; the files next to it are complete.
+
+    Raises:
+        UsageError: If there are none, or if the driver of the store is missing.
+    """
+    store, files = _listed(path, key)
+    bins = {url: size for url, size in files.items() if url.endswith(TOKEN_SUFFIXES)}
+    if not bins:
+        raise UsageError(f"{key}={path}: no token files, of {', '.join(TOKEN_SUFFIXES)}")
+    beside = {url for url in files if _belongs(url, bins)}
+    listing = "\n".join(f"{url} {size}" for url, size in sorted(files.items()))
+    root = os.path.commonprefix([os.path.dirname(url) for url in bins])
+    folder = cache_folder(f"remote-{xxhash.xxh3_128_hexdigest(f'{path}{listing}'.encode())}")
+
+    def fetch(url: str) -> None:
+        file = folder / os.path.relpath(url, root)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        end = None if url in beside else _START
+        replace(file, _asked(url, lambda: store.cat_file(url, start=0, end=end)))
+        os.truncate(file, files[url])
+
+    if not (folder / _COMPLETE).exists():
+        wanted = [*bins, *sorted(beside)]
+        with doing(f"looking at {path}", "files", len(wanted)) as advance:
+            for _ in _pool.map(fetch, wanted):
+                advance(1)
+        replace(folder / _COMPLETE, "")
+    return folder, {str(folder / os.path.relpath(url, root)): (url, store) for url in bins}
+
+
+def _belongs(url: str, bins: Iterable[str]) -> bool:
+    stem, suffix = os.path.splitext(url)
+    return suffix in _NEIGHBORS and (
+        stem in bins or any(f"{stem}{x}" in bins for x in TOKEN_SUFFIXES)
+    )
+
+
+def _listed(path: str, key: str) -> tuple[Any, dict[str, int]]:
+    """Return the store, and the size of each file at a URL."""
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
+
+    try:
+        store, root = url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{key}={path}: {error}") from None
+    is_glob = re.search(r"[*?\[]", root) is not None
+    with doing(f"listing {path}"):
+        if is_glob or _asked(path, lambda: store.isfile(root), UsageError):
+            folder = os.path.dirname(re.split(r"[*?\[]", root)[0])
+            matches = set(_asked(path, lambda: store.glob(root), UsageError)) if is_glob else {root}
+        else:
+            folder, matches = root, set[str]()
+        found = _asked(path, lambda: store.find(folder, detail=True), UsageError)
+    files = {url: int(about["size"]) for url, about in found.items() if about["type"] == "file"}
+    if not matches:
+        return store, files
+    return store, {
+        url: size for url, size in files.items() if url in matches or _belongs(url, matches)
+    }

@@ -1,0 +1,122 @@
+"""Token files in an object store, with its faults; the store is fsspec's, in memory."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+
+from fsdpctl.config.data import DataConfig
+from fsdpctl.data import remote
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.files import find_files
+from fsdpctl.data.open import open_data
+from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.plan.batch import plan_batches
+from tests.data.test_token_formats import TOKENS, write_datatrove, write_llm_c
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """Return a directory, and a function that copies it into the store."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "_PAUSE", 0.0)
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for number in range(3):
+        write_llm_c(folder / f"train_{number}.bin", TOKENS[number * 300 : number * 300 + 300])
+
+    def upload():
+        store = MemoryFileSystem()
+        for file in folder.iterdir():
+            store.pipe_file(f"/bucket/{file.name}", file.read_bytes())
+
+    return folder, upload
+
+
+def batches(path, **about):
+    data = open_data(DataConfig(name="tokens", path=path, val_fraction=0, **about))
+    return Batches(data.train.rows(8), plan_batches(6, 2), 0, 60_000)
+
+
+def same(here, there, steps=30):
+    for step in range(steps):
+        for rank in range(2):
+            own, other = (each.training(6 * step, rank, 0) for each in (here, there))
+            assert own.tokens.tolist() == other.tokens.tolist()
+            assert own.targets.tolist() == other.targets.tolist()
+    return True
+
+
+def test_samples_are_those_of_the_files_and_each_is_fetched_once(bucket, monkeypatch):
+    folder, upload = bucket
+    upload()
+    asked: Counter[tuple[str, int, int]] = Counter()
+    plain = MemoryFileSystem.cat_file
+
+    def counted(self, path, start=None, end=None, **about):
+        asked[path, start, end] += 1
+        return plain(self, path, start=start, end=end, **about)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
+    there = batches("memory://bucket")
+    asked.clear()
+    assert same(batches(str(folder)), there, steps=11)  # and 7 ahead: within an epoch
+    assert max(asked.values()) == 1
+    assert there.rows.is_remote
+    assert batches("memory://bucket/*_[12].bin").num_samples == 599 // 8
+
+
+def test_a_store_that_fails_at_random_changes_no_sample(bucket, monkeypatch):
+    folder, upload = bucket
+    upload()
+    rng, plain = random.Random(0), MemoryFileSystem.cat_file
+
+    def failing(self, path, start=None, end=None, **about):
+        if rng.random() < 0.3:
+            raise rng.choice([OSError("reset"), TimeoutError(), ValueError("500")])
+        return plain(self, path, start=start, end=end, **about)
+
+    monkeypatch.setattr(remote, "_TRIES", 40)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", failing)
+    assert same(batches(str(folder)), batches("memory://bucket"))
+
+
+def test_documents_and_damage_in_a_store_are_known(bucket, monkeypatch):
+    folder, upload = bucket
+    for file in folder.iterdir():
+        file.unlink()
+    write_datatrove(folder / "a.ds")
+    upload()
+    there = batches("memory://bucket", packing=True)
+    assert same(batches(str(folder), packing=True), there)
+    MemoryFileSystem().pipe_file("/bucket/a.ds", TOKENS[:30].astype("<u2").tobytes())
+    with pytest.raises(FsdpctlError, match=r"a\.ds: cut at byte"):
+        there.validation(9, 0, 0)
+    with pytest.raises(UsageError, match=r"a\.ds: cut: expected 999"):
+        batches("memory://bucket")
+    MemoryFileSystem().rm("/bucket/a.ds")
+    with pytest.raises(FsdpctlError, match=r"a\.ds: cannot be read: FileNotFoundError"):
+        there.validation(3, 0, 0)
+    with pytest.raises(UsageError, match="no token files"):
+        batches("memory://bucket")
+
+
+def test_other_data_and_unknown_stores_are_refused():
+    with pytest.raises(UsageError, match="only data=tokens reads from object stores"):
+        find_files("s3://bucket/text", "data.path")
+    with pytest.raises(UsageError, match=r"data\.path=nostore://x: Protocol not known"):
+        batches("nostore://x")
+
+
+def test_the_window_of_samples_that_wait_is_limited(bucket, monkeypatch):
+    _, upload = bucket
+    upload()
+    monkeypatch.setattr(remote, "_MOST_AHEAD", 5)
+    rows = batches("memory://bucket").rows
+    rows.fetch(range(30))
+    held = [len(each.ahead) for each in rows.stream.tokens.shards]
+    assert max(held) <= 5
+    assert np.concatenate([rows[n].tokens for n in range(30)]).tolist() == TOKENS[:240].tolist()
