@@ -85,7 +85,7 @@ COMMANDS = {
         ("verify-checkpoint runs/latest",),
     ),
     "tokenize": CommandInfo(
-        "data", False, "Tokenize text into a token file.",
+        "data", False, "Tokenize text into token files.",
         ("tokenize my_text/ tokens.bin --tokenizer DIR",),
     ),
     "data": CommandInfo(

@@ -29,7 +29,10 @@ def tokenize(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
-    """Tokenize text into token files. If it is killed, the same command continues."""
+    """Tokenize text into token files.
+
+    If it is killed, the same command continues.
+    """
     from fsdpctl.data.files import left_out
     from fsdpctl.data.tokenizer import open_tokenizer
     from fsdpctl.data.tokenizing import Output, tokenize_files

@@ -132,6 +132,7 @@ class Mixture:
     """Streams whose samples are mixed by share."""
 
     parts: tuple[MixedSource, ...]
+    purpose: str = ""  # that errors name
 
     @property
     def fingerprint(self) -> str:
@@ -168,7 +169,7 @@ class MixedRows:
         self.of_part: list[StreamRows] = [each.stream.rows(seq_len) for each in mixture.parts]
         for part, rows in zip(mixture.parts, self.of_part, strict=True):
             if not len(rows):
-                raise UsageError(f"data.path: {part.name}: {rows.emptiness}")
+                raise UsageError(f"data.path: {part.name}{mixture.purpose}: {rows.emptiness}")
         self._begins = np.cumsum([0, *map(len, self.of_part)], dtype=np.int64)
         self.origin = ", ".join(rows.origin for rows in self.of_part)
 

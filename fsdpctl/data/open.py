@@ -90,7 +90,7 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
     return replace(
         first,
         train=Mixture(part("train")),
-        val=Mixture(tuple(replace(each, epochs=None) for each in val)) if val else None,
+        val=Mixture(val, " (data.val_fraction)") if val else None,
         description=", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
         gzip_bits_per_byte=None,
         token_files=tuple(file for each in found for file in each.token_files),

@@ -269,8 +269,8 @@ def _numpy(file: _Opened) -> TokenFile:
             shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(
                 content
             )
-        except ValueError as error:
-            raise file.error(f"not an array of NumPy: {error}") from None
+        except Exception as error:  # of Python's parser, which NumPy calls for the header
+            raise file.error(f"not an array of NumPy: {str(error):.100}") from None
         offset = content.tell()
     if len(shape) != 1 or dtype.kind not in "ui" or not dtype.isnative:
         raise file.error(f"expected a 1-D array of whole numbers, got {dtype} of shape {shape}")

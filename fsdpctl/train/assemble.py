@@ -1,7 +1,7 @@
 """Construction of a training run from a resolved configuration."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_words
 from fsdpctl.config.sources import is_remote, sources_in
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
@@ -270,7 +271,7 @@ def _fill(
     Returns the progress, and the model with the weights that checkpoints leave out, if any.
     """
     if newest is not None:
-        return _resume(newest, model, optimizer, data)
+        return _resume(newest, config, model, optimizer, data)
     if not config.model.is_pretrained:
         return Progress(), None
     # Rank 0 decides: `model.path` may be a run that saves checkpoints meanwhile.
@@ -282,12 +283,18 @@ def _fill(
     return Progress(), None if trains_all else base_info(folder, weights, model.collectives)
 
 
+def _of_data(words: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in words.items() if name.startswith("data.")}
+
+
 def _resume(
-    newest: Path, model: TrainedModel, optimizer: Optimizer, data: DataSet
+    newest: Path, config: Config, model: TrainedModel, optimizer: Optimizer, data: DataSet
 ) -> tuple[Progress, BaseInfo | None]:
     try:
         reader = CheckpointReader(newest)
-        if reader.manifest.progress.data_fingerprint not in ("", data.fingerprint):
+        is_same = reader.manifest.progress.data_fingerprint in ("", data.fingerprint)
+        # A run that starts from the state of another may have other data, which was said then.
+        if not is_same and _of_data(reader.manifest.config) == _of_data(config_words(config)):
             raise UsageError(
                 f"train.run_dir={newest.parent.parent}: the data differs from that of the run's "
                 "earlier steps; set another train.run_dir"

@@ -40,7 +40,14 @@ _NARROW = {
     "model.num_layers": "2", "model.hidden_size": "64", "model.intermediate_size": "96",
     "model.num_heads": "4", "model.num_kv_heads": "2", "model.vocab_size": "256",
 }  # fmt: skip
-_RECIPES = {"llama3_8b_512k_8xh100": {"train.context_parallel": "2"}}
+_RECIPES = {
+    "llama3_8b_512k_8xh100": {"train.context_parallel": "2"},
+    "lora_70b_4x24gb": {"train.micro_batch_size": "1"},
+    "qlora_70b_2x24gb": {"train.micro_batch_size": "1"},
+    "qlora_30b_a3b_1x24gb": {"train.micro_batch_size": "1"},
+    "qlora_gpt_oss_120b_8x24gb": {"train.micro_batch_size": "1"},
+    "llama3_8b_1x24gb": {"train.micro_batch_size": "1"},
+}
 _LARGE = ("model=llama3_8b",)
 _COMPLETE = ("train", "status", "list", "--help", "--version", "--install-completion")
 _SECONDS = 600

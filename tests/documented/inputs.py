@@ -20,6 +20,7 @@ _FAMILIES = {
     "llama": ("DIR", "my_model", "my_chat_model", "Llama-3.2-1B", "Llama-3.1-70B"),
     "qwen3_moe": ("Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B"),
     "mixtral": ("Mixtral-8x7B",),
+    "gpt_oss": ("gpt-oss-120b",),
 }
 _TEXTS = ("FILE", "FILES", "other.txt", "shakespeare.txt", "my_files/a.txt", "my_text/a.txt")
 _OTHERS = Path(__file__).parent.parent / "config" / "importers" / "files"
@@ -61,6 +62,8 @@ def make_inputs(folder: Path) -> Path:
     make_chats(folder / "chats.jsonl", 60)
     words = (folder / "FILE", folder / "tokens.bin", "--tokenizer", folder / "DIR")
     assert invoke("tokenize", *map(str, words))[0] == 0
+    for suffix in (".bin", ".json"):
+        shutil.copy(folder / f"tokens{suffix}", folder / f"tokens-00000{suffix}")
     for name in ("my.yaml", "recipe.yaml", "best.yaml"):
         (folder / name).write_text("train: {seq_len: 16}\n")
     for name in ("run.yml", "run.yaml"):
