@@ -10,6 +10,7 @@ CHAT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
 TOKENS = "tokens"
 MOST_HELD_OUT = 1 << 24  # tokens: more make no validation loss more exact, and take hours
 TOKEN_SUFFIXES = (".bin", ".ds", ".npy")
+TOKEN_NEIGHBORS = (".json", ".idx", ".index", ".metadata")  # that describe token files
 TOKEN_FORMATS = ("auto", "uint16", "uint32", "llm.c", "megatron", "datatrove")
 TRAIN_ON = ("assistant", "last", "all")
 REWRITTEN = ("split", "last", "keep", "refuse")

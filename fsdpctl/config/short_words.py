@@ -4,7 +4,14 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsdpctl.config.data import CHAT, CHAT_SUFFIXES, TOKEN_SUFFIXES, TOKENS, option_of_data
+from fsdpctl.config.data import (
+    CHAT,
+    CHAT_SUFFIXES,
+    TOKEN_NEIGHBORS,
+    TOKEN_SUFFIXES,
+    TOKENS,
+    option_of_data,
+)
 from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.sources import sources_in
@@ -80,7 +87,8 @@ def _data(path: str) -> str:
         return option_of_data(first)
     names = [each.name.lower().removesuffix(".gz").removesuffix(".zst") for each in folder.iterdir()
              if each.is_file()]  # fmt: skip
-    if any(name.endswith(TOKEN_SUFFIXES) for name in names):
+    bins = [name for name in names if name.endswith(TOKEN_SUFFIXES)]
+    if bins and all(name.endswith((*TOKEN_SUFFIXES, *TOKEN_NEIGHBORS)) for name in names):
         return TOKENS
     return CHAT if names and all(name.endswith(CHAT_SUFFIXES) for name in names) else "text"
 

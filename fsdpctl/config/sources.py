@@ -61,9 +61,13 @@ def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
         raise UsageError(
             f"{key}={text}: {missing} has no share; give a share for all files or none"
         )
+    if len(found) == 1 and found[0].epochs is not None:
+        raise UsageError(f"{key}={text}: epochs are only valid in a mixture; set train.epochs")
     if len(found) == 1 or not shares:
         return [DataSource(each.path, given_name=each.given_name) for each in found]
     total = sum(shares)
+    if math.isclose(total, 1, abs_tol=1e-9):
+        total = 1.0  # so that shares that were normalized stay as they are
     return [
         DataSource(each.path, (each.share or 0) / total, each.epochs, each.given_name)
         for each in found

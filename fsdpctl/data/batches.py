@@ -146,14 +146,14 @@ class Batches:
         filling = tuple(min(length, padding - start) for start in range(0, padding, length))
         lengths: list[tuple[int, ...]] = [(length, *filling)] * len(tokens)
         ends = [0] * len(tokens)
-        if self.rows.is_remote:
-            self.rows.fetch(samples.tolist())
+        self.rows.fetch(samples.tolist())
         for row, number in enumerate(samples.tolist()):
             sample = self.rows[number]
             tokens[row, :length], targets[row, :length] = sample.tokens, sample.targets
             lengths[row] = (*(sample.lengths or (length,)), *filling)
             ends[row] = length - sample.filling
-        least, largest = tokens.min(initial=0), max(tokens.max(initial=0), targets.max(initial=0))
+        largest = max(tokens.max(initial=0), targets.max(initial=0))
+        least = min(tokens.min(initial=0), targets.min(initial=0, where=targets != IGNORED))
         if largest >= self.vocab_size or least < 0:
             raise UsageError(
                 f"{self.rows.origin}: corrupted, or made with another vocabulary: expected tokens "

@@ -17,7 +17,7 @@ _NAME = re.compile(
 )
 _DATA = re.compile(r".+\.(?:parquet|arrow|txt|(?:jsonl|json|ndjson)(?:\.gz|\.zst)?)")
 _CARD = "README.md"
-_MOST_STARS = 6  # of a pattern: matching takes time that grows with each
+_MOST_STARS = 3  # of a pattern: matching takes time that grows with each
 
 
 def hub_files(path: str, key: str) -> list[Path]:
@@ -48,7 +48,21 @@ def hub_files(path: str, key: str) -> list[Path]:
         raise UsageError(f"{key}={path}: no such files in {snapshot}; {fetch}")
     if missing := next((each for each in chosen if not files[each].is_file()), None):
         raise UsageError(f"{key}={path}: {missing} is missing in the Hugging Face cache; {fetch}")
+    if (lacking := _lacking(chosen)) is not None:
+        raise UsageError(f"{key}={path}: {lacking} is missing in the Hugging Face cache; {fetch}")
     return [files[each] for each in sorted(chosen)]
+
+
+def _lacking(names: list[str]) -> str | None:
+    """Return a file that is not there of those numbered as NAME-00007-of-00100."""
+    for name in names:
+        if match := re.fullmatch(r"(.*-)(\d{5})(-of-)(\d{5})(.*)", name):
+            before, _, of, count, after = match.groups()
+            for number in range(int(count)):
+                other = f"{before}{number:05d}{of}{count}{after}"
+                if other not in names:
+                    return other
+    return None
 
 
 def _snapshot(folder: Path, revision: str) -> Path | None:

@@ -209,14 +209,18 @@ class MixedRows:
 
     def __getitem__(self, number: int) -> Sample:
         """Return a sample."""
-        part = bisect_right(self._begins, number) - 1
-        return self.of_part[part][number - int(self._begins[part])]
+        rows, place = self._place(number)
+        return rows[place]
 
     def fetch(self, numbers: Iterable[int]) -> None:
         """Begin to fetch samples that are in an object store."""
         for number in numbers:
-            part = bisect_right(self._begins, number) - 1
-            self.of_part[part].fetch([number - int(self._begins[part])])
+            rows, place = self._place(number)
+            rows.fetch([place])
+
+    def _place(self, number: int) -> tuple[StreamRows, int]:
+        part = bisect_right(self._begins, number) - 1
+        return self.of_part[part], number - int(self._begins[part])
 
     def order(self, position: int, length: int, seed: int) -> Indices:
         """Return the samples at these positions of a run; each source has an order of its own."""
@@ -246,9 +250,9 @@ class MixedRows:
 
     def begun(self, before: int, after: int) -> list[str]:
         """Describe the sources that began again, or ended, between two positions."""
-        said = []
+        said, earlier = [], self.epochs(before)
         for part, (name, now) in zip(self.parts, self.epochs(after).items(), strict=True):
-            then = self.epochs(before)[name]
+            then = earlier[name]
             if part.epochs is not None and now >= part.epochs > then:
                 said.append(f"{name}: ends after {part.epochs:g} epochs, the others remain")
             elif int(now) > int(then):
@@ -258,7 +262,7 @@ class MixedRows:
     def to_line(self, position: int) -> dict[str, Any]:
         """Return the values of metrics.jsonl: tokens and epochs by source before a position."""
         found: dict[str, Any] = {}
-        for number, (name, epochs) in enumerate(self.epochs(position).items()):
-            size = len(self.of_part[number]) * self.seq_len
-            found |= {f"tokens/{name}": round(epochs * size), f"epochs/{name}": round(epochs, 6)}
+        counts = self.schedule.counts(position).tolist()
+        for (name, epochs), count in zip(self.epochs(position).items(), counts, strict=True):
+            found |= {f"tokens/{name}": count * self.seq_len, f"epochs/{name}": round(epochs, 6)}
         return found

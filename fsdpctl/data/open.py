@@ -14,7 +14,7 @@ from fsdpctl.data.cache import read_cache, write_cache
 from fsdpctl.data.chats.open import open_chats
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.files import Text, hold_out, left_out, read_text, standard_library
-from fsdpctl.data.mixture import MixedSource, Mixture
+from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture
 from fsdpctl.data.token_files import stream_of
 from fsdpctl.data.token_formats import TokenFile, open_token_files
 from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, open_tokenizer
@@ -41,7 +41,7 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
     if config.name == CHAT:
         return open_chats(config, seed)
     check_chat_keys(config)
-    open_one: Callable[[DataConfig], DataSet] = _from_token_files
+    open_one: Callable[..., DataSet] = _from_token_files
     if config.name != TOKENS:
         open_one = partial(_from_text, open_tokenizer(config.tokenizer))
     if config.path is None or config.name == _OWN:
@@ -51,11 +51,16 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
         return open_one(replace(config, path=sources[0].path))
     held = None
     if config.val_path is not None:
-        held = open_one(replace(config, path=config.val_path, val_path=None, val_fraction=0.0))
+        alone = replace(config, path=config.val_path, val_path=None, val_fraction=0.0)
+        held = open_one(alone, key="data.val_path")
         config = replace(config, val_path=None, val_fraction=0.0)
     found = [open_one(replace(config, path=each.path)) for each in sources]
     mixed = mix(sources, found)
-    return mixed if held is None else replace(mixed, val=held.train)
+    if held is None:
+        return mixed
+    _check_alike(sources[0].path, found[0], str(alone.path), held)
+    files = (*mixed.token_files, *held.token_files)
+    return replace(mixed, val=held.train, token_files=files)
 
 
 def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
@@ -68,18 +73,18 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"data.path: two sources are called {twice[0]}; write NAME=PATH:SHARE")
     for source, other in zip(sources, found, strict=True):
-        alike = other.tokenizer.checksum == first.tokenizer.checksum
-        if not alike or other.vocab_size != first.vocab_size:
-            raise UsageError(
-                f"data.path: {source.path}: tokens of {other.tokenizer.name} with "
-                f"{other.vocab_size:,} tokens, unlike those of {sources[0].path}: "
-                f"{first.tokenizer.name} with {first.vocab_size:,}"
-            )
+        _check_alike(sources[0].path, first, source.path, other)
     total = sum(each.train.num_tokens for each in found)
     shares = [
         one.train.num_tokens / total if each.share is None else each.share
         for each, one in zip(sources, found, strict=True)
     ]
+
+    if least := next((n for n, x in zip(names, shares, strict=True) if x * PERIOD < 0.5), None):
+        raise UsageError(
+            f"data.path: {least}: its share is less than one of {PERIOD:,} samples; give it "
+            "a larger one, or join it with another source"
+        )
 
     def part(name: str) -> tuple[MixedSource, ...]:
         streams = [getattr(each, name) for each in found]
@@ -98,8 +103,18 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
     )
 
 
-def _from_text(tokenizer: Tokenizer, config: DataConfig) -> DataSet:
-    text, where = _read(config)
+def _check_alike(path: str, one: DataSet, other_path: str, other: DataSet) -> None:
+    """Check that the tokens of two sources are of one tokenizer."""
+    alike = other.tokenizer.checksum == one.tokenizer.checksum
+    if not alike or other.vocab_size != one.vocab_size:
+        raise UsageError(
+            f"{other_path}: tokens of {other.tokenizer.name}, {other.vocab_size:,} different ones, "
+            f"unlike those of {path}: of {one.tokenizer.name}, {one.vocab_size:,}"
+        )
+
+
+def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str = "data.path") -> DataSet:
+    text, where = _read(config, key)
     train, val = _split(text, config)
     skipped = left_out(text.skipped)
     files = "file" if len(text.documents) == 1 else "files"
@@ -113,7 +128,7 @@ def _from_text(tokenizer: Tokenizer, config: DataConfig) -> DataSet:
     )
 
 
-def _read(config: DataConfig) -> tuple[Text, str]:
+def _read(config: DataConfig, key: str) -> tuple[Text, str]:
     if config.name == _OWN:
         if config.path is not None:
             is_chat = config.path.removesuffix(".gz").endswith((".jsonl", ".parquet"))
@@ -122,7 +137,7 @@ def _read(config: DataConfig) -> tuple[Text, str]:
         return standard_library(), "Python's standard library"
     if config.path is None:
         raise UsageError("data=text: data.path is required: a file, a directory or a glob")
-    return read_text(config.path), config.path
+    return read_text(config.path, key), config.path
 
 
 def _split(text: Text, config: DataConfig) -> tuple[Text, Text | None]:
@@ -134,11 +149,11 @@ def _split(text: Text, config: DataConfig) -> tuple[Text, Text | None]:
     return train, val
 
 
-def _from_token_files(config: DataConfig) -> DataSet:
+def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:
     if config.path is None:
         raise UsageError("data=tokens: data.path is required, such as data.path=FILE.bin")
     kind, isolates = config.format, bool(config.packing)
-    files = open_token_files(config.path, "data.path", kind)
+    files = open_token_files(config.path, key, kind)
     train, val, held = stream_of(files, config.path, isolates=isolates), None, []
     if config.val_path is not None:
         held = open_token_files(config.val_path, "data.val_path", kind)

@@ -9,8 +9,7 @@ next to it) is kept in the user's cache, in files of the same names and sizes.
 import os
 import re
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,19 +19,19 @@ from typing import Any, ClassVar
 import numpy as np
 import xxhash
 
-from fsdpctl.config.data import TOKEN_SUFFIXES
+from fsdpctl.config.data import TOKEN_NEIGHBORS, TOKEN_SUFFIXES
 from fsdpctl.data.cache import cache_folder
 from fsdpctl.data.shards import Shard, Values
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import doing
-from fsdpctl.io.files import Refusal, replace
+from fsdpctl.io.files import Refusal, replace, replacing
 
-_NEIGHBORS = (".json", ".idx", ".index", ".metadata")
 _START = 4096  # bytes of a file that tell its format
 _THREADS = 64  # requests at the same time
 _MOST_AHEAD = 1 << 14  # samples that are kept until they are used
 _TRIES, _PAUSE = 7, 0.25  # attempts of a request; seconds after the first, then doubled
 _COMPLETE = "complete"
+_VERSIONS = ("ETag", "etag", "LastModified", "mtime", "updated", "created")  # of drivers
 _pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
 
 
@@ -43,9 +42,7 @@ class RemoteShard(Shard):
     is_remote: ClassVar[bool] = True
     url: str = ""
     store: Any = None
-    ahead: "OrderedDict[tuple[int, int], Future[bytes]]" = field(
-        default_factory=OrderedDict, compare=False
-    )
+    ahead: dict[tuple[int, int], Future[bytes]] = field(default_factory=dict, compare=False)
     lock: Any = field(default_factory=Lock, compare=False)
 
     def read(self, start: int, stop: int) -> Values:
@@ -56,16 +53,15 @@ class RemoteShard(Shard):
         """
         with self.lock:
             known = self.ahead.pop((start, stop), None)
-        content = self._get(start, stop) if known is None else known.result()
+        failed = known is None or known.exception() is not None  # then, perhaps no longer
+        content = self._get(start, stop) if known is None or failed else known.result()
         return np.frombuffer(content, dtype=self.dtype)
 
     def fetch(self, start: int, stop: int) -> None:
         """Begin to fetch tokens."""
         with self.lock:
-            if (start, stop) not in self.ahead:
+            if (start, stop) not in self.ahead and len(self.ahead) < _MOST_AHEAD:
                 self.ahead[start, stop] = _pool.submit(self._get, start, stop)
-            if len(self.ahead) > _MOST_AHEAD:
-                self.ahead.popitem(last=False)
 
     def _get(self, start: int, stop: int) -> bytes:
         size = self.dtype.itemsize
@@ -101,20 +97,24 @@ def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any
         UsageError: If there are none, or if the driver of the store is missing.
     """
     store, files = _listed(path, key)
-    bins = {url: size for url, size in files.items() if url.endswith(TOKEN_SUFFIXES)}
+    bins = [url for url in files if url.endswith(TOKEN_SUFFIXES)]
     if not bins:
         raise UsageError(f"{key}={path}: no token files, of {', '.join(TOKEN_SUFFIXES)}")
-    beside = {url for url in files if _belongs(url, bins)}
-    listing = "\n".join(f"{url} {size}" for url, size in sorted(files.items()))
-    root = os.path.commonprefix([os.path.dirname(url) for url in bins])
+    if outside := next((url for url in files if ".." in url.split("/")), None):
+        raise UsageError(f"{key}={path}: {outside}: leads out of its directory")
+    beside = {url for url in files if _belongs(url, set(bins))}
+    listing = "\n".join(f"{url} {about}" for url, about in sorted(files.items()))
+    root = os.path.commonpath([os.path.dirname(url) for url in bins])
     folder = cache_folder(f"remote-{xxhash.xxh3_128_hexdigest(f'{path}{listing}'.encode())}")
 
     def fetch(url: str) -> None:
         file = folder / os.path.relpath(url, root)
         file.parent.mkdir(parents=True, exist_ok=True)
         end = None if url in beside else _START
-        replace(file, _asked(url, lambda: store.cat_file(url, start=0, end=end)))
-        os.truncate(file, files[url])
+        content = _asked(url, lambda: store.cat_file(url, start=0, end=end))
+        with replacing(file) as out:
+            out.write(content)
+            out.truncate(files[url][0])
 
     if not (folder / _COMPLETE).exists():
         wanted = [*bins, *sorted(beside)]
@@ -125,15 +125,15 @@ def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any
     return folder, {str(folder / os.path.relpath(url, root)): (url, store) for url in bins}
 
 
-def _belongs(url: str, bins: Iterable[str]) -> bool:
+def _belongs(url: str, bins: set[str]) -> bool:
     stem, suffix = os.path.splitext(url)
-    return suffix in _NEIGHBORS and (
+    return suffix in TOKEN_NEIGHBORS and (
         stem in bins or any(f"{stem}{x}" in bins for x in TOKEN_SUFFIXES)
     )
 
 
-def _listed(path: str, key: str) -> tuple[Any, dict[str, int]]:
-    """Return the store, and the size of each file at a URL."""
+def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, str]]]:
+    """Return the store, and the size of each file at a URL, with what tells its version."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
 
     try:
@@ -147,10 +147,13 @@ def _listed(path: str, key: str) -> tuple[Any, dict[str, int]]:
             matches = set(_asked(path, lambda: store.glob(root), UsageError)) if is_glob else {root}
         else:
             folder, matches = root, set[str]()
-        found = _asked(path, lambda: store.find(folder, detail=True), UsageError)
-    files = {url: int(about["size"]) for url, about in found.items() if about["type"] == "file"}
-    if not matches:
-        return store, files
-    return store, {
-        url: size for url, size in files.items() if url in matches or _belongs(url, matches)
-    }
+        depth = 1 if matches and not is_glob else None
+        found = _asked(path, lambda: store.find(folder, maxdepth=depth, detail=True), UsageError)
+    files = {}
+    for url, about in found.items():
+        if about["type"] == "file" and (not matches or url in matches or _belongs(url, matches)):
+            if about.get("size") is None:
+                raise UsageError(f"{key}={path}: {url}: the store does not tell its size")
+            version = [str(about[each]) for each in _VERSIONS if each in about]
+            files[url] = int(about["size"]), " ".join(version)
+    return store, files

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +87,6 @@ class ShardTokens:
         self._start = start
         self._stop = int(self._begins[-1]) if stop is None else stop
         self.is_remote = any(each.is_remote for each in shards)
-        self.itemsize = max(each.dtype.itemsize for each in shards)
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -120,11 +119,6 @@ class ShardTokens:
                 at = min(end, after)
             number += 1
 
-    @property
-    def has_documents(self) -> bool:
-        """Whether it is known where documents end."""
-        return all(each.index is not None for each in self.shards)
-
     def ends(self, start: int, stop: int) -> list[int]:
         """Return where documents end after `start` and up to `stop`; a file is an end, too."""
         found = []
@@ -136,7 +130,14 @@ class ShardTokens:
         return found
 
 
-@lru_cache(maxsize=8)
+def _numbers(file: IO[bytes], path: Path, count: int) -> NDArray[np.int64]:
+    content = file.read(8 * count)
+    if len(content) != 8 * count:
+        raise UsageError(f"{path}: cut since the start")
+    return np.frombuffer(content, dtype="<i8")
+
+
+@lru_cache(maxsize=64)
 def _ends(shard: Shard) -> NDArray[np.int64]:
     """Return the ends of a shard's documents, in tokens, in order.
 
@@ -147,11 +148,11 @@ def _ends(shard: Shard) -> NDArray[np.int64]:
     assert about is not None
     with open(open_regular(about.path, follows=True), "rb") as file:
         file.seek(about.offset)
-        found = np.frombuffer(file.read(8 * about.count), dtype="<i8")
+        found = _numbers(file, about.path, about.count)
         if about.places is not None:
             offset, count = about.places
             file.seek(offset)
-            places = np.frombuffer(file.read(8 * count), dtype="<i8")
+            places = _numbers(file, about.path, count)
             inside = places[(places > 0) & (places < about.count)]
             found = found[inside]
     ends = np.append(found // about.scale, shard.count)

@@ -109,7 +109,8 @@ def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> l
     """
     if is_remote(path):
         folder, urls = describe_remote(path, key)
-        local = [_open(each, key, kind) for each in _files(str(folder), key)]
+        _files(str(folder), key)  # refuses some
+        local = [_open(Path(each), key, kind) for each in sorted(urls)]
         found = [replace(each, shard=_in_store(each.shard, urls)) for each in local]
     else:
         found = [_open(each, key, kind) for each in _files(path, key)]
@@ -139,6 +140,8 @@ def _files(path: str, key: str) -> list[Path]:
     files = [each for each in find_files(path, key) if each.name.endswith(TOKEN_SUFFIXES)]
     if not files:
         raise UsageError(f"{key}={path}: no token files, of {', '.join(TOKEN_SUFFIXES)}")
+    if busy := next(Path(files[0]).parent.glob("*.progress.json"), None):
+        raise UsageError(f"{key}={path}: {busy.name}: `fsdpctl tokenize` has not finished")
     held = [each.name for each in files if _HELD_OUT.search(each.stem)]
     if key == "data.path" and held and len(held) < len(files):
         raise UsageError(
@@ -232,7 +235,7 @@ def _megatron(file: _Opened) -> TokenFile:
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     shard = file.shard(dtype, 0, int(lengths.sum(dtype=np.int64)))
     ends = Index(path, pointers, sequences, dtype.itemsize, (places, documents))
-    return TokenFile(_with(shard, ends), "megatron", file.checksum)
+    return TokenFile(replace(shard, index=ends), "megatron", file.checksum)
 
 
 def _datatrove(file: _Opened) -> TokenFile:
@@ -252,13 +255,9 @@ def _datatrove(file: _Opened) -> TokenFile:
         with open(open_regular(about, follows=True), "rb") as metadata:
             line = metadata.readline(4096).decode("utf-8", "replace").strip()
         name = line.rpartition("|")[0] or line
-    shard = _with(file.shard(f"<u{each}", 0, count), Index(path, 0, size // 8, 1))
+    shard = replace(file.shard(f"<u{each}", 0, count), index=Index(path, 0, size // 8, 1))
     name = None if name == "Unknown Tokenizer" else name
     return TokenFile(shard, "datatrove", file.checksum, tokenizer=name)
-
-
-def _with(shard: Shard, index: Index) -> Shard:
-    return Shard(shard.path, shard.dtype, shard.count, shard.offset, shard.stamp, index)
 
 
 def _numpy(file: _Opened) -> TokenFile:

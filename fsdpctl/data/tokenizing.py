@@ -8,18 +8,17 @@ only share a batch of them.
 import glob
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from fsdpctl.config.data import CHAT_SUFFIXES
 from fsdpctl.data.chats.files import NO_ROWS
 from fsdpctl.data.chats.formats import Plain
 from fsdpctl.data.chats.rows import lines_of
@@ -35,8 +34,10 @@ from fsdpctl.io.untrusted import MIB, read_json
 _BATCH = 4 * MIB  # bytes of text that are tokenized together
 _PIECE = 64 * MIB  # bytes of a text file that are a document of their own pieces
 _WINDOW = 1 << 16  # documents that are shuffled together
+_WINDOW_BYTES = 256 * MIB  # after which a window ends, too
 _EVERY = 1 << 26  # tokens after which the state is written
 _PACKED = (".gz", ".zst")
+_ROWS = (".jsonl", ".ndjson", ".parquet", ".arrow")  # .json is text, such as a package's settings
 _UNFOLDS = 4  # times its size, that a compressed file is assumed to become
 
 
@@ -53,6 +54,16 @@ class Output:
         if self.shard_tokens is None:
             return self.path
         return self.path.with_name(f"{self.path.stem}-{number:05d}.bin")
+
+    def owns(self, file: Path) -> bool:
+        """Return whether a file is one of these, which may be next to the input."""
+        is_here = os.path.realpath(file.parent) == os.path.realpath(self.path.parent)
+        name = re.escape(self.path.stem)
+        return (
+            is_here
+            and re.fullmatch(rf"{name}(?:-\d{{5}})?\.(?:bin|json|part|progress\.json)", file.name)
+            is not None
+        )
 
     @property
     def part(self) -> Path:
@@ -103,8 +114,12 @@ def tokenize_files(
     Raises:
         UsageError: If there is no text, if a row has none, or if a file cannot be written.
     """
-    files = [each for each in find_files(source, "SRC") if not NO_ROWS.fullmatch(each.name)]
-    if len(files) == 1 and not _has_rows(files[0]):
+    files = [
+        each
+        for each in find_files(source, "SRC")
+        if not (output.owns(each) or NO_ROWS.fullmatch(each.name))
+    ]
+    if not files or (len(files) == 1 and not _has_rows(files[0])):
         text_files(source, "SRC")  # raises for other formats
     skipped: list[str] = []
     state = _read_state(output, _about(files, output, tokenizer))
@@ -139,9 +154,9 @@ def _about(files: list[Path], output: Output, tokenizer: Tokenizer) -> str:
 def _read_state(output: Output, about: str) -> _State:
     """Return the state of a killed run with the same input and settings, or a new one."""
     if output.state.exists():
-        known = read_json(output.state, dict[str, Any], most_bytes=MIB)
-        if known.get("about") == about:
-            return _State(**known)
+        known = read_json(output.state, _State, most_bytes=MIB)
+        if known.about == about:
+            return known
     return _State(about)
 
 
@@ -166,7 +181,7 @@ def _has_rows(file: Path) -> bool:
     name = file.name.lower()
     for packed in _PACKED:
         name = name.removesuffix(packed)
-    return name.endswith((*CHAT_SUFFIXES, ".arrow"))
+    return name.endswith(_ROWS)
 
 
 def _pieces(
@@ -219,10 +234,19 @@ def _character_end(part: bytes) -> int:
     return at
 
 
+def _window(pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
+    size = 0
+    for piece in islice(pieces, _WINDOW):
+        yield piece
+        size += piece.size
+        if size >= _WINDOW_BYTES:
+            return
+
+
 def _shuffled(pieces: Iterator[TextPiece], seed: int) -> Iterator[TextPiece]:
     """Yield documents in another order, each window of them in its own."""
     number = 0
-    while window := list(islice(pieces, _WINDOW)):
+    while window := list(_window(pieces)):
         count = len(window)
         if not all(piece.begins and piece.ends for piece in window):
             raise UsageError(f"--shuffle: a file of more than {_PIECE // MIB} MiB is one document")
@@ -274,11 +298,17 @@ class _Writer:
         self._dtype = dtype_of(tokenizer)
         self._digest = xxhash.xxh3_64()
         self._unsaved = 0
-        last = output.file(state.files)
-        if not output.part.exists() and state.tokens and last.exists():
+        last, size = output.file(state.files), state.tokens * self._dtype.itemsize
+        if size and not output.part.exists() and last.exists() and last.stat().st_size == size:
             last.replace(output.part)  # it was completed, but the state was not written
         self._file = open_own(output.part, "ab+")
-        self._file.truncate(state.tokens * self._dtype.itemsize)
+        if os.fstat(self._file.fileno()).st_size < size:
+            self.close()
+            raise UsageError(
+                f"{output.part}: shorter than {output.state.name} tells; to begin again, remove "
+                f"{output.state}"
+            )
+        self._file.truncate(size)
         self._file.seek(0)
         while known := self._file.read(_BATCH):
             self._digest.update(known)
@@ -333,6 +363,7 @@ class _Writer:
         self._flush()
         self._save()
         self._file.close()
+        path.with_suffix(".json").unlink(missing_ok=True)  # of other tokens
         self._output.part.replace(path)
         size = state.num_bytes if self._output.shard_tokens is None else None
         write_header(path, self._tokenizer, state.tokens, self._digest.hexdigest(), size)

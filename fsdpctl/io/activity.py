@@ -50,14 +50,17 @@ class _Activity:
     def text(self) -> str:
         """Return such as `validating: 12 of 40 batches, 0:07`."""
         seconds = int(time.monotonic() - self.began)
-        how_far = ""
+        how_far = left = ""
         if self.unit == BYTES and self.total:
             size, unit = next((u for u in _UNITS if self.total >= u[0]), (1, BYTES))
             how_far = f": {self.done / size:.1f} of {self.total / size:.1f} {unit}"
+            if self.done and seconds:
+                more = int(seconds * (self.total - self.done) / self.done)
+                left = f", {more // 60}:{more % 60:02d} left"
         elif self.done or self.total:
             of = f" of {self.total:,}" if self.total else ""
             how_far = f": {self.done:,}{of} {self.unit}"
-        return f"{self.what}{how_far}, {seconds // 60}:{seconds % 60:02d}"
+        return f"{self.what}{how_far}, {seconds // 60}:{seconds % 60:02d}{left}"
 
 
 def is_first() -> bool:

@@ -256,7 +256,10 @@ def _data(config: Config) -> DataSet:
     stores = any(is_remote(each.path) for each in sources_in(path)) if path else False
     if config.data.holds_documents or stores:
         ranks.gather_objects(None)
-    return data or open_data(config.data, config.train.seed)
+    data = data or open_data(config.data, config.train.seed)
+    if len(set(ranks.gather_objects(data.fingerprint))) > 1:
+        raise UsageError(f"data.path={path}: the ranks see different data; did it change?")
+    return data
 
 
 def _fill(
@@ -293,7 +296,7 @@ def _resume(
     try:
         reader = CheckpointReader(newest)
         is_same = reader.manifest.progress.data_fingerprint in ("", data.fingerprint)
-        # A run that starts from the state of another may have other data, which was said then.
+        # A run that starts from the state of another may have other data, which its first lines name.
         if not is_same and _of_data(reader.manifest.config) == _of_data(config_words(config)):
             raise UsageError(
                 f"train.run_dir={newest.parent.parent}: the data differs from that of the run's "

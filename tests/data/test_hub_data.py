@@ -75,6 +75,9 @@ def test_without_a_card_names_tell(cached):
     cached("org/plain", ["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"])
     assert names("hf://org/plain") == ["train-00000-of-00001.parquet"]
     assert names("hf://org/plain/test") == ["test-00000-of-00001.parquet"]
+    cached("org/part", ["data/train-00000-of-00003.parquet", "data/train-00002-of-00003.parquet"])
+    with pytest.raises(UsageError, match="train-00001-of-00003.parquet is missing in the Hugging"):
+        names("hf://org/part")
 
 
 def test_a_missing_file_and_a_hostile_card_are_refused(cached):

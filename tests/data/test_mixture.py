@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.config.recipe import read_recipe
-from fsdpctl.config.sources import sources_in
+from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture, Schedule
 from fsdpctl.data.open import open_data
@@ -127,6 +127,16 @@ def test_sources_are_named_in_the_path_and_in_files(tmp_path):
     assert by_size.description == "web (44.4%), code (55.6%)"
     other = open_data(DataConfig(name="text", path=f"{web}:1,{code}:2", val_fraction=0))
     assert other.fingerprint != found.fingerprint
+    for shares in ("0.7,0.2,0.1", "1,1,1", "0.1,0.2,0.3"):
+        text = ",".join(f"{name}:{s}" for name, s in zip("abc", shares.split(","), strict=True))
+        once = absolute_paths(text)
+        assert absolute_paths(once) == once
+    with pytest.raises(UsageError, match="epochs are only valid in a mixture"):
+        sources_in(f"{tmp_path}/none.txt:1:0.5")
+    with pytest.raises(UsageError, match=r"web: its share is less than one of 4,096 samples"):
+        open_data(DataConfig(name="text", path=f"{web}:0.0001,{code}:1"))
+    with pytest.raises(UsageError, match=r"data\.val_path=.*not found"):
+        open_data(DataConfig(name="text", path=f"{web},{code}", val_path=f"{tmp_path}/v.txt"))
 
 
 @pytest.mark.parametrize(

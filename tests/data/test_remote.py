@@ -104,6 +104,27 @@ def test_documents_and_damage_in_a_store_are_known(bucket, monkeypatch):
         batches("memory://bucket")
 
 
+def test_files_of_several_directories_are_all_read_and_none_leads_out(bucket, tmp_path):
+    folder, _ = bucket
+    store = MemoryFileSystem()
+    for name in ("s_00/a.bin", "s_01/a.bin", "s/sub/a.bin"):
+        store.pipe_file(f"/deep/{name}", (folder / "train_1.bin").read_bytes())
+    assert batches("memory://deep").num_samples == 899 // 8
+    store.pipe_file("/deep/s/../../x.json", b"{}")
+    with pytest.raises(UsageError, match="leads out of its directory"):
+        batches("memory://deep")
+    assert not list(tmp_path.rglob("x.json"))
+
+
+def test_a_file_of_the_same_size_and_another_time_is_another_file(bucket):
+    folder, upload = bucket
+    upload()
+    before = batches("memory://bucket").rows.stream.fingerprint
+    write_llm_c(folder / "train_1.bin", TOKENS[:300])
+    upload()
+    assert batches("memory://bucket").rows.stream.fingerprint != before
+
+
 def test_other_data_and_unknown_stores_are_refused():
     with pytest.raises(UsageError, match="only data=tokens reads from object stores"):
         find_files("s3://bucket/text", "data.path")
@@ -118,5 +139,5 @@ def test_the_window_of_samples_that_wait_is_limited(bucket, monkeypatch):
     rows = batches("memory://bucket").rows
     rows.fetch(range(30))
     held = [len(each.ahead) for each in rows.stream.tokens.shards]
-    assert max(held) <= 5
+    assert max(held) == 5
     assert np.concatenate([rows[n].tokens for n in range(30)]).tolist() == TOKENS[:240].tolist()

@@ -128,6 +128,37 @@ def test_a_killed_run_continues_to_the_same_bytes(
         assert sorted(found) == sorted("".join(TEXTS))
 
 
+def test_a_lost_part_is_named_and_the_output_is_no_input(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(tokenizing, "_EVERY", 1)
+    monkeypatch.setattr(tokenizing, "_BATCH", 50)
+    output = Output(source / "t.bin")
+    real = tokenizing._encoded
+
+    def stopping(*args):
+        for number, each in enumerate(real(*args)):
+            if number == 3:
+                raise KilledError
+            yield each
+
+    monkeypatch.setattr(tokenizing, "_encoded", stopping)
+    with pytest.raises(KilledError):
+        tokenize_files(str(source), output, ByteTokenizer())
+    monkeypatch.setattr(tokenizing, "_encoded", real)
+    with pytest.raises(UsageError, match=r"t\.progress\.json: `fsdpctl tokenize` has not finished"):
+        open_token_files(str(source / "*.bin*")) if (source / "u.bin").write_bytes(b"a") else None
+    (source / "u.bin").unlink()
+    content = output.part.read_bytes()
+    output.part.write_bytes(content[:-1])
+    with pytest.raises(UsageError, match=r"t\.part: shorter than t\.progress\.json tells"):
+        tokenize_files(str(source), output, ByteTokenizer())
+    output.part.write_bytes(content)
+    tokenize_files(str(source), output, ByteTokenizer())
+    assert bytes(tokens_at(output.path)).decode() == "".join(TEXTS)
+    assert tokenize_files(str(source), output, ByteTokenizer(), overwrite=True).tokens == len(
+        "".join(TEXTS).encode()
+    )
+
+
 def test_other_input_or_files_in_the_way_are_refused(tmp_path, source):
     output = Output(tmp_path / "t.bin", 100)
     tokenize_files(str(source), output, ByteTokenizer())
