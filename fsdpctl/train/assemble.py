@@ -296,7 +296,7 @@ def _resume(
     try:
         reader = CheckpointReader(newest)
         is_same = reader.manifest.progress.data_fingerprint in ("", data.fingerprint)
-        # A run that starts from the state of another may have other data, which its first lines name.
+        # Of a run that starts from the state of another, the first lines name other data.
         if not is_same and _of_data(reader.manifest.config) == _of_data(config_words(config)):
             raise UsageError(
                 f"train.run_dir={newest.parent.parent}: the data differs from that of the run's "
