@@ -67,21 +67,21 @@ def test_ranks_see_the_same_samples_and_each_source_in_epochs(world_size):
     plan = plan_batches(12, world_size, micro_batch_size=2)
     batches = Batches(rows, plan, 3, 30_000)
     seen = []
-    for step in range(300):
+    for step in range(100):
         for rank in range(world_size):
             for micro in range(plan.num_micro_batches):
                 batch = batches.training(12 * step, rank, micro)
                 seen += [int(t[0]) for t, y in zip(batch.tokens, batch.targets, strict=True) if
                          (y >= 0).all()]  # fmt: skip
     assert sorted(seen) == sorted(
-        int(rows[int(n)].tokens[0]) for step in range(300) for n in rows.order(12 * step, 12, 3)
+        int(rows[int(n)].tokens[0]) for step in range(100) for n in rows.order(12 * step, 12, 3)
     )
-    counts = rows.schedule.counts(3600)
+    counts = rows.schedule.counts(1200)
     for source, size in enumerate(SIZES):
         of_source = np.bincount([each // 5 for each in seen if each % 5 == source], minlength=size)
         assert of_source.sum() == counts[source]
         assert of_source.max() - of_source.min() <= 1  # epochs are whole
-    assert rows.epochs(3600)["b"] == counts[1] / 70
+    assert rows.epochs(1200)["b"] == counts[1] / 70
 
 
 def test_a_source_ends_after_its_epochs_and_the_others_take_its_share():
