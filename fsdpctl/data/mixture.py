@@ -184,11 +184,6 @@ class MixedRows:
         return any(each.is_remote for each in self.of_part)
 
     @property
-    def num_targets(self) -> int:
-        """The number of targets."""
-        return sum(each.num_targets for each in self.of_part)
-
-    @property
     def emptiness(self) -> str:
         """The error if there are no samples."""
         return self.of_part[0].emptiness

@@ -51,22 +51,35 @@ class Shard:
         Raises:
             UsageError: If the file has changed since it was opened.
         """
-        size = self.dtype.itemsize
-        descriptor = open_regular(self.path, follows=True)
+        size, descriptor = self.dtype.itemsize, _opened(self.path, self.stamp).descriptor
         try:
             if stamp_of(os.fstat(descriptor)) != self.stamp:
-                raise UsageError(f"{self.path}: changed since the start; restart with other data")
+                raise UsageError(f"{self.path}: changed since the run started")
             content = os.pread(descriptor, (stop - start) * size, self.offset + start * size)
         except OSError as error:
             raise UsageError(f"{self.path}: {error.strerror}") from None
-        finally:
-            os.close(descriptor)
         if len(content) != (stop - start) * size:
             raise UsageError(f"{self.path}: cut at byte {self.offset + start * size}")
         return np.frombuffer(content, dtype=self.dtype)
 
     def fetch(self, start: int, stop: int) -> None:
         """Do nothing: a local file is read when it is needed."""
+
+
+class _OpenFile:
+    """A file that is closed once it is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = open_regular(path, follows=True)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+@lru_cache(maxsize=256)
+def _opened(path: Path, stamp: tuple[int, int]) -> _OpenFile:
+    return _OpenFile(path)
 
 
 def stamp_of(found: os.stat_result) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from dataclasses import replace as replace_fields
 from itertools import islice
 from pathlib import Path
 
@@ -294,6 +295,7 @@ class _Writer:
 
     def __init__(self, output: Output, tokenizer: Tokenizer, state: _State) -> None:
         self._state = state
+        self._whole = replace_fields(state)  # as it was between two batches
         self._output, self._tokenizer = output, tokenizer
         self._dtype = dtype_of(tokenizer)
         self._digest = xxhash.xxh3_64()
@@ -332,20 +334,30 @@ class _Writer:
         state.pieces += len(batch)
         state.more = 0
         state.num_bytes += sum(each.size for each in batch)
+        self._whole = replace_fields(state)
         self._unsaved += len(values)
         if self._unsaved >= _EVERY:
             self._flush()
             self._save()
 
     def close(self) -> None:
-        """Leave the files to a later run."""
-        self._file.close()
+        """Leave the files to a later run, which continues after the last whole batch."""
+        if not self._file.closed:
+            self._keep()
+            self._file.close()
+
+    def _keep(self) -> None:
+        # An interrupt may have come between two changes of the state.
+        if self._whole.pieces and self._whole.files == self._state.files:
+            self._state = self._whole
+            self._flush()
+            self._save()
 
     def finish(self) -> None:
         """Complete the last file, and remove the state."""
         if self._state.tokens:
             self._complete()
-        self.close()
+        self._file.close()
         self._output.part.unlink(missing_ok=True)
         self._output.state.unlink(missing_ok=True)
 

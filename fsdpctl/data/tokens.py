@@ -75,11 +75,6 @@ class StreamRows:
         return self.stream.origin
 
     @property
-    def num_targets(self) -> int:
-        """The number of targets: one per token, unless documents are isolated, then fewer."""
-        return len(self) * self.seq_len
-
-    @property
     def emptiness(self) -> str:
         """The error if the data is too short for a sample."""
         return (

@@ -54,7 +54,7 @@ class _Activity:
         if self.unit == BYTES and self.total:
             size, unit = next((u for u in _UNITS if self.total >= u[0]), (1, BYTES))
             how_far = f": {self.done / size:.1f} of {self.total / size:.1f} {unit}"
-            if self.done and seconds:
+            if 0 < self.done < self.total and seconds:
                 more = int(seconds * (self.total - self.done) / self.done)
                 left = f", {more // 60}:{more % 60:02d} left"
         elif self.done or self.total:

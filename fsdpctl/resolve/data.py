@@ -12,7 +12,7 @@ from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words
-from fsdpctl.config.sources import absolute_paths
+from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import PackedRows
@@ -112,8 +112,10 @@ def with_data(config: Config, data: DataSet) -> Config:
 def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
     """Return notes about the data, a line each."""
     path, rows = str(config.data.path), data.train.rows(config.train.seq_len)
-    if config.data.name == "text" and path.endswith((".jsonl", ".json")):
-        return (f"data.path={path}: read as plain text; to read chats, set data=chat",)
+    sources = sources_in(path) if config.data.name == "text" else []
+    rows_as_text = [each.path for each in sources if each.path.endswith((".jsonl", ".json"))]
+    if rows_as_text:
+        return (f"data.path={rows_as_text[0]}: read as plain text; to read chats, set data=chat",)
     if not isinstance(rows, PackedRows):
         return data.notes
     text = f"{len(rows):,} packed sequences of {rows.seq_len:,} tokens, {rows.padding:.1%} padding"

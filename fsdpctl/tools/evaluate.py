@@ -88,5 +88,4 @@ def evaluate_run(opened: Opened) -> Evaluation:
     assert found is not None
     loss, size = found.mean, stream.num_bytes
     bits = loss / math.log(2) * stream.num_tokens / size if size else None
-    perplexity, count = math.exp(min(loss, 700.0)), batches.rows.num_targets
-    return Evaluation(loss, perplexity, bits, count, found.by_source)
+    return Evaluation(loss, math.exp(min(loss, 700.0)), bits, found.tokens, found.by_source)

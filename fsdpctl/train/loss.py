@@ -44,6 +44,7 @@ class ValidationLoss(NamedTuple):
     """A mean loss in nats per token, of all data and of each source of a mixture."""
 
     mean: float
+    tokens: int  # predicted ones
     by_source: dict[str, float]
 
     def to_line(self) -> dict[str, float | None]:
@@ -83,9 +84,9 @@ def validation_loss(
             if not goes_on(done):
                 return None
         sums[name] = collectives.all_reduce(total).tolist()
-    mean = sum(each for each, _ in sums.values()) / sum(count for _, count in sums.values())
+    tokens = sum(count for _, count in sums.values())
     by_source = {name: each / count for name, (each, count) in sums.items() if name}
-    return ValidationLoss(mean, by_source)
+    return ValidationLoss(sum(each for each, _ in sums.values()) / tokens, int(tokens), by_source)
 
 
 def _pass_loss(

@@ -146,5 +146,5 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path):
     rows = opened(path).rows(10)
     assert len(rows[5].tokens) == 10
     os.truncate(path, 1100)
-    with pytest.raises(UsageError, match=r"a\.bin: changed since the start"):
+    with pytest.raises(UsageError, match=r"a\.bin: changed since the run started"):
         rows[5]
