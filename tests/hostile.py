@@ -19,9 +19,9 @@ from fsdpctl.comm.base import Collectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.sealed import MANIFEST, seal
 from fsdpctl.config.serialize import config_words
-from fsdpctl.data.token_files import write_token_file
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.train.assemble import make_model
+from tests.data.token_file import write_token_file
 
 TINY_MODEL = [
     "model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48",

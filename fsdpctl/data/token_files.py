@@ -11,30 +11,13 @@ import xxhash
 from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.data.shards import ShardTokens
 from fsdpctl.data.token_formats import DTYPES, OURS, TokenFile
-from fsdpctl.data.tokenizer import Tokenizer, Tokens
+from fsdpctl.data.tokenizer import Tokenizer
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.files import replace, replacing
+from fsdpctl.io.files import replace
 
 _CHUNK = 1 << 22  # tokens
-
-
-def write_token_file(
-    path: Path, tokens: Tokens, tokenizer: Tokenizer, *, num_bytes: int | None
-) -> None:
-    """Write NAME.bin and NAME.json. The header is last, so that a truncated file has none.
-
-    Args:
-        path: The path of NAME.bin.
-        tokens: The tokens of a text.
-        tokenizer: The tokenizer that made them.
-        num_bytes: The size of the text, if known.
-    """
-    data = np.ascontiguousarray(tokens, dtype=dtype_of(tokenizer))
-    with replacing(path, durable=True) as file:
-        file.write(data.data)
-    write_header(path, tokenizer, data.size, xxhash.xxh3_64_hexdigest(data.data), num_bytes)
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:

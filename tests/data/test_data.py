@@ -18,12 +18,13 @@ from fsdpctl.data.files import Text, hold_out, read_text, standard_library
 from fsdpctl.data.open import open_data
 from fsdpctl.data.order import permute, samples_at
 from fsdpctl.data.packing import IGNORED
-from fsdpctl.data.token_files import stream_of, write_token_file
+from fsdpctl.data.token_files import stream_of
 from fsdpctl.data.token_formats import open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
+from tests.data.token_file import write_token_file
 
 
 def stream(data: DataSet) -> TokenStream:

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.files import Text
 from fsdpctl.data.open import open_data
-from fsdpctl.data.token_files import write_token_file
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
 from tests.data.layouts import POSTS, TEXTS, Layout, layouts, write_layout
+from tests.data.token_file import write_token_file
 
 
 def _difference(folder: Path, layout: Layout) -> str:

@@ -1,0 +1,27 @@
+"""Writes a token file whole."""
+
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from fsdpctl.data.token_files import dtype_of, write_header
+from fsdpctl.data.tokenizer import Tokenizer, Tokens
+from fsdpctl.io.files import replacing
+
+
+def write_token_file(
+    path: Path, tokens: Tokens, tokenizer: Tokenizer, *, num_bytes: int | None
+) -> None:
+    """Write NAME.bin and NAME.json. The header is last, so that a truncated file has none.
+
+    Args:
+        path: The path of NAME.bin.
+        tokens: The tokens of a text.
+        tokenizer: The tokenizer that made them.
+        num_bytes: The size of the text, if known.
+    """
+    data = np.ascontiguousarray(tokens, dtype=dtype_of(tokenizer))
+    with replacing(path, durable=True) as file:
+        file.write(data.data)
+    write_header(path, tokenizer, data.size, xxhash.xxh3_64_hexdigest(data.data), num_bytes)
