@@ -33,7 +33,7 @@ from fsdpctl.io.files import open_own, open_regular, refusing, replace
 from fsdpctl.io.untrusted import MIB, read_json
 
 _BATCH = 4 * MIB  # bytes of text that are tokenized together
-_PIECE = 64 * MIB  # bytes of a text file that are a document of their own pieces
+_PIECE = 16 * MIB  # bytes of a text file that are read at a time
 _WINDOW = 1 << 16  # documents that are shuffled together
 _WINDOW_BYTES = 256 * MIB  # after which a window ends, too
 _EVERY = 1 << 26  # tokens after which the state is written
@@ -214,7 +214,7 @@ def _texts(file: Path, skipped: list[str], *, is_only: bool) -> Iterator[TextPie
         while True:
             part = rest + content.read(_PIECE)
             ends = len(part) < _PIECE
-            at = len(part) if ends else part.rfind(b"\n") + 1 or _character_end(part)
+            at = len(part) if ends else _line_end(part) or _character_end(part)
             part, rest = part[:at], part[at:]
             if problem := problem_in(part):
                 if is_only or not begins:
@@ -226,6 +226,15 @@ def _texts(file: Path, skipped: list[str], *, is_only: bool) -> Iterator[TextPie
             if ends:
                 return
             begins = False
+
+
+def _line_end(part: bytes) -> int:
+    """Return the end of the last line that text follows, not blanks, which tokenizers may join."""
+    at = len(part) - 1
+    while (at := part.rfind(b"\n", 0, at)) >= 0:
+        if not part[at + 1 : at + 2].isspace():
+            return at + 1
+    return 0
 
 
 def _character_end(part: bytes) -> int:
