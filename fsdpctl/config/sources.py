@@ -29,8 +29,10 @@ class DataSource:
 
     @property
     def name(self) -> str:
-        """Its name in metrics."""
-        return self.given_name or os.path.basename(self.path.rstrip("/")).partition(".")[0]
+        """Its name in metrics: of a file without suffixes, of a glob without its stars."""
+        words = [re.split(r"[*?\[]", each)[0] for each in self.path.split("/")]
+        found = [word.partition(".")[0].rstrip("-_") for word in words]
+        return self.given_name or next((each for each in found[::-1] if each), self.path)
 
     def text(self, path: str) -> str:
         """Return the source as it is given, at another path."""

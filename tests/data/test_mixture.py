@@ -139,6 +139,16 @@ def test_sources_are_named_in_the_path_and_in_files(tmp_path):
         open_data(DataConfig(name="text", path=f"{web},{code}", val_path=f"{tmp_path}/v.txt"))
 
 
+def test_sources_are_called_after_their_files():
+    names = {
+        "a/web.tar.gz": "web", "a/web/": "web", "web/*.bin": "web", "b-*.bin": "b",
+        "s3://bucket/x/train_*.bin": "train", "*": "*", "/data/.hidden/*": "data",
+        "mine=x.bin": "mine",
+    }  # fmt: skip
+    for path, name in names.items():
+        assert sources_in(path)[0].name == name
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [
