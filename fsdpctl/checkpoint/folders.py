@@ -1,21 +1,25 @@
 """The checkpoints of a run: their names, the newest one, and which ones to keep."""
 
 import os
+import re
 import shutil
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from fsdpctl.checkpoint.publish import new_directory
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.tensor_file import sync
 from fsdpctl.config.model_path import CHECKPOINTS, is_hugging_face
 from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import LATEST as LATEST
 from fsdpctl.io.run_files import RUN_CONFIG, STEP, check_own, check_steps
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # of a path, which has no empty names
 _MOST_PASSED_OVER = 3  # in full
 
 
@@ -88,6 +92,11 @@ def find_checkpoint(source: Path) -> Path:
     if not source.is_dir():
         if source.exists():
             raise UsageError(f"{source}: expected a directory, got a file")
+        if _URL.match(str(source)):
+            raise UsageError(
+                f"{source}: not read from object stores; to download it, pass it to "
+                "`fsdpctl consolidate-checkpoint` or to train --resume"
+            )
         raise UsageError(f"{source}: directory not found{nearest_path(str(source))}")
     if ((latest := source / "latest") / RUN_CONFIG).is_file():
         raise UsageError(f"{source}: holds runs; expected one of them, such as {latest}")
@@ -138,19 +147,28 @@ def point_to(link: Path, target: Path) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def copy_checkpoint(source: Path, folder: Path) -> None:
-    """Verify every byte of a checkpoint and copy it; the copy appears complete or not at all.
+@contextmanager
+def naming(folder: Path, source: str) -> Iterator[None]:
+    """Name `source` in errors about its copy in `folder`."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(folder), source)) from None
+
+
+def copy_checkpoint(source: CheckpointReader, folder: Path) -> None:
+    """Copy a checkpoint and verify every byte; the copy appears complete or not at all.
 
     Raises:
         CheckpointError: If it is corrupted.
         OSError: If it cannot be copied.
     """
-    for _ in CheckpointReader(source).verify():
-        pass
-    with new_directory(folder) as scratch:
-        for file in source.iterdir():
-            shutil.copyfile(file, scratch / file.name)
-            sync(scratch / file.name)
+    with new_directory(folder) as scratch, naming(scratch, str(source)):
+        source.copy_files(scratch)
+        copy = CheckpointReader(scratch)
+        with doing(f"verifying {source}", BYTES, copy.num_bytes) as advance:
+            for count in copy.verify():
+                advance(count)
 
 
 def remove_unfinished(checkpoints: Path) -> None:
@@ -159,17 +177,28 @@ def remove_unfinished(checkpoints: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_old(checkpoints: Path, keep: CheckpointConfig, spared: Path | None = None) -> None:
-    """Delete the checkpoints that `keep` does not keep, except `spared`.
+def doomed(complete: Sequence[Path], keep: CheckpointConfig, spared: Collection[str]) -> list[Path]:
+    """Return the checkpoints that `keep` does not keep, except those named in `spared`.
+
+    `complete` are all of a run, oldest first.
+    """
+    old = complete[: -keep.keep_last] if keep.keep_last else ()
+    every = keep.keep_every
+    return [
+        each
+        for each in old
+        if each.name not in spared and not (every and step_of(each) % every == 0)
+    ]
+
+
+def remove_old(checkpoints: Path, keep: CheckpointConfig, spared: Collection[str] = ()) -> None:
+    """Delete the checkpoints that `keep` does not keep, except those named in `spared`.
 
     Raises:
         OSError: If one cannot be deleted.
     """
-    for folder in complete_checkpoints(checkpoints)[: -keep.keep_last or None]:
-        is_spared = spared is not None and spared.name == folder.name
-        is_kept = keep.keep_every > 0 and step_of(folder) % keep.keep_every == 0
-        if keep.keep_last and not (is_spared or is_kept):
-            # If the deletion is interrupted, `remove_unfinished` deletes the rest.
-            doomed = folder.with_name(f"{folder.name}.tmp-removed")
-            folder.rename(doomed)
-            shutil.rmtree(doomed)
+    for folder in doomed(complete_checkpoints(checkpoints), keep, spared):
+        # If the deletion is interrupted, `remove_unfinished` deletes the rest.
+        leaving = folder.with_name(f"{folder.name}.tmp-removed")
+        folder.rename(leaving)
+        shutil.rmtree(leaving)

@@ -1,6 +1,7 @@
 """Reading of checkpoints by ranges of full tensors; every byte that is used is verified."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
     TensorFile,
     open_tensor_file,
+    sync,
 )
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.data.tokenizer_files import TEMPLATES
@@ -155,6 +157,16 @@ class CheckpointReader:
             for _, data in self._read_stored(key, Span(0, info.numel)):
                 yield len(data)
 
+    def copy_files(self, folder: Path) -> None:
+        """Copy the files of the checkpoint to an existing directory.
+
+        Raises:
+            OSError: If one cannot be copied.
+        """
+        for file in self.folder.iterdir():
+            shutil.copyfile(file, folder / file.name)
+            sync(folder / file.name)
+
     def _check_names(self) -> None:
         expected = {*self.manifest.files, *self.manifest.attachments, MANIFEST}
         more = self.folder / TEMPLATES
@@ -175,7 +187,7 @@ class CheckpointReader:
 
     def _open(self, name: str) -> None:
         info, path = self.manifest.files[name], self.folder / name
-        file = open_tensor_file(path)
+        file = self._file(path)
         if file.size != info.size or file.header_checksum != info.xxh3:
             raise CheckpointError(f"{path}: corrupted: does not match {MANIFEST}")
         spans = file.metadata.pop(SPANS, "{}")  # a long text that is not needed again
@@ -185,6 +197,9 @@ class CheckpointReader:
         for key, each in stored.items():
             self._add(key, StoredPart(each, file, file.entries[key]))
 
+    def _file(self, path: Path) -> TensorFile:
+        return open_tensor_file(path)
+
     def _add(self, key: str, part: StoredPart) -> None:
         info, entry = self._stored_info(key), part.entry
         chunks = -(-entry.nbytes // CHUNK_BYTES)
@@ -193,7 +208,7 @@ class CheckpointReader:
             or entry.shape != (part.stored.span.numel,)
             or part.stored.num_chunks != chunks
         ):
-            raise CheckpointError(f"{part.file.path}: corrupted: {key} does not match {MANIFEST}")
+            raise CheckpointError(f"{part.file}: corrupted: {key} does not match {MANIFEST}")
         self._parts[key].append(part)
 
     def _check_cover(self, key: str, info: TensorInfo) -> None:
@@ -218,9 +233,7 @@ def _read_part(key: str, part: StoredPart, wanted: Span) -> Iterator[tuple[Span,
     chunks = part.file.chunks(part.entry, first * CHUNK_BYTES, stop * size)
     for number, data in enumerate(chunks, start=first):
         if not part.stored.is_chunk(number, data):
-            raise CheckpointError(
-                f"{part.file.path}: corrupted: the checksum of {key} does not match"
-            )
+            raise CheckpointError(f"{part.file}: corrupted: the checksum of {key} does not match")
         held = Span(number * per_chunk, number * per_chunk + len(data) // size)
         both = held.intersect(inner)
         assert both is not None

@@ -25,6 +25,7 @@ ITEMSIZES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+HEADER_PREFIX = 8  # bytes, which have the length of the rest
 CHUNK_BYTES = 1 << 20  # read and verified at a time; a multiple of every item's size
 _BEGIN_BYTES = 32 << 20
 # Larger writes use larger pages, which a virtual machine may have to request from its host.
@@ -162,6 +163,9 @@ class TensorFile:
     data_start: int
     size: int
 
+    def __str__(self) -> str:
+        return str(self.path)
+
     def chunks(self, entry: TensorEntry, start: int, stop: int) -> Iterator[memoryview]:
         """Yield the bytes `[start, stop)` of a tensor, CHUNK_BYTES at a time.
 
@@ -188,6 +192,12 @@ class TensorFile:
             buffer = buffer[count:]
 
 
+def header_bytes(prefix: bytes) -> int:
+    """Return the size of a header that begins with `prefix`; more than is allowed if incomplete."""
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == HEADER_PREFIX else _MOST_HEADER + 1
+    return HEADER_PREFIX + int(length)
+
+
 def open_tensor_file(path: Path) -> TensorFile:
     """Read the header of a file and check the file's length.
 
@@ -197,10 +207,10 @@ def open_tensor_file(path: Path) -> TensorFile:
     descriptor = open_regular(path, CheckpointError)
     with refusing(path, CheckpointError), open(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MOST_HEADER + 1
+        prefix = file.read(HEADER_PREFIX)
+        length = header_bytes(prefix) - HEADER_PREFIX
         text = file.read(length) if length <= min(_MOST_HEADER, size) else b""
-    if len(prefix) < 8 or len(text) != length:
+    if len(prefix) < HEADER_PREFIX or len(text) != length:
         raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
     check_by_reference(path)
     header = parse_json(text, dict[str, dict[str, Any]], f"{path}: corrupted", CheckpointError)
@@ -213,4 +223,4 @@ def open_tensor_file(path: Path) -> TensorFile:
             name, each["dtype"], tuple(each["shape"]), each["data_offsets"][0]
         )
     checksum = xxhash.xxh3_128_hexdigest(prefix + text)
-    return TensorFile(path, entries, metadata, checksum, 8 + length, size)
+    return TensorFile(path, entries, metadata, checksum, HEADER_PREFIX + length, size)

@@ -18,20 +18,23 @@ _FORMATS = ("hf", "gguf", "peft")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 Source = Annotated[
-    Path,
+    str,
     typer.Argument(
         metavar="SRC",
-        help="A run directory (its newest checkpoint), a checkpoints directory, or a checkpoint.",
+        help="A run directory (its newest checkpoint), a checkpoints directory, or a checkpoint; "
+        "also in an object store.",
     ),
 ]
 
 
-def found_checkpoint(source: Path) -> Path:
-    """Return the checkpoint in SRC, and print which incomplete ones were skipped."""
-    from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
+def opened_checkpoint(source: str) -> "CheckpointReader":
+    """Open the checkpoint in SRC, and print which incomplete ones were skipped."""
+    from fsdpctl.checkpoint.folders import passed_over_in
+    from fsdpctl.checkpoint.remote_run import open_checkpoint
+    from fsdpctl.config.sources import is_remote
 
-    found = find_checkpoint(source)
-    for line in passed_over_in(source):
+    found = open_checkpoint(source)
+    for line in () if is_remote(source) else passed_over_in(Path(source)):
         note(line)
     return found
 
@@ -96,7 +99,7 @@ def consolidate_checkpoint(
     limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
     if format == "hf":
         check_destination(destination.resolve(), overwrite=overwrite)
-    reader = _reader(source)
+    reader = opened_checkpoint(source)
     with doing("verifying the base model"):
         checked_weights(reader, Collectives())
     about: dict[str, Any] = {"overwrite": overwrite, "merges": merge}
@@ -111,16 +114,10 @@ def consolidate_checkpoint(
         say(line)
 
 
-def _reader(source: Path) -> "CheckpointReader":
-    from fsdpctl.checkpoint.reader import CheckpointReader
-
-    return CheckpointReader(found_checkpoint(source))
-
-
-def _write_peft(source: Path, destination: Path, *, overwrite: bool) -> None:
+def _write_peft(source: str, destination: Path, *, overwrite: bool) -> None:
     from fsdpctl.checkpoint.peft import write_peft
 
-    reader = _reader(source)
+    reader = opened_checkpoint(source)
     count = write_peft(reader, destination, overwrite=overwrite)
     say(f"{destination}: adapters, {count:,} bytes, of step {reader.manifest.progress.step}")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdpctl.cli.checkpoint import Source, found_checkpoint
+from fsdpctl.cli.checkpoint import Source, opened_checkpoint
 from fsdpctl.cli.console import add_row, emit, new_table, say, show_table
 from fsdpctl.io.activity import BYTES, doing
 
@@ -23,9 +23,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
     """Show a checkpoint's run, files and tensors."""
-    from fsdpctl.checkpoint.reader import CheckpointReader
-
-    reader = CheckpointReader(found_checkpoint(source))
+    reader = opened_checkpoint(source)
     if as_json:
         emit(json.dumps(_described(reader), indent=2, ensure_ascii=False))
         return
@@ -49,7 +47,7 @@ def _described(reader: "CheckpointReader") -> dict[str, Any]:
              "stop": part.stored.span.stop}
             for part in reader.parts(key)
         ]  # fmt: skip
-    return {"path": str(reader.folder), "bytes": reader.num_bytes, **content}
+    return {"path": str(reader), "bytes": reader.num_bytes, **content}
 
 
 def _show(columns: tuple[str, ...], rows: list[list[str]]) -> None:
@@ -97,7 +95,7 @@ def _summary(reader: "CheckpointReader") -> Iterator[str]:
     dtypes = ", ".join(sorted({info.dtype for info in weights}))
     dtypes += " with 8 more bits each" if _REMAINDER in kinds else ""
     model = manifest.config.get("model", "a custom model")
-    yield f"{reader.folder}: {model}, step {progress.step}, {progress.samples:,} samples"
+    yield f"{reader}: {model}, step {progress.step}, {progress.samples:,} samples"
     numel = sum(info.numel for info in weights)
     yield f"{numel:,} parameters in {len(weights)} tensors of {dtypes}"
     states = [kind for kind in kinds if kind not in (_PARAMETER, "buffer", _REMAINDER)]
@@ -115,13 +113,12 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
 
     The exit code is 4 if one does not match.
     """
-    from fsdpctl.checkpoint.reader import CheckpointReader
     from fsdpctl.config.sealed import CHECKSUMS
 
-    if (source / CHECKSUMS).exists():
-        _verify_export(source, as_json=as_json)
+    if (Path(source) / CHECKSUMS).exists():
+        _verify_export(Path(source), as_json=as_json)
         return
-    reader = CheckpointReader(found_checkpoint(source))
+    reader = opened_checkpoint(source)
     with doing("verifying", BYTES, reader.num_bytes) as advance:
         for count in reader.verify():
             advance(count)
@@ -133,10 +130,10 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
         checked_weights(reader, Collectives())
     tensors = len(reader.manifest.tensors)
     if as_json:
-        about = {"path": str(reader.folder), "tensors": tensors, "bytes": reader.num_bytes}
+        about = {"path": str(reader), "tensors": tensors, "bytes": reader.num_bytes}
         emit(json.dumps(about | {"verified": True}, indent=2))
     else:
-        say(f"{reader.folder}: {tensors} tensors, {reader.num_bytes:,} bytes verified")
+        say(f"{reader}: {tensors} tensors, {reader.num_bytes:,} bytes verified")
         if base is not None:
             say(f"{base.path}: base model verified")
 

@@ -115,6 +115,11 @@ class CheckpointConfig:
     keep_last: int = key(2, "number of newest checkpoints to keep; 0: all", minimum=0)
     keep_every: int = key(0, "also keep checkpoints of every N-th step; 0: none", minimum=0)
     mode: str = key("async", "async: write in the background", choices=("async", "sync"))
+    remote: str | None = key(
+        None,
+        "directory in an object store to upload each checkpoint to, such as s3://BUCKET/runs",
+        optional=True,
+    )
     after_save: str | None = key(
         None,
         "command to run on each checkpoint, its last argument; only accepted on the command line",

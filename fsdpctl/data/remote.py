@@ -8,9 +8,7 @@ next to it) is kept in the user's cache, in files of the same names and sizes.
 
 import os
 import re
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -24,15 +22,13 @@ from fsdpctl.data.cache import cache_folder
 from fsdpctl.data.shards import Shard, Values
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import doing
-from fsdpctl.io.files import Refusal, replace, replacing
+from fsdpctl.io.files import replace, replacing
+from fsdpctl.io.stores import POOL, asked, open_store
 
 _START = 4096  # bytes of a file that tell its format
-_THREADS = 64  # requests at the same time
 _MOST_AHEAD = 1 << 14  # samples that are kept until they are used
-_TRIES, _PAUSE = 7, 0.25  # attempts of a request; seconds after the first, then doubled
 _COMPLETE = "complete"
 _VERSIONS = ("ETag", "etag", "LastModified", "mtime", "updated", "created")  # of drivers
-_pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +57,15 @@ class RemoteShard(Shard):
         """Begin to fetch tokens."""
         with self.lock:
             if (start, stop) not in self.ahead and len(self.ahead) < _MOST_AHEAD:
-                self.ahead[start, stop] = _pool.submit(self._get, start, stop)
+                self.ahead[start, stop] = POOL.submit(self._get, start, stop)
 
     def _get(self, start: int, stop: int) -> bytes:
         size = self.dtype.itemsize
         first, last = self.offset + start * size, self.offset + stop * size
-        found: bytes = _asked(
-            self.url, lambda: self.store.cat_file(self.url, start=first, end=last)
-        )
+        found: bytes = asked(self.url, lambda: self.store.cat_file(self.url, start=first, end=last))
         if len(found) != last - first:
             raise FsdpctlError(f"{self.url}: cut at byte {first + len(found)}, or replaced")
         return found
-
-
-def _asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> Any:
-    """Return the answer of a store, after several attempts if need be."""
-    for number in range(_TRIES):
-        try:
-            return ask()
-        except Exception as error:  # drivers raise those of their libraries
-            if isinstance(error, FileNotFoundError | PermissionError) or number == _TRIES - 1:
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                raise refusal(f"{url}: cannot be read: {reason:.200}") from None
-        time.sleep(_PAUSE * 2**number)
-    raise AssertionError
 
 
 def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any]]]:
@@ -111,7 +92,7 @@ def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any
         file = folder / os.path.relpath(url, root)
         file.parent.mkdir(parents=True, exist_ok=True)
         end = None if url in beside else _START
-        content = _asked(url, lambda: store.cat_file(url, start=0, end=end))
+        content = asked(url, lambda: store.cat_file(url, start=0, end=end))
         with replacing(file) as out:
             out.write(content)
             out.truncate(files[url][0])
@@ -119,7 +100,7 @@ def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any
     if not (folder / _COMPLETE).exists():
         wanted = [*bins, *sorted(beside)]
         with doing(f"looking at {path}", "files", len(wanted)) as advance:
-            for _ in _pool.map(fetch, wanted):
+            for _ in POOL.map(fetch, wanted):
                 advance(1)
         replace(folder / _COMPLETE, "")
     return folder, {str(folder / os.path.relpath(url, root)): (url, store) for url in bins}
@@ -134,21 +115,16 @@ def _belongs(url: str, bins: set[str]) -> bool:
 
 def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, str]]]:
     """Return the store, and the size of each file at a URL, with what tells its version."""
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
-
-    try:
-        store, root = url_to_fs(path)
-    except (ImportError, ValueError) as error:
-        raise UsageError(f"{key}={path}: {error}") from None
+    store, root = open_store(path, f"{key}={path}")
     is_glob = re.search(r"[*?\[]", root) is not None
     with doing(f"listing {path}"):
-        if is_glob or _asked(path, lambda: store.isfile(root), UsageError):
+        if is_glob or asked(path, lambda: store.isfile(root), UsageError):
             folder = os.path.dirname(re.split(r"[*?\[]", root)[0])
-            matches = set(_asked(path, lambda: store.glob(root), UsageError)) if is_glob else {root}
+            matches = set(asked(path, lambda: store.glob(root), UsageError)) if is_glob else {root}
         else:
             folder, matches = root, set[str]()
         depth = 1 if matches and not is_glob else None
-        found = _asked(path, lambda: store.find(folder, maxdepth=depth, detail=True), UsageError)
+        found = asked(path, lambda: store.find(folder, maxdepth=depth, detail=True), UsageError)
     files = {}
     for url, about in found.items():
         if about["type"] == "file" and (not matches or url in matches or _belongs(url, matches)):

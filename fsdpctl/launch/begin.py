@@ -5,16 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from fsdpctl.checkpoint.folders import newest_checkpoint
+from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.config.auto import Selection, left_open
 from fsdpctl.config.compose import Composed
-from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.saved import write_estimate
 from fsdpctl.estimate.search import choose
-from fsdpctl.io.activity import Talk
+from fsdpctl.io.activity import Talk, doing
 from fsdpctl.launch.check_fit import check_fits
 from fsdpctl.launch.run_lines import describe_run
 from fsdpctl.resolve.launchers import Place
@@ -80,6 +82,8 @@ def begin(
         for line in (*decision.lines, *described):
             talk.say(line)
         check_fits(estimate, estimator, talk.say)
+        if (remote := remote_of(plan.config)) is not None:
+            remote.check_writable()
         assets = collect_assets(plan.config, opened.data)
         prepare_run_dir(seen, plan.config, settings, assets)
         write_estimate(seen.run_dir, plan, opened.module, estimate, estimator)
@@ -89,7 +93,18 @@ def begin(
 def _is_finished(seen: Look, talk: Talk) -> bool:
     if seen.standing is not Standing.FINISHED:
         return False
-    talk.say(f"{seen.run_dir}: finished at step {seen.step}; nothing to do")
+    newest, remote = newest_checkpoint(seen.run_dir / CHECKPOINTS), remote_of(seen.config)
+    if remote is not None and newest is not None and seen.source is None:
+        with doing(f"uploading {newest}", "%", 100) as advance:  # if it was interrupted
+            done = 0
+
+            def show(share: float) -> None:
+                nonlocal done
+                advance(int(100 * share) - done)
+                done = int(100 * share)
+
+            remote.upload(newest, show)
+    talk.say(f"{seen.source or seen.run_dir}: finished at step {seen.step}; nothing to do")
     talk.say("set a larger train.steps to continue, or pass --resume never to start a new run")
     return True
 

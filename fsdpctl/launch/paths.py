@@ -25,7 +25,8 @@ def check_paths(config: Config, recipe: str | None, resume: str) -> None:
     check_nodes(config.launch)
     if config.launch.name != "local" or config.launch.node_rank:
         return
-    if resume not in ("auto", "never") and not Path(resume).expanduser().exists():
+    is_path = resume not in ("auto", "never") and not is_remote(resume)
+    if is_path and not Path(resume).expanduser().exists():
         hint = nearest_path(resume) or "; expected auto, never, or a run or checkpoint"
         raise UsageError(f"--resume {resume}: not found{hint}")
     if config.train.run_dir is not None:

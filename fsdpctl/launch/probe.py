@@ -118,7 +118,7 @@ def short_run(config: Config, settings: str, assets: Mapping[str, bytes], what: 
     """
     run_dir = Path(str(config.train.run_dir))
     lock = lock_run_dir(run_dir, lambda: None)
-    prepare_run_dir(look(config, "auto"), config, [settings], assets)
+    prepare_run_dir(look(config, "auto", only_here=True), config, [settings], assets)
     outcome = launch_workers(MODULE, [str(run_dir), MEASURE], config.launch, logs=run_dir / LOGS)
     lock.release()
     if outcome.stop_signal == signal.SIGINT:

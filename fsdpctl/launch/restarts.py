@@ -87,7 +87,7 @@ def _next_round(
     config = settled_on(begun, members, say, is_stuck=is_stuck)
     if config is None:
         return None
-    seen = look(config, "auto")
+    seen = look(config, "auto", only_here=True)
     prepare_restart(seen, number + 1)
     changed = changes(replace(seen, before=config_words(begun.config)), config)
     begun.config, begun.step = config, seen.step

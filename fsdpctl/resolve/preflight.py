@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from fsdpctl.config.schema import Config
+from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.muon import MUON, is_muons
 from fsdpctl.plan.strategy import FSDPCTL, check_rests
@@ -29,6 +30,12 @@ def check_preflight(config: Config) -> None:
             raise UsageError(f"log.{name}=true: {name} is not installed; pip install {name}")
     if config.checkpoint.after_save is not None:
         command_words(config.checkpoint.after_save)
+    remote = config.checkpoint.remote
+    if remote is not None and not is_remote(remote):
+        raise UsageError(
+            f"checkpoint.remote={remote}: expected a directory in an object store, such as "
+            "s3://BUCKET/runs"
+        )
 
 
 def _is_installed(package: str) -> bool:

@@ -12,21 +12,28 @@ from fsdpctl.checkpoint.folders import (
     LATEST,
     complete_checkpoints,
     copy_checkpoint,
-    find_checkpoint,
     newest_checkpoint,
     passed_over,
     point_to,
     remove_unfinished,
     step_folder,
+    step_of,
     way_on,
 )
+from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint, remote_of
 from fsdpctl.config.auto import Selection, left_open, with_extras
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
+from fsdpctl.config.serialize import (
+    config_from_words,
+    config_of_checkpoint,
+    config_to_yaml,
+    config_words,
+)
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT, LOCK, OVERRIDES, RUNS, check_is_no_file, check_own
@@ -65,7 +72,7 @@ class Look:
     step: int  # of the checkpoint to start from
     before: Mapping[str, str] = field(default_factory=dict)  # settings of the last start by hand
     kept: Config | None = None  # the configuration of that start, if it was in this directory
-    source: Path | None = None  # a checkpoint of another run to start from
+    source: CheckpointReader | None = None  # in another place, to start from
     notes: tuple[str, ...] = ()  # warnings, a line each
 
     @property
@@ -95,24 +102,27 @@ def _config_as_started(run_dir: Path) -> Config:
     return read_config(first if (first / RUN_CONFIG).is_file() else run_dir)
 
 
-def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
+def look(
+    config: Config, resume: str, fresh: Path | None = None, *, only_here: bool = False
+) -> Look:
     """Find out what `--resume RESUME` means for `config` and its run directory. Writes nothing.
 
     `config` may have `auto` left; `fresh` is the new directory, if an earlier look has named it.
+    With `only_here`, checkpoints in the run's object store do not count.
 
     Raises:
         UsageError: If the directory is not of this run, or the checkpoint is of another model.
         CheckpointError: If the checkpoint is corrupted.
     """
     if resume == "auto":
-        return _look_for_resume(config)
+        return _look_for_resume(config, None if only_here else remote_of(config))
     config = with_run_kernel(config)
-    fresh = fresh or _fresh_run_dir(Path(str(config.train.run_dir)))
+    fresh = fresh or _fresh_run_dir(Path(str(config.train.run_dir)), remote_of(config))
     config = replace(config, train=replace(config.train, run_dir=str(fresh)))
     if resume == "never":
         return Look(config, Standing.NEW, 0)
-    source = find_checkpoint(Path(resume).expanduser())
-    manifest = CheckpointReader(source).manifest
+    source = open_checkpoint(resume)
+    manifest = source.manifest
     before, now = manifest.config, config_words(config)
     of_model = [
         f"{name} {before[name]} -> {now.get(name, _NOT_SET)}"
@@ -140,13 +150,17 @@ def changes(seen: Look, config: Config) -> list[str]:
     ]
 
 
-def _fresh_run_dir(run_dir: Path) -> Path:
-    """Return the first of NAME, NAME-2, NAME-3 … that does not exist."""
+def _fresh_run_dir(run_dir: Path, remote: RemoteCheckpoints | None) -> Path:
+    """Return the first of NAME, NAME-2, NAME-3 … that exists neither here nor in the store."""
     names = (run_dir.with_name(f"{run_dir.name}-{number}") for number in itertools.count(2))
-    return next(each for each in itertools.chain([run_dir], names) if not each.exists())
+    return next(
+        each
+        for each in itertools.chain([run_dir], names)
+        if not each.exists() and (remote is None or not remote.named(each.name).complete())
+    )
 
 
-def _look_for_resume(config: Config) -> Look:
+def _look_for_resume(config: Config, remote: RemoteCheckpoints | None) -> Look:
     run_dir = Path(str(config.train.run_dir))
     check_is_no_file(run_dir)
     nearest_folder = next(each for each in (run_dir, *run_dir.parents) if each.exists())
@@ -154,36 +168,49 @@ def _look_for_resume(config: Config) -> Look:
         raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is a file")
     if not os.access(nearest_folder, os.W_OK):
         raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is not writable")
-    if not (run_dir / RUN_CONFIG).is_file():
-        if run_dir.is_dir() and not all(map(_is_of_a_start, run_dir.iterdir())):
-            raise UsageError(
-                f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
-            )
+    is_here = (run_dir / RUN_CONFIG).is_file()
+    if not is_here and run_dir.is_dir() and not all(map(_is_of_a_start, run_dir.iterdir())):
+        raise UsageError(
+            f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
+        )
+    newest = newest_checkpoint(run_dir / CHECKPOINTS) if is_here else None
+    there = None if remote is None else remote.newest(-1 if newest is None else step_of(newest))
+    if is_here:
+        kept = _config_as_started(run_dir)
+    elif there is not None:
+        kept = config_of_checkpoint(there.manifest.config, str(there))
+    else:
         notes = _note_on_latest(run_dir, config)
         return Look(with_run_kernel(config), Standing.NEW, 0, notes=notes)
-    kept = _config_as_started(run_dir)
     config = with_run_kernel(config, kept.model.attention)
     before = config_words(kept)
     extras = Selection.of(replace(kept, auto=config.auto)).extras if left_open(config) else ()
-    _check_same_run(run_dir, before, config_words(with_extras(config, extras)))
+    now = config_words(with_extras(config, extras))
+    if is_here:
+        _check_same_run(f"train.run_dir={run_dir}", run_dir, before, now)
+    if there is not None:
+        _check_same_run(there, there, there.manifest.config, now)
     incomplete = passed_over(run_dir / CHECKPOINTS)
-    newest = newest_checkpoint(run_dir / CHECKPOINTS)
-    if newest is None and incomplete:
+    if newest is None and incomplete and there is None:
         raise CheckpointError(f"{incomplete[0]}; move it away to start the run again")
-    if newest is None:
+    done = there.manifest.progress if there is not None else _progress_at(newest)
+    if done is None:
         unused = f"{METRICS} is renamed to {METRICS}.old: no checkpoint belongs to it"
         notes = (unused,) if (run_dir / METRICS).is_file() else ()
         return Look(config, Standing.NEW, 0, before, kept, notes=notes)
-    try:
-        done = CheckpointReader(newest).manifest.progress
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{way_on(newest)}") from None
     assert config.train.steps is not None
     owes = done.owes_validation and not was_validated(run_dir / METRICS, done.step)
-    standing = Standing.RESUMES
-    if done.step >= config.train.steps and not owes:
-        standing = Standing.FINISHED
-    return Look(config, standing, done.step, before, kept, notes=tuple(incomplete))
+    is_over = done.step >= config.train.steps and not owes
+    standing = Standing.FINISHED if is_over else Standing.RESUMES
+    return Look(config, standing, done.step, before, kept, there, tuple(incomplete))
+
+
+def _progress_at(newest: Path | None) -> Progress | None:
+    try:
+        return None if newest is None else CheckpointReader(newest).manifest.progress
+    except CheckpointError as error:
+        assert newest is not None
+        raise CheckpointError(f"{error}{way_on(newest)}") from None
 
 
 def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
@@ -214,7 +241,9 @@ def _is_of_a_start(file: Path) -> bool:
     return file.name in (LOCK, LOGS, OVERRIDES, RUN_ASSETS) or ".tmp-" in file.name
 
 
-def _check_same_run(run_dir: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+def _check_same_run(
+    where: object, source: object, before: Mapping[str, str], now: Mapping[str, str]
+) -> None:
     deciding = [
         f"{name} {before.get(name, _NOT_SET)} -> {now.get(name, _NOT_SET)}"
         for name in _changed(before, now)
@@ -222,9 +251,9 @@ def _check_same_run(run_dir: Path, before: Mapping[str, str], now: Mapping[str, 
     ]
     if deciding:
         raise UsageError(
-            f"train.run_dir={run_dir}: contains a run with a different configuration "
+            f"{where}: contains a run with a different configuration "
             f"({', '.join(deciding)}); set another train.run_dir, pass --resume never, or pass "
-            f"--resume {run_dir} to start a new run from its state"
+            f"--resume {source} to start a new run from its state"
         )
 
 

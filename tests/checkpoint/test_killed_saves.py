@@ -23,7 +23,6 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.train.callbacks.after_save import AfterSave
 from fsdpctl.train.callbacks.saver import Saver
 from tests.checkpoint.killer import Killer
 from tests.checkpoint.test_round_trip import read_everything, train_on, trained, whole_tensors
@@ -35,7 +34,7 @@ MODES = ("sync", "async")
 def make_saver(folder: Path, mode: str, keep_last: int = 1) -> Saver:
     config = replace(Config(), checkpoint=CheckpointConfig(mode=mode, keep_last=keep_last))
     (folder / CHECKPOINTS).mkdir(exist_ok=True)
-    return Saver(config, folder, ObjectExchange(), AfterSave([], 1.0, folder, print))
+    return Saver(config, folder, ObjectExchange())
 
 
 def save(saver: Saver, model: ShardedModel, optimizer: ShardedAdamW, step: int) -> None:

@@ -14,8 +14,9 @@ from fsdpctl.checkpoint.folders import complete_checkpoints, remove_old
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve.preflight import command_words
-from fsdpctl.train.callbacks import after_save
-from fsdpctl.train.callbacks.after_save import AfterSave, HookMessage
+from fsdpctl.train.callbacks import after_save, background
+from fsdpctl.train.callbacks.after_save import AfterSave
+from fsdpctl.train.callbacks.background import HookMessage
 from tests.checkpoint.test_saver import fake_checkpoints
 from tests.cli.run import environment
 from tests.run.test_heartbeat import wait_for
@@ -104,7 +105,7 @@ def test_a_hanging_command_is_ended_with_its_children(tmp_path, monkeypatch):
 
 
 def test_the_end_of_a_run_waits_for_a_limited_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(after_save, "_REPORT_INTERVAL", 0.2)
+    monkeypatch.setattr(background, "_REPORT_INTERVAL", 0.2)
     runner, told = made(tmp_path, script(tmp_path, "sleep 600"), timeout=0.5)
     for step, folder in zip((10, 20), fake_checkpoints(tmp_path / "c", 10, 20), strict=True):
         runner.add(folder, step, nothing)
@@ -125,7 +126,7 @@ def test_a_checkpoint_is_not_deleted_while_the_command_runs_on_it(tmp_path):
     one, two, three = fake_checkpoints(folder, 10, 20, 30)
 
     def tidy() -> None:
-        remove_old(folder, keep, runner.busy)
+        remove_old(folder, keep, [runner.busy.name] if runner.busy else [])
 
     runner.add(one, 10, tidy)
     wait_for(lambda: runner.busy == one)

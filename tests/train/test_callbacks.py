@@ -67,7 +67,7 @@ def test_ranks_end_together_once_the_command_is_done(
     if rank == 0:
         journal.write({"step": 7, "loss": 1.0})
         folder = fake_checkpoints(tmp_path / "checkpoints", 7)[0]
-        manager._after_save.add(folder, 7, then)
+        manager._on_each_save[1].add(folder, 7, then)
     for each in (manager, journal.loggers, heartbeat):
         each.end(RUN, error)
     assert time.monotonic() - began >= 0.2

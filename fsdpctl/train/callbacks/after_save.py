@@ -1,24 +1,19 @@
 """The user's command for each checkpoint: in order, one at a time, while training continues."""
 
-import math
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import last_line, open_own
+from fsdpctl.train.callbacks.background import HookMessage, OnEachSave
 
 LOG = "after-save.log"
-_REPORT_INTERVAL = 10.0  # seconds
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 # Has the kernel end the command when the rank that started it exits for whatever reason.
 _TIED = (
@@ -36,36 +31,10 @@ _RANK_VARIABLES = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class HookMessage:
-    """The outcome of the command for one checkpoint."""
+class AfterSave(OnEachSave):
+    """The commands of a run."""
 
-    step: int
-    outcome: str  # done, failed, timed out
-    seconds: float = 0.0
-    message: str = ""  # the cause, unless it is done
-
-    @property
-    def line(self) -> str:
-        """The message to print, if any."""
-        return f"step {self.step}: {self.message}" if self.message else ""
-
-    def to_line(self) -> dict[str, Any]:
-        """Return the object for metrics.jsonl."""
-        line = {
-            "step": self.step,
-            "after_save": self.outcome,
-            "after_save_seconds": round(self.seconds, 6),
-        }
-        return {**line, "warning": self.message} if self.message else line
-
-
-class AfterSave:
-    """The threads that run the command on complete checkpoints, each after the one before.
-
-    The checkpoint `busy` that the command runs on must not be deleted: hold `deleting` to delete
-    others. One whose turn is still to come may be, so that a hung command cannot fill the disk.
-    """
+    name, key = "after_save", "checkpoint.after_save"
 
     def __init__(
         self,
@@ -78,59 +47,20 @@ class AfterSave:
 
         `logs` is an existing directory for its output; `report` is called in a thread.
         """
-        self.deleting = threading.Lock()
-        self.busy: Path | None = None
+        super().__init__(report)
         self._words, self._timeout, self._log = list(words), timeout, logs / LOG
-        self._report = report
-        self._newest: threading.Thread | None = None
-        self._until = math.inf  # when commands must have ended
+        self.waits = timeout + 3 * _GRACE_SECONDS
 
-    def add(self, folder: Path, step: int, then: Callable[[], None]) -> None:
-        """Run the command on a checkpoint after those before it; `then()` is called afterwards."""
-        if self._words:
-            given = (folder.absolute(), step, then, self._newest)
-            # It lives as long as the command, which the kernel ties to it.
-            self._newest = threading.Thread(
-                target=self._work, args=given, name="after save", daemon=True
-            )
-            self._newest.start()
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a command."""
+        return bool(self._words)
 
-    def wait(self, say: Callable[[str], None]) -> None:
-        """Wait for the commands, at most as long as one may take.
-
-        Those that could not start by then fail. `say` is called regularly with a message.
-        """
-        thread, began = self._newest, time.monotonic()
-        self._until = began + self._timeout
-        while thread is not None and time.monotonic() < self._until + 3 * _GRACE_SECONDS:
-            thread.join(_REPORT_INTERVAL)
-            if not thread.is_alive():
-                return
-            say(f"waiting for checkpoint.after_save: {time.monotonic() - began:.0f} s so far")
-
-    def _work(
-        self,
-        folder: Path,
-        step: int,
-        then: Callable[[], None],
-        before: threading.Thread | None,
-    ) -> None:
-        if before is not None:
-            before.join()
-        with self.deleting:
-            self.busy = folder
-        message = self._run(folder, step)
-        with self.deleting, suppress(OSError):
-            self.busy = None
-            then()
-        self._report(message)
-
-    def _run(self, folder: Path, step: int) -> HookMessage:
-        began = time.monotonic()
-        if not (folder / MANIFEST).exists():
-            return _failed(step, "failed", 0.0, "checkpoint deleted before its turn")
-        if began >= self._until:
-            return _failed(step, "failed", 0.0, "not started in time")
+    def run(self, folder: Path, step: int) -> HookMessage:
+        """Run the command, at most for its time."""
+        began, until = time.monotonic(), self.until - 3 * _GRACE_SECONDS
+        if began >= until:
+            return self.failed(step, "failed", 0.0, "not started in time")
         try:
             with open_own(self._log, "ab", folders=1) as log:
                 log.write(f"step {step}:\n".encode())
@@ -142,18 +72,18 @@ class AfterSave:
                     env=_environment(os.environ, folder, step), start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
-            return _failed(step, "failed", 0.0, f"cannot be started: {error.strerror}")
+            return self.failed(step, "failed", 0.0, f"cannot be started: {error.strerror}")
         try:
-            code = process.wait(min(self._timeout, self._until - began))
+            code = process.wait(min(self._timeout, until - began))
         except subprocess.TimeoutExpired:
             _end(process)
             seconds = time.monotonic() - began
-            return _failed(step, "timed out", seconds, f"ended after {seconds:.0f} s")
+            return self.failed(step, "timed out", seconds, f"ended after {seconds:.0f} s")
         seconds = time.monotonic() - began
         if code == 0:
-            return HookMessage(step, "done", seconds)
+            return HookMessage(step, self.name, "done", seconds)
         status = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return _failed(step, "failed", seconds, status + self._last_line(printed))
+        return self.failed(step, "failed", seconds, status + self._last_line(printed))
 
     def _last_line(self, printed: int) -> str:
         """Return the last line of the output that begins at `printed`, and the log file."""
@@ -162,10 +92,6 @@ class AfterSave:
         except (OSError, UsageError):
             return ""
         return f": {last} ({self._log})" if last else ""
-
-
-def _failed(step: int, outcome: str, seconds: float, why: str) -> HookMessage:
-    return HookMessage(step, outcome, seconds, f"checkpoint.after_save: {why}")
 
 
 def _environment(variables: Mapping[str, str], folder: Path, step: int) -> dict[str, str]:

@@ -4,17 +4,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdpctl.checkpoint.folders import newest_checkpoint, step_of
 from fsdpctl.checkpoint.manifest import BaseInfo
+from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.io.run_files import LOGS
+from fsdpctl.io.run_files import CHECKPOINTS, LOGS
 from fsdpctl.resolve.preflight import command_words
 from fsdpctl.run.progress import format_seconds
 from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.after_save import AfterSave
+from fsdpctl.train.callbacks.background import HookMessage
 from fsdpctl.train.callbacks.saver import Saver
+from fsdpctl.train.callbacks.uploads import Uploads
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.requests import SAVE, RequestFlags
 
@@ -39,21 +43,23 @@ class CheckpointManager(Callback):
     ) -> None:
         """Save as configured, without the weights that `base` has; report to `journal`.
 
-        `runs_command`: whether this rank runs `checkpoint.after_save`.
+        `runs_command`: whether this rank uploads, and runs `checkpoint.after_save`.
         """
         about, self._journal = config.checkpoint, journal
         assert config.train.steps is not None
         self._every, self._last = about.every, config.train.steps
         self._saved_step = -1
         self._is_awaited = False  # a SAVE file is there until the checkpoint is complete
+
+        def report(done: HookMessage) -> None:
+            journal.record(done.to_line(), done.line)
+
         words = command_words(about.after_save) if runs_command and about.after_save else []
-        self._after_save = AfterSave(
-            words,
-            about.after_save_timeout,
-            run_dir / LOGS,
-            lambda done: journal.record(done.to_line(), done.line),
-        )
-        self._saver = Saver(config, run_dir, ranks, self._after_save, base)
+        command = AfterSave(words, about.after_save_timeout, run_dir / LOGS, report)
+        remote = remote_of(config) if runs_command else None
+        self._uploads = Uploads(remote, about, report)
+        self._on_each_save = (self._uploads, command)
+        self._saver = Saver(config, run_dir, ranks, self._on_each_save, base)
 
     @property
     def share_written(self) -> float | None:
@@ -63,6 +69,9 @@ class CheckpointManager(Callback):
     def begin(self, run: "Trainer") -> None:
         """Begin with the checkpoint that the run resumes from, if any."""
         self._saved_step = run.step if run.step else -1
+        newest = newest_checkpoint(run.parts.run_dir / CHECKPOINTS)
+        if newest is not None:  # its upload may have been interrupted
+            self._uploads.add(newest, step_of(newest), lambda: None)
 
     def prepare(self, run: "Trainer") -> None:
         """Allocate what the first save needs while training continues."""
@@ -117,11 +126,17 @@ class CheckpointManager(Callback):
         self._saved_step = step
 
     def end(self, run: "Trainer", error: BaseException | None) -> None:
-        """Wait for the user's command, on ranks that end together."""
+        """Wait for uploads and the user's command, on ranks that end together.
+
+        Raises:
+            FsdpctlError: If the newest checkpoint could not be uploaded.
+        """
         if is_joint(error):
             self._journal.check_in_place()
             RANK_STATUS.at(FINISHING)
-            self._after_save.wait(self._journal.say)
+            for each in self._on_each_save:
+                each.wait(self._journal.say)
+            self._uploads.check_uploaded()
 
     def leave(self) -> None:
         """After a failure, let the checkpoint in progress complete as far as possible."""

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
 from fsdpctl.io.activity import doing
 from fsdpctl.run.assets import read_run_assets
-from fsdpctl.train.callbacks.after_save import AfterSave
+from fsdpctl.train.callbacks.background import OnEachSave
 from fsdpctl.train.step import Optimizer, TrainedModel
 
 _POLL_SECONDS = 0.5
@@ -72,7 +73,7 @@ class Saver:
         config: Config,
         run_dir: Path,
         ranks: Ranks,
-        after_save: AfterSave,
+        on_each_save: Sequence[OnEachSave] = (),
         base: BaseInfo | None = None,
     ) -> None:
         """Save into `run_dir`, without the weights that `base` has.
@@ -83,7 +84,7 @@ class Saver:
         self._settings = words_for_others(config)
         self._keep = config.checkpoint
         self._ranks = ranks
-        self._after_save = after_save
+        self._on_each_save = on_each_save
         self._base = base
         self._staging = Staging() if config.checkpoint.mode == "async" else None
         self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
@@ -131,15 +132,23 @@ class Saver:
             return
         try:
             point_to(self._checkpoints / LATEST, folder)
-            with self._after_save.deleting:
-                self._remove_old()
+            self._remove_old()
         except OSError as error:  # only noted: nothing is lost
             save.note = f"{error.filename or self._checkpoints}: {error.strerror}"
-        self._after_save.add(folder, save.step, self._remove_old)
+        self.add(folder, save.step)
+
+    def add(self, folder: Path, step: int) -> None:
+        """Have a complete checkpoint worked on, after those before it."""
+        for each in self._on_each_save:
+            each.add(folder, step, self._remove_old)
 
     def _remove_old(self) -> None:
-        """Remove old checkpoints; called again once the command no longer needs one."""
-        remove_old(self._checkpoints, self._keep, self._after_save.busy)
+        """Remove old checkpoints; called again once one is no longer worked on."""
+        with ExitStack() as stack:
+            for each in self._on_each_save:
+                stack.enter_context(each.deleting)
+            busy = [each.busy.name for each in self._on_each_save if each.busy is not None]
+            remove_old(self._checkpoints, self._keep, busy)
 
     def take_saved(self) -> Save | None:
         """Return the checkpoint that has become complete since the last call, if any.

@@ -1,0 +1,218 @@
+"""The checkpoints of a run in an object store, uploaded file by file.
+
+Each file is read back and compared, and the manifest comes last: a checkpoint without it is
+incomplete, and nobody reads it.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from fsspec.callbacks import Callback  # type: ignore[import-untyped]
+
+from fsdpctl.checkpoint.folders import doomed, find_checkpoint, step_of
+from fsdpctl.checkpoint.manifest import read_manifest
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.remote import TRANSFERS, RemoteReader, StoredFile, ranges_of
+from fsdpctl.config.schema import Config
+from fsdpctl.config.sealed import MANIFEST
+from fsdpctl.config.sources import is_remote
+from fsdpctl.config.training import CheckpointConfig
+from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
+from fsdpctl.io.activity import Advance
+from fsdpctl.io.run_files import STEP
+from fsdpctl.io.stores import asked, open_store
+
+KEY = "checkpoint.remote"
+_ATTEMPTS = 3  # to upload a file, if it is not the same when read back
+
+
+class RemoteCheckpoints:
+    """The checkpoints of a run in an object store, each in a directory of its step."""
+
+    def __init__(self, url: str, where: str = "") -> None:
+        """Open the store of a URL; errors of the URL begin with `where`.
+
+        Raises:
+            UsageError: If the driver of the store is missing.
+        """
+        self.url = url.rstrip("/")
+        store, path = open_store(self.url, where or self.url)
+        if hasattr(store, "auto_mkdir"):  # of a file system, which needs directories
+            store.auto_mkdir = True
+        self._root = StoredFile(store, self.url, path)
+
+    def _found(self) -> dict[str, bool]:
+        """Return the names of the checkpoints, and whether each is complete."""
+        store, root = self._root.store, self._root.path
+        store.invalidate_cache()
+        try:
+            files = asked(self.url, lambda: store.find(root))
+        except FsdpctlError:
+            if self._root.exists():
+                raise
+            files = []
+        parts = [each[len(root) :].strip("/").split("/") for each in files if root in each]
+        steps = {each[0] for each in parts if len(each) > 1 and STEP.fullmatch(each[0])}
+        return {name: [name, MANIFEST] in parts for name in sorted(steps)}
+
+    def complete(self) -> list[Path]:
+        """Return the names of the complete checkpoints, oldest first."""
+        return sorted(
+            (Path(name) for name, is_whole in self._found().items() if is_whole), key=step_of
+        )
+
+    def newest(self, after: int = -1) -> RemoteReader | None:
+        """Open the newest complete checkpoint of a step after `after`, if any.
+
+        Raises:
+            CheckpointError: If it is corrupted.
+        """
+        found = self.complete()
+        if not found or step_of(found[-1]) <= after:
+            return None
+        return self.open(found[-1].name)
+
+    def open(self, name: str) -> RemoteReader:
+        """Open a checkpoint of the run.
+
+        Raises:
+            CheckpointError: If it is incomplete or corrupted.
+        """
+        return RemoteReader(self._root.inside(name))
+
+    def named(self, run: str) -> "RemoteCheckpoints":
+        """Return the checkpoints of another run in the same store."""
+        return RemoteCheckpoints(f"{self.url.rpartition('/')[0]}/{run}")
+
+    def check_writable(self) -> None:
+        """Write a file and delete it.
+
+        Raises:
+            UsageError: If the store does not allow it.
+        """
+        probe = self._root.inside("write-check")
+        asked(probe.url, lambda: probe.store.pipe_file(probe.path, b"fsdpctl"), UsageError)
+        probe.remove()
+
+    def upload(self, folder: Path, share: Callable[[float], None]) -> None:
+        """Upload a complete checkpoint, unless it is there; `share` gets the part that is done.
+
+        Raises:
+            FsdpctlError: If the store does not take it; it is then incomplete there.
+        """
+        place = self._root.inside(folder.name)
+        manifest = place.inside(MANIFEST)
+        content = (folder / MANIFEST).read_bytes()
+        if manifest.exists():
+            if manifest.read() == content:
+                return
+            manifest.remove()  # first: the other checkpoint is incomplete from now on
+        about = read_manifest(folder)
+        sizes = {n: each.size for n, each in {**about.files, **about.attachments}.items()}
+        done, total = 0, 2 * sum(sizes.values())  # they are read back
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            share(min(done / total, 1.0))
+
+        for name, size in sizes.items():
+            _upload_file(folder / name, place.inside(name), size, advance)
+        asked(manifest.url, lambda: manifest.store.pipe_file(manifest.path, content))
+        if manifest.read() != content:
+            manifest.remove()
+            raise FsdpctlError(f"{manifest.url}: not the same when read back")
+
+    def remove_old(self, keep: CheckpointConfig, spared: str) -> None:
+        """Delete the checkpoints that `keep` does not keep, and incomplete ones before `spared`.
+
+        Raises:
+            FsdpctlError: If the store does not allow it.
+        """
+        found = {Path(name): is_whole for name, is_whole in self._found().items()}
+        whole = sorted((each for each, is_whole in found.items() if is_whole), key=step_of)
+        parts = [
+            each for each in found if each not in whole and step_of(each) < step_of(Path(spared))
+        ]
+        for each in (*doomed(whole, keep, {spared}), *parts):
+            place = self._root.inside(each.name)
+            place.inside(MANIFEST).remove()
+            place.remove(recursive=True)
+
+
+def remote_of(config: Config) -> RemoteCheckpoints | None:
+    """Return the checkpoints of a run in its object store, below the name of its directory.
+
+    Raises:
+        UsageError: If the driver of the store is missing.
+    """
+    url, run_dir = config.checkpoint.remote, config.train.run_dir
+    if url is None or run_dir is None:
+        return None
+    return RemoteCheckpoints(f"{url.rstrip('/')}/{Path(run_dir).name}", f"{KEY}={url}")
+
+
+def open_checkpoint(source: str) -> CheckpointReader:
+    """Open the newest checkpoint of a run, or a checkpoint: of a path here or a URL.
+
+    Raises:
+        UsageError: If there is none.
+        CheckpointError: If it is incomplete or corrupted.
+    """
+    if not is_remote(source):
+        return CheckpointReader(find_checkpoint(Path(source).expanduser()))
+    above, _, name = source.rstrip("/").rpartition("/")
+    if STEP.fullmatch(name):
+        return RemoteCheckpoints(above).open(name)
+    newest = RemoteCheckpoints(source).newest()
+    if newest is None:
+        raise UsageError(f"{source}: no complete checkpoint found; expected that of a run, or one")
+    return newest
+
+
+class _Counted(Callback):  # type: ignore[misc]
+    """Counts the bytes of an upload."""
+
+    def __init__(self, advance: Advance) -> None:
+        super().__init__()
+        self._advance = advance
+
+    def relative_update(self, inc: int = 1) -> None:
+        self._advance(inc)
+
+
+def _upload_file(path: Path, file: StoredFile, size: int, advance: Advance) -> None:
+    """Upload a file until it is the same when read back; it may be there already."""
+    if file.exists() and not _difference(path, file, size):
+        advance(2 * size)
+        return
+    difference = ""
+    for _ in range(_ATTEMPTS):
+        put = partial(file.store.put_file, str(path), file.path, callback=_Counted(advance))
+        asked(file.url, put)
+        file.store.invalidate_cache()
+        difference = _difference(path, file, size, advance)
+        if not difference:
+            return
+    raise FsdpctlError(f"{difference} (uploaded and read back {_ATTEMPTS} times)")
+
+
+def _difference(
+    path: Path, file: StoredFile, size: int, advance: Advance = lambda count: None
+) -> str:
+    """Return how a file in the store differs from one here; empty if it is the same."""
+
+    def compare(part: tuple[str, int, int]) -> bool:
+        _, start, stop = part
+        with path.open("rb", buffering=0) as here:
+            same = os.pread(here.fileno(), stop - start, start) == file.read(start, stop)
+        advance(stop - start)
+        return same
+
+    try:
+        is_same = file.size() == size and all(list(TRANSFERS.map(compare, ranges_of({"": size}))))
+    except CheckpointError as error:  # lost or damaged there
+        return str(error)
+    return "" if is_same else f"{file.url}: differs from {path}"

@@ -1,0 +1,49 @@
+"""Files in object stores (s3://, gs:// and others of fsspec), asked several times if need be."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.io.activity import doing
+from fsdpctl.io.files import Refusal
+
+_THREADS = 64  # requests at the same time
+_TRIES, _PAUSE = 7, 0.25  # attempts of a request; seconds after the first, then doubled
+_FINAL = (FileNotFoundError, PermissionError)  # answers that another attempt does not change
+POOL = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
+
+
+def open_store(url: str, where: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, and the path there.
+
+    Raises:
+        UsageError: If the driver of the store is missing; the message begins with `where`.
+    """
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
+
+    try:
+        store, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{where}: {error}") from None
+    return store, str(path)
+
+
+def asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> Any:
+    """Return the answer of a store, after several attempts if need be.
+
+    Raises:
+        FsdpctlError: Of type `refusal`, if it does not answer, or answers that it will not.
+    """
+    for number in range(_TRIES):
+        try:
+            return ask()
+        except Exception as error:  # drivers raise those of their libraries
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            if isinstance(error, _FINAL) or number == _TRIES - 1:
+                raise refusal(f"{url}: {reason}") from None
+        with doing(f"waiting for {urlsplit(url).netloc or 'the store'} ({reason:.80})"):
+            time.sleep(_PAUSE * 2**number)
+    raise AssertionError

@@ -1,0 +1,65 @@
+"""Upload of each checkpoint to an object store, while training continues."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fsdpctl.checkpoint.remote_run import KEY, RemoteCheckpoints
+from fsdpctl.config.training import CheckpointConfig
+from fsdpctl.errors import FsdpctlError
+from fsdpctl.train.callbacks.background import HookMessage, OnEachSave
+
+
+class Uploads(OnEachSave):
+    """The uploads of a run, which delete old checkpoints there."""
+
+    name, key = "upload", KEY
+
+    def __init__(
+        self,
+        remote: RemoteCheckpoints | None,
+        keep: CheckpointConfig,
+        report: Callable[[HookMessage], None],
+    ) -> None:
+        """Prepare to upload; `keep` says which checkpoints stay in the store. None: do nothing."""
+        super().__init__(report)
+        self._remote, self._keep = remote, keep
+        self._share = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a store."""
+        return self._remote is not None
+
+    def run(self, folder: Path, step: int) -> HookMessage:
+        """Upload a checkpoint."""
+        assert self._remote is not None
+        began = time.monotonic()
+        try:
+            self._remote.upload(folder, self._advance)
+        except (FsdpctlError, OSError) as error:
+            why = f"not uploaded: {error}; the checkpoint is in {folder}"
+            return self.failed(step, "failed", time.monotonic() - began, why)
+        try:
+            self._remote.remove_old(self._keep, folder.name)
+        except FsdpctlError as error:
+            why = f"uploaded, but old checkpoints remain: {error}"
+            return self.failed(step, "done", time.monotonic() - began, why)
+        return HookMessage(step, self.name, "done", time.monotonic() - began)
+
+    def _advance(self, share: float) -> None:
+        self._share = share
+
+    def how_far(self) -> str:
+        """Return the part of the upload in progress that is done."""
+        return f", {self._share:.0%}"
+
+    def check_uploaded(self) -> None:
+        """Check that the newest checkpoint is in the store.
+
+        Raises:
+            FsdpctlError: If it isn't.
+        """
+        newest = self.newest
+        if newest is not None and newest.outcome != "done":
+            raise FsdpctlError(f"step {newest.step}: {newest.message}; to retry, run it again")
