@@ -10,8 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
+from weakref import finalize
 
 from fsdpctl.checkpoint.folders import naming
 from fsdpctl.checkpoint.manifest import FileInfo, read_manifest
@@ -56,11 +58,15 @@ class StoredFile:
         Raises:
             CheckpointError: If the store does not answer, or the file is shorter.
         """
-        ask = partial(self.store.cat_file, self.path, start=start, end=stop)
-        found: bytes = asked(self.url, ask, CheckpointError)
-        if start is not None and stop is not None and len(found) != stop - start:
-            raise CheckpointError(f"{self.url}: truncated: it ends at byte {start + len(found):,}")
-        return found
+
+        def ask() -> bytes:
+            found: bytes = self.store.cat_file(self.path, start=start, end=stop)
+            if start is not None and stop is not None and len(found) != stop - start:
+                raise EOFError(f"truncated at byte {start + len(found):,}")
+            return found
+
+        content: bytes = asked(self.url, ask, CheckpointError)
+        return content
 
     def size(self) -> int:
         """Return its number of bytes."""
@@ -136,8 +142,8 @@ class RemoteReader(CheckpointReader):
             CheckpointError: If a file is missing, truncated, changed or unexpected.
         """
         self._place = place
-        self._here = TemporaryDirectory(prefix="fsdpctl-checkpoint-")
-        folder = Path(self._here.name)
+        folder = Path(mkdtemp(prefix="fsdpctl-checkpoint-"))
+        finalize(self, rmtree, folder, ignore_errors=True)
         with naming(folder, place.url):
             (folder / MANIFEST).write_bytes(place.inside(MANIFEST).read())
             manifest = read_manifest(folder)
@@ -150,6 +156,11 @@ class RemoteReader(CheckpointReader):
 
     def __str__(self) -> str:
         return self._place.url
+
+    def attachment(self, name: str) -> bytes | None:
+        """Return a file that comes with the model."""
+        with naming(self.folder, str(self)):
+            return super().attachment(name)
 
     def _describe(self, folder: Path, about: tuple[str, FileInfo]) -> None:
         name, info = about

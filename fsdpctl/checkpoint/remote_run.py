@@ -103,10 +103,9 @@ class RemoteCheckpoints:
             FsdpctlError: If the store does not take it; it is then incomplete there.
         """
         place = self._root.inside(folder.name)
-        manifest = place.inside(MANIFEST)
-        content = (folder / MANIFEST).read_bytes()
+        here, manifest = folder / MANIFEST, place.inside(MANIFEST)
         if manifest.exists():
-            if manifest.read() == content:
+            if not _difference(here, manifest):
                 return
             manifest.remove()  # first: the other checkpoint is incomplete from now on
         about = read_manifest(folder)
@@ -118,12 +117,13 @@ class RemoteCheckpoints:
             done += count
             share(min(done / total, 1.0))
 
-        for name, size in sizes.items():
-            _upload_file(folder / name, place.inside(name), size, advance)
-        asked(manifest.url, lambda: manifest.store.pipe_file(manifest.path, content))
-        if manifest.read() != content:
+        for name in sizes:
+            _upload_file(folder / name, place.inside(name), advance)
+        try:
+            _upload_file(here, manifest)
+        except FsdpctlError:
             manifest.remove()
-            raise FsdpctlError(f"{manifest.url}: not the same when read back")
+            raise
 
     def remove_old(self, keep: CheckpointConfig, spared: str) -> None:
         """Delete the checkpoints that `keep` does not keep, and incomplete ones before `spared`.
@@ -183,26 +183,25 @@ class _Counted(Callback):  # type: ignore[misc]
         self._advance(inc)
 
 
-def _upload_file(path: Path, file: StoredFile, size: int, advance: Advance) -> None:
+def _upload_file(path: Path, file: StoredFile, advance: Advance = lambda count: None) -> None:
     """Upload a file until it is the same when read back; it may be there already."""
-    if file.exists() and not _difference(path, file, size):
-        advance(2 * size)
+    if file.exists() and not _difference(path, file):
+        advance(2 * path.stat().st_size)
         return
     difference = ""
     for _ in range(_ATTEMPTS):
         put = partial(file.store.put_file, str(path), file.path, callback=_Counted(advance))
         asked(file.url, put)
         file.store.invalidate_cache()
-        difference = _difference(path, file, size, advance)
+        difference = _difference(path, file, advance)
         if not difference:
             return
     raise FsdpctlError(f"{difference} (uploaded and read back {_ATTEMPTS} times)")
 
 
-def _difference(
-    path: Path, file: StoredFile, size: int, advance: Advance = lambda count: None
-) -> str:
+def _difference(path: Path, file: StoredFile, advance: Advance = lambda count: None) -> str:
     """Return how a file in the store differs from one here; empty if it is the same."""
+    size = path.stat().st_size
 
     def compare(part: tuple[str, int, int]) -> bool:
         _, start, stop = part

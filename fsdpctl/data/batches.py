@@ -31,6 +31,7 @@ class MicroBatch:
     context: ContextParallel | None = None
     holds_documents: bool = False  # which do not see one another
     ends: tuple[int, ...] = ()  # where padding begins in each row
+    sources: tuple[int, ...] = ()  # of the rows with samples, in a mixture
 
     def own(self, place: int) -> int:
         """Return the index in `tokens` of a place in a row, or of the end that is nearest to it."""
@@ -167,7 +168,10 @@ class Batches:
             np.ascontiguousarray(each[:, first : first + size]) for each in (tokens, targets)
         )
         own = torch.from_numpy(tokens), torch.from_numpy(targets)
-        return MicroBatch(*own, split, context, packs, tuple(ends))
+        sources: tuple[int, ...] = ()
+        if isinstance(self.rows, MixedRows):
+            sources = tuple(map(self.rows.source_of, samples.tolist()))
+        return MicroBatch(*own, split, context, packs, tuple(ends), sources)
 
 
 def _without_rest(batch: MicroBatch) -> MicroBatch:

@@ -8,6 +8,7 @@ from itertools import groupby
 from torch import nn
 
 from fsdpctl.checkpoint.pretrained import weights_folder
+from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.schema import LENGTHS, Config
 from fsdpctl.config.serialize import usual_length
@@ -53,7 +54,7 @@ def describe_run(opened: Opened, plan: RunPlan, seen: Look, estimate: RunEstimat
         ("length", _length(opened)),
         ("memory", _memory(estimate)),
         ("flops", describe_flops(plan.config, opened.module)),
-        ("run", _run(seen)),
+        ("run", f"{_run(seen)}{_uploads(seen)}"),
     ]
     rows += [("experts", text) for text in _experts(opened)]
     rows += [("note", text) for text in _in_float32(opened)]
@@ -244,6 +245,11 @@ def _run(seen: Look) -> str:
         return f"{seen.run_dir} (finished at step {seen.step})"
     source = f" of {seen.source}" if seen.source else ""
     return f"{seen.run_dir} (resumes at step {seen.step}{source})"
+
+
+def _uploads(seen: Look) -> str:
+    remote = remote_of(seen.config)
+    return "" if remote is None else f"; checkpoints are uploaded to {remote.url}"
 
 
 def describe_units(config: Config, module: nn.Module) -> Iterator[str]:

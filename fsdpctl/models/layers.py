@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.row_documents import Documents
+from fsdpctl.models.token_loss import LossHead, in_chunks
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -58,7 +58,7 @@ def evaluating(module: Decoder) -> Iterator[None]:
         module.train(was_training)
 
 
-class Head(nn.Linear):
+class Head(LossHead):
     """The projection to the vocabulary, or the loss of its logits.
 
     Note: why torch's `linear_cross_entropy` is not used. It saves the same memory, and returns the
@@ -81,17 +81,10 @@ class Head(nn.Linear):
         """
         if targets is None:
             return super().forward(x)
-        x, targets = x.flatten(0, -2), targets.flatten()
-        if chunk_tokens is None or len(targets) <= chunk_tokens:
-            return self._loss(x, targets)
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        for chunk, wanted in zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-            loss = loss + checkpoint(self._loss, chunk, wanted, use_reentrant=False)
-        return loss
+        return in_chunks(self._loss, x, targets, chunk_tokens)
 
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        logits = super().forward(x).float()
-        return F.cross_entropy(logits, targets, reduction="sum")
+        return self.summed(super().forward(x), targets)
 
 
 class CausalDecoder(nn.Module):

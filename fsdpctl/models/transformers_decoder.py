@@ -2,24 +2,24 @@
 
 import copy
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.errors import UsageError
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.experts import Counts, aux_loss_factor, global_balance
 from fsdpctl.models.router_biases import RouterBiases
 from fsdpctl.models.row_documents import Documents
+from fsdpctl.models.token_loss import LossHead, in_chunks
 from fsdpctl.models.transformers_attention import TransformersAttention
 
 _BACKBONES = ("model", "transformer", "backbone")  # where base_model_prefix is not an attribute
 
 
-class OwnHead(nn.Linear):
+class OwnHead(LossHead):
     """The projection to the vocabulary, with what the model does to its result.
 
     Some models scale logits or limit them. So the loss is computed from the results of the model's
@@ -55,17 +55,10 @@ class OwnHead(nn.Linear):
         """
         if targets is None:
             return self._logits(hidden, outputs)
-        flat, wanted = hidden.flatten(0, -2), targets.flatten()
-        if chunk_tokens is None or len(wanted) <= chunk_tokens:
-            return self._loss(flat, wanted, outputs)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for chunk, part in zip(flat.split(chunk_tokens), wanted.split(chunk_tokens), strict=True):
-            loss = loss + checkpoint(self._loss, chunk, part, outputs, use_reentrant=False)
-        return loss
+        return in_chunks(partial(self._loss, outputs), hidden, targets, chunk_tokens)
 
-    def _loss(self, hidden: Tensor, targets: Tensor, outputs: Any) -> Tensor:
-        logits = self._logits(hidden.unsqueeze(0), outputs)
-        return F.cross_entropy(logits.flatten(0, -2).float(), targets, reduction="sum")
+    def _loss(self, outputs: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+        return self.summed(self._logits(hidden.unsqueeze(0), outputs).flatten(0, -2), targets)
 
     def _logits(self, hidden: Tensor, outputs: Any) -> Tensor:
         return self.run(hidden, outputs).logits  # type: ignore[no-any-return]  # transformers'
@@ -118,7 +111,7 @@ class _Projection(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         head = self._head[0]
-        return F.linear(hidden, head.weight, head.bias)
+        return nn.functional.linear(hidden, head.weight, head.bias)
 
 
 class TransformersDecoder(nn.Module):

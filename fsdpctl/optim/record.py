@@ -31,6 +31,7 @@ class LocalStepStats:
 
     flags: Sequence[bool] = ()  # its requests; equally many on every rank
     grad_norm: Tensor | None = None  # of its own gradient, if that is measured
+    by_source: Tensor | None = None  # losses and target tokens, (2, sources), of a mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class StepFigures:
     flags: tuple[bool, ...] = ()  # those that any rank has raised
     rank_losses: tuple[float, ...] = ()  # the mean over each rank's own tokens
     rank_grad_norms: tuple[float, ...] = ()  # of each rank's own gradient; 0 if not measured
+    source_losses: tuple[float, ...] = ()  # means over the tokens of each source; nan: it had none
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,15 @@ class StepRecord:
     found_inf: Tensor  # float32 scalar: 1 if the step must be skipped
     _figures: AsyncHostCopy  # loss, grad_norm, tokens, found_inf; flags; the ranks' own values
     _num_ranks: int
+    _num_sources: int = 0
 
     def figures(self) -> StepFigures:
         """Return the metrics. May wait for the device."""
         loss, norm, tokens, found_inf, *rest = self._figures.tolist()
-        num_flags = len(rest) - 2 * self._num_ranks
-        flags, own = rest[:num_flags], rest[num_flags:]
+        num_flags = len(rest) - 2 * (self._num_ranks + self._num_sources)
+        flags, own = rest[:num_flags], rest[num_flags : num_flags + 2 * self._num_ranks]
+        sources = rest[num_flags + 2 * self._num_ranks :]
+        sums, counts = sources[: self._num_sources], sources[self._num_sources :]
         return StepFigures(
             loss,
             norm,
@@ -76,6 +81,7 @@ class StepRecord:
             tuple(count > 0 for count in flags),
             tuple(own[: self._num_ranks]),
             tuple(own[self._num_ranks :]),
+            tuple(a / b if b else math.nan for a, b in zip(sums, counts, strict=True)),
         )
 
 
@@ -127,15 +133,19 @@ def record_step(
     world = model.mesh.world
     share = sum_of_squares(model)
     loss_sum, tokens = loss_sum.to(share), tokens.to(share)
-    summed = share.new_zeros(3 + len(own.flags) + 2 * world.size)
+    num_sources = 0 if own.by_source is None else own.by_source.shape[1]
+    summed = share.new_zeros(3 + len(own.flags) + 2 * (world.size + num_sources))
     torch.stack([share, loss_sum, tokens], out=summed[:3])
     for place, flag in enumerate(own.flags, start=3):
         if flag:
             summed[place].fill_(1.0)
-    ranks = summed[3 + len(own.flags) :].view(2, world.size)
+    after = 3 + len(own.flags)
+    ranks = summed[after : after + 2 * world.size].view(2, world.size)
     ranks[0, world.rank].copy_(loss_sum / tokens.clamp(min=1))
     if own.grad_norm is not None:
         ranks[1, world.rank].copy_(own.grad_norm)
+    if own.by_source is not None:
+        summed[after + 2 * world.size :].copy_(own.by_source.flatten())
     world.all_reduce(summed)
     squares, loss, count = summed[:3].unbind()
     token_factor = nominal_tokens / count
@@ -146,4 +156,4 @@ def record_step(
     is_bad = ~torch.isfinite(norm + loss) | (loss > limits.loss) | (norm > limits.grad_norm)
     figures = torch.stack([loss, norm, count, is_bad.double()])
     arriving = AsyncHostCopy(torch.cat([figures, summed[3:]]))
-    return StepRecord(1 / factor, is_bad.float(), arriving, world.size)
+    return StepRecord(1 / factor, is_bad.float(), arriving, world.size, num_sources)

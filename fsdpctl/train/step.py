@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,6 +23,7 @@ from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.run.flops import ModelFlops
 from fsdpctl.run.step_metrics import StepClock, StepMetrics, peak_memory
 from fsdpctl.train.loss import summed_loss
+from fsdpctl.train.source_losses import SourceLosses
 
 if TYPE_CHECKING:
     from fsdpctl.peers.model import PeerModel  # imports PyTorch's engines, which takes a second
@@ -76,6 +77,7 @@ class _Share:
     loss_sum: Tensor  # over the target tokens; float64
     tokens: int  # target tokens
     nominal_tokens: int  # the number by which the losses were divided
+    by_source: Tensor | None  # losses and tokens, of a mixture
 
 
 def launch_step(
@@ -136,7 +138,7 @@ def run_passes(
         tokens=torch.full((), share.tokens, device=parts.device),  # does not wait for the device
         nominal_tokens=share.nominal_tokens * parts.model.collectives.size,
         max_grad_norm=parts.config.optimizer.max_grad_norm,
-        own=own(),
+        own=replace(own(), by_source=share.by_source),
         limits=limits,
     )
 
@@ -167,6 +169,7 @@ def _run_micro_steps(parts: TrainingParts, step: int, samples: int, clock: StepC
     nominal = plan.micro_batch_size * plan.num_micro_batches * length
     loss_sum = torch.zeros((), dtype=torch.float64, device=parts.device)
     tokens = 0
+    sources = SourceLosses(parts.model.module, parts.train_batches, parts.device)
     for micro_step in range(plan.num_micro_batches):
         _reseed(config.train.seed, step, micro_step, rank)
         batch = parts.train_batches.training(samples, rank, micro_step)
@@ -175,12 +178,14 @@ def _run_micro_steps(parts: TrainingParts, step: int, samples: int, clock: StepC
         holds = config.accumulation.name == "last" and not is_last
         with parts.model.no_sync() if holds else contextlib.nullcontext():
             chunk = config.train.loss_chunk_tokens or 0
+            sources.begin()
             loss = summed_loss(parts.model, batch, parts.device, chunk)
+            sources.add(batch)
             (loss / nominal).backward()
         loss_sum += loss.detach()
         tokens += int((batch.targets >= 0).sum())
         clock.lap("compute")
-    return _Share(loss_sum, tokens, nominal)
+    return _Share(loss_sum, tokens, nominal, sources.sums())
 
 
 def _reseed(*place: int) -> None:

@@ -13,6 +13,7 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.files import find_files
 from fsdpctl.data.open import open_data
 from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.io import stores
 from fsdpctl.plan.batch import plan_batches
 from tests.data.test_token_formats import TOKENS, write_datatrove, write_llm_c
 
@@ -21,7 +22,7 @@ from tests.data.test_token_formats import TOKENS, write_datatrove, write_llm_c
 def bucket(tmp_path, monkeypatch):
     """Return a directory, and a function that copies it into the store."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "_PAUSE", 0.0)
+    monkeypatch.setattr(stores, "_PAUSE", 0.0)
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     folder = tmp_path / "files"
     folder.mkdir()
@@ -79,7 +80,7 @@ def test_a_store_that_fails_at_random_changes_no_sample(bucket, monkeypatch):
             raise rng.choice([OSError("reset"), TimeoutError(), ValueError("500")])
         return plain(self, path, start=start, end=end, **about)
 
-    monkeypatch.setattr(remote, "_TRIES", 40)
+    monkeypatch.setattr(stores, "_TRIES", 40)
     monkeypatch.setattr(MemoryFileSystem, "cat_file", failing)
     assert same(batches(str(folder)), batches("memory://bucket"))
 
@@ -98,7 +99,7 @@ def test_documents_and_damage_in_a_store_are_known(bucket, monkeypatch):
     with pytest.raises(UsageError, match=r"a\.ds: cut: expected 999"):
         batches("memory://bucket")
     MemoryFileSystem().rm("/bucket/a.ds")
-    with pytest.raises(FsdpctlError, match=r"a\.ds: cannot be read: FileNotFoundError"):
+    with pytest.raises(FsdpctlError, match=r"a\.ds: FileNotFoundError"):
         there.validation(3, 0, 0)
     with pytest.raises(UsageError, match="no token files"):
         batches("memory://bucket")

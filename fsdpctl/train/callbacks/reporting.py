@@ -177,7 +177,7 @@ class RunReporter(Callback):
         if not isinstance(rows, MixedRows):
             run.write(line)
         else:
-            run.write(line | rows.to_line(done.samples))
+            run.write(line | rows.to_line(done.samples, done.figures.source_losses))
             size = run.parts.config.train.global_batch_size
             for text in rows.begun(done.samples - size, done.samples):
                 run.say(f"step {done.step}: {text}")

@@ -1,0 +1,359 @@
+"""Checkpoints in an object store, with its faults; the store is fsspec's, in memory."""
+
+import filecmp
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+
+from fsdpctl.checkpoint import remote
+from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.folders import copy_checkpoint, step_folder
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.sealed import MANIFEST
+from fsdpctl.config.serialize import config_to_yaml, config_words
+from fsdpctl.config.training import CheckpointConfig
+from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
+from fsdpctl.io import stores
+from fsdpctl.io.activity import Talk
+from fsdpctl.io.run_files import CHECKPOINTS, RUN_CONFIG
+from fsdpctl.launch.begin import _is_finished
+from fsdpctl.run.directory import Standing, look, prepare_run_dir
+from fsdpctl.train.callbacks.background import HookMessage
+from fsdpctl.train.callbacks.uploads import Uploads
+from tests.hostile import TINY_MODEL, make_checkpoint, reseal
+
+URL = "memory://bucket/runs/run"
+STEPS = (10, 20, 30, 40)
+FAULTS = ("error", "denied", "lost", "changed", "dropped", "killed")
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Return the directory of a run with checkpoints, in a process with an empty store."""
+    monkeypatch.setattr(stores, "_PAUSE", 0.0)
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    for step in STEPS:
+        folder = make_checkpoint(step_folder(tmp_path / "run" / CHECKPOINTS, step))
+        reseal(folder, partial(set_step, step))
+    return tmp_path / "run"
+
+
+def set_step(step: int, content: dict[str, Any]) -> None:
+    content["progress"]["step"] = step
+
+
+def folders(run: Path) -> list[Path]:
+    return [step_folder(run / CHECKPOINTS, step) for step in STEPS]
+
+
+def upload(remote: RemoteCheckpoints, folder: Path) -> list[float]:
+    shares: list[float] = []
+    remote.upload(folder, shares.append)
+    return shares
+
+
+def files_of(name: str) -> dict[str, bytes]:
+    store = MemoryFileSystem()
+    found = store.find(f"/bucket/runs/run/{name}")
+    return {Path(each).name: store.cat_file(each) for each in found}
+
+
+def are_equal(one: Path, other: Path) -> bool:
+    names = [each.name for each in one.iterdir()]
+    same = filecmp.cmpfiles(one, other, names, shallow=False)[0]
+    return sorted(same) == sorted(names) == sorted(each.name for each in other.iterdir())
+
+
+def test_a_checkpoint_comes_back_as_it_was(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "_BLOCK", 3000)
+    monkeypatch.setattr(remote, "_LEAST_BLOCK", 3000)
+    there = RemoteCheckpoints(URL)
+    assert there.newest() is None
+    first, second, *_ = folders(run)
+    shares = upload(there, first)
+    assert (shares == sorted(shares), shares[-1]) == (True, 1.0)
+    assert upload(there, first) == []  # it is there
+    upload(there, second)
+    assert [each.name for each in there.complete()] == [first.name, second.name]
+    assert there.newest(20) is None
+    for source, folder in ((URL, second), (f"{URL}/{first.name}/", first)):
+        found = open_checkpoint(source)
+        assert str(found) == f"{URL}/{folder.name}"
+        assert sum(found.verify()) == sum(CheckpointReader(folder).verify())
+        copy_checkpoint(found, tmp_path / "copies" / folder.name)
+        assert are_equal(folder, tmp_path / "copies" / folder.name)
+        consolidate(found, tmp_path / "out", overwrite=True)
+        consolidate(CheckpointReader(folder), tmp_path / "expected", overwrite=True)
+        assert are_equal(tmp_path / "expected", tmp_path / "out")
+
+
+def test_a_block_is_fetched_once_and_before_it_is_needed(run, monkeypatch):
+    monkeypatch.setattr(remote, "_BLOCK", 3000)
+    monkeypatch.setattr(remote, "_LEAST_BLOCK", 3000)
+    upload(RemoteCheckpoints(URL), folders(run)[0])
+    found = open_checkpoint(URL)
+    asked: Counter[tuple[int, int]] = Counter()
+    plain = MemoryFileSystem.cat_file
+
+    def counted(self, path, start=None, end=None, **about):
+        asked[start, end] += 1
+        return plain(self, path, start=start, end=end, **about)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
+    key = next(iter(found.manifest.tensors))
+    next(iter(found.read(key)))
+    assert len(asked) >= 3
+    list(found.verify())
+    size = (folders(run)[0] / "rank-00000.safetensors").stat().st_size
+    assert max(asked.values()) == 1
+    assert {pair for pair in asked if pair[1] - pair[0] == 3000} >= {(3000, 6000), (6000, 9000)}
+    assert max(end for _, end in asked) == size
+
+
+def test_old_checkpoints_and_remains_are_deleted(run):
+    there = RemoteCheckpoints(URL)
+    keep = CheckpointConfig(keep_last=1, keep_every=20)
+    for folder in folders(run)[:3]:
+        upload(there, folder)
+    MemoryFileSystem().rm_file(f"/bucket/runs/run/{folders(run)[2].name}/{MANIFEST}")
+    upload(there, folders(run)[3])
+    MemoryFileSystem().pipe_file("/bucket/runs/run/step-00000050/rank-00000.safetensors", b"x")
+    MemoryFileSystem().pipe_file("/bucket/runs/run/notes.txt", b"mine")
+    there.remove_old(keep, folders(run)[3].name)
+    assert [each.name for each in there.complete()] == [folders(run)[i].name for i in (1, 3)]
+    assert not files_of(folders(run)[2].name)
+    assert files_of("step-00000050")  # newer
+    assert files_of("notes.txt")  # not of the run
+
+
+def test_another_checkpoint_of_the_step_is_replaced(run):
+    there, folder = RemoteCheckpoints(URL), folders(run)[0]
+    upload(there, folder)
+    reseal(folder, lambda content: content["progress"].update(samples=7))
+    upload(there, folder)
+    assert files_of(folder.name) == {each.name: each.read_bytes() for each in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("rank-00000.safetensors", lambda old: old[:-1], "truncated or corrupted"),
+        (
+            "rank-00000.safetensors",
+            lambda old: old[:-1] + bytes([old[-1] ^ 1]),
+            "the checksum of .* does not",
+        ),
+        ("rank-00000.safetensors", lambda old: old[:20] + b"?" + old[21:], "corrupted"),
+        ("tokenizer.json", lambda old: b"?" + old[1:], "corrupted: does not match"),
+        (MANIFEST, lambda old: old[:100], "corrupted"),
+        (MANIFEST, None, "FileNotFoundError"),
+        ("tokenizer.json", None, "FileNotFoundError"),
+    ],
+)
+def test_what_is_damaged_there_is_named_by_its_url(run, tmp_path, name, change, said):
+    there, folder = RemoteCheckpoints(URL), folders(run)[0]
+    upload(there, folder)
+    path, store = f"/bucket/runs/run/{folder.name}/{name}", MemoryFileSystem()
+    old = store.cat_file(path)
+    store.rm_file(path)
+    if change is not None:
+        store.pipe_file(path, change(old))
+    with pytest.raises(CheckpointError, match=f"^{URL}/{folder.name}/{name}: .*{said}"):
+        copy_checkpoint(open_checkpoint(f"{URL}/{folder.name}"), tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    if name != MANIFEST:
+        with pytest.raises(CheckpointError, match=f"{URL}/{folder.name}"):
+            list(open_checkpoint(URL).verify())
+
+
+def faulty(monkeypatch, rng: random.Random, rate: float, planted: Counter[str]) -> None:
+    """Make calls of the store fail at random."""
+
+    def wrap(name: str, kinds: tuple[str, ...]) -> None:
+        plain = getattr(MemoryFileSystem, name)
+
+        def call(self, path, *given, **about):
+            kind = rng.choice(kinds) if rng.random() < rate else ""
+            planted[kind] += 1
+            if kind == "killed":
+                raise Killed
+            if kind in ("error", "denied", "lost"):
+                raise {"error": OSError, "denied": PermissionError, "lost": FileNotFoundError}[
+                    kind
+                ](kind)
+            if kind == "dropped":
+                return None
+            found = plain(self, path, *given, **about)
+            target = given[0] if name == "put_file" else path
+            if kind == "changed" and name == "cat_file" and found:
+                return bytes([found[0] ^ 1]) + found[1:]
+            if kind == "changed" and name == "put_file":
+                content = plain_cat(self, target)
+                self.store[self._strip_protocol(target)].seek(0)
+                self.store[self._strip_protocol(target)].write(bytes([content[0] ^ 1]))
+            return found
+
+        monkeypatch.setattr(MemoryFileSystem, name, call)
+
+    plain_cat = MemoryFileSystem.cat_file
+    wrap("put_file", FAULTS)
+    wrap("cat_file", tuple(each for each in FAULTS if each != "dropped"))
+    wrap("rm", ("error", "denied", "dropped", "killed"))
+    wrap("find", ("error", "denied", "killed"))
+    wrap("exists", ("error", "denied", "killed"))
+    wrap("info", ("error", "lost", "killed"))
+
+
+def test_no_fault_makes_a_checkpoint_that_is_wrong_or_lost(run, tmp_path, monkeypatch):
+    rng = random.Random(5)
+    planted: Counter[str] = Counter()
+    keep = CheckpointConfig(keep_last=2)
+    whole = {each.name: {f.name: f.read_bytes() for f in each.iterdir()} for each in folders(run)}
+    outcomes: Counter[str] = Counter()
+    for number in range(40):
+        place = f"/bucket/{number}/run"
+        for folder in rng.sample(folders(run), 3):
+            with monkeypatch.context() as planting:
+                faulty(planting, rng, rng.choice([0.02, 0.1, 0.3]), planted)
+                there = RemoteCheckpoints(f"memory:/{place}")
+                try:
+                    upload(there, folder)
+                    outcomes["uploaded"] += 1
+                    there.remove_old(keep, folder.name)
+                    outcomes["tidied"] += 1
+                except (FsdpctlError, Killed) as error:
+                    outcomes[type(error).__name__] += 1
+                try:
+                    copy_checkpoint(open_checkpoint(f"memory:/{place}"), tmp_path / "copy")
+                except (FsdpctlError, Killed) as error:
+                    outcomes[f"read: {type(error).__name__}"] += 1
+            if (tmp_path / "copy").exists():
+                outcomes["read"] += 1
+                step = CheckpointReader(tmp_path / "copy").manifest.progress.step
+                assert are_equal(step_folder(run / CHECKPOINTS, step), tmp_path / "copy")
+                (tmp_path / "copy").rename(tmp_path / f"{number}-{folder.name}")
+            store = MemoryFileSystem()
+            for each in RemoteCheckpoints(f"memory:/{place}").complete():
+                found = {
+                    Path(file).name: store.cat_file(file)
+                    for file in store.find(f"{place}/{each.name}")
+                }
+                damaged_manifest = found[MANIFEST] != whole[each.name][MANIFEST]
+                assert damaged_manifest or found == whole[each.name]
+                outcomes["damaged manifest"] += damaged_manifest
+        there = RemoteCheckpoints(f"memory:/{place}")
+        upload(there, folders(run)[-1])
+        assert str(there.newest()).endswith(folders(run)[-1].name)
+    assert sum(planted.values()) - planted[""] > 150, planted
+    assert min(outcomes["uploaded"], outcomes["read"], outcomes["Killed"]) > 5, outcomes
+    assert outcomes["damaged manifest"] < 5, outcomes
+
+
+def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monkeypatch):
+    told: list[HookMessage] = []
+    uploads = Uploads(RemoteCheckpoints(URL), CheckpointConfig(keep_last=1), told.append)
+    first, second, *_ = folders(run)
+    with monkeypatch.context() as planting:
+        planting.setattr(MemoryFileSystem, "put_file", lambda *given, **about: 1 / 0)
+        uploads.add(first, 10, lambda: None)
+        uploads.wait(pytest.fail)
+        with pytest.raises(FsdpctlError, match=f"^step 10: .* not uploaded: {URL}/.* run it again"):
+            uploads.check_uploaded()
+    uploads.add(second, 20, lambda: None)
+    uploads.wait(pytest.fail)
+    uploads.check_uploaded()
+    lines = [each.to_line() for each in told]
+    assert [each["upload"] for each in lines] == ["failed", "done"]
+    assert "ZeroDivisionError" in lines[0]["warning"]
+    assert str(first) in lines[0]["warning"]
+    assert [each.name for each in RemoteCheckpoints(URL).complete()] == [second.name]
+
+
+def test_the_end_of_a_run_says_how_much_is_uploaded(run, monkeypatch):
+    monkeypatch.setattr("fsdpctl.train.callbacks.background._REPORT_INTERVAL", 0.05)
+    uploads = Uploads(RemoteCheckpoints(URL), CheckpointConfig(), lambda done: None)
+    plain = RemoteCheckpoints.upload
+
+    def slow(self, folder, share):
+        share(0.5)
+        time.sleep(0.2)
+        plain(self, folder, lambda share: None)
+
+    monkeypatch.setattr(RemoteCheckpoints, "upload", slow)
+    said: list[str] = []
+    uploads.add(folders(run)[0], 10, lambda: None)
+    uploads.wait(said.append)
+    assert "waiting for checkpoint.remote: 0 s so far, 50%" in said
+
+
+def test_a_run_resumes_from_its_store(run, tmp_path):
+    settings = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
+    here = tmp_path / "new" / "run"
+    config = compose_config([*settings, f"train.run_dir={here}"]).config
+    assert look(config, "auto").standing is Standing.NEW
+    for folder in folders(run):
+        reseal(folder, lambda content: content.update(config=config_words(config)))
+    upload(RemoteCheckpoints(URL), folders(run)[1])
+    seen = look(config, "auto")
+    assert (seen.standing, seen.step, str(seen.source)) == (
+        Standing.RESUMES, 20, f"{URL}/{folders(run)[1].name}",
+    )  # fmt: skip
+    assert look(config, "auto", only_here=True).standing is Standing.NEW
+    assert look(config, "never").run_dir.name == "run-2"
+    here.mkdir(parents=True)
+    prepare_run_dir(seen, config, [], {})
+    assert are_equal(folders(run)[1], here / CHECKPOINTS / folders(run)[1].name)
+    assert look(config, "auto").source is None  # it is here now
+    upload(RemoteCheckpoints(URL), folders(run)[2])
+    assert (look(config, "auto").step, look(config, "auto").kept) == (30, config)
+    other = replace(config, train=replace(config.train, seed=3))
+    with pytest.raises(UsageError, match=f"^train.run_dir={here}: contains a run"):
+        look(other, "auto")
+    elsewhere = replace(other, train=replace(other.train, run_dir=str(tmp_path / "more" / "run")))
+    with pytest.raises(UsageError, match=f"^{URL}/.*train.seed 0 -> 3.*--resume {URL}/"):
+        look(elsewhere, "auto")
+
+
+def test_a_finished_run_completes_its_upload(run):
+    settings = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
+    config = compose_config([*settings, f"train.run_dir={run}"]).config
+    for folder in folders(run):
+        reseal(folder, lambda content: content.update(config=config_words(config)))
+    (run / RUN_CONFIG).write_text(config_to_yaml(config))
+    said: list[str] = []
+    assert _is_finished(look(config, "auto"), Talk(said.append, said.append))
+    assert said[0] == f"{run}: finished at step 40; nothing to do"
+    assert [each.name for each in RemoteCheckpoints(URL).complete()] == [folders(run)[-1].name]
+
+
+def test_a_store_that_cannot_be_written_is_refused_at_the_start(run, monkeypatch):
+    RemoteCheckpoints(URL).check_writable()
+    assert not files_of("")
+
+    def denied(self, path, content):
+        raise PermissionError("expired token")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", denied)
+    with pytest.raises(UsageError, match=f"^{URL}/write-check: PermissionError: expired token"):
+        RemoteCheckpoints(URL).check_writable()
+
+
+def test_what_is_no_run_in_a_store_is_refused(run):
+    with pytest.raises(UsageError, match="memory://bucket/nothing: no complete checkpoint found"):
+        open_checkpoint("memory://bucket/nothing")
+    with pytest.raises(UsageError, match="nostore://x: "):
+        open_checkpoint("nostore://x")
