@@ -2,6 +2,7 @@
 
 import filecmp
 import random
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -30,6 +31,7 @@ from fsdpctl.run.directory import Standing, look, prepare_run_dir
 from fsdpctl.train.callbacks.background import HookMessage
 from fsdpctl.train.callbacks.uploads import Uploads
 from tests.hostile import TINY_MODEL, make_checkpoint, reseal
+from tests.run.test_heartbeat import wait_for
 
 URL = "memory://bucket/runs/run"
 STEPS = (10, 20, 30, 40)
@@ -298,6 +300,31 @@ def test_the_end_of_a_run_says_how_much_is_uploaded(run, monkeypatch):
     uploads.add(folders(run)[0], 10, lambda: None)
     uploads.wait(said.append)
     assert "waiting for checkpoint.remote: 0 s so far, 50%" in said
+
+
+def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypatch):
+    told: list[HookMessage] = []
+    keep = CheckpointConfig(keep_last=1, keep_every=30)
+    uploads = Uploads(RemoteCheckpoints(URL), keep, told.append)
+    gate = threading.Event()
+    plain = RemoteCheckpoints.upload
+
+    def wait(self, folder, share):
+        assert gate.wait(30)
+        plain(self, folder, share)
+
+    monkeypatch.setattr(RemoteCheckpoints, "upload", wait)
+    for step, folder in zip(STEPS, folders(run), strict=True):
+        uploads.add(folder, step, lambda: None)
+        wait_for(lambda: uploads.busy is not None)
+    gate.set()
+    uploads.wait(pytest.fail)
+    assert [(each.step, each.outcome) for each in told] == [
+        (10, "done"), (20, "skipped"), (30, "done"), (40, "done"),
+    ]  # fmt: skip
+    assert [each.name for each in RemoteCheckpoints(URL).complete()] == [
+        each.name for each in folders(run)[2:]
+    ]
 
 
 def test_a_run_resumes_from_its_store(run, tmp_path):

@@ -21,9 +21,9 @@ class HookMessage:
 
     step: int
     name: str  # of its values in metrics.jsonl
-    outcome: str  # done, failed, timed out
+    outcome: str  # done, failed, timed out, skipped
     seconds: float = 0.0
-    message: str = ""  # the cause, unless it is done
+    message: str = ""  # the cause of a failure
 
     @property
     def line(self) -> str:
@@ -55,6 +55,7 @@ class OnEachSave(ABC):
         """Prepare to work; `report` is called in a thread."""
         self.deleting = threading.Lock()
         self.busy: Path | None = None
+        self.latest = 0  # step that was added
         self.newest: HookMessage | None = None
         self.until = math.inf  # when the work must have ended
         self._report = report
@@ -65,6 +66,10 @@ class OnEachSave(ABC):
     def is_on(self) -> bool:
         """Whether there is something to do."""
 
+    def is_superseded(self, step: int) -> bool:
+        """Return whether a checkpoint is not worked on because of newer ones."""
+        return False
+
     @abstractmethod
     def run(self, folder: Path, step: int) -> HookMessage:
         """Work on a checkpoint, in a thread."""
@@ -72,6 +77,7 @@ class OnEachSave(ABC):
     def add(self, folder: Path, step: int, then: Callable[[], None]) -> None:
         """Work on a checkpoint after those before it; `then()` is called afterwards."""
         if self.is_on:
+            self.latest = step
             given = (folder.absolute(), step, then, self._last)
             # It lives as long as a command, which the kernel ties to it.
             self._last = threading.Thread(
@@ -111,7 +117,9 @@ class OnEachSave(ABC):
             before.join()
         with self.deleting:
             self.busy = folder
-        if (folder / MANIFEST).exists():
+        if self.is_superseded(step):
+            message = HookMessage(step, self.name, "skipped")
+        elif (folder / MANIFEST).exists():
             message = self.run(folder, step)
         else:
             message = self.failed(step, "failed", 0.0, "checkpoint deleted before its turn")

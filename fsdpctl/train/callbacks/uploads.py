@@ -31,6 +31,11 @@ class Uploads(OnEachSave):
         """Whether there is a store."""
         return self._remote is not None
 
+    def is_superseded(self, step: int) -> bool:
+        """Return whether a newer checkpoint waits: a slow store gets the newest."""
+        every = self._keep.keep_every
+        return step < self.latest and not (every and step % every == 0)
+
     def run(self, folder: Path, step: int) -> HookMessage:
         """Upload a checkpoint."""
         assert self._remote is not None
@@ -61,5 +66,5 @@ class Uploads(OnEachSave):
             FsdpctlError: If it isn't.
         """
         newest = self.newest
-        if newest is not None and newest.outcome != "done":
+        if newest is not None and newest.outcome == "failed":
             raise FsdpctlError(f"step {newest.step}: {newest.message}; to retry, run it again")
