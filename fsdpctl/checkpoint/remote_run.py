@@ -1,7 +1,7 @@
 """The checkpoints of a run in an object store, uploaded file by file.
 
 Each file is read back and compared, and the manifest comes last: a checkpoint without it is
-incomplete, and nobody reads it.
+incomplete, and is never read.
 """
 
 import os

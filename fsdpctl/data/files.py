@@ -107,8 +107,8 @@ def find_files(path: str, key: str) -> list[Path]:
         if place.is_file():
             return [place]
         if place.is_dir():
-            return sorted(_files_below(place))
-        matches = sorted(Path(name) for name in glob.glob(path, recursive=True))
+            return sorted(_files_below(place), key=_parts)
+        matches = sorted(map(Path, glob.glob(path, recursive=True)), key=_parts)
         files = [each for each in matches if each.is_file()]
     except OSError as error:
         raise UsageError(f"{key}={path}: {str(error.filename)[:80]}: {error.strerror}") from None
@@ -120,6 +120,11 @@ def find_files(path: str, key: str) -> list[Path]:
         hint = nearest_path(path) or "; expected a file, a directory or a glob"
         raise UsageError(f"{key}={path}: not found{hint}")
     return files
+
+
+def _parts(path: Path) -> tuple[str, ...]:
+    """Return the key by which paths are sorted; comparing paths is slower."""
+    return path.parts
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

@@ -3,7 +3,7 @@
 import os
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ from fsdpctl.data.files import find_files
 from fsdpctl.data.remote import RemoteShard, describe_remote
 from fsdpctl.data.shards import Index, Shard, stamp_of
 from fsdpctl.errors import UsageError, first_of
-from fsdpctl.io.files import open_regular
+from fsdpctl.io.files import open_regular, refusing
 from fsdpctl.io.untrusted import MIB, as_type, check_version, read_json
 
 OURS = "fsdpctl-tokens", 1  # format and version in NAME.json
@@ -79,6 +79,7 @@ class _Opened:
     size: int
     stamp: tuple[int, int]
     start: bytes  # the first ones
+    names: Collection[str]  # of all files in its directory
     where: str
 
     @property
@@ -110,10 +111,10 @@ def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> l
     if is_remote(path):
         folder, urls = describe_remote(path, key)
         _files(str(folder), key)  # refuses some
-        local = [_open(Path(each), key, kind) for each in sorted(urls)]
+        local = _open_all([Path(each) for each in sorted(urls)], key, kind)
         found = [replace(each, shard=_in_store(each.shard, urls)) for each in local]
     else:
-        found = [_open(each, key, kind) for each in _files(path, key)]
+        found = _open_all(_files(path, key), key, kind)
     first = found[0]
     for other in found[1:]:
         for what in ("vocab_size", "tokenizer_xxh3" if first.tokenizer_xxh3 else "tokenizer"):
@@ -151,12 +152,20 @@ def _files(path: str, key: str) -> list[Path]:
     return files
 
 
-def _open(path: Path, key: str, kind: str) -> TokenFile:
+def _open_all(paths: Sequence[Path], key: str, kind: str) -> list[TokenFile]:
+    names: dict[Path, frozenset[str]] = {}  # listed once: there may be ten thousand
+    for folder in {each.parent for each in paths}:
+        with refusing(f"{key}={folder}"):
+            names[folder] = frozenset(os.listdir(folder))
+    return [_open(each, names[each.parent], key, kind) for each in paths]
+
+
+def _open(path: Path, names: Collection[str], key: str, kind: str) -> TokenFile:
     descriptor = open_regular(path, follows=True)
     with open(descriptor, "rb") as file:
         about, start = os.fstat(descriptor), file.read(_START)
     stamp = stamp_of(about)
-    opened = _Opened(path, about.st_size, stamp, start, f"{key}={path}")
+    opened = _Opened(path, about.st_size, stamp, start, names, f"{key}={path}")
     kind = _kind(opened) if kind == "auto" else kind
     if not opened.size:
         raise opened.error("contains no tokens")
@@ -165,13 +174,13 @@ def _open(path: Path, key: str, kind: str) -> TokenFile:
 
 def _kind(file: _Opened) -> str:
     """Return the format that the header of a file, or a file next to it, tells."""
-    path = file.path
+    path, stem = file.path, file.path.stem
     magic = struct.unpack_from("<2i", file.start) if len(file.start) >= _LLM_C_HEADER else None
-    if path.with_suffix(".json").exists():
+    if f"{stem}.json" in file.names:
         return "fsdpctl"
-    if path.with_suffix(".idx").exists():
+    if f"{stem}.idx" in file.names:
         return "megatron"
-    if path.suffix == ".ds" or _beside(path, ".index").exists():
+    if path.suffix == ".ds" or f"{path.name}.index" in file.names:
         return "datatrove"
     if magic in _LLM_C:
         return "llm.c"

@@ -48,10 +48,14 @@ def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = F
         FsdpctlError: Of type `refusal`, if the file is missing, not regular, or elsewhere.
     """
     try:
-        real = Path(os.path.realpath(path))
-        if not (follows or _stays_inside(path, real)):
-            raise refusal(f"{path}: links to {real}, outside its directory; copy the file there")
-        descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        real, flags = path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        if not follows:
+            real, flags = Path(os.path.realpath(path)), flags | os.O_NOFOLLOW
+            if not _stays_inside(path, real):
+                raise refusal(
+                    f"{path}: links to {real}, outside its directory; copy the file there"
+                )
+        descriptor = os.open(real, flags)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)

@@ -162,17 +162,7 @@ def _fresh_run_dir(run_dir: Path, remote: RemoteCheckpoints | None) -> Path:
 
 def _look_for_resume(config: Config, remote: RemoteCheckpoints | None) -> Look:
     run_dir = Path(str(config.train.run_dir))
-    check_is_no_file(run_dir)
-    nearest_folder = next(each for each in (run_dir, *run_dir.parents) if each.exists())
-    if not nearest_folder.is_dir():
-        raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is a file")
-    if not os.access(nearest_folder, os.W_OK):
-        raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is not writable")
-    is_here = (run_dir / RUN_CONFIG).is_file()
-    if not is_here and run_dir.is_dir() and not all(map(_is_of_a_start, run_dir.iterdir())):
-        raise UsageError(
-            f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
-        )
+    is_here = _is_run(run_dir)
     newest = newest_checkpoint(run_dir / CHECKPOINTS) if is_here else None
     there = None if remote is None else remote.newest(-1 if newest is None else step_of(newest))
     if is_here:
@@ -203,6 +193,22 @@ def _look_for_resume(config: Config, remote: RemoteCheckpoints | None) -> Look:
     is_over = done.step >= config.train.steps and not owes
     standing = Standing.FINISHED if is_over else Standing.RESUMES
     return Look(config, standing, done.step, before, kept, there, tuple(incomplete))
+
+
+def _is_run(run_dir: Path) -> bool:
+    """Return whether a run has started in a directory; UsageError if none may start there."""
+    check_is_no_file(run_dir)
+    nearest_folder = next(each for each in (run_dir, *run_dir.parents) if each.exists())
+    if not nearest_folder.is_dir():
+        raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is a file")
+    if not os.access(nearest_folder, os.W_OK):
+        raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is not writable")
+    is_run = (run_dir / RUN_CONFIG).is_file()
+    if not is_run and run_dir.is_dir() and not all(map(_is_of_a_start, run_dir.iterdir())):
+        raise UsageError(
+            f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
+        )
+    return is_run
 
 
 def _progress_at(newest: Path | None) -> Progress | None:
