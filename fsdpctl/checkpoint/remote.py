@@ -28,10 +28,10 @@ from fsdpctl.checkpoint.tensor_file import (
     open_tensor_file,
     sync,
 )
-from fsdpctl.config.sealed import MANIFEST
+from fsdpctl.config.sealed import MANIFEST, MOST_BYTES
 from fsdpctl.errors import CheckpointError, FsdpctlError
 from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.stores import asked
+from fsdpctl.io.stores import asked, read_range
 
 _BLOCK, _LEAST_BLOCK = 8 << 20, 256 << 10  # bytes of a request
 _HELD = 512 << 20  # bytes of blocks that a reader keeps
@@ -52,21 +52,13 @@ class StoredFile:
         """Return the file `name` below this one."""
         return StoredFile(self.store, f"{self.url}/{name}", f"{self.path}/{name}")
 
-    def read(self, start: int | None = None, stop: int | None = None) -> bytes:
-        """Return its bytes, or a range of them.
+    def read(self, start: int, stop: int) -> bytes:
+        """Return a range of its bytes.
 
         Raises:
             CheckpointError: If the store does not answer, or the file is shorter.
         """
-
-        def ask() -> bytes:
-            found: bytes = self.store.cat_file(self.path, start=start, end=stop)
-            if start is not None and stop is not None and len(found) != stop - start:
-                raise EOFError(f"truncated at byte {start + len(found):,}")
-            return found
-
-        content: bytes = asked(self.url, ask, CheckpointError)
-        return content
+        return read_range(self.store, self.path, (start, stop), self.url, CheckpointError)
 
     def size(self) -> int:
         """Return its number of bytes."""
@@ -145,7 +137,7 @@ class RemoteReader(CheckpointReader):
         folder = Path(mkdtemp(prefix="fsdpctl-checkpoint-"))
         finalize(self, rmtree, folder, ignore_errors=True)
         with naming(folder, place.url):
-            (folder / MANIFEST).write_bytes(place.inside(MANIFEST).read())
+            (folder / MANIFEST).write_bytes(_whole(place.inside(MANIFEST), MOST_BYTES))
             manifest = read_manifest(folder)
             self._blocks = _Blocks(len(manifest.files))
             files = [*manifest.files.items(), *manifest.attachments.items()]
@@ -202,6 +194,13 @@ class RemoteReader(CheckpointReader):
         with (folder / name).open("r+b", buffering=0) as out:
             os.pwrite(out.fileno(), content, start)
         return len(content)
+
+
+def _whole(file: StoredFile, most_bytes: int) -> bytes:
+    size = file.size()
+    if size > most_bytes:
+        raise CheckpointError(f"{file.url}: larger than the limit of {most_bytes:,} bytes")
+    return file.read(0, size)
 
 
 def ranges_of(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:

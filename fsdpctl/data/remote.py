@@ -20,10 +20,10 @@ import xxhash
 from fsdpctl.config.data import TOKEN_NEIGHBORS, TOKEN_SUFFIXES
 from fsdpctl.data.cache import cache_folder
 from fsdpctl.data.shards import Shard, Values
-from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.files import replace, replacing
-from fsdpctl.io.stores import POOL, asked, open_store
+from fsdpctl.io.stores import POOL, asked, open_store, read_range
 
 _START = 4096  # bytes of a file that tell its format
 _MOST_AHEAD = 1 << 14  # samples that are kept until they are used
@@ -62,10 +62,7 @@ class RemoteShard(Shard):
     def _get(self, start: int, stop: int) -> bytes:
         size = self.dtype.itemsize
         first, last = self.offset + start * size, self.offset + stop * size
-        found: bytes = asked(self.url, lambda: self.store.cat_file(self.url, start=first, end=last))
-        if len(found) != last - first:
-            raise FsdpctlError(f"{self.url}: cut at byte {first + len(found)}, or replaced")
-        return found
+        return read_range(self.store, self.url, (first, last), self.url)
 
 
 def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any]]]:
@@ -91,11 +88,11 @@ def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any
     def fetch(url: str) -> None:
         file = folder / os.path.relpath(url, root)
         file.parent.mkdir(parents=True, exist_ok=True)
-        end = None if url in beside else _START
-        content = asked(url, lambda: store.cat_file(url, start=0, end=end))
+        size = files[url][0]
+        content = read_range(store, url, (0, size if url in beside else min(_START, size)), url)
         with replacing(file) as out:
             out.write(content)
-            out.truncate(files[url][0])
+            out.truncate(size)
 
     if not (folder / _COMPLETE).exists():
         wanted = [*bins, *sorted(beside)]

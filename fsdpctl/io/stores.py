@@ -41,9 +41,30 @@ def asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> 
         try:
             return ask()
         except Exception as error:  # drivers raise those of their libraries
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            kind = "" if isinstance(error, EOFError) else f"{type(error).__name__}: "
+            reason = " ".join(f"{kind}{error}".split())[:200]
             if isinstance(error, _FINAL) or number == _TRIES - 1:
                 raise refusal(f"{url}: {reason}") from None
         with doing(f"waiting for {urlsplit(url).netloc or 'the store'} ({reason:.80})"):
             time.sleep(_PAUSE * 2**number)
     raise AssertionError
+
+
+def read_range(
+    store: Any, path: str, span: tuple[int, int], url: str, refusal: Refusal = FsdpctlError
+) -> bytes:
+    """Return bytes of a file in a store; an answer that is too short is asked for again.
+
+    Raises:
+        FsdpctlError: As `asked`; also if the file is shorter.
+    """
+    start, stop = span
+
+    def ask() -> bytes:
+        found: bytes = store.cat_file(path, start=start, end=stop)
+        if len(found) != stop - start:
+            raise EOFError(f"cut at byte {start + len(found)}, or replaced")
+        return found
+
+    content: bytes = asked(url, ask, refusal)
+    return content
