@@ -16,12 +16,13 @@ from typing import Any
 from weakref import finalize
 
 from fsdpctl.checkpoint.folders import naming
-from fsdpctl.checkpoint.manifest import FileInfo, read_manifest
+from fsdpctl.checkpoint.manifest import FileInfo, Manifest, read_manifest
 from fsdpctl.checkpoint.publish import check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import (
     CHUNK_BYTES,
     HEADER_PREFIX,
+    MOST_HEADER,
     TensorEntry,
     TensorFile,
     header_bytes,
@@ -36,7 +37,6 @@ from fsdpctl.io.stores import asked, read_range
 _BLOCK, _LEAST_BLOCK = 8 << 20, 256 << 10  # bytes of a request
 _HELD = 512 << 20  # bytes of blocks that a reader keeps
 _AHEAD = 2  # blocks that are fetched before they are needed
-_ATTEMPTS = 3  # to upload a file, if it is not the same when read back
 TRANSFERS = ThreadPoolExecutor(8, thread_name_prefix="transfer")
 
 
@@ -137,8 +137,7 @@ class RemoteReader(CheckpointReader):
         folder = Path(mkdtemp(prefix="fsdpctl-checkpoint-"))
         finalize(self, rmtree, folder, ignore_errors=True)
         with naming(folder, place.url):
-            (folder / MANIFEST).write_bytes(_whole(place.inside(MANIFEST), MOST_BYTES))
-            manifest = read_manifest(folder)
+            manifest = fetch_manifest(place, folder)
             self._blocks = _Blocks(len(manifest.files))
             files = [*manifest.files.items(), *manifest.attachments.items()]
             with doing(f"looking at {place.url}", "files", len(files)) as advance:
@@ -162,7 +161,9 @@ class RemoteReader(CheckpointReader):
         is_tensors = path.suffix == ".safetensors"
         end = info.size
         if is_tensors:
-            end = min(header_bytes(file.read(0, min(HEADER_PREFIX, info.size))), info.size)
+            end = header_bytes(file.read(0, min(HEADER_PREFIX, info.size)))
+            if end > min(MOST_HEADER, info.size):
+                raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(file.read(0, end))
         os.truncate(path, info.size)
@@ -196,11 +197,19 @@ class RemoteReader(CheckpointReader):
         return len(content)
 
 
-def _whole(file: StoredFile, most_bytes: int) -> bytes:
+def fetch_manifest(place: StoredFile, folder: Path) -> Manifest:
+    """Fetch the manifest of the checkpoint at `place` into a directory, and read it.
+
+    Raises:
+        CheckpointError: If it is missing or corrupted.
+    """
+    file = place.inside(MANIFEST)
     size = file.size()
-    if size > most_bytes:
-        raise CheckpointError(f"{file.url}: larger than the limit of {most_bytes:,} bytes")
-    return file.read(0, size)
+    if size > MOST_BYTES:
+        raise CheckpointError(f"{file.url}: larger than the limit of {MOST_BYTES:,} bytes")
+    (folder / MANIFEST).write_bytes(file.read(0, size))
+    with naming(folder, place.url):
+        return read_manifest(folder)
 
 
 def ranges_of(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:

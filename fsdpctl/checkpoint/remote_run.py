@@ -6,15 +6,15 @@ incomplete, and is never read.
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-from fsspec.callbacks import Callback  # type: ignore[import-untyped]
+from tempfile import TemporaryDirectory
 
 from fsdpctl.checkpoint.folders import doomed, find_checkpoint, step_of
-from fsdpctl.checkpoint.manifest import read_manifest
+from fsdpctl.checkpoint.manifest import Manifest, read_manifest
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.remote import TRANSFERS, RemoteReader, StoredFile, ranges_of
+from fsdpctl.checkpoint.remote import TRANSFERS, RemoteReader, StoredFile, fetch_manifest, ranges_of
 from fsdpctl.config.schema import Config
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.config.sources import is_remote
@@ -26,6 +26,28 @@ from fsdpctl.io.stores import asked, open_store
 
 KEY = "checkpoint.remote"
 _ATTEMPTS = 3  # to upload a file, if it is not the same when read back
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A complete checkpoint in a store, by its manifest."""
+
+    place: StoredFile
+    step: int
+    manifest: Manifest
+
+    @property
+    def url(self) -> str:
+        """Its URL."""
+        return self.place.url
+
+    def open(self) -> RemoteReader:
+        """Open it.
+
+        Raises:
+            CheckpointError: If it is corrupted.
+        """
+        return RemoteReader(self.place)
 
 
 class RemoteCheckpoints:
@@ -63,16 +85,24 @@ class RemoteCheckpoints:
             (Path(name) for name, is_whole in self._found().items() if is_whole), key=step_of
         )
 
-    def newest(self, after: int = -1) -> RemoteReader | None:
-        """Open the newest complete checkpoint of a step after `after`, if any.
+    def newest(self) -> "StoredCheckpoint | None":
+        """Return the newest complete checkpoint, if any.
 
         Raises:
-            CheckpointError: If it is corrupted.
+            CheckpointError: If its manifest is corrupted; the message suggests an older one.
         """
         found = self.complete()
-        if not found or step_of(found[-1]) <= after:
+        if not found:
             return None
-        return self.open(found[-1].name)
+        place = self._root.inside(found[-1].name)
+        try:
+            with TemporaryDirectory() as folder:
+                manifest = fetch_manifest(place, Path(folder))
+        except CheckpointError as error:
+            older = f"{self.url}/{found[-2].name}" if found[1:] else ""
+            hint = f"; --resume {older} starts a new run from the previous one" if older else ""
+            raise CheckpointError(f"{error}{hint}") from None
+        return StoredCheckpoint(place, step_of(found[-1]), manifest)
 
     def open(self, name: str) -> RemoteReader:
         """Open a checkpoint of the run.
@@ -96,7 +126,7 @@ class RemoteCheckpoints:
         asked(probe.url, lambda: probe.store.pipe_file(probe.path, b"fsdpctl"), UsageError)
         probe.remove()
 
-    def upload(self, folder: Path, share: Callable[[float], None]) -> None:
+    def upload(self, folder: Path, share: Callable[[float], None] = lambda share: None) -> None:
         """Upload a complete checkpoint, unless it is there; `share` gets the part that is done.
 
         Raises:
@@ -169,28 +199,35 @@ def open_checkpoint(source: str) -> CheckpointReader:
     newest = RemoteCheckpoints(source).newest()
     if newest is None:
         raise UsageError(f"{source}: no complete checkpoint found; expected that of a run, or one")
-    return newest
+    return newest.open()
 
 
-class _Counted(Callback):  # type: ignore[misc]
-    """Counts the bytes of an upload."""
+class _Sent:
+    """Counts the bytes of an upload, of which fsspec tells the sum."""
 
     def __init__(self, advance: Advance) -> None:
-        super().__init__()
-        self._advance = advance
+        self._advance, self._last = advance, 0
 
-    def relative_update(self, inc: int = 1) -> None:
-        self._advance(inc)
+    def __call__(self, size: int | None, value: int, **others: object) -> None:
+        self._advance(value - self._last)
+        self._last = value
 
 
 def _upload_file(path: Path, file: StoredFile, advance: Advance = lambda count: None) -> None:
     """Upload a file until it is the same when read back; it may be there already."""
+    from fsspec.callbacks import Callback  # type: ignore[import-untyped]  # takes 0.1 s
+
     if file.exists() and not _difference(path, file):
         advance(2 * path.stat().st_size)
         return
     difference = ""
     for _ in range(_ATTEMPTS):
-        put = partial(file.store.put_file, str(path), file.path, callback=_Counted(advance))
+        put = partial(
+            file.store.put_file,
+            str(path),
+            file.path,
+            callback=Callback(hooks={"sent": _Sent(advance)}),
+        )
         asked(file.url, put)
         file.store.invalidate_cache()
         difference = _difference(path, file, advance)
@@ -200,7 +237,11 @@ def _upload_file(path: Path, file: StoredFile, advance: Advance = lambda count: 
 
 
 def _difference(path: Path, file: StoredFile, advance: Advance = lambda count: None) -> str:
-    """Return how a file in the store differs from one here; empty if it is the same."""
+    """Return how a file in the store differs from one here; empty if it is the same.
+
+    Raises:
+        CheckpointError: If the store does not answer.
+    """
     size = path.stat().st_size
 
     def compare(part: tuple[str, int, int]) -> bool:
@@ -212,6 +253,9 @@ def _difference(path: Path, file: StoredFile, advance: Advance = lambda count: N
 
     try:
         is_same = file.size() == size and all(list(TRANSFERS.map(compare, ranges_of({"": size}))))
-    except CheckpointError as error:  # lost or damaged there
-        return str(error)
+    except CheckpointError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            raise  # it cannot be read now, which says nothing about it
+        return str(error)  # lost or damaged there
     return "" if is_same else f"{file.url}: differs from {path}"

@@ -27,16 +27,22 @@ Source = Annotated[
 ]
 
 
+def found_checkpoint(source: Path) -> Path:
+    """Return the checkpoint in SRC, and print which incomplete ones were skipped."""
+    from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
+
+    found = find_checkpoint(source)
+    for line in passed_over_in(source):
+        note(line)
+    return found
+
+
 def opened_checkpoint(source: str) -> "CheckpointReader":
-    """Open the checkpoint in SRC, and print which incomplete ones were skipped."""
-    from fsdpctl.checkpoint.folders import passed_over_in
+    """Open the checkpoint in SRC, which may be in an object store."""
     from fsdpctl.checkpoint.remote_run import open_checkpoint
     from fsdpctl.config.sources import is_remote
 
-    found = open_checkpoint(source)
-    for line in () if is_remote(source) else passed_over_in(Path(source)):
-        note(line)
-    return found
+    return open_checkpoint(source if is_remote(source) else str(found_checkpoint(Path(source))))
 
 
 def consolidate_checkpoint(

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fsdpctl.cli.checkpoint import opened_checkpoint
+from fsdpctl.cli.checkpoint import found_checkpoint
 from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
 from fsdpctl.cli.console import emit, note, out, say
 from fsdpctl.io.activity import DISPLAY
@@ -56,7 +56,7 @@ def sample(  # noqa: PLR0913  # each is an option
 
     sampling = Sampling(seed, 0.0 if greedy else temperature, top_p)
     source = cached_model(source)
-    place = source if is_hugging_face(source) else opened_checkpoint(str(source)).folder
+    place = source if is_hugging_face(source) else found_checkpoint(source)
     _note_adapters(source)
     if not chat:
         _show(sample_text(place, prompt, tokens, sampling))

@@ -5,7 +5,6 @@ every window of that length has the same shares, and the samples of a source bef
 follow from division. Once a source ends, another period begins, with the shares of the others.
 """
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -259,16 +258,9 @@ class MixedRows:
                 said.append(f"{name}: epoch {int(now) + 1} begins")
         return said
 
-    def to_line(self, position: int, losses: Sequence[float]) -> dict[str, Any]:
-        """Return the values of metrics.jsonl: of each source, tokens and epochs before a position.
-
-        `losses` has the loss of each source in the last step; nan if it had no samples there.
-        """
-        found: dict[str, Any] = {
-            f"loss/{part.name}": loss
-            for part, loss in zip(self.parts, losses, strict=False)
-            if not math.isnan(loss)
-        }
+    def to_line(self, position: int) -> dict[str, Any]:
+        """Return the values of metrics.jsonl: tokens and epochs by source before a position."""
+        found: dict[str, Any] = {}
         counts = self.schedule.counts(position).tolist()
         for (name, epochs), count in zip(self.epochs(position).items(), counts, strict=True):
             found |= {f"tokens/{name}": count * self.seq_len, f"epochs/{name}": round(epochs, 6)}

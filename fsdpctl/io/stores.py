@@ -26,13 +26,15 @@ def open_store(url: str, where: str) -> tuple[Any, str]:
 
     try:
         store, path = url_to_fs(url)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # some drivers connect now
         raise UsageError(f"{where}: {error}") from None
     return store, str(path)
 
 
 def asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> Any:
     """Return the answer of a store, after several attempts if need be.
+
+    The cause of an error is the driver's.
 
     Raises:
         FsdpctlError: Of type `refusal`, if it does not answer, or answers that it will not.
@@ -44,7 +46,7 @@ def asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> 
             kind = "" if isinstance(error, EOFError) else f"{type(error).__name__}: "
             reason = " ".join(f"{kind}{error}".split())[:200]
             if isinstance(error, _FINAL) or number == _TRIES - 1:
-                raise refusal(f"{url}: {reason}") from None
+                raise refusal(f"{url}: {reason}") from error
         with doing(f"waiting for {urlsplit(url).netloc or 'the store'} ({reason:.80})"):
             time.sleep(_PAUSE * 2**number)
     raise AssertionError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdpctl.checkpoint.folders import newest_checkpoint
+from fsdpctl.checkpoint.folders import complete_checkpoints
 from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.config.auto import Selection, left_open
 from fsdpctl.config.compose import Composed
@@ -72,6 +72,7 @@ def begin(
     with claimed(seen.run_dir, lambda: talk.say(waiting)) as lock:
         seen = look(opened.config, resume, seen.run_dir)  # the run may have moved on, or finished
         if _is_finished(seen, talk):
+            _upload_rest(seen)
             lock.release()
             return None
         decision = decide(opened, seen, talk.note, probes=probes)
@@ -93,20 +94,19 @@ def begin(
 def _is_finished(seen: Look, talk: Talk) -> bool:
     if seen.standing is not Standing.FINISHED:
         return False
-    newest, remote = newest_checkpoint(seen.run_dir / CHECKPOINTS), remote_of(seen.config)
-    if remote is not None and newest is not None and seen.source is None:
-        with doing(f"uploading {newest}", "%", 100) as advance:  # if it was interrupted
-            done = 0
-
-            def show(share: float) -> None:
-                nonlocal done
-                advance(int(100 * share) - done)
-                done = int(100 * share)
-
-            remote.upload(newest, show)
     talk.say(f"{seen.source or seen.run_dir}: finished at step {seen.step}; nothing to do")
     talk.say("set a larger train.steps to continue, or pass --resume never to start a new run")
     return True
+
+
+def _upload_rest(seen: Look) -> None:
+    """Upload the checkpoints of a finished run whose upload was interrupted."""
+    remote = remote_of(seen.config)
+    for folder in () if remote is None else complete_checkpoints(seen.run_dir / CHECKPOINTS):
+        with doing(f"uploading {folder}"):
+            assert remote is not None
+            remote.upload(folder)
+            remote.remove_old(seen.config.checkpoint, folder.name)
 
 
 class Decision(NamedTuple):
@@ -131,7 +131,7 @@ def decide(
     if not names:
         return Decision()
     if seen.kept is not None:
-        kept, source = Selection.of(seen.kept), seen.run_dir / RUN_CONFIG
+        kept, source = Selection.of(seen.kept), seen.source or seen.run_dir / RUN_CONFIG
         return Decision(kept, (f"{'auto':<8}{kept.text(names)}, as in {source}",))
     return _decided(placed_on_cluster(config), note, opened if probes else None)
 

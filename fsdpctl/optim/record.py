@@ -53,7 +53,7 @@ class StepFigures:
     flags: tuple[bool, ...] = ()  # those that any rank has raised
     rank_losses: tuple[float, ...] = ()  # the mean over each rank's own tokens
     rank_grad_norms: tuple[float, ...] = ()  # of each rank's own gradient; 0 if not measured
-    source_losses: tuple[float, ...] = ()  # means over the tokens of each source; nan: it had none
+    source_losses: tuple[float | None, ...] = ()  # of each source; None: it had no tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class StepRecord:
             tuple(count > 0 for count in flags),
             tuple(own[: self._num_ranks]),
             tuple(own[self._num_ranks :]),
-            tuple(a / b if b else math.nan for a, b in zip(sums, counts, strict=True)),
+            tuple(a / b if b else None for a, b in zip(sums, counts, strict=True)),
         )
 
 

@@ -164,11 +164,11 @@ def _look_for_resume(config: Config, remote: RemoteCheckpoints | None) -> Look:
     run_dir = Path(str(config.train.run_dir))
     is_here = _is_run(run_dir)
     newest = newest_checkpoint(run_dir / CHECKPOINTS) if is_here else None
-    there = None if remote is None else remote.newest(-1 if newest is None else step_of(newest))
+    stored = None if remote is None else remote.newest()
     if is_here:
         kept = _config_as_started(run_dir)
-    elif there is not None:
-        kept = config_of_checkpoint(there.manifest.config, str(there))
+    elif stored is not None:
+        kept = config_of_checkpoint(stored.manifest.config, stored.url)
     else:
         notes = _note_on_latest(run_dir, config)
         return Look(with_run_kernel(config), Standing.NEW, 0, notes=notes)
@@ -178,8 +178,10 @@ def _look_for_resume(config: Config, remote: RemoteCheckpoints | None) -> Look:
     now = config_words(with_extras(config, extras))
     if is_here:
         _check_same_run(f"train.run_dir={run_dir}", run_dir, before, now)
-    if there is not None:
-        _check_same_run(there, there, there.manifest.config, now)
+    if stored is not None:  # else its checkpoints would be overwritten
+        _check_same_run(stored.url, stored.url, stored.manifest.config, now)
+    here = -1 if newest is None else step_of(newest)
+    there = stored.open() if stored is not None and stored.step > here else None
     incomplete = passed_over(run_dir / CHECKPOINTS)
     if newest is None and incomplete and there is None:
         raise CheckpointError(f"{incomplete[0]}; move it away to start the run again")

@@ -34,10 +34,12 @@ class SourceLosses:
         assert self._head.token_losses is not None
         losses = torch.cat(self._head.token_losses).view(batch.targets.shape)
         self._head.token_losses.clear()
-        is_of = torch.zeros(self._count, len(losses), dtype=torch.float64)
-        is_of[list(batch.sources), range(len(batch.sources))] = 1.0
-        self._tokens += is_of @ (batch.targets >= 0).sum(1).double()
-        self._losses += send(is_of, self._device) @ losses.sum(1, dtype=torch.float64)
+        is_of = torch.zeros(self._count, len(losses), dtype=torch.bool)
+        is_of[list(batch.sources), range(len(batch.sources))] = True
+        self._tokens += is_of.double() @ (batch.targets >= 0).sum(1).double()
+        # Not a product: a loss that is not finite is that of its source only.
+        rows = losses.sum(1, dtype=torch.float64)
+        self._losses += torch.where(send(is_of, self._device), rows, 0.0).sum(1)
 
     def sums(self) -> Tensor | None:
         """Return the losses and target tokens of each source, (2, sources) in float64."""

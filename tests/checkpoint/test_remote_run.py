@@ -24,9 +24,9 @@ from fsdpctl.config.serialize import config_to_yaml, config_words
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import stores
-from fsdpctl.io.activity import Talk
 from fsdpctl.io.run_files import CHECKPOINTS, RUN_CONFIG
-from fsdpctl.launch.begin import _is_finished
+from fsdpctl.launch.begin import _upload_rest
+from fsdpctl.resolve.preflight import check_preflight
 from fsdpctl.run.directory import Standing, look, prepare_run_dir
 from fsdpctl.train.callbacks.background import HookMessage
 from fsdpctl.train.callbacks.uploads import Uploads
@@ -91,7 +91,6 @@ def test_a_checkpoint_comes_back_as_it_was(run, tmp_path, monkeypatch):
     assert upload(there, first) == []  # it is there
     upload(there, second)
     assert [each.name for each in there.complete()] == [first.name, second.name]
-    assert there.newest(20) is None
     for source, folder in ((URL, second), (f"{URL}/{first.name}/", first)):
         found = open_checkpoint(source)
         assert str(found) == f"{URL}/{folder.name}"
@@ -259,7 +258,9 @@ def test_no_fault_makes_a_checkpoint_that_is_wrong_or_lost(run, tmp_path, monkey
                 outcomes["damaged manifest"] += damaged_manifest
         there = RemoteCheckpoints(f"memory:/{place}")
         upload(there, folders(run)[-1])
-        assert str(there.newest()).endswith(folders(run)[-1].name)
+        newest = there.newest()
+        assert newest is not None
+        assert newest.url.endswith(folders(run)[-1].name)
     assert sum(planted.values()) - planted[""] > 150, planted
     assert min(outcomes["uploaded"], outcomes["read"], outcomes["Killed"]) > 5, outcomes
     assert outcomes["damaged manifest"] < 5, outcomes
@@ -353,6 +354,12 @@ def test_a_run_resumes_from_its_store(run, tmp_path):
     elsewhere = replace(other, train=replace(other.train, run_dir=str(tmp_path / "more" / "run")))
     with pytest.raises(UsageError, match=f"^{URL}/.*train.seed 0 -> 3.*--resume {URL}/"):
         look(elsewhere, "auto")
+    older = here.parent / "older" / "run"  # has a newer checkpoint than the store
+    older.mkdir(parents=True)
+    (older / RUN_CONFIG).write_text(config_to_yaml(other))
+    make_checkpoint(step_folder(older / CHECKPOINTS, 50))
+    with pytest.raises(UsageError, match=f"^{URL}/.*contains a run"):
+        look(replace(other, train=replace(other.train, run_dir=str(older))), "auto")
 
 
 def test_a_finished_run_completes_its_upload(run):
@@ -361,10 +368,44 @@ def test_a_finished_run_completes_its_upload(run):
     for folder in folders(run):
         reseal(folder, lambda content: content.update(config=config_words(config)))
     (run / RUN_CONFIG).write_text(config_to_yaml(config))
-    said: list[str] = []
-    assert _is_finished(look(config, "auto"), Talk(said.append, said.append))
-    assert said[0] == f"{run}: finished at step 40; nothing to do"
-    assert [each.name for each in RemoteCheckpoints(URL).complete()] == [folders(run)[-1].name]
+    seen = look(config, "auto")
+    assert seen.standing is Standing.FINISHED
+    _upload_rest(seen)
+    assert [each.name for each in RemoteCheckpoints(URL).complete()] == [
+        each.name for each in folders(run)[-2:]
+    ]
+
+
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_replaced(run, monkeypatch):
+    there, folder = RemoteCheckpoints(URL), folders(run)[0]
+    upload(there, folder)
+    with monkeypatch.context() as planting:
+        planting.setattr(MemoryFileSystem, "cat_file", lambda *given, **about: slow_store())
+        with pytest.raises(FsdpctlError, match=f"^{URL}/{folder.name}/{MANIFEST}: TimeoutError"):
+            upload(there, folder)
+    assert [each.name for each in there.complete()] == [folder.name]
+
+
+def slow_store() -> bytes:
+    raise TimeoutError("slow")
+
+
+def test_a_header_that_claims_to_be_long_is_not_fetched(run):
+    upload(RemoteCheckpoints(URL), folders(run)[0])
+    path = f"/bucket/runs/run/{folders(run)[0].name}/rank-00000.safetensors"
+    content = MemoryFileSystem().cat_file(path)
+    MemoryFileSystem().pipe_file(path, (len(content) - 8).to_bytes(8, "little") + content[8:])
+    with pytest.raises(CheckpointError, match="rank-00000.safetensors: "):
+        open_checkpoint(URL)
+    MemoryFileSystem().pipe_file(path, (1 << 40).to_bytes(8, "little") + content[8:])
+    with pytest.raises(CheckpointError, match="rank-00000.safetensors: .*incomplete header"):
+        open_checkpoint(URL)
+
+
+def test_a_password_is_not_written_to_checkpoints(tmp_path):
+    words = [*TINY_MODEL, "checkpoint.remote=sftp://me:secret@host/runs"]
+    with pytest.raises(UsageError, match="^checkpoint.remote: contains a password"):
+        check_preflight(compose_config(words).config)
 
 
 def test_a_store_that_cannot_be_written_is_refused_at_the_start(run, monkeypatch):

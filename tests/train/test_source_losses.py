@@ -1,6 +1,5 @@
 """The training loss of each source of a mixture."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsdpctl.data.mixture import MixedRows
 from fsdpctl.data.packing import IGNORED
 from fsdpctl.models.layers import Head
 from fsdpctl.optim.record import Limits
@@ -80,16 +78,13 @@ def check_step(rank: int, world_size: int, typed: list[str]) -> None:
                 sums[0, source] += loss.item()
                 sums[1, source] += int((only >= 0).sum())
         parts.model.collectives.all_reduce(sums)
-        expected = (sums[0] / sums[1]).tolist()
+        expected = [a / b if b else None for a, b in sums.t().tolist()]
         clock = StepClock(parts.device, None)
         figures = run_passes(parts, 0, position, clock, limits=Limits()).figures()
-        assert figures.source_losses == pytest.approx(expected, rel=1e-5, nan_ok=True)
+        pairs = zip(figures.source_losses, expected, strict=True)
+        assert all(a == (b and pytest.approx(b, rel=1e-5)) for a, b in pairs)
         total = sums.sum(1)
         assert figures.loss == pytest.approx(float(total[0] / total[1]), rel=1e-5)
         assert (len(figures.rank_losses), figures.tokens) == (2, int(total[1]))
-        assert isinstance(batches.rows, MixedRows)
-        line = batches.rows.to_line(position + size, figures.source_losses)
-        known = [name for name, each in zip("abc", expected, strict=True) if not math.isnan(each)]
-        assert [name for name in line if name.startswith("loss/")] == [f"loss/{x}" for x in known]
-        seen += len(known)
+        seen += sum(each is not None for each in expected)
     assert 8 <= seen <= 12

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdpctl.checkpoint.folders import newest_checkpoint, step_of
+from fsdpctl.checkpoint.folders import complete_checkpoints, step_of
 from fsdpctl.checkpoint.manifest import BaseInfo
 from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.comm.collectives import ObjectExchange
@@ -69,9 +69,8 @@ class CheckpointManager(Callback):
     def begin(self, run: "Trainer") -> None:
         """Begin with the checkpoint that the run resumes from, if any."""
         self._saved_step = run.step if run.step else -1
-        newest = newest_checkpoint(run.parts.run_dir / CHECKPOINTS)
-        if newest is not None:  # its upload may have been interrupted
-            self._uploads.add(newest, step_of(newest), lambda: None)
+        for folder in complete_checkpoints(run.parts.run_dir / CHECKPOINTS):
+            self._uploads.add(folder, step_of(folder), lambda: None)  # if it was interrupted
 
     def prepare(self, run: "Trainer") -> None:
         """Allocate what the first save needs while training continues."""
@@ -111,7 +110,8 @@ class CheckpointManager(Callback):
             self._journal.check_in_place()  # a missing run directory is the cause
             raise
         if saved is not None:
-            run.requests.limit.save_took(saved.seconds)
+            # A run that stops waits for the upload, too.
+            run.requests.limit.save_took(saved.seconds + self._uploads.seconds)
             run.write(saved.to_line())
             if saved.note:
                 run.say(f"step {saved.step}: saved, but {saved.note}")
@@ -129,14 +129,15 @@ class CheckpointManager(Callback):
         """Wait for uploads and the user's command, on ranks that end together.
 
         Raises:
-            FsdpctlError: If the newest checkpoint could not be uploaded.
+            CheckpointError: If training is complete and its checkpoint could not be uploaded.
         """
         if is_joint(error):
             self._journal.check_in_place()
             RANK_STATUS.at(FINISHING)
             for each in self._on_each_save:
                 each.wait(self._journal.say)
-            self._uploads.check_uploaded()
+            if error is None:  # else it is the more important one; a warning was printed
+                self._uploads.check_uploaded()
 
     def leave(self) -> None:
         """After a failure, let the checkpoint in progress complete as far as possible."""

@@ -20,7 +20,7 @@ from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.run.saved_estimate import read_estimate
-from fsdpctl.run.step_metrics import StepMetrics, peak_memory
+from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory
 from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.journal import Journal
@@ -177,7 +177,9 @@ class RunReporter(Callback):
         if not isinstance(rows, MixedRows):
             run.write(line)
         else:
-            run.write(line | rows.to_line(done.samples, done.figures.source_losses))
+            losses = zip(rows.parts, done.figures.source_losses, strict=False)
+            by_source = {f"loss/{x.name}": finite(loss) for x, loss in losses if loss is not None}
+            run.write(line | by_source | rows.to_line(done.samples))
             size = run.parts.config.train.global_batch_size
             for text in rows.begun(done.samples - size, done.samples):
                 run.say(f"step {done.step}: {text}")

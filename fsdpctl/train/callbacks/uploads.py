@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fsdpctl.checkpoint.remote_run import KEY, RemoteCheckpoints
 from fsdpctl.config.training import CheckpointConfig
-from fsdpctl.errors import FsdpctlError
+from fsdpctl.errors import CheckpointError, FsdpctlError
 from fsdpctl.train.callbacks.background import HookMessage, OnEachSave
 
 
@@ -34,7 +34,8 @@ class Uploads(OnEachSave):
     def is_superseded(self, step: int) -> bool:
         """Return whether a newer checkpoint waits: a slow store gets the newest."""
         every = self._keep.keep_every
-        return step < self.latest and not (every and step % every == 0)
+        is_kept = not self._keep.keep_last or (every and step % every == 0)
+        return step < self.latest and not is_kept
 
     def run(self, folder: Path, step: int) -> HookMessage:
         """Upload a checkpoint."""
@@ -52,6 +53,11 @@ class Uploads(OnEachSave):
             return self.failed(step, "done", time.monotonic() - began, why)
         return HookMessage(step, self.name, "done", time.monotonic() - began)
 
+    @property
+    def seconds(self) -> float:
+        """The time that the newest upload took; 0 before the first."""
+        return 0.0 if self.newest is None else self.newest.seconds
+
     def _advance(self, share: float) -> None:
         self._share = share
 
@@ -63,8 +69,8 @@ class Uploads(OnEachSave):
         """Check that the newest checkpoint is in the store.
 
         Raises:
-            FsdpctlError: If it isn't.
+            CheckpointError: If it isn't.
         """
         newest = self.newest
         if newest is not None and newest.outcome == "failed":
-            raise FsdpctlError(f"step {newest.step}: {newest.message}; to retry, run it again")
+            raise CheckpointError(f"step {newest.step}: {newest.message}; to retry, run it again")
