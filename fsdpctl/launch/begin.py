@@ -102,9 +102,10 @@ def _is_finished(seen: Look, talk: Talk) -> bool:
 def _upload_rest(seen: Look) -> None:
     """Upload the checkpoints of a finished run whose upload was interrupted."""
     remote = remote_of(seen.config)
-    for folder in () if remote is None else complete_checkpoints(seen.run_dir / CHECKPOINTS):
+    if remote is None or seen.source is not None:  # newer ones are there
+        return
+    for folder in complete_checkpoints(seen.run_dir / CHECKPOINTS):
         with doing(f"uploading {folder}"):
-            assert remote is not None
             remote.upload(folder)
             remote.remove_old(seen.config.checkpoint, folder.name)
 

@@ -25,6 +25,7 @@ class Uploads(OnEachSave):
         super().__init__(report)
         self._remote, self._keep = remote, keep
         self._share = 0.0
+        self.seconds = 0.0  # of the newest upload
 
     @property
     def is_on(self) -> bool:
@@ -43,20 +44,17 @@ class Uploads(OnEachSave):
         began = time.monotonic()
         try:
             self._remote.upload(folder, self._advance)
-        except (FsdpctlError, OSError) as error:
+        except Exception as error:  # training continues, whatever it is
             why = f"not uploaded: {error}; the checkpoint is in {folder}"
             return self.failed(step, "failed", time.monotonic() - began, why)
+        finally:
+            self.seconds = time.monotonic() - began
         try:
             self._remote.remove_old(self._keep, folder.name)
         except FsdpctlError as error:
             why = f"uploaded, but old checkpoints remain: {error}"
-            return self.failed(step, "done", time.monotonic() - began, why)
-        return HookMessage(step, self.name, "done", time.monotonic() - began)
-
-    @property
-    def seconds(self) -> float:
-        """The time that the newest upload took; 0 before the first."""
-        return 0.0 if self.newest is None else self.newest.seconds
+            return self.failed(step, "done", self.seconds, why)
+        return HookMessage(step, self.name, "done", self.seconds)
 
     def _advance(self, share: float) -> None:
         self._share = share
