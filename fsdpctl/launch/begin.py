@@ -66,13 +66,15 @@ def begin(
     """
     opened = open_run(composed, where)
     seen = look(opened.config, resume)
-    if _is_finished(seen, talk):
+    may_lack = seen.source is None and remote_of(seen.config) is not None
+    if not may_lack and _is_finished(seen, talk):
         return None
     waiting = f"waiting for the workers of the last start of {seen.run_dir}"
     with claimed(seen.run_dir, lambda: talk.say(waiting)) as lock:
         seen = look(opened.config, resume, seen.run_dir)  # the run may have moved on, or finished
-        if _is_finished(seen, talk):
+        if seen.standing is Standing.FINISHED:
             _upload_rest(seen)
+        if _is_finished(seen, talk):
             lock.release()
             return None
         decision = decide(opened, seen, talk.note, probes=probes)

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from fsdpctl.config.serialize import config_to_yaml, config_words
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import stores
+from fsdpctl.io.activity import Talk
 from fsdpctl.io.run_files import CHECKPOINTS, RUN_CONFIG
-from fsdpctl.launch.begin import _upload_rest
+from fsdpctl.launch import begin
 from fsdpctl.resolve.preflight import check_preflight
 from fsdpctl.run.directory import Standing, look, prepare_run_dir
 from fsdpctl.train.callbacks.background import HookMessage
@@ -362,15 +364,17 @@ def test_a_run_resumes_from_its_store(run, tmp_path):
         look(replace(other, train=replace(other.train, run_dir=str(older))), "auto")
 
 
-def test_a_finished_run_completes_its_upload(run):
+def test_a_finished_run_completes_its_upload(run, monkeypatch):
     settings = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
     config = compose_config([*settings, f"train.run_dir={run}"]).config
     for folder in folders(run):
         reseal(folder, lambda content: content.update(config=config_words(config)))
     (run / RUN_CONFIG).write_text(config_to_yaml(config))
-    seen = look(config, "auto")
-    assert seen.standing is Standing.FINISHED
-    _upload_rest(seen)
+    monkeypatch.setattr(begin, "open_run", lambda *about: SimpleNamespace(config=config))
+    said: list[str] = []
+    talk = Talk(said.append, said.append)
+    assert begin.begin(compose_config(settings), [], "auto", talk) is None
+    assert said[0] == f"{run}: finished at step 40; nothing to do"
     assert [each.name for each in RemoteCheckpoints(URL).complete()] == [
         each.name for each in folders(run)[-2:]
     ]
