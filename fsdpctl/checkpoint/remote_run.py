@@ -70,7 +70,7 @@ class RemoteCheckpoints:
         store, root = self._root.store, self._root.path
         store.invalidate_cache()
         try:
-            files = asked(self.url, lambda: store.find(root))
+            files = asked(self.url, lambda: store.find(root), UsageError)
         except FsdpctlError:
             if self._root.exists():
                 raise
