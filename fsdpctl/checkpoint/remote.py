@@ -62,12 +62,19 @@ class StoredFile:
 
     def size(self) -> int:
         """Return its number of bytes."""
-        return int(asked(self.url, lambda: self.store.info(self.path), CheckpointError)["size"])
+        self.store.invalidate_cache()
+        about = asked(self.url, lambda: self.store.info(self.path), CheckpointError)
+        return int(about["size"] or 0)
 
     def exists(self) -> bool:
         """Return whether it exists."""
-        self.store.invalidate_cache()
-        return bool(asked(self.url, lambda: self.store.exists(self.path)))
+        try:
+            self.size()
+        except CheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return False
+            raise
+        return True
 
     def remove(self, *, recursive: bool = False) -> None:
         """Delete it, if it exists."""

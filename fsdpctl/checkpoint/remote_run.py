@@ -65,25 +65,29 @@ class RemoteCheckpoints:
             store.auto_mkdir = True
         self._root = StoredFile(store, self.url, path)
 
-    def _found(self) -> dict[str, bool]:
-        """Return the names of the checkpoints, and whether each is complete."""
+    def _found(self) -> dict[Path, bool]:
+        """Return the names of the checkpoints, oldest first, and whether each is complete."""
         store, root = self._root.store, self._root.path
         store.invalidate_cache()
         try:
-            files = asked(self.url, lambda: store.find(root), UsageError)
-        except FsdpctlError:
-            if self._root.exists():
+            # Not `find` and `exists`, which take a store that fails for one without the file.
+            found = asked(self.url, lambda: store.ls(root, detail=False), UsageError)
+        except UsageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-            files = []
-        parts = [each[len(root) :].strip("/").split("/") for each in files if root in each]
-        steps = {each[0] for each in parts if len(each) > 1 and STEP.fullmatch(each[0])}
-        return {name: [name, MANIFEST] in parts for name in sorted(steps)}
+            found = []
+        names = {each.rstrip("/").rpartition("/")[2] for each in found}
+        steps = sorted((Path(each) for each in names if STEP.fullmatch(each)), key=step_of)
+        manifests = (self._root.inside(each.name).inside(MANIFEST) for each in steps)
+        return dict(zip(steps, TRANSFERS.map(StoredFile.exists, manifests), strict=True))
 
     def complete(self) -> list[Path]:
-        """Return the names of the complete checkpoints, oldest first."""
-        return sorted(
-            (Path(name) for name, is_whole in self._found().items() if is_whole), key=step_of
-        )
+        """Return the names of the complete checkpoints, oldest first.
+
+        Raises:
+            UsageError: If the store does not list them.
+        """
+        return [name for name, is_whole in self._found().items() if is_whole]
 
     def newest(self) -> "StoredCheckpoint | None":
         """Return the newest complete checkpoint, if any.
@@ -161,8 +165,8 @@ class RemoteCheckpoints:
         Raises:
             FsdpctlError: If the store does not allow it.
         """
-        found = {Path(name): is_whole for name, is_whole in self._found().items()}
-        whole = sorted((each for each, is_whole in found.items() if is_whole), key=step_of)
+        found = self._found()
+        whole = [each for each, is_whole in found.items() if is_whole]
         parts = [
             each for each in found if each not in whole and step_of(each) < step_of(Path(spared))
         ]
@@ -229,7 +233,6 @@ def _upload_file(path: Path, file: StoredFile, advance: Advance = lambda count: 
             callback=Callback(hooks={"sent": _Sent(advance)}),
         )
         asked(file.url, put)
-        file.store.invalidate_cache()
         difference = _difference(path, file, advance)
         if not difference:
             return

@@ -216,8 +216,7 @@ def faulty(monkeypatch, rng: random.Random, rate: float, planted: Counter[str]) 
     wrap("put_file", FAULTS)
     wrap("cat_file", tuple(each for each in FAULTS if each != "dropped"))
     wrap("rm", ("error", "denied", "dropped", "killed"))
-    wrap("find", ("error", "denied", "killed"))
-    wrap("exists", ("error", "denied", "killed"))
+    wrap("ls", ("error", "denied", "killed"))
     wrap("info", ("error", "lost", "killed"))
 
 
@@ -378,6 +377,19 @@ def test_a_finished_run_completes_its_upload(run, monkeypatch):
     assert [each.name for each in RemoteCheckpoints(URL).complete()] == [
         each.name for each in folders(run)[-2:]
     ]
+
+
+def test_a_store_that_fails_is_not_taken_for_an_empty_one(run, tmp_path, monkeypatch):
+    upload(RemoteCheckpoints(URL), folders(run)[0])
+    words = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
+    config = compose_config([*words, f"train.run_dir={tmp_path}/new/run"]).config
+    for name in ("ls", "info"):
+        with monkeypatch.context() as planting:
+            planting.setattr(MemoryFileSystem, name, lambda *given, **about: slow_store())
+            with pytest.raises(FsdpctlError, match=f"^{URL}.*: TimeoutError: slow"):
+                look(config, "auto")
+            with pytest.raises(FsdpctlError, match=f"^{URL}.*: TimeoutError: slow"):
+                look(config, "never")
 
 
 def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_replaced(run, monkeypatch):
