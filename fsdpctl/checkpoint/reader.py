@@ -163,9 +163,10 @@ class CheckpointReader:
         Raises:
             OSError: If one cannot be copied.
         """
-        for file in self.folder.iterdir():
-            shutil.copyfile(file, folder / file.name)
-            sync(folder / file.name)
+        for name in (*self.manifest.files, *self.manifest.attachments, MANIFEST):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(self.folder / name, folder / name)
+            sync(folder / name)
 
     def _check_names(self) -> None:
         expected = {*self.manifest.files, *self.manifest.attachments, MANIFEST}

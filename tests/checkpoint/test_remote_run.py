@@ -17,12 +17,15 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 from fsdpctl.checkpoint import remote
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.folders import copy_checkpoint, step_folder
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.publish import About, new_directory, write_manifest
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.config.serialize import config_to_yaml, config_words
 from fsdpctl.config.training import CheckpointConfig
+from fsdpctl.data.tokenizer_files import TEMPLATES
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import stores
 from fsdpctl.io.activity import Talk
@@ -102,6 +105,25 @@ def test_a_checkpoint_comes_back_as_it_was(run, tmp_path, monkeypatch):
         consolidate(found, tmp_path / "out", overwrite=True)
         consolidate(CheckpointReader(folder), tmp_path / "expected", overwrite=True)
         assert are_equal(tmp_path / "expected", tmp_path / "out")
+
+
+def test_a_checkpoint_with_templates_is_copied_whole(run, tmp_path):
+    source = CheckpointReader(folders(run)[0])
+    files = {name: source.attachment(name) or b"" for name in source.manifest.attachments}
+    about = About(Progress(50), attachments={**files, f"{TEMPLATES}/tool.jinja": b"{{ x }}"})
+    folder = step_folder(run / CHECKPOINTS, 50)
+    with new_directory(folder) as scratch:
+        source.copy_files(scratch)
+        (scratch / MANIFEST).unlink()
+        for name in files:
+            (scratch / name).unlink()
+        manifest = source.manifest
+        write_manifest(scratch, about, manifest.files, manifest.tensors, 1)
+    upload(RemoteCheckpoints(URL), folder)
+    for number, reader in enumerate((CheckpointReader(folder), open_checkpoint(URL))):
+        copy_checkpoint(reader, tmp_path / str(number))
+        copy = CheckpointReader(tmp_path / str(number))
+        assert copy.attachment(f"{TEMPLATES}/tool.jinja") == b"{{ x }}"
 
 
 def test_a_block_is_fetched_once_and_before_it_is_needed(run, monkeypatch):
