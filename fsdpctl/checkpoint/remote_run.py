@@ -185,7 +185,8 @@ def remote_of(config: Config) -> RemoteCheckpoints | None:
     url, run_dir = config.checkpoint.remote, config.train.run_dir
     if url is None or run_dir is None:
         return None
-    return RemoteCheckpoints(f"{url.rstrip('/')}/{Path(run_dir).name}", f"{KEY}={url}")
+    name = Path(os.path.abspath(run_dir)).name  # of "." too
+    return RemoteCheckpoints(f"{url.rstrip('/')}/{name}", f"{KEY}={url}")
 
 
 def open_checkpoint(source: str) -> CheckpointReader:

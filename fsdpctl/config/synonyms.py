@@ -41,6 +41,7 @@ SYNONYMS = _by_name(
         ),
         "checkpoint.keep_last": "keep_latest_k save_total_limit",
         "checkpoint.mode": "async_mode",
+        "checkpoint.remote": "remote_save_folder remote_sync",
         "cluster": "gpu",
         "cluster.memory": "gpu_memory",
         "data": "dataset",
