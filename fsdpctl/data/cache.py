@@ -17,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from fsdpctl.errors import UsageError
+from fsdpctl.io.files import cache_folder
 from fsdpctl.io.untrusted import MIB, read_json
 
 _HEADER = "header.json"
@@ -32,12 +33,6 @@ class CacheEntry:
     arrays: Arrays
     checksums: dict[str, str]
     facts: dict[str, Any]
-
-
-def cache_folder(name: str) -> Path:
-    """Return the directory of the entry `name`, in XDG_CACHE_HOME or ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "fsdpctl" / name
 
 
 def read_cache(name: str) -> CacheEntry | None:

@@ -18,11 +18,10 @@ import numpy as np
 import xxhash
 
 from fsdpctl.config.data import TOKEN_NEIGHBORS, TOKEN_SUFFIXES
-from fsdpctl.data.cache import cache_folder
 from fsdpctl.data.shards import Shard, Values
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
-from fsdpctl.io.files import replace, replacing
+from fsdpctl.io.files import cache_folder, replace, replacing
 from fsdpctl.io.stores import POOL, asked, open_store, read_range
 
 _START = 4096  # bytes of a file that tell its format

@@ -133,6 +133,12 @@ def open_own(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
         raise
 
 
+def cache_folder(name: str) -> Path:
+    """Return the directory of an entry of fsdpctl's cache, in XDG_CACHE_HOME or ~/.cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "fsdpctl" / name
+
+
 def leads_to(path: Path, file: IO[Any]) -> bool:
     """Return whether a path still leads to an open file."""
     try:

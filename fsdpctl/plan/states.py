@@ -37,7 +37,8 @@ def tile_bytes(largest: int, device: str, dtype: str | None) -> int:
     `dtype` is that of the moments.
     """
     size = min(largest, TILE[device])
-    whole = NUM_TILES + (device != "cpu")  # values that replace others unless a step is skipped
+    # On a GPU, values that replace others unless a step is skipped; on CPUs, one in float64.
+    whole = NUM_TILES + (2 if device == "cpu" else 1)
     blocks = size // BLOCK * _BLOCK_WORK if dtype == "int8" else 0
     return size * whole * DTYPE_BYTES["float32"] + blocks
 

@@ -16,7 +16,9 @@ import msgspec
 from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.data.mixture import MixedRows
 from fsdpctl.io import files
+from fsdpctl.io.native import native_paths
 from fsdpctl.io.run_files import HEARTBEAT
+from fsdpctl.run.environment import add_to_start
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.run.saved_estimate import read_estimate
@@ -40,12 +42,14 @@ class Checks(Callback):
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         """Compare with the estimate in `run_dir` after three steps from `first_step` on."""
-        self._estimate = read_estimate(run_dir)
+        self._run_dir, self._estimate = run_dir, read_estimate(run_dir)
         self._at = first_step + _STEPS
         self._seconds: list[float] = []
 
     def step(self, run: "Trainer", done: StepMetrics) -> None:
-        """Compare the median step time with the predicted one."""
+        """Compare the median step time with the predicted one; record which kernels ran."""
+        if not self._seconds and run.ranks.rank == 0 and (kernels := native_paths()):
+            add_to_start(self._run_dir, {"kernels": kernels})
         if len(self._seconds) < _STEPS:
             self._seconds.append(done.times.total)
             found = self.time() if len(self._seconds) == _STEPS else None

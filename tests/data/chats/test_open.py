@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.data.cache import cache_folder
 from fsdpctl.data.chats import building
 from fsdpctl.data.chats.files import is_held_out, repeats
 from fsdpctl.data.chats.open import open_chats
@@ -15,6 +14,7 @@ from fsdpctl.data.chats.preview import histogram, preview
 from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.errors import UsageError
+from fsdpctl.io.files import cache_folder
 from tests.data.chats.families import say, write_lines, write_tokenizer
 from tests.data.chats.opened import opened, trained_texts
 from tests.io.activity import shown_activities
