@@ -1,4 +1,4 @@
-"""The time of a step with compressed states, and the losses of training with them, on the CPU.
+"""The time of a step with compressed states or weights, and losses with the states, on the CPU.
 
     python -m benchmarks.little_memory --out benchmarks/results/little-memory.json
 
@@ -28,18 +28,23 @@ from fsdpctl.train.step import Optimizer
 from tests.train_step import train_step
 
 SPLIT_MASTERS = "precision.master_dtype=bfloat16+int8"
-WAYS = {  # all compute in bf16
-    "float32": [],
-    "bfloat16 moments": ["optimizer.state_dtype=bfloat16"],
-    "int8 moments": ["optimizer.state_dtype=int8"],
-    "24-bit master weights": [SPLIT_MASTERS],
-    "int8 moments, 24-bit master weights": ["optimizer.state_dtype=int8", SPLIT_MASTERS],
+BF16 = "precision=bf16"
+WAYS = {
+    "float32": [BF16],
+    "bfloat16 moments": [BF16, "optimizer.state_dtype=bfloat16"],
+    "int8 moments": [BF16, "optimizer.state_dtype=int8"],
+    "24-bit master weights": [BF16, SPLIT_MASTERS],
+    "int8 moments, 24-bit master weights": [BF16, "optimizer.state_dtype=int8", SPLIT_MASTERS],
     # Loses small updates: shows that the comparison detects a loss.
-    "bfloat16 master weights and moments": ["precision.master_dtype=bfloat16"],
+    "bfloat16 master weights and moments": [BF16, "precision.master_dtype=bfloat16"],
 }
 BASELINE = "float32"
+BASES = {  # of adapters; both compute in float32
+    "adapters, float32 weights": ["precision=fp32", "model.lora.rank=8"],
+    "adapters, NF4 weights": ["precision=fp32", "model.lora.rank=8", "model.base_dtype=nf4"],
+}
 LAST = 25  # steps whose training loss counts
-MODEL = ["launch.device=cpu", "launch.nproc_per_node=1", "precision=bf16"]
+MODEL = ["launch.device=cpu", "launch.nproc_per_node=1"]
 RUN = [
     "train.seq_len=64", "train.micro_batch_size=8", "train.global_batch_size=8",
     "train.eval_every=0", "train.final_eval_batches=200", "train.sample_tokens=0",
@@ -50,11 +55,11 @@ RUN = [
 class Trained:
     """A model that is trained in one way, and the time that it took."""
 
-    def __init__(self, name: str, width: int) -> None:
+    def __init__(self, settings: list[str], width: int) -> None:
         shape = ["model.num_layers=4", f"model.hidden_size={width}", "model.vocab_size=256"]
         shape += [f"model.intermediate_size={3 * width}", "train.seq_len=256"]
         shape += ["train.micro_batch_size=4", "train.global_batch_size=4", "accumulation.steps=1"]
-        self.config = placed_on_cluster(compose_config([*MODEL, *shape, *WAYS[name]]).config)
+        self.config = placed_on_cluster(compose_config([*MODEL, *shape, *settings]).config)
         self.model = make_model(self.config, torch.device("cpu"))
         self.optimizer = make_optimizer(self.config, self.model)
         self.updates: list[float] = []
@@ -75,7 +80,7 @@ class Trained:
 
 def time_steps(width: int, rounds: int) -> dict[str, Trained]:
     """Return what was trained in each way; the first of the rounds is left out."""
-    made = {name: Trained(name, width) for name in WAYS}
+    made = {name: Trained(settings, width) for name, settings in (WAYS | BASES).items()}
     for _ in range(1 + rounds):
         for each in made.values():
             each.step()
@@ -137,7 +142,9 @@ def main() -> None:
     seeds = range(given.seeds)
     losses = {(seed, name): train(name, seed, given.steps) for seed in seeds for name in WAYS}
     made = time_steps(given.width, given.rounds)
-    results = [_way(name, made, [losses[seed, name] for seed in seeds]) for name in made]
+    results = [_way(name, made, [losses[seed, name] for seed in seeds]) for name in WAYS]
+    plain, packed = (made[name].steps for name in BASES)
+    results.append({"name": "adapters", "nf4_over_float32": _median_ratio(packed, plain)})
     print(*results, sep="\n")
     config, shards = made[BASELINE].config, made[BASELINE].model.flat_shards()
     about = {

@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -140,12 +141,11 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 def standard_library() -> Text:
     """Return the source files of Python's standard library, without its tests."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [
-        file
-        for file in sorted(root.rglob("*.py"))
-        if not _NOT_LIBRARY.intersection(file.relative_to(root).parts)
-    ]
+    root, files = Path(sysconfig.get_paths()["stdlib"]), list[Path]()
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]  # not entered
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort(key=_parts)
     documents = tuple(content for file in files if not problem_in(content := file.read_bytes()))
     if not documents:
         raise UsageError(f"data=python_stdlib: no source files below {root}; set data=text")

@@ -21,7 +21,7 @@ from fsdpctl.estimate.planned_steps import (
     reducing_passes,
     steps_of,
 )
-from fsdpctl.estimate.traced import TracedModule
+from fsdpctl.estimate.traced import ShortModule, TracedModule
 from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import ENGINES, Strategy, ranks_per_copy
 from fsdpctl.plan.units import UnitSpec, divide
@@ -136,7 +136,7 @@ def estimate_memory(
     dtype = given.precision.param_dtype
     num_params = sum(param.numel() for param in module.parameters())
     observed = TracedModule(
-        module,
+        ShortModule.of(module, units),
         make,
         units,
         checkpointing=ActivationCheckpointingConfig(assumed.activation_checkpointing),

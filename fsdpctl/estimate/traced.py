@@ -1,13 +1,16 @@
 """Traced models: the operators and allocations of their passes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
@@ -30,15 +33,24 @@ _PLAIN = (bool, int, float, str, type(None))
 _NUMBERS_A_LAYER = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
 
 
-def shorten(module: nn.Module, units: Sequence[str]) -> list[UnitRow]:
-    """Shorten rows of like blocks in `module` on the meta device; return which represent which."""
-    rows: list[UnitRow] = []
-    for parent, names in groupby(units, key=lambda name: name.rpartition(".")[0]):
-        siblings = module.get_submodule(parent)
-        members = [name.rpartition(".")[2] for name in names]
-        if isinstance(siblings, nn.ModuleList) and members == list(siblings._modules):
-            rows += _shorten_list(parent, siblings)
-    return rows
+@dataclass(frozen=True, slots=True)
+class ShortModule:
+    """A module on the meta device with few of its like blocks."""
+
+    module: nn.Module
+    rows: Sequence[UnitRow] = ()  # which blocks represent which
+
+    @classmethod
+    def of(cls, module: nn.Module, units: Sequence[UnitSpec]) -> "ShortModule":
+        """Remove blocks of a module."""
+        blocks = [unit.name for unit in units if unit.kind == "block"]
+        rows: list[UnitRow] = []
+        for parent, names in groupby(blocks, key=lambda name: name.rpartition(".")[0]):
+            siblings = module.get_submodule(parent)
+            members = [name.rpartition(".")[2] for name in names]
+            if isinstance(siblings, nn.ModuleList) and members == list(siblings._modules):
+                rows += _shorten_list(parent, siblings)
+        return cls(module, rows)
 
 
 def _shorten_list(parent: str, siblings: nn.ModuleList) -> list[UnitRow]:
@@ -92,7 +104,7 @@ class TracedModule:
 
     def __init__(
         self,
-        module: nn.Module,
+        short: ShortModule,
         make: Callable[[], nn.Module],
         units: Sequence[UnitSpec],
         *,
@@ -101,34 +113,34 @@ class TracedModule:
         device: str,
         kernel: str | None = None,
     ) -> None:
-        """Remove blocks of a module on the meta device, and prepare the others as for training.
+        """Prepare a module as for training, in place.
 
-        `make` makes another one, if all blocks must be run. `dtype` is that of the computation;
-        None: that of its parameters.
+        `make` makes it with all `units`, if all blocks must be run. `dtype` is that of the
+        computation; None: that of its parameters.
         """
         self._make = make
+        self._units = units
         self._names = [unit.name for unit in units[1:]]
         self._blocks = [unit.name for unit in units if unit.kind == "block"]
         self._checkpointing = checkpointing
         self._dtype = dtype
         self._device, self._kernel = device, kernel
-        self._prepare(module, shortens=True)
+        self._prepare(short)
 
     def program(self, run: Callable[[nn.Module], object]) -> Program:
         """Return a pass of the whole model; `run` runs one, and returns what outlives it."""
         passed = self._trace(run)
         if not all(row.is_regular(passed) for row in self._rows):
-            self._prepare(self._make(), shortens=False)
+            self._prepare(ShortModule(self._make()))
             passed = self._trace(run)
         return Program(passed, self._names, self._rows)
 
     def remake(self) -> None:
         """Trace another module from now on, which `make` makes."""
-        self._prepare(self._make(), shortens=True)
+        self._prepare(ShortModule.of(self._make(), self._units))
 
-    def _prepare(self, module: nn.Module, *, shortens: bool) -> None:
-        self._module = module
-        self._rows: list[UnitRow] = shorten(self._module, self._blocks) if shortens else []
+    def _prepare(self, short: ShortModule) -> None:
+        self._module, self._rows = short.module, short.rows
         traced = {
             name: row.traced[row.stand_in(index)]
             for row in self._rows
@@ -153,6 +165,37 @@ class TracedModule:
         return replace(passed, sent={self._recomputed[n]: size for n, size in sizes.items()})
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model on the meta device with few of its like blocks, and what the whole one has."""
+
+    short: ShortModule
+    units: tuple[UnitSpec, ...]
+    num_params: int
+    num_active: int
+    num_trained: int
+
+
+def _make(config: ModelConfig, chunk_tokens: int) -> nn.Module:
+    module = build_model(config)
+    chunk_feed_forward(module, chunk_tokens)
+    return module
+
+
+@lru_cache(maxsize=8)
+def _built(config: ModelConfig, chunk_tokens: int) -> BuiltModel:
+    """Return a model, which no one else may change."""
+    module = _make(config, chunk_tokens)
+    units = divide_module(module, None)
+    return BuiltModel(
+        num_params=sum(count_weights(module).values()),
+        num_active=count_active(module),
+        num_trained=sum(each.numel() for each in module.parameters() if each.requires_grad),
+        units=units,
+        short=ShortModule.of(module, units),
+    )
+
+
 class TracedModel:
     """The model of a configuration, which is traced at any size and length."""
 
@@ -163,26 +206,18 @@ class TracedModel:
             UsageError: If the model's sizes conflict.
         """
 
-        def make() -> nn.Module:
-            module = build_model(self._model)
-            chunk_feed_forward(module, config.train.mlp_chunk_tokens or 0)
-            return module
-
-        self._model = config.model
-        module = make()
+        self._model, chunk_tokens = config.model, config.train.mlp_chunk_tokens or 0
+        built = _built(config.model, chunk_tokens)
+        self.units, self.num_trained = built.units, built.num_trained
+        self.num_params, self.num_active = built.num_params, built.num_active
+        module = deepcopy(built.short.module)
         self._family = None
         if isinstance(module, TransformersDecoder):  # whose code raises what it likes
             self._family = module.transformers_model.config.model_type
-        self.num_params = sum(count_weights(module).values())
-        self.num_active = count_active(module)
-        self.num_trained = sum(
-            param.numel() for param in module.parameters() if param.requires_grad
-        )
         self.packages = packages_of(module) if config.launch.device == "cuda" else ()
-        self.units = divide_module(module, None)
         self._traced_module = TracedModule(
-            module,
-            make,
+            replace(built.short, module=module),
+            lambda: _make(self._model, chunk_tokens),
             self.units,
             checkpointing=config.activation_checkpointing,
             dtype=_DTYPES[str(config.precision.param_dtype)],

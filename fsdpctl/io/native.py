@@ -111,7 +111,7 @@ def _digest(content: bytes) -> str:
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether nobody else can have written a file or directory."""
+    """Return whether other users cannot have written a file or directory."""
     try:
         about = path.lstat()
     except OSError:

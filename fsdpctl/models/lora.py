@@ -17,7 +17,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models import dropped, quantized, stacked_experts
 from fsdpctl.models.dropped import dropped_linear
 from fsdpctl.models.products import is_transposed, read_elsewhere
-from fsdpctl.models.quantized import PACKINGS, FrozenLinear
+from fsdpctl.models.quantized import PACKINGS, FrozenLinear, Projection
 
 OPERATORS = quantized.OPERATORS | dropped.OPERATORS | stacked_experts.OPERATORS
 """The functions that compute the operators of linear layers and experts, by operator."""
@@ -36,20 +36,14 @@ class LoraLinear(FrozenLinear):
         rows, columns = self.rows, self.columns
         width, out = (rows, columns) if self.is_transposed else (columns, rows)
         self.dropout = config.dropout
-        self.lora_A = _without_values(width, config.rank)
-        self.lora_B = _without_values(config.rank, out)
+        self.lora_A: nn.Linear = Projection(width, config.rank, bias=False, device="meta")
+        self.lora_B: nn.Linear = Projection(config.rank, out, bias=False, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         """Project from shape (..., in) to (..., out)."""
         is_dropped = self.training and self.dropout > 0
         down = dropped_linear(x, self.lora_A.weight, self.dropout) if is_dropped else self.lora_A(x)
         return torch.add(super().forward(x), self.lora_B(down), alpha=self.scale)
-
-
-def _without_values(width: int, out: int) -> nn.Linear:
-    """Return an uninitialized projection, which is initialized by name later."""
-    made: nn.Linear = nn.utils.skip_init(nn.Linear, width, out, bias=False, device="meta")
-    return made
 
 
 def draw_adapter(name: str, whole: Tensor, generator: torch.Generator) -> None:

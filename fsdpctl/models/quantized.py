@@ -309,6 +309,13 @@ class FrozenLinear(PackedWeights):
         return out
 
 
+class Projection(nn.Linear):
+    """An uninitialized projection, which is initialized by name later."""
+
+    def reset_parameters(self) -> None:
+        """Leave its values: they are on the meta device."""
+
+
 def quantized_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that are packed, by the parameter's name."""
     return {

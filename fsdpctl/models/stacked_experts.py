@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fsdpctl.config.model import LoraConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.models.quantized import BLOCK, GROUP, PACKINGS, PackedWeights, Packing
+from fsdpctl.models.quantized import BLOCK, GROUP, PACKINGS, PackedWeights, Packing, Projection
 
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 _ROWS = 8  # grouped products on GPUs need rows of 16 bytes
@@ -101,12 +101,8 @@ class ExpertAdapter(nn.Module):
 
     def __init__(self, width: int, out: int, ranks: int) -> None:
         super().__init__()
-        self.lora_A: nn.Linear = nn.utils.skip_init(
-            nn.Linear, width, ranks, bias=False, device="meta"
-        )
-        self.lora_B: nn.Linear = nn.utils.skip_init(
-            nn.Linear, ranks, out, bias=False, device="meta"
-        )
+        self.lora_A = Projection(width, ranks, bias=False, device="meta")
+        self.lora_B = Projection(ranks, out, bias=False, device="meta")
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Project rows that are sorted by expert, from (rows, in) to (rows, out)."""

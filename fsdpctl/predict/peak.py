@@ -95,17 +95,13 @@ def execute(operations: Sequence[Operation], allocator: CachingAllocator | Plain
 
     Raises:
         DeviceFullError: If the allocator runs out of memory.
-        UnevenStepError: If memory is freed that is not allocated.
     """
     allocate, free, pass_through = allocator.allocate, allocator.free, allocator.pass_through
     for key, nbytes in operations:
         if nbytes > 0:
             allocate(key, nbytes)
         elif nbytes == 0:
-            try:
-                free(key)
-            except KeyError:
-                raise UnevenStepError(f"freed twice: {key}") from None
+            free(key)
         else:
             pass_through(key, -nbytes)
 
@@ -141,6 +137,9 @@ def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Pea
     """Return the moment at which most is allocated, usually in a step that is not the first.
 
     Requests are rounded up to multiples of `rounding` bytes.
+
+    Raises:
+        UnevenStepError: If memory is freed that is not allocated.
     """
     live: dict[int, int] = {}
     total = most = 0
@@ -151,10 +150,12 @@ def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Pea
             if nbytes > 0:
                 live[key] = nbytes = -(-nbytes // rounding) * rounding
                 now = total = total + nbytes
-            elif nbytes == 0:
+            elif nbytes:
+                now = total - nbytes
+            elif key in live:
                 total -= live.pop(key)
             else:
-                now = total - nbytes
+                raise UnevenStepError(f"freed twice: {key}")
             if now > most or (now == most and number > place[0]):
                 most, place = now, (number, index)
     number, last = place

@@ -1,6 +1,7 @@
 """The peak memory of a rank: a script replayed on the allocators."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fsdpctl.predict.allocator import CachingAllocator, PlainAllocator
@@ -15,17 +16,31 @@ _CUBLAS = (Constant(Category.WORKSPACES, "cuBLAS workspace", 32 * _MIB),) * 2
 _ROUNDING = 512  # of CUDA's allocator
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepEstimate:
     """The peak memory of a rank, in bytes, and its moment."""
 
     device: str
     allocator: str  # of the run
-    allocated: int  # in tensors
-    peak_reserved: int  # by that allocator
     peak: Peak
     script: Script
     recorder: MemoryRecorder
+
+    @cached_property
+    def _end(self) -> CachingAllocator | PlainAllocator:
+        """The run's allocator after the steps, which takes longer to know than the peak."""
+        with without_gc():
+            return _replayed(self.script, self.recorder, self.device, self.allocator)
+
+    @property
+    def allocated(self) -> int:
+        """The bytes in tensors."""
+        return self._end.peak_allocated
+
+    @property
+    def peak_reserved(self) -> int:
+        """The bytes that the run's allocator reserves."""
+        return self._end.peak_reserved
 
     @property
     def reserved(self) -> dict[str, int]:
@@ -48,6 +63,8 @@ class StepEstimate:
 
         A script that does not simply fit is replayed on a device with `available` bytes.
         """
+        if sum(self.peak.breakdown.values()) > available:  # which are allocated, at least
+            return "too_large"
         if self.peak_reserved <= available:
             return "fits"
         if self.device == "cpu" or self.allocated > available:
@@ -84,14 +101,15 @@ def estimate_steps(
     """Replay `steps`, which record in `recorder`, until they need nothing new.
 
     On `device` cpu, requests are not rounded. `draws`: the model is initialized on the device.
+
+    Raises:
+        UnevenStepError: If a step frees memory twice.
     """
     on_cuda = device == "cuda"
     with without_gc():
         script = Script(recorder, steps, draws=draws, constants=_CUBLAS if on_cuda else ())
-        replayed = _replayed(script, recorder, device, allocator)
         peak = find_peak(script, recorder.item, _ROUNDING if on_cuda else 1)
-    allocated, reserved = replayed.peak_allocated, replayed.peak_reserved
-    return StepEstimate(device, allocator, allocated, reserved, peak, script, recorder)
+    return StepEstimate(device, allocator, peak, script, recorder)
 
 
 def _replayed(

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.trace import trace
-from fsdpctl.estimate.traced import shorten
+from fsdpctl.estimate.traced import ShortModule
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Itemsizes, RankPlace
@@ -41,7 +41,7 @@ def estimated(
     with torch.device("meta"):
         model = Titan(shape, length)
     units = divide_module(model, None)
-    rows = shorten(model, [unit.name for unit in units if unit.kind == "block"])
+    rows = ShortModule.of(model, units).rows
     blocks = [name for row in rows for name in row.traced]
     for name in blocks:
         checkpoint_block(model.get_submodule(name), checkpointing)
