@@ -41,6 +41,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.place = PassPosition(Part.BEFORE)
         self.number = 0  # of the pass
+        self.counts = False  # the work of the pass
         self.parts: dict[PassPosition, list[Happening]] = {}
         self.work: dict[PassPosition, list[Work]] = {}
         self._made: dict[tuple[int, PassPosition], list[Made]] = {}  # by pass and place
@@ -76,7 +77,7 @@ class _Recorder(TorchDispatchMode):
             with self:
                 return function(*args)
         result = self._choices.result_of(func, args, kwargs or {})
-        if (work := work_of(func, args, kwargs, result)) is not None:
+        if self.counts and (work := work_of(func, args, kwargs, result)) is not None:
             self.work.setdefault(self.place, []).append(work)
         if isinstance(result, Tensor):
             if func is torch.ops.aten.any.default:
@@ -303,7 +304,7 @@ def trace(
             recorder,
         ):
             held = None
-            for _ in range(2):
+            for recorder.counts in (False, True):
                 hooks.begin_pass()
                 held = run()
                 hooks.end_pass()

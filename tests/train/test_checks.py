@@ -38,13 +38,17 @@ def test_without_an_estimate_nothing_is_compared(tmp_path):
         checks = Checks(folder, 0)
         checks._seconds = [1.0] * 3
         assert checks.time() is None
-    assert checks.memory(True, True, MIB, 0, MIB) is None
+    assert checks.memory(True, True, MIB, 0, MIB, MIB) is None
 
 
 @pytest.mark.parametrize(
     ("on_cpu", "message"),
     [
-        (True, "1.0 MiB engine peak, equal to the estimate; 4.0 MiB estimated for all tensors"),
+        (
+            True,
+            "1.0 MiB engine peak, equal to the estimate; 4.0 MiB estimated for all tensors; "
+            "the process: 8.0 MiB resident, 5.0 MiB proportional",
+        ),
         (
             False,
             "2.0 MiB allocated peak, 4.0 MiB estimated (100.0% above measured); "
@@ -59,8 +63,8 @@ def test_peak_memory_is_compared_with_the_estimate(tmp_path, on_cpu, message):
         "peak_reserved_bytes": 6 * MIB,
     }
     checks = Checks(kept(tmp_path, **peaks), 0)
-    found = checks.memory(True, on_cpu, MIB, 2 * MIB, 8 * MIB)
+    found = checks.memory(True, on_cpu, MIB, 2 * MIB, 8 * MIB, 5 * MIB)
     assert found is not None
     assert found[0] == f"memory: {message}"
-    sizes = [MIB, MIB] if on_cpu else [2 * MIB, 4 * MIB, 8 * MIB, 6 * MIB]
+    sizes = [MIB, MIB, 8 * MIB, 5 * MIB] if on_cpu else [2 * MIB, 4 * MIB, 8 * MIB, 6 * MIB]
     assert [*found[1].values()] == sizes

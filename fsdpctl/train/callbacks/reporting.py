@@ -22,7 +22,7 @@ from fsdpctl.run.environment import add_to_start
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.run.saved_estimate import read_estimate
-from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory
+from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory, proportional_memory
 from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.journal import Journal
@@ -81,7 +81,7 @@ class Checks(Callback):
             self._at = -1
             memory = peak_memory(run.parts.device)
             engine = engine_bytes(run.parts.model, run.parts.optimizer)
-            own = (engine or 0, memory.allocated or 0, memory.reserved)
+            own = (engine or 0, memory.allocated or 0, memory.reserved, proportional_memory())
             largest = [max(values) for values in zip(*run.ranks.gather_objects(own), strict=True)]
             found = self.memory(engine is not None, run.parts.device.type == "cpu", *largest)
             if found is not None:
@@ -91,7 +91,13 @@ class Checks(Callback):
         return requested
 
     def memory(
-        self, has_engine: bool, on_cpu: bool, engine: int, allocated: int, reserved: int
+        self,
+        has_engine: bool,
+        on_cpu: bool,
+        engine: int,
+        allocated: int,
+        reserved: int,
+        proportional: int,
     ) -> tuple[str, dict[str, int]] | None:
         """Return a message about peak memory, and its values; None without an estimate of it."""
         estimate = self._estimate
@@ -113,9 +119,12 @@ class Checks(Callback):
             return None
         total = format_bytes(estimate.peak_allocated_bytes)
         what = _compared(engine, "engine peak", estimate.peak_engine_bytes)
-        return f"memory: {what}; {total} estimated for all tensors", {
+        process = f"{format_bytes(reserved)} resident, {format_bytes(proportional)} proportional"
+        return f"memory: {what}; {total} estimated for all tensors; the process: {process}", {
             "fullest_engine_bytes": engine,
             "estimated_engine_bytes": estimate.peak_engine_bytes,
+            "fullest_resident_bytes": reserved,
+            "fullest_proportional_bytes": proportional,
         }
 
 
