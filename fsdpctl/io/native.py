@@ -40,7 +40,7 @@ def native(source: Path, function: str, **macros: int) -> Callable[..., Any] | N
         if not compiler:
             raise OSError(f"no compiler: {os.environ.get('CC') or ', '.join(_COMPILERS)}")
         found: Callable[..., Any] = getattr(_library(source, compiler, macros), function)
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # or without a home
         failed = isinstance(error, subprocess.SubprocessError)
         said = getattr(error, "stderr", None) or (f"{compiler[0]} failed" if failed else str(error))
         _paths[source.stem] = f"operators; {said.strip().splitlines()[-1][:200]}"
@@ -62,7 +62,7 @@ def in_threads(
     A part begins at a `multiple`.
     """
     parts = max(1, min(threads, count // _LEAST))
-    size = -(-count // parts // multiple) * multiple
+    size = max(1, -(-count // parts // multiple) * multiple)
     spans = [(start, min(start + size, count)) for start in range(0, count, size)]
     if len(spans) == 1:
         call(0, count)

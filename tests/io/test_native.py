@@ -102,12 +102,12 @@ def test_what_the_compiler_says_is_the_reason(tmp_path):
     assert "operators; " in native_paths()["wrong"]
 
 
-@pytest.mark.parametrize("count", [1, 64, 1000, 1 << 16, (1 << 17) + 5])
+@pytest.mark.parametrize("count", [0, 1, 64, 1000, 1 << 16, (1 << 17) + 5])
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_parts_cover_all_elements_once(count, threads):
     parts: list[tuple[int, int]] = []
     in_threads(lambda start, stop: parts.append((start, stop)), count, threads, multiple=64)
     parts.sort()
-    assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
-    assert parts[-1][1] == count
+    assert [start for start, _ in parts] == [0, *(stop for _, stop in parts)][: len(parts)]
+    assert sum(stop - start for start, stop in parts) == count
     assert all(start % 64 == 0 for start, _ in parts)
