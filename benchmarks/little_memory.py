@@ -7,6 +7,7 @@ trained in every way. `update_time` measures the time of their updates.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def train(name: str, seed: int, steps: int) -> tuple[float, float]:
 def main() -> None:
     """Measure, print and write."""
     given = arguments(seeds=5, steps=1000)
+    os.environ["OMP_NUM_THREADS"] = "1"
     results = []
     for name in WAYS:
         losses = [train(name, seed, given.steps) for seed in range(given.seeds)]

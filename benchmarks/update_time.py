@@ -99,7 +99,12 @@ def main() -> None:
     adapters = _times(steps, given.rounds)
     print(*results, *adapters, sep="\n")
     parameters = sum(shard.master.numel() for shard in made[BASELINE][0].flat_shards())
-    about = {"parameters": parameters, "rounds": given.rounds, "kernels": native_paths()}
+    about = {
+        "parameters": parameters,
+        "tokens": 4 * 256,
+        "rounds": given.rounds,
+        "kernels": native_paths(),
+    }
     write_report(given.out, "update_time", results, adapters=adapters, **about)
 
 

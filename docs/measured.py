@@ -211,7 +211,7 @@ def compressed_states_table() -> str:
     about = (
         f"One thread of a CPU ({measured_on(timed)}), compute in bf16. Times: medians of "
         f"{timed['rounds']} alternating rounds, {timed['parameters'] / 1e6:.1f} M parameters. "
-        f"A step of 1,024 tokens with adapters over NF4 weights, in float32, takes "
+        f"A step of {timed['tokens']:,} tokens with adapters over NF4 weights, in float32, takes "
         f"{timed['adapters'][-1]['over_float32']:.2f} times that over float32 weights. "
         f"Losses in nats per byte: mean and standard deviation of "
         f"{len(results[0]['train_losses'])} seeds after {report['steps']:,} steps of "

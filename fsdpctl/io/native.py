@@ -23,7 +23,10 @@ from fsdpctl.io.files import cache_folder
 
 _COMPILERS = ("gcc", "clang", "cc")
 # Without contraction: a fused multiply-add rounds once, where operators round twice.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = (
+    "-xc", "-O3", "-march=native", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno",
+    "-fno-trapping-math", "-fvisibility=default",
+)  # fmt: skip
 _SECONDS = 60.0
 _LEAST = 1 << 15  # elements for which a thread is worth its start
 _paths: dict[str, str] = {}
@@ -35,22 +38,29 @@ def native(source: Path, function: str, **macros: int) -> Callable[..., Any] | N
 
     It computes without Python's lock. Its arguments have to be of `ctypes`.
     """
-    compiler = _compiler()
     try:
-        if not compiler:
-            raise OSError(f"no compiler: {os.environ.get('CC') or ', '.join(_COMPILERS)}")
+        compiler = _compiler()
         found: Callable[..., Any] = getattr(_library(source, compiler, macros), function)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # or without a home
-        failed = isinstance(error, subprocess.SubprocessError)
-        said = getattr(error, "stderr", None) or (f"{compiler[0]} failed" if failed else str(error))
-        _paths[source.stem] = f"operators; {said.strip().splitlines()[-1][:200]}"
+    except Exception as error:  # whatever a compiler does, operators compute the same
+        _paths[source.stem] = f"operators; {_reason(error)}"
         return None
-    _paths[source.stem] = f"compiled with {shlex.join(compiler)}"
+    _paths.setdefault(source.stem, f"compiled with {shlex.join(compiler)}")
     return found
 
 
+def _reason(error: Exception) -> str:
+    said = str(error)
+    if isinstance(error, subprocess.SubprocessError):
+        output = getattr(error, "stderr", None) or b""
+        said = output.decode("utf-8", "replace").strip() or f"{error.cmd[0]} failed"  # type: ignore[attr-defined]  # both of its kinds have it
+    return said.strip().rpartition("\n")[2][:200]
+
+
 def native_paths() -> dict[str, str]:
-    """Return how each C file that this process asked for is computed, by its name."""
+    """Return how each C file that this process asked for is computed, by its name.
+
+    If one variant of a file could not be compiled, that is what is returned.
+    """
     return dict(_paths)
 
 
@@ -77,9 +87,11 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 def _compiler() -> list[str]:
     given = shlex.split(os.environ.get("CC", ""))
-    if given:
-        return given if shutil.which(given[0]) else []
-    return next(([found] for each in _COMPILERS if (found := shutil.which(each))), [])
+    if not given:
+        given = next(([found] for each in _COMPILERS if (found := shutil.which(each))), [])
+    if not given or not shutil.which(given[0]):
+        raise OSError(f"no compiler: {shlex.join(given) or ', '.join(_COMPILERS)}")
+    return given
 
 
 def _library(source: Path, compiler: list[str], macros: dict[str, int]) -> ctypes.CDLL:
@@ -93,12 +105,13 @@ def _library(source: Path, compiler: list[str], macros: dict[str, int]) -> ctype
     for kept in folder.glob(f"{stem}*.so") if keeps else ():
         # A library that is cut off would end the process.
         if _is_private(kept) and kept.stem == stem + _digest(kept.read_bytes()):
-            return ctypes.CDLL(str(kept))
+            with contextlib.suppress(OSError):  # of another system that has the same home
+                return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(dir=folder if keeps else None) as scratch:
         made = Path(scratch) / "made.so"
         subprocess.run(
             [*command, str(made)],
-            check=True, timeout=_SECONDS, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            check=True, timeout=_SECONDS, stdin=subprocess.DEVNULL, capture_output=True,
         )  # fmt: skip
         made.chmod(0o700)
         if keeps:

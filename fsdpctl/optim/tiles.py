@@ -68,26 +68,26 @@ class Factors:
             (1 - beta2) / (1 - beta1) ** 2,
         )
 
-    def for_kernel(self, grad_scale: float, has_roots: bool) -> Array[c_float]:
-        """Return the factors of the kernel, in its order."""
+    def for_kernel(self, scale: float, has_roots: bool) -> Array[c_float]:
+        """Return the factors of the kernel, in its order; gradients are multiplied by `scale`."""
         unit = self.unit if has_roots else 1.0
         root = self.root * unit**0.5
         one, two = self.beta1, self.beta2
         if has_roots:
             one, two = -one, (two / unit) ** 0.5 / ROOT_CODES
         factors = (
-            *(self.share / grad_scale, one, two, self.unit, unit**0.5, ROOT_CODES * unit**0.5),
+            *(self.share * scale, one, two, self.unit, unit**0.5, ROOT_CODES * unit**0.5),
             *(self.eps / root, self.bound * root, self.rate / root, self.kept),
         )
         return (c_float * len(factors))(*factors)
 
 
-def _kernel_of(shard: FlatShard, first: Moment, gradient: torch.dtype) -> Callable[..., Any] | None:
+def _kernel_of(shard: FlatShard, first: Moment, gradient: Tensor) -> Callable[..., Any] | None:
     """Return the kernel for a shard on the CPU; None if its dtypes or the machine have none."""
     is_split, master = shard.remainder is not None, shard.master
-    kinds = _KINDS.get(gradient), _KINDS.get(first.values.dtype)
-    has_weights = is_split or master.dtype == torch.float32
-    if master.device.type != "cpu" or None in kinds or not has_weights:
+    kinds = _KINDS.get(gradient.dtype), _KINDS.get(first.values.dtype)
+    is_plain = gradient.is_contiguous() and (is_split or master.dtype == torch.float32)
+    if master.device.type != "cpu" or None in kinds or not is_plain:
         return None
     return native(_SOURCE, "step", GRADIENT=kinds[0], MOMENTS=kinds[1], SPLIT=int(is_split))
 
@@ -104,9 +104,11 @@ class TiledStep:
         self._size = min(largest, TILE.get(self._device.type, TILE["cuda"]))
         # A scalar on the CPU is read without waiting.
         on_cpu = self._device.type == "cpu"
-        self._scale: Scalar = 1.0 if grad_scale is None else grad_scale
-        if on_cpu:
-            self._scale = float(self._scale)
+        # By which gradients are multiplied: a double on the CPU.
+        self._scale: Scalar = 1.0
+        if grad_scale is not None:
+            inverse = grad_scale.double().reciprocal()
+            self._scale = float(inverse) if on_cpu else inverse
         self.is_skipped = on_cpu and found_inf is not None and bool(found_inf)
         self._skip = None if on_cpu or found_inf is None else found_inf != 0
 
@@ -117,7 +119,7 @@ class TiledStep:
         gradient = run.gradient()
         assert gradient is not None
         first, second = moment_of(state, "exp_avg"), moment_of(state, "exp_avg_sq")
-        if kernel := _kernel_of(run.shard, first, gradient.dtype):
+        if kernel := _kernel_of(run.shard, first, gradient):
             self._step_at_once(kernel, run, gradient, (first, second), factors)
         else:
             for span in _tiles(run.span.numel, self._size):
@@ -165,7 +167,7 @@ class TiledStep:
         first, second = moments
         # Factors of whole tiles join those of the gradient or of blocks, so that fewer passes over
         # a tile remain: gradients have the unit of the first moment, v that of their squares.
-        share = by.share / self._scale
+        share = by.share * self._scale
         if gradient.dtype == torch.float32:
             torch.mul(gradient, share, out=grad)
         else:

@@ -27,20 +27,21 @@ class StepEstimate:
     recorder: MemoryRecorder
 
     @cached_property
-    def _end(self) -> CachingAllocator | PlainAllocator:
-        """The run's allocator after the steps, which takes longer to know than the peak."""
+    def _peaks(self) -> tuple[int, int]:
+        """By the run's allocator, which take longer to know than `peak`."""
         with without_gc():
-            return _replayed(self.script, self.recorder, self.device, self.allocator)
+            found = _replayed(self.script, self.recorder, self.device, self.allocator)
+        return found.peak_allocated, found.peak_reserved
 
     @property
     def allocated(self) -> int:
         """The bytes in tensors."""
-        return self._end.peak_allocated
+        return self._peaks[0]
 
     @property
     def peak_reserved(self) -> int:
         """The bytes that the run's allocator reserves."""
-        return self._end.peak_reserved
+        return self._peaks[1]
 
     @property
     def reserved(self) -> dict[str, int]:

@@ -151,4 +151,7 @@ def proportional_memory() -> int:
 
     It is 0 where the system does not tell.
     """
-    return int(getattr(psutil.Process().memory_full_info(), "pss", 0))
+    try:
+        return int(getattr(psutil.Process().memory_full_info(), "pss", 0))
+    except (OSError, psutil.Error):
+        return 0

@@ -86,13 +86,26 @@ def test_without_a_cache_it_is_compiled_for_this_process(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "compiler, said", [("/missing/cc", "no compiler: /missing/cc"), ("false", "false failed")]
+    ("compiler", "said"),
+    [
+        ("/missing/cc", "no compiler: /missing/cc"),
+        ("false", "false failed"),
+        ('gcc "', "No closing quotation"),
+        ("sh -c 'echo >&2; exit 1'", "sh failed"),
+        ("sh -c 'printf \"one\\ntwo \\377\" >&2; exit 1'", "two \ufffd"),
+    ],
 )
 def test_without_a_compiler_there_is_none_and_the_reason(source, monkeypatch, compiler, said):
     monkeypatch.setenv("CC", compiler)
     assert native(source, "twice", FACTOR=2) is None
     assert native_paths()["twice"].startswith("operators; ")
     assert said in native_paths()["twice"]
+
+
+@pytest.mark.parametrize("compiler", ["g++", "gcc -fvisibility=hidden", "gcc -ffast-math"])
+def test_options_and_compilers_of_other_languages_change_nothing(source, monkeypatch, compiler):
+    monkeypatch.setenv("CC", compiler)
+    assert again(source) == 8
 
 
 def test_what_the_compiler_says_is_the_reason(tmp_path):

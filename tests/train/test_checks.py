@@ -47,7 +47,7 @@ def test_without_an_estimate_nothing_is_compared(tmp_path):
         (
             True,
             "1.0 MiB engine peak, equal to the estimate; 4.0 MiB estimated for all tensors; "
-            "the process: 8.0 MiB resident, 5.0 MiB proportional",
+            "processes at most 8.0 MiB resident, 5.0 MiB proportional",
         ),
         (
             False,

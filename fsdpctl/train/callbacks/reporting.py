@@ -81,9 +81,11 @@ class Checks(Callback):
             self._at = -1
             memory = peak_memory(run.parts.device)
             engine = engine_bytes(run.parts.model, run.parts.optimizer)
-            own = (engine or 0, memory.allocated or 0, memory.reserved, proportional_memory())
+            on_cpu = run.parts.device.type == "cpu"
+            physical = proportional_memory() if on_cpu else 0
+            own = (engine or 0, memory.allocated or 0, memory.reserved, physical)
             largest = [max(values) for values in zip(*run.ranks.gather_objects(own), strict=True)]
-            found = self.memory(engine is not None, run.parts.device.type == "cpu", *largest)
+            found = self.memory(engine is not None, on_cpu, *largest)
             if found is not None:
                 message, values = found
                 run.say(message)
@@ -119,8 +121,10 @@ class Checks(Callback):
             return None
         total = format_bytes(estimate.peak_allocated_bytes)
         what = _compared(engine, "engine peak", estimate.peak_engine_bytes)
-        process = f"{format_bytes(reserved)} resident, {format_bytes(proportional)} proportional"
-        return f"memory: {what}; {total} estimated for all tensors; the process: {process}", {
+        process = f"processes at most {format_bytes(reserved)} resident"
+        if proportional:
+            process += f", {format_bytes(proportional)} proportional"
+        return f"memory: {what}; {total} estimated for all tensors; {process}", {
             "fullest_engine_bytes": engine,
             "estimated_engine_bytes": estimate.peak_engine_bytes,
             "fullest_resident_bytes": reserved,
