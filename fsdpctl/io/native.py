@@ -86,7 +86,10 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def _compiler() -> list[str]:
-    given = shlex.split(os.environ.get("CC", ""))
+    try:
+        given = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise OSError(f"CC: {error}") from None
     if not given:
         given = next(([found] for each in _COMPILERS if (found := shutil.which(each))), [])
     if not given or not shutil.which(given[0]):

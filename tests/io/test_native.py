@@ -90,7 +90,7 @@ def test_without_a_cache_it_is_compiled_for_this_process(source, tmp_path):
     [
         ("/missing/cc", "no compiler: /missing/cc"),
         ("false", "false failed"),
-        ('gcc "', "No closing quotation"),
+        ('gcc "', "CC: No closing quotation"),
         ("sh -c 'echo >&2; exit 1'", "sh failed"),
         ("sh -c 'printf \"one\\ntwo \\377\" >&2; exit 1'", "two \ufffd"),
     ],
