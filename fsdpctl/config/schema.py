@@ -163,18 +163,35 @@ class LrSchedulerConfig:
     """The learning rate schedule."""
 
     name: str = "cosine"
-    warmup_steps: int = key(
+    warmup_steps: int | None = key(
         None,
-        "steps of linear warmup from 0; auto: 50, on conversations a tenth of all steps if that is "
-        "less",
+        "steps of linear warmup; auto: 50, on conversations a tenth of all steps if that is less; "
+        "with lr_scheduler.warmup_ratio: at most so many",
         minimum=0,
         auto=True,
     )
     warmup_ratio: float | None = key(
-        None, "warmup as a fraction of all steps", minimum=0, maximum=1, optional=True
+        None,
+        "warmup as a fraction of all steps, rounded up, or down if warmup_steps is set too",
+        minimum=0,
+        maximum=1,
+        optional=True,
+    )
+    start_lr_ratio: float | None = key(
+        None,
+        "learning rate of the first step of the warmup / peak; auto: 1 / (warmup steps + 1)",
+        minimum=0,
+        maximum=1,
+        auto=True,
     )
     min_lr_ratio: float = key(0.1, "final learning rate / peak", minimum=0, maximum=1)
+    reaches_min: bool = key(
+        True, "whether the last step has the final learning rate; false: the step after it would"
+    )
     decay_ratio: float = key(0.2, "wsd: fraction of the steps that decay", minimum=0, maximum=1)
+    decay_type: str = key(
+        "linear", "wsd: form of the decay", choices=("linear", "cosine", "1-sqrt")
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,12 @@ def known_key(name: str) -> Key:
 def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config:
     """Create the configuration from values by key, and the selected options of groups."""
     warmup = values["lr_scheduler.warmup_steps"]
+    is_usual = warmup is None and values["lr_scheduler.warmup_ratio"] is None
     values = {
         **values,
         "train.seq_len": values["train.seq_len"] or _length(values, choices),
         "train.global_batch_size": values["train.global_batch_size"] or _USUAL_SIZE,
-        "lr_scheduler.warmup_steps": _USUAL_WARMUP if warmup is None else warmup,
+        "lr_scheduler.warmup_steps": _USUAL_WARMUP if is_usual else warmup,
     }
     sections = {}
     for section, schema in SECTIONS.items():

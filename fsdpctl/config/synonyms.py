@@ -76,7 +76,7 @@ SYNONYMS = _by_name(
         "log.wandb=true or log.tensorboard=true": "logger_name report_to",
         "log.wandb_project": "wandb_project",
         "lr_scheduler; `fsdpctl list lr_scheduler` shows its options": (
-            "lr_scheduler.decay_type lr_scheduler_type scheduler"
+            "lr_scheduler_type scheduler"
         ),
         "lr_scheduler.warmup_ratio": "warmup_ratio",
         "lr_scheduler.warmup_steps": "warmup_iters warmup_steps",

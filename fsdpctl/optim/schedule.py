@@ -1,34 +1,48 @@
 """The learning rate as a function of the step."""
 
 import math
+from collections.abc import Callable
 
 from fsdpctl.config.schema import LrSchedulerConfig
+
+# The rest of a decay from 1 to 0 when a share of it is done.
+_LEFT: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "1-sqrt": lambda done: 1 - math.sqrt(done),
+}
 
 
 def warmup_steps(config: LrSchedulerConfig, total_steps: int) -> int:
     """Return the number of steps in which the learning rate rises to its peak."""
-    if config.warmup_ratio is not None:
-        return round(config.warmup_ratio * total_steps)
-    return config.warmup_steps
+    steps, ratio = config.warmup_steps, config.warmup_ratio
+    if ratio is None:
+        assert steps is not None
+        return steps
+    share = ratio * total_steps
+    return math.ceil(share) if steps is None else min(math.floor(share), steps)
 
 
 def lr_factor(config: LrSchedulerConfig, step: int, total_steps: int) -> float:
     """Return the factor of the peak learning rate in step `step`, counted from 0.
 
-    It rises to 1 over `warmup_steps`, or `warmup_ratio` of all steps. Then `cosine` decays along
-    half a cosine to `min_lr_ratio` at the last step, `wsd` stays at 1 until the last `decay_ratio`
-    of the steps and decays linearly, and `constant` stays at 1.
+    It rises to 1 over the warmup, from `start_lr_ratio` or from the first of equal parts. Then
+    `cosine` decays along half a cosine to `min_lr_ratio` at the last step, `wsd` stays at 1 until
+    the last `decay_ratio` of the steps and decays by `decay_type`, and `constant` stays at 1.
+    Without `reaches_min`, the step after the last one would have `min_lr_ratio`.
     """
-    warmup = warmup_steps(config, total_steps)
+    warmup, start = warmup_steps(config, total_steps), config.start_lr_ratio
     if step < warmup:
-        return (step + 1) / (warmup + 1)
+        if start is None:
+            return (step + 1) / (warmup + 1)
+        return start + (1 - start) * (step / warmup)
     if config.name == "constant":
         return 1.0
-    begin = warmup
+    begin, kind = warmup, config.name
     if config.name == "wsd":
         begin = max(begin, total_steps - round(config.decay_ratio * total_steps))
+        kind = config.decay_type
         if step < begin:
             return 1.0
-    done = (step - begin) / max(1, total_steps - 1 - begin)
-    fall = 0.5 * (1 + math.cos(math.pi * done)) if config.name == "cosine" else 1 - done
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * fall
+    done = (step - begin) / max(1, total_steps - config.reaches_min - begin)
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * _LEFT[kind](done)

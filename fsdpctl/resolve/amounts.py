@@ -119,7 +119,8 @@ def with_warmup(config: Config, data: DataSet, automatic: frozenset[str]) -> Con
     """Shorten a warmup that is `automatic` to a tenth of the steps on conversations."""
     given, train = config.lr_scheduler, config.train
     assert train.steps is not None
-    if not isinstance(data.train, DocumentSet) or _WARMUP not in automatic:
+    is_share = given.warmup_steps is None
+    if is_share or not isinstance(data.train, DocumentSet) or _WARMUP not in automatic:
         return config
     steps = min(given.warmup_steps, -(-train.steps // 10))
     return replace(config, lr_scheduler=replace(given, warmup_steps=steps))
