@@ -166,7 +166,7 @@ class LrSchedulerConfig:
     warmup_steps: int | None = key(
         None,
         "steps of linear warmup; auto: 50, on conversations a tenth of all steps if that is less; "
-        "with lr_scheduler.warmup_ratio: at most so many",
+        "with lr_scheduler.warmup_ratio: a maximum",
         minimum=0,
         auto=True,
     )

@@ -95,7 +95,6 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("checkpoint.enable=true", ["use checkpoint.every"]),
         ("model.name=llama3", ["use model; `fsdpctl list model`"]),
         ("optimizer.name=AdamW", ["use optimizer; `fsdpctl list optimizer`"]),
-        ("lr_scheduler.decay_type=linear", ["use lr_scheduler; `fsdpctl list lr_scheduler`"]),
         ("float8.recipe=rowwise", ["does not support fp8"]),
         ("validation.enable=true", ["use train.eval_every"]),
         ("parallelism.enable_async_tensor_parallel=true", ["not support tensor parallelism"]),
