@@ -22,7 +22,8 @@ from tests.train.ranks import made, words
 
 STEPS = 3
 SHARED = "train.context_parallel"
-FP32 = ["precision=fp32", f"train.steps={STEPS}", "train.self_check=auto"]
+# Without a larger epsilon, AdamW turns the rounding of gradients near 0 into whole updates.
+FP32 = ["precision=fp32", f"train.steps={STEPS}", "train.self_check=auto", "optimizer.eps=1e-4"]
 
 
 @distributed(timeout=150)
