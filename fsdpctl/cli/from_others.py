@@ -47,7 +47,7 @@ def show_translation(asked: "ImportedConfig") -> None:
     found = asked.translation
     table = new_table(f"{found.tool}: {found.file}", "", "setting", "")
     for row in asked.rows:
-        words = [word for word in row.settings if not (found.own_engine and word[:7] == "engine=")]
+        words = [word for word in row.settings if not (asked.own_engine and word[:7] == "engine=")]
         lost = [word for word in words if word in asked.overridden]
         note = row.note
         if lost:
@@ -64,8 +64,8 @@ def show_translation(asked: "ImportedConfig") -> None:
 
 def _left_out(asked: "ImportedConfig") -> Iterator[str]:
     found = asked.translation
-    if found.own_engine:
-        yield f"engine  fsdpctl: {found.own_engine}"
+    if asked.own_engine:
+        yield f"engine  fsdpctl: {asked.own_engine}"
     for row in found.excluded:
         yield f"differs {row.key}={row.value}: {row.note}"
     if found.unrecognized:

@@ -68,7 +68,7 @@ def _cluster(
     if clash := next((each for each in _RANKS if each in given), None):
         raise UsageError(f"cluster={text}: conflicts with {clash}; set the ranks with one of them")
     if per_node is None or count <= per_node:
-        return [("cluster", name), (_RANKS[0], str(count))]
+        return [("cluster", name), (_RANKS[0], str(count)), (_RANKS[1], "1")]
     if count % per_node:
         raise UsageError(
             f"cluster={text}: expected a number up to {per_node}, or a multiple of it: a node of "

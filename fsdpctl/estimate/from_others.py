@@ -1,7 +1,6 @@
 """Completion of an imported configuration by the command line and the hardware."""
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,19 @@ from fsdpctl.config.importers.translation import (
     SourceBatch,
     Translation,
     TranslationRow,
+    settings_of,
 )
-from fsdpctl.config.schema import SIZES, Config
+from fsdpctl.config.keys import value_in
+from fsdpctl.config.schema import GROUPS, KEYS, SIZES, Config
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.strategy import FSDPCTL, STRATEGIES, get_strategy, has_strategy
+from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.machine import placed_on_cluster, sample_groups, world_size
+from fsdpctl.resolve.rules import checked
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
-_OF_ANY_MODEL = ("model.lora.", "model.base_dtype")  # adapters, and the weights that they freeze
-_FUSED = "optimizer.fused"  # of PyTorch's engines
+_OF_TORCH = ("engine", "optimizer.fused")  # settings that only PyTorch's engines have
+_OFFLOADS = ("optimizer.offload", "strategy.offload_params")
 _PACKS = "data.packing=true"
-_RANKS = ("launch.nproc_per_node", "launch.nnodes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,13 @@ class ImportedConfig:
     translation: Translation
     rows: tuple[TranslationRow, ...]
     typed: dict[str, str]
-    overridden: frozenset[str]  # settings of the file that the command line overrides
+    own_engine: str  # why the estimate is for fsdpctl's engine
+
+    @property
+    def overridden(self) -> set[str]:
+        """Settings of the file that the command line, or the engine, overrides."""
+        words = settings_of(self.rows).items()
+        return {f"{name}={text}" for name, text in words if _differs(self.composed, name, text)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the value of `from` in `estimate-memory --from FILE --json`."""
@@ -52,6 +59,14 @@ class ImportedConfig:
         }
 
 
+def _differs(composed: Composed, name: str, text: str) -> bool:
+    part = getattr(composed.config, name.split(".")[0])
+    if name in GROUPS:
+        return bool(part.name != text)
+    value = value_in(part, name)
+    return bool(value != KEYS[name].parse(text)) and (value, text) != (None, "auto")
+
+
 def completed(
     translation: Translation, arguments: Sequence[str], config_dir: Path | None
 ) -> ImportedConfig:
@@ -60,86 +75,52 @@ def completed(
     Raises:
         UsageError: If a required setting is missing, or the combination is invalid.
     """
-    typed = _pairs(arguments)
+    pairs = (word.partition("=") for word in arguments)
+    typed = {name.strip(): text for name, _, text in pairs}
     for name, why in translation.missing:
         if name not in typed:
             raise UsageError(f"{translation.file}: {why}")
     compose_config(arguments, None, config_dir)  # a mistake in these is not the file's
+    dropped = {*_OF_TORCH} if typed.get("engine") == FSDPCTL else set()
+    if typed.get("strategy") in ("no_shard", "ddp") or "optimizer" in typed:
+        dropped |= {*_OFFLOADS}  # every rank would step everything, or nothing is on the host
 
-    def composed(rows: list[TranslationRow]) -> Composed:
-        kept, _ = _without_overridden(translation.settings_of(rows), typed)
+    def composed(rows: Sequence[TranslationRow]) -> Composed:
+        kept = [pair for pair in settings_of(rows).items() if pair[0] not in dropped]
         try:
-            words = [f"{name}={text}" for name, text in kept.items()]
-            return compose_config([*words, *arguments], None, config_dir)
+            return compose_config(arguments, None, config_dir, converted=kept)
         except UsageError as error:
             raise UsageError(f"{translation.file}: {error}") from None
 
-    rows = [*map(_packed, translation.rows), *_hardware(translation, typed)]
-    if translation.whole_logits:
-        words = ("train.loss_chunk_tokens=0",)
-        rows.append(
-            TranslationRow("(loss)", "", words, "of all tokens at once, as that tool computes it")
-        )
-    if (wide := translation.wide_base) is not None:
-        note = "frozen weights are loaded in float32; embeddings are estimated in bf16"
-        rows.append(TranslationRow(wide.key, wide.text, ("model.base_dtype=float32",), note))
+    rows = [
+        *map(_packed, translation.rows),
+        *_hardware(translation, typed),
+        *_as_there(translation),
+    ]
     rows += _longer(composed(rows).config)
-    rows += _ranks(composed(rows), translation.degrees, typed)
+    rows += _ranks(composed(rows), translation.degrees)
     placed = placed_on_cluster(composed(rows).config)
-    world = world_size(placed)
     if translation.degrees is not None:
-        rows.append(_arranged(translation, translation.degrees, world))
+        rows.append(_arranged(translation, translation.degrees, world_size(placed)))
     if translation.batch is not None:
-        whole = translation.whole_gradients
-        rows += _batches(translation.batch, typed, placed, whole_gradients=whole)
-    _, overridden = _without_overridden(translation.settings_of(rows), typed)
-    return ImportedConfig(composed(rows), translation, tuple(rows), typed, frozenset(overridden))
+        rows += _batches(translation, translation.batch, typed, placed)
+    found, own_engine = composed(rows), ""
+    if found.config.engine.name != FSDPCTL and "engine" not in typed:
+        try:
+            checked(placed_on_cluster(found.config))
+        except UsageError as error:
+            dropped |= {*_OF_TORCH}
+            found, own_engine = composed(rows), str(error)
+    return ImportedConfig(found, translation, tuple(rows), typed, own_engine)
 
 
-def _pairs(words: Sequence[str]) -> dict[str, str]:
-    split = (word.partition("=") for word in words)
-    return {name.strip(): text for name, _, text in split}
+def _packed(row: TranslationRow) -> TranslationRow:
+    """Return a row of a tool that packs even if its model mixes the documents of a sequence."""
+    words = ("data.packing=auto" if word == _PACKS else word for word in row.settings)
+    return replace(row, settings=tuple(words))
 
 
-def _without_overridden(
-    words: dict[str, str], typed: dict[str, str]
-) -> tuple[dict[str, str], set[str]]:
-    """Return the settings of a file that apply, and those that the command line overrides."""
-    names = {name for name in words if _is_overridden(name, typed)}
-    strategy = typed.get("strategy")
-    if strategy and "engine" in words and "engine" not in typed:
-        row = get_strategy(strategy) if strategy in STRATEGIES else None
-        if row is None or not has_strategy(words["engine"], row):
-            names.add("engine")
-    ours = ("model.lora.", "model.trainable", "optimizer")  # not supported by PyTorch's engines
-    if any(name.startswith(ours) for name in typed if name != _FUSED):
-        names |= {"engine"} & words.keys()
-    engine = FSDPCTL if "engine" in names else words.get("engine", FSDPCTL)
-    if typed.get("engine", engine) == FSDPCTL:
-        names |= {_FUSED} & words.keys()
-    if strategy in ("no_shard", "ddp"):
-        names |= {"optimizer.offload"} & words.keys()  # not supported by every rank on its own
-    if "optimizer.offload" in names and not {"model.lora.rank", "model.trainable"} & words.keys():
-        names |= {"strategy.offload_params"} & words.keys()
-    kept = {name: text for name, text in words.items() if name not in names}
-    return kept, {f"{name}={words[name]}" for name in names}
-
-
-def _is_overridden(name: str, typed: dict[str, str]) -> bool:
-    if name in typed:
-        return True
-    section = name.split(".")[0]
-    if section in typed and section != name:  # another option of the group
-        return not name.startswith(_OF_ANY_MODEL)
-    if name == "strategy" and "reshard_after_forward" in typed:
-        return False
-    if section == "launch" and re.match(r"\d+x", typed.get("cluster", "")):
-        return True  # the number of ranks is that of the command line
-    steps = name in SIZES or name == "accumulation.steps"
-    return steps and any(each in typed for each in SIZES)
-
-
-def _hardware(translation: Translation, typed: dict[str, str]) -> list[TranslationRow]:
+def _hardware(translation: Translation, typed: Mapping[str, str]) -> list[TranslationRow]:
     """Assume a cluster if neither file nor command line names one and this machine has no GPU."""
     named = ("cluster", "cluster.memory", "launch.device")
     device = {**translation.settings, **typed}.get("launch.device")
@@ -149,10 +130,18 @@ def _hardware(translation: Translation, typed: dict[str, str]) -> list[Translati
     return [TranslationRow("(hardware)", "", (f"cluster={_ASSUMED}",), note)]
 
 
-def _packed(row: TranslationRow) -> TranslationRow:
-    """Return a row of a tool that packs even if its model mixes the documents of a sequence."""
-    words = ("data.packing=auto" if word == _PACKS else word for word in row.settings)
-    return replace(row, settings=tuple(words))
+def _as_there(found: Translation) -> Iterator[TranslationRow]:
+    """Yield what the other tool does without a key."""
+    if found.whole_logits:
+        note = "of all tokens at once, as that tool computes it"
+        yield TranslationRow("(loss)", "", ("train.loss_chunk_tokens=0",), note)
+    if (wide := found.wide_base) is not None:
+        note = "frozen weights are loaded in float32; embeddings are estimated in bf16"
+        yield TranslationRow(wide.key, wide.text, ("model.base_dtype=float32",), note)
+    is_narrow = found.settings.get("precision", "").startswith("bf16")
+    if found.reduces_as_computed and found.settings.get("engine") == "fsdp2" and is_narrow:
+        note = "accelerate reduces gradients in the dtype that it computes in"
+        yield TranslationRow("(FSDP)", "", ("precision.reduce_dtype=bfloat16",), note)
 
 
 def _longer(config: Config) -> Iterator[TranslationRow]:
@@ -164,18 +153,15 @@ def _longer(config: Config) -> Iterator[TranslationRow]:
         yield TranslationRow("(length)", str(length), words, note)
 
 
-def _ranks(
-    composed: Composed, degrees: RankDegrees | None, typed: dict[str, str]
-) -> list[TranslationRow]:
-    """Derive the number of nodes from the degrees, unless a number of ranks is set."""
-    asked = composed.config.launch.nproc_per_node is not None
-    if degrees is None or degrees.total is None or asked or any(each in typed for each in _RANKS):
-        return []
+def _ranks(composed: Composed, degrees: RankDegrees | None) -> Iterator[TranslationRow]:
+    """Yield the number of nodes by the degrees, unless a number of ranks is set."""
+    if degrees is None or degrees.total is None or composed.config.launch.nproc_per_node:
+        return
     node = placed_on_cluster(composed.config).launch.nproc_per_node or 1
     total = degrees.total * composed.config.train.context_parallel
     nodes = total // node if total > node and total % node == 0 else 1
     words = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
-    return [TranslationRow(*degrees.shown, words, f"on nodes of {node}" if nodes > 1 else "")]
+    yield TranslationRow(*degrees.shown, words, f"on nodes of {node}" if nodes > 1 else "")
 
 
 def _arranged(translation: Translation, degrees: RankDegrees, world: int) -> TranslationRow:
@@ -202,28 +188,26 @@ def _arranged(translation: Translation, degrees: RankDegrees, world: int) -> Tra
 
 
 def _batches(
-    batch: SourceBatch, typed: dict[str, str], placed: Config, *, whole_gradients: bool
-) -> list[TranslationRow]:
-    """Derive the batch sizes from the number of ranks, or of groups that share samples."""
-    micro = _whole(typed.get("train.micro_batch_size")) or batch.micro
-    passes = _whole(typed.get("accumulation.steps")) or batch.accumulation
+    translation: Translation, batch: SourceBatch, typed: Mapping[str, str], placed: Config
+) -> Iterator[TranslationRow]:
+    """Yield the batch sizes by the number of ranks, or of groups that share samples."""
+    micro = _whole(typed.get("train.micro_batch_size")) or batch.micro or 1
+    passes = _whole(typed.get("accumulation.steps")) or batch.accumulation or 1
     groups = max(1, sample_groups(placed))
     each = "ranks" if placed.train.context_parallel == 1 else "groups of ranks"
     said = [str(value) for value in (batch.micro, batch.accumulation, batch.samples) if value]
     note = f"over {groups} {each}" if said else "assumed: not set in the file"
-    micro, passes = micro or 1, passes or 1
-    words: tuple[str, ...] = (
-        f"accumulation.steps={passes}",
-        f"train.global_batch_size={micro * passes * groups}",
-    )
+    words = [f"accumulation.steps={passes}", f"train.global_batch_size={micro * passes * groups}"]
     if batch.samples is not None:
-        words = (f"train.global_batch_size={max(batch.samples, groups)}",)
+        words = [f"train.global_batch_size={max(batch.samples, groups)}"]
         passes = max(passes, batch.samples // (micro * groups))
-    if whole_gradients and passes > 1:
-        words = ("accumulation=last", *words)
+    if any(name in typed for name in SIZES):
+        words = []
+    if translation.whole_gradients and passes > 1:
+        words = ["accumulation=last", *words]
         note += "; gradients stay unsharded between micro-batches"
-    words = (f"train.micro_batch_size={micro}", *words)
-    return [TranslationRow(", ".join(batch.keys), ", ".join(said), words, note)]
+    words = [f"train.micro_batch_size={micro}", *words]
+    yield TranslationRow(", ".join(batch.keys), ", ".join(said), tuple(words), note)
 
 
 def _whole(text: str | None) -> int | None:

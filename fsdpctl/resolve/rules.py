@@ -249,6 +249,11 @@ RULES = (
         lambda c: _row(c).steps_matrices and _is_other_engine(c),
     ),
     Rule(
+        "engine={engine.name}: trains all parameters; model.lora and model.trainable require "
+        "engine={FSDPCTL}",
+        lambda c: _is_other_engine(c) and (c.model.lora.rank or c.model.trainable) is not None,
+    ),
+    Rule(
         "optimizer=muon: updates whole matrices, of which model.lora trains none; use "
         "optimizer=adamw",
         lambda c: _row(c).steps_matrices and c.model.lora.rank is not None,

@@ -153,7 +153,7 @@ def test_settings_that_a_file_of_another_tool_lacks_are_reported():
     assert "model.base_dtype=nf4" in text
     assert "optimizer.offload=all" in text
     assert "unknown may change the estimate: a_key_of_tomorrow" in text
-    assert "engine  fsdpctl: the estimates of PyTorch's engines don't support adapters" in text
+    assert "engine  fsdpctl: strategy.offload_params=true: requires engine=fsdpctl" in text
     code, said = invoke("estimate-memory", "--from", file, "--recipe", "shakespeare")
     assert (code, "pass only one" in said) == (2, True)
     words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h100", "--all-strategies"]

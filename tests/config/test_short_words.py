@@ -22,6 +22,28 @@ def test_a_number_of_gpus_of_a_cluster_sets_the_ranks(words, expected):
 
 
 @pytest.mark.parametrize(
+    ("recipe", "words", "expected"),
+    [
+        ("llama3_405b_16384xh100", ["cluster=8xh100"], (8, 1)),
+        ("llama3_70b_64xh100", ["cluster=4xh100"], (4, 1)),
+        ("llama3_405b_16384xh100", ["cluster=32xh200"], (8, 4)),
+        ("llama3_405b_16384xh100", ["cluster=h200"], (None, 2048)),
+        ("llama3_405b_16384xh100", ["cluster=h200", "launch.nnodes=3"], (None, 3)),
+    ],
+)
+def test_a_number_of_gpus_replaces_the_nodes_of_a_recipe(recipe, words, expected):
+    launch = compose_config(words, recipe).config.launch
+    assert (launch.nproc_per_node, launch.nnodes) == expected
+
+
+def test_nodes_on_the_command_line_override_the_number_of_gpus_of_a_recipe(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("cluster: 8xh100\n")
+    launch = compose_config(["launch.nnodes=4"], str(recipe)).config.launch
+    assert (launch.nproc_per_node, launch.nnodes) == (8, 4)
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["cluster=12xh100"], "a multiple of it: a node of h100 has 8 GPUs"),

@@ -7,7 +7,6 @@ from fsdpctl.config.importers.shared import (
     read_context,
     read_fsdp,
     read_zero,
-    reduce_as_computed,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
@@ -43,7 +42,7 @@ def read_accelerate(source: SourceConfig) -> Translation:
     _read_ranks(found)
     inner = _read_sharding(found)
     _read_precision(found, inner)
-    reduce_as_computed(found)
+    found.reduces_as_computed = True
     _read_batch(found, inner)
     compiled = source.take("dynamo_config.dynamo_backend", "dynamo_backend")
     if compiled and compiled.text.lower() != "no":

@@ -4,7 +4,6 @@ import re
 
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
-    NO_ADAPTERS,
     TOO_HIGH,
     check_degrees,
     quantized,
@@ -125,7 +124,6 @@ def _read_adapters(found: Translation) -> None:
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if value := source.take_on(f"quantization.{key}"):
             found.map(value, *quantized(dtype))
-    found.own_engine = NO_ADAPTERS
 
 
 def _pattern(wildcard: str) -> str:

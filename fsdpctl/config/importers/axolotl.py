@@ -4,7 +4,6 @@ from fnmatch import fnmatchcase
 
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
-    NO_ADAPTERS,
     OF_FSDP,
     TOO_HIGH,
     UNUSED_OF_FSDP,
@@ -18,7 +17,6 @@ from fsdpctl.config.importers.shared import (
     read_optimizer,
     read_targets,
     read_zero,
-    reduce_as_computed,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import (
@@ -107,7 +105,7 @@ def read_axolotl(source: SourceConfig) -> Translation:
     read_context(found, "context_parallel_size", "sequence_parallel_degree")
     offloads = "optimizer.offload" in found.settings  # with masters in fp32 on the host
     _read_precision(found, keeps_masters=adapts or shards or offloads)
-    reduce_as_computed(found)
+    found.reduces_as_computed = True
     _read_recomputation(found)
     read_optimizer(found, source.take("optimizer"), "optimizer")
     _read_without(found)
@@ -219,7 +217,6 @@ def _read_adapters(found: Translation) -> bool:
     _read_targets(found)
     if scaled := source.take_on("peft_use_rslora"):
         found.map(scaled, "model.lora.rslora=true")
-    found.own_engine = NO_ADAPTERS
     return True
 
 

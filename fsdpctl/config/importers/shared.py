@@ -48,9 +48,6 @@ _EXPRESSION = re.compile(r"[\\\[(|*+?^$]")
 _NESTED = re.compile(r"\)[*+{]")
 _MOST = {"*+?{": 3, "(": 4, "|": 24}
 _LONGEST = 400
-NO_ADAPTERS = "the estimates of PyTorch's engines don't support adapters"
-_ONLY_FP32 = "the estimates of PyTorch's engines only support AdamW with states in fp32"
-_ON_DEVICE = "the estimates of PyTorch's engines only support states on the device"
 _PARAMS_ON_HOST = "strategy.offload_params=true"
 _ALL_ON_HOST = "optimizer.offload=all", _PARAMS_ON_HOST
 _OF_ZERO = {  # a note and the setting
@@ -79,7 +76,6 @@ def read_context(found: Translation, *keys: str) -> None:
         count = found.source.whole(key)
         if count is not None and count > 1:
             found.map(SourceKey(key, str(count), ()), f"train.context_parallel={count}")
-            found.own_engine = "the estimates of PyTorch's engines don't share samples"
 
 
 def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) -> None:
@@ -152,12 +148,10 @@ def read_optimizer(found: Translation, value: SourceKey | None, default: str) ->
         found.map(value, "optimizer=adamw", *words, default=default)
     elif name == "sgd":
         found.map(value, "optimizer=sgd", "optimizer.momentum=0")
-        found.own_engine = "the estimates of PyTorch's engines only support AdamW"
     elif value is not None and _is_one_of(name, (*_EIGHT_BITS, *_FOUR_BITS)):
         _read_small_states(found, value, name)
     elif name == "muon" and found.settings.get("strategy") in ("no_shard", "shard_optimizer"):
         found.map(value, "optimizer=muon")
-        found.own_engine = found.own_engine or _ONLY_FP32
     elif value is not None and _is_one_of(name, _SMALLER):
         found.exclude(value, f"estimated with AdamW's two states in fp32; {TOO_HIGH}")
     elif value is not None:
@@ -181,7 +175,6 @@ def _read_small_states(found: Translation, value: SourceKey, name: str) -> None:
     elif _is_one_of(name, ("adamw_bnb_8bit", "adamw_8bit")):
         note += "; transformers keeps those of embeddings in fp32"
     found.map(value, "optimizer=adamw", "optimizer.state_dtype=int8", note=note)
-    found.own_engine = found.own_engine or _ONLY_FP32
     if _is_one_of(name, _FOUR_BITS):
         found.exclude(value, f"states are estimated in 8 bits, not in 4; {TOO_HIGH}")
 
@@ -202,14 +195,12 @@ def read_offload(found: Translation, value: SourceKey, note: str, *settings: str
         note = ""
     if settings:
         found.map(value, *settings, note=note)
-    found.own_engine = found.own_engine or _ON_DEVICE
 
 
 def read_activation_offload(found: Translation, value: SourceKey) -> None:
     """Translate the inputs of recomputed blocks in host memory, or on a disk."""
     note = "in host memory, not on disk" if "disk" in value.text.lower() else ""
     found.map(value, "activation_checkpointing.offload=true", note=note)
-    found.own_engine = found.own_engine or _ON_DEVICE
 
 
 def read_fsdp(
@@ -269,14 +260,6 @@ def keep_base_wide(found: Translation, dtype: SourceKey, recomputes: SourceKey |
     if recomputes and recomputes.is_off:
         why = "autocast keeps copies of frozen weights in bf16 for backward, which are not counted"
         found.exclude(recomputes, why)
-
-
-def reduce_as_computed(found: Translation) -> None:
-    """Let FSDP under accelerate reduce gradients in the dtype that it computes in."""
-    settings = found.settings
-    if settings.get("engine") == "fsdp2" and settings.get("precision", "").startswith("bf16"):
-        note = "accelerate reduces gradients in the dtype that it computes in"
-        found.map(None, "precision.reduce_dtype=bfloat16", default="(FSDP)", note=note)
 
 
 def _read_prefetch(

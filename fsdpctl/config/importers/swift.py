@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 from fsdpctl.config.importers.command_line import LAUNCH, UNUSED_OF_ACCELERATE, read_launch
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
-    NO_ADAPTERS,
     TOO_HIGH,
     deepspeed_file,
     keep_base_wide,
@@ -15,7 +14,6 @@ from fsdpctl.config.importers.shared import (
     read_optimizer,
     read_targets,
     read_zero,
-    reduce_as_computed,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import TrainingRows, read_hugging_face_training
@@ -68,7 +66,7 @@ def read_swift(source: SourceConfig) -> Translation:
     dtype = source.take("torch_dtype") or SourceKey("torch_dtype", "bfloat16", ())
     precision = "bf16" if masters or dtype.text != "bfloat16" else "bf16_true"
     found.map(dtype, f"precision={precision}")
-    reduce_as_computed(found)
+    found.reduces_as_computed = True
     recomputes = source.take("gradient_checkpointing")
     if dtype.text == "float32":
         keep_base_wide(found, dtype, recomputes)
@@ -119,7 +117,6 @@ def _read_adapters(found: Translation) -> bool:
         other = method is not None and method.text != "bnb"
         note = "estimated as bitsandbytes' format" if other else ""
         found.map(bits, *quantized(dtype), note=note)
-    found.own_engine = NO_ADAPTERS
     return True
 
 

@@ -4,7 +4,6 @@ import re
 
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
-    NO_ADAPTERS,
     OF_FSDP,
     TOO_HIGH,
     check_degrees,
@@ -125,7 +124,6 @@ def _read_adapters(found: Translation, component: str) -> None:
     if ".qlora_" in component or packed:
         key = packed or SourceKey("model._component_", component, ())
         found.map(key, *quantized("nf4"))
-    found.own_engine = NO_ADAPTERS
 
 
 def _read_lengths(found: Translation) -> None:

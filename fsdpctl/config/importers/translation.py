@@ -80,7 +80,7 @@ class Translation:
     whole_gradients: bool = False  # gradients stay unsharded until the last micro-batch
     whole_logits: bool = True  # the logits of all tokens of a micro-batch exist at once
     wide_base: SourceKey | None = None  # why weights that adapters freeze are in float32
-    own_engine: str = ""  # why the estimate is for fsdpctl's engine
+    reduces_as_computed: bool = False  # FSDP reduces gradients in the dtype that it computes in
 
     @property
     def file(self) -> Path:
@@ -90,15 +90,7 @@ class Translation:
     @property
     def settings(self) -> dict[str, str]:
         """The settings of all rows by key."""
-        return self.settings_of(self.rows)
-
-    def settings_of(self, rows: Iterable[TranslationRow]) -> dict[str, str]:
-        """Return the settings of `rows` by key. Later rows take precedence."""
-        pairs = (setting.partition("=") for row in rows for setting in row.settings)
-        settings = {name: text for name, _, text in pairs}
-        if self.own_engine:
-            settings.pop("engine", None)
-        return settings
+        return settings_of(self.rows)
 
     def map(
         self, value: SourceKey | None, *settings: str, default: str = "", note: str = ""
@@ -136,6 +128,12 @@ class Translation:
             self.no_memory_effect.append(value.key)
         else:
             self.unrecognized.append(value.key)
+
+
+def settings_of(rows: Iterable[TranslationRow]) -> dict[str, str]:
+    """Return the settings of `rows` by key. Later rows take precedence."""
+    pairs = (setting.partition("=") for row in rows for setting in row.settings)
+    return {name: text for name, _, text in pairs}
 
 
 def _affects_memory(name: str) -> bool:

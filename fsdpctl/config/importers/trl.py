@@ -3,14 +3,12 @@
 from fsdpctl.config.importers.command_line import LAUNCH, UNUSED_OF_ACCELERATE, read_launch
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
-    NO_ADAPTERS,
     deepspeed_file,
     keep_base_wide,
     quantized,
     read_optimizer,
     read_targets,
     read_zero,
-    reduce_as_computed,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import (
@@ -71,7 +69,7 @@ def read_trl(source: SourceConfig) -> Translation:
         note = "accelerate's configuration decides it; set strategy"
         found.map(None, "strategy=no_shard", "engine=ddp", default="(ranks)", note=note)
     read_optimizer(found, source.take("optim"), "optim")
-    reduce_as_computed(found)
+    found.reduces_as_computed = True
     _read_training(found)
     found.sort_rest(_UNUSED)
     return found
@@ -94,7 +92,6 @@ def _read_adapters(found: Translation) -> None:
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if value := source.take_on(key):
             found.map(value, *quantized(dtype))
-    found.own_engine = NO_ADAPTERS
 
 
 def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:

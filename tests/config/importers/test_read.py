@@ -63,7 +63,7 @@ def test_the_translation_lists_what_the_estimate_excludes():
     assert lora.targets == "[q_proj,v_proj]"
     assert config.strategy.name == "shard_grad_op"
     assert config.engine.name == "fsdpctl"
-    assert found.translation.own_engine
+    assert found.own_engine
     assert config.accumulation.name == "every"  # FSDP 2 has no no_sync
     assert config.train.loss_chunk_tokens is None
     assert config.model.base_dtype == "nf4"
@@ -135,6 +135,34 @@ def test_the_command_line_overrides_the_file():
     assert (kept.strategy.name, kept.engine.name) == ("shard_grad_op", "fsdp2")
     ours = asked("axolotl-full.yaml", "strategy=shard_optimizer").composed.config
     assert ours.engine.name == "fsdpctl"  # fully_shard has no such strategy
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("model.lora.rank=8", "trains all parameters"),
+        ("model.trainable=norm", "trains all parameters"),
+        ("train.context_parallel=2", "train.context_parallel=2: requires engine=fsdpctl"),
+        ("optimizer.state_dtype=int8", "optimizer.state_dtype=int8: requires engine=fsdpctl"),
+        ("strategy=shard_optimizer", "strategy=shard_optimizer not supported"),
+    ],
+)
+def test_the_rules_decide_the_engine_of_a_file(word, reason):
+    found = asked("axolotl-full.yaml", word)
+    assert (found.composed.config.engine.name, reason in found.own_engine) == ("fsdpctl", True)
+    assert "engine=fsdp2" in found.overridden
+    kept = asked("axolotl-full.yaml", word, "engine=fsdp2")
+    assert (kept.composed.config.engine.name, kept.own_engine) == ("fsdp2", "")
+
+
+def test_a_number_of_gpus_replaces_the_ranks_of_a_file():
+    launch = asked("accelerate-fsdp.yaml", "model=qwen3_4b").composed.config.launch
+    assert (launch.nproc_per_node, launch.nnodes) == (8, 2)
+    found = completed(read("accelerate-fsdp.yaml"), ["model=qwen3_4b", "cluster=4xh100"], None)
+    assert (found.composed.config.launch.nproc_per_node, found.composed.config.launch.nnodes) == (
+        4, 1
+    )  # fmt: skip
+    assert {"launch.nproc_per_node=8", "launch.nnodes=2"} <= found.overridden
 
 
 @pytest.mark.parametrize(("key", "dtype"), [("load_in_4bit", "nf4"), ("load_in_8bit", "int8")])
