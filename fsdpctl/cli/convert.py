@@ -16,7 +16,7 @@ Source = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
-        help="Configuration of axolotl, accelerate, TRL, torchtune, NeMo Automodel or ms-swift.",
+        help="Configuration of axolotl, accelerate, TRL or NeMo Automodel.",
     ),
 ]
 

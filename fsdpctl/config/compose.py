@@ -278,11 +278,12 @@ def _resolve_alternatives(
     subject: str, names: Sequence[str], values: dict[str, Value], *given: set[str]
 ) -> None:
     """Unset the alternatives of the setting that the first of `given` has among `names`."""
-    for source in given:
+    for number, source in enumerate(given):
         found = [name for name in names if name in source and values[name] is not None]
-        if len(found) > 1:
+        # In a file, these two mean the shorter length, as in other tools; typed, a mistake.
+        if len(found) > 1 and (number == 0 or found != ["train.steps", "train.epochs"]):
             raise UsageError(f"{' and '.join(found)}: conflict; set {subject} with one of them")
         if found:
-            unset = (name for name in names if name != found[0] and KEYS[name].optional)
+            unset = (name for name in names if name not in found and KEYS[name].optional)
             values.update(dict.fromkeys(unset))
             return

@@ -87,14 +87,15 @@ def total_steps(config: Config, data: DataSet) -> int:
     batches = Batches(rows, plan, train.seed, data.vocab_size)
     if data.val is not None:
         _check_validation(data, train.seq_len)
+    epochs = math.ceil(_epochs(config) * batches.num_samples / plan.global_batch_size)
     if train.steps is not None:
-        steps = train.steps
+        steps = train.steps if train.epochs is None else min(train.steps, epochs)
     elif train.tokens is not None:
         steps = math.ceil(train.tokens / (plan.global_batch_size * train.seq_len))
     elif train.epochs is None and not isinstance(rows, PackedRows):
         steps = _STEPS
     else:
-        steps = math.ceil(_epochs(config) * batches.num_samples / plan.global_batch_size)
+        steps = epochs
     return _within(rows, max(1, steps), plan.global_batch_size, asked=train.steps is not None)
 
 
@@ -119,10 +120,10 @@ def with_warmup(config: Config, data: DataSet, automatic: frozenset[str]) -> Con
     """Shorten a warmup that is `automatic` to a tenth of the steps on conversations."""
     given, train = config.lr_scheduler, config.train
     assert train.steps is not None
-    is_share = given.warmup_steps is None
-    if is_share or not isinstance(data.train, DocumentSet) or _WARMUP not in automatic:
+    most = given.warmup_steps  # None: a share
+    if most is None or not isinstance(data.train, DocumentSet) or _WARMUP not in automatic:
         return config
-    steps = min(given.warmup_steps, -(-train.steps // 10))
+    steps = min(most, -(-train.steps // 10))
     return replace(config, lr_scheduler=replace(given, warmup_steps=steps))
 
 

@@ -169,7 +169,7 @@ def world(tmp_path_factory):
         "empty.txt": "", "empty.jsonl": "", "x.pdf": "%PDF", "x.zip": "PK", "x.png": "PNG",
         "x.safetensors": "x", "mine/thesis.txt": "years of work", "damaged/config.yaml": "a: [",
         "recipe.yaml": "train.steps: 7\n", "unknown.yml": "a: 1\n",
-        "axolotl.yml": "base_model: x\ndatasets:\n  - path: x\n    type: alpaca\n",
+        "axolotl.yml": "base_model: x\nlearning_rate: 1e-4\ndatasets: [{path: x, type: alpaca}]\n",
     }  # fmt: skip
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -69,8 +69,6 @@ def make_inputs(folder: Path) -> Path:
     for name in ("run.yml", "run.yaml"):
         (folder / name).write_text(_AXOLOTL)
     shutil.copy(_OTHERS / "accelerate-fsdp.yaml", folder / "default_config.yaml")
-    command = "swift sft --model meta-llama/Llama-3.1-8B --max_length 2048"
-    (folder / "train.sh").write_text(f"{command}\n")
     upload = folder / "upload.sh"
     upload.write_text('#!/bin/sh\necho "$@" >> uploaded\n')
     upload.chmod(0o755)

@@ -11,7 +11,7 @@ from fsdpctl.optim.schedule import lr_factor, warmup_steps
 
 THEIRS = LrSchedulerConfig(start_lr_ratio=0.0, min_lr_ratio=0.0, reaches_min=False)
 LINEAR = replace(THEIRS, name="wsd", decay_ratio=1.0)
-CASES = {
+CASES: dict[str, tuple[LrSchedulerConfig, dict]] = {
     "linear": (LINEAR, {}),
     "cosine": (replace(THEIRS, name="cosine"), {}),
     "cosine_with_min_lr": (replace(THEIRS, min_lr_ratio=0.3), {"min_lr_rate": 0.3}),

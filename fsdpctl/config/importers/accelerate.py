@@ -9,6 +9,7 @@ from fsdpctl.config.importers.shared import (
     read_zero,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
+from fsdpctl.config.importers.training import TrainingRows
 from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
 from fsdpctl.errors import UsageError
 
@@ -47,6 +48,11 @@ def read_accelerate(source: SourceConfig) -> Translation:
     compiled = source.take("dynamo_config.dynamo_backend", "dynamo_backend")
     if compiled and compiled.text.lower() != "no":
         found.exclude(compiled, "estimated without compilation, which usually needs more memory")
+    rows = TrainingRows(found, {})
+    rows.deepspeed()
+    rows.plain({"deepspeed_config.gradient_clipping": "optimizer.max_grad_norm"})
+    why = "of the script: set optimizer.lr, lr_scheduler, data and the length"
+    rows.leave(SourceKey("(training)", "", ()), why)
     found.sort_rest(_UNUSED)
     return found
 

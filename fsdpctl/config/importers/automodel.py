@@ -2,6 +2,8 @@
 
 import re
 
+from fsdpctl.config.importers.automodel_training import read_training
+from fsdpctl.config.importers.defaults import CHANGES_AUTOMODEL
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
     TOO_HIGH,
@@ -11,7 +13,6 @@ from fsdpctl.config.importers.shared import (
     read_optimizer,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
-from fsdpctl.config.importers.training import TrainingRows
 from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
 from fsdpctl.errors import UsageError
 
@@ -19,16 +20,8 @@ _RECIPES = (
     "TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForNextTokenPrediction", ""
 )  # fmt: skip
 _SCHEDULER = "step_scheduler."
+_OTHER_TRAININGS = ("dllm", "flow_matching", "teacher_model", "kd_ratio", "recipe_args", "mining")
 _MOST_PARTS = 4  # between the wildcards of a name
-_PLAIN = {
-    "optimizer.lr": "optimizer.lr", "optimizer.weight_decay": "optimizer.weight_decay",
-    "optimizer.eps": "optimizer.eps", "rng.seed": "train.seed", "seed": "train.seed",
-    f"{_SCHEDULER}ckpt_every_steps": "checkpoint.every",
-    f"{_SCHEDULER}val_every_steps": "train.eval_every", "peft.dropout": "model.lora.dropout",
-    "lr_scheduler.lr_warmup_steps": "lr_scheduler.warmup_steps",
-    "clip_grad_norm.max_norm": "optimizer.max_grad_norm",
-    "checkpoint.checkpoint_dir": "train.run_dir", "wandb.project": "log.wandb_project",
-}  # fmt: skip
 _UNUSED = (
     "recipe", f"{_SCHEDULER}*", "dist_env.*", "rng.*", "seed", "model.trust_remote_code",
     "model.attn_implementation", "model.use_liger_kernel", "model.backend.*", "model.*_target_",
@@ -54,6 +47,8 @@ def read_automodel(source: SourceConfig) -> Translation:
     recipe = source.take("recipe")
     if recipe and recipe.text.rpartition(".")[2] not in _RECIPES:
         raise source.error(recipe, f"expected {_RECIPES[0]}")
+    if other := next((key for key in _OTHER_TRAININGS if key in source), None):
+        raise UsageError(f"{source.file}: {other}: trains something else than next tokens")
     kinds = {"tensor": "tp_size", "pipeline": "pp_size", "expert": "ep_size"}
     check_degrees(source, {what: (f"distributed.{key}",) for what, key in kinds.items()})
     _read_model(found)
@@ -79,7 +74,8 @@ def read_automodel(source: SourceConfig) -> Translation:
     for key in ("compile.enabled", "distributed.enable_compile"):
         if compiled := source.take_on(key):
             found.map(compiled, "train.compile=true")
-    _read_training(found, kind)
+    read_training(found, kind)
+    found.changes = CHANGES_AUTOMODEL
     found.sort_rest(_UNUSED)
     return found
 
@@ -88,7 +84,7 @@ def _read_model(found: Translation) -> None:
     keys = ("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path")
     value = found.source.take(*keys, "model.config")
     target = found.source.text("model._target_")
-    if value is None or "Seq2Seq" in target or "ImageText" in target or "Multimodal" in target:
+    if value is None or (target and not re.search("CausalLM|gpt2", target)):
         why = f"model: {target or 'not set'}: expected a causal language model by its path or name"
         raise UsageError(f"{found.file}: {why}")
     map_model(found, value, value.key)
@@ -179,40 +175,3 @@ def _read_sharding(found: Translation) -> None:
     keys = ("distributed.offload_policy._target_", "distributed.cpu_offload")
     if offload := source.take_used(*keys):
         found.exclude(offload, f"model states are estimated on the device; {TOO_HIGH}")
-
-
-def _read_training(found: Translation, optimizer: str) -> None:
-    rows = TrainingRows(found)
-    steps, epochs = (rows.value(f"{_SCHEDULER}{each}") for each in ("max_steps", "num_epochs"))
-    if steps and steps.text.isdigit():
-        rows.add(steps, f"train.steps={steps.text}")
-    elif epochs:
-        rows.add(epochs, f"train.epochs={epochs.text}")
-    if (betas := rows.value("optimizer.betas")) and len(betas.items) == 2:
-        rows.add(betas, f"optimizer.beta1={betas.items[0]}", f"optimizer.beta2={betas.items[1]}")
-    decay = rows.value("optimizer.weight_decay")
-    if optimizer == "adam" and decay and not _is_zero(decay.text):
-        rows.leave(decay, "Adam's decay is part of the gradient; AdamW's is used")
-    rows.plain(_PLAIN)
-    low, high = rows.value("lr_scheduler.min_lr"), rows.value("optimizer.lr")
-    if low and high:
-        rows.add(low, f"lr_scheduler.min_lr_ratio={_ratio(low.text, high.text)}")
-    style = rows.value("lr_scheduler.lr_decay_style")
-    warms_up = "lr_scheduler.warmup_steps" in rows.settings
-    rows.schedule(style, "constant", warms_up=warms_up)
-    rows.usual({"optimizer.beta2": "0.999", "train.epochs": "10"} if not steps else
-               {"optimizer.beta2": "0.999"})  # fmt: skip
-    keys = ("path_or_dataset_id", "path_or_dataset", "data_path", "paths", "dataset_name")
-    data = rows.value(*(f"dataset.{key}" for key in keys), "dataset._target_")
-    rows.data(data, data.items if data else ())
-
-
-def _is_zero(text: str) -> bool:
-    return text.strip() in ("0", "0.0")
-
-
-def _ratio(low: str, high: str) -> str:
-    try:
-        return f"{float(low) / float(high):.6g}"
-    except (ValueError, ZeroDivisionError):
-        return low  # rejected with its value

@@ -2,6 +2,8 @@
 
 from fnmatch import fnmatchcase
 
+from fsdpctl.config.importers.axolotl_training import read_training
+from fsdpctl.config.importers.defaults import CHANGES_AXOLOTL
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
     OF_FSDP,
@@ -19,11 +21,6 @@ from fsdpctl.config.importers.shared import (
     read_zero,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
-from fsdpctl.config.importers.training import (
-    USUAL_OF_AXOLOTL,
-    data_of_axolotl,
-    read_hugging_face_training,
-)
 from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
 from fsdpctl.errors import UsageError
 
@@ -109,8 +106,8 @@ def read_axolotl(source: SourceConfig) -> Translation:
     _read_recomputation(found)
     read_optimizer(found, source.take("optimizer"), "optimizer")
     _read_without(found)
-    read_hugging_face_training(found, "cosine", USUAL_OF_AXOLOTL)
-    data_of_axolotl(found)
+    read_training(found, adapts=adapts)
+    found.changes = CHANGES_AXOLOTL
     found.sort_rest(_UNUSED)
     return found
 
@@ -144,9 +141,8 @@ def _read_length(found: Translation) -> None:
     both = found.source.positive("batch_size")  # per rank and step
     if both and passes is None:
         passes = max(1, both // (micro or 1))
-    found.batch = SourceBatch(
-        ("micro_batch_size", "gradient_accumulation_steps"), micro or 1, passes or 1
-    )
+    keys = ("micro_batch_size", "batch_size" if both else "gradient_accumulation_steps")
+    found.batch = SourceBatch(keys, micro or 1, passes or 1)
 
 
 def _read_precision(found: Translation, *, keeps_masters: bool) -> None:

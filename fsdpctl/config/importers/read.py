@@ -5,10 +5,7 @@ from pathlib import Path
 from fsdpctl.config.importers.accelerate import read_accelerate
 from fsdpctl.config.importers.automodel import read_automodel
 from fsdpctl.config.importers.axolotl import read_axolotl
-from fsdpctl.config.importers.command_line import read_script
 from fsdpctl.config.importers.source_config import NO_TOML, SourceConfig, tool_of
-from fsdpctl.config.importers.swift import read_swift
-from fsdpctl.config.importers.torchtune import read_torchtune
 from fsdpctl.config.importers.translation import Translation
 from fsdpctl.config.importers.trl import read_trl
 from fsdpctl.config.schema import GROUPS, SECTIONS
@@ -17,17 +14,15 @@ from fsdpctl.io.untrusted import read_yaml
 
 _READERS = {
     "axolotl": read_axolotl, "accelerate": read_accelerate, "TRL": read_trl,
-    "torchtune": read_torchtune, "Automodel": read_automodel, "ms-swift": read_swift,
+    "Automodel": read_automodel,
 }  # fmt: skip
 # Keys by which files of further tools are known.
 _NOT_READ = {
     "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "actor_rollout_ref": "verl",
-    "litgpt": "litgpt", "lr_warmup_fraction": "litgpt",
+    "litgpt": "litgpt", "lr_warmup_fraction": "litgpt", "model._component_": "torchtune",
+    "checkpointer._component_": "torchtune",
 }  # fmt: skip
-_EXPECTED = (
-    "expected the YAML file of axolotl, accelerate, TRL, torchtune or Automodel, or a shell script "
-    "with a command line of ms-swift or TRL"
-)
+_EXPECTED = "expected the YAML file of axolotl, accelerate, TRL or Automodel"
 
 
 def read_others(path: Path) -> Translation:
@@ -38,9 +33,6 @@ def read_others(path: Path) -> Translation:
     """
     if path.suffix == ".toml":
         raise UsageError(f"{path}: {NO_TOML}")
-    if path.suffix == ".sh":
-        program, source = read_script(path)
-        return _READERS[program](source)
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"{path}: not supported; {_EXPECTED}")
     source = SourceConfig(path, read_yaml(path))

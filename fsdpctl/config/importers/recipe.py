@@ -4,10 +4,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from textwrap import wrap
 
+from fsdpctl.config.importers.defaults import HARMLESS
+from fsdpctl.config.importers.source_config import SourceKey
 from fsdpctl.config.importers.translation import Translation, TranslationRow
 from fsdpctl.config.schema import GROUPS, SECTIONS, SIZES
+from fsdpctl.errors import UsageError
 
 _WIDTH = 96
 # What a translation sets so that an estimate is that of the other tool.
@@ -41,6 +45,9 @@ def convert(found: Translation, typed: Mapping[str, str], num_ranks: int) -> Con
         found: The translated file.
         typed: Settings of the command line by name, which take precedence.
         num_ranks: Ranks of this machine, if neither the file nor `typed` has their number.
+
+    Raises:
+        UsageError: If the file describes what no recipe can have.
     """
     kept = _by_setting([*found.rows, *found.training])
     if found.model is not None:
@@ -59,6 +66,8 @@ def convert(found: Translation, typed: Mapping[str, str], num_ranks: int) -> Con
     }
     ours = [TranslationRow("command line", "", (f"{name}={text}",)) for name, text in typed.items()]
     kept |= _by_setting(ours)
+    if refused := [why for name, why in found.refused if name not in {*typed, *chosen}]:
+        raise UsageError(f"{found.file}: {refused[0]}")
     order = {name: number for number, name in enumerate(SECTIONS)}
     names = sorted(kept, key=lambda name: (order.get(name.split(".")[0], 0), "." in name))
     has_model = found.model is not None
@@ -124,10 +133,27 @@ def _left_out(found: Translation) -> Iterator[str]:
         yield f"{row.key}={row.value}: {row.note.partition('; the estimate')[0]}"
     if found.unrecognized:
         yield f"unknown: {', '.join(found.unrecognized)}"
-    used = {key.strip() for row in found.training for key in row.key.split(",")}
-    unused = [each for each in found.no_memory_effect if each.partition("[")[0] not in used]
-    if unused:
-        yield f"without a counterpart, or not needed: {', '.join(unused)}"
+    rows = (*found.training, *found.left_out, *found.rows, *found.excluded)
+    named = {key.strip() for row in rows for key in row.key.split(",")}
+    left = [each for each in found.source.all_keys() if each.key not in named]
+    if deciding := [each for each in left if _changes(found, each)]:
+        shown = ", ".join(f"{each.key}={each.text[:80]}" for each in deciding)
+        yield f"changes the training, without a counterpart: {shown}"
+    unused = [each for each in found.no_memory_effect if each.partition("[")[0] not in named]
+    if others := [each for each in unused if each not in {one.key for one in deciding}]:
+        yield f"not needed: {', '.join(others)}"
+
+
+def _changes(found: Translation, value: SourceKey) -> bool:
+    """Return whether a value without a counterpart changes the training."""
+    name = value.key
+    if (
+        value.is_off
+        or name.endswith("._target_")
+        or value.text.strip().lower() == HARMLESS.get(name)
+    ):
+        return False
+    return any(fnmatchcase(name, pattern) for pattern in found.changes)
 
 
 _REQUIRES_PATH = {"model": "hf", "data": "text"}  # options without a default of their path

@@ -22,6 +22,7 @@ _ADAMW = (
     "adamw", "adam", "fusedadam", "paged_adamw_32bit", "paged_adamw", "adopt_adamw",
     "schedule_free_adamw",
 )  # fmt: skip
+_LIKE_ADAMW = ("adopt_adamw", "schedule_free_adamw")  # in memory only
 # Those of torch's default, with a temporary copy of the second moments.
 _UNFUSED = ("adamw_torch", "adamw", "adam", "adopt_adamw", "schedule_free_adamw")
 # With two states of about one byte per parameter, of bitsandbytes and torchao.
@@ -42,6 +43,7 @@ _BLOCKS = (
     "model.text_model.layers",
 )  # fmt: skip
 _NUMBERS = (0, 1, 17, 100)  # of blocks
+_HEADS = ("lm_head", "embed_tokens", "embed_out", "wte", "embed_in", "output", "tok_embeddings")
 # An expression of a file is tried on a few names only if it can't take long: it has few groups and
 # alternatives, and repeats few single characters.
 _EXPRESSION = re.compile(r"[\\\[(|*+?^$]")
@@ -103,6 +105,9 @@ def read_targets(found: Translation, value: SourceKey) -> None:
     text = value.text.strip()
     if len(value.items) > 1 or not _EXPRESSION.search(text):
         found.map(value, f"model.lora.targets=[{','.join(value.items)}]")
+        if heads := [each for each in value.items if each.rpartition(".")[2] in _HEADS]:
+            why = "has no adapters here; set model.lora.targets"
+            found.refused.append(("model.lora.targets", f"{value.key}: {heads[0]}: {why}"))
         return
     expression = _expression(text)
     each = [_matched(expression, number) for number in _NUMBERS] if expression else [()]
@@ -146,6 +151,8 @@ def read_optimizer(found: Translation, value: SourceKey | None, default: str) ->
     if name in _ADAMW:
         words = ("optimizer.fused=false",) if name in _UNFUSED else ()
         found.map(value, "optimizer=adamw", *words, default=default)
+        if value is not None and name in _LIKE_ADAMW:
+            found.refused.append(("optimizer", _other_optimizer(value)))
     elif name == "sgd":
         found.map(value, "optimizer=sgd", "optimizer.momentum=0")
     elif value is not None and _is_one_of(name, (*_EIGHT_BITS, *_FOUR_BITS)):
@@ -154,11 +161,16 @@ def read_optimizer(found: Translation, value: SourceKey | None, default: str) ->
         found.map(value, "optimizer=muon")
     elif value is not None and _is_one_of(name, _SMALLER):
         found.exclude(value, f"estimated with AdamW's two states in fp32; {TOO_HIGH}")
+        found.refused.append(("optimizer", _other_optimizer(value)))
     elif value is not None:
         found.missing.append(
             ("optimizer", f"{value.key}: {name}: unknown optimizer states; add optimizer=adamw or "
              "optimizer=sgd to estimate it as one of these")
         )  # fmt: skip
+
+
+def _other_optimizer(value: SourceKey) -> str:
+    return f"{value.key}: {value.text[:80]}: expected AdamW, SGD or Muon; set optimizer"
 
 
 def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
@@ -282,7 +294,8 @@ def deepspeed_file(found: Translation, value: SourceKey) -> SourceConfig | None:
     places = (Path(value.text), found.file.parent / value.text)
     file = next((each for each in places if each.is_file()), None)
     if file is not None:
-        return SourceConfig(file, read_json(file, dict[str, Any]))
+        found.deepspeed = SourceConfig(file, read_json(file, dict[str, Any]))
+        return found.deepspeed
     found.missing.append(
         ("strategy", f"{value.key}: {value.text}: not found; add the stage of ZeRO, such as "
          "strategy=zero3")

@@ -16,7 +16,6 @@ _ON = ("true", "yes", "on", "1")
 _KNOWN_BY = {
     "base_model": "axolotl", "compute_environment": "accelerate", "distributed_type": "accelerate",
     "model_name_or_path": "TRL", "fsdp_config": "accelerate", "deepspeed_config": "accelerate",
-    "model._component_": "torchtune", "checkpointer._component_": "torchtune",
     "step_scheduler": "Automodel",
 }  # fmt: skip
 NO_TOML = (

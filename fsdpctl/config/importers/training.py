@@ -1,56 +1,55 @@
 """Settings of other tools that matter for a training, but not for its memory."""
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from fsdpctl.config.data import CHAT, option_of_data
+from fsdpctl.config.importers.defaults import Defaults
 from fsdpctl.config.importers.source_config import SourceKey
 from fsdpctl.config.importers.translation import Translation, TranslationRow
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 
-_SCHEDULES = {
-    "cosine": ("cosine", "lr_scheduler.min_lr_ratio=0"),
-    "cosine_with_min_lr": ("cosine",),
-    "linear": ("wsd", "lr_scheduler.decay_ratio=1", "lr_scheduler.min_lr_ratio=0"),
-    "constant": ("constant",),
-    "constant_with_warmup": ("constant",),
-    "warmup_stable_decay": ("wsd", "lr_scheduler.min_lr_ratio=0"),
-    "wsd": ("wsd",),
-}
-_WARMUP = "lr_scheduler.warmup_steps=0"
-# The names of transformers' TrainingArguments, which axolotl and TRL share, and ours.
-_PLAIN = {
+PLAIN_OF_ADAMW = {
     "learning_rate": "optimizer.lr", "weight_decay": "optimizer.weight_decay",
     "adam_beta1": "optimizer.beta1", "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.eps", "max_grad_norm": "optimizer.max_grad_norm",
-    "seed": "train.seed", "output_dir": "train.run_dir", "save_total_limit": "checkpoint.keep_last",
-    "logging_steps": "train.log_every", "lora_dropout": "model.lora.dropout",
-    "warmup_ratio": "lr_scheduler.warmup_ratio", "wandb_project": "log.wandb_project",
-    "cosine_min_lr_ratio": "lr_scheduler.min_lr_ratio", "use_tensorboard": "log.tensorboard",
-    "num_epochs": "train.epochs", "num_train_epochs": "train.epochs", "max_steps": "train.steps",
-    "save_steps": "checkpoint.every", "eval_steps": "train.eval_every",
-    "val_set_size": "data.val_fraction", "lora_model_dir": "model.lora.path",
+    "adam_epsilon": "optimizer.eps",
 }  # fmt: skip
-# Defaults of the tools that are not fsdpctl's.
-_USUAL = {"optimizer.weight_decay": "0", "optimizer.beta2": "0.999"}
-USUAL_OF_AXOLOTL = {**_USUAL, "train.epochs": "1", "lr_scheduler.warmup_ratio": "0.03"}
-USUAL_OF_TRL = {**_USUAL, "train.epochs": "3", "optimizer.lr": "2e-5"}
+# The names of transformers' TrainingArguments, which axolotl and TRL share, and ours.
+_PLAIN = {
+    **PLAIN_OF_ADAMW, "max_grad_norm": "optimizer.max_grad_norm",
+    "seed": "train.seed", "output_dir": "train.run_dir", "save_total_limit": "checkpoint.keep_last",
+    "logging_steps": "train.log_every", "use_tensorboard": "log.tensorboard",
+    "save_steps": "checkpoint.every", "eval_steps": "train.eval_every",
+    "wandb_project": "log.wandb_project", "lora_model_dir": "model.lora.path",
+}  # fmt: skip
+_FIRST_BYTES = 1 << 20  # of a file of rows
+NO_LIMIT = 1_000_000  # steps: with a share of the steps as warmup, which is then rounded down
 
 
 class TrainingRows:
     """Collects the rows of a translation that only matter for a training."""
 
-    def __init__(self, found: Translation) -> None:
+    def __init__(self, found: Translation, defaults: Defaults) -> None:
         self._found = found
+        self._defaults = defaults
         self._keys = {each.key: each for each in found.source.all_keys()}
         self.settings: set[str] = set()  # their names, so far
 
     def value(self, *keys: str) -> SourceKey | None:
         """Return the first of `keys` that is set."""
         return next((self._keys[key] for key in keys if key in self._keys), None)
+
+    def known(self, *keys: str) -> SourceKey:
+        """Return the first of `keys` that is set, else the tool's default of the first."""
+        text = self._defaults[keys[0]][0]
+        return self.value(*keys) or SourceKey(keys[0], text, tuple(text.split(", ")))
+
+    def below(self, prefix: str) -> dict[str, SourceKey]:
+        """Return the keys that are set and begin with `prefix`."""
+        return {key: value for key, value in self._keys.items() if key.startswith(prefix)}
 
     def add(self, value: SourceKey, *settings: str, note: str = "") -> None:
         """Add a row for a value, unless its setting is rejected: then the reason is kept."""
@@ -60,123 +59,171 @@ class TrainingRows:
                 if name in KEYS:
                     KEYS[name].parse(text)
             except UsageError as error:
-                self.leave(value, str(error))
+                self.ask(value, name, str(error))
                 return
         self.settings |= {setting.partition("=")[0] for setting in settings}
-        self._found.training.append(TranslationRow(value.key, value.text, settings, note))
+        shown = value.text
+        if value.key in self._defaults and value.key not in self._keys:
+            shown, note = "(not set)", note or f"the default of {self._found.tool}"
+        self._found.training.append(TranslationRow(value.key, shown, settings, note))
+
+    def file(self, path: str) -> Path | None:
+        """Return a path that the file names, in the working directory or beside the file."""
+        return found_file(path, self._found.file)
+
+    def deepspeed(self) -> None:
+        """Add what a file of DeepSpeed decides: clipping, and schedules and optimizers of its own.
+
+        Source: transformers 5.23, integrations/deepspeed.py, for values that are `auto`.
+        """
+        if (inner := self._found.deepspeed) is None:
+            return
+        given = {each.key: each for each in inner.all_keys()}
+        clip = given.get("gradient_clipping") or SourceKey("gradient_clipping", "0", ())
+        if clip.text.strip() != "auto":
+            note = "" if clip.key in given else "the default of DeepSpeed"
+            self.add(clip, f"optimizer.max_grad_norm={clip.text}", note=note)
+        if (kind := given.get("scheduler.type")) is not None:
+            self.ask(kind, "lr_scheduler", "schedules of DeepSpeed are not supported")
+        kind = given.get("optimizer.type")
+        if kind is not None and kind.text.lower() not in ("adam", "adamw"):
+            self.ask(kind, "optimizer", "expected AdamW")
 
     def leave(self, value: SourceKey, why: str) -> None:
         """Record that a value has no counterpart."""
         self._found.left_out.append(TranslationRow(value.key, value.text, note=why))
 
+    def ask(self, value: SourceKey, name: str, why: str) -> None:
+        """Refuse a recipe because of a value, unless the setting `name` is on the command line."""
+        way = f"; set {name}" if name else ""
+        shown = value.key if not value.text else f"{value.key}: {value.text[:80]}"
+        self._found.refused.append((name, f"{shown}: {why}{way}"))
+
     def plain(self, names: Mapping[str, str]) -> None:
         """Add the values of keys that have a counterpart with the same meaning."""
         for theirs, ours in names.items():
-            value = self.value(theirs)
-            if value is not None and "$" in value.text:
+            value = self.value(theirs) if theirs not in self._defaults else self.known(theirs)
+            if value is None or ours in self.settings:
+                continue
+            if "$" in value.text:
                 self.leave(value, "a variable that is not known")
-            elif value is not None and ours not in self.settings:
+            elif not value.text:
+                self.ask(value, ours, f"required by {self._found.tool}")
+            else:
                 self.add(value, f"{ours}={value.text}")
 
-    def usual(self, settings: Mapping[str, str]) -> None:
-        """Add the tool's defaults for settings that its file leaves out."""
-        for name, text in settings.items():
-            if name not in self.settings:
-                row = TranslationRow("(not set)", "", (f"{name}={text}",), "the tool's default")
-                self._found.training.append(row)
+    def data(
+        self, value: SourceKey | None, paths: Iterable[str], *, is_text: bool = False, own: str = ""
+    ) -> str:
+        """Add the data if all of `paths` are here; the Hub's names have to be downloaded.
 
-    def schedule(self, value: SourceKey | None, usual: str, *, warms_up: bool) -> None:
-        """Add the learning rate schedule, which is `usual` if it isn't set."""
-        name = usual if value is None else value.text.strip().lower()
-        shown = value or SourceKey("(not set)", usual, ())
-        if name not in _SCHEDULES:
-            expected = ", ".join(_SCHEDULES)
-            self.leave(shown, f"expected one of {expected}; cosine is used")
-            return
-        option, *others = _SCHEDULES[name]
-        kept = [each for each in others if each.partition("=")[0] not in self.settings]
-        warmup = () if warms_up and name != "constant" else (_WARMUP,)
-        self.add(shown, f"lr_scheduler={option}", *kept, *warmup)
+        Args:
+            value: The key of the data.
+            paths: Files, directories and names.
+            is_text: Whether the rows are plain text.
+            own: What writes prompts that no chat template writes, so that the rows don't do.
 
-    def data(self, value: SourceKey | None, paths: Iterable[str], *, is_text: bool = False) -> None:
-        """Add the data if all of `paths` are here; the Hub's names have to be downloaded."""
-        listed = [(path, _found_file(path, self._found.file)) for path in paths]
+        Returns:
+            The option of `data`.
+        """
+        listed = [(path, found_file(path, self._found.file)) for path in paths]
         absent = [path for path, file in listed if file is None]
         files = [str(file) for _, file in listed if file is not None]
         option = "text" if is_text else (option_of_data(files[0]) if files else CHAT)
         shown = value or SourceKey("(data)", "", ())
         self.add(shown, f"data={option}")
-        if listed and not absent:
+        if listed and not absent and not own:
             self.add(shown, f"data.path={','.join(files)}")
-            return
+            return option
         why = f"{shown.key}: not set; set data.path=FILE"
         if absent:
             names = f"{shown.key}: {', '.join(absent)[:200]}"
             why = f"{names}: not found here; download the data and set data.path=FILE"
+        if own:
+            rows = "write rows with prompt and completion to a file and set data.path=FILE"
+            why = f"{own}: writes prompts of its own, not the chat template; {rows}"
         self._found.missing_for_training.append(("data.path", why))
+        return option
 
 
-def read_hugging_face_training(
-    found: Translation, usual_schedule: str, usual: Mapping[str, str]
-) -> None:
-    """Translate the names of transformers' TrainingArguments; `usual` are the tool's defaults."""
-    rows = TrainingRows(found)
-    steps, epochs = rows.value("max_steps"), rows.value("num_epochs", "num_train_epochs")
-    names = dict(_PLAIN)
-    if steps is not None and (not steps.text.strip().isdigit() or steps.text.strip() == "0"):
-        names.pop("max_steps")  # -1: epochs count
-        steps = None
-    if steps is not None:
-        names = {name: ours for name, ours in names.items() if ours != "train.epochs"}
-        if epochs is not None:
-            rows.leave(epochs, "max_steps decides the length")
-    warmup = rows.value("warmup_steps")
-    if warmup is not None and _is_fraction(warmup.text):  # transformers 5 accepts it
-        rows.add(warmup, f"lr_scheduler.warmup_ratio={warmup.text}")
-    elif warmup is not None and warmup.text.strip() != "0":
-        rows.add(warmup, f"lr_scheduler.warmup_steps={warmup.text}")
-        names.pop("warmup_ratio")
-    held = rows.value("val_set_size")
-    if held is not None and held.text.strip().strip("0.") and not _is_fraction(held.text):
-        names.pop("val_set_size")
-        rows.leave(held, "a number of samples; set data.val_fraction or data.val_path")
-    project = rows.value("wandb_project")
-    if project is not None:
+def read_hugging_face_training(rows: TrainingRows, *, adapts: bool) -> int | None:
+    """Translate the names of transformers' TrainingArguments.
+
+    Returns:
+        The number of steps, if the file has it.
+    """
+    epochs = "num_epochs" if rows.value("num_epochs") else "num_train_epochs"
+    limit, steps = rows.value("max_steps"), None
+    if limit is not None and limit.text.strip().isdigit() and int(limit.text):  # else epochs count
+        steps = int(limit.text)
+        rows.add(limit, f"train.steps={steps}")
+        if (unused := rows.value(epochs)) is not None:
+            rows.leave(unused, "max_steps decides the length")
+    if project := rows.value("wandb_project"):
         rows.add(project, "log.wandb=true")
-    rows.plain(names)
-    inputs = rows.value("train_on_inputs")
-    if inputs is not None and inputs.is_on:
-        rows.add(inputs, "data.train_on=all")
-    usual = {name: text for name, text in usual.items() if not (steps and name == "train.epochs")}
-    warmups = ("lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps")
-    if warmup is not None or rows.settings.intersection(warmups):
-        usual.pop(warmups[0], None)
-    warms_up = bool({*usual, *rows.settings}.intersection(warmups))
-    rows.schedule(
-        rows.value("lr_scheduler", "lr_scheduler_type"), usual_schedule, warms_up=warms_up
-    )
-    rows.usual(usual)
+    rows.deepspeed()
+    rows.plain({**_PLAIN, **({"lora_dropout": "model.lora.dropout"} if adapts else {})})
+    return steps
 
 
-def data_of_axolotl(found: Translation) -> None:
-    """Translate the data of an axolotl file."""
-    rows = TrainingRows(found)
-    key = "datasets" if found.source.content.get("datasets") else "pretraining_dataset"
-    content = found.source.content.get(key)
-    entries: list[Any] = content if isinstance(content, list) else [content] if content else []
-    paths, kinds = [], set()
-    for entry in entries:
-        about = entry if isinstance(entry, Mapping) else {"path": entry}
-        files = about.get("data_files") or about.get("path") or ""
-        paths += [str(each) for each in (files if isinstance(files, list) else [files])]
-        kinds.add(str(about.get("type")))
-    shown = SourceKey(key, ", ".join(paths), ()) if entries else None
-    rows.data(shown, paths, is_text=key != "datasets")
-    for kind in sorted(kinds - {"None", "chat_template", "alpaca", "completion", "sharegpt"}):
-        rows.leave(SourceKey(f"{key}[].type", kind, ()), "the file's own columns decide the format")
+def add_schedule(rows: TrainingRows, value: SourceKey, warmup: tuple[SourceKey, str]) -> None:
+    """Translate a schedule of transformers with its arguments; rates are the same in each step.
+
+    Args:
+        rows: The rows of the translation.
+        value: The name of the schedule.
+        warmup: The key and the settings of the warmup.
+    """
+    name, given = value.text.strip().lower(), rows.below("lr_scheduler_kwargs.")
+    arguments = {key.rpartition(".")[2]: each.text for key, each in given.items()}
+    if given:
+        value = SourceKey(", ".join((value.key, *given)), value.text, ())
+    # The first step of a warmup has rate 0, and no schedule reaches its end within a training.
+    start, last = "lr_scheduler.start_lr_ratio=0", "lr_scheduler.reaches_min=false"
+    lowest = arguments.pop("min_lr_rate", None) or arguments.pop("min_lr_ratio", None)
+    if absolute := arguments.pop("min_lr", None):
+        lowest = ratio(absolute, rows.known("learning_rate").text)
+    floor = f"lr_scheduler.min_lr_ratio={lowest or 0}"
+    if name in ("cosine", "cosine_with_min_lr"):
+        words = ["lr_scheduler=cosine", floor, start, last]
+        if arguments.get("num_cycles") == "0.5":
+            arguments.pop("num_cycles")
+    elif name == "linear":
+        words = ["lr_scheduler=wsd", "lr_scheduler.decay_ratio=1", floor, start, last]
+    elif name in ("constant", "constant_with_warmup"):
+        words = ["lr_scheduler=constant", start]
+    elif name == "warmup_stable_decay" and arguments.pop("warmup_type", "linear") == "linear":
+        kind = arguments.pop("decay_type", "cosine")
+        words = ["lr_scheduler=wsd", floor, start.replace("=0", f"={lowest or 0}"), last,
+                 f"lr_scheduler.decay_type={kind}"]  # fmt: skip
+        steps, decay = rows.value("max_steps"), arguments.pop("num_decay_steps", "")
+        if steps:
+            words.append(f"lr_scheduler.decay_ratio={ratio(decay, steps.text)}")
+        else:
+            rows.ask(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
+    else:
+        why = "not supported; expected linear, cosine, cosine_with_min_lr, constant, "
+        rows.ask(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
+        return
+    if arguments:
+        names = ", ".join(f"{key}={text}" for key, text in arguments.items())
+        rows.ask(value, "lr_scheduler", f"arguments that fsdpctl does not have: {names[:80]}")
+        return
+    rows.add(value, *words)
+    key, settings = warmup
+    rows.add(key, *("lr_scheduler.warmup_steps=0",) if name == "constant" else settings.split())
 
 
-def _found_file(path: str, beside: Path) -> Path | None:
+def ratio(low: str, high: str) -> str:
+    """Return the quotient of two numbers as text; `low` if they aren't numbers."""
+    try:
+        return f"{float(low) / float(high):.12g}"
+    except (ValueError, ZeroDivisionError):
+        return low  # rejected with its value
+
+
+def found_file(path: str, beside: Path) -> Path | None:
+    """Return a path of a file in a working directory or beside that file; None if it is absent."""
     places = (Path(os.path.expanduser(path)), beside.parent / path)
     try:
         return next((each for each in places if path and each.exists()), None)
@@ -184,7 +231,27 @@ def _found_file(path: str, beside: Path) -> Path | None:
         return None
 
 
-def _is_fraction(text: str) -> bool:
+def has_completions(rows: TrainingRows, path: str) -> bool:
+    """Return whether the first row of a file, or of the first one in a directory, has `completion`.
+
+    Only JSON is read; False for other files.
+    """
+    file = rows.file(path)
+    if file is not None and file.is_dir():
+        file = next(iter(sorted(file.rglob("*.json*"))), None)
+    if file is None or not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        text = opened.read(_FIRST_BYTES).decode("utf-8", "replace").lstrip("\ufeff[ \n\r\t")
+    try:
+        row, _ = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and "completion" in row
+
+
+def is_fraction(text: str) -> bool:
+    """Return whether a text is a number between 0 and 1."""
     try:
         return 0 < float(text) < 1
     except ValueError:

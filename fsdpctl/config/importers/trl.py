@@ -1,6 +1,7 @@
 """Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
 
-from fsdpctl.config.importers.command_line import LAUNCH, UNUSED_OF_ACCELERATE, read_launch
+from fsdpctl.config.data import CHAT
+from fsdpctl.config.importers.defaults import CHANGES_TRL, TRL
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
     deepspeed_file,
@@ -12,8 +13,10 @@ from fsdpctl.config.importers.shared import (
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import (
-    USUAL_OF_TRL,
     TrainingRows,
+    add_schedule,
+    has_completions,
+    is_fraction,
     read_hugging_face_training,
 )
 from fsdpctl.config.importers.translation import SourceBatch, Translation
@@ -21,14 +24,13 @@ from fsdpctl.errors import UsageError
 
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
 _UNUSED = (
-    f"{LAUNCH}.*", *UNUSED_OF_ACCELERATE,
     "dataset_*", "datasets*", "dataloader_*", "report_to", "logging_*", "save_*", "eval_*",
     "learning_rate", "lr_scheduler_*", "warmup_*", "weight_decay", "adam_*", "max_grad_norm",
     "num_train_epochs", "max_steps", "seed", "data_seed", "output_dir", "overwrite_output_dir",
     "push_to_hub", "hub_*", "run_name", "per_device_eval_batch_size", "remove_unused_columns",
     "gradient_checkpointing_kwargs*", "attn_implementation", "trust_remote_code", "tf32",
     "chat_template_path", "assistant_only_loss", "completion_only_loss", "packing_strategy",
-    "lora_dropout", "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*", "model_revision",
+    "lora_dropout", "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*",
     "shuffle_dataset", "eos_token", "pad_token", "bf16_full_eval", "ddp_*", "lora_task_type",
 )  # fmt: skip
 
@@ -43,12 +45,12 @@ def read_trl(source: SourceConfig) -> Translation:
     for key in _OTHER_TRAININGS:
         if key in source:
             raise UsageError(f"{source.file}: {key}: expected the file of `trl sft`")
-    map_model(found, source.take("model_name_or_path"), "model_name_or_path")
+    base, revision = source.take("model_name_or_path"), source.text("model_revision")
+    if base and revision and revision != "main":
+        base = SourceKey(base.key, f"{base.text.strip()}@{revision}", ())
+    map_model(found, base, "model_name_or_path")
     _read_adapters(found)
-    length = source.take("max_length", "max_seq_length")
-    found.map(length, f"train.seq_len={length.text if length else 1024}", default="max_length")
-    if packing := source.take_on("packing"):
-        found.map(packing, "data=chat", "data.packing=true")
+    _read_length(found)
     micro = source.positive("per_device_train_batch_size")
     passes = source.positive("gradient_accumulation_steps")
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -65,14 +67,28 @@ def read_trl(source: SourceConfig) -> Translation:
     deepspeed = source.take("deepspeed")
     if deepspeed and (inner := deepspeed_file(found, deepspeed)) is not None:
         read_zero(found, inner, "zero_optimization.", "stage")
-    elif deepspeed is None and not (LAUNCH in source and read_launch(found, splits=False)):
+    elif deepspeed is None:
         note = "accelerate's configuration decides it; set strategy"
         found.map(None, "strategy=no_shard", "engine=ddp", default="(ranks)", note=note)
     read_optimizer(found, source.take("optim"), "optim")
     found.reduces_as_computed = True
     _read_training(found)
+    found.changes = CHANGES_TRL
     found.sort_rest(_UNUSED)
     return found
+
+
+def _read_length(found: Translation) -> None:
+    source = found.source
+    has_limit = "max_length" in source
+    length = source.take("max_length", "max_seq_length")
+    if has_limit and length is None:
+        why = "max_length: null: TRL does not shorten samples; set train.seq_len=N, of the longest"
+        found.missing.append(("train.seq_len", why))
+    else:
+        found.map(length, f"train.seq_len={length.text if length else 1024}", default="max_length")
+    if packing := source.take_on("packing"):
+        found.map(packing, "data=chat", "data.packing=true")
 
 
 def _read_adapters(found: Translation) -> None:
@@ -101,15 +117,55 @@ def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
 
 
 def _read_training(found: Translation) -> None:
-    read_hugging_face_training(found, "linear", USUAL_OF_TRL)
-    rows = TrainingRows(found)
-    if found.settings.get("model.lora.rank") and rows.value("lora_dropout") is None:
-        rows.add(SourceKey("lora_dropout", "", ()), "model.lora.dropout=0.05")
-    data = rows.value("dataset_name")
+    """Translate what is trained, on which data, how long and at which rates."""
+    rows, adapts = TrainingRows(found, TRL), "model.lora.rank" in found.settings
+    steps = read_hugging_face_training(rows, adapts=adapts)
+    if steps is None:
+        note = "" if rows.value("num_train_epochs") else "the default of TRL"
+        note = f"{note}; TRL ends each epoch with a smaller step".removeprefix("; ")
+        epochs = rows.known("num_train_epochs")
+        rows.add(epochs, f"train.epochs={epochs.text}", note=note)
+    warmup = rows.value("warmup_ratio") or rows.known("warmup_steps")
+    is_share = warmup.key == "warmup_ratio" or is_fraction(warmup.text)
+    name = "lr_scheduler.warmup_ratio" if is_share else "lr_scheduler.warmup_steps"
+    add_schedule(rows, rows.known("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
+    if (loss := rows.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
+        rows.ask(loss, "", "another loss")
     content = found.source.content.get("datasets")
-    entries = content if isinstance(content, list) else []
-    paths = [str(each.get("path", "")) for each in entries if isinstance(each, dict)]
+    listed = content if isinstance(content, list) else []
+    entries = [each for each in listed if isinstance(each, dict)]
+    paths = [str(each.get("path", "")) for each in entries]
+    data = rows.value("dataset_name")
     if paths:
-        rows.data(SourceKey("datasets", ", ".join(paths), ()), paths)
+        option = rows.data(SourceKey("datasets", ", ".join(paths), ()), paths)
     else:
-        rows.data(data, data.items if data else ())
+        option = rows.data(data, paths := list(data.items) if data else [])
+    for entry in entries:
+        for key in entry.keys() - {"path"}:
+            if entry[key] is not None and (key, entry[key]) != ("split", "train"):
+                rows.leave(SourceKey(f"datasets[].{key}", str(entry[key])[:80], ()), "not followed")
+    held = rows.known("eval_strategy")
+    rows.add(held, "data.val_fraction=0")
+    if not held.is_off:
+        rows.leave(held, "TRL validates on dataset_test_split; set data.val_path=FILE")
+    if option == CHAT:
+        _read_chats(rows, paths)
+
+
+def _read_chats(rows: TrainingRows, paths: list[str]) -> None:
+    packing, long = rows.known("packing"), rows.known("truncation_mode")
+    rows.add(packing, f"data.packing={str(packing.is_on).lower()}")
+    if long.text == "keep_start":
+        rows.add(long, "data.too_long=truncate")
+    else:
+        rows.ask(long, "data.too_long", "fsdpctl keeps the start of a sample")
+    only = rows.known("assistant_only_loss")
+    completion = rows.value("completion_only_loss")
+    if only.is_on or (completion and completion.is_on):
+        rows.add(only if only.is_on else completion or only, "data.train_on=assistant")
+    elif completion is None and paths and all(has_completions(rows, path) for path in paths):
+        note = "rows with prompt and completion: TRL trains on the completion"
+        rows.add(only, "data.train_on=assistant", note=note)
+    else:
+        note = "TRL trains on all tokens, of rows with prompt and completion on the completion"
+        rows.add(completion or only, "data.train_on=all", note=note)

@@ -36,15 +36,6 @@ CASES = {
         "train.seq_len": "4096", "train.epochs": "1", "train.micro_batch_size": "2",
         "train.global_batch_size": "64", "data.val_fraction": "0.02",
     },
-    "torchtune-lora.yaml": {
-        "model.path": "weights/Meta-Llama-3.1-8B-Instruct", "model.base_dtype": "nf4",
-        "model.lora.targets": "q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
-        "data.path": "chats.jsonl", "data.packing": "true", "train.steps": "100",
-        "train.global_batch_size": "64", "strategy": "hybrid_shard", "strategy.dp_shard_size": "4",
-        "lr_scheduler.warmup_steps": "100", "optimizer.max_grad_norm": "0",
-        "precision": "bf16_true", "activation_checkpointing.offload": "true",
-        "model.lora.dropout": "0.05",
-    },
     "automodel-hsdp.yaml": {
         "model.path": "meta-llama/Llama-3.2-1B", "model.base_dtype": "nf4",
         "model.lora.targets": "_proj$", "data.path": "chats.jsonl", "train.seq_len": "4096",
@@ -110,13 +101,13 @@ def test_a_recipe_composes_with_the_data_and_the_model_here():
 
 def test_a_written_recipe_is_not_overwritten(tmp_path):
     out = tmp_path / "recipe.yaml"
-    convert_command(FILES / "torchtune-lora.yaml", None, out)
+    convert_command(FILES / "trl-sft.yaml", None, out)
     assert dict(read_recipe(out))["model.lora.rank"] == "8"
     with pytest.raises(UsageError, match="already exists"):
-        convert_command(FILES / "torchtune-lora.yaml", None, out)
+        convert_command(FILES / "trl-sft.yaml", None, out)
 
 
-@pytest.mark.parametrize("name", ["torchtune-lora.yaml", "automodel-hsdp.yaml", "trl-sft.yaml"])
+@pytest.mark.parametrize("name", ["automodel-hsdp.yaml", "trl-sft.yaml"])
 def test_the_same_files_are_estimated(name):
     typed = ["cluster=h100", "model=llama3_8b"]
     found = completed(read_others(FILES / name), typed, None)
@@ -124,22 +115,6 @@ def test_the_same_files_are_estimated(name):
     config = found.composed.config
     assert config.model.lora.rank in (8, 16)
     assert config.train.global_batch_size == 64
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}", "preferences"),
-        ("teacher_model: {_component_: x}", "distills"),
-        ("tensor_parallel_dim: 2", "tensor parallelism"),
-        ("quantizer: {_component_: x}", "quantization-aware"),
-    ],
-)
-def test_other_recipes_of_torchtune_are_refused(text, message, tmp_path):
-    file = tmp_path / "file.yaml"
-    file.write_text(f"model: {{_component_: torchtune.models.llama3.llama3_8b}}\n{text}\n")
-    with pytest.raises(UsageError, match=message):
-        read_others(file)
 
 
 @pytest.mark.parametrize("key", ["tp_size", "pp_size", "ep_size"])
@@ -196,6 +171,6 @@ def test_modules_of_automodel_that_conflict_or_take_long_are_refused(peft, messa
 
 def test_data_that_no_key_names_is_not_said_to_be_absent(tmp_path):
     file = tmp_path / "file.yaml"
-    file.write_text("base_model: Qwen/Qwen3-8B\nmicro_batch_size: 1\n")
+    file.write_text("base_model: Qwen/Qwen3-8B\nmicro_batch_size: 1\nlearning_rate: 1e-4\n")
     missing = dict(convert(read_others(file), {}, 1).missing)
     assert missing["data.path"] == "(data): not set; set data.path=FILE"

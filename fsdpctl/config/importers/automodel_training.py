@@ -1,0 +1,137 @@
+"""What a file of NeMo Automodel trains: its data, length and learning rates."""
+
+from fsdpctl.config.data import CHAT
+from fsdpctl.config.importers.defaults import AUTOMODEL
+from fsdpctl.config.importers.source_config import SourceKey
+from fsdpctl.config.importers.training import TrainingRows, ratio
+from fsdpctl.config.importers.translation import Translation
+
+_STEPS, _RATES = "step_scheduler.", "lr_scheduler."
+_PLAIN = {
+    "optimizer.lr": "optimizer.lr", "optimizer.eps": "optimizer.eps", "seed": "train.seed",
+    "clip_grad_norm.max_norm": "optimizer.max_grad_norm",
+    f"{_STEPS}ckpt_every_steps": "checkpoint.every",
+    f"{_STEPS}val_every_steps": "train.eval_every",
+    "checkpoint.checkpoint_dir": "train.run_dir", "wandb.project": "log.wandb_project",
+}  # fmt: skip
+# Data sets whose rows are conversations that the chat template writes, or tokens.
+_CHATS = ("ChatDataset", "")
+_TOKENS = ("MegatronPretraining", "NanogptDataset")
+_SAME_LOSS = ("", "MaskedCrossEntropy", "FusedLinearCrossEntropy", "TEParallelCrossEntropy",
+              "ChunkedCrossEntropy")  # fmt: skip
+_FOLLOWED = ("path_or_dataset_id", "path_or_dataset", "data_path", "paths", "dataset_name")
+_DECAYS = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "1-sqrt"}
+_WARMUP = 1000  # steps at most, of a tenth of all
+
+
+def read_training(found: Translation, optimizer: str) -> None:
+    """Translate what is trained, on which data, how long and at which rates."""
+    rows = TrainingRows(found, AUTOMODEL)
+    if (loss := rows.value("loss_fn._target_")) and _last(loss) not in _SAME_LOSS:
+        rows.ask(loss, "", "another loss")
+    if (recipe := rows.value("recipe")) and _last(recipe).startswith("Benchmarking"):
+        rows.leave(recipe, "does not clip gradients, and keeps one learning rate")
+    adapts = {"peft.dropout": "model.lora.dropout"} if "model.lora.rank" in found.settings else {}
+    rows.plain({**_PLAIN, **adapts})
+    _read_decay(rows, optimizer)
+    betas = rows.known("optimizer.betas")
+    if len(betas.items) == 2:
+        rows.add(betas, f"optimizer.beta1={betas.items[0]}", f"optimizer.beta2={betas.items[1]}")
+    steps, epochs = rows.value(f"{_STEPS}max_steps"), rows.known(f"{_STEPS}num_epochs")
+    if steps and steps.text.isdigit():
+        rows.add(steps, f"train.steps={steps.text}")
+    if not epochs.is_off:
+        note = "with train.steps: the shorter of the two" if steps else ""
+        rows.add(epochs, f"train.epochs={epochs.text}", note=note)
+    _read_rates(rows, steps)
+    _read_data(rows)
+
+
+def _last(value: SourceKey) -> str:
+    return value.text.strip().rpartition(".")[2]
+
+
+def _read_decay(rows: TrainingRows, optimizer: str) -> None:
+    decay = rows.value("optimizer.weight_decay")
+    if decay is None and optimizer in ("adam", "sgd"):
+        decay = SourceKey("optimizer.weight_decay", "0", ())
+    decay = decay or rows.known("optimizer.weight_decay")
+    rows.add(decay, f"optimizer.weight_decay={decay.text}")
+    if not decay.is_off and decay.text.strip("0."):
+        what = "weight decay"
+        rows.leave(SourceKey(what, decay.text, ()), "also of norms and biases; here of matrices")
+        if optimizer == "adam":
+            rows.leave(SourceKey(what, decay.text, ()), "part of the gradient; here as in AdamW")
+
+
+def _read_rates(rows: TrainingRows, steps: SourceKey | None) -> None:
+    """Translate the schedule, which is constant unless the file has a section for it."""
+    if not rows.below(_RATES):
+        rows.add(SourceKey("lr_scheduler", "", ()), "lr_scheduler=constant",
+                 "lr_scheduler.warmup_steps=0", note="the default of Automodel")  # fmt: skip
+        return
+    peak = rows.value(f"{_RATES}max_lr")
+    if peak:
+        rows.add(peak, f"optimizer.lr={peak.text}")
+    high = (peak or rows.known("optimizer.lr")).text
+    style = rows.known(f"{_RATES}lr_decay_style")
+    words = {
+        "constant": ["lr_scheduler=constant"],
+        "cosine": ["lr_scheduler=cosine"],
+        "linear": ["lr_scheduler=wsd", "lr_scheduler.decay_ratio=1"],
+        "WSD": ["lr_scheduler=wsd"],
+    }.get(style.text.strip())
+    if words is None:
+        rows.ask(style, "lr_scheduler", "not supported; expected constant, cosine, linear or WSD")
+        return
+    if style.text.strip() == "WSD":
+        decay, kind = (
+            rows.value(f"{_RATES}wsd_decay_steps"),
+            rows.value(f"{_RATES}lr_wsd_decay_style"),
+        )
+        if decay is None or steps is None or kind is None or kind.text not in _DECAYS:
+            rows.ask(style, "lr_scheduler", "requires max_steps, wsd_decay_steps and a known decay")
+            return
+        rows.add(decay, f"lr_scheduler.decay_ratio={ratio(decay.text, steps.text)}")
+        rows.add(kind, f"lr_scheduler.decay_type={_DECAYS[kind.text]}")
+    rows.add(style, *words, "lr_scheduler.reaches_min=false")
+    for key, ours, share in (("init_lr", "start", "0.1"), ("min_lr", "min", "0.01")):
+        value = rows.known(f"{_RATES}{key}")
+        text = ratio(value.text, high) if value.text else share
+        rows.add(value, f"lr_scheduler.{ours}_lr_ratio={text}")
+    warmup = rows.known(f"{_RATES}lr_warmup_steps")
+    tenth = ("lr_scheduler.warmup_ratio=0.1", f"lr_scheduler.warmup_steps={_WARMUP}")
+    rows.add(warmup, *((f"lr_scheduler.warmup_steps={warmup.text}",) if warmup.text else tenth))
+    length = rows.value(f"{_RATES}lr_decay_steps")
+    if length and (steps is None or length.text.strip() != steps.text.strip()):
+        rows.ask(length, "lr_scheduler", "the decay ends with the run here")
+
+
+def _read_data(rows: TrainingRows) -> None:
+    target = rows.value("dataset._target_") or SourceKey("dataset._target_", "", ())
+    data = rows.value(*(f"dataset.{key}" for key in _FOLLOWED), "dataset._target_")
+    own = "" if _last(target) in (*_CHATS, *_TOKENS) else f"{target.key}: {_last(target)}"
+    option = rows.data(data, data.items if data else (), own=own)
+    if option == CHAT:
+        size = rows.known("packed_sequence.packed_sequence_size")
+        packs = not size.is_off
+        rows.add(size, f"data.packing={str(packs).lower()}")
+        only = rows.known("dataset.answer_only_loss_mask")
+        rows.add(only, f"data.train_on={'all' if only.is_off else 'assistant'}")
+        long = rows.known("dataset.truncation")
+        shortens = long.text.strip() in ("true", "longest_first", "only_first")
+        note = "" if shortens or packs else "Automodel does not shorten samples"
+        rows.add(long, f"data.too_long={'drop' if packs else 'truncate'}", note=note)
+        template = rows.value("dataset.chat_template")
+        if template and (file := rows.file(template.text)) is not None:
+            rows.add(template, f"data.template={file}")
+    held = rows.value("validation_dataset.path_or_dataset_id", "validation_dataset.path_or_dataset")
+    file = rows.file(held.text) if held else None
+    if held and file is not None:
+        rows.add(held, f"data.val_path={file}")
+    else:
+        value = rows.known("validation_dataset")
+        rows.add(value, "data.val_fraction=0")
+        if held or rows.below("validation_dataset."):
+            shown = held or SourceKey("validation_dataset", "", ())
+            rows.leave(shown, "not found here; set data.val_path=FILE")

@@ -1,0 +1,361 @@
+"""A recipe from another tool's file trains what the file trains, or names what it does not."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from fsdpctl.config.importers import defaults
+from fsdpctl.config.importers.automodel import read_automodel
+from fsdpctl.config.importers.axolotl import read_axolotl
+from fsdpctl.config.importers.recipe import ConvertedRecipe, convert, recipe_text
+from fsdpctl.config.importers.source_config import SourceConfig
+from fsdpctl.config.importers.translation import Translation
+from fsdpctl.config.importers.trl import read_trl
+from fsdpctl.config.recipe import read_recipe
+from fsdpctl.config.schema import KEYS, LrSchedulerConfig
+from fsdpctl.errors import UsageError
+from fsdpctl.optim.schedule import lr_factor
+
+Reader = Callable[[SourceConfig], Translation]
+AXOLOTL: dict[str, Any] = {
+    "base_model": "meta-llama/Llama-3.1-8B", "learning_rate": 1e-3, "micro_batch_size": 1,
+    "adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True,
+    "datasets": [{"path": "rows.jsonl", "type": "chat_template"}],
+}  # fmt: skip
+TRL: dict[str, Any] = {
+    "model_name_or_path": "meta-llama/Llama-3.1-8B", "dataset_name": "rows.jsonl", "use_peft": True,
+}  # fmt: skip
+CHAT = "nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset"
+AUTOMODEL: dict[str, Any] = {
+    "model": {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"},
+    "dataset": {"_target_": CHAT, "path_or_dataset_id": "rows.jsonl"},
+    "optimizer": {"_target_": "torch.optim.AdamW"}, "lr_scheduler": {"lr_decay_style": "cosine"},
+    "peft": {"dim": 8}, "step_scheduler": {"local_batch_size": 1, "global_batch_size": 8},
+}  # fmt: skip
+TOOLS: dict[str, tuple[Reader, dict[str, Any], defaults.Defaults]] = {
+    "axolotl": (read_axolotl, AXOLOTL, defaults.AXOLOTL),
+    "TRL": (read_trl, TRL, defaults.TRL),
+    "Automodel": (read_automodel, AUTOMODEL, defaults.AUTOMODEL),
+}
+CASES = [(tool, key) for tool, (_, _, table) in TOOLS.items() for key in table]
+
+
+@pytest.fixture(autouse=True)
+def beside_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    monkeypatch.chdir(tmp_path)
+
+
+def converted(tool: str, content: dict[str, Any], **typed: str) -> ConvertedRecipe:
+    read = TOOLS[tool][0]
+    return convert(read(SourceConfig(Path("run.yml"), content)), typed, 1)
+
+
+def refused_or_converted(tool: str, content: dict[str, Any]) -> ConvertedRecipe | str:
+    try:
+        return converted(tool, content)
+    except UsageError as error:
+        return str(error)
+
+
+def settings(tool: str, **changes: Any) -> dict[str, str]:
+    """Return the recipe of a tool's file; None removes a key, and a__b is a.b."""
+    content = json.loads(json.dumps(TOOLS[tool][1]))
+    for name, value in changes.items():
+        place = content
+        *path, last = name.split("__")
+        for each in path:
+            place = place.setdefault(each, {})
+        place.pop(last, None)
+        if value is not None:
+            place[last] = value
+    return dict(converted(tool, content).words)
+
+
+def keys_of(recipe: ConvertedRecipe) -> dict[str, str]:
+    """Return the keys of the file that a recipe names, with their values."""
+    return {key.strip(): row.value for row in recipe.rows for key in row.key.split(",")}
+
+
+@pytest.mark.parametrize(("tool", "key"), CASES)
+def test_a_recipe_has_the_tools_default_of_each_key_that_its_file_leaves_out(tool, key):
+    content = {name: value for name, value in TOOLS[tool][1].items() if name != key}
+    default, source = TOOLS[tool][2][key]
+    assert re.search(r"\.py:\d+$|^torch\.optim|/llm/$", source)
+    if tool == "axolotl" and not default:
+        with pytest.raises(UsageError, match=f"^run.yml: {key}: required by axolotl"):
+            converted(tool, content)
+        return
+    recipe = converted(tool, content)
+    if key != "lr_scheduler.lr_decay_style":  # in the file, as the section is
+        assert keys_of(recipe)[key] == "(not set)"
+    for row in recipe.rows:
+        name, _, text = row.settings[0].partition("=")
+        assert name not in KEYS or KEYS[name].parse(text) is not None or text in ("none", "auto")
+
+
+@pytest.mark.parametrize(("tool", "key"), CASES)
+def test_another_value_of_each_of_these_keys_is_followed_or_refused_by_name(tool, key):
+    content = json.loads(json.dumps(TOOLS[tool][1]))
+    place = content
+    *path, last = key.split(".")
+    for each in path:
+        place = place.setdefault(each, {})
+    place[last] = "0.125"
+    recipe = refused_or_converted(tool, content)
+    if isinstance(recipe, str):
+        assert key in recipe
+        return
+    named = [line for line in recipe.left_out if not line.startswith("not needed")]
+    assert keys_of(recipe).get(key, "(not set)") != "(not set)" or any(key in x for x in named)
+
+
+# The keys of axolotl 0.18.0 and TRL 1.10 with transformers 5.23 that decide what is trained, by
+# their schemas, without those that only matter with others, or are about validation.
+DECIDING = {
+    "axolotl": (
+        "reinit_weights num_labels lora_modules_to_save lora_rank_pattern lora_alpha_pattern "
+        "peft_layers_to_transform peft_use_dora peft_layer_replication peft_init_lora_weights "
+        "peft_trainable_token_indices relora lisa_n_layers unfrozen_parameters "
+        "freeze_mm_modules fix_untrained_tokens resize_token_embeddings_to_32x shrink_embeddings "
+        "qat test_datasets streaming shuffle_merged_datasets shuffle_before_merging_datasets "
+        "dataset_shard_num dataset_shard_idx dataset_exact_deduplication skip_prepare_dataset "
+        "min_sample_len max_prompt_len sample_packing_sequentially multipack_real_batches "
+        "batch_flattening curriculum_sampling group_by_length pretraining_sample_concatenation "
+        "use_pose chat_template chat_template_jinja chat_template_kwargs eot_tokens "
+        "default_system_message tokens added_tokens_overrides tokenizer_config tokenizer_legacy "
+        "processor_type role_boundaries dataloader_drop_last rl reward_model "
+        "process_reward_model trainer_cls plugins use_eaft neftune_noise_alpha "
+        "noisy_embedding_alpha scaling_softmax auto_find_batch_size embedding_lr "
+        "embedding_lr_scale lr_groups loraplus_lr_ratio lr_quadratic_warmup cosine_min_lr_ratio "
+        "cosine_constant_lr_ratio warmup_steps jagged_restart_steps optimizer optim_args "
+        "optim_target_modules adam_epsilon2 adam_beta3 dion_lr qgalore_rank fp8 fp32_norms "
+        "early_stopping_patience loss_watchdog_threshold resume_from_checkpoint "
+        "load_best_model_at_end"
+    ),
+    "TRL": (
+        "lora_target_parameters lora_modules_to_save use_rslora model_init_kwargs dataset_config "
+        "dataset_train_split dataset_streaming streaming test_split_size dataset_text_field "
+        "dataset_kwargs eos_token chat_template_path shuffle_dataset packing_strategy padding_free "
+        "completion_only_loss train_sampling_strategy dataloader_drop_last accelerator_config "
+        "data_seed label_names remove_unused_columns loss_type router_aux_loss_coef "
+        "label_smoothing_factor neftune_noise_alpha average_tokens_across_devices "
+        "auto_find_batch_size lr_scheduler_kwargs optim optim_args optim_target_modules "
+        "load_best_model_at_end resume_from_checkpoint"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("tool", "key"), [(tool, key) for tool, keys in DECIDING.items() for key in keys.split()]
+)
+def test_a_key_that_changes_the_training_is_never_said_not_to_be_needed(tool, key):
+    recipe = refused_or_converted(tool, {**TOOLS[tool][1], key: "x"})
+    if isinstance(recipe, str):
+        assert key in recipe
+        return
+    named = [line for line in recipe.left_out if not line.startswith("not needed")]
+    missing = [why for _, why in recipe.missing]
+    assert key in keys_of(recipe) or any(key in line for line in (*named, *missing))
+
+
+def rates(words: dict[str, str], steps: int) -> list[float]:
+    """Return the learning rates of a recipe over its peak."""
+    values: dict[str, Any] = {"warmup_steps": None, "name": words["lr_scheduler"]}
+    for name, text in words.items():
+        if name.startswith("lr_scheduler."):
+            values[name.partition(".")[2]] = KEYS[name].parse(text)
+    return [lr_factor(LrSchedulerConfig(**values), step, steps) for step in range(steps)]
+
+
+SCHEDULES: list[tuple[str, dict[str, Any]]] = [
+    ("linear", {}), ("cosine", {}), ("constant", {}), ("constant_with_warmup", {}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.3}), ("cosine_with_min_lr", {"min_lr": 2e-4}),
+    ("warmup_stable_decay", {"num_decay_steps": 8}),
+    ("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "1-sqrt", "min_lr_ratio": 0.2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("warmup", [0, 5, 0.15])
+@pytest.mark.parametrize(("name", "more"), SCHEDULES)
+@pytest.mark.parametrize("tool", ["axolotl", "TRL"])
+def test_rates_are_those_of_transformers_in_each_step(tool, name, more, warmup):
+    steps = 30
+    kind = {"axolotl": "lr_scheduler", "TRL": "lr_scheduler_type"}[tool]
+    key = "warmup_ratio" if 0 < warmup < 1 else "warmup_steps"
+    # Of 4.5: axolotl rounds down, transformers up.
+    count = {"axolotl": 4, "TRL": 5}[tool] if key == "warmup_ratio" else int(warmup)
+    given = {kind: name, "lr_scheduler_kwargs": more or None, key: warmup, "max_steps": steps}
+    found = rates(settings(tool, learning_rate=1e-3, **given), steps)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    theirs = get_scheduler(name, optimizer, count, steps, scheduler_specific_kwargs=more)
+    expected = []
+    for _ in range(steps):
+        expected.append(optimizer.param_groups[0]["lr"] / 1e-3)
+        optimizer.step()
+        theirs.step()
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+# The rates of OptimizerParamScheduler at 36044ad, run over ten steps.
+OF_AUTOMODEL = {
+    "cosine": (2, [0.1, 0.55, 1, 0.96232, 0.855018, 0.694428, 0.505, 0.315572, 0.154982, 0.04768]),
+    "linear": (2, [0.1, 0.55, 1, 0.87625, 0.7525, 0.62875, 0.505, 0.38125, 0.2575, 0.13375]),
+    "constant": (2, [0.1, 0.55, *[1.0] * 8]),
+    "": (None, [1.0] * 10),  # without the section
+}
+
+
+@pytest.mark.parametrize("style", OF_AUTOMODEL)
+def test_rates_are_those_of_automodel_in_each_step(style):
+    warmup, expected = OF_AUTOMODEL[style]
+    section = {"lr_decay_style": style, "lr_warmup_steps": warmup} if style else None
+    found = rates(settings("Automodel", lr_scheduler=section), 10)
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("steps", "count"), [(30, 0), (60, 1), (2000, 60), (9000, 100)])
+def test_a_warmup_without_a_key_is_axolotls_share_with_its_limit(steps, count):
+    words = settings("axolotl")
+    assert (words["lr_scheduler.warmup_ratio"], words["lr_scheduler.warmup_steps"]) == (
+        "0.03", "100",
+    )  # fmt: skip
+    found = rates(words, steps)
+    assert found.index(1.0) == count
+    known = settings("axolotl", max_steps=steps)["lr_scheduler.warmup_steps"]
+    assert int(known) == (2 if count == 1 else count)  # as axolotl, which makes one step two
+
+
+@pytest.mark.parametrize("name", ["polynomial", "inverse_sqrt", "one_cycle", "rex"])
+def test_other_schedules_are_refused_by_name_unless_one_is_typed(name):
+    content = {**AXOLOTL, "lr_scheduler": name}
+    with pytest.raises(UsageError, match=f"lr_scheduler: {name}: not supported; expected linear"):
+        converted("axolotl", content)
+    assert dict(converted("axolotl", content, lr_scheduler="constant").words)["lr_scheduler"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "changes", "message"),
+    [
+        ("axolotl", {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "Diffusion"),
+        ("axolotl", {"plugins": ["a.b.KDPlugin"], "kd_alpha": 0.5}, "KDPlugin"),
+        ("axolotl", {"processor_type": "AutoProcessor"}, "processor_type"),
+        ("axolotl", {"use_eaft": True}, "use_eaft"),
+        ("axolotl", {"optimizer": "lion"}, "optimizer: lion: expected AdamW"),
+        ("axolotl", {"val_set_size": 500}, "val_set_size: 500: a number of samples"),
+        ("TRL", {"loss_type": "dft"}, "loss_type: dft: another loss"),
+        ("TRL", {"truncation_mode": "keep_end"}, "truncation_mode: keep_end"),
+        ("Automodel", {"dllm": {"a": 1}}, "dllm: trains something else"),
+        ("Automodel", {"teacher_model": "x"}, "teacher_model: trains something else"),
+        ("Automodel", {"loss_fn": {"_target_": "x.KDLoss"}}, "another loss"),
+        ("Automodel", {"model": {"_target_": "x.NeMoAutoDiffusionPipeline",
+                                 "pretrained_model_name_or_path": "x"}}, "causal language model"),
+    ],
+)  # fmt: skip
+def test_what_trains_something_else_is_refused(tool, changes, message):
+    with pytest.raises(UsageError, match=message):
+        converted(tool, {**TOOLS[tool][1], **changes})
+
+
+@pytest.mark.parametrize(
+    ("tool", "changes"),
+    [
+        ("axolotl", {"lora_target_linear": None, "lora_target_modules": ["q_proj", "lm_head"]}),
+        ("axolotl", {"lora_target_linear": None, "lora_target_modules": "embed_tokens"}),
+        ("TRL", {"lora_target_modules": ["q_proj", "model.embed_tokens"]}),
+    ],
+)
+def test_adapters_of_the_head_and_the_embeddings_are_refused_by_name(tool, changes):
+    with pytest.raises(UsageError, match=r"(lm_head|embed_tokens): has no adapters here"):
+        settings(tool, **changes)
+
+
+def test_keys_of_a_data_set_that_are_not_followed_are_named():
+    entry = {
+        "path": "rows.jsonl", "type": "chat_template", "shards": 10, "split": "train[:5%]",
+        "roles_to_train": ["user"], "train_on_eos": "none", "field_messages": "talk",
+        "message_property_mappings": {"role": "from", "content": "value"}, "ds_type": "json",
+    }  # fmt: skip
+    named = converted("axolotl", {**AXOLOTL, "datasets": [entry]}).left_out
+    found = {line.partition("=")[0] for line in named if line.startswith("datasets[]")}
+    names = ("shards", "split", "roles_to_train", "train_on_eos", "field_messages")
+    assert found == {f"datasets[].{name}" for name in names}
+
+
+@pytest.mark.parametrize("kind", ["jeopardy", "alpaca:chat", "{'field_instruction': 'a'}"])
+def test_prompts_that_no_chat_template_writes_need_other_data(kind):
+    entry = {"path": "rows.jsonl", "type": kind}
+    recipe = converted("axolotl", {**AXOLOTL, "datasets": [entry]})
+    assert "writes prompts of its own" in dict(recipe.missing)["data.path"]
+    assert "data.path" not in dict(recipe.words)
+
+
+@pytest.mark.parametrize("target", ["squad.make_squad_dataset", "hellaswag.HellaSwag", "X"])
+def test_data_sets_of_automodel_that_write_prompts_need_other_data(target):
+    recipe = converted("Automodel", {**AUTOMODEL, "dataset": {"_target_": target}})
+    assert target.rpartition(".")[2] in dict(recipe.missing)["data.path"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "train_on"),
+    [
+        ({}, {"messages": []}, "all"),
+        ({"assistant_only_loss": True}, {"messages": []}, "assistant"),
+        ({}, {"prompt": "a", "completion": "b"}, "assistant"),
+        ({"completion_only_loss": False}, {"prompt": "a", "completion": "b"}, "all"),
+        ({}, {"text": "a"}, "all"),
+    ],
+)
+def test_the_tokens_that_trl_trains_on_depend_on_its_rows(changes, rows, train_on):
+    Path("rows.jsonl").write_text(json.dumps(rows) + "\n")
+    assert settings("TRL", **changes)["data.train_on"] == train_on
+
+
+def test_a_length_without_a_limit_is_asked_for():
+    recipe = converted("TRL", {**TRL, "max_length": None})
+    assert "train.seq_len" not in dict(recipe.words)
+    assert dict(recipe.missing)["train.seq_len"].startswith("max_length: null: TRL does not")
+
+
+def test_the_shorter_of_steps_and_epochs_is_trained(tmp_path):
+    words = settings("Automodel", step_scheduler__max_steps=100, step_scheduler__num_epochs=1)
+    assert (words["train.steps"], words["train.epochs"]) == ("100", "1")
+    words = settings("axolotl", max_steps=100, num_epochs=1)
+    assert (words["train.steps"], words.get("train.epochs")) == ("100", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "clip"), [({}, "0"), ({"gradient_clipping": 0.5}, "0.5"),
+                          ({"gradient_clipping": "auto"}, "1.0")],
+)  # fmt: skip
+def test_a_file_of_deepspeed_decides_the_clipping(content, clip):
+    about = {"zero_optimization": {"stage": 2}, **content}
+    Path("zero.json").write_text(json.dumps(about))
+    assert settings("axolotl", deepspeed="zero.json")["optimizer.max_grad_norm"] == clip
+    Path("zero.json").write_text(json.dumps({**about, "scheduler": {"type": "WarmupLR"}}))
+    with pytest.raises(UsageError, match=r"scheduler.type: WarmupLR: schedules of DeepSpeed"):
+        settings("axolotl", deepspeed="zero.json")
+
+
+def test_held_out_files_are_validated_on():
+    Path("held.jsonl").write_text("{}\n")
+    words = settings("axolotl", test_datasets=[{"path": "held.jsonl", "type": "chat_template"}])
+    assert words["data.val_path"] == "held.jsonl"
+    words = settings("Automodel", validation_dataset={"path_or_dataset_id": "held.jsonl"})
+    assert words["data.val_path"] == "held.jsonl"
+    assert settings("TRL")["data.val_fraction"] == "0"
+
+
+def test_a_recipe_is_read_back_as_it_was_converted(tmp_path):
+    for tool, (_, content, _) in TOOLS.items():
+        recipe = converted(tool, content)
+        file = tmp_path / f"{tool}.yaml"
+        file.write_text(recipe_text(recipe, "run.yml"))
+        assert read_recipe(file) == recipe.words
