@@ -1,4 +1,4 @@
-"""What a file of NeMo Automodel trains: its data, length and learning rates."""
+"""The training of a NeMo Automodel file: its data, length and learning rates."""
 
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.importers.defaults import AUTOMODEL
@@ -25,7 +25,7 @@ _WARMUP = 1000  # steps at most, of a tenth of all
 
 
 def read_training(found: Translation, optimizer: str) -> None:
-    """Translate what is trained, on which data, how long and at which rates."""
+    """Translate the data, the length, the optimizer and the learning rates."""
     rows = TrainingRows(found, AUTOMODEL)
     if (loss := rows.value("loss_fn._target_")) and _last(loss) not in _SAME_LOSS:
         rows.ask(loss, "", "another loss")

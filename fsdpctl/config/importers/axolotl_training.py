@@ -1,4 +1,4 @@
-"""What an axolotl file trains: its data, length and learning rates."""
+"""The training of an axolotl file: its data, length and learning rates."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -47,7 +47,7 @@ _OTHER_LOSSES = ("trainer_cls", "use_eaft", "scaling_softmax", "processor_type",
 
 
 def read_training(found: Translation, *, adapts: bool) -> None:
-    """Translate what is trained, on which data, how long and at which rates."""
+    """Translate the data, the length, the optimizer and the learning rates."""
     rows = TrainingRows(found, AXOLOTL)
     for plugin in each.items if (each := rows.value("plugins")) else ():
         name = plugin.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""What other tools do where a file is silent, and which of their keys change the training.
+"""Defaults of other tools, and those of their keys that change the training.
 
 `convert` writes a setting for each key of these tables, with the value of the file or the default,
 even if fsdpctl's own is the same today. The sources are files of axolotl 0.18.0 (067b021, in

@@ -68,7 +68,7 @@ class TrainingRows:
         self._found.training.append(TranslationRow(value.key, shown, settings, note))
 
     def file(self, path: str) -> Path | None:
-        """Return a path that the file names, in the working directory or beside the file."""
+        """Return a path that the file names, in the working directory or next to the file."""
         return found_file(path, self._found.file)
 
     def deepspeed(self) -> None:
@@ -121,7 +121,7 @@ class TrainingRows:
             value: The key of the data.
             paths: Files, directories and names.
             is_text: Whether the rows are plain text.
-            own: What writes prompts that no chat template writes, so that the rows don't do.
+            own: The key that selects prompts of the tool's own, which the rows alone don't give.
 
         Returns:
             The option of `data`.
@@ -223,7 +223,7 @@ def ratio(low: str, high: str) -> str:
 
 
 def found_file(path: str, beside: Path) -> Path | None:
-    """Return a path of a file in a working directory or beside that file; None if it is absent."""
+    """Return a path of a file in a working directory or next to that file; None if it is absent."""
     places = (Path(os.path.expanduser(path)), beside.parent / path)
     try:
         return next((each for each in places if path and each.exists()), None)

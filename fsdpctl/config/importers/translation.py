@@ -74,7 +74,7 @@ class Translation:
     training: list[TranslationRow] = field(default_factory=list)
     left_out: list[TranslationRow] = field(default_factory=list)
     missing_for_training: list[tuple[str, str]] = field(default_factory=list)
-    # What no recipe can have: a setting that replaces it, or none, and the reason.
+    # Values that no recipe can have: a setting that replaces each, or none, and the reason.
     refused: list[tuple[str, str]] = field(default_factory=list)
     changes: tuple[str, ...] = ()  # patterns of keys that change the training
     deepspeed: SourceConfig | None = None  # the file that replaces parts of the training

@@ -117,7 +117,7 @@ def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
 
 
 def _read_training(found: Translation) -> None:
-    """Translate what is trained, on which data, how long and at which rates."""
+    """Translate the data, the length, the optimizer and the learning rates."""
     rows, adapts = TrainingRows(found, TRL), "model.lora.rank" in found.settings
     steps = read_hugging_face_training(rows, adapts=adapts)
     if steps is None:
