@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ from fsdpctl.cli.config_args import (
     normalized,
 )
 from fsdpctl.cli.console import add_row, emit, fail, new_table, note, say, show_table
-from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError
+from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.activity import doing
 
 if TYPE_CHECKING:
@@ -105,10 +104,7 @@ def _found_by_workers(config: "Config", where: "Place", asked: "Request") -> "Re
         finally:
             if nodes is not None:
                 nodes.leave()
-        if outcome.stop_signal == signal.SIGINT:
-            raise InterruptError("interrupted before the check was complete")
-        if outcome.stop_signal is not None:
-            raise StoppedError("stopped before the check was complete")
+        outcome.raise_if_stopped("the check was complete")
         if outcome.has_failed:
             raise FsdpctlError(f"check not complete: {outcome.reason}")
         return decode(out.read_bytes(), Report)

@@ -1,6 +1,5 @@
 """`fsdpctl compare` and `profile-device`."""
 
-import signal
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +12,7 @@ import typer
 from fsdpctl.cli.config_args import ConfigArguments, RanksPerNode, Settings, configured, normalized
 from fsdpctl.cli.console import add_row, new_table, note, say, show_table
 from fsdpctl.config.keys import Key
-from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
+from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.files import refusing
 from fsdpctl.tools.compare.row import NOT_REACHED, OK, REFUSED
@@ -260,9 +259,6 @@ def _measure(config: "Config", file: Path) -> None:
     args = [str(config.launch.device), str(file)]
     with doing("measuring"):
         outcome = launch_workers(MODULE, args, config.launch, logs=file.parent)
-    if outcome.stop_signal == signal.SIGINT:
-        raise InterruptError("interrupted before the measurement was complete")
-    if outcome.stop_signal is not None:
-        raise StoppedError("stopped before the measurement was complete")
+    outcome.raise_if_stopped("the measurement was complete")
     if outcome.cause is not None:
         raise FsdpctlError(f"rank {outcome.cause.rank} failed: {outcome.cause.cause}")

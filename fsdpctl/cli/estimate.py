@@ -107,8 +107,7 @@ def estimate_memory(
         for line in [] if ranking is None else describe_ranking(ranking):
             say(line)
         _show_one(estimator, estimates[0], fits)
-    fitting = [e for e in estimates if e.verdict == "fits" and not e.lacks_host_memory]
-    if require_fit and not fitting:
+    if require_fit and not any(each.fits for each in estimates):
         raise typer.Exit(_DOES_NOT_FIT)
 
 
@@ -189,7 +188,7 @@ def _show_one(estimator: "Estimator", found: "RunEstimate", fits: list["Fit"]) -
 
         for words, longer in longer_samples(estimator, found.plan, fits[0]):
             say(f"longer  {fit_line(longer)}, with {' '.join(words)}")
-    nothing_fits = fits[0].estimate is None if fits else found.verdict != "fits"
+    nothing_fits = fits[0].estimate is None if fits else not found.fits
     if nothing_fits:
         from fsdpctl.estimate.advice import advice
         from fsdpctl.launch.check_fit import change_lines

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from fsdpctl.cli.console import new_table
+from fsdpctl.io.units import format_bytes
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.fit import Fit
@@ -36,8 +37,9 @@ def heading(first: "RunEstimate") -> list[str]:
     raised = f" (assumes train.global_batch_size={samples}, not {given})" if samples > given else ""
     return [
         f"model   {config.model.name}, {first.num_params:,} parameters{_trained(first)}",
-        f"ranks   {world_size(config)} on {launch.device}{nodes}, {_size(first.memory_bytes)} each "
-        f"(cluster={config.cluster.name}), engine {config.engine.name}",
+        f"ranks   {world_size(config)} on {launch.device}{nodes}, "
+        f"{format_bytes(first.memory_bytes)} each (cluster={config.cluster.name}), "
+        f"engine {config.engine.name}",
         f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} master weights{base}",
         f"step    {first.tokens_per_step:,} tokens{raised}: each {who} "
@@ -65,8 +67,12 @@ def strategies_table(estimates: list["RunEstimate"]) -> Table:
     names = [name.replace("_", " ") for name in [*parts, "allocated", "reserved", "margin"]]
     table = new_table("strategy", *names, "", right=names)
     for each in estimates:
-        cells = [_size(each.step.breakdown[name]) for name in parts]
-        totals = [_size(each.allocated), _size(each.peak_reserved), _size(each.margin)]
+        cells = [format_bytes(each.step.breakdown[name]) for name in parts]
+        totals = [
+            format_bytes(each.allocated),
+            format_bytes(each.peak_reserved),
+            format_bytes(each.margin),
+        ]
         verdict = _SHORT_VERDICTS.get(each.verdict, each.verdict)
         table.add_row(each.config.strategy.name, *cells, *totals, verdict)
     return table
@@ -78,18 +84,19 @@ def breakdown_table(found: "RunEstimate") -> Table:
     table = new_table(title, "", "largest tensors", right=("",))
     for name, nbytes in found.step.breakdown.items():
         largest = [each for each in found.step.peak.largest if each.category == name]
-        named = [f"{each.count} x {each.what}, {_size(each.nbytes)}" for each in largest[:2]]
-        table.add_row(name.replace("_", " "), _size(nbytes), "; ".join(named))
-    table.add_row("allocated", _size(found.allocated), f"peak at: {found.step.peak.when}")
+        named = [f"{each.count} x {each.what}, {format_bytes(each.nbytes)}" for each in largest[:2]]
+        table.add_row(name.replace("_", " "), format_bytes(nbytes), "; ".join(named))
+    table.add_row("allocated", format_bytes(found.allocated), f"peak at: {found.step.peak.when}")
     return table
 
 
 def conclusions(found: "RunEstimate") -> list[str]:
     """Return lines about the device, the host and the verdict."""
     config, outside = found.config, found.outside
+    on_device = found.available - found.peak_reserved
     lines = []
     if config.launch.device == "cuda":
-        each = [f"{_size(nbytes)} {name}" for name, nbytes in found.step.reserved.items()]
+        each = [f"{format_bytes(nbytes)} {name}" for name, nbytes in found.step.reserved.items()]
         lines.append(
             f"reserved by the allocator: {', '.join(each)}; launch.allocator="
             f"{config.launch.allocator}"
@@ -97,13 +104,13 @@ def conclusions(found: "RunEstimate") -> list[str]:
     buffers = sum(found.step.breakdown[name] for name in ("gathered_units", "reduce_buffers"))
     if found.num_active < found.num_params and buffers > _LARGE_BUFFERS * found.memory_bytes:
         lines.append(
-            f"experts {_size(buffers)} of gathered units and reduce buffers do not shrink with "
-            "more ranks; expert parallelism would divide them, but fsdpctl does not have it"
+            f"experts {format_bytes(buffers)} of gathered units and reduce buffers do not shrink "
+            "with more ranks; expert parallelism would divide them, but fsdpctl does not have it"
         )
     if found.shared:
         lines.append(
-            f"shared  {_size(found.shared)}, once for all ranks, of which each counts its share; "
-            "as resident memory, each process shows all of it"
+            f"shared  {format_bytes(found.shared)}, once for all ranks, of which each counts its "
+            "share; as resident memory, each process shows all of it"
         )
     if found.packages:
         lines.append(
@@ -111,12 +118,13 @@ def conclusions(found: "RunEstimate") -> list[str]:
             "transformers takes far more memory and time"
         )
     lines += [
-        f"outside {_size(outside.low)} to {_size(outside.high)} (assumed): the process"
-        + (", its CUDA context, and NCCL" if config.launch.device == "cuda" else ""),
-        f"host    about {_size(found.host_bytes)} of memory per worker{_on_node(found)}; a "
-        f"checkpoint takes {_size(found.checkpoint_bytes)} of disk",
-        f"verdict {_VERDICTS[found.verdict]}: {_size(abs(found.margin))} "
-        f"{'to spare' if found.margin >= 0 else 'missing'}",
+        f"outside {format_bytes(outside.low)} to {format_bytes(outside.high)} (assumed): the "
+        "process" + (", its CUDA context, and NCCL" if config.launch.device == "cuda" else ""),
+        f"host    about {format_bytes(found.host_bytes)} of memory per worker{_on_node(found)}; a "
+        f"checkpoint takes {format_bytes(found.checkpoint_bytes)} of disk",
+        f"verdict {_VERDICTS[found.verdict]}: {format_bytes(abs(found.margin))} "
+        f"{'to spare' if found.margin >= 0 else 'missing'}"
+        f"{' per rank of host memory' if found.margin < on_device else ''}",
     ]
     return lines
 
@@ -125,23 +133,19 @@ def _on_node(found: "RunEstimate") -> str:
     if found.host_limit is None:
         return ""
     fits = "does not fit" if found.lacks_host_memory else "fits"
-    return f", {_size(found.node_bytes)} of {_size(found.host_limit)} per node ({fits})"
+    return (
+        f", {format_bytes(found.node_bytes)} of {format_bytes(found.host_limit)} per node ({fits})"
+    )
 
 
 def fit_line(found: "Fit") -> str:
     """Return the largest size that fits, and how much memory the next one needs."""
+    over = "; ".join(found.next.shortages) if found.next else ""
     if found.estimate is None:
-        return f"none: {found.key}=1 does not fit"
-    held = _size(found.estimate.peak_reserved)
+        return f"none: {found.key}=1 does not fit ({over})"
+    held = format_bytes(found.estimate.peak_reserved)
     if found.key == "model.num_layers":
         held += f", {found.estimate.num_params:,} parameters"
     if found.next is None:
         return f"{found.settings} ({held}), the maximum"
-    over = _size(found.next.peak_reserved)
     return f"{found.settings} ({held}); {found.value + found.multiple} does not fit ({over})"
-
-
-def _size(nbytes: int) -> str:
-    from fsdpctl.run.progress import format_bytes
-
-    return format_bytes(nbytes) if nbytes >= 0 else f"-{format_bytes(-nbytes)}"

@@ -11,7 +11,7 @@ from fsdpctl.cli.console import add_row, new_table, say, show_table
 from fsdpctl.cli.from_others import asked_from, typed_beside
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.activity import doing
-from fsdpctl.run.progress import format_bytes
+from fsdpctl.io.units import format_bytes
 
 _SUFFIXES = (".yaml", ".yml")
 NOT_ESTIMATED = "not estimated"
@@ -83,7 +83,7 @@ def verdicts_of(files: Sequence[Path], asked: ConfigArguments) -> Iterator[FileV
             found = FileVerdict(
                 str(file),
                 translation.tool,
-                "too_large" if estimate.lacks_host_memory else estimate.verdict,
+                estimate.verdict,
                 estimate.peak_reserved,
                 estimate.available,
                 left_out,

@@ -108,17 +108,17 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     """Return the estimate and the available memory; if that was too little, changes that fit."""
     from fsdpctl.estimate.advice import advice
     from fsdpctl.estimate.estimator import Estimator
+    from fsdpctl.io.units import format_bytes
     from fsdpctl.launch.check_fit import change_lines
     from fsdpctl.resolve.settle import settle
     from fsdpctl.run.directory import read_config
-    from fsdpctl.run.progress import format_bytes
 
     estimator = Estimator()
     try:
         found = estimator.estimate(settle(read_config(run_dir)))
     except UsageError:
         return []  # the configuration is corrupted; report the failure alone
-    lacks = lacked_memory or found.verdict != "fits"
+    lacks = lacked_memory or not found.fits
     changes = change_lines(advice(estimator, found.plan, more_ranks=False)) if lacks else []
     return [
         f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "

@@ -65,7 +65,7 @@ def _newest_run() -> Path:
 
 
 def _rows(found: "Status") -> Iterator[tuple[str, str]]:
-    from fsdpctl.run.progress import format_bytes
+    from fsdpctl.io.units import format_bytes
 
     yield "run", found.run
     yield "state", _state(found)
@@ -98,7 +98,7 @@ def _rows(found: "Status") -> Iterator[tuple[str, str]]:
 
 def _estimated(found: "Status") -> Iterator[tuple[str, str]]:
     """Yield what was known before the run started, and what was measured."""
-    from fsdpctl.run.progress import format_bytes
+    from fsdpctl.io.units import format_bytes
 
     known = found.estimate
     if known is None:
@@ -147,7 +147,8 @@ def _step(found: "Status") -> str:
 
 
 def _checkpoint(newest: "Newest") -> str:
-    from fsdpctl.run.progress import format_bytes, format_seconds
+    from fsdpctl.io.units import format_bytes
+    from fsdpctl.run.progress import format_seconds
 
     return (
         f"step {newest.step}, {format_seconds(newest.age_seconds)} ago, "

@@ -148,9 +148,6 @@ def _sizes(placed: Config) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-_GIB = 1 << 30
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A selection that fits into memory."""
@@ -196,14 +193,8 @@ class Ranking:
         """The message if nothing fits: the closest combination and the memory that it lacks."""
         left = " ".join(f"{name}=auto" for name in self.names)
         found = self.estimate
-        needs, more = f"{_size(found.peak_reserved)} per rank", -found.margin
-        if found.peak_reserved <= found.available and found.host_limit is not None:
-            needs = f"{_size(found.node_bytes)} of host memory per node"
-            more = found.node_bytes - found.host_limit
-        return (
-            f"{left}: nothing fits; closest is {self.text(Selection.of(found.config))}, which "
-            f"needs {needs}, {_size(more)} more than available"
-        )
+        closest = self.text(Selection.of(found.config))
+        return f"{left}: nothing fits; closest is {closest}: {'; '.join(found.shortages)}"
 
     def band_of(self, candidate: Candidate) -> Band | None:
         """Return the error band of a candidate's time; None if the hardware specs are assumed."""
@@ -232,7 +223,3 @@ class Ranking:
                 for band in [self.band_of(each)]
             ],
         }
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB else f"{max(0, nbytes) / (1 << 20):.1f} MiB"

@@ -99,7 +99,7 @@ class Estimator:
     def fitting(self, plan: RunPlan) -> RunEstimate | None:
         """Return the estimate of a run that is supported and fits, else None."""
         with suppress(UsageError):
-            if (found := self.estimate(plan)).verdict == "fits":
+            if (found := self.estimate(plan)).fits:
                 return found
         return None
 

@@ -125,7 +125,7 @@ def largest_model(estimator: Estimator, plan: RunPlan) -> LargestModel | None:
     Above `_COUNTED` blocks the number is extrapolated: each further one takes as much memory.
     """
     most = estimator.estimate(_valued(plan, "model", _COUNTED))
-    if most.verdict != "fits":
+    if not most.fits:
         found = largest_that_fits(estimator, plan, "model").estimate
         if found is None:
             return None
@@ -145,7 +145,7 @@ def _largest(
 
     def fits(count: int) -> bool:
         seen[count] = estimator.estimate(_valued(plan, what, count * multiple))
-        return seen[count].verdict == "fits"
+        return seen[count].fits
 
     most //= multiple
     begin = min(max(begin // multiple, 1), most)

@@ -5,6 +5,7 @@ from typing import Any
 
 from fsdpctl.config.schema import Config
 from fsdpctl.estimate.planned_steps import item_sizes
+from fsdpctl.io.units import format_bytes
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.predict.step_estimate import StepEstimate
 from fsdpctl.resolve.machine import world_size
@@ -93,16 +94,35 @@ class RunEstimate:
     def margin(self) -> int:
         """The bytes left of `available`, or per rank of host memory if less; negative: missing."""
         on_device = self.available - self.peak_reserved
-        if self.host_limit is None or not self.host_states:
+        if self.host_limit is None:
             return on_device
         return min(on_device, (self.host_limit - self.node_bytes) // self._ranks_per_node)
 
     @property
     def verdict(self) -> str:
-        """The verdict; see `StepEstimate.verdict`. States in host memory have to fit there, too."""
-        if self.host_states and self.lacks_host_memory:
-            return "too_large"
-        return self.step.verdict(self.available)
+        """The verdict of `StepEstimate.verdict`, also for the memory of the host."""
+        return "too_large" if self.lacks_host_memory else self.step.verdict(self.available)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of devices and hosts suffices, without emptying a cache."""
+        return self.verdict == "fits"
+
+    @property
+    def shortages(self) -> list[str]:
+        """Which memory does not suffice, a clause each; none if the run fits."""
+        found = []
+        if self.step.verdict(self.available) != "fits":
+            needed = format_bytes(self.peak_reserved + self.outside.high)
+            limit = format_bytes(self.memory_bytes)
+            found.append(f"memory: about {needed} needed per rank, {limit} available")
+        if self.host_limit is not None and self.lacks_host_memory:
+            needed, limit = format_bytes(self.node_bytes), format_bytes(self.host_limit)
+            found.append(
+                f"host memory: about {needed} needed per node, {limit} available "
+                "(cluster.host_memory)"
+            )
+        return found
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -239,7 +239,7 @@ class _Search:
 
     def _fits(self, point: SearchPoint) -> bool:
         estimate = self._estimate(point)
-        return estimate is not None and estimate.verdict == "fits"
+        return estimate is not None and estimate.fits
 
     def _estimate(self, point: SearchPoint) -> RunEstimate | None:
         if point not in self._estimates:

@@ -17,6 +17,7 @@ from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.saved import write_estimate
 from fsdpctl.estimate.search import choose
 from fsdpctl.io.activity import Talk, doing
+from fsdpctl.io.units import format_bytes
 from fsdpctl.launch.check_fit import check_fits
 from fsdpctl.launch.run_lines import describe_run
 from fsdpctl.resolve.launchers import Place
@@ -26,7 +27,6 @@ from fsdpctl.resolve.settle import settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
 from fsdpctl.run.heartbeat import RunLock, claimed
-from fsdpctl.run.progress import format_bytes
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Whether the memory of devices and hosts suffices for a run, before its workers start."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from fsdpctl.errors import DoesNotFitError
 from fsdpctl.estimate.accuracy import kind_of
@@ -8,7 +8,7 @@ from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.changes import Change
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.run.progress import format_bytes
+from fsdpctl.io.units import format_bytes
 
 
 def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str], None]) -> None:
@@ -17,8 +17,7 @@ def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str],
     Raises:
         DoesNotFitError: If it doesn't fit, and `train.require_fit` is true.
     """
-    lacking = list(_lacking(estimate))
-    if not lacking:
+    if not (lacking := estimate.shortages):
         return
     say(f"{'memory':<8}does not suffice; searching for changes that fit")
     for line in change_lines(advice(estimator, estimate.plan, more_ranks=False)):
@@ -27,21 +26,6 @@ def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str],
         raise DoesNotFitError(
             f"{'; '.join(lacking)}; change the settings, or set train.require_fit=false to start "
             "nevertheless"
-        )
-
-
-def _lacking(estimate: RunEstimate) -> Iterator[str]:
-    """Yield which memory does not suffice."""
-    if estimate.verdict == "too_large":
-        needed = estimate.peak_reserved + estimate.outside.high
-        yield (
-            f"memory: about {format_bytes(needed)} needed per rank, "
-            f"{format_bytes(estimate.memory_bytes)} available"
-        )
-    if estimate.lacks_host_memory and estimate.host_limit is not None:
-        yield (
-            f"host memory: about {format_bytes(estimate.node_bytes)} needed per node, "
-            f"{format_bytes(estimate.host_limit)} available (cluster.host_memory)"
         )
 
 

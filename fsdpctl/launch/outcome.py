@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.errors import STOP_SIGNALS, StoppedError
+from fsdpctl.errors import STOP_SIGNALS, InterruptError, StoppedError
 from fsdpctl.io.control_group import OWN, ROOT, memory_files
 
 _SAVED = StoppedError.exit_code
@@ -98,6 +98,13 @@ class Outcome:
             ended[own].failed_at,
             ended[own].were_ended,
         )
+
+    def raise_if_stopped(self, before: str) -> None:
+        """Raise InterruptError or StoppedError if this launcher was stopped `before` something."""
+        if self.stop_signal == signal.SIGINT:
+            raise InterruptError(f"interrupted before {before}")
+        if self.stop_signal is not None:
+            raise StoppedError(f"stopped before {before}")
 
     @property
     def has_failed(self) -> bool:

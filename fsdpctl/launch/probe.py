@@ -1,6 +1,5 @@
 """Short runs on this machine, to measure a configuration or to probe candidates of `auto`."""
 
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -121,8 +120,5 @@ def short_run(config: Config, settings: str, assets: Mapping[str, bytes], what: 
     prepare_run_dir(look(config, "auto", only_here=True), config, [settings], assets)
     outcome = launch_workers(MODULE, [str(run_dir), MEASURE], config.launch, logs=run_dir / LOGS)
     lock.release()
-    if outcome.stop_signal == signal.SIGINT:
-        raise InterruptError(f"interrupted before {what}")
-    if outcome.stop_signal is not None:
-        raise StoppedError(f"stopped before {what}")
+    outcome.raise_if_stopped(what)
     return None if outcome.cause is None else outcome.cause.cause

@@ -17,6 +17,7 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.planned_steps import divide_run, item_sizes
 from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.io.units import format_bytes
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
@@ -29,7 +30,6 @@ from fsdpctl.resolve.run import Opened
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.directory import Look, Standing, changes
 from fsdpctl.run.flops import describe_flops
-from fsdpctl.run.progress import format_bytes
 
 Row = tuple[str, int, int, str]  # kind, parameters, padding and shares of a unit
 _SHOWN_RANKS = 8
@@ -223,7 +223,7 @@ def _memory(estimate: RunEstimate) -> str:
         text += f"; {format_bytes(estimate.peak_reserved)} reserved"
     if missing := [each for each in estimate.packages if find_spec(MODULES[each]) is None]:
         text += f"; without {' and '.join(missing)}, which is not installed, far more"
-    if estimate.verdict != "fits":
+    if estimate.peak_reserved > estimate.available:
         text += f"; exceeds the available {format_bytes(estimate.memory_bytes)}"
     return text
 

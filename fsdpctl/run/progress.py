@@ -20,17 +20,13 @@ from rich.progress import (
 
 from fsdpctl.io.activity import DISPLAY, QUIET, doing
 from fsdpctl.io.console import PatientConsole, journal, printable
+from fsdpctl.io.units import format_bytes
 
 if TYPE_CHECKING:
     from fsdpctl.run.step_metrics import PeakMemory, StepMetrics
 
 _GIB = 1 << 30
 _MIB = 1 << 20
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes in GiB or MiB."""
-    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / _MIB:.1f} MiB"
 
 
 def format_seconds(seconds: float) -> str:

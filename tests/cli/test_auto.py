@@ -94,7 +94,7 @@ def test_if_nothing_fits_train_fails_and_the_estimate_has_a_verdict(tmp_path):
     code, text = invoke("train", *words(tmp_path, *short))
     assert code == 2
     assert "nothing fits; closest is strategy=" in text
-    assert "MiB more than available" in text
+    assert "MiB needed per rank, 204.8 MiB available" in text
     assert not (tmp_path / "run").exists()
     code, text = invoke("estimate-memory", *TINY, "model.vocab_size=256", *short, "--require-fit")
     assert code == 3

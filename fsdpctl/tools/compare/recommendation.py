@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from fsdpctl.io.units import format_bytes
 from fsdpctl.resolve.run import decides_losses
-from fsdpctl.run.progress import format_bytes
 from fsdpctl.tools.compare.row import OK, Row
 
 _PARTS = {  # of a step

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from fsdpctl.run.progress import format_bytes
+from fsdpctl.io.units import format_bytes
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.accuracy import Band

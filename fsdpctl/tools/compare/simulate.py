@@ -20,7 +20,6 @@ from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.machine import world_size
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.flops import flops_per_token
-from fsdpctl.run.progress import format_bytes
 from fsdpctl.tools.compare.row import OK, REFUSED, TOO_LARGE, Row
 from fsdpctl.tools.compare.vary import Variant
 
@@ -44,14 +43,7 @@ def with_memory(
     `engine_parts`: what the engine owns at its own peak, if known.
     """
     parts = engine_parts or {name: estimate.step.breakdown[name] for name in _OWNED}
-    status = OK
-    if estimate.verdict == "too_large":
-        needed, whose, limit = estimate.peak_reserved, "per rank", max(0, estimate.available)
-        if needed <= limit and estimate.host_limit is not None:
-            needed, whose, limit = estimate.node_bytes, "of host memory", estimate.host_limit
-        status = (
-            f"{TOO_LARGE}{format_bytes(needed)} {whose} needed, {format_bytes(limit)} available"
-        )
+    status = f"{TOO_LARGE}{'; '.join(found)}" if (found := estimate.shortages) else OK
     return replace(
         row,
         estimated_peak_tensor_bytes=estimate.allocated,

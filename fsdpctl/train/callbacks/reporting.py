@@ -18,9 +18,9 @@ from fsdpctl.data.mixture import MixedRows
 from fsdpctl.io import files
 from fsdpctl.io.native import native_paths
 from fsdpctl.io.run_files import HEARTBEAT
+from fsdpctl.io.units import format_bytes
 from fsdpctl.run.environment import add_to_start
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord
-from fsdpctl.run.progress import format_bytes
 from fsdpctl.run.saved_estimate import read_estimate
 from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory, proportional_memory
 from fsdpctl.train.callback import Callback, is_joint

@@ -42,13 +42,13 @@ def test_nothing_is_added_if_a_variant_fits_or_nothing_would():
 def test_missing_host_memory_is_in_the_status_of_a_variant():
     words = [*WORDS[:1], "strategy=full_shard", *WORDS[2:], "optimizer.offload=none,states"]
     found = SimulatedComparison(
-        variants([*words, "cluster.host_memory=6.001"], None, None, steps=20)
+        variants([*words, "cluster.host_memory=6.008"], None, None, steps=20)
     )
     found.run()
     fits, lacks = found.rows
     assert fits.status == OK
     assert lacks.status.startswith(TOO_LARGE)
-    assert lacks.status.endswith("GiB of host memory needed, 6.00 GiB available")
+    assert lacks.status.endswith("GiB needed per node, 6.01 GiB available (cluster.host_memory)")
 
 
 def test_short_steps_of_gpus_have_a_note_and_too_few_samples_are_refused():

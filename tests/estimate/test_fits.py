@@ -1,0 +1,96 @@
+"""One notion of what fits: devices and hosts, for every command."""
+
+import pytest
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.errors import DoesNotFitError, UsageError
+from fsdpctl.estimate.advice import advice
+from fsdpctl.estimate.estimator import Estimator, placed_for_estimate, plan_for_estimate
+from fsdpctl.estimate.fit import largest_that_fits
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import choose
+from fsdpctl.launch.check_fit import check_fits
+from fsdpctl.tools.compare.row import OK, TOO_LARGE
+from fsdpctl.tools.compare.simulate import SimulatedComparison
+from fsdpctl.tools.compare.vary import variants
+from tests.cli.run import invoke
+
+SMALL = ["model.num_layers=2", "train.seq_len=512", "train.global_batch_size=4",
+         "launch.nproc_per_node=2", "cluster=h100"]  # fmt: skip
+# Too little host memory: without and with states there; too little of the device; of both.
+SHORTAGES = [
+    (["cluster.host_memory=2"], ["host memory"]),
+    (["cluster.host_memory=2", "optimizer.offload=states"], ["host memory"]),
+    (["cluster.host_memory=2", "checkpoint.mode=sync"], ["host memory"]),
+    (["cluster.memory=1.92"], ["memory"]),
+    (["cluster.memory=1.92", "cluster.host_memory=2"], ["memory", "host memory"]),
+]
+
+
+def estimated(*words: str) -> RunEstimate:
+    return Estimator().estimate(plan_for_estimate(compose_config([*SMALL, *words])))
+
+
+@pytest.mark.parametrize(("words", "short"), SHORTAGES)
+def test_each_shortage_is_named_and_no_command_takes_it_for_fitting(words, short):
+    estimator, found = Estimator(), estimated(*words)
+    assert [each.split(":")[0] for each in found.shortages] == short
+    assert (found.fits, found.verdict, found.margin < 0) == (False, "too_large", True)
+    assert estimator.fitting(found.plan) is None
+    assert largest_that_fits(estimator, found.plan, "micro_batch").estimate is None
+    assert all(each.fits for _, each in advice(estimator, found.plan))
+    with pytest.raises(DoesNotFitError, match=f"^{short[0]}: about .* needed"):
+        check_fits(found, estimator, lambda line: None)
+
+
+@pytest.mark.parametrize(("words", "short"), SHORTAGES)
+def test_neither_auto_nor_a_simulation_selects_what_train_refuses(words, short):
+    ranking = choose(Estimator(), placed_for_estimate(compose_config(
+        [*SMALL, *words, "strategy=auto", "activation_checkpointing=auto"])))  # fmt: skip
+    with pytest.raises(UsageError, match=f"nothing fits; closest is .*: {short[0]}: about"):
+        _ = ranking.best
+    compared = SimulatedComparison(
+        variants([*SMALL, *words, "strategy=full_shard,no_shard"], None, None, steps=4)
+    )
+    compared.run()
+    sharded, replicated = (each.status for each in compared.rows if not each.is_suggested)
+    assert sharded.startswith(f"{TOO_LARGE}{short[0]}: about")
+    assert replicated != OK
+
+
+def test_enough_memory_of_both_kinds_fits_everywhere():
+    words = ["cluster.host_memory=64"]
+    found = estimated(*words)
+    assert (found.fits, found.shortages) == (True, [])
+    assert check_fits(found, Estimator(), pytest.fail) is None
+    compared = SimulatedComparison(
+        variants([*SMALL, *words, "strategy=full_shard,no_shard"], None, None, steps=4)
+    )
+    compared.run()
+    assert [each.status for each in compared.rows] == [OK, OK]
+
+
+def test_a_run_that_only_fits_by_emptying_the_cache_does_not_fit():
+    words = ["model=llama3_8b", "cluster=h100", "activation_checkpointing=selective",
+             "launch.allocator=native"]  # fmt: skip
+
+    def with_memory(*more: str) -> RunEstimate:
+        return Estimator().estimate(plan_for_estimate(compose_config([*words, *more])))
+
+    found = with_memory()
+    needed = found.peak_reserved - (found.peak_reserved - found.allocated) // 8 + found.outside.high
+    thrashes = with_memory(f"cluster.memory={needed / 2**30}")
+    assert (thrashes.verdict, thrashes.fits, len(thrashes.shortages)) == ("thrashes", False, 1)
+
+
+@pytest.mark.parametrize(("words", "short"), [SHORTAGES[0], SHORTAGES[3]])
+def test_the_estimate_shows_what_is_missing_and_what_to_change(words, short):
+    code, text = invoke("estimate-memory", *SMALL, *words, "--require-fit")
+    (verdict,) = (line for line in text.splitlines() if line.startswith("verdict"))
+    assert (code, "does not fit" in verdict, "missing" in verdict) == (3, True, True)
+    assert ("host memory" in verdict) == (short == ["host memory"])
+    assert "to fit" in text
+    code, text = invoke("estimate-memory", *SMALL, *words, "--fit", "micro_batch")
+    assert f"train.micro_batch_size=1 does not fit ({short[0]}: about" in text
+    code, text = invoke("estimate-memory", *SMALL, *words, "--all-strategies", "--require-fit")
+    assert (code, text.count("does not fit") > 1, " fits" in text) == (3, True, False)
