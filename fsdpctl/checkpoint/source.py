@@ -88,7 +88,7 @@ class Overlay:
 
     def __init__(self, upper: Tensors, lower: Tensors) -> None:
         self.upper, self.lower = upper, lower
-        self._in_upper = frozenset(upper.names(PARAMETER))
+        self._in_upper = frozenset(_keys(upper))
 
     def __str__(self) -> str:
         return str(self.upper)
@@ -106,13 +106,14 @@ class Overlay:
         return self._source(key).read(key, span)
 
     def _source(self, key: str) -> Tensors:
-        return self.upper if parameter_name(key) in self._in_upper else self.lower
+        return self.upper if key in self._in_upper else self.lower
 
 
 def weight_bytes(source: Tensors) -> int:
     """Return the stored bytes of all weights and buffers."""
-    return sum(
-        source.info(tensor_key(kind, name)).nbytes
-        for kind in (PARAMETER, BUFFER)
-        for name in source.names(kind)
-    )
+    return sum(source.info(key).nbytes for key in _keys(source))
+
+
+def _keys(source: Tensors) -> Iterator[str]:
+    for kind in (PARAMETER, BUFFER):
+        yield from (tensor_key(kind, name) for name in source.names(kind))

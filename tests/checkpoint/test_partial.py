@@ -1,0 +1,110 @@
+"""Checkpoints of runs that train a part of a model: what they save takes precedence."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fsdpctl.checkpoint.base import base_info, checked_weights, pretrained_weights
+from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.load import load_checkpoint, load_weights
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, BaseInfo, Progress
+from fsdpctl.checkpoint.pretrained import open_weights
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.source import Overlay, weight_bytes
+from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.config.serialize import config_words
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.optim.adamw import ShardedAdamW
+from tests.distributed import distributed
+from tests.models.decoders import CPU, batches_of, compose, load, our_loss, save_decoder
+
+
+class Counting(nn.Module):
+    """A module whose forward changes persistent buffers of two dtypes, as those of norms do."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.register_buffer("largest", torch.zeros(4))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden = self.norm(self.frozen(batch))
+        self.largest.copy_(torch.maximum(self.largest, hidden.detach().amax(dim=0)))
+        found: Tensor = self.head(hidden)
+        return found.square().mean()
+
+
+def save(folder: Path, model: ShardedModel, about: About) -> CheckpointReader:
+    snapshot = take_snapshot(model, None, model.collectives.rank, about)
+    write_checkpoint(folder, snapshot, model.collectives)
+    return CheckpointReader(folder)
+
+
+def differing(one: nn.Module, other: nn.Module) -> list[str]:
+    mine, theirs = one.state_dict(), other.state_dict()
+    return [name for name in mine if not torch.equal(mine[name], theirs[name])]
+
+
+@distributed(world_size=2)
+def test_buffers_come_from_the_checkpoint_and_frozen_parameters_from_the_base(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = shard_model(Counting(), "full_shard")
+    folder = Path(str(model.collectives.gather_objects(str(tmp_path))[0]))
+    base = save(folder / "base", model, About())
+    optimizer = ShardedAdamW(model, lr=0.1)
+    for _ in range(3):
+        model(torch.randn(8, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    part = save(folder / "part", model, About(base=BaseInfo("base", "0" * 32)))
+    assert "frozen.weight" not in part.names(PARAMETER)
+    assert set(part.names(BUFFER)) == {
+        "largest", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"
+    }  # fmt: skip
+    weights = Overlay(part, base)
+    assert weights.names(BUFFER) == base.names(BUFFER)
+    assert weight_bytes(weights) == weight_bytes(base)
+    torch.manual_seed(1)
+    resumed, evaluated = (shard_model(Counting(), name) for name in ("no_shard", "full_shard"))
+    load_checkpoint(part, resumed, None, weights)
+    load_weights(weights, evaluated)
+    for other in (resumed, evaluated):
+        assert not differing(model, other)
+        assert int(other.state_dict()["norm.num_batches_tracked"]) == 3
+
+
+def test_a_partial_run_resumes_evaluates_and_exports_its_biases(tmp_path: Path) -> None:
+    save_decoder("deepseek_v3", tmp_path / "base")
+    config = compose(tmp_path / "base", "model.trainable=experts", "model.router_bias_update=0.01")
+    model, ranks = load(config), collectives_for(CPU)
+    module: Any = model.module
+    our_loss(model, batches_of(1, 1)[0][0][0]).backward()
+    module.router_biases.update(None)
+    expected = model.state_dict()
+    biases = [name for name, buffer in model.persistent_buffers().items() if buffer.any()]
+    assert biases
+    assert all(name.endswith("e_score_correction_bias") for name in biases)
+    info = base_info(tmp_path / "base", open_weights(config.model), ranks)
+    about = About(Progress(1), config_words(config), base=info)
+    reader = save(tmp_path / "step-00000001", model, about)
+    resumed, evaluated = load(config), load(config)
+    load_checkpoint(reader, resumed, None, checked_weights(reader, ranks))
+    load_weights(pretrained_weights(config.model, reader.folder, ranks), evaluated)
+    for other in (resumed, evaluated):
+        assert all(torch.equal(expected[name], found) for name, found in other.state_dict().items())
+    consolidate(reader, tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert all(torch.equal(exported[name], expected[name]) for name in biases)
+    plain = load_file(tmp_path / "base" / "model.safetensors")
+    assert not any(plain[name].any() for name in biases)
