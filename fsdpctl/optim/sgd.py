@@ -1,4 +1,10 @@
-"""Stochastic gradient descent over flat shards."""
+"""Stochastic gradient descent over flat shards.
+
+Note: 16-bit masters on a CPU. torch's fused kernel leaves all of their weights as they are, except
+the few behind the last full vector. Its other implementation rounds the update of these few once
+more than the others', so that it depends on where a shard ends. `_step_narrow` computes what that
+implementation does for all others: the same bits on any number of ranks.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,8 +48,34 @@ class ShardedSGD(ShardedSteps, torch.optim.SGD):
         super().__init__(groups, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
 
     def _before_step(self) -> None:
-        # torch would leave them uninitialized if its first step is skipped.
-        self.create_states()
+        """Step 16-bit masters on a CPU, which torch leaves alone without their gradients."""
+        self.create_states()  # torch's stay uninitialized if the first step is skipped
+        for run, number in self.runs:
+            param, grad = run.param.detach(), run.param.grad
+            if grad is None or param.device.type != "cpu" or param.itemsize > 2:
+                continue
+            run.param.grad = None
+            if self.found_inf is not None and self.found_inf.item():
+                continue
+            if self.grad_scale is not None:
+                grad.div_(self.grad_scale)
+            mean = self.state[run.param].get("momentum_buffer")
+            _step_narrow(param, grad, mean, self.param_groups[number])
 
     def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(run.param)} if group["momentum"] else {}
+
+
+def _step_narrow(
+    param: Tensor, grad: Tensor, mean: Tensor | None, group: Mapping[str, Any]
+) -> None:
+    """Step a parameter of 16 bits as torch.optim.SGD does, which rounds each factor to them."""
+    rounded = param.new_tensor
+    if group["maximize"]:
+        grad = -grad
+    if group["weight_decay"]:
+        grad = grad.addcmul(param, rounded(group["weight_decay"]))
+    if mean is not None:
+        mean.mul_(group["momentum"]).addcmul_(grad, rounded(1 - group["dampening"]))
+        grad = grad.addcmul(mean, rounded(group["momentum"])) if group["nesterov"] else mean
+    param.addcmul_(grad, rounded(-float(group["lr"])))
