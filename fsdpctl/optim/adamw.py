@@ -116,7 +116,8 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
                 parameters of less than 4096 elements have float32.
 
         Raises:
-            UsageError: If a group names an unknown parameter, or for another `state_dtype`.
+            UsageError: If a group names an unknown parameter, for another `state_dtype`, or if
+                masters in host memory have 24 bits or moments of another dtype.
         """
         require_sharded(model, type(self).__name__)
         name = str(state_dtype).removeprefix("torch.")
@@ -127,6 +128,12 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         self._dtype = state_dtype or (torch.float32 if is_split else None)
         if not is_split and all(each.dtype == self._dtype == torch.float32 for each in shards):
             self._dtype = None  # as torch's kernel has them
+        if model.host is not None and self._dtype is not None:
+            given = "Precision(has_remainders=True)" if is_split else f"state_dtype={name}"
+            raise UsageError(
+                f"{type(self).__name__}: {given} conflicts with Sharding(offload=…), whose moments "
+                "have the dtype of the master weights; leave one of them out"
+            )
         self.cuts_runs = self._dtype not in (None, torch.float32)
         groups = self._divided(model, param_groups)
         about: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}

@@ -50,10 +50,13 @@ class ShardedMuon(ShardedAdamW):
                 for matrices too.
 
         Raises:
-            UsageError: If the ranks' parts cut a matrix, or there is none.
+            UsageError: If the ranks' parts cut a matrix, there is none, or masters are in host
+                memory or have 24 bits.
         """
         self._momentum, self._nesterov, self._ns_steps = momentum, nesterov, ns_steps
         super().__init__(model, lr=lr, **adamw)
+        if model.host is not None:
+            raise UsageError("ShardedMuon: not supported with offload; use ShardedAdamW")
         if self._dtype is not None:
             raise UsageError(
                 "ShardedMuon: state_dtype and master weights of 24 bits are not supported; use "

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.shards import Sharded
+from fsdpctl.errors import UsageError
 from fsdpctl.optim.sharded import ShardedSteps, SteppedRun
 
 
 class ShardedSGD(ShardedSteps, torch.optim.SGD):
-    """torch's fused SGD on this rank's shards, which works with any learning-rate scheduler.
+    """torch's SGD on this rank's shards, which works with any learning-rate scheduler.
 
     Weight decay is added to the gradient, as in torch. Vectors and scalars that are in no group of
     `param_groups` have none. Momentum takes one number per element.
@@ -42,9 +43,14 @@ class ShardedSGD(ShardedSteps, torch.optim.SGD):
             param_groups: More groups as `{"names": [...], "lr": ..., ...}`.
 
         Raises:
-            UsageError: If a group names an unknown parameter.
+            UsageError: If a group names an unknown parameter, or masters have 24 bits.
         """
         groups = self._divided(model, param_groups)
+        if any(run.shard.remainder is not None for run, _ in self.runs):
+            raise UsageError(
+                "ShardedSGD: master weights of 24 bits (has_remainders) are not supported; use "
+                "ShardedAdamW"
+            )
         super().__init__(groups, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
 
     def _before_step(self) -> None:

@@ -1,5 +1,6 @@
 """States in host memory: the bits of the step, its order behind the next forward, and failures."""
 
+import re
 import tempfile
 import threading
 import time
@@ -22,6 +23,7 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.engine.unit import bytes_outside_slots
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.optim.record import record_step
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.owners import OWNER_MAPS
@@ -40,6 +42,7 @@ HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
 OWNED = ["shard_optimizer", *(f"shard_optimizer {each}" for each in OWNER_MAPS[1:])]
 make_net_tied = partial(make_net, tied=True)
 BF16 = Precision(torch.bfloat16)
+SPLIT = Precision(BF, torch.float32, BF, has_remainders=True)
 
 
 def _tokens(rank: int, step: int, part: int = 0) -> Tensor:
@@ -314,6 +317,35 @@ def test_a_step_that_runs_is_saved_whole_and_resumed_in_another_place(
     with mock.patch.object(HostStates, "_step", slow):
         whole = run(before, range(4), load=False)
     assert run(after, range(2, 4), load=True) == whole[2:]
+
+
+@pytest.mark.parametrize("mode", ["states", "all"])
+@pytest.mark.parametrize(
+    ("precision", "options", "named"),
+    [
+        (SPLIT, {}, "has_remainders=True"),
+        (SPLIT, {"state_dtype": torch.int8}, "has_remainders=True"),
+        (Precision(), {"state_dtype": torch.int8}, "state_dtype=int8"),
+        (Precision(), {"state_dtype": torch.bfloat16}, "state_dtype=bfloat16"),
+        (BF16, {"state_dtype": torch.int8}, "state_dtype=int8"),
+    ],
+)
+def test_states_that_the_host_cannot_step_are_rejected_when_the_optimizer_is_built(
+    mode: str, precision: Precision, options: dict[str, Any], named: str
+) -> None:
+    model = shard_model(make_net(tied=True), Sharding(offload=mode, precision=precision))
+    expected = (
+        rf"^ShardedAdamW: .*{re.escape(named)}.* conflicts with Sharding\(offload=…\), [^\n]+$"
+    )
+    with pytest.raises(UsageError, match=expected):
+        ShardedAdamW(model, **options)
+
+
+@pytest.mark.parametrize("precision", [Precision(), BF16])
+def test_muon_over_states_in_host_memory_is_rejected_when_it_is_built(precision: Precision) -> None:
+    model = shard_model(make_net(tied=True), Sharding(offload="all", precision=precision))
+    with pytest.raises(UsageError, match="^ShardedMuon: not supported with offload"):
+        ShardedMuon(model)
 
 
 def test_what_the_host_cannot_step_is_rejected() -> None:

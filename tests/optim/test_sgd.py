@@ -165,6 +165,13 @@ def test_masters_of_16_bits_have_the_same_bits_wherever_shards_end(
                 assert all(torch.equal(values, other[name]) for other in found)
 
 
+@pytest.mark.parametrize("reduced", [BF16, F32])
+def test_masters_of_24_bits_are_rejected(reduced):
+    model = narrow(Precision(BF16, reduced, BF16, has_remainders=True), "full_shard", 8)
+    with pytest.raises(UsageError, match="ShardedSGD: master weights of 24 bits"):
+        ShardedSGD(model, lr=LR)
+
+
 @pytest.mark.parametrize("precision", NARROW)
 def test_a_skipped_step_changes_no_masters_of_16_bits(precision):
     model = narrow(precision, "full_shard", 37)
