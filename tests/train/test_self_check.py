@@ -19,6 +19,7 @@ from fsdpctl.models.context import to_tokens
 from fsdpctl.models.row_documents import Documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.train import assemble, loss, small_run, step
 from fsdpctl.train.callbacks import self_check
 from tests.cli.run import make_text
@@ -211,6 +212,72 @@ def test_moments_may_have_every_dtype(tmp_path):
     ]  # fmt: skip
     typed = words(tmp_path, 2, "train.steps=2", "train.self_check=auto")
     check_moments(world_size=2, typed=typed, folder=str(tmp_path), kinds=kinds)
+
+
+def _at_step(number: int, change: Callable[[float], float]) -> Any:
+    """Change the learning rate of one step."""
+
+    def factor(config: Any, at: int, steps: int) -> float:
+        found = lr_factor(config, at, steps)
+        return change(found) if at + 1 == number else found
+
+    return mock.patch.object(step, "lr_factor", factor)
+
+
+def _no_step(rank: int | None = None) -> Any:
+    """Let the optimizer change nothing, on all ranks or on one."""
+    if rank not in (None, torch.distributed.get_rank()):
+        return mock.patch.dict({})
+    return mock.patch.object(ShardedAdamW, "_step_runs", return_value=None)
+
+
+def _skips_first() -> Any:
+    plain, count = loss.summed_loss, iter(range(1_000))
+
+    def planted(*about: Any) -> Any:
+        return plain(*about) * (float("nan") if next(count) == 0 else 1)
+
+    return mock.patch.object(step, "summed_loss", planted)
+
+
+# Plants, settings, and the steps with a warning.
+UNCHANGED: dict[str, tuple[list[Callable[[], Any]], str, list[int]]] = {
+    "nothing changes": ([_no_step], "", [1]),
+    "nothing changes after a first rate of 0": (
+        [_no_step, lambda: _at_step(1, lambda lr: 0.0)], "", [2]
+    ),
+    "nothing changes after a skipped step": (
+        [_no_step, _skips_first], "train.on_nonfinite=skip train.self_check=warn", [2]
+    ),
+    "a first rate of 0": ([lambda: _at_step(1, lambda lr: 0.0)], "", []),
+    "a skipped step": ([_skips_first], "train.on_nonfinite=skip train.self_check=warn", []),
+    "one rank changes nothing": ([lambda: _no_step(1)], "strategy=full_shard", []),
+    "a rate below the bits of masters": (
+        [], "precision=bf16_true optimizer=sgd optimizer.lr=1e-20", [1]
+    ),
+    "masters of 24 bits": ([], "precision=bf16 precision.master_dtype=bfloat16+int8", []),
+    "no check": ([_no_step], "train.self_check=off", []),
+}  # fmt: skip
+
+
+@distributed(timeout=150)
+def check_unchanged(rank: int, world_size: int, typed: list[str], folder: str) -> None:
+    for number, (name, (plants, more, expected)) in enumerate(UNCHANGED.items()):
+        with ExitStack() as stack:
+            for plant in plants:
+                stack.enter_context(plant())
+            last = dict(word.split("=", 1) for word in [*typed, *more.split()])
+            settings = [f"{key}={value}" for key, value in last.items()]
+            assert not _found(settings, f"{folder}/{number}", mock.patch.dict({})), name
+        lines = Path(f"{folder}/{number}/metrics.jsonl").read_text().splitlines()
+        written = [each for each in map(json.loads, lines) if "self_check" in each]
+        found = [each["step"] for each in written if "changed no weight" in str(each)]
+        assert found == expected, name
+
+
+def test_a_step_that_changes_no_weight_has_a_warning(tmp_path):
+    typed = words(tmp_path, 2, "train.steps=3", "train.self_check=auto")
+    check_unchanged(world_size=2, typed=typed, folder=str(tmp_path))
 
 
 @pytest.mark.slow

@@ -26,17 +26,21 @@ from fsdpctl.train.callback import Callback
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.requests import RequestFlags
 from fsdpctl.train.small_run import compare_gradients, has_auxiliary_gradient, unused_units
-from fsdpctl.train.step import TrainingParts
+from fsdpctl.train.step import TrainedModel, TrainingParts
 
 if TYPE_CHECKING:
     from fsdpctl.train.trainer import Trainer
 
 _LEAK = {"float32": 1e-5, "bfloat16": 1e-3}  # of the loss of a document
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NORM = {"float32": 1e-3, "bfloat16": 0.1}  # relative
 
 
 class SelfCheck(Callback):
-    """Checks the first step of a start, and stops the run if something is wrong."""
+    """Checks the first step of a start, and stops the run if something is wrong.
+
+    It warns if the first step that is applied with a learning rate above 0 changes no weight.
+    """
 
     def __init__(self, mode: str, first_step: int, sharding: Sharding) -> None:
         """Check the step after `first_step`; `mode` is the value of `train.self_check`."""
@@ -45,9 +49,14 @@ class SelfCheck(Callback):
         self._at = first_step + 1 if mode != "off" else -1
         self._norms: dict[str, Tensor] = {}  # of the gradients, by unit
         self._tokens = 0
+        self._awaits_change = mode != "off"
+        self._before: list[Tensor] = []  # sums of the weights before the newest step
+        self._lr = 0.0  # of the newest step, if it was applied
 
     def has_gradients(self, run: "Trainer") -> None:
-        """Measure the gradients of the units."""
+        """Measure the gradients of the units, and sum the weights."""
+        if self._awaits_change:
+            self._before = _sums(run.parts.model)
         if self._norms or run.step + 1 != self._at:
             return
         for shard in filter(lambda each: each.trainable, run.parts.model.flat_shards()):
@@ -60,11 +69,12 @@ class SelfCheck(Callback):
             self._norms[shard.unit] = norm + self._norms.get(shard.unit, 0)
 
     def is_due(self, step: int) -> bool:
-        """Return whether `step` is the one to check."""
-        return step == self._at
+        """Return whether `step` is the one to check, or no weight has changed so far."""
+        return step == self._at or self._awaits_change
 
     def step(self, run: "Trainer", done: StepMetrics) -> None:
-        """Keep the number of tokens in the loss."""
+        """Keep the number of tokens in the loss, and the learning rate."""
+        self._lr = done.lr if done.figures.was_applied else 0.0
         if done.step == self._at:
             self._tokens = done.figures.tokens
 
@@ -76,19 +86,36 @@ class SelfCheck(Callback):
         """
         if not run.is_due(self):
             return requested
-        self._at, began = -1, time.perf_counter()
-        with doing("checking the first step"):
-            found = list(dict.fromkeys(self._findings(run)))
-        run.write({"step": run.step, "self_check": found})
-        for line in found:
+        began, is_first, found = time.perf_counter(), run.step == self._at, list[str]()
+        warnings = [*self._warnings(run)]
+        if is_first:
+            self._at = -1
+            with doing("checking the first step"):
+                found = list(dict.fromkeys(self._findings(run)))
+        if is_first or warnings:
+            run.write({"step": run.step, "self_check": [*found, *warnings]})
+        for line in (*found, *warnings):
             run.say(f"self-check: {line}")
         if found and self._mode == "auto":
             raise SelfCheckError(
                 f"train.self_check: {found[0]}; set train.self_check=warn to train nevertheless"
             )
-        if not found:
+        if is_first and not (found or warnings):
             run.say(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
         return requested
+
+    def _warnings(self, run: "Trainer") -> Iterator[str]:
+        """Yield whether a step that should change weights has changed none. Collective."""
+        if not self._awaits_change or self._lr <= 0:
+            return
+        self._awaits_change = False
+        pairs = zip(self._before, _sums(run.parts.model), strict=True)
+        changed = any(not torch.equal(before, after) for before, after in pairs)
+        if not any(run.ranks.gather_objects(changed)):
+            yield (
+                f"warning: step {run.step} was applied with a learning rate of {self._lr:g}, but "
+                "changed no weight; set a higher optimizer.lr, or precision.master_dtype=float32"
+            )
 
     def _findings(self, run: "Trainer") -> Iterator[str]:
         """Yield what is wrong, the same on every rank. Collective."""
@@ -118,6 +145,17 @@ class SelfCheck(Callback):
                 )
             if not has_auxiliary_gradient(run.parts):
                 yield "the auxiliary loss of the routers has no gradient"
+
+
+def _sums(model: TrainedModel) -> list[Tensor]:
+    """Return the sum of the bits of each trained shard of this rank."""
+    shards = [shard for shard in model.flat_shards() if shard.trainable]
+    parts = [each for shard in shards for each in (shard.master, shard.remainder)]
+    return [
+        each.view(_INTEGERS[each.itemsize]).sum(dtype=torch.int64)
+        for each in parts
+        if each is not None
+    ]
 
 
 def _dtype_findings(model: ShardedModel, config: Config) -> Iterator[str]:
