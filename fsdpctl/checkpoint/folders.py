@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fsdpctl.checkpoint.publish import new_directory
@@ -174,7 +174,8 @@ def copy_checkpoint(source: CheckpointReader, folder: Path) -> None:
 def remove_unfinished(checkpoints: Path) -> None:
     """Delete the remains of interrupted saves. Call it only if no save is running."""
     for folder in checkpoints.glob("step-*.tmp-*"):
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(RecursionError):  # of directories that no save has made
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def doomed(complete: Sequence[Path], keep: CheckpointConfig, spared: Collection[str]) -> list[Path]:

@@ -27,6 +27,7 @@ from fsdpctl.io.untrusted import MIB, read_json
 
 _SINGLE = "model.safetensors"
 _MOST_INDEX_BYTES = 64 * MIB
+_MOST_BASES = 16  # checkpoints, each of which names the one before
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 # Constants that earlier versions of transformers saved as if they were weights.
@@ -40,8 +41,10 @@ class _Index:
     weight_map: dict[str, str]  # from tensors to files
 
 
-def open_weights(model: ModelConfig, folder: Path | None = None) -> Tensors:
+def open_weights(model: ModelConfig, folder: Path | None = None, above: int = 0) -> Tensors:
     """Open the weights in `model.path`, or in `folder` if they were found before.
+
+    They are the base of a checkpoint, itself the base of another, and so on, `above` in all.
 
     Raises:
         UsageError: If there are none.
@@ -50,26 +53,30 @@ def open_weights(model: ModelConfig, folder: Path | None = None) -> Tensors:
     folder = folder or weights_folder(model)
     if is_hugging_face(folder):
         return _hugging_face_weights(folder, model)
-    return whole_weights(CheckpointReader(folder))
+    return whole_weights(CheckpointReader(folder), above)
 
 
-def whole_weights(reader: CheckpointReader) -> Tensors:
+def whole_weights(reader: CheckpointReader, above: int = 0) -> Tensors:
     """Return all weights of a checkpoint, including those in its base.
 
     Raises:
         CheckpointError: If the base is missing or corrupted.
     """
     base = reader.manifest.base
-    return reader if base is None else Overlay(reader, open_base(base, reader))
+    return reader if base is None else Overlay(reader, open_base(base, reader, above + 1))
 
 
-def open_base(base: BaseInfo, reader: CheckpointReader) -> Tensors:
+def open_base(base: BaseInfo, reader: CheckpointReader, above: int = 1) -> Tensors:
     """Open the weights that a checkpoint leaves to its `base`.
 
     Raises:
         CheckpointError: If they are missing or corrupted.
     """
     folder = Path(base.path)
+    if above > _MOST_BASES:
+        raise CheckpointError(
+            f"{reader}: base model {folder}: more than {_MOST_BASES} checkpoints name one another"
+        )
     if not folder.is_dir():
         raise CheckpointError(
             f"{reader}: base model {folder} not found; the checkpoint stores only the trained "
@@ -77,7 +84,7 @@ def open_base(base: BaseInfo, reader: CheckpointReader) -> Tensors:
         )
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
     try:
-        return open_weights(model, folder)
+        return open_weights(model, folder, above)
     except UsageError as error:
         raise CheckpointError(f"{reader}: base model {folder}: {error}") from None
 

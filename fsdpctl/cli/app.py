@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
 from types import FrameType
@@ -15,6 +16,7 @@ from typer.core import TyperGroup
 from fsdpctl import __version__
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, SignalError, UsageError
 from fsdpctl.io.activity import DISPLAY, QUIET, is_first
+from fsdpctl.io.texts import refuse_secret
 
 
 class CommandInfo(NamedTuple):
@@ -209,6 +211,15 @@ def _fail(message: str) -> None:
     fail(message)
 
 
+def _refuse_secrets(typed: Sequence[tuple[str, str]]) -> None:
+    """Check that no argument has a secret, before anything quotes or records it."""
+    for before, text in typed:
+        name, equals, _ = text.partition("://")[0].partition("=")
+        if before not in _TEXTS and name not in _TEXTS:
+            option = before if before.startswith("-") else "an argument"
+            refuse_secret(text, name if equals else option, strict=False)
+
+
 def main() -> None:
     """Run the command line. An error is printed in one line; its kind sets the exit code."""
     for number in STOP_SIGNALS:
@@ -219,6 +230,7 @@ def main() -> None:
     if len(args) < len(typed):
         os.environ[QUIET] = "1"
     try:
+        _refuse_secrets(typed)
         if is_first():
             DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)
@@ -228,6 +240,9 @@ def main() -> None:
         sys.exit(error.exit_code)
     except _ParserError as error:
         _fail(error.format_message() if hasattr(error, "format_message") else str(error))
+        sys.exit(UsageError.exit_code)
+    except RecursionError:
+        _fail("a file or directory is nested too deeply")
         sys.exit(UsageError.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

@@ -10,7 +10,8 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from fsdpctl.io.console import PatientConsole, printable
+from fsdpctl.io.console import PatientConsole
+from fsdpctl.io.texts import one_line, printable
 
 _WIDEST = 400  # columns
 _HEAD = 8  # characters of the subject of a line
@@ -72,13 +73,13 @@ def new_table(*columns: str, right: Collection[str] = ()) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         justify: Literal["left", "right"] = "right" if column in right else "left"
-        table.add_column(Text(printable(column)), justify=justify)
+        table.add_column(Text(one_line(column)), justify=justify)
     return table
 
 
 def add_row(table: Table, *cells: str) -> None:
     """Add a row of cells that may quote other files: their text is printed verbatim."""
-    table.add_row(*(Text(printable(cell)) for cell in cells))
+    table.add_row(*(Text(one_line(cell)) for cell in cells))
 
 
 def show_table(table: Table) -> None:

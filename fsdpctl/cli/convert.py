@@ -37,7 +37,11 @@ def convert(
 
     words = normalized(ConfigArguments(settings)).settings or []
     recipe = converted(source, words)
-    text = recipe_text(recipe, source.name)
+    # Comments are printable, and so are strings in quotes if escapes replace what is not.
+    text = "".join(
+        each if each.isprintable() or each == "\n" else f"\\U{ord(each):08x}"
+        for each in recipe_text(recipe, source.name)
+    )
     if out is None:
         emit(text.rstrip("\n"))
     else:
@@ -52,15 +56,18 @@ def convert(
         note(f"missing: {why}")
 
 
-def converted(source: Path, words: list[str]) -> "ConvertedRecipe":
+def converted(
+    source: Path, words: list[str], config_dir: Path | None = None
+) -> "ConvertedRecipe":
     """Return the recipe for a file of another tool, with settings of the command line.
 
     Raises:
-        UsageError: If the file isn't one of a supported tool.
+        UsageError: If the file isn't one of a supported tool, or a setting is not allowed.
     """
+    from fsdpctl.config.compose import checked_settings
     from fsdpctl.config.importers.read import read_others
     from fsdpctl.config.importers.recipe import convert as to_recipe
     from fsdpctl.resolve.machine import ranks_here
 
-    typed = {name.strip(): text for name, _, text in (word.partition("=") for word in words)}
-    return to_recipe(read_others(source.expanduser()), typed, ranks_here())
+    typed = checked_settings(words, config_dir)
+    return to_recipe(read_others(source.expanduser()), dict(typed), ranks_here())

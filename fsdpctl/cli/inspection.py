@@ -25,7 +25,7 @@ def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
     """Show a checkpoint's run, files and tensors."""
     reader = opened_checkpoint(source)
     if as_json:
-        emit(json.dumps(_described(reader), indent=2, ensure_ascii=False))
+        emit(json.dumps(_described(reader), indent=2))
         return
     manifest = reader.manifest
     for line in _summary(reader):

@@ -14,7 +14,7 @@ from fsdpctl.cli.checkpoint import found_checkpoint
 from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
 from fsdpctl.cli.console import emit, note, out, say
 from fsdpctl.io.activity import DISPLAY
-from fsdpctl.io.console import printable
+from fsdpctl.io.texts import printable
 
 Weights = Annotated[
     Path,

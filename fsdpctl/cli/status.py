@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fsdpctl.cli.console import add_row, emit, new_table, say, show_table
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.console import printable
+from fsdpctl.io.texts import printable
 
 if TYPE_CHECKING:
     from fsdpctl.tools.status import Newest, Status

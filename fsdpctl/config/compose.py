@@ -99,6 +99,22 @@ def compose_config(
     return Composed(config, name, dropped, automatic, renamed)
 
 
+def checked_settings(words: Sequence[str], config_dir: Path | None = None) -> list[Pair]:
+    """Return settings of the command line as they were typed, after a check of each by itself.
+
+    Raises:
+        UsageError: If a setting is unknown or given twice, or its value is invalid.
+    """
+    typed = [_split(word) for word in words]
+    _refuse_doubles(typed)
+    pairs, _ = with_own_strategy(resharding(expanded(typed, [], _ranks_per_node), []))
+    _check_known(pairs, config_dir)
+    for name, text in pairs:
+        if name in KEYS:
+            KEYS[name].parse(text)
+    return typed
+
+
 def _below(base: list[Pair], given: set[str]) -> tuple[list[Pair], tuple[str, ...]]:
     """Return the settings of a recipe that stay below those given, and the names of ignored ones.
 

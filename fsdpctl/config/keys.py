@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, Literal, get_args, get_type_hints
 
 from fsdpctl.errors import UsageError, nearest
+from fsdpctl.io.texts import refuse_secret
 
 AUTO, NONE = "auto", "none"
 CHOSEN = 0  # `auto`, for keys whose None means something else
@@ -91,6 +92,7 @@ class Key:
         if not text:
             what = "a path" if self.is_path else "text"
             raise UsageError(f"{self.name}=: empty; expected {what}")
+        refuse_secret(text, self.name, strict=not self.is_executed)
         return os.path.expanduser(text) if self.is_path else text
 
     def _parse_number(self, text: str) -> int | float:

@@ -10,6 +10,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.texts import quoted
 
 _TOY, _TOY_LENGTH, _USUAL_LENGTH = ModelConfig().name, 128, 4096
 _USUAL_SIZE, _USUAL_WARMUP = 16, 50  # samples of a step, and steps
@@ -125,6 +126,10 @@ def words_to_yaml(words: Mapping[str, str]) -> str:
     for name, text in words.items():
         key = KEYS.get(name)
         is_text = key is None or key.type == "text" or text == "auto"
-        value = yaml.safe_dump(text, allow_unicode=True, width=10**6) if is_text else text
+        value = text
+        if not text.isprintable():
+            value = quoted(text)
+        elif is_text:
+            value = yaml.safe_dump(text, allow_unicode=True, width=10**6)
         lines.append(f"{name}: {value.removesuffix('...' + chr(10)).strip()}")
     return "\n".join(lines) + "\n"

@@ -8,14 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.errors import UsageError, nearest
+from fsdpctl.io.stores import is_remote as is_remote
 
-_URL = re.compile(r"(?!hf:)[a-z][a-z0-9+.-]*://.+")
 _FIELDS = ("name", "path", "share", "epochs")
-
-
-def is_remote(path: str) -> bool:
-    """Return whether a path is in an object store, such as s3://BUCKET/NAME."""
-    return _URL.fullmatch(path) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def find_files(path: str, key: str) -> list[Path]:
     place = Path(path)
     if path.startswith(HUB):
         return hub_files(path, key)
-    if is_remote(path):
+    if is_remote(path, f"{key}={path}"):
         raise UsageError(f"{key}={path}: only data=tokens reads from object stores")
     if not path:
         raise UsageError(f"{key}: empty; expected a file, a directory or a glob")

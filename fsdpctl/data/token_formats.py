@@ -108,7 +108,7 @@ def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> l
         UsageError: If there are none, or if one is damaged, of an unknown format, or of another
             tokenizer or vocabulary than the first.
     """
-    if is_remote(path):
+    if is_remote(path, f"{key}={path}"):
         folder, urls = describe_remote(path, key)
         _files(str(folder), key)  # refuses some
         local = _open_all([Path(each) for each in sorted(urls)], key, kind)

@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
+from fsdpctl.io.texts import one_line
+
 QUIET = "FSDPCTL_QUIET"  # set if no progress is shown, here and in the workers
 BYTES, CONVERSATIONS = "bytes", "conversations"
 _PATIENCE, _AT_ONCE = 1.5, 1.0  # seconds without output: in a log, and on a terminal
@@ -60,7 +62,7 @@ class _Activity:
         elif self.done or self.total:
             of = f" of {self.total:,}" if self.total else ""
             how_far = f": {self.done:,}{of} {self.unit}"
-        return f"{self.what}{how_far}, {seconds // 60}:{seconds % 60:02d}{left}"
+        return f"{one_line(self.what)}{how_far}, {seconds // 60}:{seconds % 60:02d}{left}"
 
 
 def is_first() -> bool:

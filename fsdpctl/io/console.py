@@ -1,7 +1,6 @@
 """Terminal output of long runs."""
 
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +11,7 @@ from rich.console import Console
 
 from fsdpctl.io.activity import DISPLAY
 from fsdpctl.io.files import open_own
-
-_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+from fsdpctl.io.texts import printable
 
 
 class PatientConsole(Console):
@@ -84,11 +82,6 @@ def silenced_errors() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-def printable(text: str) -> str:
-    """Replace terminal control characters, which untrusted names and texts may contain."""
-    return _STEERING.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def journal(log: Path, text: str) -> None:

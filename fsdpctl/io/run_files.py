@@ -25,6 +25,7 @@ _WHOLE = (
     HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS,
 )  # fmt: skip
 _SNAPSHOT = "memory-snapshot-"
+_MOST_DEEP = 16  # directories in one another; those of TensorBoard are five
 _NEXT = "remove it, or copy what it leads to"
 
 
@@ -59,12 +60,16 @@ def check_is_no_file(run_dir: Path) -> None:
 def check_steps(checkpoints: Path) -> None:
     """Check that the only link in a checkpoints directory is the one to the newest of them.
 
+    Whatever has the name of a checkpoint, or of an interrupted save, is a directory.
+
     Raises:
         UsageError: If there is another.
     """
     for each in _entries(checkpoints):
         if each.is_symlink() and not (_LINK.fullmatch(each.name) and STEP.fullmatch(_read(each))):
             raise UsageError(f"{each.path}: is a link to {_read(each)}; {_NEXT}")
+        if each.name.startswith("step-") and not each.is_dir():
+            raise UsageError(f"{each.path}: expected a directory; remove it")
 
 
 def _read(link: "os.DirEntry[str]") -> str:
@@ -84,15 +89,17 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
         raise UsageError(f"{folder}: {error.strerror}") from None
 
 
-def _check(entry: "os.DirEntry[str]") -> None:
+def _check(entry: "os.DirEntry[str]", depth: int = 0) -> None:
     """Check a file, or a directory with everything in it."""
     problem = ""
     with suppress(FileNotFoundError):  # removed meanwhile
         if entry.is_symlink():
             problem = f"is a link to {_read(entry)}"
+        elif depth > _MOST_DEEP:
+            problem = f"nested deeper than {_MOST_DEEP} directories"
         elif entry.is_dir():
             for each in _entries(Path(entry.path)):
-                _check(each)
+                _check(each, depth + 1)
         elif not entry.is_file():
             problem = "not a regular file"
         elif entry.stat().st_nlink > 1:

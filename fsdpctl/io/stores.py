@@ -1,5 +1,11 @@
-"""Files in object stores (s3://, gs:// and others of fsspec), asked several times if need be."""
+"""Files in object stores (s3://, gs://), asked several times if need be.
 
+URLs may be settings of others, and fsspec has file systems that run code, connect anywhere, or
+open files within files: only those of STORES are opened.
+"""
+
+import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,21 +15,48 @@ from urllib.parse import urlsplit
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.files import Refusal
+from fsdpctl.io.texts import printable, refuse_secret
 
+STORES = ("s3", "gs", "file")  # protocols; a file:// is a path of this machine
+_HUB = "hf://"  # names of data sets in a cache on this machine
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|::)")
 _THREADS = 64  # requests at the same time
 _TRIES, _PAUSE = 7, 0.25  # attempts of a request; seconds after the first, then doubled
 _FINAL = (FileNotFoundError, PermissionError)  # answers that another attempt does not change
 POOL = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
 
 
+def is_remote(path: str, where: str = "") -> bool:
+    """Return whether a path is in an object store, such as s3://BUCKET/NAME.
+
+    Raises:
+        UsageError: If it is a URL of another kind, or has a secret; the message begins with
+            `where`, else with the path.
+    """
+    url = _URL.match(path)
+    if url is None or path.startswith(_HUB):
+        return False
+    refuse_secret(path, where.removesuffix(path).rstrip(" =") or url[1])
+    if url[1] in STORES and "::" not in path:
+        return True
+    if os.path.exists(path):
+        return False
+    raise UsageError(
+        f"{where or path}: not supported; expected a local path, or a URL of s3:// or gs://"
+    )
+
+
 def open_store(url: str, where: str) -> tuple[Any, str]:
     """Return fsspec's file system of a URL, and the path there.
 
     Raises:
-        UsageError: If the driver of the store is missing; the message begins with `where`.
+        UsageError: If the store is not one of STORES, or its driver is missing; the message begins
+            with `where`.
     """
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
 
+    if not is_remote(url, where):
+        raise UsageError(f"{where}: not in an object store")
     try:
         store, path = url_to_fs(url)
     except Exception as error:  # some drivers connect now
@@ -44,7 +77,7 @@ def asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> 
             return ask()
         except Exception as error:  # drivers raise those of their libraries
             kind = "" if isinstance(error, EOFError) else f"{type(error).__name__}: "
-            reason = " ".join(f"{kind}{error}".split())[:200]
+            reason = printable(" ".join(f"{kind}{error}".split())[:200])
             if isinstance(error, _FINAL) or number == _TRIES - 1:
                 raise refusal(f"{url}: {reason}") from error
         with doing(f"waiting for {urlsplit(url).netloc or 'the store'} ({reason:.80})"):

@@ -25,7 +25,7 @@ def check_paths(config: Config, recipe: str | None, resume: str) -> None:
     check_nodes(config.launch)
     if config.launch.name != "local" or config.launch.node_rank:
         return
-    is_path = resume not in ("auto", "never") and not is_remote(resume)
+    is_path = resume not in ("auto", "never") and not is_remote(resume, f"--resume {resume}")
     if is_path and not Path(resume).expanduser().exists():
         hint = nearest_path(resume) or "; expected auto, never, or a run or checkpoint"
         raise UsageError(f"--resume {resume}: not found{hint}")
@@ -51,7 +51,8 @@ def _check_data(config: DataConfig) -> None:
             sources_of(path, key)
         else:
             for source in sources_in(path, key):
-                if not (is_remote(source.path) and config.name == TOKENS):
+                where = f"{key}={source.path}"
+                if not (is_remote(source.path, where) and config.name == TOKENS):
                     (text_files if config.name == "text" else find_files)(source.path, key)
 
 

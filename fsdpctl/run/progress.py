@@ -19,7 +19,8 @@ from rich.progress import (
 )
 
 from fsdpctl.io.activity import DISPLAY, QUIET, doing
-from fsdpctl.io.console import PatientConsole, journal, printable
+from fsdpctl.io.console import PatientConsole, journal
+from fsdpctl.io.texts import printable
 from fsdpctl.io.units import format_bytes
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _make_bar(console: Console) -> Progress:
         TextColumn("[bold]step"),
         MofNCompleteColumn(),
         BarColumn(bar_width=24),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         TimeRemainingColumn(compact=True),
         TextColumn("left"),
         console=console,

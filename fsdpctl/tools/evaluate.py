@@ -8,11 +8,12 @@ import torch
 
 from fsdpctl.checkpoint.base import pretrained_weights
 from fsdpctl.checkpoint.load import load_weights
+from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.comm.base import Collectives
 from fsdpctl.config.auto import Selection
 from fsdpctl.config.schema import PrefetchConfig
-from fsdpctl.config.sealed import MANIFEST, read_sealed
+from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.data.batches import Batches
 from fsdpctl.io.activity import doing
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
@@ -40,10 +41,9 @@ def words_of(source: Path) -> list[str]:
     """Return the settings of the model in a checkpoint or directory, with its training data."""
     words = ["model=hf", f"model.path={source}", "launch.nproc_per_node=1"]
     if (source / MANIFEST).exists():
-        known: dict[str, str] = read_sealed(source)["config"]
         words += [
             f"{name}={text}"
-            for name, text in known.items()
+            for name, text in read_manifest(source).config.items()
             if name.startswith(_OF_THE_DATA) and name != "data.tokenizer"
         ]
     return words

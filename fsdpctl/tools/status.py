@@ -222,9 +222,7 @@ def _newest(run_dir: Path, now: float) -> Newest | None:
     expected = {
         name: info.size for name, info in (*manifest.files.items(), *manifest.attachments.items())
     }
-    with os.scandir(folder) as files:
-        sizes = {each.name: each.stat().st_size for each in files}
-    wrong = next((name for name, size in expected.items() if sizes.get(name) != size), None)
+    wrong = next((name for name, size in expected.items() if _size(folder / name) != size), None)
     return Newest(
         path=str(folder),
         step=step_of(folder),
@@ -233,6 +231,13 @@ def _newest(run_dir: Path, now: float) -> Newest | None:
         owes_validation=manifest.progress.owes_validation,
         problem="" if wrong is None else f"{wrong}: missing or of the wrong size",
     )
+
+
+def _size(file: Path) -> int | None:
+    try:
+        return file.lstat().st_size
+    except OSError:
+        return None
 
 
 def _warnings(run_dir: Path, lines: Sequence[MetricsLine]) -> list[str]:

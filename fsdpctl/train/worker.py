@@ -20,6 +20,7 @@ import msgspec
 from fsdpctl.errors import STOP_SIGNALS
 from fsdpctl.io.activity import DISPLAY
 from fsdpctl.io.files import open_own, replace
+from fsdpctl.io.texts import one_line
 
 if TYPE_CHECKING:
     from fsdpctl.comm.world import Store, World
@@ -217,7 +218,7 @@ def _work(run_dir: Path, store: "Store | None" = None, *, only_measures: bool = 
         _train(run_dir, store, only_measures=only_measures)
     except FsdpctlError as error:
         if store is not None and rank == 0:  # there is no launcher of fsdpctl to print it
-            os.write(terminal, f"fsdpctl: {error}\n".encode())
+            os.write(terminal, f"fsdpctl: {one_line(str(error))}\n".encode())
         with contextlib.suppress(OSError):
             print(f"{socket.gethostname()}: {error}", file=sys.stderr)
         _leave(error.exit_code)

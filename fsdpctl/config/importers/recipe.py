@@ -161,7 +161,7 @@ _REQUIRES_PATH = {"model": "hf", "data": "text"}  # options without a default of
 
 def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
     """Return the recipe as YAML: a setting per line with its origin, and comments for the rest."""
-    lines = [f"# Converted from {source} ({recipe.tool}) by fsdpctl."]
+    lines = [f"# Converted from {_one_line(source)} ({recipe.tool}) by fsdpctl."]
     for row in recipe.rows:
         name, _, text = row.settings[0].partition("=")
         origin = row.key if not row.value or row.value == text else f"{row.key}: {row.value}"

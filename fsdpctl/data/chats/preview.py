@@ -12,6 +12,7 @@ from fsdpctl.data.chats.values import Message
 from fsdpctl.data.chats.workers import workers
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer
+from fsdpctl.io.texts import printable
 
 _TRAINED = "bold green"
 _OPEN, _CLOSE = "⟦", "⟧"  # rare in conversations
@@ -44,6 +45,7 @@ def _sample_text(chats: DocumentSet, tokenizer: FileTokenizer, number: int, *, c
     edges = [0, *(np.flatnonzero(np.diff(trained[:_MOST_SHOWN])) + 1).tolist(), len(shown)]
     for start, stop in zip(edges, edges[1:], strict=False):
         done, piece = _piece(tokenizer, shown, done, (start, stop))
+        piece = printable(piece)
         if trained[start]:
             text.append(piece if color else f"{_OPEN}{piece}{_CLOSE}", style=_TRAINED)
         else:

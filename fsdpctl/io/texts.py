@@ -1,0 +1,51 @@
+"""Names and values of others: printed without control characters and secrets, or refused."""
+
+import json
+import re
+
+from fsdpctl.errors import UsageError
+
+# C0 without tab and line feed, C1, marks of direction, separators of lines, surrogates.
+_STEERING = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+# Secrets in URLs; repeats are bounded because a search would take the square of a length.
+_NAME = r"[?&#;][^=\s&]{0,99}(?:token|sig|secret|passw|cred|key|auth)[^=\s&]{0,99}="
+_PARAMETER = re.compile(rf"({_NAME})[^\s&]+", re.IGNORECASE)
+_USER = re.compile(r":(//?)(?:[^/\s:]{0,999}:[^\s,]{0,999}|[^/\s]{0,999})@")  # paths have one slash
+_SECRET = re.compile(rf"://(?:[^/\s:]{{0,999}}:[^\s,]{{0,999}}@|\S{{0,999}}{_NAME})", re.IGNORECASE)
+_ABOUT_USER = re.compile(r"://(?:[^/\s]{0,999}@|\S{0,999}[?&#;][\w.%-]{1,99}=)")
+
+
+def printable(text: str) -> str:
+    """Replace control characters of terminals and text, and secrets in URLs."""
+    text = _STEERING.sub("\N{REPLACEMENT CHARACTER}", text)
+    if ":/" not in text:
+        return text
+    return _PARAMETER.sub(r"\1***", _USER.sub(r":\1***@", text))
+
+
+def one_line(text: str) -> str:
+    """Return `printable(text)` in one line, for a name or a value."""
+    return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
+
+
+def quoted(text: str) -> str:
+    """Return text as a YAML string of printable characters."""
+    whole = json.dumps(text, ensure_ascii=False)
+    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in whole)
+
+
+def refuse_secret(text: str, where: str, *, strict: bool = True) -> None:
+    """Check that a setting or an argument has no URL with a password, a token or a signature.
+
+    If strict, users without a password and all queries are refused too; commands may have them.
+
+    Raises:
+        UsageError: If it has; the message begins with `where` and quotes nothing.
+    """
+    if _SECRET.search(text) or (strict and _ABOUT_USER.search(text)):
+        raise UsageError(
+            f"{where}: a URL with a user, password, token or signature, which would be recorded; "
+            "give credentials to the store's driver, in the environment or its own files"
+        )
