@@ -1,5 +1,6 @@
 """The checkpoints of a run: their names, the newest one, and which ones to keep."""
 
+import errno
 import os
 import re
 import shutil
@@ -202,4 +203,7 @@ def remove_old(checkpoints: Path, keep: CheckpointConfig, spared: Collection[str
         # If the deletion is interrupted, `remove_unfinished` deletes the rest.
         leaving = folder.with_name(f"{folder.name}.tmp-removed")
         folder.rename(leaving)
-        shutil.rmtree(leaving)
+        try:
+            shutil.rmtree(leaving)
+        except RecursionError:
+            raise OSError(errno.ENAMETOOLONG, "nested too deeply", str(leaving)) from None

@@ -8,6 +8,7 @@ import typer
 from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
 from fsdpctl.cli.console import emit, note
 from fsdpctl.errors import UsageError
+from fsdpctl.io.texts import escaped
 
 if TYPE_CHECKING:
     from fsdpctl.config.importers.recipe import ConvertedRecipe
@@ -37,11 +38,7 @@ def convert(
 
     words = normalized(ConfigArguments(settings)).settings or []
     recipe = converted(source, words)
-    # Comments are printable, and so are strings in quotes if escapes replace what is not.
-    text = "".join(
-        each if each.isprintable() or each == "\n" else f"\\U{ord(each):08x}"
-        for each in recipe_text(recipe, source.name)
-    )
+    text = escaped(recipe_text(recipe, source.name))  # of values; comments are printable
     if out is None:
         emit(text.rstrip("\n"))
     else:
@@ -56,9 +53,7 @@ def convert(
         note(f"missing: {why}")
 
 
-def converted(
-    source: Path, words: list[str], config_dir: Path | None = None
-) -> "ConvertedRecipe":
+def converted(source: Path, words: list[str], config_dir: Path | None = None) -> "ConvertedRecipe":
     """Return the recipe for a file of another tool, with settings of the command line.
 
     Raises:

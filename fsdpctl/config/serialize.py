@@ -1,5 +1,6 @@
 """Conversion of a configuration to settings and YAML, and back."""
 
+import json
 from collections.abc import Mapping
 from operator import attrgetter
 
@@ -10,7 +11,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.texts import quoted
+from fsdpctl.io.texts import escaped
 
 _TOY, _TOY_LENGTH, _USUAL_LENGTH = ModelConfig().name, 128, 4096
 _USUAL_SIZE, _USUAL_WARMUP = 16, 50  # samples of a step, and steps
@@ -128,7 +129,7 @@ def words_to_yaml(words: Mapping[str, str]) -> str:
         is_text = key is None or key.type == "text" or text == "auto"
         value = text
         if not text.isprintable():
-            value = quoted(text)
+            value = escaped(json.dumps(text, ensure_ascii=False))
         elif is_text:
             value = yaml.safe_dump(text, allow_unicode=True, width=10**6)
         lines.append(f"{name}: {value.removesuffix('...' + chr(10)).strip()}")

@@ -11,11 +11,8 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
-
-from tokenizers import Tokenizer as JsonTokenizer
 
 from fsdpctl.errors import FsdpctlError, SignalError, UsageError
 from fsdpctl.io.files import plain_name, read_regular
@@ -37,19 +34,10 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 MOST_ASSET_BYTES = 256 * MIB  # per file; the largest known tokenizer.json has 35
 _MOST_TEMPLATES = 64
-# Of a tokenizer.json. Published ones have 12 normalizers, and 2,000 bytes of post-processors.
-_MOST_NODES, _MOST_CONTENT, _MOST_POST_PROCESSOR = 256, 1024, 16 << 10
-_MOST_GROWTH = 64  # characters for one; Unicode's own normalization makes 18 of one
-_MOST_COMPARED = 10**8  # pairs of special tokens, which take seconds
 CONFIG_JSON = "config.json"
 _OF_THE_CLASS = ("model_type", "tokenizer_class", "transformers_version", "model_name")
 _NOT_A_SETTING = ("tokenizer_object", "gguf_file", "fast_tokenizer_files", "init_inputs")
 _TEMPLATE_PIECE = f"{TEMPLATES}/"
-_NOTHING: dict[str, Any] = {
-    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-    "pre_tokenizer": None, "post_processor": None, "decoder": None,
-    "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""},
-}  # fmt: skip
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -158,10 +146,7 @@ def guarded(where: str) -> Iterator[None]:
 
 
 def _copied(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
-    """Return the files that transformers may read, after the checks that it doesn't make.
-
-    Sizes in a config.json may not be those of any model.
-    """
+    """Return the files that transformers may read, after the checks that it doesn't make."""
     known = {
         name: content
         for name, content in files.items()
@@ -172,9 +157,6 @@ def _copied(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
         for name, content in files.items()
         if name.endswith(".json") and (name in known or name == CONFIG_JSON)
     }
-    _check_named(parsed, where)
-    if TOKENIZER_JSON in parsed:
-        _check_json(parsed[TOKENIZER_JSON], f"{where}: {TOKENIZER_JSON}")
     changed = {}
     if TOKENIZER_CONFIG in parsed:
         settings = parsed[TOKENIZER_CONFIG]
@@ -199,56 +181,3 @@ def class_keys(content: bytes | None) -> dict[str, Any]:
         if isinstance(inner := config.get(part), dict):
             found[part] = {key: inner[key] for key in _OF_THE_CLASS if key in inner}
     return found
-
-
-def _check_named(parsed: Mapping[str, dict[str, Any]], where: str) -> None:
-    """Check the number of named tokens: transformers compares each with all added ones."""
-    named, added = 0, len(parsed.get("added_tokens.json", {}))
-    added += _size(parsed.get(TOKENIZER_JSON, {}).get("added_tokens"))
-    for name in (TOKENIZER_CONFIG, "special_tokens_map.json"):
-        content = parsed.get(name, {})
-        lists = (content.get(f"{kind}_special_tokens") for kind in ("extra", "additional"))
-        named += len(content) + sum(map(_size, lists))
-        added += _size(content.get("added_tokens_decoder"))
-    if named * (named + added) > _MOST_COMPARED:
-        raise UsageError(f"{where}: {named + added:,} special tokens are too many")
-
-
-def _size(value: object) -> int:
-    return len(value) if isinstance(value, (list, dict)) else 0
-
-
-def _check_json(about: Mapping[str, Any], where: str) -> None:
-    """Check that no part of a tokenizer.json lengthens text without bounds."""
-    steps, decoders = _nodes(about.get("normalizer")), _nodes(about.get("decoder"))
-    contents = [str(each.get("content", each.get("prepend", ""))) for each in (*steps, *decoders)]
-    too_large = len(contents) > _MOST_NODES or max(map(len, contents), default=0) > _MOST_CONTENT
-    if too_large or prod(max(1, len(each)) for each in contents[len(steps) :]) > _MOST_GROWTH:
-        raise UsageError(f"{where}: normalizer or decoder too large")
-    if len(json.dumps(about.get("post_processor"))) > _MOST_POST_PROCESSOR:
-        raise UsageError(f"{where}: post_processor too large")
-    pieces = _pieces(steps) if steps else {}
-    for step in steps:
-        with guarded(where):
-            normalizer = JsonTokenizer.from_str(json.dumps({**_NOTHING, "normalizer": step}))
-            pieces = {k: normalizer.normalizer.normalize_str(text) for k, text in pieces.items()}
-        if any(len(text) > _MOST_GROWTH * len(before) for before, text in pieces.items()):
-            raise UsageError(f"{where}: normalizer: lengthens text by more than {_MOST_GROWTH}")
-
-
-def _nodes(node: object) -> list[dict[str, Any]]:
-    """Return the leaves of a tree of normalizers or decoders, in order."""
-    if not isinstance(node, dict):
-        return []
-    inner = node.get("normalizers", node.get("decoders"))
-    return (
-        [node] if not isinstance(inner, list) else [leaf for each in inner for leaf in _nodes(each)]
-    )
-
-
-def _pieces(steps: list[dict[str, Any]]) -> dict[str, str]:
-    """Return short texts that normalizers may lengthen: what they name, and some of Unicode."""
-    named = [str(each["pattern"].get("String", "")) for each in steps if "pattern" in each]
-    written = set(json.dumps(steps, ensure_ascii=False))
-    some = {chr(code) for code in range(0x20, 0xD800, 101)}
-    return {each: each for each in (*named, *sorted(written | some)) if each}

@@ -1,6 +1,5 @@
 """Names and values of others: printed without control characters and secrets, or refused."""
 
-import json
 import re
 
 from fsdpctl.errors import UsageError
@@ -20,8 +19,6 @@ _ABOUT_USER = re.compile(r"://(?:[^/\s]{0,999}@|\S{0,999}[?&#;][\w.%-]{1,99}=)")
 def printable(text: str) -> str:
     """Replace control characters of terminals and text, and secrets in URLs."""
     text = _STEERING.sub("\N{REPLACEMENT CHARACTER}", text)
-    if ":/" not in text:
-        return text
     return _PARAMETER.sub(r"\1***", _USER.sub(r":\1***@", text))
 
 
@@ -30,10 +27,11 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
 
 
-def quoted(text: str) -> str:
-    """Return text as a YAML string of printable characters."""
-    whole = json.dumps(text, ensure_ascii=False)
-    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in whole)
+def escaped(text: str) -> str:
+    """Replace what is not printable, except line feeds, by escapes of strings in YAML."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else f"\\U{ord(each):08x}" for each in text
+    )
 
 
 def refuse_secret(text: str, where: str, *, strict: bool = True) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -22,6 +22,21 @@ from fsdpctl.io.untrusted import Count
 _MAX_LINE = 1 << 20  # bytes
 _TAIL_BYTES = 1 << 16  # enough for the last lines
 Value = float | None | UnsetType  # None: not finite; UNSET: the line does not have it
+Figure = Annotated[float, msgspec.Meta(ge=0, le=1e30)]  # sums and quotients of which are finite
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedRecord:
+    """What a line has of a rejected step."""
+
+    reason: str
+    action: str
+    rank: Count | None
+    loss: float | str  # text if it is not finite
+    grad_norm: float | str
+    threshold: float | None
+    samples: list[Count]
+    rank_samples: list[Count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +47,21 @@ class MetricsLine:
     samples: Count | None = None  # consumed, including this step
     loss: Value = UNSET
     grad_norm: Value = UNSET
-    seconds: float | None = None
-    tokens_per_second: float | None = None
-    tokens_per_second_per_rank: float | None = None
-    mfu: float | None = None
-    compute_seconds: float | None = None
-    exposed_communication_seconds: float | None = None
-    optimizer_seconds: float | None = None
-    data_seconds: float | None = None
+    seconds: Figure | None = None
+    tokens_per_second: Figure | None = None
+    tokens_per_second_per_rank: Figure | None = None
+    mfu: Figure | None = None
+    compute_seconds: Figure | None = None
+    exposed_communication_seconds: Figure | None = None
+    optimizer_seconds: Figure | None = None
+    data_seconds: Figure | None = None
     peak_allocated_bytes: Count | None = None
     peak_reserved_bytes: Count | None = None
     peak_engine_bytes: Count | None = None
     val_loss: Value = UNSET
-    checkpoint_write_seconds: float = 0.0
+    checkpoint_write_seconds: Figure = 0.0
     warning: str | None = None
-    rejected_step: dict[str, Any] | None = None
+    rejected_step: RejectedRecord | None = None
     restart: Any = None
 
     @property

@@ -5,16 +5,16 @@ from pathlib import Path
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import ESTIMATE
-from fsdpctl.io.untrusted import read_json
+from fsdpctl.io.untrusted import Count, read_json
 
 
 @dataclass(frozen=True, slots=True)
 class SavedEstimate:
     """The estimated peak of the rank that needs most, and the predicted step time."""
 
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    peak_engine_bytes: int | None  # of the allocated bytes, those of fsdpctl's engine
+    peak_allocated_bytes: Count
+    peak_reserved_bytes: Count
+    peak_engine_bytes: Count | None  # of the allocated bytes, those of fsdpctl's engine
     predicted_step_seconds: float | None = None
     prediction_source: str = ""  # of the hardware specs
 

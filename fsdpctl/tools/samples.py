@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -17,7 +16,7 @@ from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.context import context_groups
 from fsdpctl.resolve.machine import world_size
 from fsdpctl.run.directory import METRICS, read_config
-from fsdpctl.run.metrics import read_metrics
+from fsdpctl.run.metrics import RejectedRecord, read_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +51,16 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
     _check_data(run_dir, data)
     bad, after = _found(run_dir / METRICS, step)
     if bad is not None:
-        of_rank = set(bad["rank_samples"])
+        of_rank = set(bad.rank_samples) if bad.rank is not None else ()
         ranks: dict[int, tuple[int, ...]] = {
-            each: (int(bad["rank"]),) for each in bad["samples"] if each in of_rank
+            each: (int(bad.rank or 0),) for each in bad.samples if each in of_rank
         }
-        numbers = list(bad["samples"])
+        numbers = bad.samples
     else:
         batches = _batches(config, data)
         position = after - config.train.global_batch_size
+        if position < 0:
+            raise UsageError(f"{run_dir / METRICS}: corrupted: {after} samples after step {step}")
         numbers = batches.numbers(position)
         plan = batches.plan
         ranks = {
@@ -74,7 +75,7 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
     return StepSamples("" if bad is None else _in_words(bad), samples)
 
 
-def _found(metrics: Path, step: int) -> tuple[dict[str, Any] | None, int]:
+def _found(metrics: Path, step: int) -> tuple[RejectedRecord | None, int]:
     """Return the record of a rejected step, or None, and the samples consumed after the step."""
     bad, after, last = None, 0, 0
     for line in read_metrics(metrics):
@@ -86,11 +87,11 @@ def _found(metrics: Path, step: int) -> tuple[dict[str, Any] | None, int]:
     return bad, after
 
 
-def _in_words(bad: dict[str, Any]) -> str:
-    rank = "" if bad["rank"] is None else f", on rank {bad['rank']}"
-    threshold = "" if bad["threshold"] is None else f", threshold {bad['threshold']:.6g}"
-    figures = f"loss {bad['loss']}, gradient norm {bad['grad_norm']}"
-    return f"{bad['reason']}{rank}; {bad['action']}; {figures}{threshold}"
+def _in_words(bad: RejectedRecord) -> str:
+    rank = "" if bad.rank is None else f", on rank {bad.rank}"
+    threshold = "" if bad.threshold is None else f", threshold {bad.threshold:.6g}"
+    figures = f"loss {bad.loss}, gradient norm {bad.grad_norm}"
+    return f"{bad.reason}{rank}; {bad.action}; {figures}{threshold}"
 
 
 def _check_data(run_dir: Path, data: DataSet) -> None:
@@ -116,6 +117,8 @@ def _batches(config: Config, data: DataSet) -> Batches:
 
 def _texts(data: DataSet, seq_len: int, numbers: list[int]) -> Iterator[str]:
     rows = data.train.rows(seq_len)
+    if outside := next((each for each in numbers if each >= len(rows)), None):
+        raise UsageError(f"{METRICS}: corrupted: sample {outside} of {len(rows):,}")
     for number in numbers:
         documents = rows[number].documents()
         yield "\n".join(data.tokenizer.decode(each) for each in documents)

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from fsdpctl.io.console import PatientConsole, journal, printable
+from fsdpctl.io.console import PatientConsole, journal
+from fsdpctl.io.texts import printable
 
 
 class Gone:
