@@ -1,7 +1,7 @@
 """Conversion of a checkpoint to a Hugging Face directory and back, chunk by chunk."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,15 +76,18 @@ def consolidate(
     """
     destination = destination.resolve()  # the target of a symbolic link, not the link
     with new_export(destination, reader.folder, overwrite=overwrite) as folder:
-        weights = exported_weights(reader, EXPORT_DTYPES.get(dtype or ""), merges=merges)
-        exports = _exports(weights, dtype)
+        # Merged weights are rounded once, below.
+        weights = exported_weights(reader, None if dtype is None else "F32", merges=merges)
+        kept = _float32_names(reader)
+        exports = _exports(weights, dtype, kept)
         check_space(destination, sum(each.entry.nbytes for each in exports))
         files = _split(exports, max_file_bytes)
         with doing("exporting", BYTES, weight_bytes(weights)) as advance:
             of_name = {each.entry.name: each for each in exports}
-            notes = _write_folder(
-                reader, folder, files, partial(_chunks, weights, advance, of_name)
-            )
+            read = partial(_chunks, weights, advance, of_name)
+            usual = [each for each in exports if each.entry.name not in kept]
+            dtypes = {each.entry.dtype for each in usual if each.stored in FLOATS}
+            notes = _write_folder(reader, folder, files, read, dtypes)
     total = sum(each.entry.nbytes for each in exports)
     notes += notes_on_merge(reader, merges=merges)
     return Exported(destination, total, len(exports), notes, len(files))
@@ -99,14 +102,27 @@ class _Export:
     entry: TensorEntry  # its entry in the exported file
 
 
-def _exports(reader: Tensors, dtype: str | None) -> list[_Export]:
+def _float32_names(reader: CheckpointReader) -> Collection[str]:
+    """Return the tensors that are float32 whatever the dtype of the others."""
+    if MODEL not in reader.manifest.config:  # a custom training loop saves no settings
+        return ()
+    model = config_of_checkpoint(reader.manifest.config, str(reader)).model
+    if not model.is_foreign:
+        return ()
+    from fsdpctl.checkpoint.hub_weights import float32_names  # imports torch
+
+    return float32_names(model)
+
+
+def _exports(reader: Tensors, dtype: str | None, kept: Collection[str]) -> list[_Export]:
     found = []
     for kind in (PARAMETER, BUFFER):
         for name in reader.names(kind):
             key = tensor_key(kind, name)
             info = reader.info(key)
             casts = dtype is not None and info.dtype in FLOATS
-            written = EXPORT_DTYPES[str(dtype)] if casts else info.dtype
+            target = "float32" if name in kept else str(dtype)
+            written = EXPORT_DTYPES[target] if casts else info.dtype
             found.append(_Export(key, info.dtype, TensorEntry(name, written, tuple(info.shape))))
     return found
 
@@ -128,8 +144,9 @@ def _write_folder(
     folder: Path,
     files: Sequence[Sequence[_Export]],
     read: Callable[[TensorEntry], Iterator[memoryview]],
+    dtypes: Collection[str],
 ) -> tuple[str, ...]:
-    """Write the files; return what is missing."""
+    """Write the files; return what is missing. `dtypes` are those of the model."""
     weight_map: dict[str, str] = {}
     checksums = Checksums()
     for number, tensors in enumerate(files, start=1):
@@ -153,8 +170,7 @@ def _write_folder(
     else:
         if not attached.keys() & set(TOKENIZER_FILES):
             notes = ("no tokenizer files: the run's tokenizer is unknown",)
-        written = {each.dtype for each in entries}
-        names = (name for name, short in EXPORT_DTYPES.items() if written == {short})
+        names = (name for name, short in EXPORT_DTYPES.items() if dtypes == {short})
         model = config_of_checkpoint(reader.manifest.config, str(reader)).model
         _write_json(folder / CONFIG_JSON, config_json(model, next(names, "float32"), source))
     write_assets(folder, attached)
@@ -190,7 +206,8 @@ def shard_weights(source: Tensors, destination: Path, *, num_files: int, about: 
     destination = destination.resolve()
     if destination.exists():
         raise UsageError(f"{destination}: already exists")
-    keys = [tensor_key(PARAMETER, name) for name in source.names(PARAMETER)]
+    kinds = (PARAMETER, BUFFER)
+    keys = [tensor_key(kind, name) for kind in kinds for name in source.names(kind)]
     tensors = {key: source.info(key) for key in keys}
     total = sum(info.nbytes for info in tensors.values())
     check_space(destination, total)

@@ -9,6 +9,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import CheckpointError
 from fsdpctl.models.hub_names import stored_names, stored_parts
 from fsdpctl.models.registry import build_plain
+from fsdpctl.models.transformers_build import kept_in_float32
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.layout import Span
 
@@ -53,6 +54,13 @@ def to_hub(weights: Tensors, model: ModelConfig) -> Tensors:
                 shapes[part], (SourceRange(key, Span(stop - size, stop)),)
             )
     return ComposedTensors(weights, compositions)
+
+
+def float32_names(model: ModelConfig) -> frozenset[str]:
+    """Return the tensors in files that transformers keeps in float32, whatever the dtype."""
+    kept, module = kept_in_float32(model), _module(model)
+    parts = stored_parts(module, list(stored_names(module))) if kept else {}
+    return frozenset(part for name in kept & parts.keys() for part in parts[name].parts)
 
 
 def check_equal(weights: Tensors, name: str, copy: str) -> None:

@@ -21,7 +21,7 @@ from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
 from fsdpctl.comm.codes import CODES, SCALES, Moment, moment_names, moment_of
 from fsdpctl.comm.rank_status import RANK_STATUS, READING
-from fsdpctl.comm.shards import FlatShard, Sharded, trainable_shards
+from fsdpctl.comm.shards import FlatShard, Sharded, persistent_buffers, trainable_shards
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import ParamSpec, Piece, Span, round_up
 from fsdpctl.plan.states import BLOCK, TILE, blocks_of
@@ -240,13 +240,15 @@ def empty_like(info: TensorInfo) -> Tensor:
 
 
 def check_weights(source: Tensors, module: nn.Module) -> None:
-    """Check that `source` has the parameters of `module`, which may be on the meta device.
+    """Check that `source` has the tensors of `module`, which may be on the meta device.
 
     Raises:
         CheckpointError: If one is missing, unexpected, or of a different shape.
     """
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
     _check_shapes(quantized_as(source, module), PARAMETER, shapes)
+    buffers = persistent_buffers(module)
+    _check_shapes(source, BUFFER, {name: tuple(each.shape) for name, each in buffers.items()})
 
 
 def _check_shapes(source: Tensors, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -57,10 +57,10 @@ class FileTensors:
         """Return the shape and dtype of a weight.
 
         Raises:
-            CheckpointError: If it is missing, or is not of a floating-point dtype.
+            CheckpointError: If it is missing, or is quantized.
         """
         file, entry = self._entry(key)
-        if entry.dtype not in FLOATS:
+        if entry.dtype not in (*FLOATS, "I64"):  # integers of buffers
             raise CheckpointError(
                 f"{file.path}: {entry.name} is {entry.dtype}; quantized weights are not supported"
             )

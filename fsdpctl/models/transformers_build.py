@@ -33,7 +33,23 @@ def build_transformers(config: ModelConfig) -> TransformersDecoder:
     return decoder
 
 
-def _built(config: ModelConfig) -> Any:
+def kept_in_float32(config: ModelConfig) -> frozenset[str]:
+    """Return the tensors that transformers keeps in float32 in a model of 16 bits.
+
+    It has lists of names for that, and some modules create tensors in float32.
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    with torch.device("meta"):
+        half = _built(config, torch.bfloat16)
+    tensors, listed = half.state_dict(), [*half._get_dtype_plan(torch.float16)]
+    kept = {name for name, each in tensors.items() if each.dtype == torch.float32}
+    if listed:
+        kept |= {*filter(build_glob_alternation(listed)[0].search, tensors)}
+    return frozenset(kept)
+
+
+def _built(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     if config.architecture == TRANSFORMERS and config.config_json is None:
         raise UsageError("model.architecture=transformers: requires model=hf")
     import transformers
@@ -41,7 +57,7 @@ def _built(config: ModelConfig) -> Any:
     told = _of_depth(read_configuration(content_of(config), CONFIG_OF), config.num_layers)
     try:
         make: Any = transformers.AutoModelForCausalLM
-        return make.from_config(told, dtype=torch.float32)
+        return make.from_config(told, dtype=dtype)
     except Exception as error:  # the code of a family raises what it likes
         reason = str(error).strip().replace("\n", " ")
         where = CONFIG_OF if config.path is None else f"model.path={config.path}: config.json"
