@@ -2,9 +2,11 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from fsdpctl.data.tokenizer import FileTokenizer
 from fsdpctl.data.tokenizer_files import CONFIG_JSON, TOKENIZER_JSON, VOCABULARIES
@@ -13,8 +15,43 @@ from fsdpctl.errors import UsageError
 if TYPE_CHECKING:
     import gguf
 
-# Names of pre-tokenizers that llama.cpp prefers, of those that split alike.
-_PREFERRED = ("llama-bpe", "qwen2", "tekken", "gpt-4o", "qwen35")
+# llama.cpp's names of pre-tokenizers in the order of preference, each with the expressions by which
+# it splits, one after the other; then as GPT-2 does if the name is in `_AS_GPT2`. Names without
+# expressions are in a table of transformers.
+_SPLITS: Mapping[str, tuple[str, ...]] = {
+    "gpt-2": (),
+    "smollm": (r"\p{N}",),
+    **dict.fromkeys(("llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o", "qwen35"), ()),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+    "deepseek-llm": (
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1c80}-\x{1c88}\x{2d00}-\x{2d2d}"
+        r"\x{a790}-\x{ab68}\x{10570}-\x{105bc}\x{16e40}-\x{1df1e}]]+",
+        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+        r"\s+$",
+        r"[一-龥ࠀ-一가-퟿]+",
+        r"\p{N}+",
+    ),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+}
+_AS_GPT2 = ("gpt-2", "smollm")
+_IGNORE_MERGES = ("llama-bpe", "tekken")  # a piece that is a token is that token
+_TEXTS = (
+    "Hello, world! isn't it? WE'LL see; they'Re y'all's 'tis -- don't.",
+    "1 12 123 1234 12345 1234567 3.14 1,000 x2 2x a1b22c ٣٤ ²½",
+    "  two   three\t\ttabs \n\n\n new\r\n\r\n lines \n  end.\n\n  \n",
+    "trailing  ",
+    "CamelCase snake_case HTTPServer2 été ÉCOLE naïve Straße Привет, мир Ελληνικά",
+    "日本語のテスト。 中文，字符！ 한국어 ไทย नमस्ते שָׁלוֹם عَرَبِيّ",
+    "if (x<=y) { a[i] += *p; } // ok?! ... --- == => $5 #1 @me a/b\\c `q`",
+    "→ ✓ a→b 😀👍🏽 \u200b\u00a0\u3000x «q» “q” ‘q’ — … € ™ ﬁ Ａ１",
+)
+_BATCH = 1 << 12  # texts
 # llama.cpp rejects a model without merges. This merge produces no token, so bytes stay bytes.
 _NO_MERGES = ["\u0100 \u0100"]
 
@@ -30,18 +67,22 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
     Raises:
         UsageError: If the tokenizer's files are invalid.
     """
-    why, saved = "the run's tokenizer is unknown", dict[str, bytes]()
+    why, saved, name = "the run's tokenizer is unknown", dict[str, bytes](), ""
     about: dict[str, Any] = {}
     if files.keys() & set(VOCABULARIES):
         saved = FileTokenizer("of the checkpoint", files).saved()  # with tokens of all files
         about = json.loads(saved.get(TOKENIZER_JSON, b"{}"))
-        why = _obstacle(about)
-    if why:
+        is_bytes = '"ByteLevel"' in json.dumps(about.get("pre_tokenizer"))
+        why = "the run's tokenizer is not a byte-level BPE"
+        if about.get("model", {}).get("type") == "BPE" and is_bytes:
+            why = "llama.cpp does not have the pre-tokenizer of the run's tokenizer"
+            name = _splitter(about)
+    if not name:
         writer.add_tokenizer_model("none")
         return why
     saved |= {name: files[name] for name in (CONFIG_JSON,) if name in files}
     try:
-        _add(writer, about, saved, vocab_size)
+        _add(writer, about, saved, vocab_size, name)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise UsageError(f"{TOKENIZER_JSON}: unexpected contents: {error!r:.200}") from None
     return ""
@@ -52,12 +93,13 @@ def _add(
     about: Mapping[str, Any],
     files: Mapping[str, bytes],
     vocab_size: int,
+    name: str,
 ) -> None:
     import gguf
 
     tokens, types = _tokens(about, vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_splitter(about) or "gpt-2")
+    writer.add_tokenizer_pre(name)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     with tempfile.TemporaryDirectory() as folder:  # the library reads files
@@ -70,39 +112,51 @@ def _add(
     special.add_to_gguf(writer, quiet=True)
 
 
-def _obstacle(about: Mapping[str, Any]) -> str:
-    is_bpe = about.get("model", {}).get("type") == "BPE"
-    if not is_bpe or not _finds(about.get("pre_tokenizer"), "ByteLevel"):
-        return "the run's tokenizer is not a byte-level BPE"
-    if about["model"]["merges"] and not _splitter(about):
-        return "llama.cpp does not have the pre-tokenizer of the run's tokenizer"
+def _splitter(about: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name of a pre-tokenizer that gives the same tokens; empty if none does.
+
+    Compared are texts, and the tokens of the vocabulary, alone and next to others.
+    """
+    plain = {**about, "post_processor": None, "truncation": None, "padding": None}
+    theirs = Tokenizer.from_str(json.dumps(plain))
+    ours = Tokenizer.from_str(json.dumps({**plain, "normalizer": None}))
+    decode, compose = decoders.ByteLevel().decode, normalizers.NFC().normalize_str
+    words = (decode([each]) for each in about["model"]["vocab"])
+    known = [each for each in words if "\ufffd" not in each]  # not a part of a character
+    # llama.cpp does not compose characters, which changes nothing here.
+    around = [compose(f"{each} {each}{each}\n{each}9{each}'{each}") for each in known]
+    texts = [*_TEXTS, *map(compose, known), *around]
+    made = {name: _pre_tokenizer(name) for name in _SPLITS}
+    pieces = _pieces(theirs.pre_tokenizer)
+    for name in sorted(made, key=lambda each: _pieces(made[each]) != pieces):
+        ours.pre_tokenizer = made[name]
+        ours.model.ignore_merges = name in _IGNORE_MERGES
+        if _alike(theirs, ours, _TEXTS) and _alike(theirs, ours, texts):
+            return name
     return ""
 
 
-def _finds(node: object, kind: str) -> Mapping[str, Any] | None:
-    """Return the first pre-tokenizer of a type in a tree of pre-tokenizers."""
-    if not isinstance(node, dict):
-        return None
-    if node.get("type") == kind:
-        return node
-    inner = (_finds(each, kind) for each in node.get("pretokenizers", ()))
-    return next((each for each in inner if each is not None), None)
-
-
-def _splitter(about: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of the pre-tokenizer; empty if it has none."""
-    node = about.get("pre_tokenizer")
-    if _finds(node, "Digits"):
-        return "smollm"
-    split = _finds(node, "Split")
-    if split is None:
-        byte_level = _finds(node, "ByteLevel") or {}
-        return "gpt-2" if byte_level.get("use_regex", True) else ""
+def _pre_tokenizer(name: str) -> Any:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    pattern = split["pattern"].get("Regex")
-    names = [name for name, regex in GGUF_PRE_TOKENIZER_SPLITS.items() if regex == pattern]
-    return next((name for name in _PREFERRED if name in names), "")
+    is_gpt2 = name in _AS_GPT2
+    splits = _SPLITS[name] or (() if is_gpt2 else (GGUF_PRE_TOKENIZER_SPLITS[name],))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in splits]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_gpt2)
+    return pre_tokenizers.Sequence([*steps, last])
+
+
+def _pieces(made: Any) -> list[str]:
+    return [piece for text in _TEXTS for piece, _ in made.pre_tokenize_str(text)]
+
+
+def _alike(one: Tokenizer, other: Tokenizer, texts: Sequence[str]) -> bool:
+    for start in range(0, len(texts), _BATCH):
+        batch = list(texts[start : start + _BATCH])
+        pairs = zip(one.encode_batch(batch), other.encode_batch(batch), strict=True)
+        if any(first.ids != second.ids for first, second in pairs):
+            return False
+    return True
 
 
 def _tokens(about: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
