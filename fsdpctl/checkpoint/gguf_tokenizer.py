@@ -93,13 +93,13 @@ def _add(
     about: Mapping[str, Any],
     files: Mapping[str, bytes],
     vocab_size: int,
-    name: str,
+    splitter: str,
 ) -> None:
     import gguf
 
     tokens, types = _tokens(about, vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(name)
+    writer.add_tokenizer_pre(splitter)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     with tempfile.TemporaryDirectory() as folder:  # the library reads files

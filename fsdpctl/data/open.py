@@ -1,14 +1,14 @@
 """The data of a run: text, token files or chats, opened by the section `data`."""
 
 import gzip
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import xxhash
 
-from fsdpctl.config.data import CHAT, MOST_HELD_OUT, TOKENS, DataConfig, check_chat_keys
+from fsdpctl.config.data import CHAT, LOSS, MOST_HELD_OUT, TOKENS, DataConfig, check_chat_keys
 from fsdpctl.config.sources import DataSource, sources_in
 from fsdpctl.data.cache import read_cache, write_cache
 from fsdpctl.data.chats.open import open_chats
@@ -20,7 +20,7 @@ from fsdpctl.data.token_formats import TokenFile, open_token_files
 from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.data.tokens import TokenStream
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, first_of
 
 _OWN = "python_stdlib"
 _ENCODING = 4  # increase it if the same text gives other tokens
@@ -59,8 +59,11 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
     if held is None:
         return mixed
     _check_alike(sources[0].path, found[0], str(alone.path), held)
-    files = (*mixed.token_files, *held.token_files)
-    return replace(mixed, val=held.train, token_files=files)
+    files, notes = (
+        (*mixed.token_files, *held.token_files),
+        dict.fromkeys((*mixed.notes, *held.notes)),
+    )
+    return replace(mixed, val=held.train, token_files=files, notes=tuple(notes))
 
 
 def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
@@ -99,7 +102,10 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
         description=", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
         gzip_bits_per_byte=None,
         token_files=tuple(file for each in found for file in each.token_files),
-        notes=tuple(f"{n}: {each.description}" for n, each in zip(names, found, strict=True)),
+        notes=(
+            *(f"{n}: {each.description}" for n, each in zip(names, found, strict=True)),
+            *dict.fromkeys(note for each in found for note in each.notes),
+        ),
     )
 
 
@@ -173,10 +179,10 @@ def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:
             "where documents end"
         )
     tokenizer = _tokenizer_of(files[0])
-    notes: tuple[str, ...] = ()
+    notes = tuple(_notes_on(both))
     if config.tokenizer is not None:
         tokenizer = open_tokenizer(config.tokenizer)
-        notes = _check_tokenizer("data.path", files[0], tokenizer)
+        notes += _check_tokenizer("data.path", files[0], tokenizer)
         if held:
             _check_tokenizer("data.val_path", held[0], tokenizer)
     known = 0 if config.tokenizer is None else tokenizer.vocab_size
@@ -184,6 +190,14 @@ def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:
     return DataSet(
         train, val, tokenizer, files[0].vocab_size or known, description, None, both, notes
     )
+
+
+def _notes_on(files: Sequence[TokenFile]) -> Iterator[str]:
+    paths = [f"{each.shard.path}{LOSS}" for each in files if each.shard.flags is not None]
+    if paths:
+        yield f"tokens excluded from the loss by {first_of(paths, 2)} are not trained on"
+    if found := next((each for each in files if each.hint), None):
+        yield f"{found.shard.path}: {found.hint}"
 
 
 def _tokenizer_of(file: TokenFile) -> Tokenizer:

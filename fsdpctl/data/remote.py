@@ -8,8 +8,11 @@ next to it) is kept in the user's cache, in files of the same names and sizes.
 
 import os
 import re
+import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
@@ -17,9 +20,9 @@ from typing import Any, ClassVar
 import numpy as np
 import xxhash
 
-from fsdpctl.config.data import TOKEN_NEIGHBORS, TOKEN_SUFFIXES
+from fsdpctl.config.data import LOSS, TOKEN_NEIGHBORS, TOKEN_SUFFIXES
 from fsdpctl.data.shards import Shard, Values
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.files import cache_folder, replace, replacing
 from fsdpctl.io.stores import POOL, asked, open_store, read_range
@@ -27,7 +30,12 @@ from fsdpctl.io.stores import POOL, asked, open_store, read_range
 _START = 4096  # bytes of a file that tell its format
 _MOST_AHEAD = 1 << 14  # samples that are kept until they are used
 _COMPLETE = "complete"
-_VERSIONS = ("ETag", "etag", "LastModified", "mtime", "updated", "created")  # of drivers
+# Names that drivers have for it; a size if nothing else.
+_VERSIONS = (
+    "ETag", "etag", "LastModified", "last_modified", "mtime", "modified", "updated", "created",
+    "size",
+)  # fmt: skip
+Version = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +45,18 @@ class RemoteShard(Shard):
     is_remote: ClassVar[bool] = True
     url: str = ""
     store: Any = None
+    version: Mapping[str, str] = field(default_factory=dict, compare=False)
     ahead: dict[tuple[int, int], Future[bytes]] = field(default_factory=dict, compare=False)
     lock: Any = field(default_factory=Lock, compare=False)
+    asking: Any = field(default_factory=Lock, compare=False)
+    checked: list[float] = field(default_factory=lambda: [0.0], compare=False)  # since the boot
 
     def read(self, start: int, stop: int) -> Values:
         """Return tokens, which may have been fetched before.
 
         Raises:
-            FsdpctlError: If the store does not answer after several attempts.
+            FsdpctlError: If the store does not answer after several attempts, or if the file has
+                changed since it was listed.
         """
         with self.lock:
             known = self.ahead.pop((start, stop), None)
@@ -61,14 +73,30 @@ class RemoteShard(Shard):
     def _get(self, start: int, stop: int) -> bytes:
         size = self.dtype.itemsize
         first, last = self.offset + start * size, self.offset + stop * size
-        return read_range(self.store, self.url, (first, last), self.url)
+        content = read_range(self.store, self.url, (first, last), self.url)
+        self._check()
+        return content
+
+    def _check(self) -> None:
+        """Check that the file is the one that was listed, once for all that were fetched before."""
+        fetched = time.monotonic()
+        with self.asking:
+            if self.checked[0] > fetched:
+                return
+            began = time.monotonic()
+            self.store.invalidate_cache(self.url)
+            found = _version(asked(self.url, lambda: self.store.info(self.url)))
+            same = next((name for name in self.version if name in found), None)
+            if same is not None and found[same] != self.version[same]:
+                raise FsdpctlError(f"{self.url}: changed since the run started")
+            self.checked[0] = began
 
 
-def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any]]]:
+def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any, Version]]]:
     """Return a directory with descriptions of the token files at a URL, and the URL of each.
 
-    The URL is that of a file or a directory, or a glob. Of a token file, a description has the size
-    and the first bytes; the files next to it are complete.
+    The URL is that of a file or a directory, or a glob. Of a token file and its flags, a
+    description has the size and the first bytes; the other files next to it are complete.
 
     Raises:
         UsageError: If there are none, or if the driver of the store is missing.
@@ -87,19 +115,20 @@ def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any
     def fetch(url: str) -> None:
         file = folder / os.path.relpath(url, root)
         file.parent.mkdir(parents=True, exist_ok=True)
-        size = files[url][0]
-        content = read_range(store, url, (0, size if url in beside else min(_START, size)), url)
+        size, is_whole = files[url][0], url in beside and not url.endswith(LOSS)
+        content = read_range(store, url, (0, size if is_whole else min(_START, size)), url)
         with replacing(file) as out:
             out.write(content)
             out.truncate(size)
 
+    wanted = [*bins, *sorted(beside)]
     if not (folder / _COMPLETE).exists():
-        wanted = [*bins, *sorted(beside)]
         with doing(f"looking at {path}", "files", len(wanted)) as advance:
             for _ in POOL.map(fetch, wanted):
                 advance(1)
         replace(folder / _COMPLETE, "")
-    return folder, {str(folder / os.path.relpath(url, root)): (url, store) for url in bins}
+    places = {url: str(folder / os.path.relpath(url, root)) for url in wanted}
+    return folder, {place: (url, store, files[url][1]) for url, place in places.items()}
 
 
 def _belongs(url: str, bins: set[str]) -> bool:
@@ -109,7 +138,19 @@ def _belongs(url: str, bins: set[str]) -> bool:
     )
 
 
-def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, str]]]:
+def _version(about: Mapping[str, Any]) -> Version:
+    """Return what tells that a file has changed; the first of what two answers have is compared.
+
+    Of one driver, they may differ in the quotes of a tag, and in the type of a time.
+    """
+    known = {each: about[each] for each in _VERSIONS if about.get(each) is not None}
+    return {
+        name: str(each.timestamp() if isinstance(each, datetime) else each).strip('"')
+        for name, each in known.items()
+    }
+
+
+def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, Version]]]:
     """Return the store, and the size of each file at a URL, with what tells its version."""
     store, root = open_store(path, f"{key}={path}")
     is_glob = re.search(r"[*?\[]", root) is not None
@@ -126,6 +167,5 @@ def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, str]]]:
         if about["type"] == "file" and (not matches or url in matches or _belongs(url, matches)):
             if about.get("size") is None:
                 raise UsageError(f"{key}={path}: {url}: the store does not tell its size")
-            version = [str(about[each]) for each in _VERSIONS if each in about]
-            files[url] = int(about["size"]), " ".join(version)
+            files[url] = int(about["size"]), _version(about)
     return store, files

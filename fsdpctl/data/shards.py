@@ -44,6 +44,7 @@ class Shard:
     offset: int  # bytes before them
     stamp: tuple[int, int]  # size and time of change
     index: Index | None = None  # of its documents, if known
+    flags: "Shard | None" = None  # a byte per token, 0 if it is not trained on
 
     def read(self, start: int, stop: int) -> Values:
         """Return tokens.
@@ -53,7 +54,7 @@ class Shard:
         """
         size, descriptor = self.dtype.itemsize, _opened(self.path, self.stamp).descriptor
         try:
-            if stamp_of(os.fstat(descriptor)) != self.stamp:
+            if stamp_of(os.stat(self.path)) != self.stamp:  # another file of this name, too
                 raise UsageError(f"{self.path}: changed since the run started")
             content = os.pread(descriptor, (stop - start) * size, self.offset + start * size)
         except OSError as error:
@@ -116,10 +117,22 @@ class ShardTokens:
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.zeros(0, np.uint16)])
 
-    def fetch(self, start: int, stop: int) -> None:
-        """Begin to fetch tokens that are in an object store."""
+    def trained(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Return which tokens are trained on."""
+        found, end = np.ones(stop - start, dtype=np.bool_), 0
         for number, first, last in self._in(start, stop):
-            self.shards[number].fetch(first, last)
+            flags, end = self.shards[number].flags, end + last - first
+            if flags is not None:
+                found[end - last + first : end] = flags.read(first, last)
+        return found
+
+    def fetch(self, start: int, stop: int) -> None:
+        """Begin to fetch tokens that are in an object store, and their flags."""
+        for number, first, last in self._in(start, stop):
+            shard = self.shards[number]
+            for each in (shard, shard.flags):
+                if each is not None:
+                    each.fetch(first, last)
 
     def _in(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the shards in which a span is, with the span of tokens in each."""

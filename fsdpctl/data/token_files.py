@@ -81,7 +81,7 @@ def check_tokens(file: TokenFile, vocab_size: int | None) -> None:
                 if not 0 <= part[worst] < most:
                     raise UsageError(
                         f"{path}: token {start + worst}: expected less than {most}, the size of "
-                        f"the vocabulary, got {part[worst]}"
+                        f"the vocabulary, got {part[worst]}{file.hint and f'; {file.hint}'}"
                     )
             advance(part.nbytes)
     if file.xxh3 not in (None, digest.hexdigest()):

@@ -12,11 +12,11 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from fsdpctl.config.data import TOKEN_FORMATS, TOKEN_SUFFIXES
+from fsdpctl.config.data import LOSS, TOKEN_FORMATS, TOKEN_SUFFIXES
 from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.config.sources import is_remote
 from fsdpctl.data.files import find_files
-from fsdpctl.data.remote import RemoteShard, describe_remote
+from fsdpctl.data.remote import RemoteShard, Version, describe_remote
 from fsdpctl.data.shards import Index, Shard, stamp_of
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.files import open_regular, refusing
@@ -30,6 +30,8 @@ _LLM_C = {(20240520, 1): ("uint16", 50257), (20240801, 7): ("uint32", 128256)}
 _MEGATRON, _MEGATRON_HEADER = b"MMIDIDX\0\0", "<9sQBQQ"
 _MEGATRON_DTYPES = {1: "|u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _NUMPY = b"\x93NUMPY"
+# Below _HIGH is the upper half of an id of 4 bytes; larger vocabularies than _LARGE are unknown.
+_HIGH, _LARGE, _FEW = 4, 1 << 20, 64  # the last: ids that tell nothing
 _GLOB = re.compile(r"[*?\[]")
 _HELD_OUT = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|test|eval)(?:[^a-z]|$)", re.IGNORECASE)
 
@@ -46,6 +48,7 @@ class TokenFile:
     tokenizer_xxh3: str | None = None  # its checksum
     xxh3: str | None = None  # of the tokens
     num_bytes: int | None = None  # of the text
+    hint: str = ""  # why ids seem to be of another width, and what to set
 
     @property
     def size(self) -> int:
@@ -111,7 +114,8 @@ def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> l
     if is_remote(path, f"{key}={path}"):
         folder, urls = describe_remote(path, key)
         _files(str(folder), key)  # refuses some
-        local = _open_all([Path(each) for each in sorted(urls)], key, kind)
+        places = [Path(each) for each in sorted(urls) if each.endswith(TOKEN_SUFFIXES)]
+        local = _open_all(places, key, kind)
         found = [replace(each, shard=_in_store(each.shard, urls)) for each in local]
     else:
         found = _open_all(_files(path, key), key, kind)
@@ -124,13 +128,21 @@ def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> l
                     f"{key}: {other.shard.path}: {what}: expected {ours}, as in "
                     f"{first.shard.path}, got {theirs}"
                 )
+    flagged = [each.shard for each in found if each.shard.flags is not None]
+    lacking = [each.shard for each in found if each.shard.flags is None]
+    if flagged and lacking:
+        raise UsageError(
+            f"{key}: {lacking[0].path}{LOSS}: not found, but {flagged[0].path}{LOSS} exists; "
+            "expected one next to every token file"
+        )
     return found
 
 
-def _in_store(shard: Shard, urls: Mapping[str, tuple[str, Any]]) -> RemoteShard:
-    url, store = urls[str(shard.path)]
-    about = shard.dtype, shard.count, shard.offset, shard.stamp, shard.index
-    return RemoteShard(shard.path, *about, url, store)
+def _in_store(shard: Shard, urls: Mapping[str, tuple[str, Any, Version]]) -> RemoteShard:
+    flags = None if shard.flags is None else _in_store(shard.flags, urls)
+    about = shard.dtype, shard.count, shard.offset, shard.stamp, shard.index, flags
+    url, store, version = urls[str(shard.path)]
+    return RemoteShard(Path(url), *about, url, store, version)
 
 
 def _files(path: str, key: str) -> list[Path]:
@@ -169,7 +181,23 @@ def _open(path: Path, names: Collection[str], key: str, kind: str) -> TokenFile:
     kind = _kind(opened) if kind == "auto" else kind
     if not opened.size:
         raise opened.error("contains no tokens")
-    return _READERS[kind](opened)
+    found = _READERS[kind](opened)
+    return _flagged(found, opened) if f"{path.name}{LOSS}" in names else found
+
+
+def _flagged(found: TokenFile, file: _Opened) -> TokenFile:
+    """Add the flags in NAME.loss, as datatrove writes them."""
+    path, count = _beside(file.path, LOSS), found.shard.count
+    descriptor = open_regular(path, follows=True)
+    with open(descriptor, "rb") as content:
+        about, start = os.fstat(descriptor), content.read(_START)
+    if about.st_size != count:
+        raise UsageError(
+            f"{file.where}{LOSS}: expected {count} bytes, one per token, got {about.st_size}"
+        )
+    flags = Shard(path, np.dtype("u1"), count, 0, stamp_of(about))
+    first = f"{found.start} {xxhash.xxh3_64_hexdigest(start)}"
+    return replace(found, shard=replace(found.shard, flags=flags), start=first)
 
 
 def _kind(file: _Opened) -> str:
@@ -239,12 +267,20 @@ def _megatron(file: _Opened) -> TokenFile:
             raise UsageError(f"{path}: cut, or without sequences")
         index.seek(size)
         lengths = np.frombuffer(index.read(4 * sequences), dtype="<i4")
+        index.seek(places)
+        ends = np.frombuffer(index.read(8 * documents), dtype="<i8").tolist()
     if (lengths < 0).any():
         raise UsageError(f"{path}: damaged: a length below 0")
+    if ends[:1] != [0] or ends[-1] != sequences or ends != sorted(ends):
+        last = ends[-1] if ends else 0
+        raise UsageError(
+            f"{path}: damaged: expected documents from sequence 0 to {sequences}, got "
+            f"{documents} that end at {last}"
+        )
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     shard = file.shard(dtype, 0, int(lengths.sum(dtype=np.int64)))
-    ends = Index(path, pointers, sequences, dtype.itemsize, (places, documents))
-    return TokenFile(replace(shard, index=ends), "megatron", file.checksum)
+    about = Index(path, pointers, sequences, dtype.itemsize, (places, documents))
+    return TokenFile(replace(shard, index=about), "megatron", file.checksum)
 
 
 def _datatrove(file: _Opened) -> TokenFile:
@@ -287,9 +323,26 @@ def _numpy(file: _Opened) -> TokenFile:
 
 def _raw(name: str) -> Callable[[_Opened], TokenFile]:
     def read(file: _Opened) -> TokenFile:
-        return TokenFile(file.shard(DTYPES[name]), name, file.checksum)
+        if file.start.startswith(_NUMPY):
+            raise file.error(f"data.format={name}: has a header of NumPy; set data.format=auto")
+        shard = file.shard(DTYPES[name])
+        return TokenFile(shard, name, file.checksum, hint=_hint(file.start, shard.dtype))
 
     return read
+
+
+def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
+    """Return why the first ids seem to be of another width, and what to set."""
+    ids = np.frombuffer(start[: len(start) // 8 * 8], dtype)
+    is_high, size = ids < _HIGH, dtype.itemsize
+    if len(ids) < _FEW:
+        return ""
+    if np.mean(is_high[1::2]) > 0.99 and np.mean(is_high[::2]) < 0.9:
+        setting = "set data.format=uint32" if size == 2 else "convert them to uint32"
+        return f"every second id is 0 or nearly, as of ids of {2 * size} bytes; {setting}"
+    if size == 4 and np.median(ids) >= _LARGE:
+        return f"most ids are {_LARGE:,} or more, as of ids of 2 bytes; set data.format=uint16"
+    return ""
 
 
 _READERS: dict[str, Callable[[_Opened], TokenFile]] = {

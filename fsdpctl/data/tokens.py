@@ -89,9 +89,11 @@ class StreamRows:
         """Return a sample; with isolated documents, the first token of one is not predicted."""
         start, tokens = number * self.seq_len, self.stream.tokens
         found = tokens[start : start + self.seq_len + 1].astype(np.int64)
-        if not (self.stream.isolates and isinstance(tokens, ShardTokens)):
-            return Sample(found[:-1], found[1:])
         targets = found[1:].copy()
+        if isinstance(tokens, ShardTokens):
+            targets[~tokens.trained(start, start + len(found))[1:]] = IGNORED
+        if not (self.stream.isolates and isinstance(tokens, ShardTokens)):
+            return Sample(found[:-1], targets)
         ends = [each - start for each in tokens.ends(start, start + self.seq_len)]
         targets[[each - 1 for each in ends]] = IGNORED
         lengths = np.diff([0, *ends, self.seq_len])

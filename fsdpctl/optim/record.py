@@ -148,8 +148,9 @@ def record_step(
         summed[after + 2 * world.size :].copy_(own.by_source.flatten())
     world.all_reduce(summed)
     squares, loss, count = summed[:3].unbind()
-    token_factor = nominal_tokens / count
-    norm, loss = squares.sqrt() * token_factor, loss / count
+    some = count.clamp(min=1)  # a step without a target has the loss 0, and no gradient
+    token_factor = nominal_tokens / some
+    norm, loss = squares.sqrt() * token_factor, loss / some
     factor = token_factor
     if max_grad_norm > 0:
         factor = factor * (max_grad_norm / (norm + EPS)).clamp(max=1.0)

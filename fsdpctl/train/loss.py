@@ -85,8 +85,13 @@ def validation_loss(
                 return None
         sums[name] = collectives.all_reduce(total).tolist()
     tokens = sum(count for _, count in sums.values())
-    by_source = {name: each / count for name, (each, count) in sums.items() if name}
-    return ValidationLoss(sum(each for each, _ in sums.values()) / tokens, int(tokens), by_source)
+    by_source = {name: _mean(*each) for name, each in sums.items() if name}
+    total = sum(each for each, _ in sums.values())
+    return ValidationLoss(_mean(total, tokens), int(tokens), by_source)
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else math.nan  # a loss mask may exclude all tokens
 
 
 def _pass_loss(

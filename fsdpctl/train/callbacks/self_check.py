@@ -128,11 +128,14 @@ class SelfCheck(Callback):
         everyone = run.ranks.gather_objects((own, norms, tokens))
         for lines, *_ in everyone:
             yield from lines
+        counted = sum(count for *_, count in everyone)
+        if not counted and not self._tokens:
+            yield "no token of the step is trained on"
+            return
         units = {s.unit for s in model.flat_shards() if s.trainable}
         units -= {unit for _, of_rank, _ in everyone for unit in of_rank if of_rank[unit]}
         for unit in sorted(units - unused_units(run.parts, units)):
             yield f"{unit or 'the root'}: no parameter has a gradient"
-        counted = sum(count for *_, count in everyone)
         if self._tokens != counted:
             yield f"loss over {self._tokens} tokens; expected {counted}, the targets of the batch"
         yield from _leaks(run)
