@@ -133,5 +133,6 @@ def _read_data(rows: TrainingRows) -> None:
         value = rows.known("validation_dataset")
         rows.add(value, "data.val_fraction=0")
         if held or rows.below("validation_dataset."):
-            shown = held or SourceKey("validation_dataset", "", ())
+            name = rows.value("validation_dataset.dataset_name", "validation_dataset._target_")
+            shown = held or name or SourceKey("validation_dataset", "", ())
             rows.leave(shown, "not found here; set data.val_path=FILE")

@@ -99,7 +99,7 @@ CHANGES_AUTOMODEL = (
     "model.mtp_*", "model.num_nextn*", "neftune*", "optimizer.*", "packed_sequence.*",
     "peft.dropout_position", "peft.lora_*", "peft.moe_rank_scaling", "qat*",
 )  # fmt: skip
-# The values of such keys that change nothing here.
+# The values of such keys that change nothing here; of others, those that turn a key off.
 HARMLESS = {
     "dataset_train_split": "train", "dataset_text_field": "text", "train_on_eos": "turn",
     "train_on_eot": "turn", "chat_template": "tokenizer_default", "packing_strategy": "bfd",
@@ -107,6 +107,5 @@ HARMLESS = {
     "remove_unused_columns": "true", "shuffle_merged_datasets": "true",
     "roles_to_train": "assistant", "dataloader.shuffle": "true", "loss_type": "nll",
     "dataset.split": "train", "peft.dropout_position": "post",
-    "packed_sequence.packing_strategy": "thd",
-    "dataset.padding": "do_not_pad", "label_smoothing_factor": "0.0",
+    "packed_sequence.packing_strategy": "thd", "dataset.padding": "do_not_pad",
 }  # fmt: skip

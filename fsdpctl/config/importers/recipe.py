@@ -146,12 +146,9 @@ def _left_out(found: Translation) -> Iterator[str]:
 
 def _changes(found: Translation, value: SourceKey) -> bool:
     """Return whether a value without a counterpart changes the training."""
-    name = value.key
-    if (
-        value.is_off
-        or name.endswith("._target_")
-        or value.text.strip().lower() == HARMLESS.get(name)
-    ):
+    name, text = value.key, value.text.strip().lower()
+    is_usual = text == HARMLESS[name] if name in HARMLESS else value.is_off or not text.strip("0.")
+    if is_usual or name.endswith("._target_"):
         return False
     return any(fnmatchcase(name, pattern) for pattern in found.changes)
 

@@ -289,6 +289,24 @@ def test_keys_of_a_data_set_that_are_not_followed_are_named():
     assert found == {f"datasets[].{name}" for name in names}
 
 
+@pytest.mark.parametrize(
+    ("tool", "changes"),
+    [
+        ("axolotl", {"train_on_eos": "none"}),
+        ("axolotl", {"shuffle_merged_datasets": False}),
+        ("TRL", {"average_tokens_across_devices": False}),
+        ("Automodel", {"dataloader": {"shuffle": False}}),
+    ],
+)
+def test_a_value_that_turns_a_default_off_changes_the_training(tool, changes):
+    def named(more: dict[str, Any]) -> list[str]:
+        lines = converted(tool, {**TOOLS[tool][1], **more}).left_out
+        return [line for line in lines if line.startswith("changes the training")]
+
+    assert next(iter(changes)) in named(changes)[0]
+    assert named({"group_by_length": False, "neftune_noise_alpha": 0.0}) == []
+
+
 @pytest.mark.parametrize("kind", ["jeopardy", "alpaca:chat", "{'field_instruction': 'a'}"])
 def test_prompts_that_no_chat_template_writes_need_other_data(kind):
     entry = {"path": "rows.jsonl", "type": kind}
