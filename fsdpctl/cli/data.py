@@ -33,7 +33,6 @@ def tokenize(
 
     If it is killed, the same command continues.
     """
-    from fsdpctl.data.files import left_out
     from fsdpctl.data.tokenizer import open_tokenizer
     from fsdpctl.data.tokenizing import Output, tokenize_files
 
@@ -46,7 +45,9 @@ def tokenize(
     where = str(destination)
     if shard_tokens is not None:
         where = f"{done.files:,} files {destination.stem}-*.bin"
-    say(f"{where}: {done.tokens:,} tokens of {done.num_bytes:,} bytes{left_out(done.skipped)}")
+    say(f"{where}: {done.tokens:,} tokens of {done.num_bytes:,} bytes of {done.about}")
+    for line in done.notes:
+        say(line)
 
 
 def data(

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from fsdpctl.config.keys import key
 from fsdpctl.errors import UsageError
 
-CHAT = "chat"
-CHAT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
-TOKENS = "tokens"
+CHAT, TEXT, TOKENS = "chat", "text", "tokens"
 MOST_HELD_OUT = 1 << 24  # tokens: more make no validation loss more exact, and take hours
 TOKEN_SUFFIXES = (".bin", ".ds", ".npy")
 LOSS = ".loss"  # of a file with a byte per token: whether it is trained on
@@ -88,21 +86,14 @@ class DataConfig:
     )
 
     @property
+    def takes_validation(self) -> bool:
+        """Whether validation files at data.path are used: no key of validation is set."""
+        return self.val_path is None and self.val_fraction == DataConfig().val_fraction
+
+    @property
     def holds_documents(self) -> bool:
         """Whether a sequence can have several documents."""
         return self.name == CHAT or (self.name == TOKENS and bool(self.packing))
-
-
-def option_of_data(path: str) -> str:
-    """Return the option of `data` for a path: by its suffix, else text."""
-    if path.startswith("hf://"):
-        return CHAT
-    name = path.rpartition("/")[2].lower()
-    for packed in (".gz", ".zst"):
-        name = name.removesuffix(packed)
-    if name.endswith(CHAT_SUFFIXES):
-        return CHAT
-    return TOKENS if name.endswith(TOKEN_SUFFIXES) else "text"
 
 
 def check_chat_keys(config: DataConfig) -> None:

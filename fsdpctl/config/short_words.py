@@ -1,17 +1,11 @@
 """Short forms, and names of other tools: models, GPUs of a cluster, data, strategies."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsdpctl.config.data import (
-    CHAT,
-    CHAT_SUFFIXES,
-    TOKEN_NEIGHBORS,
-    TOKEN_SUFFIXES,
-    TOKENS,
-    option_of_data,
-)
+from fsdpctl.config.data_files import option_of_data
 from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.sources import sources_in
@@ -58,7 +52,8 @@ def expanded(
             found.append((name, text))
     path = given.get("data.path")
     if path is not None and "data" not in {**dict(others), **given}:
-        found.append(("data", _data(path)))
+        first = sources_in(path)[0].path if path else path
+        found.append(("data", option_of_data(os.path.expanduser(first))))
     return found
 
 
@@ -77,20 +72,6 @@ def _cluster(
     return [
         ("cluster", name), (_RANKS[0], str(per_node)), (_RANKS[1], str(count // per_node))
     ]  # fmt: skip
-
-
-def _data(path: str) -> str:
-    """Return the option of `data` for a path: by its suffix, of a directory by its files."""
-    first = sources_in(path)[0].path if path else path
-    folder = Path(first).expanduser()
-    if not folder.is_dir():
-        return option_of_data(first)
-    names = [each.name.lower().removesuffix(".gz").removesuffix(".zst") for each in folder.iterdir()
-             if each.is_file()]  # fmt: skip
-    bins = [name for name in names if name.endswith(TOKEN_SUFFIXES)]
-    if bins and all(name.endswith((*TOKEN_SUFFIXES, *TOKEN_NEIGHBORS)) for name in names):
-        return TOKENS
-    return CHAT if names and all(name.endswith(CHAT_SUFFIXES) for name in names) else "text"
 
 
 def with_own_strategy(pairs: list[Pair]) -> tuple[list[Pair], tuple[str, ...]]:

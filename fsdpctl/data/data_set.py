@@ -29,6 +29,7 @@ class DataSet:
     template: str | None = None  # of chats, if it isn't that of the tokenizer
     end_tokens: tuple[int, ...] = ()  # that end a trained assistant message, most frequent first
     prompt: tuple[int, ...] = ()  # to generate a sample from
+    has_val_files: bool = False  # whether `val` has files of its own, and is not held out
 
     @property
     def has_text(self) -> bool:

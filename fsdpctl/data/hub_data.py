@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.config.data_files import TOKENIZE, is_data, select_files
 from fsdpctl.config.hub_cache import cache_folder
 from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.io.files import read_text_file
@@ -15,7 +16,6 @@ _NAME = re.compile(
     r"hf://(?:datasets/)?(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>[\w.-]+))?(?::(?P<config>[\w.-]+))?(?:/(?P<split>[\w.-]+))?"
 )
-_DATA = re.compile(r".+\.(?:parquet|arrow|txt|(?:jsonl|json|ndjson)(?:\.gz|\.zst)?)")
 _CARD = "README.md"
 _MOST_STARS = 3  # of a pattern: matching takes time that grows with each
 
@@ -42,8 +42,8 @@ def hub_files(path: str, key: str) -> list[Path]:
             f"nothing, {fetch}"
         )
     files = {each.relative_to(snapshot).as_posix(): each for each in sorted(snapshot.rglob("*"))}
-    files = {each: file for each, file in files.items() if _DATA.fullmatch(each)}
-    chosen = [*_chosen(snapshot, f"{key}={path}", set(files), (config, split))]
+    files = {each: file for each, file in files.items() if is_data(file)}
+    chosen = [*_chosen(snapshot, f"{key}={path}", files, (config, split))]
     if not chosen:
         raise UsageError(f"{key}={path}: no such files in {snapshot}; {fetch}")
     if missing := next((each for each in chosen if not files[each].is_file()), None):
@@ -74,7 +74,7 @@ def _snapshot(folder: Path, revision: str) -> Path | None:
 
 
 def _chosen(
-    snapshot: Path, where: str, names: set[str], asked: tuple[str | None, str | None]
+    snapshot: Path, where: str, names: dict[str, Path], asked: tuple[str | None, str | None]
 ) -> Iterator[str]:
     """Yield the names of the files of a configuration and a split."""
     configs = _configs(snapshot, where)
@@ -82,9 +82,11 @@ def _chosen(
     if not configs:
         # Without a card, directories and names tell.
         wanted = [word for word in (config, split) if word is not None]
-        if split is None and any(_has_word(each, "train") for each in names):
-            wanted.append("train")
-        yield from (each for each in names if all(_has_word(each, word) for word in wanted))
+        found = [file for name, file in names.items() if all(_has_word(name, x) for x in wanted)]
+        if split is None and found:
+            is_folder = config is None
+            found = [*select_files(found, snapshot, where, TOKENIZE, is_folder=is_folder).train]
+        yield from (each.relative_to(snapshot).as_posix() for each in found)
         return
     default = "default" if "default" in configs else next(iter(configs))
     if config is None and default != "default" and len(configs) > 1:

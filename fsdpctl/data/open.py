@@ -8,22 +8,31 @@ from pathlib import Path
 
 import xxhash
 
-from fsdpctl.config.data import CHAT, LOSS, MOST_HELD_OUT, TOKENS, DataConfig, check_chat_keys
+from fsdpctl.config.data import (
+    CHAT,
+    LOSS,
+    MOST_HELD_OUT,
+    TEXT,
+    TOKENS,
+    DataConfig,
+    check_chat_keys,
+)
 from fsdpctl.config.sources import DataSource, sources_in
 from fsdpctl.data.cache import read_cache, write_cache
 from fsdpctl.data.chats.open import open_chats
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.data.files import Text, hold_out, left_out, read_text, standard_library
+from fsdpctl.data.documents import read_text
+from fsdpctl.data.files import Text, find_data, hold_out, left_out, standard_library
 from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture
 from fsdpctl.data.token_files import stream_of
 from fsdpctl.data.token_formats import TokenFile, open_token_files
-from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, open_tokenizer
+from fsdpctl.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError, first_of
 
-_OWN = "python_stdlib"
-_ENCODING = 4  # increase it if the same text gives other tokens
+_OWN, _VAL_PATH = "python_stdlib", "data.val_path"
+_ENCODING = 5  # increase it if the same text gives other tokens
 _GZIP_LEAST = 16 << 10  # bytes; below, gzip's header and empty window dominate the figure
 _GZIP_LIMIT = 64 << 20  # above, compressing for the comparison takes too long
 
@@ -46,24 +55,24 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
         open_one = partial(_from_text, open_tokenizer(config.tokenizer))
     if config.path is None or config.name == _OWN:
         return open_one(config)
-    sources = sources_in(config.path)
-    if len(sources) == 1:
-        return open_one(replace(config, path=sources[0].path))
-    held = None
+    sources, held = sources_in(config.path), None
     if config.val_path is not None:
         alone = replace(config, path=config.val_path, val_path=None, val_fraction=0.0)
-        held = open_one(alone, key="data.val_path")
+        held = open_one(alone, key=_VAL_PATH)
         config = replace(config, val_path=None, val_fraction=0.0)
     found = [open_one(replace(config, path=each.path)) for each in sources]
-    mixed = mix(sources, found)
+    mixed = mix(sources, found) if len(sources) > 1 else found[0]
     if held is None:
         return mixed
     _check_alike(sources[0].path, found[0], str(alone.path), held)
-    files, notes = (
-        (*mixed.token_files, *held.token_files),
-        dict.fromkeys((*mixed.notes, *held.notes)),
+    return replace(
+        mixed,
+        val=held.train,
+        gzip_bits_per_byte=held.gzip_bits_per_byte,
+        token_files=(*mixed.token_files, *held.token_files),
+        has_val_files=True,
+        notes=(*dict.fromkeys((*mixed.notes, *held.notes)),),
     )
-    return replace(mixed, val=held.train, token_files=files, notes=tuple(notes))
 
 
 def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
@@ -106,6 +115,7 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
             *(f"{n}: {each.description}" for n, each in zip(names, found, strict=True)),
             *dict.fromkeys(note for each in found for note in each.notes),
         ),
+        has_val_files=any(each.has_val_files for each in found),
     )
 
 
@@ -120,56 +130,55 @@ def _check_alike(path: str, one: DataSet, other_path: str, other: DataSet) -> No
 
 
 def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str = "data.path") -> DataSet:
-    text, where = _read(config, key)
-    train, val = _split(text, config)
-    skipped = left_out(text.skipped)
-    files = "file" if len(text.documents) == 1 else "files"
+    text, held, about, notes = _own(config) if config.name == _OWN else _read(config, key)
+    has_files = held is not None
+    if held is None:
+        text, held = hold_out(text, config.val_fraction)
+    if not text.documents:
+        raise UsageError(f"data.val_fraction={config.val_fraction:g}: leaves nothing to train on")
     return DataSet(
-        _encode(tokenizer, train),
-        _encode(tokenizer, val) if val else None,
+        _encode(tokenizer, text),
+        _encode(tokenizer, held) if held else None,
         tokenizer,
         tokenizer.vocab_size,
-        f"{where}, {len(text.documents)} {files}{skipped}",
-        _gzip_bits(val) if val else None,
+        about,
+        _gzip_bits(text if key == _VAL_PATH else held),
+        notes=(*notes, *tokenizer.notes()),
+        has_val_files=has_files,
     )
 
 
-def _read(config: DataConfig, key: str) -> tuple[Text, str]:
-    if config.name == _OWN:
-        if config.path is not None:
-            is_chat = config.path.removesuffix(".gz").endswith((".jsonl", ".parquet"))
-            kinds = "data=chat, data=text" if is_chat else "data=text, data=chat"
-            raise UsageError(f"data.path={config.path}: only valid with {kinds} or data=tokens")
-        return standard_library(), "Python's standard library"
+_Read = tuple[Text, Text | None, str, tuple[str, ...]]  # with that of validation files, and notes
+
+
+def _own(config: DataConfig) -> _Read:
+    if config.path is not None:
+        is_chat = config.path.removesuffix(".gz").endswith((".jsonl", ".parquet"))
+        kinds = "data=chat, data=text" if is_chat else "data=text, data=chat"
+        raise UsageError(f"data.path={config.path}: only valid with {kinds} or data=tokens")
+    text = standard_library()
+    return text, None, f"Python's standard library, {len(text.documents)} files", ()
+
+
+def _read(config: DataConfig, key: str) -> _Read:
     if config.path is None:
         raise UsageError("data=text: data.path is required: a file, a directory or a glob")
-    return read_text(config.path, key), config.path
-
-
-def _split(text: Text, config: DataConfig) -> tuple[Text, Text | None]:
-    if config.val_path is not None:
-        return text, read_text(config.val_path, "data.val_path")
-    train, val = hold_out(text, config.val_fraction)
-    if not train.documents:
-        raise UsageError(f"data.val_fraction={config.val_fraction:g}: leaves nothing to train on")
-    return train, val
+    found, where, held = find_data(config.path, key, TEXT), f"{key}={config.path}", None
+    text, passed = read_text(found.train, found.option, where)
+    if config.takes_validation and found.validation:
+        held, _ = read_text(found.validation, found.option, where)
+    about = found.about(validates=config.takes_validation)
+    return text, held, f"{config.path}, {about}{left_out(passed.skipped)}", passed.notes()
 
 
 def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:
     if config.path is None:
         raise UsageError("data=tokens: data.path is required, such as data.path=FILE.bin")
-    kind, isolates = config.format, bool(config.packing)
-    files = open_token_files(config.path, key, kind)
-    train, val, held = stream_of(files, config.path, isolates=isolates), None, []
-    if config.val_path is not None:
-        held = open_token_files(config.val_path, "data.val_path", kind)
-        if held[0].vocab_size != files[0].vocab_size:
-            raise UsageError(
-                f"data.val_path={config.val_path}: expected a vocabulary of "
-                f"{files[0].vocab_size}, as in data.path, got {held[0].vocab_size}"
-            )
-        val = stream_of(held, config.val_path, isolates=isolates)
-    elif config.val_fraction:
+    opened, isolates = open_token_files(config.path, key, config.format), bool(config.packing)
+    files, held = opened.train, opened.validation if config.takes_validation else []
+    train = stream_of(files, config.path, isolates=isolates)
+    val = stream_of(held, config.path, isolates=isolates) if held else None
+    if val is None and config.val_fraction:
         count = train.num_tokens
         train, val = train.cut(count - min(int(count * config.val_fraction), MOST_HELD_OUT))
     both = (*files, *held)
@@ -182,14 +191,14 @@ def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:
     notes = tuple(_notes_on(both))
     if config.tokenizer is not None:
         tokenizer = open_tokenizer(config.tokenizer)
-        notes += _check_tokenizer("data.path", files[0], tokenizer)
-        if held:
-            _check_tokenizer("data.val_path", held[0], tokenizer)
+        notes += _check_tokenizer(key, files[0], tokenizer)
     known = 0 if config.tokenizer is None else tokenizer.vocab_size
-    description = config.path if len(files) == 1 else f"{config.path}, {len(files):,} files"
+    about = opened.found.about(validates=config.takes_validation)
+    description = config.path if about == "1 file" else f"{config.path}, {about}"
     return DataSet(
-        train, val, tokenizer, files[0].vocab_size or known, description, None, both, notes
-    )
+        train, val, tokenizer, files[0].vocab_size or known, description, None, both, notes,
+        has_val_files=bool(held),
+    )  # fmt: skip
 
 
 def _notes_on(files: Sequence[TokenFile]) -> Iterator[str]:
@@ -227,18 +236,22 @@ def _check_tokenizer(key: str, file: TokenFile, tokenizer: Tokenizer) -> tuple[s
 
 def _encode(tokenizer: Tokenizer, text: Text) -> TokenStream:
     """Tokenize text. The cache keeps tokens that take time to compute."""
-    if tokenizer.name == BYTES:
+    if isinstance(tokenizer, ByteTokenizer):
         return TokenStream(tokenizer.encode(text), text.num_bytes)
     digest = xxhash.xxh3_128(f"{_ENCODING} {tokenizer.checksum}".encode())
     for document in text.documents:
         digest.update(len(document).to_bytes(8, "little"))
         digest.update(document)
     name = f"text-{digest.hexdigest()}"
-    entry = read_cache(name) or write_cache(name, {"tokens": tokenizer.encode(text)}, {})
+    if (entry := read_cache(name)) is None:
+        before, tokens = tokenizer.begun, tokenizer.encode(text)
+        entry = write_cache(name, {"tokens": tokens}, {"begun": tokenizer.begun - before})
+    else:
+        tokenizer.begun += entry.facts["begun"]
     return TokenStream(entry.arrays["tokens"], text.num_bytes, entry.checksums["tokens"])
 
 
-def _gzip_bits(text: Text) -> float | None:
-    if not _GZIP_LEAST <= text.num_bytes <= _GZIP_LIMIT:
+def _gzip_bits(text: Text | None) -> float | None:
+    if text is None or not _GZIP_LEAST <= text.num_bytes <= _GZIP_LIMIT:
         return None
     return 8 * len(gzip.compress(b"".join(text.documents), 9, mtime=0)) / text.num_bytes

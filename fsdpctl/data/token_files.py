@@ -22,7 +22,7 @@ _CHUNK = 1 << 22  # tokens
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
     """Return the dtype in which token files have the tokens of a tokenizer."""
-    return DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
+    return DTYPES[np.dtype(tokenizer.dtype).name]
 
 
 def write_header(

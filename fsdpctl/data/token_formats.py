@@ -12,13 +12,14 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from fsdpctl.config.data import LOSS, TOKEN_FORMATS, TOKEN_SUFFIXES
+from fsdpctl.config.data import LOSS, TOKEN_FORMATS, TOKEN_SUFFIXES, TOKENS
+from fsdpctl.config.data_files import DataFiles, select_files
 from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.config.sources import is_remote
-from fsdpctl.data.files import find_files
+from fsdpctl.data.files import find_data
 from fsdpctl.data.remote import RemoteShard, Version, describe_remote
 from fsdpctl.data.shards import Index, Shard, stamp_of
-from fsdpctl.errors import UsageError, first_of
+from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular, refusing
 from fsdpctl.io.untrusted import MIB, as_type, check_version, read_json
 
@@ -33,7 +34,6 @@ _NUMPY = b"\x93NUMPY"
 # Below _HIGH is the upper half of an id of 4 bytes; larger vocabularies than _LARGE are unknown.
 _HIGH, _LARGE, _FEW = 4, 1 << 20, 64  # the last: ids that tell nothing
 _GLOB = re.compile(r"[*?\[]")
-_HELD_OUT = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|test|eval)(?:[^a-z]|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +104,44 @@ class _Opened:
         return Shard(self.path, dtype, found, offset, self.stamp)
 
 
-def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> list[TokenFile]:
-    """Open the token files at a path: a file, a directory, or a glob, in the order of their names.
+@dataclass(frozen=True, slots=True)
+class TokenFiles:
+    """The token files at a path, opened, in the order of their names."""
+
+    train: list[TokenFile]
+    validation: list[TokenFile]
+    found: DataFiles
+
+    @property
+    def all(self) -> list[TokenFile]:
+        """The files of both parts."""
+        return self.train + self.validation
+
+
+def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> TokenFiles:
+    """Open the token files at a path: a file, a directory, or a glob.
 
     Raises:
         UsageError: If there are none, or if one is damaged, of an unknown format, or of another
             tokenizer or vocabulary than the first.
     """
+    urls: dict[str, tuple[str, Any, Version]] = {}
     if is_remote(path, f"{key}={path}"):
         folder, urls = describe_remote(path, key)
-        _files(str(folder), key)  # refuses some
-        places = [Path(each) for each in sorted(urls) if each.endswith(TOKEN_SUFFIXES)]
-        local = _open_all(places, key, kind)
-        found = [replace(each, shard=_in_store(each.shard, urls)) for each in local]
+        is_folder = not (path.endswith(TOKEN_SUFFIXES) or _GLOB.search(path))
+        local, where = [Path(each) for each in sorted(urls)], f"{key}={path}"
+        found = select_files(local, folder, where, TOKENS, is_folder=is_folder)
+    elif path.endswith(TOKEN_SUFFIXES) and not (_GLOB.search(path) or Path(path).exists()):
+        raise UsageError(f"{key}={path}: no such token file; `fsdpctl tokenize` creates one")
     else:
-        found = _open_all(_files(path, key), key, kind)
-    first = found[0]
-    for other in found[1:]:
+        found = find_data(path, key, TOKENS)
+    for folder in {each.parent for each in found.train} if not Path(path).is_file() else ():
+        if busy := next(folder.glob("*.progress.json"), None):
+            raise UsageError(f"{key}={path}: {busy.name}: `fsdpctl tokenize` has not finished")
+    opened = _open_all([*found.train, *found.validation], key, kind)
+    opened = [replace(x, shard=_in_store(x.shard, urls)) for x in opened] if urls else opened
+    first = opened[0]
+    for other in opened[1:]:
         for what in ("vocab_size", "tokenizer_xxh3" if first.tokenizer_xxh3 else "tokenizer"):
             ours, theirs = (getattr(each, what) or "unknown" for each in (first, other))
             if ours != theirs:
@@ -128,14 +149,15 @@ def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> l
                     f"{key}: {other.shard.path}: {what}: expected {ours}, as in "
                     f"{first.shard.path}, got {theirs}"
                 )
-    flagged = [each.shard for each in found if each.shard.flags is not None]
-    lacking = [each.shard for each in found if each.shard.flags is None]
+    flagged = [each.shard for each in opened if each.shard.flags is not None]
+    lacking = [each.shard for each in opened if each.shard.flags is None]
     if flagged and lacking:
         raise UsageError(
             f"{key}: {lacking[0].path}{LOSS}: not found, but {flagged[0].path}{LOSS} exists; "
             "expected one next to every token file"
         )
-    return found
+    count = len(found.train)
+    return TokenFiles(opened[:count], opened[count:], found)
 
 
 def _in_store(shard: Shard, urls: Mapping[str, tuple[str, Any, Version]]) -> RemoteShard:
@@ -143,25 +165,6 @@ def _in_store(shard: Shard, urls: Mapping[str, tuple[str, Any, Version]]) -> Rem
     about = shard.dtype, shard.count, shard.offset, shard.stamp, shard.index, flags
     url, store, version = urls[str(shard.path)]
     return RemoteShard(Path(url), *about, url, store, version)
-
-
-def _files(path: str, key: str) -> list[Path]:
-    if Path(path).is_file():
-        return [Path(path)]
-    if path.endswith(TOKEN_SUFFIXES) and not _GLOB.search(path):
-        raise UsageError(f"{key}={path}: no such token file; `fsdpctl tokenize` creates one")
-    files = [each for each in find_files(path, key) if each.name.endswith(TOKEN_SUFFIXES)]
-    if not files:
-        raise UsageError(f"{key}={path}: no token files, of {', '.join(TOKEN_SUFFIXES)}")
-    if busy := next(Path(files[0]).parent.glob("*.progress.json"), None):
-        raise UsageError(f"{key}={path}: {busy.name}: `fsdpctl tokenize` has not finished")
-    held = [each.name for each in files if _HELD_OUT.search(each.stem)]
-    if key == "data.path" and held and len(held) < len(files):
-        raise UsageError(
-            f"{key}={path}: {first_of(held)}: seems to be held out; name the files to train on in "
-            "data.path, such as DIR/*train*, and these in data.val_path"
-        )
-    return files
 
 
 def _open_all(paths: Sequence[Path], key: str, kind: str) -> list[TokenFile]:

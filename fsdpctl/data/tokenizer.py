@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from tokenizers import Encoding, decoders, pre_tokenizers
 from tokenizers import Tokenizer as JsonTokenizer
-from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from fsdpctl.config.model import MOST_TOKENS
@@ -32,6 +32,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
 
 BYTES = "bytes"
+OWN_BEGIN = "{count:,} texts begin with the begin token of the tokenizer, which adds no other"
+CONTEXT = 1 << 15  # characters around a piece of text that are tokenized with it
 _MOST_ADDED = 256  # tokens around a text
 Tokens = NDArray[np.unsignedinteger]
 
@@ -39,10 +41,11 @@ Tokens = NDArray[np.unsignedinteger]
 class TextPiece(NamedTuple):
     """A document, or a part of a long one, and the bytes of its file that it takes."""
 
-    text: str
+    text: str  # of a part, with up to CONTEXT characters before and after it
     size: int
     begins: bool = True
     ends: bool = True
+    span: tuple[int, int] | None = None  # the part in the text; None: all of it
 
 
 class ByteTokenizer:
@@ -50,6 +53,8 @@ class ByteTokenizer:
 
     name = BYTES
     vocab_size = 256
+    dtype = np.uint16  # of token files
+    has_parts = True
 
     def encode(self, text: Text) -> Tokens:
         """Return the bytes of all documents."""
@@ -57,7 +62,12 @@ class ByteTokenizer:
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
         """Return the bytes of all pieces."""
-        return np.frombuffer("".join(each.text for each in pieces).encode(), dtype=np.uint8)
+        texts = (each.text[slice(*each.span or (None,))] for each in pieces)
+        return np.frombuffer("".join(texts).encode(), dtype=np.uint8)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return no line: nothing is added to texts."""
+        return ()
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """Return the bytes of the prompt, or a line break if it is empty."""
@@ -132,7 +142,9 @@ class FileTokenizer:
             self.controls = {each.content: token for token, each in added.items() if each.special}
             if self.end is not None:
                 self.controls[str(self.auto.eos_token)] = self.end
+            self._specials = set(self.controls.values())
             self.before, self.after = self._added()
+        self.begun = 0  # texts with their own begin token, so far
         if self.vocab_size > MOST_TOKENS:
             raise UsageError(
                 f"{self._where}: token {self.vocab_size - 1}: exceeds the limit of "
@@ -162,30 +174,86 @@ class FileTokenizer:
 
     def encode(self, text: Text) -> Tokens:
         """Tokenize all documents, concatenated, each with its end token."""
-        dtype = self._dtype
-        with guarded(self._where), doing("tokenizing text"):
-            rows = self._ids(list(iter_documents(text)), adds=True)
-            return np.concatenate([np.array(row + self.closing(row), dtype=dtype) for row in rows])
+        with doing("tokenizing text"):
+            return self.encode_pieces([TextPiece(each, 0) for each in iter_documents(text)])
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
-        """Tokenize pieces, concatenated; those that end a document have its end token."""
-        are_whole = all(each.begins and each.ends for each in pieces)
+        """Tokenize pieces, concatenated; those that end a document have its end token.
+
+        Raises:
+            UsageError: If the tokens of a part depend on text that is far from it.
+        """
         with guarded(self._where):
-            found = []
-            rows = self._ids([each.text for each in pieces], adds=are_whole)
-            for piece, row in zip(pieces, rows, strict=True):
-                tokens = row
-                if not are_whole:
-                    tokens = self.before * piece.begins + row + self.after * piece.ends
-                ending = self.closing(tokens) if piece.ends else []
-                found.append(np.array(tokens + ending, dtype=self._dtype))
+            rows, found = self._ids([each.text for each in pieces if each.span is None]), []
+            for piece in pieces:
+                row = next(rows) if piece.span is None else self._ids_of_part(piece)
+                before, after = self.around(row) if piece.begins or piece.ends else ([], [])
+                tokens = before * piece.begins + row + after * piece.ends
+                found.append(np.array(tokens, dtype=self.dtype))
             return np.concatenate(found)
 
-    def closing(self, tokens: Sequence[int]) -> list[int]:
-        """Return the end token if a document of these tokens, which may have one, lacks it."""
-        if self.end is None or self.end in self.after or (len(tokens) and tokens[-1] == self.end):
-            return []
-        return [self.end]
+    def around(self, tokens: Sequence[int] | Tokens) -> tuple[list[int], list[int]]:
+        """Return the tokens to add before and after a document of these, without those it has."""
+        before, after = self.before, self.after
+        if before and len(tokens) and tokens[0] == before[0] and before[0] in self._specials:
+            self.begun += 1
+            before = []
+        if after and [*tokens[-1:]] == after[-1:] and after[-1] in self._specials:
+            after = []
+        has_end = self.end is None or self.end in self.after
+        if has_end or [*before, *tokens[-1:], *after][-1:] == [self.end]:
+            return before, after
+        return before, [*after, int(self.end or 0)]
+
+    def notes(self) -> tuple[str, ...]:
+        """Return a line on texts with their own begin token, if there were any."""
+        return (OWN_BEGIN.format(count=self.begun),) if self.begun else ()
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether a long text can be tokenized in parts, by the characters of each token."""
+        return bool(self.auto.is_fast)
+
+    def _ids_of_part(self, piece: TextPiece) -> list[int]:
+        """Return the tokens of a part as those of the whole text, whatever is added at its start.
+
+        The text around a cut, tokenized alone, selects a token there. Both parts are tokenized with
+        that text; the tokens around this one have to be the same.
+        """
+        whole = self._encoding(piece.text)
+        ids: list[int] = whole.ids
+        assert piece.span is not None
+        first, last = (
+            None if is_end else self._token_at(whole, ids, piece.text, at)
+            for at, is_end in zip(piece.span, (piece.begins, piece.ends), strict=True)
+        )
+        return ids[first:last]
+
+    def _token_at(self, whole: Encoding, ids: list[int], text: str, at: int) -> int:
+        """Return the index of the token that begins next to the cut `at`."""
+        low = at - CONTEXT
+        near = self._encoding(text[max(0, low) : at + CONTEXT])
+        found = self._encoded(near.ids, near.offsets)
+        places = found.starts + max(0, low)
+        begins = np.append(False, found.starts[1:] >= found.stops[:-1])
+        distance = np.where(begins & (found.stops > found.starts), np.abs(places - at), 1 << 62)
+        number = int(distance.argmin()) if len(places) else 0
+        inner = slice(*np.searchsorted(places, (at - CONTEXT // 2, at + CONTEXT // 2)))
+        index = whole.char_to_token(int(places[number])) if len(places) else None
+        shift = 0 if index is None else index - number
+        theirs = ids[max(0, inner.start + shift) : inner.stop + shift]
+        if index is None or distance[number] > CONTEXT // 4 or near.ids[inner] != theirs:
+            raise UsageError(
+                f"{self._where}: the tokens of a long text depend on text that is far away; split "
+                "the file into shorter ones"
+            )
+        return index
+
+    def _encoding(self, text: str) -> Encoding:
+        if self._backend is not None:
+            return self._backend.encode(text, add_special_tokens=False)
+        found: Encoding = self.auto(text, add_special_tokens=False).encodings[0]
+        return found
 
     def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
         """Tokenize each text as it is; control tokens in it become control tokens.
@@ -212,7 +280,7 @@ class FileTokenizer:
 
     def _encoded(self, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
         spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-        return Encoded(np.array(ids, dtype=self._dtype), spans[:, 0], spans[:, 1])
+        return Encoded(np.array(ids, dtype=self.dtype), spans[:, 0], spans[:, 1])
 
     def encode_prompt(self, prompt: str, *, adds: bool = True) -> list[int]:
         """Tokenize the prompt; an empty one becomes the end of a previous document.
@@ -243,10 +311,11 @@ class FileTokenizer:
             return read_files(Path(folder))
 
     @property
-    def _dtype(self) -> type[np.unsignedinteger]:
+    def dtype(self) -> type[np.unsignedinteger]:
+        """The dtype that holds all tokens."""
         return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
-    def _ids(self, texts: list[str], *, adds: bool) -> Iterator[list[int]]:
+    def _ids(self, texts: list[str], *, adds: bool = False) -> Iterator[list[int]]:
         if self._backend is None:
             return (self.auto(each, add_special_tokens=adds)["input_ids"] for each in texts)
         found = self._backend.encode_batch_fast(texts, add_special_tokens=adds)

@@ -20,26 +20,22 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from fsdpctl.data.chats.files import NO_ROWS
-from fsdpctl.data.chats.formats import Plain
-from fsdpctl.data.chats.rows import lines_of
-from fsdpctl.data.files import find_files, problem_in, text_files
+from fsdpctl.config.data_files import TOKENIZE, DataFiles
+from fsdpctl.data.documents import PIECE, PassedOver, documents
+from fsdpctl.data.files import find_data, left_out
 from fsdpctl.data.order import permute
 from fsdpctl.data.token_files import dtype_of, write_header
 from fsdpctl.data.tokenizer import TextPiece, Tokenizer, Tokens
 from fsdpctl.errors import UsageError
-from fsdpctl.io.activity import BYTES, Advance, doing
-from fsdpctl.io.files import open_own, open_regular, refusing, replace
+from fsdpctl.io.activity import BYTES, doing
+from fsdpctl.io.files import open_own, refusing, replace
 from fsdpctl.io.untrusted import MIB, read_json
 
 _BATCH = 4 * MIB  # bytes of text that are tokenized together
-_PIECE = 16 * MIB  # bytes of a text file that are read at a time
 _WINDOW = 1 << 16  # documents that are shuffled together
 _WINDOW_BYTES = 256 * MIB  # after which a window ends, too
+_PIECES = "2"  # increase it if the same files give other pieces
 _EVERY = 1 << 26  # tokens after which the state is written
-_PACKED = (".gz", ".zst")
-_ROWS = (".jsonl", ".ndjson", ".parquet", ".arrow")  # .json is text, such as a package's settings
-_UNFOLDS = 4  # times its size, that a compressed file is assumed to become
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,8 @@ class Written:
     files: int
     tokens: int
     num_bytes: int
-    skipped: tuple[str, ...]  # files that aren't text
+    about: str  # the files that were read
+    notes: tuple[str, ...]  # on what was passed over, a line each
 
 
 @dataclass(slots=True)
@@ -115,21 +112,18 @@ def tokenize_files(
     Raises:
         UsageError: If there is no text, if a row has none, or if a file cannot be written.
     """
-    files = [
-        each
-        for each in find_files(source, "SRC")
-        if not (output.owns(each) or NO_ROWS.fullmatch(each.name))
-    ]
-    if not files or (len(files) == 1 and not _has_rows(files[0])):
-        text_files(source, "SRC")  # raises for other formats
-    skipped: list[str] = []
-    state = _read_state(output, _about(files, output, tokenizer))
+    found = find_data(source, "SRC", TOKENIZE)
+    found = replace_fields(found, train=tuple(x for x in found.train if not output.owns(x)))
+    passed = PassedOver()
+    state = _read_state(output, _about(found, output, tokenizer))
     existing = _existing(output)
     if existing and not (overwrite or state.tokens or state.files):
         raise UsageError(f"{existing[0]}: already exists; pass --overwrite to replace it")
     with refusing(output.path), closing(_Writer(output, tokenizer, state)) as writer:
-        with doing("tokenizing", BYTES, sum(map(_size, files))) as advance:
-            pieces = _pieces(files, skipped, advance, is_only=len(files) == 1)
+        size = sum(each.stat().st_size for each in found.train)
+        with doing("tokenizing", BYTES, size) as advance:
+            most = PIECE if tokenizer.has_parts else None
+            pieces = documents(found.train, found.option, passed, most, advance)
             if output.shuffled is not None:
                 pieces = _shuffled(pieces, output.shuffled)
             for batch, tokens in _encoded(islice(pieces, state.pieces, None), tokenizer):
@@ -141,14 +135,16 @@ def tokenize_files(
     for stale in existing if output.shard_tokens is not None else ():
         if stale.stem > last:
             stale.unlink()
-    return Written(state.files, state.total, state.num_bytes, tuple(skipped))
+    about = f"{found.about(validates=False)}{left_out(passed.skipped)}"
+    notes = (*passed.notes(), *tokenizer.notes())
+    return Written(state.files, state.total, state.num_bytes, about, notes)
 
 
-def _about(files: list[Path], output: Output, tokenizer: Tokenizer) -> str:
-    parts = [tokenizer.checksum, repr(output.shard_tokens), repr(output.shuffled)]
-    for file in files:
-        found = file.stat()
-        parts.append(f"{file} {found.st_size} {found.st_mtime_ns}")
+def _about(found: DataFiles, output: Output, tokenizer: Tokenizer) -> str:
+    parts = [_PIECES, tokenizer.checksum, repr(output.shard_tokens), repr(output.shuffled)]
+    for file in found.train:
+        about = file.stat()
+        parts.append(f"{file} {about.st_size} {about.st_mtime_ns}")
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode("utf-8", "surrogateescape"))
 
 
@@ -171,79 +167,6 @@ def _existing(output: Output) -> list[Path]:
     )
 
 
-# ---- reading ------------------------------------------------------------------------------------
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size
-
-
-def _has_rows(file: Path) -> bool:
-    name = file.name.lower()
-    for packed in _PACKED:
-        name = name.removesuffix(packed)
-    return name.endswith(_ROWS)
-
-
-def _pieces(
-    files: list[Path], skipped: list[str], advance: Advance, *, is_only: bool
-) -> Iterator[TextPiece]:
-    for file in files:
-        left = _size(file)
-        unfolds = _UNFOLDS if file.name.lower().endswith((*_PACKED, ".parquet")) else 1
-        found = _rows(file) if _has_rows(file) else _texts(file, skipped, is_only=is_only)
-        for piece in found:
-            done = min(left, piece.size // unfolds)
-            left -= done
-            advance(done)
-            yield piece
-        advance(left)
-
-
-def _rows(file: Path) -> Iterator[TextPiece]:
-    for line, _ in lines_of(str(file))[1]:
-        if not isinstance(line.content, Plain):
-            raise UsageError(f"{line.where}: a conversation; expected `text`, or set data=chat")
-        yield TextPiece(line.content.text, len(line.content.text.encode()))
-
-
-def _texts(file: Path, skipped: list[str], *, is_only: bool) -> Iterator[TextPiece]:
-    """Yield the text of a file; a long one in pieces that end at a line break if there is one."""
-    with open(open_regular(file, follows=True), "rb") as content:
-        begins, rest = True, b""
-        while True:
-            part = rest + content.read(_PIECE)
-            ends = len(part) < _PIECE
-            at = len(part) if ends else _line_end(part) or _character_end(part)
-            part, rest = part[:at], part[at:]
-            if problem := problem_in(part):
-                if is_only or not begins:
-                    raise UsageError(f"{file}: {problem}; expected UTF-8 text")
-                skipped.append(f"{file.name} ({problem})")
-                return
-            if part or not begins:
-                yield TextPiece(part.decode(), len(part), begins, ends)
-            if ends:
-                return
-            begins = False
-
-
-def _line_end(part: bytes) -> int:
-    """Return the end of the last line that text follows, not blanks, which tokenizers may join."""
-    at = len(part) - 1
-    while (at := part.rfind(b"\n", 0, at)) >= 0:
-        if not part[at + 1 : at + 2].isspace():
-            return at + 1
-    return 0
-
-
-def _character_end(part: bytes) -> int:
-    at = len(part) - 1
-    while at > len(part) - 4 and part[at] & 0xC0 == 0x80:
-        at -= 1
-    return at
-
-
 def _window(pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
     size = 0
     for piece in islice(pieces, _WINDOW):
@@ -259,7 +182,7 @@ def _shuffled(pieces: Iterator[TextPiece], seed: int) -> Iterator[TextPiece]:
     while window := list(_window(pieces)):
         count = len(window)
         if not all(piece.begins and piece.ends for piece in window):
-            raise UsageError(f"--shuffle: a file of more than {_PIECE // MIB} MiB is one document")
+            raise UsageError(f"--shuffle: a file of more than {PIECE // MIB} MiB is one document")
         for index in permute(np.arange(count, dtype=np.uint64), count, seed, number).tolist():
             yield window[index]
         number += 1

@@ -3,11 +3,11 @@
 import re
 from pathlib import Path
 
-from fsdpctl.config.data import CHAT, TOKENS, DataConfig
+from fsdpctl.config.data import TOKENS, DataConfig
 from fsdpctl.config.recipe import find_recipe, first_comment, recipe_names
 from fsdpctl.config.schema import Config
 from fsdpctl.config.sources import is_remote, sources_in
-from fsdpctl.data.files import find_files, text_files
+from fsdpctl.data.files import find_data
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import check_is_no_file
@@ -45,15 +45,10 @@ def _check_data(config: DataConfig) -> None:
     for key, path in (("data.path", config.path), ("data.val_path", config.val_path)):
         if path is None or config.name == "python_stdlib":
             continue
-        if config.name == CHAT:
-            from fsdpctl.data.chats.files import sources_of  # imports numpy
-
-            sources_of(path, key)
-        else:
-            for source in sources_in(path, key):
-                where = f"{key}={source.path}"
-                if not (is_remote(source.path, where) and config.name == TOKENS):
-                    (text_files if config.name == "text" else find_files)(source.path, key)
+        for source in sources_in(path, key):
+            is_stored = is_remote(source.path, f"{key}={source.path}")
+            if not (is_stored and config.name == TOKENS):
+                find_data(source.path, key, config.name)
 
 
 def _way_to_get(recipe: str | None, path: str) -> str:

@@ -12,7 +12,7 @@ from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words
-from fsdpctl.config.sources import absolute_paths, sources_in
+from fsdpctl.config.sources import absolute_paths
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import PackedRows
@@ -55,7 +55,7 @@ def check_amount(config: Config, data: DataSet) -> None:
     if count >= _LEAST_TOKENS:
         return
     cause = ""
-    if data.val is not None and config.data.val_path is None:
+    if data.val is not None and not data.has_val_files:
         kept, share = data.val.num_tokens, config.data.val_fraction
         cause = f" (data.val_fraction={share:g} keeps {kept:,} more for validation)"
     raise UsageError(
@@ -111,11 +111,7 @@ def with_data(config: Config, data: DataSet) -> Config:
 
 def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
     """Return notes about the data, a line each."""
-    path, rows = str(config.data.path), data.train.rows(config.train.seq_len)
-    sources = sources_in(path) if config.data.name == "text" else []
-    rows_as_text = [each.path for each in sources if each.path.endswith((".jsonl", ".json"))]
-    if rows_as_text:
-        return (f"data.path={rows_as_text[0]}: read as plain text; to read chats, set data=chat",)
+    rows = data.train.rows(config.train.seq_len)
     if not isinstance(rows, PackedRows):
         return data.notes
     text = f"{len(rows):,} packed sequences of {rows.seq_len:,} tokens, {rows.padding:.1%} padding"

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.data.files import Text, hold_out, read_text, standard_library
+from fsdpctl.data.documents import read_text
+from fsdpctl.data.files import Text, find_data, hold_out, standard_library
 from fsdpctl.data.open import open_data
 from fsdpctl.data.order import permute, samples_at
 from fsdpctl.data.packing import IGNORED
@@ -138,17 +139,25 @@ def test_the_split_is_never_within_a_character():
 AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m日本.txt"
 
 
+def read(path):
+    found = find_data(str(path), option="text")
+    text, passed = read_text(found.train, found.option, f"data.path={path}")
+    return text.documents, passed.skipped, found.about(validates=True)
+
+
 def test_files_directories_and_globs(tmp_path):
     (tmp_path / AWKWARD).write_text("one\n")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "two.txt").write_text("two\n")
     (tmp_path / "sub" / "x.bin").write_bytes(b"\0\1\2")
+    (tmp_path / "sub" / "y.dat").write_bytes(b"\0\1\2")
     (tmp_path / ".hidden").write_text("no\n")
-    assert read_text(str(tmp_path / AWKWARD)).documents == (b"one\n",)
-    everything = read_text(str(tmp_path))
-    assert sorted(everything.documents) == [b"one\n", b"two\n"]
-    assert everything.skipped == ("x.bin (binary)",)
-    assert read_text(str(tmp_path / "**" / "t*.txt")).documents == (b"two\n",)
+    assert read(tmp_path / AWKWARD) == ((b"one\n",), [], "1 file")
+    documents, skipped, about = read(tmp_path)
+    assert sorted(documents) == [b"one\n", b"two\n"]
+    assert skipped == ["y.dat (binary)"]
+    assert about == "3 of 4 files; left out: x.bin"
+    assert read(tmp_path / "**" / "t*.txt")[0] == (b"two\n",)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +177,7 @@ def test_missing_empty_and_binary_files_are_rejected(tmp_path, make, word):
     path = tmp_path / "x"
     make(path)
     with pytest.raises(UsageError, match=word):
-        read_text(str(path))
+        read(path)
 
 
 def _numbered(count: int) -> FileTokenizer:
@@ -194,7 +203,7 @@ def test_token_files_round_trip(tmp_path, vocab_size):
     tokens = np.array([0, 5, vocab_size - 1, 7], dtype=np.uint32)
     path = tmp_path / "t.bin"
     write_token_file(path, tokens, _numbered(vocab_size), num_bytes=9)
-    (file,) = open_token_files(str(path))
+    (file,) = open_token_files(str(path)).train
     assert stream_of([file], "t").tokens[:].tolist() == tokens.tolist()
     assert (file.vocab_size, file.num_bytes) == (vocab_size, 9)
     assert path.stat().st_size == 4 * (2 if vocab_size == 256 else 4)

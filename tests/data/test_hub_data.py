@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from fsdpctl.config.data import DataConfig, option_of_data
+from fsdpctl.config.data import DataConfig
+from fsdpctl.config.data_files import option_of_data
 from fsdpctl.config.sources import absolute_paths
 from fsdpctl.data.chats.files import sources_of
-from fsdpctl.data.files import find_files
+from fsdpctl.data.files import find_data
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError
@@ -50,7 +51,7 @@ def cached(tmp_path, monkeypatch):
 
 
 def names(path):
-    return [each.name for each in find_files(path, "data.path")]
+    return [each.name for each in find_data(path).train]
 
 
 def test_the_card_tells_the_files_of_a_split(cached):
@@ -97,7 +98,7 @@ def test_names_are_sources_and_are_tokenized(cached, tmp_path):
     path = f"hf://org/texts:a:0.3,{tmp_path}/x.jsonl:0.7"
     (tmp_path / "x.jsonl").write_text('{"text": "x"}')
     assert absolute_paths(path) == path
-    assert [(each.group, each.share) for each in sources_of(path)] == [
+    assert [(each.group, each.share) for each in sources_of(path).train] == [
         ("hf://org/texts:a", 0.3),
         (f"{tmp_path}/x.jsonl", 0.7),
     ]

@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data import remote
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.files import find_files
+from fsdpctl.data.files import find_data
 from fsdpctl.data.open import open_data
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io import stores
@@ -128,7 +128,7 @@ def test_a_file_of_the_same_size_and_another_time_is_another_file(bucket):
 
 def test_other_data_and_unknown_stores_are_refused():
     with pytest.raises(UsageError, match="only data=tokens reads from object stores"):
-        find_files("s3://bucket/text", "data.path")
+        find_data("s3://bucket/text")
     with pytest.raises(UsageError, match=r"data\.path=nostore://x: Protocol not known"):
         batches("nostore://x")
 

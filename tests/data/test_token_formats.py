@@ -132,7 +132,7 @@ def test_shards_are_one_stream_in_the_order_of_their_names(tmp_path):
         (lambda at: np.save(at / "a.npy", np.zeros((3, 3))), "expected a 1-D array"),
         (lambda at: (at / "a.bin").write_bytes(b""), "is missing"),
         (lambda at: (write_llm_c(at / "a.bin"), write_numpy(at / "b.npy")), "expected 50257"),
-        (lambda at: (write_raw(at / "train.bin"), write_raw(at / "val.bin")), "val.bin: seems"),
+        (lambda at: write_raw(at / "test.bin"), "no files to train on, but test.bin"),
     ],
 )
 def test_damaged_and_unlike_files_are_named(tmp_path, spoil, word):

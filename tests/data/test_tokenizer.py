@@ -17,6 +17,21 @@ from tests.data.layouts import POSTS, TEXTS, Layout, layouts, write_layout
 from tests.data.token_file import write_token_file
 
 
+def _once(theirs: Any, text: str) -> list[int]:
+    """Return their tokens without a begin or end token that the text has and they add again."""
+    whole = theirs(text)["input_ids"]
+    plain, dash = (theirs(each, add_special_tokens=False)["input_ids"] for each in (text, "-"))
+    added = theirs("-")["input_ids"]
+    before = next(n for n in range(len(added) + 1) if added[n : n + len(dash)] == dash)
+    after = len(added) - before - len(dash)
+    doubles = len(whole) == len(plain) + before + after  # some classes add no second end
+    if before and plain[:1] == added[:1] and doubles:
+        whole = whole[before:]
+    if after and plain[-1:] == added[-1:] and doubles:
+        whole = whole[:-after]
+    return [*whole]
+
+
 def _difference(folder: Path, layout: Layout) -> str:
     """Return what differs from transformers, which may refuse a layout as well."""
     try:
@@ -29,10 +44,10 @@ def _difference(folder: Path, layout: Layout) -> str:
     assert isinstance(ours, FileTokenizer)
     for text in TEXTS:
         expected = theirs(text)["input_ids"]
-        end = theirs.eos_token_id
-        has_end = end is None or end in theirs("-")["input_ids"] or expected[-1:] == [end]
+        end, once = theirs.eos_token_id, _once(theirs, text)
+        has_end = end is None or end in theirs("-")["input_ids"] or once[-1:] == [end]
         document = ours.encode(Text((text.encode(),))).tolist()
-        assert document == [*expected, *([] if has_end else [end])], (layout.name, text)
+        assert document == [*once, *([] if has_end else [end])], (layout.name, text)
         assert ours.encode_prompt(text) == (expected or [end or 0]), (layout.name, text)
         assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
         if theirs.is_fast:

@@ -29,45 +29,48 @@ def source(tmp_path):
         file.write("\n".join(rows[20:30]))
     pq.write_table(pa.table({"text": TEXTS[30:45], "url": ["x"] * 15}), folder / "c.parquet")
     for number in range(45, 60):
-        (folder / f"d{number}.txt").write_text(TEXTS[number])
+        (folder / f"d{number}.json").write_text(json.dumps({"text": TEXTS[number]}))
     (folder / "e.dat").write_bytes(b"\0\1")
+    (folder / "README.md").write_text("# Texts")
     (folder / "state.json").write_text("{}")  # of `datasets`
     return folder
 
 
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:02}.txt").write_text(text)
+    (folder / "e.dat").write_bytes(b"\0\1")
+    return folder
+
+
 def tokens_at(path):
-    found = open_token_files(str(path))
+    found = open_token_files(str(path)).train
     for each in found:
         check_tokens(each, None)
     return np.concatenate([each.shard.read(0, each.shard.count) for each in found]).tolist()
 
 
+@pytest.mark.parametrize("kind", ["source", "texts"])
 @pytest.mark.parametrize("has_file", [False, True])
-def test_all_kinds_of_files_become_their_documents(tmp_path, source, word_tokenizer, has_file):
+def test_all_kinds_of_files_become_their_documents(
+    tmp_path, kind, word_tokenizer, has_file, request
+):
+    source = request.getfixturevalue(kind)
     tokenizer = open_tokenizer(str(word_tokenizer)) if has_file else ByteTokenizer()
     done = tokenize_files(str(source), Output(tmp_path / "t.bin"), tokenizer)
     text = Text(tuple(each.encode() for each in TEXTS))
     expected = tokenizer.encode(text).tolist()
     assert tokens_at(tmp_path / "t.bin") == expected
     assert (done.tokens, done.num_bytes) == (len(expected), text.num_bytes)
-    assert done.skipped == ("e.dat (binary)",)
+    left_out = {
+        "source": "18 of 21 files; left out: README.md, e.dat, state.json",
+        "texts": "61 files, 1 file skipped: e.dat (binary)",
+    }
+    assert done.about == left_out[kind]
     assert sorted(each.name for each in tmp_path.glob("t.*")) == ["t.bin", "t.json"]
-
-
-def test_long_texts_are_read_in_pieces_without_a_trace(tmp_path, word_tokenizer, monkeypatch):
-    text = "".join(f"a b a ü{'b' * (n % 9)}\n" for n in range(400)) + "ü" * 300
-    (tmp_path / "long.txt").write_text(text)
-    for tokenizer in (open_tokenizer(str(word_tokenizer)), ByteTokenizer()):
-        expected = tokenizer.encode(Text((text.encode(),))).tolist()
-        for size in (97, 256, 1 << 20):
-            monkeypatch.setattr(tokenizing, "_PIECE", size)
-            if size == 97 and tokenizer.name != "bytes":
-                continue  # cuts within the last word, which has no line break
-            output = Output(tmp_path / f"{size}.bin")
-            tokenize_files(str(tmp_path / "long.txt"), output, tokenizer, overwrite=True)
-            found = tokens_at(output.path)
-            assert found[: len(expected) - 2] == expected[: len(expected) - 2]
-            assert (found == expected) or tokenizer.name != "bytes"
 
 
 class KilledError(Exception):

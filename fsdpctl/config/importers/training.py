@@ -5,7 +5,8 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fsdpctl.config.data import CHAT, option_of_data
+from fsdpctl.config.data import CHAT
+from fsdpctl.config.data_files import option_of_data
 from fsdpctl.config.importers.defaults import Defaults
 from fsdpctl.config.importers.source_config import SourceKey
 from fsdpctl.config.importers.translation import Translation, TranslationRow

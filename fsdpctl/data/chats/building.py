@@ -96,13 +96,13 @@ class Building:
             dropped = self._counts["without_loss"]
             reason = f"; {dropped} samples have no token that is trained on" if dropped else ""
             raise UsageError(f"data.path: nothing to train on{reason}")
-        dtype = np.uint16 if self._tokenizer.vocab_size <= 1 << 16 else np.uint32
         arrays = {
             f"{name}.{kind}": array
             for name, part in self._parts.items()
             if part.tokens
-            for kind, array in part.arrays(dtype).items()
+            for kind, array in part.arrays(self._tokenizer.dtype).items()
         }
+        self._counts["begun"] = self._tokenizer.begun
         ends = [token for token, _ in self._ends.most_common(4)]
         keys = [{k: dict(counts) for k, counts in each.items()} for each in self._keys]
         return Built(arrays, dict(self._counts), formats, ends, keys)
@@ -147,7 +147,7 @@ class Building:
         Returns:
             The format of the file.
         """
-        name, lines = lines_of(source.path)
+        name, lines = lines_of(source.path, self._counts)
         placed = self._placed(lines, source.path, times, part)
         first = next(placed, None)
         if first is None:
@@ -239,10 +239,9 @@ class Encoder:
 
     def texts(self, texts: Iterable[tuple[Plain, Any]]) -> Iterator[tuple[Tokens, Flags, Any]]:
         """Yield the same for plain text, with the tokens that the tokenizer adds and its end."""
-        before, after = self._tokenizer.before, self._tokenizer.after
         for text, encoded, label in self._encoded(texts):
+            before, after = self._tokenizer.around(encoded.tokens)
             tokens = [*before, *encoded.tokens.tolist(), *after]
-            tokens += self._tokenizer.closing(tokens)
             flags = np.ones(len(tokens), dtype=bool)
             flags[: len(before)] = False
             within = slice(len(before), len(before) + len(encoded.tokens))

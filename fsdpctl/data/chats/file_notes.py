@@ -9,7 +9,6 @@ from fsdpctl.data.chats.files import ChatSource
 from fsdpctl.data.chats.formats import TOOLS
 from fsdpctl.data.chats.template import ChatTemplate
 from fsdpctl.data.chats.values import shown
-from fsdpctl.data.files import left_out
 from fsdpctl.errors import first_of
 
 MOST_FILES, _MOST_KEYS = 8, 12  # that are named
@@ -35,7 +34,7 @@ def notes_on_files(
             continue
         share = "" if file.share is None else f", {file.share:.1%} of an epoch"
         more = f", with {_listed(followed)}" if followed else ""
-        lines.append(f"{file.path}: {name}{share}{more}{left_out(file.skipped)}")
+        lines.append(f"{file.path}: {name}{share}{more}")
         lines += [f"{file.path}: ignored: {_listed(ignored)}"] if ignored else []
     if len(files) > MOST_FILES:
         text = counted(len(files) - MOST_FILES, "more file")

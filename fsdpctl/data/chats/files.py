@@ -4,24 +4,22 @@ A hash of a conversation's content decides whether it is held out for validation
 repeated. New data therefore moves no conversation between training and validation.
 """
 
-import os
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from fsdpctl.config.data import CHAT
+from fsdpctl.config.data_files import DataFiles
 from fsdpctl.config.sources import sources_in
-from fsdpctl.data.files import find_files
+from fsdpctl.data.files import find_data
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular
 
 _CHUNK_BYTES = 1 << 22
-_NAME = re.compile(r".+\.(?:(?:json|jsonl|ndjson)(?:\.gz|\.zst)?|parquet|arrow)")
-NO_ROWS = re.compile(r"(?:dataset_infos?|dataset_dict|state)\.json")  # written by `datasets`
 _PART_SEED, _REPEAT_SEED = 1, 2  # makes the two decisions independent of each other
 
 
@@ -34,43 +32,38 @@ class ChatSource:
 
     path: str
     share: float | None = None
-    skipped: tuple[str, ...] = ()  # other files of the directory, said with its first file
     group: str = ""  # the path that the user gave the share for
 
 
-def sources_of(text: str, key: str = "data.path") -> tuple[ChatSource, ...]:
+@dataclass(frozen=True, slots=True)
+class ChatFiles:
+    """The files that a key names, and what it leaves out."""
+
+    train: tuple[ChatSource, ...]
+    validation: tuple[ChatSource, ...]  # found next to those of `train`
+    found: tuple[tuple[str, DataFiles], ...]  # by path
+
+
+def sources_of(text: str, key: str = "data.path") -> ChatFiles:
     """Return the files that a key names: PATH, or PATH,PATH, or FILE:SHARE,FILE:SHARE in brackets.
 
-    A path is a file, a directory, of which all files of conversations are used, or a glob. Files
-    of a directory or glob are sorted. Shares are normalized to a sum of one.
+    A path is a file, a directory, or a glob; `data_files` selects their files. Those of a directory
+    or glob are sorted. Shares are normalized to a sum of one.
 
     Raises:
         UsageError: If a file is missing, or if only some of the files have a share.
     """
-    found: list[ChatSource] = []
+    train, validation, found = list[ChatSource](), list[ChatSource](), []
     for source in sources_in(text, key):
         path, share = source.path, source.share
         if source.epochs is not None or source.given_name is not None:
             raise UsageError(f"{key}: {path}: names and epochs are only valid for text and tokens")
-        files = _files_of(path, key)
+        files = find_data(path, key, CHAT)
         group = "" if share is None else path
-        found += [replace(each, share=share, group=group) for each in files]
-    return tuple(found)
-
-
-def _files_of(path: str, key: str) -> list[ChatSource]:
-    files = [str(each) for each in find_files(path, key)]
-    if not os.path.isdir(path):
-        return [ChatSource(path)] if os.path.isfile(path) else [ChatSource(each) for each in files]
-    names = {each: os.path.basename(each) for each in files}
-    good = [each for each, name in names.items() if _NAME.fullmatch(name)]
-    good = [each for each in good if not NO_ROWS.fullmatch(names[each])]
-    if not good:
-        raise UsageError(
-            f"{key}={path}: no conversations found; expected .jsonl, .json or .parquet"
-        )
-    skipped = tuple(names[each] for each in files if each not in good)
-    return [ChatSource(good[0], skipped=skipped), *(ChatSource(each) for each in good[1:])]
+        train += (ChatSource(str(each), share, group) for each in files.train)
+        validation += (ChatSource(str(each)) for each in files.validation)
+        found.append((path, files))
+    return ChatFiles(tuple(train), tuple(validation), tuple(found))
 
 
 def files_checksum(sources: Sequence[ChatSource]) -> str:

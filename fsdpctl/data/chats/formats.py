@@ -43,11 +43,12 @@ _LIKE_ANSWERED = (*_ANSWERED, "answer", "completion", "target", "solution", "ass
 _TEXTS = ("messages", "conversations", "prompt", "completion", "history", "text")
 # Keys of rows for other kinds of training.
 _PREFERENCE = re.compile(r"(?:chosen|rejected|(?:non_)?preferred_).*")
-_KINDS = {
+_BESIDE_TEXT = {
     **dict.fromkeys(("label", "kto_tag"), "labeled data"),
     **dict.fromkeys(("input_ids", "labels"), "tokens of another program"),
-    **dict.fromkeys(MEDIA, "other media than text"),
-}
+}  # columns that plain text does not need
+_KINDS = {**_BESIDE_TEXT, **dict.fromkeys(MEDIA, "other media than text")}
+_TEXT = "text"
 
 
 class Chat(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
@@ -107,16 +108,18 @@ def is_used(key: str) -> bool:
 
 
 def detect_format(fields: Mapping[str, Any]) -> str:
-    """Return the name of the format of a file's first row.
+    """Return the name of the format of a file's first row; a `text` may be null.
 
     Raises:
         UsageError: If no supported format has these fields.
     """
-    _check_kind(fields)
+    fields = {k: value for k, value in fields.items() if value is not None or k == _TEXT}
     for name, (keys, _) in _FORMATS.items():
         is_list = keys[0] == ("prompt",) and isinstance(fields.get("prompt"), list)
         if not _missing(keys, fields) and is_list == name.endswith("of messages"):
+            _check_kind(fields, name)
             return name
+    _check_kind(fields, "")
     known = "messages; conversations; prompt, completion; instruction, input, output; or text"
     has = first_of([key[:40] for key in sorted(fields)], 8) or "none"
     raise UsageError(f"unknown format with keys {has}; expected {known}{_renaming(fields)}")
@@ -142,8 +145,9 @@ def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]
     Raises:
         UsageError: If the row has another format, or can't be trained on.
     """
-    _check_kind(fields)
-    fields = without_nulls(fields)
+    _check_kind(fields, name)
+    empty = {_TEXT: ""} if name == _TEXT and _TEXT in fields else {}
+    fields = empty | without_nulls(fields)
     keys, read = _FORMATS[name]
     if missing := _missing(keys, fields):
         raise UsageError(f"{missing}: required, as in the file's first row")
@@ -168,8 +172,11 @@ def _missing(keys: tuple[tuple[str, ...], ...], fields: Mapping[str, Any]) -> st
     return next((each[0] for each in keys if not any(key in fields for key in each)), "")
 
 
-def _check_kind(fields: Mapping[str, Any]) -> None:
+def _check_kind(fields: Mapping[str, Any], name: str) -> None:
+    """Check that a row of a format has no key that makes it data of another kind."""
     for key, value in fields.items():
+        if name == _TEXT and key in _BESIDE_TEXT:
+            continue
         kind = "preference data" if _PREFERENCE.fullmatch(key) else _KINDS.get(key)
         if kind and value is not None and not is_empty(value):
             raise UsageError(f"{key}: {kind}: not supported; remove the key to ignore it")
@@ -205,9 +212,7 @@ def _instruction(row: _Fields) -> Chat:
 
 
 def _plain(row: _Fields) -> Plain:
-    if not (text := row.text("text")):
-        raise UsageError("text: empty; expected text")
-    return Plain(text)
+    return Plain(row.text(_TEXT))  # empty: passed over by the reader
 
 
 def _messages(row: _Fields, key: str) -> Chat:
@@ -221,7 +226,7 @@ _FORMATS: dict[str, tuple[tuple[tuple[str, ...], ...], Callable[[_Fields], Chat 
     "prompt and completion": ((("prompt",), ("completion",)), _prompt),
     "prompt and completion, of messages": ((("prompt",), ("completion",)), _prompt_messages),
     "instruction and output": ((_ASKED, _ANSWERED), _instruction),
-    "text": ((("text",),), _plain),
+    _TEXT: (((_TEXT,),), _plain),
 }
 
 

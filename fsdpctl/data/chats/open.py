@@ -1,7 +1,6 @@
 """Conversations of the section `data`, rendered and tokenized once, then mapped from the cache."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime
 from typing import Any
 
@@ -12,7 +11,7 @@ from fsdpctl.config.data import DataConfig
 from fsdpctl.data.cache import CacheEntry, read_cache, write_cache
 from fsdpctl.data.chats.building import PARTS, Building, BuildPlan
 from fsdpctl.data.chats.file_notes import MOST_FILES, counted, notes_on_files
-from fsdpctl.data.chats.files import ChatSource, files_checksum, sources_of
+from fsdpctl.data.chats.files import ChatFiles, files_checksum, sources_of
 from fsdpctl.data.chats.template import ChatTemplate, control_pattern, open_template
 from fsdpctl.data.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
 from fsdpctl.data.data_set import DataSet
@@ -20,9 +19,8 @@ from fsdpctl.data.packing import DocumentSet, Packing
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError, first_of
 
-_Files = tuple[Sequence[ChatSource], Sequence[ChatSource]]  # to train on, and to validate
 _Rendering = tuple[FileTokenizer, ChatTemplate | None, str]  # with today's date
-_ENCODING = 5  # increase it if the same input gives other tokens
+_ENCODING = 6  # increase it if the same input gives other tokens
 _POLICIES = {
     "split": "each is trained on as it is when it is the last one",
     "last": "only the last assistant message is trained on",
@@ -40,6 +38,8 @@ _EVENTS = {
         "message",
         "of other roles masked by the data, but trained on (train_on=all)",
     ),
+    "empty": ("row", "without text, passed over"),
+    "begun": ("text", "beginning with the begin token of the tokenizer, which adds no other"),
     "without_loss": ("sample", "dropped, with no token that is trained on"),
     "control_tokens": ("message", "with control tokens in the text, encoded as control tokens"),
     "left_out": ("message", "not rendered verbatim by the template"),
@@ -79,8 +79,10 @@ def open_chats(config: DataConfig, seed: int = 0) -> ChatSet:
     tokenizer = open_tokenizer(config.tokenizer)
     assert isinstance(tokenizer, FileTokenizer)
     template = _template(config, tokenizer)
-    sources = sources_of(config.path)
-    held = () if config.val_path is None else sources_of(config.val_path, "data.val_path")
+    files = sources_of(config.path)
+    held = files.validation if config.takes_validation else ()
+    if config.val_path is not None:
+        held = sources_of(config.val_path, "data.val_path").train
     if any(each.share is not None for each in held):
         raise UsageError(f"data.val_path={config.val_path}: shares are only valid in data.path")
 
@@ -90,11 +92,11 @@ def open_chats(config: DataConfig, seed: int = 0) -> ChatSet:
         return setup_of(template, tokenizer, today, config), template.source
 
     known = None if isinstance(template, UsageError) else template
-    files = sources, held
+    files = replace(files, validation=held)
     name = _entry_name(config, files, (tokenizer, known, today))
     entry = read_cache(name)
     if entry is None:
-        plan = BuildPlan(sources, held, config.val_fraction, setup)
+        plan = BuildPlan(files.train, held, config.val_fraction, setup)
         built = Building(plan, tokenizer).build()
         names = ("counts", "formats", "end_tokens", "keys")
         facts = {each: getattr(built, each) for each in names}
@@ -103,7 +105,7 @@ def open_chats(config: DataConfig, seed: int = 0) -> ChatSet:
 
 
 def _data_set(
-    config: DataConfig, seed: int, files: _Files, entry: CacheEntry, rendering: _Rendering
+    config: DataConfig, seed: int, files: ChatFiles, entry: CacheEntry, rendering: _Rendering
 ) -> ChatSet:
     tokenizer, template, today = rendering
     counts: dict[str, int] = entry.facts["counts"]
@@ -113,15 +115,21 @@ def _data_set(
     train, val = (_part(entry, name, packing, str(config.path)) for name in PARTS)
     assert train is not None
     names = dict.fromkeys(
-        each.path if each.share is None else f"{each.group} ({each.share:.0%})" for each in files[0]
+        each.path if each.share is None else f"{each.group} ({each.share:.0%})"
+        for each in files.train
     )
-    about_files = tuple(notes_on_files([*files[0], *files[1]], entry.facts, template))
+    abouts = [
+        f"{path}: {each.about(validates=config.takes_validation)}"
+        for path, each in files.found
+        if each.left_out or each.validation
+    ]
+    about_files = tuple(notes_on_files([*files.train, *files.validation], entry.facts, template))
     return ChatSet(
         train,
         val,
         tokenizer,
         tokenizer.vocab_size,
-        first_of(list(names), MOST_FILES),
+        "; ".join([first_of(list(names), MOST_FILES), *abouts]),
         gzip_bits_per_byte=None,
         notes=(*about_files, *_notes(config, entry, (train, val), (template, today))),
         about_files=about_files,
@@ -129,6 +137,7 @@ def _data_set(
         template=template.text if template is not None and config.template is not None else None,
         end_tokens=tuple(entry.facts["end_tokens"]),
         prompt=_first_prompt(val or train),
+        has_val_files=bool(files.validation),
     )
 
 
@@ -185,18 +194,18 @@ def setup_of(
     )
 
 
-def _entry_name(config: DataConfig, files: _Files, rendering: _Rendering) -> str:
+def _entry_name(config: DataConfig, files: ChatFiles, rendering: _Rendering) -> str:
     """Return the name of the cache entry: a checksum of everything that determines the tokens."""
     tokenizer, template, today = rendering
     parts = [
         str(_ENCODING),
-        *map(files_checksum, files),
+        *map(files_checksum, (files.train, files.validation)),
         tokenizer.checksum,
         "" if template is None else template.checksum,
         today if template is not None and template.tells_date else "",
         config.train_on,
         config.rewritten_turns,
-        "" if config.val_path is not None else repr(config.val_fraction),
+        "" if files.validation else repr(config.val_fraction),
     ]
     return f"chats-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}"
 

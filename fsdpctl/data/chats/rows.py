@@ -8,13 +8,14 @@ import gzip
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from fsdpctl.data.chats.formats import ChatLine, detect_format, parse_row
+from fsdpctl.data.chats.formats import ChatLine, Plain, detect_format, parse_row
 from fsdpctl.data.chats.tables import objects_of_table, open_zstd
 from fsdpctl.data.chats.values import shown
 from fsdpctl.errors import UsageError
@@ -26,14 +27,19 @@ _PIECE = 1 << 16  # bytes of an array that are read at a time
 _MOST_BLANK = 1 << 18  # bytes of empty lines in a row
 _JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines within our line
 _BLANK = (" ", "\t", "\r", "\n")
+_ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # or a frame to skip, as of pzstd
 _TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
 _WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _EXPECTED = "expected one JSON object per line (.jsonl), a JSON array of objects, or .parquet"
 _Places = Iterator[tuple[str, dict[str, Any]]]  # such as `line 3`, and the object there
 
 
-def lines_of(path: str) -> tuple[str, Iterator[tuple[ChatLine, bytes]]]:
+def lines_of(
+    path: str, counts: Counter[str] | None = None
+) -> tuple[str, Iterator[tuple[ChatLine, bytes]]]:
     """Return the format of a file, and its rows, each with its content as bytes.
+
+    Rows without text are passed over, and counted as `empty`.
 
     Raises:
         UsageError: Also during iteration: if the file has no rows, or if a row can't be trained
@@ -44,17 +50,22 @@ def lines_of(path: str) -> tuple[str, Iterator[tuple[ChatLine, bytes]]]:
     if first is None:
         raise UsageError(f"{path}: empty; expected at least one row")
     try:
-        name = detect_format({key: value for key, value in first[1].items() if value is not None})
+        name = detect_format(first[1])
     except UsageError as error:
         raise UsageError(f"{path}, {first[0]}: {shown(error)}") from None
-    return name, _lines(path, name, chain([first], found))
+    return name, _lines(path, name, chain([first], found), Counter() if counts is None else counts)
 
 
-def _lines(path: str, name: str, found: _Places) -> Iterator[tuple[ChatLine, bytes]]:
+def _lines(
+    path: str, name: str, found: _Places, counts: Counter[str]
+) -> Iterator[tuple[ChatLine, bytes]]:
     for place, fields in found:
         where = f"{path}, {place}"
         try:
             content, keys = parse_row(name, fields)
+            if isinstance(content, Plain) and not content.text:
+                counts["empty"] += 1
+                continue
             line = ChatLine(content, where, keys)
             as_bytes = line.to_bytes()
         except UsageError as error:
@@ -73,7 +84,7 @@ def _objects(path: str) -> _Places:
         file: IO[bytes] = raw
         if start.startswith(b"\x1f\x8b"):
             file = BufferedReader(gzip.GzipFile(fileobj=raw))
-        elif start.startswith(b"\x28\xb5\x2f\xfd"):
+        elif _ZSTD.match(start):
             file = BufferedReader(open_zstd(path, raw))
         read = _Reader(path, file)
         start = read.call("peek", 64)

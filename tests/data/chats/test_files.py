@@ -3,6 +3,7 @@
 import gzip
 import json
 import tracemalloc
+from collections import Counter
 from decimal import Decimal
 from typing import Any
 
@@ -89,8 +90,34 @@ def test_zstd_is_read_if_pyarrow_is_installed(tmp_path):
     file = tmp_path / "a.jsonl.zst"
     with pyarrow.CompressedOutputStream(str(file), "zstd") as out:
         out.write(b"".join(json.dumps(each).encode() + b"\n" for each in TEXTS))
-    assert read(file) == [Plain(each["text"]) for each in TEXTS]
-    assert ", line 1: cannot be read: " in refusal(file, file.read_bytes()[:20])
+    expected = [Plain(each["text"]) for each in TEXTS]
+    frame, skipped = file.read_bytes(), b"\x50\x2a\x4d\x18\4\0\0\0abcd"  # as pzstd writes
+    other = b"\x5f\x2a\x4d\x18\0\0\0\0"
+    for content in (frame, skipped + frame, other + skipped + frame + skipped):
+        file.write_bytes(content)
+        assert read(file) == expected
+    file.write_bytes(skipped + frame + skipped + frame)
+    assert read(file) == expected * 2
+    assert ", line 1: cannot be read: " in refusal(file, frame[:20])
+
+
+def test_parts_of_gzip_are_one_file(tmp_path):
+    rows = [json.dumps(each).encode() + b"\n" for each in TEXTS]
+    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(map(gzip.compress, rows)))
+    assert read(tmp_path / "a.jsonl.gz") == [Plain(each["text"]) for each in TEXTS]
+
+
+@pytest.mark.parametrize("empty", ["", None])
+def test_rows_without_text_are_passed_over_and_counted(empty, tmp_path):
+    rows = [{"text": empty, "id": 1}, *TEXTS, {"text": empty}, {"text": "d", "label": 1}]
+    counts = Counter[str]()
+    name, found = lines_of(str(write_lines(tmp_path / "a.jsonl", rows)), counts)
+    texts = [(line.content, line.keys.ignored) for line, _ in found]
+    assert name == "text"
+    assert texts == [
+        (Plain("a"), set()), (Plain("b [] é"), {"id"}), (Plain("c"), set()), (Plain("d"), {"label"})
+    ]  # fmt: skip
+    assert counts == {"empty": 2}
 
 
 def test_unused_columns_of_a_table_do_not_matter(tmp_path):
@@ -173,18 +200,19 @@ def test_directories_and_globs_are_sorted_files_of_conversations(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     names = ["b.jsonl", "a.json", "sub/c.parquet", "d.jsonl.gz", "e.txt", "README.md", ".f.jsonl",
         "dataset_info.json"]  # fmt: skip
+    row = json.dumps({"text": "x"})
     for name in names:
         file = tmp_path / "chats" / name
         file.parent.mkdir(exist_ok=True, parents=True)
-        file.write_text("x")
-    found = sources_of("chats")
+        file.write_text({"dataset_info.json": "{}", "e.txt": "x"}.get(name, row))
+    (_, files), found = sources_of("chats").found[0], sources_of("chats").train
     paths = ["chats/a.json", "chats/b.jsonl", "chats/d.jsonl.gz", "chats/sub/c.parquet"]
     assert [each.path for each in found] == paths
-    assert set(found[0].skipped) == {"e.txt", "README.md", "dataset_info.json"}
-    assert [each.path for each in sources_of("chats/*.jsonl*")] == [paths[1], paths[2]]
-    both = sources_of("chats/sub/,chats/*.json")
-    assert [each.path for each in both] == [paths[3], paths[0], "chats/dataset_info.json"]
-    shared = [(each.group, each.share) for each in sources_of("chats:1,chats/a.json:3")]
+    assert {name for _, name in files.left_out} == {"e.txt", "README.md", "dataset_info.json"}
+    assert [each.path for each in sources_of("chats/*.jsonl*").train] == [paths[1], paths[2]]
+    both = sources_of("chats/sub/,chats/*.json").train
+    assert [each.path for each in both] == [paths[3], paths[0]]
+    shared = [(each.group, each.share) for each in sources_of("chats:1,chats/a.json:3").train]
     assert shared == [("chats", 0.25)] * 4 + [("chats/a.json", 0.75)]
     with pytest.raises(UsageError, match="not found"):
         sources_of("none/*")

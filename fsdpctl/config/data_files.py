@@ -1,0 +1,325 @@
+"""Which files of a path are data, of which kind and split: decided once for all that read them.
+
+Note: names of splits are those of the `datasets` library, with its separators. docs/data.md has the
+rules.
+"""
+
+import glob
+import json
+import os
+import re
+from codecs import BOM_UTF8
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdpctl.config.data import CHAT, TEXT, TOKEN_SUFFIXES, TOKENS
+from fsdpctl.errors import UsageError, first_of
+from fsdpctl.io.files import nearest_path
+
+TRAIN, VALIDATION, _TEST = "train", "validation", "test"
+TOKENIZE = "tokenize"  # in place of an option of `data`
+# The kinds that an option reads, in the order of preference; None: the files select the option.
+_READS = {
+    None: (CHAT, TOKENS, TEXT), TOKENIZE: (TEXT, CHAT), TEXT: (TEXT, CHAT), CHAT: (CHAT,),
+    TOKENS: (TOKENS,),
+}  # fmt: skip
+_NOUNS = {TEXT: "text", CHAT: "rows", TOKENS: "tokens"}
+_NOTHING = {
+    CHAT: "no conversations found; expected .jsonl, .json or .parquet",
+    TOKENS: f"no token files, of {', '.join(TOKEN_SUFFIXES)}",
+    TEXT: "no text found",
+}
+_ROWS = re.compile(r".+\.(?:(?:jsonl|jsonlines|jl|ndjson|json)(?:\.gz|\.zst)?|parquet|arrow)")
+_PROSE = ("", ".txt", ".text", ".tokens", ".raw", ".csv", ".tsv")  # a README is not part of it
+_MAY_HAVE_ROWS = ("", ".json", ".txt")  # as their first bytes tell
+_KEYS = (
+    "messages", "conversations", "prompt", "completion", "instruction", "query", "question",
+    "output", "response", "history", "text",
+)  # fmt: skip
+_KEY = re.compile(rf'"(?:{"|".join(_KEYS)})"\s*:')
+_FIRST_BYTES = 1 << 16  # of a file, that tell whether it has rows
+# Files about data: not data next to rows, tables or tokens. Caches of a `map` of `datasets` never.
+_ABOUT = re.compile(
+    r"(?:readme|licen[cs]e|copying|notice|citation|code_of_conduct)(?:[-_. ].*)?"
+    r"|(?:(?:.*[-_ ])?card|datasheet|authors|changelog|changes|contributing|requirements|manifest"
+    r"|checksums?|md5sums?|sha\d+sums?|thumbs|desktop)(?:\.\w+)?"
+    r"|.+\.(?:ya?ml|lock|idx|index|metadata|crc|md5|sha\d+)|_success"
+    r"|cache-.*\.arrow|tmp[a-z0-9_]{8}|(?:dataset_infos?|dataset_dict|state)\.json"
+)
+# Suffixes of files of other formats than text, whatever their bytes, and the next step.
+_NO_TEXT = {
+    "pdf": "a PDF; convert it, for example with pdftotext",
+    "docx doc odt epub": "a document; convert it with pandoc",
+    "zip tar gz tgz bz2 xz zst 7z": "compressed; unpack it",
+    "png jpg jpeg gif webp mp3 wav mp4": "an image or a recording; expected text",
+    "xlsx xls": "a table; set data=chat with .jsonl or .parquet",
+    "safetensors gguf pt pth": "model weights; to start from them, set model=hf model.path=DIR",
+}
+_OTHER_FORMATS = {suffix: why for suffixes, why in _NO_TEXT.items() for suffix in suffixes.split()}
+_SPLIT = re.compile(
+    r"(?:^|(?<=[-._ 0-9]))(?:(?P<train>train|training)|(?P<validation>validation|valid|val|dev)"
+    r"|(?P<test>test|testing|eval|evaluation))(?=[-._ 0-9]|$)"
+)
+_SHARD = re.compile(r"(.+)[-.]\d{5}-of-\d{5}.*")
+_CONFIG = re.compile(r"^[\s-]*config_name:\s*(\S.*?)\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """The files of a path that are data."""
+
+    option: str  # of `data`, for their kind; data=text reads texts in rows, too
+    train: tuple[Path, ...]  # at data.val_path: those to validate on
+    validation: tuple[Path, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()  # the split, or empty text, and the name of each
+
+    def about(self, *, validates: bool) -> str:
+        """Describe how many files are used, and those that aren't; `validates`: on `validation`."""
+        used = len(self.train) + len(self.validation) * validates
+        total = len(self.train) + len(self.validation) + len(self.left_out)
+        counts = Counter(split for split, _ in self.left_out if split)
+        counts[VALIDATION] += len(self.validation) * (not validates)
+        others = [f"{count} {split}" for split, count in counts.items() if count]
+        others += [name for split, name in self.left_out if not split]
+        files = "file" if total == 1 else "files"
+        text = f"{used:,} {files}" if used == total else f"{used:,} of {total:,} {files}"
+        if validates and self.validation:
+            text += f", {len(self.validation):,} of them to validate"
+        return f"{text}; left out: {first_of(others)}" if others else text
+
+
+def data_files(path: str, key: str = "data.path", option: str | None = None) -> DataFiles:
+    """Return the files of a local path that are data: a file, those of a directory, or of a glob.
+
+    Args:
+        path: The path.
+        key: Its name in messages; at data.val_path, files to validate on are returned.
+        option: That of `data`, TOKENIZE, or None if the files select it.
+
+    Raises:
+        UsageError: If there are none, or if their names leave open which ones are meant.
+    """
+    place, where, files = Path(path), f"{key}={path}", _listed(path, key)
+    if not place.is_file():
+        is_folder = place.is_dir()
+        root = place if is_folder else Path(os.path.dirname(re.split(r"[*?\[]", path)[0]))
+        return select_files(files, root, where, option, is_folder=is_folder)
+    kind = kind if (kind := kind_of(place)) in _READS[option] else _READS[option][0]
+    if kind == TEXT and (why := _OTHER_FORMATS.get(place.suffix.lower()[1:])):
+        raise UsageError(f"{where}: {why}")
+    return DataFiles(kind, (place,))
+
+
+def option_of_data(path: str) -> str:
+    """Return the option of `data` for a path: by its files, or by its name if it doesn't exist.
+
+    Raises:
+        UsageError: If a directory has files of several options.
+    """
+    if path.startswith("hf://"):
+        return CHAT
+    is_here = os.path.exists(path) or any(glob.iglob(path))
+    return data_files(path).option if is_here else kind_of(Path(path))
+
+
+def kind_of(file: Path) -> str:
+    """Return the option of `data` for a file, by its name or its first bytes."""
+    name, suffix = file.name.lower(), file.suffix.lower()
+    if name.endswith(TOKEN_SUFFIXES):
+        return TOKENS
+    if suffix in _MAY_HAVE_ROWS and file.is_file():
+        return CHAT if _begins_with_rows(file) else TEXT
+    return CHAT if _ROWS.fullmatch(name) else TEXT
+
+
+def is_data(file: Path) -> bool:
+    """Return whether a file may be data of rows or text, by its name or its first bytes."""
+    is_text = file.suffix.lower() == ".txt"
+    return (is_text or kind_of(file) == CHAT) and not _ABOUT.fullmatch(file.name.lower())
+
+
+def _start(file: Path, most: int = _FIRST_BYTES) -> bytes:
+    """Return the first bytes of a file, none of one whose reader will report why."""
+    try:
+        with file.open("rb") as content:
+            return content.read(most)
+    except OSError:
+        return b""
+
+
+def _begins_with_rows(file: Path) -> bool:
+    """Return whether a file begins as JSON Lines, or as an array of rows."""
+    if _start(file, 256).removeprefix(BOM_UTF8).lstrip()[:1] not in (b"{", b"["):
+        return False
+    text = _start(file).decode("utf-8-sig", "replace").lstrip()
+    is_array = text.startswith("[")
+    text = text[1:].lstrip() if is_array else text
+    try:
+        first, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):  # longer than this, or damaged, which the reader reports
+        line = text.partition("\n")[0].rstrip()
+        is_line = is_array or line.endswith("}") or len(line) == len(text)
+        return is_line and _KEY.search(text) is not None
+    if not isinstance(first, dict) or not (is_array or "\n" not in text[:end]):
+        return False
+    is_lines = not is_array and text[end:].lstrip().startswith("{") and file.suffix == ".json"
+    return is_lines or not first.keys().isdisjoint(_KEYS)
+
+
+def _listed(path: str, key: str) -> list[Path]:
+    """Return a file, all files below a directory, or the files of a glob, sorted."""
+    place = Path(path)
+    if not path:
+        raise UsageError(f"{key}: empty; expected a file, a directory or a glob")
+    try:
+        if place.is_file():
+            return [place]
+        if place.is_dir():
+            return sorted(_files_below(place), key=_parts)
+        matches = sorted(map(Path, glob.glob(path, recursive=True)), key=_parts)
+        files = [each for each in matches if each.is_file()]
+    except OSError as error:
+        raise UsageError(f"{key}={path}: {str(error.filename)[:80]}: {error.strerror}") from None
+    except RecursionError:
+        raise UsageError(f"{key}={path}: directories are nested too deeply for **") from None
+    if not files:
+        if place.exists():
+            raise UsageError(f"{key}={path}: not a regular file; expected a file or a directory")
+        hint = nearest_path(path) or "; expected a file, a directory or a glob"
+        raise UsageError(f"{key}={path}: not found{hint}")
+    return files
+
+
+def _parts(path: Path) -> tuple[str, ...]:
+    """Return the key by which paths are sorted; comparing paths is slower."""
+    return path.parts
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield all files, except hidden ones and those of runs, which may change while read."""
+    folders = [folder]
+    while folders:
+        entries = [each for each in folders.pop().iterdir() if not each.name.startswith(".")]
+        if {"config.yaml", "overrides.txt"} <= {each.name for each in entries}:
+            continue
+        folders += [each for each in entries if each.is_dir() and not each.is_symlink()]
+        yield from (each for each in entries if each.is_file())
+
+
+# ---- kinds and splits ---------------------------------------------------------------------------
+
+
+def select_files(
+    files: Sequence[Path], root: Path, where: str, option: str | None, *, is_folder: bool
+) -> DataFiles:
+    """Return those of `files` that are data.
+
+    Args:
+        files: All files of a directory, or those that a glob names.
+        root: The directory below which names of directories count.
+        where: The key and its value, for messages.
+        option: As for `data_files`.
+        is_folder: Whether the user named the directory, so that it has to tell what it has.
+    """
+    kinds: dict[str, list[Path]] = {TEXT: [], CHAT: [], TOKENS: []}
+    about: list[Path] = []
+    for file in files:
+        kind = kind_of(file)
+        is_other = kind == TEXT and file.suffix.lower()[1:] in ("json", *_OTHER_FORMATS)
+        is_about = is_other or _ABOUT.fullmatch(file.name.lower()) is not None
+        (about if is_about else kinds[kind]).append(file)
+    kind = _kind_in(kinds, where, option, has_others=bool(about))
+    splits = {file: _splits_of(file.relative_to(root).parts) for file in kinds[kind]}
+    if kind == TEXT and not _all_have_splits([*kinds[TEXT], *about], splits):
+        rest = {*kinds[CHAT], *kinds[TOKENS]}
+        texts = tuple(each for each in files if each not in rest)
+        return DataFiles(TEXT, texts, left_out=tuple(("", each.name) for each in rest))
+    groups: dict[str, list[Path]] = {TRAIN: [], VALIDATION: [], _TEST: [], "": []}
+    for file, found in splits.items():
+        if len(found) > 1:
+            raise UsageError(
+                f"{where}: {file.name}: named after several splits, {' and '.join(sorted(found))}; "
+                "name the files to read, or rename it"
+            )
+        groups["".join(found)].append(file)
+    if is_folder and kind != TEXT:
+        _check_is_one_set(groups, root, where)
+    train, validation = _parts_of(groups, where, is_folder=is_folder)
+    used = {*train, *validation}
+    left_out = [("".join(splits.get(each, ())), each.name) for each in files if each not in used]
+    return DataFiles(kind, tuple(train), tuple(validation), tuple(left_out))
+
+
+def _kind_in(
+    kinds: dict[str, list[Path]], where: str, option: str | None, *, has_others: bool
+) -> str:
+    """Return the kind of the files that are read; `has_others`: that can be text as well."""
+    present = [kind for kind in _READS[option] if kinds[kind]]
+    if len(present) > 1 and TEXT in present and all(b"\0" in _start(x) for x in kinds[TEXT]):
+        present.remove(TEXT)
+    if len(present) > 1 and option in (None, TOKENIZE):
+        counts = " and ".join(
+            f"{len(kinds[kind]):,} of {_NOUNS[kind]} ({kinds[kind][0].name})" for kind in present
+        )
+        way = "name the files of one kind" if option else f"set data={' or data='.join(present)}"
+        raise UsageError(f"{where}: has files of several kinds, {counts}; {way}")
+    if not present and not (has_others and TEXT in _READS[option]):
+        raise UsageError(f"{where}: {_NOTHING.get(str(option), _NOTHING[TEXT])}")
+    return present[0] if present else TEXT
+
+
+def _all_have_splits(texts: Sequence[Path], splits: Mapping[Path, set[str]]) -> bool:
+    """Return whether all texts are called after a split; a source tree has train.py and tests/."""
+    is_prose = all(each.suffix.lower() in _PROSE for each in splits)
+    found = [splits.get(each, set()) for each in (splits if is_prose else texts)]
+    return {TRAIN} in found and all(len(each) == 1 for each in found)
+
+
+def _splits_of(parts: Sequence[str]) -> set[str]:
+    """Return the splits that the directories of a file name, else those that its name has."""
+    *folders, name = ({str(m.lastgroup) for m in _SPLIT.finditer(p.lower())} for p in parts)
+    return set().union(*folders) or name
+
+
+def _parts_of(
+    groups: dict[str, list[Path]], where: str, *, is_folder: bool
+) -> tuple[list[Path], list[Path]]:
+    """Return the files to train on, or of data.val_path to validate on, and those of validation."""
+    named = [each for each in groups.values() if each]
+    if len(named) == 1 and not is_folder:
+        return named[0], []
+    if where.startswith("data.val_path"):
+        found = groups[VALIDATION] or (named[-1] if not groups[TRAIN] else [])
+        verb, rest = "validate", list[Path]()
+    else:
+        found, rest = groups[TRAIN] or groups[""], groups[VALIDATION]
+        verb = "train"
+    if not found:
+        names = first_of([each.name for group in named for each in group])
+        raise UsageError(f"{where}: no files to {verb} on, but {names}; name those to read")
+    return found, rest
+
+
+def _check_is_one_set(groups: dict[str, list[Path]], root: Path, where: str) -> None:
+    """Check that the files to train on are of one split and one configuration of `datasets`."""
+    is_dict, card = (root / "dataset_dict.json").is_file(), root / "README.md"
+    found = set[str]()
+    for file in groups[TRAIN] or (groups[""] if is_dict else []):
+        *folders, name = file.relative_to(root).parts
+        at = next((n for n, each in enumerate(folders) if _splits_of([each])), None)
+        shard = _SHARD.fullmatch(name) if at is None and not is_dict else None
+        above = folders if at is None else folders[: at + is_dict]
+        found.add("/".join([*above, shard[1]] if shard else above))
+    if card.is_file():
+        with card.open(encoding="utf-8", errors="replace") as content:
+            start = content.read(_FIRST_BYTES)
+        configs = {*_CONFIG.findall(start.split("---")[1])} if start.startswith("---") else set()
+        found |= configs if len(configs) > 1 else set()
+    if len(found) > 1:
+        names = sorted(each or "." for each in found)
+        raise UsageError(
+            f"{where}: several sets to train on, {first_of(names)}; name the directory or the "
+            "files of one of them"
+        )

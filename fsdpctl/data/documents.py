@@ -1,0 +1,158 @@
+"""Documents of files: texts, or the column `text` of rows, read piece by piece."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from fsdpctl.config.data import CHAT
+from fsdpctl.data.chats.formats import Plain
+from fsdpctl.data.chats.rows import lines_of
+from fsdpctl.data.chats.values import shown
+from fsdpctl.data.files import Text, left_out, problem_in
+from fsdpctl.data.tokenizer import CONTEXT, TextPiece
+from fsdpctl.errors import UsageError, first_of
+from fsdpctl.io.activity import Advance
+from fsdpctl.io.files import open_regular
+from fsdpctl.io.untrusted import MIB
+
+PIECE = 16 * MIB  # bytes of a text file that are tokenized at a time
+_UNFOLDS = 4  # times its size, that a compressed file is assumed to become
+_PACKED = (".gz", ".zst", ".parquet")
+
+
+@dataclass(slots=True)
+class PassedOver:
+    """The parts of the input that do not become documents."""
+
+    skipped: list[str] = field(default_factory=list)  # files that aren't text
+    empty: int = 0  # documents
+    ignored: Counter[str] = field(default_factory=Counter)  # columns, with the number of rows
+
+    def notes(self) -> tuple[str, ...]:
+        """Return a line on empty documents and one on columns, if there are any."""
+        names = first_of([f"{shown(key)} ({n:,} rows)" for key, n in self.ignored.most_common()])
+        empty = f"{self.empty:,} {'document' if self.empty == 1 else 'documents'} without text"
+        lines = [f"{empty}, passed over"] if self.empty else []
+        return (*lines, f"columns ignored: {names}") if names else tuple(lines)
+
+
+def documents(
+    files: Sequence[Path],
+    option: str,
+    passed: PassedOver,
+    most: int | None = None,
+    advance: Advance = lambda count: None,
+) -> Iterator[TextPiece]:
+    """Yield the documents of files.
+
+    Args:
+        files: The files of one kind, in order.
+        option: CHAT if they have rows.
+        passed: Collects what is passed over.
+        most: The bytes of a text after which it is cut into pieces; None: it never is.
+        advance: Called with the bytes that were read.
+
+    Raises:
+        UsageError: If a row has no text, or if the only file isn't text.
+    """
+    for file in files:
+        left = file.stat().st_size
+        unfolds = _UNFOLDS if file.name.lower().endswith(_PACKED) else 1
+        is_only = len(files) == 1
+        found = (
+            _rows(file, passed) if option == CHAT else _texts(file, passed, most, is_only=is_only)
+        )
+        for piece in found:
+            done = min(left, piece.size // unfolds)
+            left -= done
+            advance(done)
+            yield piece
+        advance(left)
+
+
+def read_text(files: Sequence[Path], option: str, where: str) -> tuple[Text, PassedOver]:
+    """Read the documents of files whole, and what was passed over.
+
+    Raises:
+        UsageError: As for `documents`, or if there is no text.
+    """
+    passed = PassedOver()
+    found = tuple(each.text.encode() for each in documents(files, option, passed))
+    if not found:
+        raise UsageError(f"{where}: no text found{left_out(passed.skipped)}")
+    return Text(found), passed
+
+
+def _rows(file: Path, passed: PassedOver) -> Iterator[TextPiece]:
+    counts = Counter[str]()
+    for line, _ in lines_of(str(file), counts)[1]:
+        if not isinstance(line.content, Plain):
+            raise UsageError(f"{line.where}: a conversation; expected `text`, or set data=chat")
+        passed.ignored.update(line.keys.ignored)
+        yield TextPiece(line.content.text, len(line.content.text.encode()))
+    passed.empty += counts["empty"]
+
+
+def _texts(
+    file: Path, passed: PassedOver, most: int | None, *, is_only: bool
+) -> Iterator[TextPiece]:
+    """Yield the text of a file; a long one in pieces, with the text around each."""
+    with open(open_regular(file, follows=True), "rb") as content:
+        before, now = "", None
+        for part in _parts(content, most):
+            if problem := problem_in(part):
+                if is_only or now is not None:
+                    raise UsageError(f"{file}: {_next_step(problem)}")
+                passed.skipped.append(f"{file.name} ({problem})")
+                return
+            text = part.decode()
+            if now is not None:
+                yield _piece(before, now, text[:CONTEXT], ends=False)
+                before = now[-CONTEXT:]
+            now = text
+        if now:
+            yield _piece(before, now, "", ends=True)
+        else:
+            passed.empty += 1
+
+
+def _piece(before: str, text: str, after: str, *, ends: bool) -> TextPiece:
+    span = len(before), len(before) + len(text)
+    return TextPiece(before + text + after, len(text.encode()), not before, ends, span)
+
+
+def _next_step(problem: str) -> str:
+    if problem == "binary":
+        return "binary, expected UTF-8 text; for a token file, set data=tokens"
+    return f"{problem}; convert it, for example with iconv -f latin1 -t utf-8"
+
+
+def _parts(content: IO[bytes], most: int | None) -> Iterator[bytes]:
+    """Yield the bytes of a file in parts of about `most` that end at a line break if they can."""
+    rest = b""
+    while True:
+        part = rest + content.read(-1 if most is None else most)
+        if most is None or len(part) < most:
+            yield part
+            return
+        at = _line_end(part) or _character_end(part)
+        rest = part[at:]
+        yield part[:at]
+
+
+def _line_end(part: bytes) -> int:
+    """Return the end of the last line that text follows, not blanks, which tokenizers may join."""
+    at = len(part) - 1
+    while (at := part.rfind(b"\n", len(part) // 2, at)) >= 0:
+        if not part[at + 1 : at + 2].isspace():
+            return at + 1
+    return 0
+
+
+def _character_end(part: bytes) -> int:
+    at = len(part) - 1
+    while at > len(part) - 4 and part[at] & 0xC0 == 0x80:
+        at -= 1
+    return at

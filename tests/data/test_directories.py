@@ -1,0 +1,311 @@
+"""Which files of a directory are data: layouts as data sets have them, and those that ask."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.data import DataConfig
+from fsdpctl.config.data_files import data_files, kind_of, option_of_data
+from fsdpctl.data.chats.open import open_chats
+from fsdpctl.data.open import open_data
+from fsdpctl.data.token_formats import open_token_files
+from fsdpctl.data.tokenizer import ByteTokenizer
+from fsdpctl.data.tokenizing import Output, tokenize_files
+from fsdpctl.data.tokens import TokenStream
+from fsdpctl.errors import UsageError
+from tests.data.chats.families import say, write_lines, write_tokenizer
+from tests.data.token_file import write_token_file
+
+ROW = json.dumps({"text": "a b"}) + "\n"
+CONTENTS = {
+    ".bin": b"\0\1", ".npy": b"\0\1", ".pkl": b"\0\1", ".db": b"\0\1", ".gz": b"\x1f\x8b\0",
+    ".parquet": b"PAR1\0", ".arrow": b"\xff\xff\xff\xff\0", ".idx": b"\0", ".png": b"\0",
+    ".jsonl": ROW.encode(),
+}  # fmt: skip
+
+
+NAMED = {"ROWS": ROW * 2, "ARRAY": json.dumps([{"messages": []}], indent=1), "OTHER": '{"a": 1}'}
+
+
+def write(folder, names):
+    """Write files with contents of their kind, or with one of `NAMED`, as in `a.json=ROWS`."""
+    for each in names.split():
+        name, _, content = each.partition("=")
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        usual = CONTENTS.get(file.suffix.lower(), b"text")
+        file.write_bytes(NAMED[content].encode() if content else usual)
+    return str(folder)
+
+
+# The files, then the option of `data`, the files to train on and to validate on, and what is said.
+LAYOUTS = {
+    "rows and their papers": (
+        "a.jsonl README.md LICENSE.txt dataset_infos.json=OTHER .gitattributes .DS_Store Thumbs.db "
+        "card.md data-card.md CITATION.cff config.yaml _SUCCESS CHANGELOG",
+        "chat", "a.jsonl", "",
+        "1 of 11 files; left out: CHANGELOG, CITATION.cff, LICENSE.txt, README.md, Thumbs.db "
+        "and 5 more",
+    ),
+    "splits by name": (
+        "train.jsonl validation.jsonl test.jsonl README.md",
+        "chat", "train.jsonl", "validation.jsonl",
+        "2 of 4 files, 1 of them to validate; left out: 1 test, README.md",
+    ),
+    "splits of the Hub": (
+        "data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet "
+        "data/test-00000-of-00001.parquet README.md",
+        "chat", "data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet", "",
+        "2 of 4 files; left out: 1 test, README.md",
+    ),
+    "other words": (
+        "Training.jsonl my_dev_set.jsonl eval.jsonl testing2.jsonl.gz evaluation.jsonl",
+        "chat", "Training.jsonl", "my_dev_set.jsonl",
+        "2 of 5 files, 1 of them to validate; left out: 3 test",
+    ),
+    "words within words": (
+        "trainer.jsonl contest.jsonl devils.jsonl invalid.jsonl", "chat",
+        "contest.jsonl devils.jsonl invalid.jsonl trainer.jsonl", "", "4 files",
+    ),
+    "directories": (
+        "train/a.jsonl train/more/test.jsonl val/a.jsonl test/train.jsonl eval/a.jsonl",
+        "chat", "train/a.jsonl train/more/test.jsonl", "val/a.jsonl",
+        "3 of 5 files, 1 of them to validate; left out: 2 test",
+    ),
+    "held out without a word for the rest": (
+        "chats.jsonl val.jsonl test.jsonl", "chat", "chats.jsonl", "val.jsonl",
+        "2 of 3 files, 1 of them to validate; left out: 1 test",
+    ),
+    "others beside the splits": (
+        "train.jsonl extra.jsonl", "chat", "train.jsonl", "", "1 of 2 files; left out: extra.jsonl",
+    ),
+    "save_to_disk with caches of a map": (
+        "data-00000-of-00001.arrow cache-0713a6e1ece098ab.arrow cache-1_00001_of_00004.arrow "
+        "tmpab12cd3_ state.json=OTHER dataset_info.json=OTHER",
+        "chat", "data-00000-of-00001.arrow", "", None,
+    ),
+    "save_to_disk of splits": (
+        "dataset_dict.json=OTHER train/data-00000-of-00001.arrow train/state.json=OTHER "
+        "train/cache-1.arrow test/data-00000-of-00001.arrow validation/data-00000-of-00001.arrow",
+        "chat", "train/data-00000-of-00001.arrow", "validation/data-00000-of-00001.arrow", None,
+    ),
+    "rows called .json": (
+        "train.json=ARRAY dev.json=ROWS package.json=OTHER",
+        "chat", "train.json", "dev.json",
+        "2 of 3 files, 1 of them to validate; left out: package.json",
+    ),
+    "rows without a suffix": (
+        "part-00000=ROWS part-00001.txt=ROWS _SUCCESS", "chat", "part-00000 part-00001.txt", "",
+        "2 of 3 files; left out: _SUCCESS",
+    ),
+    "a source tree": (
+        "train.py tests/test_a.py README.md package.json=OTHER .git/config",
+        "text", "README.md package.json tests/test_a.py train.py", "", "4 files",
+    ),
+    "Markdown": ("README.md guide/train.md", "text", "README.md guide/train.md", "", "2 files"),
+    "only a README": ("README.md", "text", "README.md", "", "1 file"),
+    "tests as text": ("test_a.py test_b.py", "text", "test_a.py test_b.py", "", "2 files"),
+    "texts that all have a split": (
+        "wiki.train.tokens wiki.valid.tokens wiki.test.tokens README.txt",
+        "text", "wiki.train.tokens", "wiki.valid.tokens",
+        "2 of 4 files, 1 of them to validate; left out: 1 test, README.txt",
+    ),
+    "token files": (
+        "train.bin val.bin test.bin meta.pkl README.md", "tokens", "train.bin", "val.bin", None,
+    ),
+    "Megatron's": ("a_train.bin a_train.idx a_valid.bin a_valid.idx", "tokens", "a_train.bin",
+        "a_valid.bin", "2 of 4 files, 1 of them to validate; left out: a_train.idx, a_valid.idx"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_data_of_a_directory_follows_from_its_names(name, tmp_path):
+    names, option, train, validation, about = LAYOUTS[name]
+    path = write(tmp_path, names)
+    found = data_files(path)
+
+    def relative(files):
+        return " ".join(each.relative_to(tmp_path).as_posix() for each in files)
+
+    assert (relative(found.train), relative(found.validation)) == (train, validation)
+    assert option_of_data(path) == found.option == option
+    assert compose_config([f"data.path={path}"]).config.data.name == option
+    assert data_files(path, option=option) == found
+    if about is not None:
+        assert found.about(validates=True) == about
+    if validation:
+        held = data_files(path, "data.val_path", option)
+        assert (relative(held.train), held.validation) == (validation, ())
+        assert f"{len(found.validation)} validation" in found.about(validates=False)
+
+
+ASKS = {
+    "a.jsonl notes.txt": "several kinds, 1 of rows (a.jsonl) and 1 of text (notes.txt); set "
+    "data=chat or data=text",
+    "input.txt prepare.py train.bin val.bin": "2 of tokens (train.bin) and 2 of text (input.txt)",
+    "en/train.jsonl fr/train.jsonl": "several sets to train on, en, fr; name the directory",
+    "data/train_sft-00000-of-00001.parquet data/train_gen-00000-of-00001.parquet":
+        "several sets to train on, data/train_gen, data/train_sft",
+    "dataset_dict.json=OTHER en/data-00000-of-00001.arrow fr/data-00000-of-00001.arrow":
+        "several sets to train on, en, fr",
+    "train_test.jsonl a.jsonl": "train_test.jsonl: named after several splits, test and train",
+    "test/train/a.jsonl": "a.jsonl: named after several splits, test and train",
+    "test.jsonl val.jsonl": "no files to train on, but val.jsonl, test.jsonl; name those to read",
+    ".gitattributes": "no text found",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", ASKS)
+def test_a_directory_that_stays_ambiguous_asks_in_one_line(names, tmp_path):
+    path = write(tmp_path, names)
+    with pytest.raises(UsageError, match=r"^[^\n]*$") as caught:
+        data_files(path)
+    assert str(caught.value).startswith(f"data.path={path}: ")
+    assert ASKS[names] in str(caught.value)
+
+
+def test_a_card_with_several_configurations_asks_for_one(tmp_path):
+    path = write(tmp_path, "a.jsonl b.jsonl")
+    card = "---\nconfigs:\n- config_name: en\n  data_files: a.jsonl\n{}---\n# Texts\n"
+    (tmp_path / "README.md").write_text(card.format("- config_name: fr\n  data_files: b.jsonl\n"))
+    with pytest.raises(UsageError, match="several sets to train on, en, fr"):
+        data_files(path)
+    (tmp_path / "README.md").write_text(card.format(""))
+    assert len(data_files(path).train) == 2
+
+
+def test_a_typed_option_selects_among_several_kinds(tmp_path):
+    path = write(tmp_path, "a.jsonl notes.txt train.bin README.md")
+    assert data_files(path, option="chat").about(validates=True) == (
+        "1 of 4 files; left out: README.md, notes.txt, train.bin"
+    )
+    text = data_files(path, option="text")
+    assert [each.name for each in text.train] == ["README.md", "notes.txt"]
+    assert {name for _, name in text.left_out} == {"a.jsonl", "train.bin"}
+    assert [each.name for each in data_files(path, option="tokens").train] == ["train.bin"]
+    with pytest.raises(UsageError, match=r"SRC=.*several kinds.*; name the files of one kind"):
+        data_files(path, "SRC", "tokenize")
+    for option, said in (("chat", "no conversations found"), ("tokens", "no token files")):
+        with pytest.raises(UsageError, match=said):
+            data_files(write(tmp_path / "texts", "a.txt"), option=option)
+
+
+def test_a_path_that_names_files_reads_them(tmp_path):
+    path = write(tmp_path, "test.jsonl test2.jsonl train.jsonl README.md dataset_info.json")
+    for name in ("test.jsonl", "README.md", "dataset_info.json"):
+        assert [each.name for each in data_files(f"{path}/{name}").train] == [name]
+    tests = data_files(f"{path}/test*")
+    assert [each.name for each in tests.train] == ["test.jsonl", "test2.jsonl"]
+    everything = data_files(f"{path}/*", option="chat")
+    assert [each.name for each in everything.train] == ["train.jsonl"]
+    assert "2 test" in everything.about(validates=True)
+    with pytest.raises(UsageError, match=r"data.val_path=.*no files to validate on, but train"):
+        data_files(path, "data.val_path", "chat")
+    alone = write(tmp_path / "held", "test-0.jsonl test-1.jsonl")
+    assert len(data_files(alone, "data.val_path", "chat").train) == 2
+
+
+CONTENT = {
+    '{"text": "a"}\n{"text": "b"}\n': "chat",
+    '\ufeff\n {"url": "u", "text": "a"}': "chat",
+    '{"id": 1}\n\n{"id": 2}': "chat",
+    '[ {"messages": []}]': "chat",
+    '{"text": "' + "a" * 70_000: "chat",
+    '[{"id": 1, "text": "' + "a" * 70_000: "chat",
+    '{"text": }\n{"text": "b"}': "chat",
+    "": "text",
+    '{"name": "package", "version": 1}': "text",
+    '{\n "text": "a"\n}': "text",
+    '[{"id": 1}]': "text",
+    "[1, 2]": "text",
+    "[section]\nkey = 1": "text",
+    "{" * 5000: "text",
+}
+
+
+@pytest.mark.parametrize("content", CONTENT, ids=range(len(CONTENT)))
+def test_json_lines_are_rows_whatever_their_name(content, tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text(content)
+    assert kind_of(file) == CONTENT[content]
+    for name in ("a.jsonl", "a.json.gz", "a.jsonl.zst", "a.ndjson", "missing.json", "A.JSONL"):
+        assert kind_of(tmp_path / name) == "chat"
+
+
+def numbered(count, word):
+    return [{"messages": say(f"{word} {n}", "yes")} for n in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("typed", "counts"),
+    [({}, (30, 9)), ({"val_fraction": 0.0}, (30, 0)), ({"val_path": "other.jsonl"}, (30, 4))],
+)
+def test_chats_are_validated_on_files_that_are_called_so(tmp_path, monkeypatch, typed, counts):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats").mkdir()
+    for name, count in (("chats/train", 30), ("chats/valid", 9), ("chats/test", 7), ("other", 4)):
+        write_lines(tmp_path / f"{name}.jsonl", numbered(count, name))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml", None)
+    found = open_chats(DataConfig("chat", "chats", tokenizer=str(tokenizer), **typed))
+    assert (len(found.train), 0 if found.val is None else len(found.val)) == counts
+    left_out = "1 test" if not typed else "1 test, 1 validation"
+    assert found.description.endswith(f"; left out: {left_out}")
+
+
+def test_token_files_are_validated_on_those_that_are_called_so(tmp_path):
+    for name, start in (("train", 0), ("val", 100), ("test", 200)):
+        tokens = np.arange(start, start + 50, dtype=np.uint16) % 256
+        write_token_file(tmp_path / f"{name}.bin", tokens, ByteTokenizer(), num_bytes=50)
+    found = open_data(DataConfig("tokens", str(tmp_path)))
+    assert [part.num_tokens for part in (found.train, found.val) if part] == [50, 50]
+    assert isinstance(found.val, TokenStream)
+    assert found.val.rows(10)[0].tokens.tolist() == [*range(100, 110)]
+    assert "left out: 1 test" in found.description
+    assert (found.has_val_files, len(found.token_files)) == (True, 2)
+    typed = open_data(DataConfig("tokens", str(tmp_path), val_fraction=0.1))
+    assert [part.num_tokens for part in (typed.train, typed.val) if part] == [45, 5]
+    assert "1 validation" in typed.description
+    assert len(open_token_files(str(tmp_path / "*")).train) == 1
+
+
+def test_texts_are_validated_on_files_that_are_called_so(tmp_path):
+    for name in ("train/a.txt", "dev/a.txt", "test/a.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    found = open_data(DataConfig("text", str(tmp_path)))
+    assert bytes(found.train.rows(8)[0].tokens.tolist()) == b"train/a."
+    assert found.val is not None
+    assert found.val.num_tokens == len("dev/a.txt")
+    assert found.description.endswith("2 of 3 files, 1 of them to validate; left out: 1 test")
+
+
+def test_text_and_tokenize_read_the_rows_that_chats_do(tmp_path):
+    rows = [{"text": "a b", "label": 1}, {"text": ""}, {"text": None}, {"text": "c", "label": 0}]
+    write_lines(tmp_path / "train.jsonl", rows)
+    (tmp_path / "README.md").write_text("# Texts")
+    found = open_data(DataConfig("text", str(tmp_path), val_fraction=0))
+    assert isinstance(found.train, TokenStream)
+    assert bytes(found.train.tokens[:]) == b"a bc"
+    notes = ("2 documents without text, passed over", "columns ignored: label (2 rows)")
+    assert found.notes == notes
+    done = tokenize_files(str(tmp_path), Output(tmp_path / "t.bin"), ByteTokenizer())
+    assert (done.tokens, done.about) == (4, "1 of 2 files; left out: README.md")
+    assert done.notes == notes
+    write_lines(tmp_path / "train.jsonl", numbered(2, "a"))
+    with pytest.raises(UsageError, match=r"line 1: a conversation; expected `text`, or set data="):
+        open_data(DataConfig("text", str(tmp_path)))
+
+
+def test_the_cache_of_a_map_is_not_tokenized(tmp_path):
+    table = pa.table({"text": ["ab", "c"]})
+    for name in ("data-00000-of-00001.arrow", "cache-12.arrow", "tmpabcdefgh"):
+        with pa.ipc.new_stream(tmp_path / name, table.schema) as out:
+            out.write_table(table)
+    pq.write_table(table, tmp_path / "test.parquet")
+    done = tokenize_files(str(tmp_path), Output(tmp_path / "t.bin"), ByteTokenizer())
+    assert done.tokens == 3

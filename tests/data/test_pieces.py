@@ -1,0 +1,134 @@
+"""A text that is read in pieces has the tokens of the whole, whatever begins a text."""
+
+import json
+import random
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from fsdpctl.data import documents as documents_module
+from fsdpctl.data import tokenizer as tokenizer_module
+from fsdpctl.data import tokenizing
+from fsdpctl.data.documents import PassedOver, documents
+from fsdpctl.data.files import Text
+from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer
+from fsdpctl.data.tokenizing import Output, tokenize_files
+from fsdpctl.errors import UsageError
+
+SPECIALS = ["<unk>", "<s>", "</s>", "<call>"]
+LETTERS = ["▁", "\n", *"abcdefghijklmnopqrstuvwxyz ABCD,.é日本"]
+MERGES = [("a", "b"), ("ab", "ab"), ("▁", "a"), ("▁a", "b"), ("h", "e"), ("▁", "t"), ("\n", "▁")]
+
+
+def bpe(normalizer=None, pre_tokenizer=None, post=None):
+    letters = dict.fromkeys([*SPECIALS, *LETTERS, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    names = [*letters, *(a + b for a, b in MERGES)]
+    model = models.BPE({each: n for n, each in enumerate(names)}, MERGES, unk_token="<unk>")
+    return made(model, normalizer, pre_tokenizer, post)
+
+
+def made(model, normalizer=None, pre_tokenizer=None, post=None):
+    found = Tokenizer(model)
+    found.add_special_tokens(SPECIALS)
+    found.normalizer, found.pre_tokenizer = normalizer, pre_tokenizer
+    found.post_processor = post or found.post_processor
+    return found
+
+
+def llama_2():
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    post = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return bpe(normalizers.Sequence(steps), post=post)
+
+
+def unigram():
+    names = [*SPECIALS, *LETTERS, "▁a", "▁ab", "he", "▁the"]
+    model = models.Unigram([(each, -float(n)) for n, each in enumerate(names)], 0)
+    return made(model, normalizers.NFKC(), pre_tokenizers.Metaspace())
+
+
+def word_piece():
+    names = [*SPECIALS, *LETTERS, *(f"##{each}" for each in LETTERS), "the", "##ab"]
+    model = models.WordPiece({each: n for n, each in enumerate(names)}, unk_token="<unk>")
+    return made(model, normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer())
+
+
+MAKERS = {
+    "metaspace first": lambda: bpe(
+        pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    ),
+    "metaspace always": lambda: bpe(
+        pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="always")
+    ),
+    "llama 2": llama_2,
+    "prefix space": lambda: bpe(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "strip": lambda: bpe(normalizers.Strip(), pre_tokenizers.Whitespace()),
+    "replaced start": lambda: bpe(normalizers.Prepend("the "), pre_tokenizers.ByteLevel(False)),
+    "no pre-tokenizer": bpe,
+    "unigram": unigram,
+    "word piece": word_piece,
+}
+
+
+def written(tokenizer):
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    files = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(about)}
+    return FileTokenizer("made", {name: text.encode() for name, text in files.items()})
+
+
+def lines(count, seed=0):
+    draw = random.Random(seed)
+    words = ["the", "ab", "abab", "ABCD,", "hé", "日本", "日", "x<call>y", "<s>", ".", "a"]
+    texts = (" ".join(draw.choices(words, k=draw.randrange(12))) for _ in range(count))
+    return "".join(f"{'  ' * draw.randrange(3)}{each}\n" for each in texts)
+
+
+TEXTS = {
+    "lines": lines(600),
+    "one line": lines(600, 1).replace("\n", " "),
+    "no blanks": lines(900, 2).replace("\n", "").replace(" ", ""),
+    "one word and line again and again": "the ab\n" * 2000,
+    "blank lines": lines(500, 3).replace("\n", "\n\n \n"),
+    "blanks at both ends": f" \n {lines(500, 4)} \n\n",
+}
+
+
+@pytest.fixture
+def _small(monkeypatch):
+    """Make pieces and the text around them small."""
+    monkeypatch.setattr(tokenizing, "PIECE", 3000)
+    for module in (documents_module, tokenizer_module):
+        monkeypatch.setattr(module, "CONTEXT", 300)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.usefixtures("_small")
+def test_pieces_have_the_tokens_of_the_whole_text(name, tmp_path):
+    tokenizer = written(MAKERS[name]())
+    for number, (kind, text) in enumerate(TEXTS.items()):
+        (tmp_path / f"{number}.txt").write_text(text)
+        output = Output(tmp_path / f"{number}.bin")
+        tokenize_files(str(tmp_path / f"{number}.txt"), output, tokenizer)
+        expected = tokenizer.encode(Text((text.encode(),)))
+        assert output.path.read_bytes() == expected.tobytes(), kind
+        assert expected.tolist()[:-1] == tokenizer.auto(text)["input_ids"], kind
+
+
+@pytest.mark.usefixtures("_small")
+def test_bytes_are_cut_without_a_trace(tmp_path):
+    for text in TEXTS.values():
+        (tmp_path / "a.txt").write_text(text)
+        passed = PassedOver()
+        pieces = [*documents([tmp_path / "a.txt"], "text", passed, most=3000)]
+        assert len(pieces) > 2
+        assert bytes(ByteTokenizer().encode_pieces(pieces)) == text.encode()
+        assert sum(each.size for each in pieces) == len(text.encode())
+        assert [each.begins for each in pieces] == [True, *[False] * (len(pieces) - 1)]
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_text_whose_tokens_depend_on_its_start_is_refused(tmp_path):
+    tokenizer = written(made(models.WordLevel({"a": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>")))
+    (tmp_path / "a.txt").write_text("b" * 9000)
+    with pytest.raises(UsageError, match="depend on text that is far away; split the file"):
+        tokenize_files(str(tmp_path / "a.txt"), Output(tmp_path / "a.bin"), tokenizer)
