@@ -1,20 +1,21 @@
 """Documents of files: texts, or the column `text` of rows, read piece by piece."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from fsdpctl.config.data import CHAT
+from fsdpctl.config.data_files import DataFiles
+from fsdpctl.data.chats.file_notes import counted, listed
 from fsdpctl.data.chats.formats import Plain
 from fsdpctl.data.chats.rows import lines_of
-from fsdpctl.data.chats.values import shown
 from fsdpctl.data.files import Text, left_out, problem_in
 from fsdpctl.data.tokenizer import CONTEXT, TextPiece
-from fsdpctl.errors import UsageError, first_of
+from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import Advance
-from fsdpctl.io.files import open_regular
+from fsdpctl.io.files import open_regular, refusing
 from fsdpctl.io.untrusted import MIB
 
 PIECE = 16 * MIB  # bytes of a text file that are tokenized at a time
@@ -32,15 +33,14 @@ class PassedOver:
 
     def notes(self) -> tuple[str, ...]:
         """Return a line on empty documents and one on columns, if there are any."""
-        names = first_of([f"{shown(key)} ({n:,} rows)" for key, n in self.ignored.most_common()])
-        empty = f"{self.empty:,} {'document' if self.empty == 1 else 'documents'} without text"
-        lines = [f"{empty}, passed over"] if self.empty else []
-        return (*lines, f"columns ignored: {names}") if names else tuple(lines)
+        empty = f"{counted(self.empty, 'document')} without text, passed over"
+        columns = f"columns ignored: {listed(self.ignored)}"
+        return (empty,) * bool(self.empty) + (columns,) * bool(self.ignored)
 
 
 def documents(
-    files: Sequence[Path],
-    option: str,
+    found: DataFiles,
+    key: str,
     passed: PassedOver,
     most: int | None = None,
     advance: Advance = lambda count: None,
@@ -48,8 +48,8 @@ def documents(
     """Yield the documents of files.
 
     Args:
-        files: The files of one kind, in order.
-        option: CHAT if they have rows.
+        found: The files; those of `train` are read.
+        key: The setting or argument that names them, for messages.
         passed: Collects what is passed over.
         most: The bytes of a text after which it is cut into pieces; None: it never is.
         advance: Called with the bytes that were read.
@@ -57,14 +57,12 @@ def documents(
     Raises:
         UsageError: If a row has no text, or if the only file isn't text.
     """
-    for file in files:
+    for file in found.train:
         left = file.stat().st_size
         unfolds = _UNFOLDS if file.name.lower().endswith(_PACKED) else 1
-        is_only = len(files) == 1
-        found = (
-            _rows(file, passed) if option == CHAT else _texts(file, passed, most, is_only=is_only)
-        )
-        for piece in found:
+        where = f"{key}={file}" if len(found.train) == 1 else ""
+        has_rows = found.option == CHAT
+        for piece in _rows(file, passed) if has_rows else _texts(file, where, passed, most):
             done = min(left, piece.size // unfolds)
             left -= done
             advance(done)
@@ -72,17 +70,17 @@ def documents(
         advance(left)
 
 
-def read_text(files: Sequence[Path], option: str, where: str) -> tuple[Text, PassedOver]:
+def read_text(found: DataFiles, key: str, path: str) -> tuple[Text, PassedOver]:
     """Read the documents of files whole, and what was passed over.
 
     Raises:
         UsageError: As for `documents`, or if there is no text.
     """
     passed = PassedOver()
-    found = tuple(each.text.encode() for each in documents(files, option, passed))
-    if not found:
-        raise UsageError(f"{where}: no text found{left_out(passed.skipped)}")
-    return Text(found), passed
+    texts = tuple(each.text.encode() for each in documents(found, key, passed))
+    if not texts:
+        raise UsageError(f"{key}={path}: no text found{left_out(passed.skipped)}")
+    return Text(texts), passed
 
 
 def _rows(file: Path, passed: PassedOver) -> Iterator[TextPiece]:
@@ -95,16 +93,17 @@ def _rows(file: Path, passed: PassedOver) -> Iterator[TextPiece]:
     passed.empty += counts["empty"]
 
 
-def _texts(
-    file: Path, passed: PassedOver, most: int | None, *, is_only: bool
-) -> Iterator[TextPiece]:
-    """Yield the text of a file; a long one in pieces, with the text around each."""
-    with open(open_regular(file, follows=True), "rb") as content:
+def _texts(file: Path, where: str, passed: PassedOver, most: int | None) -> Iterator[TextPiece]:
+    """Yield the text of a file; a long one in pieces, with the text around each.
+
+    `where` names the only file in messages; of several, those that aren't text are skipped.
+    """
+    with refusing(where or file), open(open_regular(file, follows=True), "rb") as content:
         before, now = "", None
         for part in _parts(content, most):
             if problem := problem_in(part):
-                if is_only or now is not None:
-                    raise UsageError(f"{file}: {_next_step(problem)}")
+                if where or now is not None:
+                    raise UsageError(f"{where or file}: {_next_step(problem)}")
                 passed.skipped.append(f"{file.name} ({problem})")
                 return
             text = part.decode()

@@ -163,10 +163,10 @@ def _own(config: DataConfig) -> _Read:
 def _read(config: DataConfig, key: str) -> _Read:
     if config.path is None:
         raise UsageError("data=text: data.path is required: a file, a directory or a glob")
-    found, where, held = find_data(config.path, key, TEXT), f"{key}={config.path}", None
-    text, passed = read_text(found.train, found.option, where)
+    found, held = find_data(config.path, key, TEXT), None
+    text, passed = read_text(found, key, config.path)
     if config.takes_validation and found.validation:
-        held, _ = read_text(found.validation, found.option, where)
+        held, _ = read_text(replace(found, train=found.validation), key, config.path)
     about = found.about(validates=config.takes_validation)
     return text, held, f"{config.path}, {about}{left_out(passed.skipped)}", passed.notes()
 

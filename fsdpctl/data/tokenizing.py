@@ -123,7 +123,7 @@ def tokenize_files(
         size = sum(each.stat().st_size for each in found.train)
         with doing("tokenizing", BYTES, size) as advance:
             most = PIECE if tokenizer.has_parts else None
-            pieces = documents(found.train, found.option, passed, most, advance)
+            pieces = documents(found, "SRC", passed, most, advance)
             if output.shuffled is not None:
                 pieces = _shuffled(pieces, output.shuffled)
             for batch, tokens in _encoded(islice(pieces, state.pieces, None), tokenizer):

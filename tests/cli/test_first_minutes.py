@@ -13,6 +13,7 @@ from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.tools.compare.vary import distinct, variants
 from tests.cli.run import TINY, fsdpctl, invoke, make_text
 from tests.hostile import make_checkpoint
+from tests.train.chats import make_chats
 
 
 def printed(*words: str) -> dict[str, str]:
@@ -232,10 +233,16 @@ def test_what_an_engine_does_not_have_is_said():
 # ---- said, where silence misled --------------------------------------------------------------
 
 
-def test_chats_are_not_read_as_text_without_a_word(words, tmp_path):
-    Path("words.txt").rename("chat.jsonl")
+def test_the_markup_of_rows_is_not_text(words, tmp_path):
     kept = [word for word in words if not word.startswith("data.path")]
-    assert "read as plain text" in dry_run(*kept, "data.path=chat.jsonl")
+    row = json.dumps({"text": "a b " * 2000, "url": "u"})
+    Path("rows.jsonl").write_text(row)
+    said = dry_run(*kept, "data.path=rows.jsonl")
+    assert "data    rows.jsonl, 1 file: 7.84 k tokens" in said
+    assert "note    columns ignored: url (1 row)" in said
+    make_chats(tmp_path / "chat.jsonl", 1)
+    code, said = invoke("train", "--dry-run", *kept, "data.path=chat.jsonl")
+    assert (code, "a conversation; expected `text`, or set data=chat" in said) == (2, True)
 
 
 def test_another_value_is_said_to_begin_a_new_run(tmp_path, monkeypatch):
@@ -265,8 +272,8 @@ def test_an_inspection_begins_with_a_summary_and_weights(tmp_path):
 @pytest.mark.parametrize(
     ("count", "said"),
     [
-        (1, "1 file skipped: 0.bin (not UTF-8 at byte 1)"),
-        (3, "3 files skipped: 0.bin (not UTF-8 at byte 1), 1.bin (not UTF-8 at byte 1) and 1 more"),
+        (1, "1 file skipped: 0.dat (not UTF-8 at byte 1)"),
+        (3, "3 files skipped: 0.dat (not UTF-8 at byte 1), 1.dat (not UTF-8 at byte 1) and 1 more"),
     ],
 )
 def test_one_file_is_no_files(words, tmp_path, count, said):
@@ -274,7 +281,7 @@ def test_one_file_is_no_files(words, tmp_path, count, said):
     folder.mkdir()
     make_text(folder)
     for number in range(count):
-        (folder / f"{number}.bin").write_bytes(b"\xe9")
+        (folder / f"{number}.dat").write_bytes(b"\xe9")
     kept = [word for word in words if not word.startswith("data.path")]
     assert said in dry_run(*kept, f"data.path={folder}")
 

@@ -141,7 +141,7 @@ AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m日本.txt"
 
 def read(path):
     found = find_data(str(path), option="text")
-    text, passed = read_text(found.train, found.option, f"data.path={path}")
+    text, passed = read_text(found, "data.path", str(path))
     return text.documents, passed.skipped, found.about(validates=True)
 
 

@@ -6,6 +6,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data import documents as documents_module
 from fsdpctl.data import tokenizer as tokenizer_module
 from fsdpctl.data import tokenizing
@@ -119,7 +120,8 @@ def test_bytes_are_cut_without_a_trace(tmp_path):
     for text in TEXTS.values():
         (tmp_path / "a.txt").write_text(text)
         passed = PassedOver()
-        pieces = [*documents([tmp_path / "a.txt"], "text", passed, most=3000)]
+        found = DataFiles("text", (tmp_path / "a.txt",))
+        pieces = [*documents(found, "SRC", passed, most=3000)]
         assert len(pieces) > 2
         assert bytes(ByteTokenizer().encode_pieces(pieces)) == text.encode()
         assert sum(each.size for each in pieces) == len(text.encode())

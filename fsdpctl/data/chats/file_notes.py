@@ -33,16 +33,16 @@ def notes_on_files(
             rest.update(ignored)
             continue
         share = "" if file.share is None else f", {file.share:.1%} of an epoch"
-        more = f", with {_listed(followed)}" if followed else ""
+        more = f", with {listed(followed)}" if followed else ""
         lines.append(f"{file.path}: {name}{share}{more}")
-        lines += [f"{file.path}: ignored: {_listed(ignored)}"] if ignored else []
+        lines += [f"{file.path}: ignored: {listed(ignored)}"] if ignored else []
     if len(files) > MOST_FILES:
         text = counted(len(files) - MOST_FILES, "more file")
-        lines.append(f"{text}, ignored: {_listed(rest)}" if rest else text)
+        lines.append(f"{text}, ignored: {listed(rest)}" if rest else text)
     return lines
 
 
-def _listed(counts: Mapping[str, int]) -> str:
+def listed(counts: Mapping[str, int]) -> str:
     """List keys with the number of their rows, most frequent first."""
     names = [
         f"{shown(key)} ({counted(count, 'row')})"
