@@ -1,8 +1,8 @@
 """Text of any size to token files: read, tokenized and written piece by piece.
 
-Note: a state next to the files tells how far they are, and a killed run continues there. What is
-written depends on the input alone: documents are read in one order, and the tokenizer's threads
-only share a batch of them.
+Note: a state next to the files tells which are complete, and a killed run continues after those.
+What is written depends on the input alone: documents are read in one order, and the tokenizer's
+threads only share a batch of them.
 """
 
 import glob
@@ -35,7 +35,6 @@ _BATCH = 4 * MIB  # bytes of text that are tokenized together
 _WINDOW = 1 << 16  # documents that are shuffled together
 _WINDOW_BYTES = 256 * MIB  # after which a window ends, too
 _PIECES = "2"  # increase it if the same files give other pieces
-_EVERY = 1 << 26  # tokens after which the state is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +85,13 @@ class Written:
 
 @dataclass(slots=True)
 class _State:
-    """How far the files are: pieces read, files completed, and the size of the next one."""
+    """How much of the input the complete files have."""
 
     about: str  # a checksum of the input and the settings
     pieces: int = 0  # of which all tokens are written
     more: int = 0  # tokens of the batch after them that are written
-    files: int = 0  # complete ones
-    tokens: int = 0  # in the next file
-    total: int = 0
+    files: int = 0
+    total: int = 0  # tokens
     num_bytes: int = 0  # of all text
 
 
@@ -104,8 +102,8 @@ def tokenize_files(
 
     Args:
         source: A file, a directory or a glob.
-        output: The files to write. The incomplete ones of a killed run are continued if it had the
-            same input and settings.
+        output: The files to write. A killed run with the same input and settings is continued after
+            its last complete file.
         tokenizer: Each document gets the tokens that it adds, and its end token.
         overwrite: Whether existing files are replaced.
 
@@ -115,9 +113,13 @@ def tokenize_files(
     found = find_data(source, "SRC", TOKENIZE)
     found = replace_fields(found, train=tuple(x for x in found.train if not output.owns(x)))
     passed = PassedOver()
-    state = _read_state(output, _about(found, output, tokenizer))
+    known, about = None, _about(found, output, tokenizer)
+    if output.state.exists():
+        known = read_json(output.state, _State, most_bytes=MIB)
+    continues = known is not None and known.about == about
+    state = known if known is not None and continues else _State(about)
     existing = _existing(output)
-    if existing and not (overwrite or state.tokens or state.files):
+    if existing and not (overwrite or continues):
         raise UsageError(f"{existing[0]}: already exists; pass --overwrite to replace it")
     with refusing(output.path), closing(_Writer(output, tokenizer, state)) as writer:
         size = sum(each.stat().st_size for each in found.train)
@@ -135,9 +137,9 @@ def tokenize_files(
     for stale in existing if output.shard_tokens is not None else ():
         if stale.stem > last:
             stale.unlink()
-    about = f"{found.about(validates=False)}{left_out(passed.skipped)}"
+    used = f"{found.about(validates=False)}{left_out(passed.skipped)}"
     notes = (*passed.notes(), *tokenizer.notes())
-    return Written(state.files, state.total, state.num_bytes, about, notes)
+    return Written(state.files, state.total, state.num_bytes, used, notes)
 
 
 def _about(found: DataFiles, output: Output, tokenizer: Tokenizer) -> str:
@@ -146,15 +148,6 @@ def _about(found: DataFiles, output: Output, tokenizer: Tokenizer) -> str:
         about = file.stat()
         parts.append(f"{file} {about.st_size} {about.st_mtime_ns}")
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode("utf-8", "surrogateescape"))
-
-
-def _read_state(output: Output, about: str) -> _State:
-    """Return the state of a killed run with the same input and settings, or a new one."""
-    if output.state.exists():
-        known = read_json(output.state, _State, most_bytes=MIB)
-        if known.about == about:
-            return known
-    return _State(about)
 
 
 def _existing(output: Output) -> list[Path]:
@@ -223,94 +216,63 @@ def _encoded(
 
 
 class _Writer:
-    """Appends tokens to files of the set size, and knows what a killed run has written."""
+    """Writes tokens to files of the set size, and a state after each file."""
 
     def __init__(self, output: Output, tokenizer: Tokenizer, state: _State) -> None:
-        self._state = state
-        self._whole = replace_fields(state)  # as it was between two batches
-        self._output, self._tokenizer = output, tokenizer
+        self._state, self._output, self._tokenizer = state, output, tokenizer
         self._dtype = dtype_of(tokenizer)
-        self._digest = xxhash.xxh3_64()
-        self._unsaved = 0
-        last, size = output.file(state.files), state.tokens * self._dtype.itemsize
-        if size and not output.part.exists() and last.exists() and last.stat().st_size == size:
-            last.replace(output.part)  # it was completed, but the state was not written
-        self._file = open_own(output.part, "ab+")
-        if os.fstat(self._file.fileno()).st_size < size:
-            self.close()
-            raise UsageError(
-                f"{output.part}: shorter than {output.state.name} tells; to begin again, remove "
-                f"{output.state}"
-            )
-        self._file.truncate(size)
-        self._file.seek(0)
-        while known := self._file.read(_BATCH):
-            self._digest.update(known)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._file, self._digest = open_own(self._output.part, "wb"), xxhash.xxh3_64()
+        self._count = 0  # tokens in the file
 
     def write(self, batch: list[TextPiece], tokens: Tokens) -> None:
         """Write the tokens of pieces."""
         state, most = self._state, self._output.shard_tokens
         values = np.ascontiguousarray(tokens, dtype=self._dtype)
         while state.more < len(values):
-            end = len(values)
-            if most is not None:
-                end = min(end, state.more + most - state.tokens)
+            end = len(values) if most is None else state.more + most - self._count
             part = values[state.more : end]
             self._file.write(part.data)
             self._digest.update(part.data)
-            state.tokens += len(part)
+            self._count += len(part)
             state.total += len(part)
-            state.more = end
-            if state.tokens == most:
+            state.more += len(part)
+            if self._count == most:
                 self._complete()
         state.pieces += len(batch)
         state.more = 0
         state.num_bytes += sum(each.size for each in batch)
-        self._whole = replace_fields(state)
-        self._unsaved += len(values)
-        if self._unsaved >= _EVERY:
-            self._flush()
-            self._save()
 
     def close(self) -> None:
-        """Leave the files to a later run, which continues after the last whole batch."""
-        if not self._file.closed:
-            self._keep()
-            self._file.close()
-
-    def _keep(self) -> None:
-        # An interrupt may have come between two changes of the state.
-        if self._whole.pieces and self._whole.files == self._state.files:
-            self._state = self._whole
-            self._flush()
-            self._save()
+        """Close the file, which a later run writes again."""
+        self._file.close()
 
     def finish(self) -> None:
         """Complete the last file, and remove the state."""
-        if self._state.tokens:
+        if self._count:
             self._complete()
         self._file.close()
         self._output.part.unlink(missing_ok=True)
         self._output.state.unlink(missing_ok=True)
 
-    def _flush(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _save(self) -> None:
-        replace(self._output.state, json.dumps(asdict(self._state)) + "\n", durable=True)
-        self._unsaved = 0
+    def _save(self, state: _State) -> None:
+        replace(self._output.state, json.dumps(asdict(state)) + "\n", durable=True)
 
     def _complete(self) -> None:
         """Give the file its name, and begin the next one."""
-        state, path = self._state, self._output.file(self._state.files)
-        self._flush()
-        self._save()
+        path, size = self._output.file(self._state.files), None
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
+        if not self._state.files:
+            self._save(_State(self._state.about))  # so that a later run may replace this file
         path.with_suffix(".json").unlink(missing_ok=True)  # of other tokens
         self._output.part.replace(path)
-        size = state.num_bytes if self._output.shard_tokens is None else None
-        write_header(path, self._tokenizer, state.tokens, self._digest.hexdigest(), size)
-        state.files, state.tokens = state.files + 1, 0
-        self._save()
-        self._file, self._digest = open_own(self._output.part, "ab+"), xxhash.xxh3_64()
+        if self._output.shard_tokens is None:
+            size = self._state.num_bytes
+        write_header(path, self._tokenizer, self._count, self._digest.hexdigest(), size)
+        self._state.files += 1
+        self._save(self._state)
+        self._begin()
