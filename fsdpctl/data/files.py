@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.config.data_files import DataFiles, data_files, kind_of
+from fsdpctl.config.data_files import DataFiles, data_files
 from fsdpctl.config.sources import is_remote
 from fsdpctl.data.hub_data import HUB, hub_files
 from fsdpctl.errors import UsageError, first_of
@@ -43,8 +43,7 @@ def problem_in(content: bytes) -> str:
 def find_data(path: str, key: str = "data.path", option: str | None = None) -> DataFiles:
     """Return the files of `data_files`, or of a data set in the cache of the Hugging Face Hub."""
     if path.startswith(HUB):
-        files = hub_files(path, key)
-        return DataFiles(kind_of(files[0]), tuple(files))
+        return hub_files(path, key, option)
     if is_remote(path, f"{key}={path}"):
         raise UsageError(f"{key}={path}: only data=tokens reads from object stores")
     return data_files(path, key, option)
