@@ -1,19 +1,21 @@
 """Rows of a file of conversations: JSON Lines, a JSON array, Parquet or Arrow, as its bytes say.
 
-A file is read piece by piece, however long it is, and however far its compression unfolds.
+A file is read piece by piece, however long it is, and however far its compression unfolds; an array
+is in memory.
 """
 
 import codecs
 import gzip
-import json
 import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from io import BufferedReader
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
+
+import msgspec
 
 from fsdpctl.data.chats.formats import ChatLine, Plain, detect_format, parse_row
 from fsdpctl.data.chats.tables import objects_of_table, open_zstd
@@ -23,10 +25,9 @@ from fsdpctl.io.files import open_regular
 from fsdpctl.io.untrusted import MIB, parse_json
 
 MOST_ROW = 8 * MIB  # bytes; about two million tokens
-_PIECE = 1 << 16  # bytes of an array that are read at a time
+_MOST_ARRAY = 1024  # MiB
 _MOST_BLANK = 1 << 18  # bytes of empty lines in a row
 _JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines within our line
-_BLANK = (" ", "\t", "\r", "\n")
 _ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # or a frame to skip, as of pzstd
 _TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
 _WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -135,69 +136,18 @@ def _text_lines(read: _Reader) -> Iterator[tuple[str, str]]:
 
 
 def _elements(read: _Reader) -> Iterator[tuple[str, str]]:
-    """Yield the text of each element of a JSON array."""
-    array, number = _Array(read), 0
-    array.take("[")
-    mark = "," if array.next() != "]" else array.take("]")
-    while mark == ",":
-        number += 1
-        read.place = f"element {number}"
-        yield read.place, array.element()
-        mark = array.take(",]")
-    if array.next():
-        raise read.error("text after the array; expected its end")
-
-
-class _Array:
-    """The text of a JSON array, of which a piece and an element are in memory."""
-
-    def __init__(self, read: _Reader) -> None:
-        self._read, self._text, self._at = read, "", 0
-        self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-        self._scan = json.JSONDecoder().raw_decode
-
-    def next(self) -> str:
-        """Return the next character that is not blank; empty at the end of the file."""
-        for _ in range(_MOST_BLANK // _PIECE):
-            while self._text[self._at : self._at + 1] in _BLANK:
-                self._at += 1
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._reads_on(_PIECE):
-                return ""
-        raise self._read.error(f"more than {_MOST_BLANK >> 10} KiB of blanks")
-
-    def take(self, expected: str) -> str:
-        """Take the next character, which must be one of these, and return it."""
-        found = self.next()
-        if not found or found not in expected:
-            got = f"got {found}" if found else "got the end of the file"
-            raise self._read.error(f"not JSON: expected {' or '.join(expected)}, {got}")
-        self._at += 1
-        return found
-
-    def element(self) -> str:
-        """Return the text of an object, or the rest of the file if it is damaged."""
-        if self.next() != "{":
-            raise self._read.error("expected a JSON object")
-        while True:
-            try:
-                end = self._scan(self._text, self._at)[1]
-            except (ValueError, RecursionError):  # also if it is not complete
-                end = len(self._text)
-                if end - self._at <= MOST_ROW and self._reads_on(max(_PIECE, end - self._at)):
-                    continue
-            text, self._at = self._text[self._at : end], end
-            return text
-
-    def _reads_on(self, size: int) -> bool:
-        piece = self._read.call("read", size)
-        try:
-            more = self._decode(piece, not piece)
-        except UnicodeDecodeError as error:
-            raise self._read.error(f"not UTF-8: {error.reason}") from None
-        self._text, self._at = self._text[self._at :] + more, 0
-        return bool(piece)
+    """Yield the text of each element of a JSON array, which is in memory."""
+    read.place = "array"
+    pieces = iter(lambda: read.call("read", MIB), b"")  # at once, all memory would be allocated
+    content = b"".join(islice(pieces, _MOST_ARRAY + 1)).removeprefix(codecs.BOM_UTF8)
+    if len(content) > _MOST_ARRAY * MIB:
+        raise read.error(f"longer than {_MOST_ARRAY:,} MiB; convert it to JSON Lines")
+    try:
+        found = msgspec.json.decode(content, type=list[msgspec.Raw])
+        for number, element in enumerate(found, start=1):
+            yield f"element {number}", bytes(element).decode()
+    except (ValueError, RecursionError) as error:
+        raise read.error(f"not JSON: {error}") from None
 
 
 def _object(text: str, where: str) -> dict[str, Any]:
