@@ -13,7 +13,8 @@ TOKEN_NEIGHBORS = (".json", ".idx", ".index", ".metadata", LOSS)  # that describ
 TOKEN_FORMATS = ("auto", "uint16", "uint32", "llm.c", "megatron", "datatrove")
 TRAIN_ON = ("assistant", "last", "all")
 REWRITTEN = ("split", "last", "keep", "refuse")
-_CHAT_KEYS = ("template", "train_on", "rewritten_turns", "date", "too_long")
+TEMPLATE, ALPACA = "template", "alpaca"
+_CHAT_KEYS = ("template", "prompt", "train_on", "rewritten_turns", "date", "too_long")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,11 @@ class DataConfig:
         "chat: Jinja file with the chat template; auto: the tokenizer's template",
         is_path=True,
         auto=True,
+    )
+    prompt: str = key(
+        TEMPLATE,
+        "chat: how rows with an instruction are written: by the chat template, or as Alpaca's text",
+        choices=(TEMPLATE, ALPACA),
     )
     train_on: str = key(
         "assistant",

@@ -32,6 +32,7 @@ class BuildPlan:
     sources: tuple[ChatSource, ...]
     val_sources: tuple[ChatSource, ...]
     val_fraction: float  # of the sources, if there are no val_sources
+    prompt: str  # `data.prompt`
     setup: Callable[[], tuple[TemplateSetup, str]]  # the template and its location
 
 
@@ -116,7 +117,7 @@ class Building:
         for source in self._plan.sources:
             found = [
                 repeat_hash(content)
-                for _, content in lines_of(source.path)[1]
+                for _, content in lines_of(source.path, prompt=self._plan.prompt)[1]
                 if not self._holds_out(content)
             ]
             hashes.append(np.array(found, dtype=np.uint64))
@@ -147,7 +148,7 @@ class Building:
         Returns:
             The format of the file.
         """
-        name, lines = lines_of(source.path, self._counts)
+        name, lines = lines_of(source.path, self._counts, self._plan.prompt)
         placed = self._placed(lines, source.path, times, part)
         first = next(placed, None)
         if first is None:
@@ -240,13 +241,17 @@ class Encoder:
     def texts(self, texts: Iterable[tuple[Plain, Any]]) -> Iterator[tuple[Tokens, Flags, Any]]:
         """Yield the same for plain text, with the tokens that the tokenizer adds and its end."""
         for text, encoded, label in self._encoded(texts):
-            before, after = self._tokenizer.around(encoded.tokens)
-            tokens = [*before, *encoded.tokens.tolist(), *after]
-            flags = np.ones(len(tokens), dtype=bool)
-            flags[: len(before)] = False
-            within = slice(len(before), len(before) + len(encoded.tokens))
-            flags[within] = encoded.stops > text.untrained
-            yield np.array(tokens, dtype=encoded.tokens.dtype), flags, label
+            inner, trained = encoded.tokens, encoded.stops > text.untrained
+            if text.is_apart:
+                edges = (slice(text.untrained), slice(text.untrained, None))
+                parts = self._tokenizer.encode_texts([text.text[each] for each in edges])
+                inner = np.concatenate([each.tokens for each in parts])
+                trained = np.arange(len(inner)) >= len(parts[0].tokens)
+            before, after = self._tokenizer.around(inner)
+            flags = np.concatenate(
+                [np.zeros(len(before), bool), trained, np.ones(len(after), bool)]
+            )
+            yield np.array([*before, *inner.tolist(), *after], dtype=inner.dtype), flags, label
 
     def _encoded(self, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Encoded, Any]]:
         source = iter(items)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from fsdpctl.config.data import ALPACA, TEMPLATE
 from fsdpctl.data.chats.messages import (
     ASSISTANT,
     FLAGS,
@@ -34,6 +35,7 @@ from fsdpctl.errors import UsageError, first_of, nearest
 SYSTEM = ("system", "system_prompt", "system_message")
 TOOLS = ("tools", "functions")
 _KWARGS = "chat_template_kwargs"
+_INSTRUCTION, AS_ALPACA = "instruction and output", "instruction and output, as Alpaca's text"
 _ASKED, _ADDED, _ANSWERED = (
     ("instruction", "query", "question"), ("input", "context"), ("output", "response"),
 )  # fmt: skip
@@ -66,6 +68,7 @@ class Plain(msgspec.Struct, frozen=True, array_like=True, tag="plain"):
 
     text: str
     untrained: int = 0  # masked characters at the beginning
+    is_apart: bool = False  # these and the others are tokenized apart
 
 
 class ChatLine(msgspec.Struct, frozen=True, array_like=True):
@@ -107,8 +110,8 @@ def is_used(key: str) -> bool:
     return key in known or bool(_PREFERENCE.fullmatch(key) or ROW_FLAGS.fullmatch(key))
 
 
-def detect_format(fields: Mapping[str, Any]) -> str:
-    """Return the name of the format of a file's first row; a `text` may be null.
+def detect_format(fields: Mapping[str, Any], prompt: str = TEMPLATE) -> str:
+    """Return the format of a file's first row, of which a `text` may be null, with `data.prompt`.
 
     Raises:
         UsageError: If no supported format has these fields.
@@ -118,7 +121,7 @@ def detect_format(fields: Mapping[str, Any]) -> str:
         is_list = keys[0] == ("prompt",) and isinstance(fields.get("prompt"), list)
         if not _missing(keys, fields) and is_list == name.endswith("of messages"):
             _check_kind(fields, name)
-            return name
+            return AS_ALPACA if (name, prompt) == (_INSTRUCTION, ALPACA) else name
     _check_kind(fields, "")
     known = "messages; conversations; prompt, completion; instruction, input, output; or text"
     has = first_of([key[:40] for key in sorted(fields)], 8) or "none"
@@ -211,6 +214,23 @@ def _instruction(row: _Fields) -> Chat:
     return _chat(messages, row)
 
 
+def _alpaca(row: _Fields) -> Plain:
+    """Convert a row of Alpaca into its text, as axolotl's `type: alpaca` does.
+
+    Source: axolotl 0.18.0, prompters.py and prompt_tokenizers.py.
+    """
+    asked, added, answer = row.text(*_ASKED), row.text(*_ADDED), row.text(*_ANSWERED)
+    if not is_empty(row.rest.get("history", [])):
+        raise UsageError("history: only valid with data.prompt=template")
+    head = "Below is an instruction that describes a task"
+    more = ", paired with an input that provides further context" if added else ""
+    task = f"{head}{more}. Write a response that appropriately completes the request."
+    parts = [("Instruction", asked), *([("Input", added)] if added else [])]
+    sections = "".join(f"### {name}:\n{text}\n\n" for name, text in parts)
+    prompt = f"{task}\n\n{sections}### Response:\n"
+    return Plain(prompt + answer, len(prompt), is_apart=True)
+
+
 def _plain(row: _Fields) -> Plain:
     return Plain(row.text(_TEXT))  # empty: passed over by the reader
 
@@ -225,7 +245,8 @@ _FORMATS: dict[str, tuple[tuple[tuple[str, ...], ...], Callable[[_Fields], Chat 
     "conversations": ((("conversations",),), lambda row: _messages(row, "conversations")),
     "prompt and completion": ((("prompt",), ("completion",)), _prompt),
     "prompt and completion, of messages": ((("prompt",), ("completion",)), _prompt_messages),
-    "instruction and output": ((_ASKED, _ANSWERED), _instruction),
+    _INSTRUCTION: ((_ASKED, _ANSWERED), _instruction),
+    AS_ALPACA: ((_ASKED, _ANSWERED), _alpaca),  # in place of the format with these keys
     _TEXT: (((_TEXT,),), _plain),
 }
 

@@ -96,7 +96,7 @@ def open_chats(config: DataConfig, seed: int = 0) -> ChatSet:
     name = _entry_name(config, files, (tokenizer, known, today))
     entry = read_cache(name)
     if entry is None:
-        plan = BuildPlan(files.train, held, config.val_fraction, setup)
+        plan = BuildPlan(files.train, held, config.val_fraction, config.prompt, setup)
         built = Building(plan, tokenizer).build()
         names = ("counts", "formats", "end_tokens", "keys")
         facts = {each: getattr(built, each) for each in names}
@@ -203,6 +203,7 @@ def _entry_name(config: DataConfig, files: ChatFiles, rendering: _Rendering) -> 
         tokenizer.checksum,
         "" if template is None else template.checksum,
         today if template is not None and template.tells_date else "",
+        config.prompt,
         config.train_on,
         config.rewritten_turns,
         "" if files.validation else repr(config.val_fraction),

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import msgspec
 
+from fsdpctl.config.data import TEMPLATE
 from fsdpctl.data.chats.formats import ChatLine, Plain, detect_format, parse_row
 from fsdpctl.data.chats.tables import objects_of_table, open_zstd
 from fsdpctl.data.chats.values import shown
@@ -36,11 +37,11 @@ _Places = Iterator[tuple[str, dict[str, Any]]]  # such as `line 3`, and the obje
 
 
 def lines_of(
-    path: str, counts: Counter[str] | None = None
+    path: str, counts: Counter[str] | None = None, prompt: str = TEMPLATE
 ) -> tuple[str, Iterator[tuple[ChatLine, bytes]]]:
     """Return the format of a file, and its rows, each with its content as bytes.
 
-    Rows without text are passed over, and counted as `empty`.
+    Rows without text are passed over, and counted as `empty`. `prompt` is `data.prompt`.
 
     Raises:
         UsageError: Also during iteration: if the file has no rows, or if a row can't be trained
@@ -51,7 +52,7 @@ def lines_of(
     if first is None:
         raise UsageError(f"{path}: empty; expected at least one row")
     try:
-        name = detect_format(first[1])
+        name = detect_format(first[1], prompt)
     except UsageError as error:
         raise UsageError(f"{path}, {first[0]}: {shown(error)}") from None
     return name, _lines(path, name, chain([first], found), Counter() if counts is None else counts)

@@ -131,3 +131,36 @@ def test_invalid_lists_of_files_are_rejected(text, said, tmp_path, monkeypatch):
         (tmp_path / name).write_text("x")
     with pytest.raises(UsageError, match=said):
         sources_of(text)
+
+
+# The text of axolotl's documentation of `type: alpaca`, whose answer it tokenizes apart.
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{asked}\n\n### Response:\n",
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+    "{asked}\n\n### Input:\n{added}\n\n### Response:\n",
+)
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "gemma3"])
+@pytest.mark.parametrize("added", ["", None, "good friends"])
+def test_rows_of_alpaca_have_the_tokens_that_axolotl_makes(tmp_path, family, added):
+    rows = [{"instruction": "say", "input": added, "output": "good day"}]
+    found = opened(tmp_path, family, rows, prompt="alpaca")
+    tokenizer = found.tokenizer.auto
+    asked = ALPACA[bool(added)].format(asked="say", added=added)
+    before, answer = tokenizer(asked)["input_ids"], tokenizer("good day", add_special_tokens=False)
+    expected = [*before, *answer["input_ids"], tokenizer.eos_token_id]
+    assert found.train.tokens.tolist() == expected
+    assert found.train.trained.tolist() == [False] * len(before) + [True] * (
+        len(expected) - len(before)
+    )
+
+
+def test_only_rows_with_an_instruction_are_written_as_alpaca(tmp_path):
+    rows = [{"messages": say("hello", "good day")}]
+    assert trained_of(tmp_path, "chatml", rows, prompt="alpaca") == [["good day<|im_end|>"]]
+    bad = {"instruction": "say", "output": "good day", "history": [["a", "b"]]}
+    with pytest.raises(UsageError, match=r"line 1: history: only valid with data.prompt=template"):
+        opened(tmp_path, "chatml", [bad], prompt="alpaca")
