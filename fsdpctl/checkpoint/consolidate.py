@@ -21,7 +21,6 @@ from fsdpctl.checkpoint.manifest import (
     checksum,
     spans_to_json,
     tensor_key,
-    unknown_digests,
 )
 from fsdpctl.checkpoint.merge import MODEL, exported_weights, notes_on_merge
 from fsdpctl.checkpoint.pretrained import attached_files
@@ -39,14 +38,14 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors, weight_bytes
 from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
-    check_by_reference,
     make_header,
-    new_file,
     rank_file,
     write_synced,
+    write_tensor_file,
 )
 from fsdpctl.config.any_decoder import config_json
 from fsdpctl.config.hugging_face import CONFIG_JSON
+from fsdpctl.config.model import TRANSFORMERS
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer_files import TOKENIZER_FILES
 from fsdpctl.errors import CheckpointError, UsageError
@@ -78,7 +77,11 @@ def consolidate(
     with new_export(destination, reader.folder, overwrite=overwrite) as folder:
         # Merged weights are rounded once, below.
         weights = exported_weights(reader, None if dtype is None else "F32", merges=merges)
-        kept = _float32_names(reader)
+        kept: Collection[str] = ()
+        if reader.manifest.config.get("model.architecture") == TRANSFORMERS:
+            from fsdpctl.checkpoint.hub_weights import float32_names  # imports torch
+
+            kept = float32_names(config_of_checkpoint(reader.manifest.config, str(reader)).model)
         exports = _exports(weights, dtype, kept)
         check_space(destination, sum(each.entry.nbytes for each in exports))
         files = _split(exports, max_file_bytes)
@@ -100,18 +103,6 @@ class _Export:
     key: str
     stored: str  # its dtype in the checkpoint
     entry: TensorEntry  # its entry in the exported file
-
-
-def _float32_names(reader: CheckpointReader) -> Collection[str]:
-    """Return the tensors that are float32 whatever the dtype of the others."""
-    if MODEL not in reader.manifest.config:  # a custom training loop saves no settings
-        return ()
-    model = config_of_checkpoint(reader.manifest.config, str(reader)).model
-    if not model.is_foreign:
-        return ()
-    from fsdpctl.checkpoint.hub_weights import float32_names  # imports torch
-
-    return float32_names(model)
 
 
 def _exports(reader: Tensors, dtype: str | None, kept: Collection[str]) -> list[_Export]:
@@ -206,8 +197,7 @@ def shard_weights(source: Tensors, destination: Path, *, num_files: int, about: 
     destination = destination.resolve()
     if destination.exists():
         raise UsageError(f"{destination}: already exists")
-    kinds = (PARAMETER, BUFFER)
-    keys = [tensor_key(kind, name) for kind in kinds for name in source.names(kind)]
+    keys = [tensor_key(kind, name) for kind in (PARAMETER, BUFFER) for name in source.names(kind)]
     tensors = {key: source.info(key) for key in keys}
     total = sum(info.nbytes for info in tensors.values())
     check_space(destination, total)
@@ -240,19 +230,19 @@ def _entries(
 def _write_file(
     source: Tensors, path: Path, shares: Sequence[tuple[TensorEntry, Span]], advance: Advance
 ) -> FileInfo:
-    """Write the tensors after a header whose checksums are filled in at the end."""
-    entries = [entry for entry, _ in shares]
-    stored = {each.name: StoredSpan(span, unknown_digests(each.nbytes)) for each, span in shares}
-    with new_file(path) as file:
-        file.write(memoryview(make_header(entries, {SPANS: spans_to_json(stored)})))
+    """Write the tensors after their checksums, for which they are read once more."""
+    stored = {}
+    for entry, span in shares:
+        digests = Digests()
+        for _, data in source.read(entry.name, span):
+            digests.update(data)
+        stored[entry.name] = StoredSpan(span, digests.of_chunks())
+    header = make_header([entry for entry, _ in shares], {SPANS: spans_to_json(stored)})
+
+    def chunks() -> Iterator[memoryview]:
         for entry, span in shares:
-            digests = Digests()
             for _, data in source.read(entry.name, span):
-                file.write(data)
-                digests.update(data)
+                yield data
                 advance(len(data))
-            stored[entry.name] = StoredSpan(span, digests.of_chunks())
-        header = make_header(entries, {SPANS: spans_to_json(stored)})
-        file.overwrite_start(memoryview(header))
-    check_by_reference(path)
-    return FileInfo(file.size, checksum(header))
+
+    return FileInfo(write_tensor_file(path, header, chunks()), checksum(header))

@@ -15,43 +15,31 @@ from fsdpctl.errors import UsageError
 if TYPE_CHECKING:
     import gguf
 
-# llama.cpp's names of pre-tokenizers in the order of preference, each with the expressions by which
-# it splits, one after the other; then as GPT-2 does if the name is in `_AS_GPT2`. Names without
-# expressions are in a table of transformers.
-_SPLITS: Mapping[str, tuple[str, ...]] = {
-    "gpt-2": (),
-    "smollm": (r"\p{N}",),
+# llama.cpp's names of pre-tokenizers, in the order of preference, and the expressions by which they
+# split, one after the other. transformers has those of some.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SPLITS: Mapping[str, Sequence[str]] = {
+    "gpt-2": [_GPT2],
+    "smollm": [r"\p{N}", _GPT2],
     **dict.fromkeys(("llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o", "qwen35"), ()),
-    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
-    "deepseek-llm": (
+    "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+    "deepseek-llm": [
         r"[\r\n]",
         r"\s?[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1c80}-\x{1c88}\x{2d00}-\x{2d2d}"
         r"\x{a790}-\x{ab68}\x{10570}-\x{105bc}\x{16e40}-\x{1df1e}]]+",
-        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
-        r"\s+$",
-        r"[一-龥ࠀ-一가-퟿]+",
-        r"\p{N}+",
-    ),
-    "deepseek-v3": (
-        r"\p{N}{1,3}",
-        r"[一-龥぀-ゟ゠-ヿ]+",
-        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
+        *(r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}+"),
+    ],
 }
-_AS_GPT2 = ("gpt-2", "smollm")
 _IGNORE_MERGES = ("llama-bpe", "tekken")  # a piece that is a token is that token
 _TEXTS = (
     "Hello, world! isn't it? WE'LL see; they'Re y'all's 'tis -- don't.",
     "1 12 123 1234 12345 1234567 3.14 1,000 x2 2x a1b22c ٣٤ ²½",
     "  two   three\t\ttabs \n\n\n new\r\n\r\n lines \n  end.\n\n  \n",
-    "trailing  ",
     "CamelCase snake_case HTTPServer2 été ÉCOLE naïve Straße Привет, мир Ελληνικά",
     "日本語のテスト。 中文，字符！ 한국어 ไทย नमस्ते שָׁלוֹם عَرَبِيّ",
-    "if (x<=y) { a[i] += *p; } // ok?! ... --- == => $5 #1 @me a/b\\c `q`",
+    "if (x<=y) { a[i] += *p; } // ok?! ... --- == => $5 #1 @me a/b\\c `q`  ",
     "→ ✓ a→b 😀👍🏽 \u200b\u00a0\u3000x «q» “q” ‘q’ — … € ™ ﬁ Ａ１",
 )
-_BATCH = 1 << 12  # texts
 # llama.cpp rejects a model without merges. This merge produces no token, so bytes stay bytes.
 _NO_MERGES = ["\u0100 \u0100"]
 
@@ -80,9 +68,10 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
     if not name:
         writer.add_tokenizer_model("none")
         return why
-    saved |= {name: files[name] for name in (CONFIG_JSON,) if name in files}
+    saved |= {each: files[each] for each in (CONFIG_JSON,) if each in files}
     try:
-        _add(writer, about, saved, vocab_size, name)
+        writer.add_tokenizer_pre(name)
+        _add(writer, about, saved, vocab_size)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise UsageError(f"{TOKENIZER_JSON}: unexpected contents: {error!r:.200}") from None
     return ""
@@ -93,13 +82,11 @@ def _add(
     about: Mapping[str, Any],
     files: Mapping[str, bytes],
     vocab_size: int,
-    splitter: str,
 ) -> None:
     import gguf
 
     tokens, types = _tokens(about, vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(splitter)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     with tempfile.TemporaryDirectory() as folder:  # the library reads files
@@ -115,48 +102,39 @@ def _add(
 def _splitter(about: Mapping[str, Any]) -> str:
     """Return llama.cpp's name of a pre-tokenizer that gives the same tokens; empty if none does.
 
-    Compared are texts, and the tokens of the vocabulary, alone and next to others.
+    Compared are texts, and the tokens of the vocabulary next to others.
     """
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
     plain = {**about, "post_processor": None, "truncation": None, "padding": None}
     theirs = Tokenizer.from_str(json.dumps(plain))
     ours = Tokenizer.from_str(json.dumps({**plain, "normalizer": None}))
-    decode, compose = decoders.ByteLevel().decode, normalizers.NFC().normalize_str
-    words = (decode([each]) for each in about["model"]["vocab"])
+    words = (decoders.ByteLevel().decode([each]) for each in about["model"]["vocab"])
     known = [each for each in words if "\ufffd" not in each]  # not a part of a character
     # llama.cpp does not compose characters, which changes nothing here.
-    around = [compose(f"{each} {each}{each}\n{each}9{each}'{each}") for each in known]
-    texts = [*_TEXTS, *map(compose, known), *around]
-    made = {name: _pre_tokenizer(name) for name in _SPLITS}
+    texts = [normalizers.NFC().normalize_str(f"{x} {x}{x}\n{x}9{x}'{x}") for x in known]
+    made: dict[str, Any] = {}
+    for name, splits in _SPLITS.items():
+        steps = splits or [GGUF_PRE_TOKENIZER_SPLITS[name]]
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made[name] = pre_tokenizers.Sequence(
+            [*(pre_tokenizers.Split(Regex(each), "isolated") for each in steps), last]
+        )
     pieces = _pieces(theirs.pre_tokenizer)
     for name in sorted(made, key=lambda each: _pieces(made[each]) != pieces):
         ours.pre_tokenizer = made[name]
         ours.model.ignore_merges = name in _IGNORE_MERGES
-        if _alike(theirs, ours, _TEXTS) and _alike(theirs, ours, texts):
+        if all(_ids(ours, each) == _ids(theirs, each) for each in (_TEXTS, texts)):
             return name
     return ""
-
-
-def _pre_tokenizer(name: str) -> Any:
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    is_gpt2 = name in _AS_GPT2
-    splits = _SPLITS[name] or (() if is_gpt2 else (GGUF_PRE_TOKENIZER_SPLITS[name],))
-    steps: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in splits]
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_gpt2)
-    return pre_tokenizers.Sequence([*steps, last])
 
 
 def _pieces(made: Any) -> list[str]:
     return [piece for text in _TEXTS for piece, _ in made.pre_tokenize_str(text)]
 
 
-def _alike(one: Tokenizer, other: Tokenizer, texts: Sequence[str]) -> bool:
-    for start in range(0, len(texts), _BATCH):
-        batch = list(texts[start : start + _BATCH])
-        pairs = zip(one.encode_batch(batch), other.encode_batch(batch), strict=True)
-        if any(first.ids != second.ids for first, second in pairs):
-            return False
-    return True
+def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    return [each.ids for each in tokenizer.encode_batch(list(texts))]
 
 
 def _tokens(about: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:

@@ -2,6 +2,9 @@
 
 from itertools import accumulate
 
+import torch
+from transformers.core_model_loading import build_glob_alternation
+
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.views import ComposedTensors, Composition, SourceRange
@@ -9,7 +12,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import CheckpointError
 from fsdpctl.models.hub_names import stored_names, stored_parts
 from fsdpctl.models.registry import build_plain
-from fsdpctl.models.transformers_build import kept_in_float32
+from fsdpctl.models.transformers_build import built
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.layout import Span
 
@@ -57,10 +60,18 @@ def to_hub(weights: Tensors, model: ModelConfig) -> Tensors:
 
 
 def float32_names(model: ModelConfig) -> frozenset[str]:
-    """Return the tensors in files that transformers keeps in float32, whatever the dtype."""
-    kept, module = kept_in_float32(model), _module(model)
-    parts = stored_parts(module, list(stored_names(module))) if kept else {}
-    return frozenset(part for name in kept & parts.keys() for part in parts[name].parts)
+    """Return the tensors in files that transformers keeps in float32 in a model of 16 bits.
+
+    It has lists of names for that, and some modules create tensors in float32.
+    """
+    with torch.device("meta"):
+        half = built(model, torch.bfloat16)
+    listed = build_glob_alternation([*half._get_dtype_plan(torch.float16), "$^"])[0]
+    wide = {name for name, each in half.state_dict().items() if each.dtype == torch.float32}
+    module = _module(model)
+    parts = stored_parts(module, list(stored_names(module)))
+    kept = (each for name, each in parts.items() if name in wide or listed.search(name))
+    return frozenset(part for each in kept for part in each.parts)
 
 
 def check_equal(weights: Tensors, name: str, copy: str) -> None:

@@ -91,11 +91,6 @@ def digests_of(data: memoryview) -> bytes:
     return digests.of_chunks()
 
 
-def unknown_digests(num_bytes: int) -> bytes:
-    """Return zeros in place of the checksums of `num_bytes` bytes."""
-    return bytes(_DIGEST_BYTES * -(-num_bytes // CHUNK_BYTES))
-
-
 def spans_to_json(stored: Mapping[str, StoredSpan]) -> str:
     """Return the header's text: key -> [start, stop, checksums in hexadecimal]."""
     content = {

@@ -120,22 +120,12 @@ class NewFile:
     def write(self, data: memoryview) -> None:
         """Append `data`."""
         self.size += len(data)
-        _write_all(self._file.fileno(), data)
+        while data:
+            data = data[os.write(self._file.fileno(), data[:_WRITE_BYTES]) :]
         if self.size - self._begun >= _BEGIN_BYTES and hasattr(os, "posix_fadvise"):
             length = self.size - self._begun
             os.posix_fadvise(self._file.fileno(), self._begun, length, os.POSIX_FADV_DONTNEED)
             self._begun = self.size
-
-    def overwrite_start(self, data: memoryview) -> None:
-        """Replace the first bytes."""
-        self._file.seek(0)
-        _write_all(self._file.fileno(), data)
-        self._file.seek(self.size)
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data[:_WRITE_BYTES]) :]
 
 
 def rank_file(rank: int) -> str:

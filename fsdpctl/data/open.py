@@ -1,7 +1,7 @@
 """The data of a run: text, token files or chats, opened by the section `data`."""
 
 import gzip
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from fsdpctl.data.token_formats import TokenFile, open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.data.tokens import TokenStream
-from fsdpctl.errors import UsageError, first_of
+from fsdpctl.errors import UsageError
 
 _OWN, _VAL_PATH = "python_stdlib", "data.val_path"
 _ENCODING = 5  # increase it if the same text gives other tokens
@@ -188,7 +188,9 @@ def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:
             "where documents end"
         )
     tokenizer = _tokenizer_of(files[0])
-    notes = tuple(_notes_on(both))
+    notes = tuple(dict.fromkeys(each.hint for each in both if each.hint))
+    if any(each.shard.flags is not None for each in both):
+        notes += (f"tokens that NAME{LOSS} excludes from the loss are not trained on",)
     if config.tokenizer is not None:
         tokenizer = open_tokenizer(config.tokenizer)
         notes += _check_tokenizer(key, files[0], tokenizer)
@@ -199,14 +201,6 @@ def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:
         train, val, tokenizer, files[0].vocab_size or known, description, None, both, notes,
         has_val_files=bool(held),
     )  # fmt: skip
-
-
-def _notes_on(files: Sequence[TokenFile]) -> Iterator[str]:
-    paths = [f"{each.shard.path}{LOSS}" for each in files if each.shard.flags is not None]
-    if paths:
-        yield f"tokens excluded from the loss by {first_of(paths, 2)} are not trained on"
-    if found := next((each for each in files if each.hint), None):
-        yield f"{found.shard.path}: {found.hint}"
 
 
 def _tokenizer_of(file: TokenFile) -> Tokenizer:

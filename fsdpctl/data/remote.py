@@ -30,12 +30,7 @@ from fsdpctl.io.stores import POOL, asked, open_store, read_range
 _START = 4096  # bytes of a file that tell its format
 _MOST_AHEAD = 1 << 14  # samples that are kept until they are used
 _COMPLETE = "complete"
-# Names that drivers have for it; a size if nothing else.
-_VERSIONS = (
-    "ETag", "etag", "LastModified", "last_modified", "mtime", "modified", "updated", "created",
-    "size",
-)  # fmt: skip
-Version = Mapping[str, str]
+_VERSIONS = ("ETag", "etag", "LastModified", "mtime", "updated", "created")  # of drivers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +40,7 @@ class RemoteShard(Shard):
     is_remote: ClassVar[bool] = True
     url: str = ""
     store: Any = None
-    version: Mapping[str, str] = field(default_factory=dict, compare=False)
+    version: str = ""
     ahead: dict[tuple[int, int], Future[bytes]] = field(default_factory=dict, compare=False)
     lock: Any = field(default_factory=Lock, compare=False)
     asking: Any = field(default_factory=Lock, compare=False)
@@ -55,8 +50,7 @@ class RemoteShard(Shard):
         """Return tokens, which may have been fetched before.
 
         Raises:
-            FsdpctlError: If the store does not answer after several attempts, or if the file has
-                changed since it was listed.
+            FsdpctlError: If the store does not answer after several attempts, or the file changed.
         """
         with self.lock:
             known = self.ahead.pop((start, stop), None)
@@ -85,14 +79,13 @@ class RemoteShard(Shard):
                 return
             began = time.monotonic()
             self.store.invalidate_cache(self.url)
-            found = _version(asked(self.url, lambda: self.store.info(self.url)))
-            same = next((name for name in self.version if name in found), None)
-            if same is not None and found[same] != self.version[same]:
+            about = asked(self.url, lambda: self.store.info(self.url))
+            if _version(about) != self.version:
                 raise FsdpctlError(f"{self.url}: changed since the run started")
             self.checked[0] = began
 
 
-def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any, Version]]]:
+def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any, str]]]:
     """Return a directory with descriptions of the token files at a URL, and the URL of each.
 
     The URL is that of a file or a directory, or a glob. Of a token file and its flags, a
@@ -138,19 +131,13 @@ def _belongs(url: str, bins: set[str]) -> bool:
     )
 
 
-def _version(about: Mapping[str, Any]) -> Version:
-    """Return what tells that a file has changed; the first of what two answers have is compared.
-
-    Of one driver, they may differ in the quotes of a tag, and in the type of a time.
-    """
-    known = {each: about[each] for each in _VERSIONS if about.get(each) is not None}
-    return {
-        name: str(each.timestamp() if isinstance(each, datetime) else each).strip('"')
-        for name, each in known.items()
-    }
+def _version(about: Mapping[str, Any]) -> str:
+    """Return what tells that a file has changed, in one form for listings and single files."""
+    found = next((about[each] for each in _VERSIONS if about.get(each) is not None), None)
+    return str(found.timestamp() if isinstance(found, datetime) else found).strip('"')
 
 
-def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, Version]]]:
+def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, str]]]:
     """Return the store, and the size of each file at a URL, with what tells its version."""
     store, root = open_store(path, f"{key}={path}")
     is_glob = re.search(r"[*?\[]", root) is not None

@@ -101,6 +101,8 @@ class ShardTokens:
         self._start = start
         self._stop = int(self._begins[-1]) if stop is None else stop
         self.is_remote = any(each.is_remote for each in shards)
+        flags = [each.flags for each in shards if each.flags is not None]  # of all shards, or none
+        self.flags = ShardTokens(flags, start, stop) if flags else None
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -117,22 +119,12 @@ class ShardTokens:
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.zeros(0, np.uint16)])
 
-    def trained(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Return which tokens are trained on."""
-        found, end = np.ones(stop - start, dtype=np.bool_), 0
-        for number, first, last in self._in(start, stop):
-            flags, end = self.shards[number].flags, end + last - first
-            if flags is not None:
-                found[end - last + first : end] = flags.read(first, last)
-        return found
-
     def fetch(self, start: int, stop: int) -> None:
         """Begin to fetch tokens that are in an object store, and their flags."""
         for number, first, last in self._in(start, stop):
-            shard = self.shards[number]
-            for each in (shard, shard.flags):
-                if each is not None:
-                    each.fetch(first, last)
+            self.shards[number].fetch(first, last)
+        if self.flags is not None:
+            self.flags.fetch(start, stop)
 
     def _in(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the shards in which a span is, with the span of tokens in each."""

@@ -17,7 +17,7 @@ from fsdpctl.config.data_files import DataFiles, select_files
 from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.config.sources import is_remote
 from fsdpctl.data.files import find_data
-from fsdpctl.data.remote import RemoteShard, Version, describe_remote
+from fsdpctl.data.remote import RemoteShard, describe_remote
 from fsdpctl.data.shards import Index, Shard, stamp_of
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular, refusing
@@ -31,8 +31,6 @@ _LLM_C = {(20240520, 1): ("uint16", 50257), (20240801, 7): ("uint32", 128256)}
 _MEGATRON, _MEGATRON_HEADER = b"MMIDIDX\0\0", "<9sQBQQ"
 _MEGATRON_DTYPES = {1: "|u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _NUMPY = b"\x93NUMPY"
-# Below _HIGH is the upper half of an id of 4 bytes; larger vocabularies than _LARGE are unknown.
-_HIGH, _LARGE, _FEW = 4, 1 << 20, 64  # the last: ids that tell nothing
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -97,7 +95,7 @@ class _Opened:
         dtype = np.dtype(dtype)
         found, rest = divmod(self.size - offset, dtype.itemsize)
         if rest or count not in (None, found):
-            told = "" if count is None else f"{count} tokens by its header, "
+            told = "" if count is None else f"{count} tokens, "
             raise self.error(f"cut: expected {told}{dtype.itemsize} bytes each, got {self.size}")
         if not found:
             raise self.error("contains no tokens")
@@ -125,7 +123,7 @@ def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> T
         UsageError: If there are none, or if one is damaged, of an unknown format, or of another
             tokenizer or vocabulary than the first.
     """
-    urls: dict[str, tuple[str, Any, Version]] = {}
+    urls: dict[str, tuple[str, Any, str]] = {}
     if is_remote(path, f"{key}={path}"):
         folder, urls = describe_remote(path, key)
         is_folder = not (path.endswith(TOKEN_SUFFIXES) or _GLOB.search(path))
@@ -149,18 +147,16 @@ def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> T
                     f"{key}: {other.shard.path}: {what}: expected {ours}, as in "
                     f"{first.shard.path}, got {theirs}"
                 )
-    flagged = [each.shard for each in opened if each.shard.flags is not None]
-    lacking = [each.shard for each in opened if each.shard.flags is None]
-    if flagged and lacking:
+    lacking = [each.shard.path for each in opened if each.shard.flags is None]
+    if lacking and len(lacking) < len(opened):
         raise UsageError(
-            f"{key}: {lacking[0].path}{LOSS}: not found, but {flagged[0].path}{LOSS} exists; "
-            "expected one next to every token file"
+            f"{key}: {lacking[0]}{LOSS}: not found; expected one next to every token file, or none"
         )
     count = len(found.train)
     return TokenFiles(opened[:count], opened[count:], found)
 
 
-def _in_store(shard: Shard, urls: Mapping[str, tuple[str, Any, Version]]) -> RemoteShard:
+def _in_store(shard: Shard, urls: Mapping[str, tuple[str, Any, str]]) -> RemoteShard:
     flags = None if shard.flags is None else _in_store(shard.flags, urls)
     about = shard.dtype, shard.count, shard.offset, shard.stamp, shard.index, flags
     url, store, version = urls[str(shard.path)]
@@ -176,31 +172,23 @@ def _open_all(paths: Sequence[Path], key: str, kind: str) -> list[TokenFile]:
 
 
 def _open(path: Path, names: Collection[str], key: str, kind: str) -> TokenFile:
-    descriptor = open_regular(path, follows=True)
-    with open(descriptor, "rb") as file:
-        about, start = os.fstat(descriptor), file.read(_START)
-    stamp = stamp_of(about)
-    opened = _Opened(path, about.st_size, stamp, start, names, f"{key}={path}")
+    opened = _look(path, names, key)
     kind = _kind(opened) if kind == "auto" else kind
     if not opened.size:
         raise opened.error("contains no tokens")
     found = _READERS[kind](opened)
-    return _flagged(found, opened) if f"{path.name}{LOSS}" in names else found
+    if f"{path.name}{LOSS}" not in names:
+        return found
+    loss = _look(_beside(path, LOSS), names, key)  # as datatrove writes it
+    shard = replace(found.shard, flags=loss.shard("u1", 0, found.shard.count))
+    return replace(found, shard=shard, start=f"{found.start} {loss.checksum}")
 
 
-def _flagged(found: TokenFile, file: _Opened) -> TokenFile:
-    """Add the flags in NAME.loss, as datatrove writes them."""
-    path, count = _beside(file.path, LOSS), found.shard.count
+def _look(path: Path, names: Collection[str], key: str) -> _Opened:
     descriptor = open_regular(path, follows=True)
-    with open(descriptor, "rb") as content:
-        about, start = os.fstat(descriptor), content.read(_START)
-    if about.st_size != count:
-        raise UsageError(
-            f"{file.where}{LOSS}: expected {count} bytes, one per token, got {about.st_size}"
-        )
-    flags = Shard(path, np.dtype("u1"), count, 0, stamp_of(about))
-    first = f"{found.start} {xxhash.xxh3_64_hexdigest(start)}"
-    return replace(found, shard=replace(found.shard, flags=flags), start=first)
+    with open(descriptor, "rb") as file:
+        about, start = os.fstat(descriptor), file.read(_START)
+    return _Opened(path, about.st_size, stamp_of(about), start, names, f"{key}={path}")
 
 
 def _kind(file: _Opened) -> str:
@@ -275,11 +263,7 @@ def _megatron(file: _Opened) -> TokenFile:
     if (lengths < 0).any():
         raise UsageError(f"{path}: damaged: a length below 0")
     if ends[:1] != [0] or ends[-1] != sequences or ends != sorted(ends):
-        last = ends[-1] if ends else 0
-        raise UsageError(
-            f"{path}: damaged: expected documents from sequence 0 to {sequences}, got "
-            f"{documents} that end at {last}"
-        )
+        raise UsageError(f"{path}: damaged: its documents are not those of {sequences} sequences")
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     shard = file.shard(dtype, 0, int(lengths.sum(dtype=np.int64)))
     about = Index(path, pointers, sequences, dtype.itemsize, (places, documents))
@@ -336,15 +320,15 @@ def _raw(name: str) -> Callable[[_Opened], TokenFile]:
 
 def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
     """Return why the first ids seem to be of another width, and what to set."""
-    ids = np.frombuffer(start[: len(start) // 8 * 8], dtype)
-    is_high, size = ids < _HIGH, dtype.itemsize
-    if len(ids) < _FEW:
+    ids, size = np.frombuffer(start[: len(start) // 8 * 8], dtype), dtype.itemsize
+    is_half = ids < 4  # the upper half of an id
+    if len(ids) < 64:
         return ""
-    if np.mean(is_high[1::2]) > 0.99 and np.mean(is_high[::2]) < 0.9:
-        setting = "set data.format=uint32" if size == 2 else "convert them to uint32"
-        return f"every second id is 0 or nearly, as of ids of {2 * size} bytes; {setting}"
-    if size == 4 and np.median(ids) >= _LARGE:
-        return f"most ids are {_LARGE:,} or more, as of ids of 2 bytes; set data.format=uint16"
+    if is_half[1::2].mean() > 0.99 and is_half[::2].mean() < 0.9:
+        way_on = "set data.format=uint32" if size == 2 else "convert them to uint32"
+        return f"every second id is 0 or nearly, as of ids of {2 * size} bytes; {way_on}"
+    if np.median(ids) >= 1 << 20:  # of no vocabulary
+        return "most ids are above a million, as of ids of 2 bytes; set data.format=uint16"
     return ""
 
 

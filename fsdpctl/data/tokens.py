@@ -90,8 +90,8 @@ class StreamRows:
         start, tokens = number * self.seq_len, self.stream.tokens
         found = tokens[start : start + self.seq_len + 1].astype(np.int64)
         targets = found[1:].copy()
-        if isinstance(tokens, ShardTokens):
-            targets[~tokens.trained(start, start + len(found))[1:]] = IGNORED
+        if isinstance(tokens, ShardTokens) and tokens.flags is not None:
+            targets[tokens.flags[start : start + len(found)][1:] == 0] = IGNORED
         if not (self.stream.isolates and isinstance(tokens, ShardTokens)):
             return Sample(found[:-1], targets)
         ends = [each - start for each in tokens.ends(start, start + self.seq_len)]

@@ -26,30 +26,15 @@ def build_transformers(config: ModelConfig) -> TransformersDecoder:
     Raises:
         UsageError: If transformers cannot build it.
     """
-    decoder = TransformersDecoder(_built(config), config.router_aux_loss)
+    decoder = TransformersDecoder(built(config), config.router_aux_loss)
     decoder.attention.use(ours=config.attention != THEIRS)
     if config.router_bias_update:
         decoder.router_biases = RouterBiases(decoder, config.router_bias_update)
     return decoder
 
 
-def kept_in_float32(config: ModelConfig) -> frozenset[str]:
-    """Return the tensors that transformers keeps in float32 in a model of 16 bits.
-
-    It has lists of names for that, and some modules create tensors in float32.
-    """
-    from transformers.core_model_loading import build_glob_alternation
-
-    with torch.device("meta"):
-        half = _built(config, torch.bfloat16)
-    tensors, listed = half.state_dict(), [*half._get_dtype_plan(torch.float16)]
-    kept = {name for name, each in tensors.items() if each.dtype == torch.float32}
-    if listed:
-        kept |= {*filter(build_glob_alternation(listed)[0].search, tensors)}
-    return frozenset(kept)
-
-
-def _built(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
+def built(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
+    """Build transformers' own module."""
     if config.architecture == TRANSFORMERS and config.config_json is None:
         raise UsageError("model.architecture=transformers: requires model=hf")
     import transformers

@@ -85,13 +85,10 @@ def validation_loss(
                 return None
         sums[name] = collectives.all_reduce(total).tolist()
     tokens = sum(count for _, count in sums.values())
-    by_source = {name: _mean(*each) for name, each in sums.items() if name}
-    total = sum(each for each, _ in sums.values())
-    return ValidationLoss(_mean(total, tokens), int(tokens), by_source)
-
-
-def _mean(total: float, count: float) -> float:
-    return total / count if count else math.nan  # a loss mask may exclude all tokens
+    sums[""] = [sum(each for each, _ in sums.values()), tokens]
+    # A loss mask may exclude all tokens.
+    means = {name: each / count if count else math.nan for name, (each, count) in sums.items()}
+    return ValidationLoss(means.pop(""), int(tokens), means)
 
 
 def _pass_loss(

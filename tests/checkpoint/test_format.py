@@ -68,7 +68,7 @@ class Numbers:
         self._values = values
 
     def names(self, kind: str) -> list[str]:
-        return ["x"]
+        return ["x"] if kind == "model" else []
 
     def info(self, key: str) -> TensorInfo:
         return TensorInfo(list(self._values.shape), "F32")
