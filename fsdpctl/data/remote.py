@@ -22,7 +22,7 @@ import xxhash
 
 from fsdpctl.config.data import LOSS, TOKEN_NEIGHBORS, TOKEN_SUFFIXES
 from fsdpctl.data.shards import Shard, Values
-from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.files import cache_folder, replace, replacing
 from fsdpctl.io.stores import POOL, asked, open_store, read_range
@@ -50,7 +50,8 @@ class RemoteShard(Shard):
         """Return tokens, which may have been fetched before.
 
         Raises:
-            FsdpctlError: If the store does not answer after several attempts, or the file changed.
+            FsdpctlError: If the store does not answer after several attempts.
+            UsageError: If the file has changed since it was listed.
         """
         with self.lock:
             known = self.ahead.pop((start, stop), None)
@@ -81,7 +82,7 @@ class RemoteShard(Shard):
             self.store.invalidate_cache(self.url)
             about = asked(self.url, lambda: self.store.info(self.url))
             if _version(about) != self.version:
-                raise FsdpctlError(f"{self.url}: changed since the run started")
+                raise UsageError(f"{self.url}: changed since the run started")
             self.checked[0] = began
 
 
