@@ -1,11 +1,10 @@
 """Printing of lines, tables and panels."""
 
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 from rich.cells import cell_len
-from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
@@ -92,14 +91,27 @@ def show_table(table: Table) -> None:
     if filled:
         filled[0].no_wrap = True
     if not out.is_terminal:
-        wide = PatientConsole(highlight=False, width=_WIDEST)
-        whole = _of_columns(filled, table)
-        wide.width = max(out.width, Measurement.get(wide, wide.options, whole).maximum)
-        wide.print(whole)
+        heads = [[str(each.header)] if table.show_header else [] for each in filled]
+        cells = [map(str, each._cells) for each in filled]
+        right = [number for number, each in enumerate(filled) if each.justify == "right"]
+        show_columns([[*a, *b] for a, b in zip(heads, cells, strict=True)], right)
         return
     for number, part in enumerate(_parts(filled, out.width)):
         shown = _of_columns(part, table, out.width)
         out.print(*([""] if number else []), shown, sep="\n", soft_wrap=False, crop=False)
+
+
+def show_columns(columns: Iterable[Sequence[str]], right: Collection[int] = ()) -> None:
+    """Print columns of texts, the first of which are their heads, in their full width."""
+    padded = []
+    for number, column in enumerate(columns):
+        texts = [one_line(each) for each in column]
+        widths = [len(each) if each.isascii() else cell_len(each) for each in texts]
+        widest = max(widths)
+        blanks = [" " * (widest - each) for each in widths]
+        pairs = zip(blanks, texts, strict=True)
+        padded.append([a + b if number in right else b + a for a, b in pairs])
+    emit("\n".join((" " * _GAP).join(row).rstrip() for row in zip(*padded, strict=True)))
 
 
 def _texts(column: Column, *, header: bool = True) -> list[str]:

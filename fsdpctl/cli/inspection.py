@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fsdpctl.cli.checkpoint import Source, opened_checkpoint
-from fsdpctl.cli.console import add_row, emit, new_table, say, show_table
+from fsdpctl.cli.console import add_row, emit, new_table, say, show_columns, show_table
 from fsdpctl.io.activity import BYTES, doing
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _PARAMETER, _REMAINDER = "model", "remainder"  # the kinds of weights
 _SHOWN_FILES = 16
+_MANY_ROWS = 1000
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -53,10 +54,13 @@ def _described(reader: "CheckpointReader") -> dict[str, Any]:
 def _show(columns: tuple[str, ...], rows: list[list[str]]) -> None:
     if not rows:
         return
+    say()
+    if len(rows) > _MANY_ROWS:  # a table of rich takes minutes
+        show_columns(zip(columns, *rows, strict=True), right=[columns.index("bytes")])
+        return
     table = new_table(*columns, right=("bytes", "tensors"))
     for row in rows:
         add_row(table, *row)
-    say()
     show_table(table)
 
 

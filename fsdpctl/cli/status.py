@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fsdpctl.cli.console import add_row, emit, new_table, say, show_table
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.texts import printable
+from fsdpctl.io.texts import one_line
 
 if TYPE_CHECKING:
     from fsdpctl.tools.status import Newest, Status
@@ -42,7 +42,7 @@ def status(
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, text in _rows(found):
-        table.add_row(Text(name, style="bold"), Text(printable(text)))
+        table.add_row(Text(name, style="bold"), Text(one_line(text)))
     show_table(table)
 
 

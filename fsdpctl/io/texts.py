@@ -18,6 +18,8 @@ _ABOUT_USER = re.compile(r"://(?:[^/\s]{0,999}@|\S{0,999}[?&#;][\w.%-]{1,99}=)")
 
 def printable(text: str) -> str:
     """Replace control characters of terminals and text, and secrets in URLs."""
+    if text.isprintable() and ":/" not in text:
+        return text
     text = _STEERING.sub("\N{REPLACEMENT CHARACTER}", text)
     return _PARAMETER.sub(r"\1***", _USER.sub(r":\1***@", text))
 

@@ -51,6 +51,7 @@ class Killed(BaseException):
 def run(tmp_path, monkeypatch):
     """Return the directory of a run with checkpoints, in a process with an empty store."""
     monkeypatch.setattr(stores, "_PAUSE", 0.0)
+    monkeypatch.setattr(stores, "STORES", ("memory",))
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     for step in STEPS:

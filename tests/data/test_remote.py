@@ -23,6 +23,7 @@ def bucket(tmp_path, monkeypatch):
     """Return a directory, and a function that copies it into the store."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(stores, "_PAUSE", 0.0)
+    monkeypatch.setattr(stores, "STORES", ("memory",))
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     folder = tmp_path / "files"
     folder.mkdir()
