@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
 from types import FrameType
@@ -211,15 +210,6 @@ def _fail(message: str) -> None:
     fail(message)
 
 
-def _refuse_secrets(typed: Sequence[tuple[str, str]]) -> None:
-    """Check that no argument has a secret, before anything quotes or records it."""
-    for before, text in typed:
-        name, equals, _ = text.partition("://")[0].partition("=")
-        if before not in _TEXTS and name not in _TEXTS:
-            option = before if before.startswith("-") else "an argument"
-            refuse_secret(text, name if equals else option, strict=False)
-
-
 def main() -> None:
     """Run the command line. An error is printed in one line; its kind sets the exit code."""
     for number in STOP_SIGNALS:
@@ -230,7 +220,10 @@ def main() -> None:
     if len(args) < len(typed):
         os.environ[QUIET] = "1"
     try:
-        _refuse_secrets(typed)
+        for before, each in typed:  # before anything quotes or records them
+            name = each.partition("://")[0].partition("=")[0]
+            if before not in _TEXTS and name not in _TEXTS:
+                refuse_secret(each, name, strict=False)
         if is_first():
             DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)

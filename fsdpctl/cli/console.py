@@ -12,7 +12,6 @@ from rich.text import Text
 from fsdpctl.io.console import PatientConsole
 from fsdpctl.io.texts import one_line, printable
 
-_WIDEST = 400  # columns
 _HEAD = 8  # characters of the subject of a line
 _GAP, _FEW_WORDS = 2, 2  # between columns; blanks of a cell that is a name or a number, at most
 _LONGEST = 2000  # characters of a message that quotes a rejected value
@@ -152,7 +151,7 @@ def _parts(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
     yield part
 
 
-def _of_columns(columns: Sequence[Column], like: Table, width: int = _WIDEST) -> Table:
+def _of_columns(columns: Sequence[Column], like: Table, width: int) -> Table:
     """Return a table with some columns of another one, of at most `width` if texts allow it."""
     wanted = [max(map(cell_len, _texts(column)), default=0) for column in columns]
     widths = [_least(column) for column in columns]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _PARAMETER, _REMAINDER = "model", "remainder"  # the kinds of weights
 _SHOWN_FILES = 16
 _MANY_ROWS = 1000
+_NUMBERS = ("bytes", "tensors")  # columns
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -56,9 +57,10 @@ def _show(columns: tuple[str, ...], rows: list[list[str]]) -> None:
         return
     say()
     if len(rows) > _MANY_ROWS:  # a table of rich takes minutes
-        show_columns(zip(columns, *rows, strict=True), right=[columns.index("bytes")])
+        right = [number for number, name in enumerate(columns) if name in _NUMBERS]
+        show_columns(zip(columns, *rows, strict=True), right)
         return
-    table = new_table(*columns, right=("bytes", "tensors"))
+    table = new_table(*columns, right=_NUMBERS)
     for row in rows:
         add_row(table, *row)
     show_table(table)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fsdpctl.config.data import CHAT, TEXT, TOKEN_SUFFIXES, TOKENS
 from fsdpctl.errors import UsageError, first_of
-from fsdpctl.io.files import nearest_path
+from fsdpctl.io.files import check_inside, nearest_path
 
 TRAIN, VALIDATION, _TEST = "train", "validation", "test"
 TOKENIZE = "tokenize"  # in place of an option of `data`
@@ -177,7 +177,9 @@ def _listed(path: str, key: str) -> list[Path]:
         if place.is_file():
             return [place]
         if place.is_dir():
-            return sorted(_files_below(place), key=_parts)
+            found = sorted(_files_below(place), key=_parts)
+            check_inside(found, place, f"{key}={path}")
+            return found
         matches = sorted(map(Path, glob.glob(path, recursive=True)), key=_parts)
         files = [each for each in matches if each.is_file()]
     except OSError as error:

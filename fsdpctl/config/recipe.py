@@ -3,7 +3,6 @@
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
 import fsdpctl
@@ -16,7 +15,6 @@ from fsdpctl.io.untrusted import MIB, read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SOURCES = "data.sources"
-_MOST_SETTINGS = 10_000  # aliases turn few lines into many
 _MOST_DEEP = 8
 _FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose options only set values
 
@@ -86,7 +84,7 @@ def read_recipe(path: Path) -> list[tuple[str, str]]:
     """
     content = read_yaml(path)
     _refuse_other_tools(path, content)
-    return _settings_in(path, content)
+    return list(_flatten(path, "", content))
 
 
 def _refuse_other_tools(path: Path, content: object) -> None:
@@ -114,13 +112,6 @@ def refuse_commands(
                 f"{recipe}: {name}: commands are only valid on the command line; to run it, add "
                 f"{name}={shlex.quote(text)}"
             )
-
-
-def _settings_in(path: Path, content: object) -> list[tuple[str, str]]:
-    words = list(islice(_flatten(path, "", content), _MOST_SETTINGS + 1))
-    if len(words) > _MOST_SETTINGS:
-        raise UsageError(f"{path}: more than {_MOST_SETTINGS} settings")
-    return words
 
 
 def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, str]]:
@@ -178,7 +169,7 @@ def own_choice(file: Path) -> list[tuple[str, str]]:
         UsageError: If the file isn't a mapping of plain values.
     """
     content = read_yaml(file)
-    words = _settings_in(file, content) if content else []
+    words = list(_flatten(file, "", content)) if content else []
     for name, text in words:
         if "${" in text:
             raise UsageError(

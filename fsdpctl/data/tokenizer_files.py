@@ -33,7 +33,6 @@ TOKENIZER_FILES = (
     TEMPLATE_JSON,
 )  # fmt: skip
 MOST_ASSET_BYTES = 256 * MIB  # per file; the largest known tokenizer.json has 35
-_MOST_TEMPLATES = 64
 CONFIG_JSON = "config.json"
 _OF_THE_CLASS = ("model_type", "tokenizer_class", "transformers_version", "model_name")
 _NOT_A_SETTING = ("tokenizer_object", "gguf_file", "fast_tokenizer_files", "init_inputs")
@@ -56,8 +55,6 @@ def read_files(folder: Path, *others: str) -> dict[str, bytes]:
         raise UsageError(f"{more}: expected a directory, got a link")
     if more.is_dir():
         found = sorted(each.name for each in more.iterdir() if each.name.endswith(".jinja"))
-        if len(found) > _MOST_TEMPLATES:
-            raise UsageError(f"{more}: expected at most {_MOST_TEMPLATES} templates")
         names += (asset_name(f"{TEMPLATES}/{name}", str(folder), UsageError) for name in found)
     return {
         name: read_regular(folder / name, MIB if name.endswith(".jinja") else MOST_ASSET_BYTES)

@@ -4,7 +4,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -51,7 +51,7 @@ def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = F
         real, flags = path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         if not follows:
             real, flags = Path(os.path.realpath(path)), flags | os.O_NOFOLLOW
-            if not _stays_inside(path, real):
+            if not _stays_inside(Path(os.path.realpath(path.parent)), real):
                 raise refusal(
                     f"{path}: links to {real}, outside its directory; copy the file there"
                 )
@@ -64,8 +64,22 @@ def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = F
     raise refusal(f"{path}: not a regular file")
 
 
-def _stays_inside(path: Path, real: Path) -> bool:
-    folder = Path(os.path.realpath(path.parent))
+def check_inside(files: Iterable[Path], folder: Path, where: str) -> None:
+    """Check that no file found below a directory is a link that leads out of it.
+
+    Raises:
+        UsageError: If one is; the message begins with `where`.
+    """
+    root = Path(os.path.realpath(folder))
+    for file in files:
+        if file.is_symlink() and not _stays_inside(root, real := Path(os.path.realpath(file))):
+            raise UsageError(
+                f"{where}: {file} links to {real}, outside the directory; to read such files, "
+                f"name them, as {folder}/*"
+            )
+
+
+def _stays_inside(folder: Path, real: Path) -> bool:
     if folder in real.parents:
         return True
     blobs = real.parent

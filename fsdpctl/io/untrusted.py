@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +17,6 @@ MIB = 1 << 20
 MOST_DEEP = 64  # levels; a tokenizer.json has ten
 _MOST_CONFIG_BYTES = MIB // 8  # 16 times the longest configuration
 _MOST_ALIASES = 64
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"')
-_NO_BRACKETS = re.compile(r"[^\[\]{}]+")
-_INNERMOST = re.compile(r"\[\]|\{\}")
 T = TypeVar("T")
 MOST_COUNT = 1 << 60  # bytes, elements, steps
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
@@ -76,7 +72,7 @@ def parse_json(
         raise refusal(f"{where}: nested deeper than {MOST_DEEP} levels") from None
     except ValueError as error:
         raise refusal(f"{where}: not JSON: {error}") from None
-    if _is_deep(text):
+    if _is_deep(content):
         raise refusal(f"{where}: nested deeper than {MOST_DEEP} levels")
     return as_type(content, schema, where, refusal)
 
@@ -133,16 +129,14 @@ def _finite_float(text: str) -> float:
     return number
 
 
-def _is_deep(text: str) -> bool:
-    """Return whether well-formed JSON is too deep, by removing the innermost level repeatedly."""
-    if text.count("[") + text.count("{") <= MOST_DEEP:
-        return False
-    brackets = _NO_BRACKETS.sub("", _STRING.sub("", text))
-    for _ in range(MOST_DEEP):
-        if not brackets:
+def _is_deep(content: object) -> bool:
+    level: list[Any] = [content]
+    for _ in range(MOST_DEEP + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
             return False
-        brackets = _INNERMOST.sub("", brackets)
-    return bool(brackets)
+        level = [x for each in level for x in (each.values() if isinstance(each, dict) else each)]
+    return True
 
 
 class _Loader(yaml.BaseLoader):

@@ -222,22 +222,18 @@ def _newest(run_dir: Path, now: float) -> Newest | None:
     expected = {
         name: info.size for name, info in (*manifest.files.items(), *manifest.attachments.items())
     }
-    wrong = next((name for name, size in expected.items() if _size(folder / name) != size), None)
+    files = ((folder / name, size) for name, size in expected.items())
+    wrong = next((x for x, size in files if not x.is_file() or x.stat().st_size != size), None)
     return Newest(
         path=str(folder),
         step=step_of(folder),
         age_seconds=max(0.0, now - (folder / MANIFEST).stat().st_mtime),
         num_bytes=sum(expected.values()),
         owes_validation=manifest.progress.owes_validation,
-        problem="" if wrong is None else f"{wrong}: missing or of the wrong size",
+        problem=""
+        if wrong is None
+        else f"{wrong.relative_to(folder)}: missing or of the wrong size",
     )
-
-
-def _size(file: Path) -> int | None:
-    try:
-        return file.lstat().st_size
-    except OSError:
-        return None
 
 
 def _warnings(run_dir: Path, lines: Sequence[MetricsLine]) -> list[str]:

@@ -130,7 +130,7 @@ def test_a_file_of_the_same_size_and_another_time_is_another_file(bucket):
 def test_other_data_and_unknown_stores_are_refused():
     with pytest.raises(UsageError, match="only data=tokens reads from object stores"):
         find_data("s3://bucket/text")
-    with pytest.raises(UsageError, match=r"data\.path=nostore://x: Protocol not known"):
+    with pytest.raises(UsageError, match=r"^data\.path=nostore://x: not supported"):
         batches("nostore://x")
 
 

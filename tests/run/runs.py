@@ -15,6 +15,10 @@ from fsdpctl.run.heartbeat import HeartbeatRecord
 from tests.hostile import make_checkpoint
 
 LONG_AGO = 1e9  # a time before any run
+REJECTED: dict[str, Any] = {
+    "reason": "x", "samples": [0], "rank_samples": [0], "rank": 0, "threshold": None, "loss": 1,
+    "grad_norm": 1, "action": "skip",
+}  # fmt: skip
 
 
 def make_run(folder: Path, *, steps: int = 100, done: int = 0) -> Path:

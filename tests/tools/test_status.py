@@ -20,7 +20,15 @@ from fsdpctl.tools.status import read_status
 from tests.cli.run import environment, invoke
 from tests.fuzz.mutations import ODD
 from tests.hostile import everything_in
-from tests.run.runs import LONG_AGO, make_run, save, step_line, write_heartbeat, write_lines
+from tests.run.runs import (
+    LONG_AGO,
+    REJECTED,
+    make_run,
+    save,
+    step_line,
+    write_heartbeat,
+    write_lines,
+)
 
 # ---- liveness --------------------------------------------------------------------------------
 
@@ -132,7 +140,7 @@ def test_skipped_steps_restarts_and_warnings_are_reported(tmp_path):
     *quoted, incomplete = found.warnings
     assert quoted == [f"step 5: no {n}" for n in range(4, 9)]
     assert "step-00000005: incomplete" in incomplete
-    write_lines(run, *({"step": 5, "rejected_step": {"reason": "loss_spike"}} for _ in range(7)))
+    write_lines(run, *({"step": 5, "rejected_step": REJECTED} for _ in range(7)))
     assert read_status(run).skipped_steps == 7
 
 

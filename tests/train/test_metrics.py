@@ -11,6 +11,7 @@ from msgspec import UNSET
 
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.run.metrics import MetricsFile, last_step, read_metrics, was_validated, went_on
+from tests.run.runs import REJECTED
 
 
 def test_lines_after_the_checkpoint_are_removed(tmp_path: Path):
@@ -75,7 +76,7 @@ def test_a_full_disk_is_named(tmp_path: Path):
 
 def test_rejected_steps_are_not_removed(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    bad = {"step": 5, "rejected_step": {"reason": "nonfinite_loss"}}
+    bad = {"step": 5, "rejected_step": REJECTED}
     lines = [{"step": 4, "loss": 1.0}, {"step": 5, "loss": None}, bad]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     file = MetricsFile(path, 3)

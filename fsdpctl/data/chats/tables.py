@@ -8,11 +8,7 @@ from fsdpctl.data.chats.formats import is_used
 from fsdpctl.errors import UsageError
 
 _BATCH = 256  # rows that are read at a time
-# A row group may unfold to this many bytes, and to this many for each byte in the file. Text
-# unfolds to ten times its bytes.
-_MOST_GROUP, _MOST_RATIO = 1 << 28, 256
 _TEXTS = ("string", "large_string", "binary", "large_binary")
-_INDEX_BYTES = 4  # of a value, which is read as an index into the different texts
 
 
 def open_zstd(path: str, raw: IO[bytes]) -> Any:
@@ -72,19 +68,6 @@ def _parquet(path: str, raw: IO[bytes]) -> tuple[list[str], Iterator[Any]]:
         for n in used
         if leaves[n].physical_type == "BYTE_ARRAY" and leaves[n].logical_type.type != "DECIMAL"
     ]
-    for number in range(about.num_row_groups):
-        group = about.metadata.row_group(number)
-        columns = [group.column(n) for n in used]
-        stored = sum(each.total_compressed_size for each in columns)
-        size = max(
-            sum(each.total_uncompressed_size for each in columns),
-            sum(each.num_values for each in columns) * _INDEX_BYTES,
-        )
-        if size > _MOST_GROUP + _MOST_RATIO * stored:
-            raise UsageError(
-                f"{path}: row group {number + 1} of {stored:,} bytes unfolds to "
-                f"{size >> 20:,} MiB; the limit is {_MOST_GROUP + _MOST_RATIO * stored >> 20:,} MiB"
-            )
     names = about.schema_arrow.names
     file = ParquetFile(raw, read_dictionary=texts)
     return names, file.iter_batches(_BATCH, columns=[name for name in names if is_used(name)])
