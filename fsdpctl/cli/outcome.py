@@ -9,7 +9,7 @@ import typer
 
 from fsdpctl.cli.console import fail, say, show_panel
 from fsdpctl.errors import LOST, UsageError
-from fsdpctl.launch.outcome import listed
+from fsdpctl.launch.outcome import COMPILE_FAILED, listed
 
 if TYPE_CHECKING:
     from fsdpctl.launch.outcome import Failure, Outcome
@@ -138,8 +138,8 @@ def _hint(cause: "Failure") -> str:
         )
     if "could not be written" in cause.message:
         return f"free disk space, or set another train.run_dir; {AGAIN}"
-    if "inductor" in cause.message.lower() or "dynamo" in cause.message.lower():
-        return "torch.compile failed: set another compiler in CXX, or train.compile=false"
+    if cause.cause.startswith(COMPILE_FAILED):
+        return "set another compiler in CXX, or train.compile=false"
     if "out of memory" in cause.message.lower():
         return "use more ranks: each holds a smaller shard of the model"
     if "timed out" in cause.message.lower():

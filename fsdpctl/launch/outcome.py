@@ -21,6 +21,12 @@ _BROKEN = (
 _ENDED_BY_SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")  # the agent's message
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _OF_MACHINE = Path("/proc/vmstat")
+_OF_COMPILER = re.compile("_inductor|'inductor'|_dynamo|DYNAMO|Inductor|Dynamo|CppCompileError")
+_NAMES_ERROR = re.compile("error|exception|cannot|killed|undefined|no space", re.IGNORECASE)
+_NAMES_NONE = re.compile("^collect2:|raised:$")
+_TRACE = "Traceback (most recent call last):\n"
+_LONGEST = 300
+COMPILE_FAILED = "torch.compile failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,21 @@ class Failure:
                 return "killed by the kernel: this machine or its memory limit is out of memory"
             name = signal.Signals(-self.exit_code).name
             return f"killed by signal {-self.exit_code} ({name})"
+        if _OF_COMPILER.search(self.message):
+            return f"{COMPILE_FAILED}: {_innermost(self.message)[:_LONGEST]}"
         return " ".join(self.message.split())
+
+
+def _innermost(message: str) -> str:
+    """Return the line of torch.compile's message that names the error: the compiler's, if it ran.
+
+    Around it are commands, source, and advice to developers.
+    """
+    text = re.split(r"\n\s*(?:Set TORCH|from user code)", message)[0]
+    inner = text.rpartition(_TRACE)[2].rpartition("Output:\n")[2]
+    lines = (inner if inner.strip() else text).strip("\n").splitlines()
+    told = [line for line in lines if line[:1].strip() and not _NAMES_NONE.search(line)]
+    return next(filter(_NAMES_ERROR.search, told), (*told, *lines, "no message")[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,11 @@
 """Which failure the others follow from."""
 
 import signal
+from collections.abc import Callable
 
 import pytest
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdpctl.launch.outcome import Ended, Failure, Outcome, failure_of
@@ -51,6 +54,67 @@ def test_messages_of_the_agent_are_not_the_ranks_own():
     killed = ProcessFailure(0, 1234, -signal.SIGKILL, "/no/such/file")
     assert failure_of(0, killed).message == ""
     assert failure_of(0, killed).cause == "killed by signal 9 (SIGKILL)"
+
+
+ADVICE = "\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace (please do this …)"
+OUTPUT = """In file included from /tmp/prefix.h:1,
+                 from /tmp/c.cpp:2:
+/tmp/c.cpp:5:10: fatal error: omp.h: No such file or directory
+    5 | #include <omp.h>  // or an error
+compilation terminated."""
+LINKED = "/usr/bin/ld: cannot find -lgomp\ncollect2: error: ld returned 1 exit status"
+SUBPROCESS = """An exception occurred in a subprocess:
+
+Traceback (most recent call last):
+  File "worker.py", line 1, in error
+    raise
+ModuleNotFoundError: No module named 'error'
+"""
+
+
+def backend(name: str) -> Callable[[], None]:
+    def made() -> None: ...
+
+    made.__name__ = name
+    return made
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (CppCompileError(["c++", "-o", "error.so"], OUTPUT), "fatal error: omp.h: No such file"),
+        (CppCompileError(["c++"], "c++: fatal error: Killed signal terminated program"), "Killed"),
+        (CppCompileError(["c++"], LINKED), "/usr/bin/ld: cannot find -lgomp"),
+        (CppCompileError(["c++"], ""), "C++ compile error"),
+        (InvalidCxxCompiler(), "No working C++ compiler found"),
+        (OSError(28, "No space left on device", "/tmp/x"), "No space left on device: '/tmp/x'"),
+        (RuntimeError(SUBPROCESS), "ModuleNotFoundError: No module named 'error'"),
+        (AssertionError("negative stride\n  target: aten.view"), "negative stride"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", ["inductor", "backend", "dynamo"])
+def test_a_failed_compilation_names_the_innermost_error_in_one_line(error, named, wrapped):
+    makers: dict[str, Callable[[], Exception]] = {
+        "inductor": lambda: InductorError(error, None),
+        "backend": lambda: BackendCompilerFailed(backend("inductor"), error, None),
+        "dynamo": lambda: InternalTorchDynamoError(f"{type(error).__name__}: {error}"),
+    }
+    found = makers[wrapped]()
+    message = {"message": f"{type(found).__name__}: {found}{ADVICE}", "extraInfo": {}}
+    told = ProcessFailure(0, 1234, 1, "/no/such/file")
+    vars(told)["message"] = message  # as torch reads it from the file
+    cause = failure_of(0, told).cause
+    assert cause.startswith("torch.compile failed: ")
+    assert named in cause
+    assert "\n" not in cause
+    assert not any(word in cause for word in ("TORCHDYNAMO", "collect2", "In file", "line 1"))
+
+
+@pytest.mark.parametrize(
+    "message", ["runs/dynamo: could not be written", "model.path=inductor: not found"]
+)
+def test_other_errors_are_not_taken_for_those_of_a_compiler(message):
+    assert failure(0, 1, message).cause == message
 
 
 def test_clocks_of_hosts_may_differ():
