@@ -24,8 +24,6 @@ _OF_MACHINE = Path("/proc/vmstat")
 _OF_COMPILER = re.compile("_inductor|'inductor'|_dynamo|DYNAMO|Inductor|Dynamo|CppCompileError")
 _NAMES_ERROR = re.compile("error|exception|cannot|killed|undefined|no space", re.IGNORECASE)
 _NAMES_NONE = re.compile("^collect2:|raised:$")
-_TRACE = "Traceback (most recent call last):\n"
-_LONGEST = 300
 COMPILE_FAILED = "torch.compile failed"
 
 
@@ -59,7 +57,7 @@ class Failure:
             name = signal.Signals(-self.exit_code).name
             return f"killed by signal {-self.exit_code} ({name})"
         if _OF_COMPILER.search(self.message):
-            return f"{COMPILE_FAILED}: {_innermost(self.message)[:_LONGEST]}"
+            return f"{COMPILE_FAILED}: {_innermost(self.message)[:300]}"
         return " ".join(self.message.split())
 
 
@@ -69,7 +67,7 @@ def _innermost(message: str) -> str:
     Around it are commands, source, and advice to developers.
     """
     text = re.split(r"\n\s*(?:Set TORCH|from user code)", message)[0]
-    inner = text.rpartition(_TRACE)[2].rpartition("Output:\n")[2]
+    inner = re.split(r"Output:\n|Traceback \(most recent call last\):\n", text)[-1]
     lines = (inner if inner.strip() else text).strip("\n").splitlines()
     told = [line for line in lines if line[:1].strip() and not _NAMES_NONE.search(line)]
     return next(filter(_NAMES_ERROR.search, told), (*told, *lines, "no message")[0])

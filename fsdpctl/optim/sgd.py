@@ -1,9 +1,8 @@
 """Stochastic gradient descent over flat shards.
 
-Note: 16-bit masters on a CPU. torch's fused kernel leaves all of their weights as they are, except
-the few behind the last full vector. Its other implementation rounds the update of these few once
-more than the others', so that it depends on where a shard ends. `_step_narrow` computes what that
-implementation does for all others: the same bits on any number of ranks.
+Note: 16-bit masters on a CPU. torch's fused kernel only changes those behind the last full vector.
+Its other implementation rounds the updates of these once more, so that they depend on where a shard
+ends. `_step_narrow` steps all as that one steps the others: the same bits on any number of ranks.
 """
 
 from collections.abc import Mapping, Sequence
