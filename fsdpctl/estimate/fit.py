@@ -6,11 +6,11 @@ from typing import Any
 
 from fsdpctl.config.model import MOST_LAYERS
 from fsdpctl.estimate.changes import (
+    ACTIVATIONS_ON_HOST,
+    FEED_FORWARD_IN_CHUNKS,
     LONG,
-    activations_on_host,
-    feed_forward_in_chunks,
-    recomputed,
-    shared_samples,
+    RECOMPUTED,
+    SHARED_SAMPLES,
 )
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
@@ -105,10 +105,10 @@ def longer_samples(
     tokens if that is more.
     """
     words: tuple[str, ...] = ()
-    for make in (recomputed, shared_samples, activations_on_host, feed_forward_in_chunks):
+    for knob in (RECOMPUTED, SHARED_SAMPLES, ACTIVATIONS_ON_HOST, FEED_FORWARD_IN_CHUNKS):
         begin = max(found.value, LONG)
         plan = _valued(plan, "seq_len", begin)
-        for change in [*make(plan)][-1:]:
+        for change in [*knob.changes(plan)][-1:]:
             if found.estimate is not None and found.next is None:
                 return  # the model's own limit
             most = change.plan.config.model.max_seq_len

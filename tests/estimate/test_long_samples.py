@@ -4,7 +4,7 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.advice import advice
-from fsdpctl.estimate.changes import feed_forward_in_chunks, shared_samples
+from fsdpctl.estimate.changes import FEED_FORWARD_IN_CHUNKS, SHARED_SAMPLES
 from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.fit import largest_that_fits, longer_samples
 from fsdpctl.resolve.settle import RunPlan
@@ -21,14 +21,16 @@ def planned(*more: str) -> RunPlan:
 
 
 def test_samples_are_shared_by_divisors_of_a_node_and_of_the_heads():
-    found = [change.words for change in shared_samples(planned("train.seq_len=32768"))]
+    found = [change.words for change in SHARED_SAMPLES.changes(planned("train.seq_len=32768"))]
     assert found == [
         (f"train.context_parallel={count}", "train.micro_batch_size=1") for count in (2, 4)
     ]
-    assert not [*shared_samples(planned("train.seq_len=4096"))]
+    assert not [*SHARED_SAMPLES.changes(planned("train.seq_len=4096"))]
     given = planned("train.seq_len=32768", "train.context_parallel=2")
-    assert [change.words[0] for change in shared_samples(given)] == ["train.context_parallel=4"]
-    (chunks,) = feed_forward_in_chunks(planned("train.seq_len=32768"))
+    assert [change.words[0] for change in SHARED_SAMPLES.changes(given)] == [
+        "train.context_parallel=4"
+    ]
+    (chunks,) = FEED_FORWARD_IN_CHUNKS.changes(planned("train.seq_len=32768"))
     assert chunks.words == ("train.mlp_chunk_tokens=auto",)
 
 

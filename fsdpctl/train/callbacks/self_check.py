@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _LEAK = {"float32": 1e-5, "bfloat16": 1e-3}  # of the loss of a document
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_APART = 1024  # changes of many weights don't cancel out in all of so many sums
+_APART = 1024  # changes of many weights may cancel out in one sum, but not in all of these
 _NORM = {"float32": 1e-3, "bfloat16": 0.1}  # relative
 
 
