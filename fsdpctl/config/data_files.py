@@ -40,13 +40,14 @@ _KEYS = (
 )  # fmt: skip
 _KEY = re.compile(rf'"(?:{"|".join(_KEYS)})"\s*:')
 _FIRST_BYTES = 1 << 16  # of a file, that tell whether it has rows
-# Files about data: not data next to rows, tables or tokens. Caches of a `map` of `datasets` never.
+# Caches of a `map` of `datasets`, and what it writes about data.
+_CACHES = re.compile(r"cache-.*\.arrow|tmp[a-z0-9_]{8}|(?:dataset_(?:infos?|dict)|state)\.json")
+# Texts about data, which are not data next to rows or tokens.
 _ABOUT = re.compile(
     r"(?:readme|licen[cs]e|copying|notice|citation|code_of_conduct)(?:[-_. ].*)?"
     r"|(?:(?:.*[-_ ])?card|datasheet|authors|changelog|changes|contributing|requirements|manifest"
     r"|checksums?|md5sums?|sha\d+sums?|thumbs|desktop)(?:\.\w+)?"
-    r"|.+\.(?:ya?ml|lock|idx|index|metadata|crc|md5|sha\d+)|_success"
-    r"|cache-.*\.arrow|tmp[a-z0-9_]{8}|(?:dataset_infos?|dataset_dict|state)\.json"
+    r"|.+\.(?:json|ya?ml|lock|idx|index|metadata|crc|md5|sha\d+)|_success"
 )
 # Suffixes of files of other formats than text, whatever their bytes, and the next step.
 _NO_TEXT = {
@@ -93,10 +94,8 @@ class DataFiles:
 def data_files(path: str, key: str = "data.path", option: str | None = None) -> DataFiles:
     """Return the files of a local path that are data: a file, those of a directory, or of a glob.
 
-    Args:
-        path: The path.
-        key: Its name in messages; at data.val_path, files to validate on are returned.
-        option: That of `data`, TOKENIZE, or None if the files select it.
+    At data.val_path, these are the files to validate on. `option` is that of `data`, TOKENIZE, or
+    None if the files select it.
 
     Raises:
         UsageError: If there are none, or if their names leave open which ones are meant.
@@ -136,8 +135,14 @@ def kind_of(file: Path) -> str:
 
 def is_data(file: Path) -> bool:
     """Return whether a file may be data of rows or text, by its name or its first bytes."""
-    is_text = file.suffix.lower() == ".txt"
-    return (is_text or kind_of(file) == CHAT) and not _ABOUT.fullmatch(file.name.lower())
+    kind, is_text = kind_of(file), file.suffix.lower() == ".txt"
+    return (is_text or kind == CHAT) and not _is_about(file, kind)
+
+
+def _is_about(file: Path, kind: str) -> bool:
+    name, is_other = file.name.lower(), file.suffix.lower()[1:] in _OTHER_FORMATS
+    is_about = kind == TEXT and (is_other or _ABOUT.fullmatch(name) is not None)
+    return is_about or _CACHES.fullmatch(name) is not None
 
 
 def _start(file: Path, most: int = _FIRST_BYTES) -> bytes:
@@ -164,8 +169,8 @@ def _begins_with_rows(file: Path) -> bool:
         return is_line and _KEY.search(text) is not None
     if not isinstance(first, dict) or not (is_array or "\n" not in text[:end]):
         return False
-    is_lines = not is_array and text[end:].lstrip().startswith("{") and file.suffix == ".json"
-    return is_lines or not first.keys().isdisjoint(_KEYS)
+    has_more = not is_array and text[end:].lstrip().startswith("{")
+    return (has_more and file.suffix.lower() == ".json") or not first.keys().isdisjoint(_KEYS)
 
 
 def _listed(path: str, key: str) -> list[Path]:
@@ -216,28 +221,21 @@ def _files_below(folder: Path) -> Iterator[Path]:
 def select_files(
     files: Sequence[Path], root: Path, where: str, option: str | None, *, is_folder: bool
 ) -> DataFiles:
-    """Return those of `files` that are data.
+    """Return those of some files below `root` that are data, as `data_files` does.
 
-    Args:
-        files: All files of a directory, or those that a glob names.
-        root: The directory below which names of directories count.
-        where: The key and its value, for messages.
-        option: As for `data_files`.
-        is_folder: Whether the user named the directory, so that it has to tell what it has.
+    `is_folder`: they are all that a directory has, and none of them was named.
     """
     kinds: dict[str, list[Path]] = {TEXT: [], CHAT: [], TOKENS: []}
     about: list[Path] = []
     for file in files:
         kind = kind_of(file)
-        is_other = kind == TEXT and file.suffix.lower()[1:] in ("json", *_OTHER_FORMATS)
-        is_about = is_other or _ABOUT.fullmatch(file.name.lower()) is not None
-        (about if is_about else kinds[kind]).append(file)
+        (about if _is_about(file, kind) else kinds[kind]).append(file)
     kind = _kind_in(kinds, where, option, has_others=bool(about))
     splits = {file: _splits_of(file.relative_to(root).parts) for file in kinds[kind]}
     if kind == TEXT and not _all_have_splits([*kinds[TEXT], *about], splits):
-        rest = {*kinds[CHAT], *kinds[TOKENS]}
-        texts = tuple(each for each in files if each not in rest)
-        return DataFiles(TEXT, texts, left_out=tuple(("", each.name) for each in rest))
+        others = dict.fromkeys([*kinds[CHAT], *kinds[TOKENS]])
+        texts = tuple(each for each in files if each not in others)
+        return DataFiles(TEXT, texts, left_out=tuple(("", each.name) for each in others))
     groups: dict[str, list[Path]] = {TRAIN: [], VALIDATION: [], _TEST: [], "": []}
     for file, found in splits.items():
         if len(found) > 1:

@@ -45,17 +45,10 @@ def documents(
     most: int | None = None,
     advance: Advance = lambda count: None,
 ) -> Iterator[TextPiece]:
-    """Yield the documents of files.
-
-    Args:
-        found: The files; those of `train` are read.
-        key: The setting or argument that names them, for messages.
-        passed: Collects what is passed over.
-        most: The bytes of a text after which it is cut into pieces; None: it never is.
-        advance: Called with the bytes that were read.
+    """Yield the documents of `found.train`; texts of more than `most` bytes in pieces.
 
     Raises:
-        UsageError: If a row has no text, or if the only file isn't text.
+        UsageError: If a row has no text, or if the only file isn't text. The message names `key`.
     """
     for file in found.train:
         left = file.stat().st_size

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,9 @@ _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Documents of UTF-8 text as bytes, and the files that were skipped."""
+    """Documents of UTF-8 text as bytes."""
 
     documents: tuple[bytes, ...]
-    skipped: tuple[str, ...] = ()  # names, each with the reason in brackets
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +74,7 @@ def hold_out(text: Text, fraction: float) -> tuple[Text, Text | None]:
     else:
         halves = [_split_document(document, fraction) for document in text.documents]
         kept, held = [a for a, _ in halves if a], [b for _, b in halves if b]
-    return Text(tuple(kept), text.skipped), Text(tuple(held)) if held else None
+    return Text(tuple(kept)), Text(tuple(held)) if held else None
 
 
 def _by_document(documents: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
@@ -109,8 +108,3 @@ def left_out(skipped: Sequence[str]) -> str:
     """Describe which files were skipped, as the end of a sentence; empty if none were."""
     files = "file" if len(skipped) == 1 else "files"
     return f", {len(skipped)} {files} skipped: {first_of(skipped, 2)}" if skipped else ""
-
-
-def iter_documents(text: Text) -> Iterator[str]:
-    """Return the documents as strings."""
-    return (document.decode("utf-8") for document in text.documents)

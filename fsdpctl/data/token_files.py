@@ -3,14 +3,13 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.data.shards import ShardTokens
-from fsdpctl.data.token_formats import DTYPES, OURS, TokenFile
+from fsdpctl.data.token_formats import OURS, TokenFile
 from fsdpctl.data.tokenizer import Tokenizer
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
@@ -20,11 +19,6 @@ from fsdpctl.io.files import replace
 _CHUNK = 1 << 22  # tokens
 
 
-def dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
-    """Return the dtype in which token files have the tokens of a tokenizer."""
-    return DTYPES[np.dtype(tokenizer.dtype).name]
-
-
 def write_header(
     path: Path, tokenizer: Tokenizer, num_tokens: int, xxh3: str, num_bytes: int | None
 ) -> None:
@@ -32,7 +26,7 @@ def write_header(
     header = {
         "format": OURS[0],
         "version": OURS[1],
-        "dtype": dtype_of(tokenizer).name,
+        "dtype": np.dtype(tokenizer.dtype).name,
         "num_tokens": num_tokens,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.name,

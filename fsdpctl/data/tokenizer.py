@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as JsonTokenizer
 from tokenizers.models import BPE
 
 from fsdpctl.config.model import MOST_TOKENS
-from fsdpctl.data.files import Text, iter_documents
+from fsdpctl.data.files import Text
 from fsdpctl.data.tokenizer_files import (
     CONFIG_JSON,
     TEMPLATES,
@@ -32,7 +32,6 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
 
 BYTES = "bytes"
-OWN_BEGIN = "{count:,} texts begin with the begin token of the tokenizer, which adds no other"
 CONTEXT = 1 << 15  # characters around a piece of text that are tokenized with it
 _MOST_ADDED = 256  # tokens around a text
 Tokens = NDArray[np.unsignedinteger]
@@ -175,7 +174,7 @@ class FileTokenizer:
     def encode(self, text: Text) -> Tokens:
         """Tokenize all documents, concatenated, each with its end token."""
         with doing("tokenizing text"):
-            return self.encode_pieces([TextPiece(each, 0) for each in iter_documents(text)])
+            return self.encode_pieces([TextPiece(x.decode(), len(x)) for x in text.documents])
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
         """Tokenize pieces, concatenated; those that end a document have its end token.
@@ -207,7 +206,8 @@ class FileTokenizer:
 
     def notes(self) -> tuple[str, ...]:
         """Return a line on texts with their own begin token, if there were any."""
-        return (OWN_BEGIN.format(count=self.begun),) if self.begun else ()
+        line = f"texts with a begin token of their own, where no other is added: {self.begun:,}"
+        return (line,) * (self.begun > 0)
 
     @property
     def has_parts(self) -> bool:
@@ -231,23 +231,21 @@ class FileTokenizer:
 
     def _token_at(self, whole: Encoding, ids: list[int], text: str, at: int) -> int:
         """Return the index of the token that begins next to the cut `at`."""
-        low = at - CONTEXT
-        near = self._encoding(text[max(0, low) : at + CONTEXT])
-        found = self._encoded(near.ids, near.offsets)
-        places = found.starts + max(0, low)
-        begins = np.append(False, found.starts[1:] >= found.stops[:-1])
-        distance = np.where(begins & (found.stops > found.starts), np.abs(places - at), 1 << 62)
-        number = int(distance.argmin()) if len(places) else 0
-        inner = slice(*np.searchsorted(places, (at - CONTEXT // 2, at + CONTEXT // 2)))
-        index = whole.char_to_token(int(places[number])) if len(places) else None
-        shift = 0 if index is None else index - number
-        theirs = ids[max(0, inner.start + shift) : inner.stop + shift]
-        if index is None or distance[number] > CONTEXT // 4 or near.ids[inner] != theirs:
-            raise UsageError(
-                f"{self._where}: the tokens of a long text depend on text that is far away; split "
-                "the file into shorter ones"
-            )
-        return index
+        near = self._encoding(text[at - CONTEXT : at + CONTEXT])
+        starts, stops = np.array(near.offsets, dtype=np.int64).reshape(-1, 2).T + at - CONTEXT
+        alone = np.flatnonzero((starts[1:] >= stops[:-1]) & (stops[1:] > starts[1:])) + 1
+        if len(alone):
+            number = int(alone[np.abs(starts[alone] - at).argmin()])
+            first, last = np.searchsorted(starts, (at - CONTEXT // 2, at + CONTEXT // 2))
+            index = whole.char_to_token(int(starts[number]))
+            shift = len(ids) if index is None else index - number
+            theirs = ids[max(0, first + shift) : last + shift]
+            if index is not None and first <= number < last and theirs == near.ids[first:last]:
+                return index
+        raise UsageError(
+            f"{self._where}: the tokens of a long text depend on text that is far away; split the "
+            "file into shorter ones"
+        )
 
     def _encoding(self, text: str) -> Encoding:
         if self._backend is not None:

@@ -24,7 +24,7 @@ from fsdpctl.config.data_files import TOKENIZE, DataFiles
 from fsdpctl.data.documents import PIECE, PassedOver, documents
 from fsdpctl.data.files import find_data, left_out
 from fsdpctl.data.order import permute
-from fsdpctl.data.token_files import dtype_of, write_header
+from fsdpctl.data.token_files import write_header
 from fsdpctl.data.tokenizer import TextPiece, Tokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, doing
@@ -220,7 +220,7 @@ class _Writer:
 
     def __init__(self, output: Output, tokenizer: Tokenizer, state: _State) -> None:
         self._state, self._output, self._tokenizer = state, output, tokenizer
-        self._dtype = dtype_of(tokenizer)
+        self._dtype = np.dtype(tokenizer.dtype).newbyteorder("<")
         self._begin()
 
     def _begin(self) -> None:

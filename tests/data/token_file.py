@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from fsdpctl.data.token_files import dtype_of, write_header
+from fsdpctl.data.token_files import write_header
 from fsdpctl.data.tokenizer import Tokenizer, Tokens
 from fsdpctl.io.files import replacing
 
@@ -21,7 +21,7 @@ def write_token_file(
         tokenizer: The tokenizer that made them.
         num_bytes: The size of the text, if known.
     """
-    data = np.ascontiguousarray(tokens, dtype=dtype_of(tokenizer))
+    data = np.ascontiguousarray(tokens, dtype=np.dtype(tokenizer.dtype))
     with replacing(path, durable=True) as file:
         file.write(data.data)
     write_header(path, tokenizer, data.size, xxhash.xxh3_64_hexdigest(data.data), num_bytes)
