@@ -11,8 +11,10 @@ from transformers import AutoTokenizer
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.files import Text
 from fsdpctl.data.open import open_data
+from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
+from tests.data.chats.families import write_lines
 from tests.data.layouts import POSTS, TEXTS, Layout, layouts, write_layout
 from tests.data.token_file import write_token_file
 
@@ -170,3 +172,62 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path, monkeypatch):
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
     with pytest.raises(UsageError, match="got those of an earlier version of it"):
         opened("mine")
+
+
+OWN = {  # the post-processor, a text, and its tokens as the tokenizer gives them plainly
+    "begin": ("<s>ab", "<s>ab the", "<s>"),
+    "both": ("<s>ab</s>", "ab</s>", "<s></s>"),
+    "bert": ("[CLS]ab[SEP]", "ab[SEP]"),
+}
+
+
+@pytest.mark.parametrize("post", OWN)
+def test_a_text_with_its_own_begin_and_end_token_gets_no_other(post, tmp_path):
+    layout = Layout("own", config={"eos_token": "</s>"}, post=POSTS[post])
+    ours = open_tokenizer(str(write_layout(tmp_path / "t", layout)))
+    assert isinstance(ours, FileTokenizer)
+    for text in OWN[post]:
+        plain = ours.auto(text, add_special_tokens=False)["input_ids"]
+        own_begin = plain[0] == ours.before[0]
+        own_end = bool(ours.after) and plain[-1] == ours.after[-1]
+        expected = [*ours.before * (not own_begin), *plain, *ours.after * (not own_end)]
+        expected += [] if expected[-1] == ours.end or ours.end in ours.after else [ours.end]
+        assert ours.encode(Text((text.encode(),))).tolist() == expected
+    assert ours.begun == sum(text.startswith(("<s>", "[CLS]")) for text in OWN[post])
+    (note,) = ours.notes()
+    assert note.endswith(f"where no other is added: {ours.begun}")
+
+
+def test_a_begin_token_that_is_split_as_text_is_no_begin_token(tmp_path):
+    config = {"eos_token": "</s>", "split_special_tokens": True}
+    layout = Layout("split", config=config, post=POSTS["begin"])
+    ours = open_tokenizer(str(write_layout(tmp_path / "t", layout)))
+    assert isinstance(ours, FileTokenizer)
+    found = ours.encode(Text((b"<s>ab",))).tolist()
+    assert found[0] == ours.before[0] != found[1]
+    assert (ours.begun, ours.notes()) == (0, ())
+
+
+def test_rows_that_were_rendered_have_one_begin_token(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    layout = Layout("own", config={"eos_token": "</s>"}, post=POSTS["begin"])
+    folder = str(write_layout(tmp_path / "t", layout))
+    rows = [{"text": "<s>ab"}, {"text": "ab"}]
+    pairs = [{"prompt": "<s>ab", "completion": " the"}, {"prompt": "ab", "completion": " the"}]
+    for number, some in enumerate((rows, pairs)):
+        file = write_lines(tmp_path / f"{number}.jsonl", some)
+        config = DataConfig("chat", str(file), val_fraction=0.0, tokenizer=folder)
+        found = open_data(config)
+        assert isinstance(found.train, DocumentSet)
+        tokens = [found.train[index][0].tolist() for index in range(2)]
+        assert tokens[0] == tokens[1]
+        assert any("1 text with a begin token of its own" in note for note in found.notes)
+        if some is pairs:
+            trained = [found.train[index][1][1:].tolist() for index in range(2)]
+            assert trained[0] == trained[1]
+    for option in ("text", "chat"):  # also from the cache
+        file = write_lines(tmp_path / "a.jsonl", rows)
+        config = DataConfig(option, str(file), val_fraction=0.0, tokenizer=folder)
+        notes = [open_data(config).notes for _ in range(2)]
+        assert notes[0] == notes[1]
+        assert "begin token of" in str(notes[0])
