@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.config.data import CHAT, TEXT, TOKEN_SUFFIXES, TOKENS
+from fsdpctl.config.data import CHAT, TEXT, TOKEN_NEIGHBORS, TOKEN_SUFFIXES, TOKENS
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.files import check_inside, nearest_path
 
@@ -248,8 +248,11 @@ def select_files(
         _check_is_one_set(groups, root, where)
     train, validation = _parts_of(groups, where, is_folder=is_folder)
     used = {*train, *validation}
-    left_out = [("".join(splits.get(each, ())), each.name) for each in files if each not in used]
-    return DataFiles(kind, tuple(train), tuple(validation), tuple(left_out))
+    others = [each for each in files if each not in used]
+    if kind == TOKENS:  # not those that describe token files
+        others = [each for each in others if each.suffix not in TOKEN_NEIGHBORS]
+    left_out = tuple(("".join(splits.get(each, ())), each.name) for each in others)
+    return DataFiles(kind, tuple(train), tuple(validation), left_out)
 
 
 def _kind_in(

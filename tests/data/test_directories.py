@@ -118,7 +118,15 @@ LAYOUTS = {
         "train.bin val.bin test.bin meta.pkl README.md", "tokens", "train.bin", "val.bin", None,
     ),
     "Megatron's": ("a_train.bin a_train.idx a_valid.bin a_valid.idx", "tokens", "a_train.bin",
-        "a_valid.bin", "2 of 4 files, 1 of them to validate; left out: a_train.idx, a_valid.idx"),
+        "a_valid.bin", "2 files, 1 of them to validate"),
+    "shards of tokenize": (
+        "x-00000.bin x-00000.json=OTHER x-00001.bin x-00001.json=OTHER",
+        "tokens", "x-00000.bin x-00001.bin", "", "2 files",
+    ),
+    "names of papers for rows": (
+        "requirements.jsonl changes.jsonl CARD.JSONL", "chat",
+        "CARD.JSONL changes.jsonl requirements.jsonl", "", "3 files",
+    ),
 }  # fmt: skip
 
 

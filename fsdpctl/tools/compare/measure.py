@@ -25,6 +25,7 @@ from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.launch.probe import short_run
 from fsdpctl.plan.strategy import FSDPCTL
+from fsdpctl.resolve.data import notes_on_data
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 from fsdpctl.resolve.run import Opened, open_run
 from fsdpctl.resolve.settle import RunPlan, settle
@@ -123,8 +124,9 @@ class MeasuredComparison:
                 placed = placed_on_cluster(opened.config)
                 selection = choose(self._estimator, placed).best.selection
             plan = settle(opened.config, selection)
-            if opened.notes:  # the run would differ from the requested variant
-                raise UsageError(opened.notes[0])
+            about_data = notes_on_data(opened.config, opened.data)
+            if differs := [each for each in opened.notes if each not in about_data]:
+                raise UsageError(differs[0])  # the run would differ from the requested variant
         except UsageError as error:
             each.row = replace(each.row, status=f"{REFUSED}{error}")
             return
