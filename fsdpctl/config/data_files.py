@@ -47,7 +47,7 @@ _ABOUT = re.compile(
     r"(?:readme|licen[cs]e|copying|notice|citation|code_of_conduct)(?:[-_. ].*)?"
     r"|(?:(?:.*[-_ ])?card|datasheet|authors|changelog|changes|contributing|requirements|manifest"
     r"|checksums?|md5sums?|sha\d+sums?|thumbs|desktop)(?:\.\w+)?"
-    r"|.+\.(?:json|ya?ml|lock|idx|index|metadata|crc|md5|sha\d+)|_success"
+    r"|.+\.(?:ya?ml|lock|crc|md5|sha\d+)|_success"
 )
 # Suffixes of files of other formats than text, whatever their bytes, and the next step.
 _NO_TEXT = {
@@ -140,7 +140,8 @@ def is_data(file: Path) -> bool:
 
 
 def _is_about(file: Path, kind: str) -> bool:
-    name, is_other = file.name.lower(), file.suffix.lower()[1:] in _OTHER_FORMATS
+    name, suffix = file.name.lower(), file.suffix.lower()
+    is_other = suffix in TOKEN_NEIGHBORS or suffix[1:] in _OTHER_FORMATS  # also .json
     is_about = kind == TEXT and (is_other or _ABOUT.fullmatch(name) is not None)
     return is_about or _CACHES.fullmatch(name) is not None
 
@@ -248,10 +249,12 @@ def select_files(
         _check_is_one_set(groups, root, where)
     train, validation = _parts_of(groups, where, is_folder=is_folder)
     used = {*train, *validation}
-    others = [each for each in files if each not in used]
-    if kind == TOKENS:  # not those that describe token files
-        others = [each for each in others if each.suffix not in TOKEN_NEIGHBORS]
-    left_out = tuple(("".join(splits.get(each, ())), each.name) for each in others)
+    described = TOKEN_NEIGHBORS if kind == TOKENS else ()  # by files that are part of the data
+    left_out = tuple(
+        ("".join(splits.get(each, ())), each.name)
+        for each in files
+        if each not in used and each.suffix not in described
+    )
     return DataFiles(kind, tuple(train), tuple(validation), left_out)
 
 
@@ -315,11 +318,9 @@ def _check_is_one_set(groups: dict[str, list[Path]], root: Path, where: str) -> 
         shard = _SHARD.fullmatch(name) if at is None and not is_dict else None
         above = folders if at is None else folders[: at + is_dict]
         found.add("/".join([*above, shard[1]] if shard else above))
-    if card.is_file():
-        with card.open(encoding="utf-8", errors="replace") as content:
-            start = content.read(_FIRST_BYTES)
-        configs = {*_CONFIG.findall(start.split("---")[1])} if start.startswith("---") else set()
-        found |= configs if len(configs) > 1 else set()
+    start = _start(card).decode("utf-8", "replace") if card.is_file() else ""
+    configs = {*_CONFIG.findall(start.split("---")[1])} if start.startswith("---") else set()
+    found |= configs if len(configs) > 1 else set()
     if len(found) > 1:
         names = sorted(each or "." for each in found)
         raise UsageError(
