@@ -10,8 +10,9 @@ import os
 import re
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from fsdpctl.config.data import CHAT, TEXT, TOKEN_NEIGHBORS, TOKEN_SUFFIXES, TOKENS
@@ -39,6 +40,7 @@ _KEYS = (
     "output", "response", "history", "text",
 )  # fmt: skip
 _KEY = re.compile(rf'"(?:{"|".join(_KEYS)})"\s*:')
+_PARTS = attrgetter("parts")  # comparing paths is slower
 _FIRST_BYTES = 1 << 16  # of a file, that tell whether it has rows
 # Caches of a `map` of `datasets`, and what it writes about data.
 _CACHES = re.compile(r"cache-.*\.arrow|tmp[a-z0-9_]{8}|(?:dataset_(?:infos?|dict)|state)\.json")
@@ -133,12 +135,6 @@ def kind_of(file: Path) -> str:
     return CHAT if _ROWS.fullmatch(name) else TEXT
 
 
-def is_data(file: Path) -> bool:
-    """Return whether a file may be data of rows or text, by its name or its first bytes."""
-    kind, is_text = kind_of(file), file.suffix.lower() == ".txt"
-    return (is_text or kind == CHAT) and not _is_about(file, kind)
-
-
 def _is_about(file: Path, kind: str) -> bool:
     name, suffix = file.name.lower(), file.suffix.lower()
     is_other = suffix in TOKEN_NEIGHBORS or suffix[1:] in _OTHER_FORMATS  # also .json
@@ -183,10 +179,10 @@ def _listed(path: str, key: str) -> list[Path]:
         if place.is_file():
             return [place]
         if place.is_dir():
-            found = sorted(_files_below(place), key=_parts)
+            found = sorted(_files_below(place), key=_PARTS)
             check_inside(found, place, f"{key}={path}")
             return found
-        matches = sorted(map(Path, glob.glob(path, recursive=True)), key=_parts)
+        matches = sorted(map(Path, glob.glob(path, recursive=True)), key=_PARTS)
         files = [each for each in matches if each.is_file()]
     except OSError as error:
         raise UsageError(f"{key}={path}: {str(error.filename)[:80]}: {error.strerror}") from None
@@ -198,11 +194,6 @@ def _listed(path: str, key: str) -> list[Path]:
         hint = nearest_path(path) or "; expected a file, a directory or a glob"
         raise UsageError(f"{key}={path}: not found{hint}")
     return files
-
-
-def _parts(path: Path) -> tuple[str, ...]:
-    """Return the key by which paths are sorted; comparing paths is slower."""
-    return path.parts
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -233,7 +224,9 @@ def select_files(
         (about if _is_about(file, kind) else kinds[kind]).append(file)
     kind = _kind_in(kinds, where, option, has_others=bool(about))
     splits = {file: _splits_of(file.relative_to(root).parts) for file in kinds[kind]}
-    if kind == TEXT and not _all_have_splits([*kinds[TEXT], *about], splits):
+    is_prose = all(each.suffix.lower() in _PROSE for each in splits)
+    named = [splits.get(each, set()) for each in (splits if is_prose else [*splits, *about])]
+    if kind == TEXT and not ({TRAIN} in named and all(len(each) == 1 for each in named)):
         others = dict.fromkeys([*kinds[CHAT], *kinds[TOKENS]])
         texts = tuple(each for each in files if each not in others)
         return DataFiles(TEXT, texts, left_out=tuple(("", each.name) for each in others))
@@ -274,13 +267,6 @@ def _kind_in(
     if not present and not (has_others and TEXT in _READS[option]):
         raise UsageError(f"{where}: {_NOTHING.get(str(option), _NOTHING[TEXT])}")
     return present[0] if present else TEXT
-
-
-def _all_have_splits(texts: Sequence[Path], splits: Mapping[Path, set[str]]) -> bool:
-    """Return whether all texts are called after a split; a source tree has train.py and tests/."""
-    is_prose = all(each.suffix.lower() in _PROSE for each in splits)
-    found = [splits.get(each, set()) for each in (splits if is_prose else texts)]
-    return {TRAIN} in found and all(len(each) == 1 for each in found)
 
 
 def _splits_of(parts: Sequence[str]) -> set[str]:

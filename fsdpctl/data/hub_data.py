@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from fsdpctl.config.data_files import DataFiles, is_data, select_files
+from fsdpctl.config.data import CHAT
+from fsdpctl.config.data_files import DataFiles, kind_of, select_files
 from fsdpctl.config.hub_cache import cache_folder
 from fsdpctl.errors import UsageError
 
@@ -39,7 +40,8 @@ def hub_files(path: str, key: str, option: str | None) -> DataFiles:
     files = [
         file
         for file, name in names.items()
-        if is_data(file) and all(word is None or _has_word(name, word) for word in words)
+        if (kind_of(file) == CHAT or file.suffix == ".txt")
+        and all(word is None or _has_word(name, word) for word in words)
     ]
     if not files:
         raise UsageError(f"{where}: no such files in {snapshot}; {fetch}")

@@ -110,11 +110,6 @@ class TokenFiles:
     validation: list[TokenFile]
     found: DataFiles
 
-    @property
-    def all(self) -> list[TokenFile]:
-        """The files of both parts."""
-        return self.train + self.validation
-
 
 def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> TokenFiles:
     """Open the token files at a path: a file, a directory, or a glob.

@@ -212,7 +212,7 @@ class FileTokenizer:
     @property
     def has_parts(self) -> bool:
         """Whether a long text can be tokenized in parts, by the characters of each token."""
-        return bool(self.auto.is_fast)
+        return self._backend is not None
 
     def _ids_of_part(self, piece: TextPiece) -> list[int]:
         """Return the tokens of a part as those of the whole text, whatever is added at its start.
@@ -220,18 +220,22 @@ class FileTokenizer:
         The text around a cut, tokenized alone, selects a token there. Both parts are tokenized with
         that text; the tokens around this one have to be the same.
         """
-        whole = self._encoding(piece.text)
-        ids: list[int] = whole.ids
         assert piece.span is not None
-        first, last = (
-            None if is_end else self._token_at(whole, ids, piece.text, at)
-            for at, is_end in zip(piece.span, (piece.begins, piece.ends), strict=True)
+        assert self._backend is not None
+        whole, (start, stop) = (
+            self._backend.encode(piece.text, add_special_tokens=False),
+            piece.span,
         )
+        ids: list[int] = whole.ids
+        first = 0 if piece.begins else self._token_at(whole, ids, piece.text, start)
+        last = len(ids) if piece.ends else self._token_at(whole, ids, piece.text, stop)
         return ids[first:last]
 
     def _token_at(self, whole: Encoding, ids: list[int], text: str, at: int) -> int:
         """Return the index of the token that begins next to the cut `at`."""
-        near = self._encoding(text[at - CONTEXT : at + CONTEXT])
+        assert self._backend is not None
+        around = text[at - CONTEXT : at + CONTEXT]
+        near = self._backend.encode(around, add_special_tokens=False)
         starts, stops = np.array(near.offsets, dtype=np.int64).reshape(-1, 2).T + at - CONTEXT
         alone = np.flatnonzero((starts[1:] >= stops[:-1]) & (stops[1:] > starts[1:])) + 1
         if len(alone):
@@ -246,12 +250,6 @@ class FileTokenizer:
             f"{self._where}: the tokens of a long text depend on text that is far away; split the "
             "file into shorter ones"
         )
-
-    def _encoding(self, text: str) -> Encoding:
-        if self._backend is not None:
-            return self._backend.encode(text, add_special_tokens=False)
-        found: Encoding = self.auto(text, add_special_tokens=False).encodings[0]
-        return found
 
     def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
         """Tokenize each text as it is; control tokens in it become control tokens.
