@@ -164,3 +164,28 @@ def test_only_rows_with_an_instruction_are_written_as_alpaca(tmp_path):
     bad = {"instruction": "say", "output": "good day", "history": [["a", "b"]]}
     with pytest.raises(UsageError, match=r"line 1: history: only valid with data.prompt=template"):
         opened(tmp_path, "chatml", [bad], prompt="alpaca")
+
+
+# The examples of the data set formats in TRL's documentation.
+SKY = [
+    {"role": "user", "content": "What color is the sky?"},
+    {"role": "assistant", "content": "It is blue."},
+]
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+def test_rows_of_trls_documentation_have_the_tokens_that_trl_makes(tmp_path, family):
+    text = opened(tmp_path / "text", family, [{"text": "The sky is blue."}], train_on="all")
+    tokenizer = text.tokenizer.auto
+    whole, end = tokenizer("The sky is blue.")["input_ids"], tokenizer.eos_token_id
+    assert text.train.tokens.tolist() == [*whole, end]
+    pair = [{"prompt": "The sky is", "completion": " blue."}]
+    pair_set = opened(tmp_path / "pair", family, pair)
+    asked = len(tokenizer("The sky is")["input_ids"])
+    assert pair_set.train.tokens.tolist() == [*whole, end]
+    count = len(whole) + 1 - asked
+    assert pair_set.train.trained.tolist() == [False] * asked + [True] * count
+    chat = opened(tmp_path / "chat", family, [{"messages": SKY}], train_on="all")
+    expected = tokenizer.apply_chat_template(SKY, return_dict=False)
+    assert chat.train.tokens.tolist() == expected
+    assert all(chat.train.trained.tolist()[1:])
