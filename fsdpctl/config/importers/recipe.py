@@ -10,7 +10,7 @@ from textwrap import wrap
 from fsdpctl.config.importers.defaults import HARMLESS
 from fsdpctl.config.importers.source_config import SourceKey
 from fsdpctl.config.importers.translation import Translation, TranslationRow
-from fsdpctl.config.schema import GROUPS, SECTIONS, SIZES
+from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, SIZES
 from fsdpctl.errors import UsageError
 
 _WIDTH = 96
@@ -168,9 +168,11 @@ def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
         lines.append(f"{line:<44}  # {_one_line(about)}")
     known = {row.settings[0].partition("=")[0] for row in recipe.rows}
     for name, why in recipe.missing:
-        group = name.partition(".")[0]
-        if group in _REQUIRES_PATH and group not in known:  # `train` rejects the recipe so far
-            lines.append(f"{group}: {_REQUIRES_PATH[group]}")
+        group = name.partition(".")[0]  # `train` rejects the recipe without it
+        if group in _REQUIRES_PATH and name in (group, f"{group}.path"):
+            lines += [f"{group}: {_REQUIRES_PATH[group]}"] * (group not in known)
+        elif name in KEYS:
+            lines.append(f"{name}: ???")  # as Hydra marks such values
         lines += _comment(f"MISSING: {why}")
     if recipe.left_out:
         lines += ["", "# Left out:"]

@@ -109,7 +109,8 @@ class TrainingRows:
             if "$" in value.text:
                 self.leave(value, "a variable that is not known")
             elif not value.text:
-                self.ask(value, ours, f"required by {self._found.tool}")
+                why = f"{value.key}: required by {self._found.tool}; set {ours}"
+                self._found.missing_for_training.append((ours, why))
             else:
                 self.add(value, f"{ours}={value.text}")
 
