@@ -1,7 +1,9 @@
 """Token files in an object store, with its faults; the store is fsspec's, in memory."""
 
 import random
+import time
 from collections import Counter
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from fsdpctl.data import remote
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.files import find_data
 from fsdpctl.data.open import open_data
+from fsdpctl.data.packing import IGNORED
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io import stores
 from fsdpctl.plan.batch import plan_batches
@@ -84,6 +87,71 @@ def test_a_store_that_fails_at_random_changes_no_sample(bucket, monkeypatch):
     monkeypatch.setattr(stores, "_TRIES", 40)
     monkeypatch.setattr(MemoryFileSystem, "cat_file", failing)
     assert same(batches(str(folder)), batches("memory://bucket"))
+
+
+def test_a_file_of_the_same_size_that_replaces_another_is_named(bucket):
+    folder, upload = bucket
+    upload()
+    there = batches("memory://bucket").rows
+    there.fetch(range(8))
+    assert len([there[number] for number in range(8)]) == 8
+    write_llm_c(folder / "train_0.bin", TOKENS[500:800])
+    upload()
+    with pytest.raises(UsageError, match=r"^/bucket/train_0\.bin: changed since the run started"):
+        there[8]
+    there.fetch([9])
+    with pytest.raises(UsageError, match=r"train_0\.bin: changed"):
+        there[9]
+
+
+def test_samples_that_are_fetched_together_share_a_question_about_their_file(bucket, monkeypatch):
+    _, upload = bucket
+    upload()
+    asked, plain = Counter[str](), MemoryFileSystem.info
+
+    def slow(self, path, **about):
+        asked[path] += 1
+        time.sleep(0.02)
+        return plain(self, path, **about)
+
+    there = batches("memory://bucket").rows
+    monkeypatch.setattr(MemoryFileSystem, "info", slow)
+    there.fetch(range(36))
+    assert len([there[number] for number in range(36)]) == 36
+    assert 1 <= asked["/bucket/train_0.bin"] < 18
+
+
+@pytest.mark.parametrize(
+    ("listed", "single"),
+    [
+        ({"ETag": '"a"', "LastModified": 1}, {"ETag": '"a"', "LastModified": 2}),  # s3fs
+        ({"etag": "a", "updated": "x"}, {"etag": '"a"', "updated": "y"}),
+        ({"created": 5.25}, {"created": datetime.fromtimestamp(5.25, tz=UTC)}),
+    ],
+)
+def test_a_listing_and_an_answer_about_the_same_file_have_the_same_version(listed, single):
+    assert remote._version(listed) == remote._version(single)
+    changed = {name: f"{value}+" for name, value in single.items()}
+    assert remote._version(changed) != remote._version(listed)
+
+
+def test_flags_of_the_loss_are_fetched_with_their_tokens(bucket):
+    folder, upload = bucket
+    for file in folder.iterdir():
+        file.unlink()
+    for name in "ab":
+        write_datatrove(folder / f"{name}.ds")
+        (np.arange(len(TOKENS)) % 3 > 0).tofile(folder / f"{name}.ds.loss")
+    upload()
+    for packing in (False, True):
+        here, there = (batches(x, packing=packing) for x in (str(folder), "memory://bucket"))
+        assert same(here, there)
+        assert (here.rows[0].targets == IGNORED).any()
+    cached = sum(file.stat().st_blocks * 512 for file in folder.parent.rglob("cache/**/*.loss"))
+    assert cached <= 2 * 4096
+    MemoryFileSystem().pipe_file("/bucket/b.ds.loss", bytes(len(TOKENS)))
+    with pytest.raises(UsageError, match=r"b\.ds\.loss: changed since the run started"):
+        there.validation(30, 0, 0)
 
 
 def test_documents_and_damage_in_a_store_are_known(bucket, monkeypatch):

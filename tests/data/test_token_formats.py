@@ -9,6 +9,7 @@ import pytest
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import IGNORED
+from fsdpctl.data.token_files import check_tokens
 from fsdpctl.data.token_formats import open_token_files
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
@@ -127,6 +128,10 @@ def test_shards_are_one_stream_in_the_order_of_their_names(tmp_path):
         (lambda at: os.truncate(write_megatron(at / "a.bin"), 998), "cut"),
         (lambda at: os.truncate(write_megatron(at / "a.bin").with_suffix(".idx"), 70), "idx: cut"),
         (lambda at: write_megatron(at / "a.bin", version=2), "not supported"),
+        (lambda at: write_megatron(at / "a.bin", documents=(0, 2, 5)), "its documents are not"),
+        (lambda at: write_megatron(at / "a.bin", documents=(1, 2, 6)), "its documents are not"),
+        (lambda at: write_megatron(at / "a.bin", documents=(0, 4, 2, 6)), "its documents are not"),
+        (lambda at: write_megatron(at / "a.bin", documents=(0,)), "its documents are not"),
         (lambda at: os.truncate(write_datatrove(at / "a.ds"), 500), "cut: expected 999"),
         (lambda at: os.truncate(f"{write_datatrove(at / 'a.ds')}.index", 9), "index: cut"),
         (lambda at: np.save(at / "a.npy", np.zeros((3, 3))), "expected a 1-D array"),
@@ -141,10 +146,113 @@ def test_damaged_and_unlike_files_are_named(tmp_path, spoil, word):
         open_token_files(str(tmp_path))
 
 
-def test_a_file_that_changes_while_it_is_read_is_named(tmp_path):
+def _cut(path):
+    os.truncate(path, 1100)
+
+
+def _overwrite(path):
+    write_llm_c(path, TOKENS[::-1])
+
+
+def _replace(path):
+    os.replace(write_llm_c(path.with_name("b.bin"), TOKENS[::-1]), path)
+
+
+@pytest.mark.parametrize("change", [_cut, _overwrite, _replace])
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, change):
     path = write_llm_c(tmp_path / "a.bin")
+    os.utime(path, ns=(0, 10**18))
     rows = opened(path).rows(10)
     assert len(rows[5].tokens) == 10
-    os.truncate(path, 1100)
+    change(path)
     with pytest.raises(UsageError, match=r"a\.bin: changed since the run started"):
         rows[5]
+
+
+WIDTHS = {
+    ("<u4", "uint16", 500): "set data.format=uint32",
+    ("<u4", "uint16", 150_000): "set data.format=uint32",  # upper halves are 0, 1 and 2
+    ("<i8", "uint16", 500): "set data.format=uint32",
+    ("<i8", "uint32", 500): "convert them to uint32",
+    ("<u2", "uint32", 500): "set data.format=uint16",
+    ("<u2", "uint32", 50_000): "set data.format=uint16",
+    ("<u2", "uint16", 500): "",
+    ("<u2", "uint16", 50_000): "",
+    ("<u4", "uint32", 500): "",
+    ("<u4", "uint32", 150_000): "",
+}
+
+
+@pytest.mark.parametrize(("stored", "read", "vocabulary"), WIDTHS)
+def test_ids_that_look_like_another_width_are_named_with_the_setting(
+    tmp_path, stored, read, vocabulary
+):
+    ids = np.random.default_rng(0).integers(0, vocabulary, 5000)
+    for name in ("a.bin", "b.npy"):
+        ids.astype(stored).tofile(tmp_path / name)
+        data = open_data(DataConfig(name="tokens", path=str(tmp_path / name), format=read))
+        setting = WIDTHS[stored, read, vocabulary]
+        assert [note for note in data.notes if setting in note] == [*data.notes]
+        assert len(data.notes) == bool(setting)
+    if stored == "<u2" and setting:
+        with pytest.raises(UsageError, match=r"expected less than 50000.*; .*data\.format=uint16"):
+            check_tokens(data.token_files[0], 50_000)
+
+
+def test_an_array_with_a_header_is_not_read_without_it(tmp_path):
+    np.save(tmp_path / "a.npy", TOKENS.astype(np.uint32))
+    with pytest.raises(UsageError, match=r"a\.npy: data\.format=uint16: .* set data\.format=auto"):
+        opened(tmp_path / "a.npy", format="uint16")
+    assert opened(tmp_path / "a.npy").tokens[:].tolist() == TOKENS.tolist()
+
+
+# ---- flags of the loss -------------------------------------------------------------------
+
+
+def write_flags(path, flags):
+    np.array(flags, dtype=np.bool_).tofile(f"{path}.loss")
+    return path
+
+
+def test_tokens_whose_flag_is_false_are_no_targets(tmp_path):
+    flags = np.random.default_rng(1).random(len(TOKENS)) < 0.4
+    path = write_flags(write_datatrove(tmp_path / "a.ds"), flags)
+    plain, packed = (opened(path, packing=each) for each in (False, True))
+    for number in range(9):
+        start = 100 * number + 1
+        inside = np.isin(np.arange(start, start + 100), ENDS)
+        for stream, trained in ((plain, True), (packed, ~inside)):
+            sample = stream.rows(100)[number]
+            expected = np.where(flags[start : start + 100] & trained, TOKENS[start:][:100], IGNORED)
+            assert sample.tokens.tolist() == TOKENS[start - 1 : start + 99].tolist()
+            assert sample.targets.tolist() == expected.tolist()
+    assert plain.fingerprint != opened(write_datatrove(tmp_path / "b.ds")).fingerprint
+    data = open_data(DataConfig(name="tokens", path=str(path), val_fraction=0.5))
+    assert data.notes == ("tokens that NAME.loss excludes from the loss are not trained on",)
+    held = data.val.rows(100)[1].targets != IGNORED
+    assert held.tolist() == flags[len(TOKENS) - 499 + 101 :][:100].tolist()
+
+
+def test_flags_of_several_files_are_those_of_their_tokens(tmp_path):
+    flags = np.random.default_rng(2).random((3, len(TOKENS))) < 0.5
+    for name, each in zip("abc", flags, strict=True):
+        write_flags(write_raw(tmp_path / f"{name}.bin"), each)
+    rows = opened(tmp_path, format="uint16").rows(200)
+    trained = np.concatenate([rows[number].targets != IGNORED for number in range(len(rows))])
+    assert trained.tolist() == flags.reshape(-1)[1 : len(trained) + 1].tolist()
+    both = f"{tmp_path / 'a.bin'}:0.5,{tmp_path / 'b.bin'}:0.5"
+    mixed = open_data(DataConfig(name="tokens", path=both, format="uint16"))
+    assert "NAME.loss" in mixed.notes[-1]
+    assert mixed.train.rows(50)[3].targets.tolist().count(IGNORED) == (~flags[0, 151:201]).sum()
+
+
+def test_flags_that_do_not_match_the_tokens_are_refused(tmp_path):
+    for name in "ab":
+        write_flags(write_datatrove(tmp_path / f"{name}.ds"), np.ones(len(TOKENS)))
+    for size in (998, 1000, 0):
+        write_flags(tmp_path / "b.ds", np.ones(size))
+        with pytest.raises(UsageError, match=rf"b\.ds\.loss: .*expected 999 .* got {size}"):
+            opened(tmp_path)
+    (tmp_path / "b.ds.loss").unlink()
+    with pytest.raises(UsageError, match=r"b\.ds\.loss: not found; expected one next to every"):
+        opened(tmp_path)
