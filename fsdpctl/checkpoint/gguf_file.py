@@ -86,13 +86,13 @@ def write_gguf(
             destination.parent.mkdir(parents=True, exist_ok=True)
             scratch.unlink(missing_ok=True)  # of a killed process with the same id
             with doing("exporting", BYTES, weight_bytes(weights)) as advance:
-                why = _write(scratch, reader, model, tensors, partial(_chunks, weights, advance))
+                note = _write(scratch, reader, model, tensors, partial(_chunks, weights, advance))
             scratch.replace(destination)
             sync(destination.parent)
             size = destination.stat().st_size
         finally:
             scratch.unlink(missing_ok=True)
-    notes = [*([f"no tokenizer: {why}"] if why else []), *notes_on_merge(reader, merges=merges)]
+    notes = [*([note] if note else []), *notes_on_merge(reader, merges=merges)]
     if model.sliding_window is not None:
         notes.append(
             f"context length {model.sliding_window}: llama.cpp does not support the model's "
@@ -151,13 +151,13 @@ def _write(
     tensors: list[_Tensor],
     chunks: Callable[[_Tensor], Iterator[memoryview]],
 ) -> str:
-    """Write the file; return why it has no tokenizer, or an empty string."""
+    """Write the file; return a note on its tokenizer, or an empty string."""
     import gguf
 
     architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[model.architecture])
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture])
     _write_parameters(writer, model, tensors, reader)
-    why = write_tokenizer(writer, attached_files(reader), int(model.vocab_size or 0))
+    note = write_tokenizer(writer, attached_files(reader), int(model.vocab_size or 0))
     factors = _rope_factors(model)
     if factors is not None:
         writer.add_tensor_info(_ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
@@ -181,7 +181,7 @@ def _write(
     file.flush()
     os.fsync(file.fileno())
     writer.close()
-    return why
+    return note
 
 
 def _write_parameters(

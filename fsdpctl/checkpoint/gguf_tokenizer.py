@@ -50,7 +50,7 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
     Rows of the model's embedding without a token get placeholder tokens.
 
     Returns:
-        Why the file has no tokenizer, or an empty string.
+        A note on it, if the file has no tokenizer or one that may differ, or an empty string.
 
     Raises:
         UsageError: If the tokenizer's files are invalid.
@@ -67,14 +67,15 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
             name = _splitter(about)
     if not name:
         writer.add_tokenizer_model("none")
-        return why
+        return f"no tokenizer: {why}"
     saved |= {each: files[each] for each in (CONFIG_JSON,) if each in files}
     try:
         writer.add_tokenizer_pre(name)
         _add(writer, about, saved, vocab_size)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise UsageError(f"{TOKENIZER_JSON}: unexpected contents: {error!r:.200}") from None
-    return ""
+    rough = f"tokens of words beyond A to Z may differ: llama.cpp approximates {name}"
+    return rough if name in ("tekken", "gpt-4o") else ""
 
 
 def _add(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from fsdpctl.checkpoint.consolidate import shard_weights
 from fsdpctl.checkpoint.gguf_file import write_gguf
+from fsdpctl.checkpoint.gguf_tokenizer import _SPLITS, _TEXTS, _splitter
 from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -144,6 +148,90 @@ def test_features_that_llama_cpp_lacks_are_reported(tmp_path):
     before = exported.path.read_bytes()
     write_gguf(reader, tmp_path / "m.gguf", dtype="F32", overwrite=True)
     assert exported.path.read_bytes() == before
+
+
+# ---- names of pre-tokenizers -------------------------------------------------------------
+
+
+def splitting(*steps: str | Any, **byte_level: bool) -> Any:
+    """Return a pre-tokenizer of expressions and others, and bytes at the end."""
+    made = [pre_tokenizers.Split(Regex(x), "isolated") if isinstance(x, str) else x for x in steps]
+    last = pre_tokenizers.ByteLevel(**{"add_prefix_space": False, "use_regex": False} | byte_level)
+    return pre_tokenizers.Sequence([*made, last])
+
+
+def tokenizer(made: Any, normalizer: Any = None, size: int = 700) -> dict[str, Any]:
+    """Train a tokenizer on the texts that names are told by."""
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer, found.decoder = made, decoders.ByteLevel()
+    if normalizer is not None:
+        found.normalizer = normalizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    found.train_from_iterator([*_TEXTS, "isn't it 1234 of 99 in 2024?\n\n"] * 9, trainer)
+    content: dict[str, Any] = json.loads(found.to_str())
+    return content
+
+
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+")
+NAMES = {
+    "gpt-2": splitting(use_regex=True),
+    "smollm": splitting(DIGITS, use_regex=True),
+    "llama-bpe": splitting(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]),
+    "qwen2": splitting(GGUF_PRE_TOKENIZER_SPLITS["qwen2"]),
+    "qwen35": splitting(GGUF_PRE_TOKENIZER_SPLITS["qwen35"]),
+    "tekken": splitting(GGUF_PRE_TOKENIZER_SPLITS["tekken"]),
+    "gpt-4o": splitting(GGUF_PRE_TOKENIZER_SPLITS["gpt-4o"]),
+    "deepseek-coder": splitting(*_CODER, "[一-龥ࠀ-一가-퟿]+", DIGITS),
+    "deepseek-llm": splitting(*_SPLITS["deepseek-llm"][:-1], DIGITS),
+}
+UNKNOWN = {
+    "without Chinese": splitting(*_CODER, DIGITS),
+    "numbers": splitting(pre_tokenizers.Digits(), use_regex=True),
+    "prefix": splitting(use_regex=True, add_prefix_space=True),
+    "punctuation": splitting(pre_tokenizers.Punctuation(), use_regex=True),
+    "llama and digits": splitting(DIGITS, GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]),
+    "falcon": splitting(pre_tokenizers.Punctuation("contiguous"), pre_tokenizers.Digits()),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_splitter_that_gives_the_same_tokens_is_found(name):
+    assert _splitter(tokenizer(NAMES[name])) == name
+    assert _splitter(tokenizer(NAMES[name], normalizers.NFC())) == name
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_splitter_that_gives_other_tokens_has_no_name(name):
+    assert _splitter(tokenizer(UNKNOWN[name])) == ""
+
+
+def test_a_splitter_that_llama_cpp_approximates_has_a_note(tmp_path):
+    files = {"tokenizer.json": json.dumps(tokenizer(NAMES["tekken"], size=300)).encode()}
+    reader = sharded("llama", tmp_path, tokenizer=files)
+    exported = write_gguf(reader, tmp_path / "m", dtype="F32", overwrite=False)
+    assert exported.notes == (
+        "tokens of words beyond A to Z may differ: llama.cpp approximates tekken",
+    )
+    assert GGUFReader(exported.path).fields["tokenizer.ggml.pre"].contents() == "tekken"
+
+
+def test_what_changes_texts_before_they_are_split_has_no_name():
+    for each in (normalizers.NFKC(), normalizers.Lowercase(), normalizers.Prepend(" ")):
+        assert _splitter(tokenizer(NAMES["gpt-2"], each)) == ""
+
+
+def test_a_file_without_a_known_splitter_has_no_tokenizer_and_says_so(tmp_path):
+    files = {"tokenizer.json": json.dumps(tokenizer(UNKNOWN["punctuation"], size=300)).encode()}
+    exported = write_gguf(
+        sharded("llama", tmp_path, tokenizer=files), tmp_path / "m", dtype="F32", overwrite=False
+    )
+    assert exported.notes == (
+        "no tokenizer: llama.cpp does not have the pre-tokenizer of the run's tokenizer",
+    )
+    assert GGUFReader(exported.path).fields["tokenizer.ggml.model"].contents() == "none"
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama gelu"])
