@@ -88,9 +88,8 @@ def consolidate(
         with doing("exporting", BYTES, weight_bytes(weights)) as advance:
             of_name = {each.entry.name: each for each in exports}
             read = partial(_chunks, weights, advance, of_name)
-            usual = [each for each in exports if each.entry.name not in kept]
-            dtypes = {each.entry.dtype for each in usual if each.stored in FLOATS}
-            notes = _write_folder(reader, folder, files, read, dtypes)
+            usual = (x for x in exports if x.stored in FLOATS and x.entry.name not in kept)
+            notes = _write_folder(reader, folder, files, read, {x.entry.dtype for x in usual})
     total = sum(each.entry.nbytes for each in exports)
     notes += notes_on_merge(reader, merges=merges)
     return Exported(destination, total, len(exports), notes, len(files))

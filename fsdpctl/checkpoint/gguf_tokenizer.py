@@ -78,15 +78,10 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
     return rough if name in ("tekken", "gpt-4o") else ""
 
 
-def _add(
-    writer: "gguf.GGUFWriter",
-    about: Mapping[str, Any],
-    files: Mapping[str, bytes],
-    vocab_size: int,
-) -> None:
+def _add(writer: Any, about: Mapping[str, Any], files: Mapping[str, bytes], size: int) -> None:
     import gguf
 
-    tokens, types = _tokens(about, vocab_size)
+    tokens, types = _tokens(about, size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
@@ -94,7 +89,7 @@ def _add(
         for name, content in files.items():
             (Path(folder) / name).parent.mkdir(exist_ok=True)
             (Path(folder) / name).write_bytes(content)
-        special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size)
+        special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=size)
     special.merges = special.merges or _NO_MERGES
     special.add_special_token.setdefault("bos", False)
     special.add_to_gguf(writer, quiet=True)

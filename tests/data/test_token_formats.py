@@ -229,6 +229,7 @@ def test_tokens_whose_flag_is_false_are_no_targets(tmp_path):
     assert plain.fingerprint != opened(write_datatrove(tmp_path / "b.ds")).fingerprint
     data = open_data(DataConfig(name="tokens", path=str(path), val_fraction=0.5))
     assert data.notes == ("tokens that NAME.loss excludes from the loss are not trained on",)
+    assert data.val is not None
     held = data.val.rows(100)[1].targets != IGNORED
     assert held.tolist() == flags[len(TOKENS) - 499 + 101 :][:100].tolist()
 
