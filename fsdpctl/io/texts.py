@@ -39,7 +39,7 @@ def escaped(text: str) -> str:
 def refuse_secret(text: str, where: str, *, strict: bool = True) -> None:
     """Check that a setting or an argument has no URL with a password, a token or a signature.
 
-    If strict, users without a password and all queries are refused too; commands may have them.
+    If strict, refuse users without a password and all queries too; commands may have them.
 
     Raises:
         UsageError: If it has; the message begins with `where` and quotes nothing.

@@ -49,6 +49,8 @@ def plan_batches(
     """
     groups = world_size // context_parallel
     each = "rank" if context_parallel == 1 else f"{context_parallel} ranks"
+    if not groups:
+        raise UsageError(f"train.context_parallel={context_parallel}: more than {world_size} ranks")
     if global_batch_size < groups:
         raise UsageError(
             f"train.global_batch_size={global_batch_size}: expected at least "

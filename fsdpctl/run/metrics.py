@@ -27,7 +27,7 @@ Figure = Annotated[float, msgspec.Meta(ge=0, le=1e30)]  # sums and quotients of 
 
 @dataclass(frozen=True, slots=True)
 class RejectedRecord:
-    """What a line has of a rejected step."""
+    """The record of a rejected step in a line."""
 
     reason: str
     action: str

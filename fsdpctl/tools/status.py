@@ -161,7 +161,8 @@ def _total_steps(run_dir: Path) -> int | None:
     """Read `train.steps` alone, which needs no torch."""
     text = dict(read_recipe(run_dir / RUN_CONFIG)).get(_STEPS)
     try:
-        return None if text is None else int(str(KEYS[_STEPS].parse(text)))
+        steps = None if text is None else KEYS[_STEPS].parse(text)
+        return None if steps is None else int(str(steps))
     except UsageError as error:
         raise UsageError(f"{run_dir / RUN_CONFIG}: corrupted: {error}") from None
 

@@ -258,6 +258,27 @@ def test_records_of_other_types_are_corrupted_in_one_line(run, case):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "setting", ["train.context_parallel=9007199254740992", "train.micro_batch_size=9",
+                "train.global_batch_size=1e300", "data.path=http://127.0.0.1:9/x"],
+)  # fmt: skip
+def test_settings_of_a_run_that_cannot_be_are_refused_in_one_line(run, setting):
+    write_lines(run, STEP)
+    name, _, text = setting.partition("=")
+    words = yaml.safe_load((run / RUN_CONFIG).read_text()) | {name: text}
+    (run / RUN_CONFIG).write_text(yaml.safe_dump(words))
+    with pytest.raises(UsageError, match=name) as caught:
+        samples_of_step(run, 2)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["auto", "none"])
+def test_the_number_of_steps_of_a_run_may_be_open(run, text):
+    (run / RUN_CONFIG).write_text(f"train.steps: {text}\n")
+    code, said = invoke("status", "run")
+    assert code == 0, said
+
+
 def test_a_rejected_step_is_shown(run):
     (run / METRICS).write_text(json.dumps({**STEP, "rejected_step": REJECTED}) + "\n")
     found = samples_of_step(run, 2)
@@ -292,6 +313,7 @@ def deep(here):
 
 
 def test_deep_directories_in_other_places_are_one_line(deep, run, monkeypatch, capfd):
+    monkeypatch.setenv("FSDPCTL_QUIET", "1")
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     os.rename(deep, "run/checkpoints/step-00000001.tmp-1")
     remove_unfinished(run / "checkpoints")

@@ -183,6 +183,7 @@ DAMAGE = {
     "starts of another type": (ENVIRONMENT, b'{"starts": [1]}'),
     "no configuration": (RUN_CONFIG, b"- 1"),
     "no number of steps": (RUN_CONFIG, b"train.steps: many"),
+    "a number of steps that is too large": (RUN_CONFIG, b"train.steps: 1e300"),
 }
 
 
