@@ -19,7 +19,7 @@ from tests.cli.run import environment
 SLOW = {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich", "psutil", "msgspec"}
 OWN = {
     "fsdpctl", "fsdpctl.__main__", "fsdpctl.cli", "fsdpctl.cli.app", "fsdpctl.errors", "fsdpctl.io",
-    "fsdpctl.io.activity",
+    "fsdpctl.io.activity", "fsdpctl.io.texts",
 }  # fmt: skip
 
 

@@ -34,7 +34,8 @@ class Arrays:
         self._arrays = {f"{PARAMETER}/{name}": each for name, each in arrays.items()}
 
     def names(self, kind: str) -> list[str]:
-        return sorted(key.removeprefix(f"{kind}/") for key in self._arrays)
+        start = f"{kind}/"
+        return sorted(key.removeprefix(start) for key in self._arrays if key.startswith(start))
 
     def info(self, key: str) -> TensorInfo:
         array = self._arrays[key]
