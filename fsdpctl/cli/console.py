@@ -55,7 +55,7 @@ def emit(text: str, end: str = "\n") -> None:
 
 def note(line: str) -> None:
     """Print a line to standard error, wrapped as `say` does."""
-    _print(err, printable(line))
+    _print(err, one_line(line))
 
 
 def fail(message: str) -> None:

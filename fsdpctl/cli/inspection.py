@@ -11,6 +11,7 @@ import typer
 from fsdpctl.cli.checkpoint import Source, opened_checkpoint
 from fsdpctl.cli.console import add_row, emit, new_table, say, show_columns, show_table
 from fsdpctl.io.activity import BYTES, doing
+from fsdpctl.io.texts import one_line
 
 if TYPE_CHECKING:
     from fsdpctl.checkpoint.reader import CheckpointReader
@@ -31,7 +32,7 @@ def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
         return
     manifest = reader.manifest
     for line in _summary(reader):
-        say(line)
+        say(one_line(line))
     if manifest.attachments:
         say(f"attached files: {', '.join(manifest.attachments)}")
     _show(("file", "bytes", "tensors"), _rows_of_files(reader))

@@ -363,13 +363,14 @@ def test_many_tensors_are_printed_as_few_are(here, monkeypatch):
 
 def test_json_of_a_manifest_has_no_control_characters(here):
     make_checkpoint(here / "ck")
-    config = {"model": "a\x9b31m\u202e"}
+    config = {"model": "a\x9b31m\u202e\nb"}
     reseal(here / "ck", lambda content: content["config"].update(config))
     code, said = invoke("inspect-checkpoint", "ck", "--json")
     assert (code, said.replace("\n", "").isprintable()) == (0, True)
     assert json.loads(said)["config"]["model"] == config["model"]
     said = invoke("inspect-checkpoint", "ck")[1]
     assert said.replace("\n", "").isprintable()
+    assert not any(line.startswith("b") for line in said.splitlines())
 
 
 def test_links_of_a_data_directory_stay_inside(here):
