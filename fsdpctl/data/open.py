@@ -174,8 +174,9 @@ def _read(config: DataConfig, key: str) -> _Read:
 def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:
     if config.path is None:
         raise UsageError("data=tokens: data.path is required, such as data.path=FILE.bin")
-    opened, isolates = open_token_files(config.path, key, config.format), bool(config.packing)
-    files, held = opened.train, opened.validation if config.takes_validation else []
+    isolates, validates = bool(config.packing), config.takes_validation
+    opened = open_token_files(config.path, key, config.format, validates=validates)
+    files, held = opened.train, opened.validation
     train = stream_of(files, config.path, isolates=isolates)
     val = stream_of(held, config.path, isolates=isolates) if held else None
     if val is None and config.val_fraction:
@@ -195,7 +196,7 @@ def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:
         tokenizer = open_tokenizer(config.tokenizer)
         notes += _check_tokenizer(key, files[0], tokenizer)
     known = 0 if config.tokenizer is None else tokenizer.vocab_size
-    about = opened.found.about(validates=config.takes_validation)
+    about = opened.found.about(validates=validates)
     description = config.path if about == "1 file" else f"{config.path}, {about}"
     return DataSet(
         train, val, tokenizer, files[0].vocab_size or known, description, None, both, notes,

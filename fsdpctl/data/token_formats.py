@@ -111,8 +111,12 @@ class TokenFiles:
     found: DataFiles
 
 
-def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> TokenFiles:
+def open_token_files(
+    path: str, key: str = "data.path", kind: str = "auto", *, validates: bool = True
+) -> TokenFiles:
     """Open the token files at a path: a file, a directory, or a glob.
+
+    `validates`: also those of validation next to the others.
 
     Raises:
         UsageError: If there are none, or if one is damaged, of an unknown format, or of another
@@ -131,7 +135,7 @@ def open_token_files(path: str, key: str = "data.path", kind: str = "auto") -> T
     for folder in {each.parent for each in found.train} if not Path(path).is_file() else ():
         if busy := next(folder.glob("*.progress.json"), None):
             raise UsageError(f"{key}={path}: {busy.name}: `fsdpctl tokenize` has not finished")
-    opened = _open_all([*found.train, *found.validation], key, kind)
+    opened = _open_all([*found.train, *(found.validation if validates else ())], key, kind)
     opened = [replace(x, shard=_in_store(x.shard, urls)) for x in opened] if urls else opened
     first = opened[0]
     for other in opened[1:]:

@@ -186,14 +186,19 @@ class FileTokenizer:
             rows, found = self._ids([each.text for each in pieces if each.span is None]), []
             for piece in pieces:
                 row = next(rows) if piece.span is None else self._ids_of_part(piece)
-                before, after = self.around(row) if piece.begins or piece.ends else ([], [])
-                tokens = before * piece.begins + row + after * piece.ends
+                before, after = self.around(row, begins=piece.begins)
+                tokens = before + row + after * piece.ends
                 found.append(np.array(tokens, dtype=self.dtype))
             return np.concatenate(found)
 
-    def around(self, tokens: Sequence[int] | Tokens) -> tuple[list[int], list[int]]:
-        """Return the tokens to add before and after a document of these, without those it has."""
-        before, after = self.before, self.after
+    def around(
+        self, tokens: Sequence[int] | Tokens, *, begins: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Return the tokens to add before and after a document of these, without those it has.
+
+        `begins`: whether they are those of the beginning of a document.
+        """
+        before, after = self.before * begins, self.after
         if before and len(tokens) and tokens[0] == before[0] and before[0] in self._specials:
             self.begun += 1
             before = []

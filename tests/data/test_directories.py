@@ -279,6 +279,10 @@ def test_token_files_are_validated_on_those_that_are_called_so(tmp_path):
     assert [part.num_tokens for part in (typed.train, typed.val) if part] == [45, 5]
     assert "1 validation" in typed.description
     assert len(open_token_files(str(tmp_path / "*")).train) == 1
+    (tmp_path / "val.bin").write_bytes(b"abc")
+    assert open_data(DataConfig("tokens", str(tmp_path), val_fraction=0.0)).val is None
+    with pytest.raises(UsageError, match=r"val\.bin: expected 50 tokens"):
+        open_data(DataConfig("tokens", str(tmp_path)))
 
 
 def test_texts_are_validated_on_files_that_are_called_so(tmp_path):
