@@ -50,7 +50,9 @@ def read_accelerate(source: SourceConfig) -> Translation:
         found.exclude(compiled, "estimated without compilation, which usually needs more memory")
     rows = TrainingRows(found, {})
     rows.deepspeed()
-    rows.plain({"deepspeed_config.gradient_clipping": "optimizer.max_grad_norm"})
+    clip = rows.value("deepspeed_config.gradient_clipping")
+    if clip and clip.text.strip() != "auto":
+        rows.add(clip, f"optimizer.max_grad_norm={clip.text}")
     why = "of the script: set optimizer.lr, lr_scheduler, data and the length"
     rows.leave(SourceKey("(training)", "", ()), why)
     found.sort_rest(_UNUSED)
@@ -131,9 +133,10 @@ def _read_batch(found: Translation, inner: SourceConfig | None) -> None:
     source = found.source
     passes = source.positive("deepspeed_config.gradient_accumulation_steps")
     passes = source.positive("gradient_accumulation_steps") or passes
-    micro = None
+    micro = total = None
     if inner is not None:
         passes = passes or inner.positive("gradient_accumulation_steps")
         micro = inner.positive("train_micro_batch_size_per_gpu")
+        total = inner.positive("train_batch_size")
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    found.batch = SourceBatch(keys, micro, passes)
+    found.batch = SourceBatch(keys, micro, passes, total)

@@ -8,6 +8,7 @@ from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
     TOO_HIGH,
     check_degrees,
+    check_heads,
     quantized,
     read_context,
     read_optimizer,
@@ -20,6 +21,7 @@ _RECIPES = (
     "TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForNextTokenPrediction", ""
 )  # fmt: skip
 _SCHEDULER = "step_scheduler."
+_BATCH = 32  # samples of a step: components/training/step_scheduler.py:379
 _OTHER_TRAININGS = ("dllm", "flow_matching", "teacher_model", "kd_ratio", "recipe_args", "mining")
 _MOST_PARTS = 4  # between the wildcards of a name
 _UNUSED = (
@@ -44,7 +46,7 @@ def read_automodel(source: SourceConfig) -> Translation:
         UsageError: If its training can't be estimated.
     """
     found = Translation("Automodel", source)
-    recipe = source.take("recipe")
+    recipe = source.take("recipe", "recipe._target_")
     if recipe and recipe.text.rpartition(".")[2] not in _RECIPES:
         raise source.error(recipe, f"expected {_RECIPES[0]}")
     if other := next((key for key in _OTHER_TRAININGS if key in source), None):
@@ -101,10 +103,11 @@ def _read_adapters(found: Translation) -> None:
         raise source.error(trains, "quantization-aware training needs more memory")
     if dora := source.take_on("peft.use_dora"):
         raise source.error(dora, "DoRA needs more memory than LoRA")
-    if rank is None and "peft" not in source:
+    if not any(each.key.startswith("peft.") for each in source.all_keys()):
         return
     found.map(rank, f"model.lora.rank={rank.text if rank else 8}", default="peft.dim")
     found.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="peft.alpha")
+    check_heads(found, targets)
     without = source.take_used("peft.exclude_modules")
     is_every = every is not None and every.is_on
     if without and (targets or is_every):
@@ -115,8 +118,11 @@ def _read_adapters(found: Translation) -> None:
     elif targets and targets.items != ("*",) and not is_every:
         names = "|".join(map(_pattern, targets.items))
         found.map(targets, f"model.lora.targets={names}")
+    elif targets or is_every:
+        note = "without the head, which has adapters in Automodel"
+        found.map(every or targets, "model.lora.targets=all_linear", note=note)
     else:
-        found.map(every or targets, "model.lora.targets=all_linear", default="peft.target_modules")
+        found.map(None, "model.lora.targets=_proj$", default="peft.target_modules")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if value := source.take_on(f"quantization.{key}"):
             found.map(value, *quantized(dtype))
@@ -146,7 +152,7 @@ def _read_lengths(found: Translation) -> None:
         found.map(length, f"train.seq_len={length.text}")
     keys = (f"{_SCHEDULER}local_batch_size", f"{_SCHEDULER}global_batch_size")
     micro, total = map(source.positive, keys)
-    found.batch = SourceBatch(keys, micro or 1, None, total)
+    found.batch = SourceBatch(keys, micro or 1, None, total or _BATCH)
 
 
 def _read_sharding(found: Translation) -> None:

@@ -1,8 +1,10 @@
 """The training of a NeMo Automodel file: its data, length and learning rates."""
 
+import re
+
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.importers.defaults import AUTOMODEL
-from fsdpctl.config.importers.source_config import SourceKey
+from fsdpctl.config.importers.source_config import SourceKey, as_whole
 from fsdpctl.config.importers.training import TrainingRows, ratio
 from fsdpctl.config.importers.translation import Translation
 
@@ -35,13 +37,14 @@ def read_training(found: Translation, optimizer: str) -> None:
     rows.plain({**_PLAIN, **adapts})
     _read_decay(rows, optimizer)
     betas = rows.known("optimizer.betas")
-    if len(betas.items) == 2:
-        rows.add(betas, f"optimizer.beta1={betas.items[0]}", f"optimizer.beta2={betas.items[1]}")
-    steps, epochs = rows.value(f"{_STEPS}max_steps"), rows.known(f"{_STEPS}num_epochs")
-    if steps and steps.text.isdigit():
-        rows.add(steps, f"train.steps={steps.text}")
-    if not epochs.is_off:
-        note = "with train.steps: the shorter of the two" if steps else ""
+    one, two, *_ = (*re.findall(r"[\d.e+-]+", betas.text), "", "")  # of a list, or of its text
+    rows.add(betas, f"optimizer.beta1={one}", f"optimizer.beta2={two}")
+    if optimizer == "sgd":
+        rows.plain({"optimizer.momentum": "optimizer.momentum"})
+    steps, epochs = rows.steps(f"{_STEPS}max_steps"), rows.known(f"{_STEPS}num_epochs")
+    if steps is None or not found.source.is_null(f"{_STEPS}num_epochs"):
+        note = "with train.steps: the shorter of the two; " if steps else ""
+        note += "Automodel ends each epoch with a smaller step"
         rows.add(epochs, f"train.epochs={epochs.text}", note=note)
     _read_rates(rows, steps)
     _read_data(rows)
@@ -64,7 +67,7 @@ def _read_decay(rows: TrainingRows, optimizer: str) -> None:
             rows.leave(SourceKey(what, decay.text, ()), "part of the gradient; here as in AdamW")
 
 
-def _read_rates(rows: TrainingRows, steps: SourceKey | None) -> None:
+def _read_rates(rows: TrainingRows, steps: int | None) -> None:
     """Translate the schedule, which is constant unless the file has a section for it."""
     if not rows.below(_RATES):
         rows.add(SourceKey("lr_scheduler", "", ()), "lr_scheduler=constant",
@@ -73,6 +76,7 @@ def _read_rates(rows: TrainingRows, steps: SourceKey | None) -> None:
     peak = rows.value(f"{_RATES}max_lr")
     if peak:
         rows.add(peak, f"optimizer.lr={peak.text}")
+    usual = rows.known("optimizer.lr").text
     high = (peak or rows.known("optimizer.lr")).text
     style = rows.known(f"{_RATES}lr_decay_style")
     words = {
@@ -92,18 +96,20 @@ def _read_rates(rows: TrainingRows, steps: SourceKey | None) -> None:
         if decay is None or steps is None or kind is None or kind.text not in _DECAYS:
             rows.ask(style, "lr_scheduler", "requires max_steps, wsd_decay_steps and a known decay")
             return
-        rows.add(decay, f"lr_scheduler.decay_ratio={ratio(decay.text, steps.text)}")
+        rows.add(decay, f"lr_scheduler.decay_ratio={ratio(decay.text, str(steps))}")
         rows.add(kind, f"lr_scheduler.decay_type={_DECAYS[kind.text]}")
     rows.add(style, *words, "lr_scheduler.reaches_min=false")
     for key, ours, share in (("init_lr", "start", "0.1"), ("min_lr", "min", "0.01")):
         value = rows.known(f"{_RATES}{key}")
         text = ratio(value.text, high) if value.text else share
+        if peak and not value.text:  # of optimizer.lr
+            text = ratio(ratio(usual, str(1 / float(share))), high)
         rows.add(value, f"lr_scheduler.{ours}_lr_ratio={text}")
     warmup = rows.known(f"{_RATES}lr_warmup_steps")
     tenth = ("lr_scheduler.warmup_ratio=0.1", f"lr_scheduler.warmup_steps={_WARMUP}")
     rows.add(warmup, *((f"lr_scheduler.warmup_steps={warmup.text}",) if warmup.text else tenth))
     length = rows.value(f"{_RATES}lr_decay_steps")
-    if length and (steps is None or length.text.strip() != steps.text.strip()):
+    if length and as_whole(length.text) != steps:
         rows.ask(length, "lr_scheduler", "the decay ends with the run here")
 
 
@@ -132,7 +138,7 @@ def _read_data(rows: TrainingRows) -> None:
     else:
         value = rows.known("validation_dataset")
         rows.add(value, "data.val_fraction=0")
-        if held or rows.below("validation_dataset."):
+        if held or rows.below("validation_dataset"):
             name = rows.value("validation_dataset.dataset_name", "validation_dataset._target_")
             shown = held or name or SourceKey("validation_dataset", "", ())
             rows.leave(shown, "not found here; set data.val_path=FILE")

@@ -10,6 +10,7 @@ from fsdpctl.config.importers.shared import (
     TOO_HIGH,
     UNUSED_OF_FSDP,
     check_degrees,
+    check_heads,
     deepspeed_file,
     quantized,
     read_activation_offload,
@@ -116,8 +117,8 @@ def _check_training(source: SourceConfig) -> None:
     for key, why in _OTHER_TRAININGS.items():
         if key in source and (value := source.take_used(key)):
             raise source.error(value, why)
-    if any(each.key.startswith("qat.") for each in source.peek()):
-        raise UsageError(f"{source.file}: qat: {_OTHER_TRAININGS['qat']}")
+        if any(each.key.startswith(f"{key}.") for each in source.peek()):
+            raise UsageError(f"{source.file}: {key}: {why}")
     check_degrees(source, _DEGREES)
 
 
@@ -133,7 +134,8 @@ def _read_length(found: Translation) -> None:
     found.map(length, f"train.seq_len={length.text if length else 512}", default="sequence_len")
     packing = found.source.take("sample_packing")
     if packing and packing.is_on:
-        found.map(packing, "data=chat", "data.packing=true")
+        words = ("data=chat", "data.packing=true") if found.source.content.get("datasets") else ()
+        found.map(packing, *words)
     elif packing:
         found.map(packing, note="each sample is estimated with sequence_len tokens")
     micro = found.source.positive("micro_batch_size")
@@ -226,8 +228,12 @@ def _read_targets(found: Translation) -> None:
         found.map(stacked, words, note="with the layers that have adapters")
     elif targets and not (linear and linear.is_on):
         read_targets(found, targets)
-    elif linear or targets:
-        found.map(linear or targets, "model.lora.targets=all_linear")
+    elif linear and linear.is_on:
+        check_heads(found, targets)
+        found.map(linear, "model.lora.targets=all_linear")
+    elif not found.source.text("lora_model_dir"):
+        why = "lora_target_modules: required by axolotl; set model.lora.targets"
+        found.missing_for_training.append(("model.lora.targets", why))
 
 
 def _read_sharding(found: Translation) -> bool:
@@ -244,6 +250,7 @@ def _read_sharding(found: Translation) -> bool:
         if (inner := deepspeed_file(found, deepspeed)) is not None:
             read_zero(found, inner, "zero_optimization.", "stage")
     elif "deepspeed.zero_optimization" in source:
+        found.deepspeed = SourceConfig(source.file, source.content["deepspeed"])
         read_zero(found, source, "deepspeed.zero_optimization.", "stage")
     elif modes or has_section:
         modes_set = [each.strip().lower() for each in (modes.items if modes else ())]

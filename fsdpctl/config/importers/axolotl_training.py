@@ -51,7 +51,7 @@ def read_training(found: Translation, *, adapts: bool) -> None:
     rows = TrainingRows(found, AXOLOTL)
     for plugin in each.items if (each := rows.value("plugins")) else ():
         name = plugin.rpartition(".")[2]
-        if name and not name.startswith(_SAME_LOSS):
+        if name and name.removesuffix("Plugin") not in _SAME_LOSS:
             rows.ask(SourceKey("plugins", name, ()), "", "may train something else")
     for key in _OTHER_LOSSES:
         if (other := rows.value(key)) and not other.is_off:
@@ -73,6 +73,8 @@ def _read_schedule(rows: TrainingRows, steps: int | None) -> None:
         if (value := rows.value(key)) and not value.is_off:
             rows.ask(value, "lr_scheduler", "not supported")
     warmup, share = rows.value("warmup_steps"), rows.known("warmup_ratio")
+    if warmup is None and steps is None:
+        rows.leave(SourceKey("(warmup)", "1 step", ()), "axolotl makes it two; here it is one")
     most = 100 if rows.value("warmup_ratio") is None else NO_LIMIT
     if warmup is None and steps is None:
         words = f"lr_scheduler.warmup_ratio={share.text} {_FLOOR}={most}"
@@ -91,10 +93,10 @@ def _read_schedule(rows: TrainingRows, steps: int | None) -> None:
 def _read_data(found: Translation, rows: TrainingRows) -> None:
     content = found.source.content
     key = "datasets" if content.get("datasets") else "pretraining_dataset"
-    entries = list(_entries(content.get(key)))
+    is_text = key != "datasets"
+    entries = list(_entries(content.get(key)))[: 1 if is_text else None]  # axolotl reads one
     paths = [path for entry in entries for path in _files(entry)]
     kinds = {str(entry.get("type")) for entry in entries} - {"None"}
-    is_text = key != "datasets"
     shown = SourceKey(key, ", ".join(paths), ()) if entries else None
     others = sorted(kinds - {*_TEMPLATES, *_TEXTS, *_ALPACA})
     own = f"{key}[].type: {others[0][:80]}" if others else ""
@@ -104,12 +106,16 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
     if "completion" in kinds and not is_text:
         why = "cuts longer texts into pieces; here data.too_long decides"
         rows.leave(SourceKey(f"{key}[].type", "completion", ()), why)
+    if is_text:
+        why = "one stream of tokens; axolotl cuts it at the ends of texts or windows"
+        rows.leave(SourceKey(key, "text", ()), why)
     if option == CHAT:
         _read_chats(rows)
     _read_held_out(found, rows)
     for entry in entries:
         for name, value in entry.items():
-            is_same = name in _OF_FILES or value in (None, False, *_AS_HERE.get(name, ()))
+            usual = _AS_HERE.get(name, ("false", False))
+            is_same = name in _OF_FILES or value is None or value in usual
             if not is_same:
                 rows.leave(SourceKey(f"{key}[].{name}", str(value)[:80], ()), "not followed")
     template = rows.value("chat_template_jinja")

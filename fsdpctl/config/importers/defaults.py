@@ -73,7 +73,8 @@ CHANGES_AXOLOTL = (
     *_CHANGES_HUGGING_FACE, "adam_beta3", "adam_epsilon2", "added_tokens*", "batch_flattening",
     "bnb_config_kwargs*", "chat_template*", "cosine_*", "curriculum_sampling", "dataset_exact_*",
     "dataset_shard_*", "default_system_message", "dion_*", "eaft_*", "early_stopping_*",
-    "embedding*", "embeddings_*", "eot_tokens*", "fix_untrained_tokens", "fp32_norm*", "freeze_*",
+    "embedding*", "embeddings_*", "eot_tokens*", "eval_sample_packing", "model_config.*",
+    "fix_untrained_tokens", "fp32_norm*", "freeze_*",
     "jagged_*", "lisa_*", "llmcompressor*", "lora_alpha_pattern*", "lora_rank_pattern*",
     "loraplus_*", "loss_watchdog_*", "lr_groups*", "lr_quadratic_warmup", "max_prompt_len",
     "mean_resizing_embeddings", "min_sample_len", "multipack_real_batches", "noisy_embedding_alpha",
@@ -86,26 +87,36 @@ CHANGES_AXOLOTL = (
     "use_eaft", "use_pose", "liger_use_token_scaling",
 )  # fmt: skip
 CHANGES_TRL = (
-    *_CHANGES_HUGGING_FACE, "chat_template_path", "completion_only_loss", "dataset_config",
+    *_CHANGES_HUGGING_FACE, "chat_template*", "completion_only_loss", "dataset_config",
     "dataset_kwargs*", "dataset_streaming", "dataset_text_field", "dataset_train_split",
     "eos_token", "eval_packing", "lora_modules_to_save*", "lora_target_parameters*", "loss_type",
     "model_init_kwargs*", "packing_strategy", "padding_free", "router_aux_loss_coef",
     "shuffle_dataset", "streaming", "test_split_size", "train_sampling_strategy", "use_rslora",
 )  # fmt: skip
 CHANGES_AUTOMODEL = (
-    "dataloader.batch_size", "dataloader.drop_last", "dataloader.shuffle", "dataset.*",
+    "dataloader.batch_size", "dataloader.drop_last", "*group_by_length", "dataloader.shuffle",
+    "dataset.*",
     "distributed.mp_policy.*", "embedding_row_repair*", "fp8.*", "loss_fn.*", "lr_scheduler.*",
     "model.backend.fake_balanced_gate", "model.backend.te_fp8*", "model.config.*",
     "model.mtp_*", "model.num_nextn*", "neftune*", "optimizer.*", "packed_sequence.*",
     "peft.dropout_position", "peft.lora_*", "peft.moe_rank_scaling", "qat*",
 )  # fmt: skip
+# Keys of DeepSpeed's files that change the training.
+OF_DEEPSPEED = (
+    "optimizer.params.*", "*curriculum*", "progressive_layer_drop.*", "sparse_attention.*",
+    "data_efficiency.*", "prescale_gradients", "gradient_predivide_factor", "dataloader_drop_last",
+)  # fmt: skip
 # The values of such keys that change nothing here; of others, those that turn a key off.
 HARMLESS = {
+    "optimizer.adam_w_mode": "true", "optimizer.bias_correction": "true",
+    "packed_sequence.drop_long_samples": "true", "lr_scheduler.start_wd": "",
+    "router_aux_loss_coef": "", "eval_sample_packing": "true",
+    "chat_template_kwargs.enable_thinking": "",
     "dataset_train_split": "train", "dataset_text_field": "text", "train_on_eos": "turn",
     "train_on_eot": "turn", "chat_template": "tokenizer_default", "packing_strategy": "bfd",
     "train_sampling_strategy": "random", "average_tokens_across_devices": "true",
     "remove_unused_columns": "true", "shuffle_merged_datasets": "true",
-    "roles_to_train": "assistant", "dataloader.shuffle": "true", "loss_type": "nll",
+    "roles_to_train": "assistant", "dataloader.shuffle": "true", "loss_type": "nll chunked_nll",
     "dataset.split": "train", "peft.dropout_position": "post",
     "packed_sequence.packing_strategy": "thd", "dataset.padding": "do_not_pad",
 }  # fmt: skip

@@ -130,7 +130,8 @@ def _left_out(found: Translation) -> Iterator[str]:
     for row in found.left_out:
         yield f"{row.key}={row.value}: {row.note}"
     for row in found.excluded:
-        yield f"{row.key}={row.value}: {row.note.partition('; the estimate')[0]}"
+        why = row.note.partition("; the estimate")[0].replace("estimated", "trained")
+        yield f"{row.key}={row.value}: {why}"
     if found.unrecognized:
         yield f"unknown: {', '.join(found.unrecognized)}"
     rows = (*found.training, *found.left_out, *found.rows, *found.excluded)
@@ -147,7 +148,8 @@ def _left_out(found: Translation) -> Iterator[str]:
 def _changes(found: Translation, value: SourceKey) -> bool:
     """Return whether a value without a counterpart changes the training."""
     name, text = value.key, value.text.strip().lower()
-    is_usual = text == HARMLESS[name] if name in HARMLESS else value.is_off or not text.strip("0.")
+    is_off = value.is_off or not (value.is_list or text.strip("0."))
+    is_usual = text in HARMLESS[name].split() if name in HARMLESS else is_off
     if is_usual or name.endswith("._target_"):
         return False
     return any(fnmatchcase(name, pattern) for pattern in found.changes)
@@ -171,7 +173,7 @@ def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
         group = name.partition(".")[0]  # `train` rejects the recipe without it
         if group in _REQUIRES_PATH and name in (group, f"{group}.path"):
             lines += [f"{group}: {_REQUIRES_PATH[group]}"] * (group not in known)
-        elif name in KEYS:
+        elif name in KEYS or name in GROUPS:
             lines.append(f"{name}: ???")  # as Hydra marks such values
         lines += _comment(f"MISSING: {why}")
     if recipe.left_out:

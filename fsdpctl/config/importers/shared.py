@@ -28,6 +28,7 @@ _UNFUSED = ("adamw_torch", "adamw", "adam", "adopt_adamw", "schedule_free_adamw"
 # With two states of about one byte per parameter, of bitsandbytes and torchao.
 _EIGHT_BITS = ("*adamw*8bit*", "adam8bit", "adam_8bit", "*adamw*fp8*")
 _FOUR_BITS = ("*adamw*4bit*",)
+_NARROW = (*_EIGHT_BITS, *_FOUR_BITS)
 # With fewer or smaller states.
 _SMALLER = (
     "*8bit*", "*4bit*", "*fp8*", "adafactor", "*lion*", "*muon*", "*dion*", "*lomo*", "*galore*",
@@ -105,9 +106,7 @@ def read_targets(found: Translation, value: SourceKey) -> None:
     text = value.text.strip()
     if len(value.items) > 1 or not _EXPRESSION.search(text):
         found.map(value, f"model.lora.targets=[{','.join(value.items)}]")
-        if heads := [each for each in value.items if each.rpartition(".")[2] in _HEADS]:
-            why = "has no adapters here; set model.lora.targets"
-            found.refused.append(("model.lora.targets", f"{value.key}: {heads[0]}: {why}"))
+        check_heads(found, value)
         return
     expression = _expression(text)
     each = [_matched(expression, number) for number in _NUMBERS] if expression else [()]
@@ -121,6 +120,14 @@ def read_targets(found: Translation, value: SourceKey) -> None:
     found.map(value, f"model.lora.targets=[{','.join(names)}]", note=note)
     if any(one != each[0] for one in each):
         found.exclude(value, f"adapters are estimated on all blocks; {TOO_HIGH}")
+
+
+def check_heads(found: Translation, value: SourceKey | None) -> None:
+    """Refuse recipes with adapters of the head or of embeddings, which `train` does not accept."""
+    names = value.items if value else ()
+    if heads := [each for each in names if each.rpartition(".")[2].strip("*") in _HEADS]:
+        why = "has no adapters here; set model.lora.targets"
+        found.refused.append(("model.lora.targets", f"{value and value.key}: {heads[0]}: {why}"))
 
 
 def _expression(text: str) -> re.Pattern[str] | None:
@@ -155,7 +162,7 @@ def read_optimizer(found: Translation, value: SourceKey | None, default: str) ->
             found.refused.append(("optimizer", _other_optimizer(value)))
     elif name == "sgd":
         found.map(value, "optimizer=sgd", "optimizer.momentum=0")
-    elif value is not None and _is_one_of(name, (*_EIGHT_BITS, *_FOUR_BITS)):
+    elif value is not None and "galore" not in name and _is_one_of(name, _NARROW):
         _read_small_states(found, value, name)
     elif name == "muon" and found.settings.get("strategy") in ("no_shard", "shard_optimizer"):
         found.map(value, "optimizer=muon")

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from fsdpctl.errors import UsageError
 
@@ -30,11 +31,12 @@ class SourceKey:
     key: str  # dotted
     text: str  # of a list: its items, separated by commas
     items: tuple[str, ...]  # of a list; else only the text
+    is_list: bool = False
 
     @property
     def is_off(self) -> bool:
         """Whether the value disables something."""
-        return self.text.strip().lower() in _OFF
+        return not self.is_list and self.text.strip().lower() in _OFF
 
     @property
     def is_on(self) -> bool:
@@ -54,12 +56,13 @@ class SourceConfig:
         if not isinstance(content, Mapping):
             raise UsageError(f"{file}: expected a mapping of keys to values")
         self.file = file
-        self.content: Mapping[object, object] = content
-        flat = list(islice(_flatten("", content, file), _MOST_KEYS + 1))
+        self.content: Mapping[object, object] = _merged(content)
+        flat = list(islice(_flatten("", self.content, file), _MOST_KEYS + 1))
         if len(flat) > _MOST_KEYS:
             raise UsageError(f"{file}: more than {_MOST_KEYS} keys")
         self._left = {each.key: each for each in flat}
         self._all = self.peek()
+        self._null = {each.key for each in flat} - {each.key for each in self._all}
 
     def __contains__(self, key: str) -> bool:
         """Return whether the file has `key` or a key below it, even if it isn't set."""
@@ -94,10 +97,9 @@ class SourceConfig:
         value = self.take(*keys)
         if value is None or value.text.strip().lower() == "auto":
             return None
-        try:
-            return int(value.text)
-        except ValueError:
-            raise self.error(value, "expected a whole number") from None
+        if (found := as_whole(value.text)) is None:
+            raise self.error(value, "expected a whole number")
+        return found
 
     def positive(self, *keys: str) -> int | None:
         """Take a key and return its whole number, as `whole`.
@@ -118,6 +120,10 @@ class SourceConfig:
         """Return the keys that are set and not taken."""
         return tuple(x for x in self._left.values() if x.text.strip().lower() not in _UNSET)
 
+    def is_null(self, key: str) -> bool:
+        """Return whether the file has `key` without a value."""
+        return key in self._null
+
     def all_keys(self) -> tuple[SourceKey, ...]:
         """Return the keys that are set, also those that are taken."""
         return self._all
@@ -128,9 +134,33 @@ class SourceConfig:
         yield from left
 
 
+def as_whole(text: str) -> int | None:
+    """Return a whole number, as YAML 1.1 and Python write it, such as 1_000; None if it isn't."""
+    try:
+        found = float(text.strip().replace("_", ""))
+        return int(found) if found == int(found) else None
+    except (ValueError, OverflowError):
+        return None
+
+
 def tool_of(source: SourceConfig) -> str | None:
     """Return the tool that a YAML file belongs to, if it is known."""
     return next((tool for key, tool in _KNOWN_BY.items() if key in source), None)
+
+
+def _merged(node: Any, level: int = 0) -> Any:
+    """Return a node with the mappings under its merge keys (`<<`), and None for null."""
+    if level > _MOST_DEEP + 1:
+        return node  # refused below
+    if isinstance(node, list):
+        return [_merged(each, level + 1) for each in node]
+    if not isinstance(node, Mapping):
+        return None if isinstance(node, str) and node.strip().lower() in _UNSET else node
+    below = {key: _merged(each, level + 1) for key, each in node.items()}
+    others = below.pop("<<", [])
+    for other in others if isinstance(others, list) else [others]:  # the first ones win
+        below = {**other, **below} if isinstance(other, Mapping) else below
+    return below
 
 
 def _flatten(prefix: str, content: Mapping[object, object], file: Path) -> Iterator[SourceKey]:
@@ -143,7 +173,7 @@ def _flatten(prefix: str, content: Mapping[object, object], file: Path) -> Itera
         elif isinstance(value, list):
             # For lists of mappings, such as data sets, only their presence matters.
             items = tuple("{}" if isinstance(x, Mapping | list) else _text(x) for x in value)
-            yield SourceKey(key, ", ".join(items), items)
+            yield SourceKey(key, ", ".join(items), items, is_list=True)
         else:
             yield SourceKey(key, _text(value), (_text(value),))
 

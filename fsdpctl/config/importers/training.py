@@ -3,12 +3,13 @@
 import json
 import os
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.data_files import option_of_data
-from fsdpctl.config.importers.defaults import Defaults
-from fsdpctl.config.importers.source_config import SourceKey
+from fsdpctl.config.importers.defaults import OF_DEEPSPEED, Defaults
+from fsdpctl.config.importers.source_config import SourceKey, as_whole
 from fsdpctl.config.importers.translation import Translation, TranslationRow
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
@@ -52,21 +53,38 @@ class TrainingRows:
         """Return the keys that are set and begin with `prefix`."""
         return {key: value for key, value in self._keys.items() if key.startswith(prefix)}
 
-    def add(self, value: SourceKey, *settings: str, note: str = "") -> None:
-        """Add a row for a value, unless its setting is rejected: then the reason is kept."""
+    def add(self, value: SourceKey, *settings: str, note: str = "", decides: bool = True) -> None:
+        """Add a row for a value. If a setting is rejected, so is the file, or the row is left out.
+
+        The file is rejected if the value `decides` the training.
+        """
         for setting in settings:
             name, _, text = setting.partition("=")
             try:
                 if name in KEYS:
                     KEYS[name].parse(text)
             except UsageError as error:
-                self.ask(value, name, str(error))
+                if decides:
+                    self.ask(value, name, str(error))
+                else:
+                    self.leave(value, str(error))
                 return
         self.settings |= {setting.partition("=")[0] for setting in settings}
         shown = value.text
         if value.key in self._defaults and value.key not in self._keys:
             shown, note = "(not set)", note or f"the default of {self._found.tool}"
         self._found.training.append(TranslationRow(value.key, shown, settings, note))
+
+    def steps(self, key: str) -> int | None:
+        """Add the number of steps; None if the file leaves it out, or has 0 or -1 for that."""
+        if (value := self.value(key)) is None:
+            return None
+        if (found := as_whole(value.text)) is None:
+            self.ask(value, "train.steps", "expected a whole number")
+        elif found > 0:
+            self.add(value, f"train.steps={found}")
+            return found
+        return None
 
     def file(self, path: str) -> Path | None:
         """Return a path that the file names, in the working directory or next to the file."""
@@ -89,6 +107,9 @@ class TrainingRows:
         kind = given.get("optimizer.type")
         if kind is not None and kind.text.lower() not in ("adam", "adamw"):
             self.ask(kind, "optimizer", "expected AdamW")
+        for key, value in given.items():
+            if value.text.strip() != "auto" and any(fnmatchcase(key, x) for x in OF_DEEPSPEED):
+                self.leave(value, "changes the training, without a counterpart")
 
     def leave(self, value: SourceKey, why: str) -> None:
         """Record that a value has no counterpart."""
@@ -106,13 +127,13 @@ class TrainingRows:
             value = self.value(theirs) if theirs not in self._defaults else self.known(theirs)
             if value is None or ours in self.settings:
                 continue
-            if "$" in value.text:
-                self.leave(value, "a variable that is not known")
-            elif not value.text:
-                why = f"{value.key}: required by {self._found.tool}; set {ours}"
-                self._found.missing_for_training.append((ours, why))
+            if not value.text or ("$" in value.text and theirs in self._defaults):
+                why = f"required by {self._found.tool}"
+                why = f"{value.text[:80]}: a variable that is not known" if value.text else why
+                missing = (ours, f"{value.key}: {why}; set {ours}")
+                self._found.missing_for_training.append(missing)
             else:
-                self.add(value, f"{ours}={value.text}")
+                self.add(value, f"{ours}={value.text}", decides=theirs in self._defaults)
 
     def data(
         self, value: SourceKey | None, paths: Iterable[str], *, is_text: bool = False, own: str = ""
@@ -155,14 +176,11 @@ def read_hugging_face_training(rows: TrainingRows, *, adapts: bool) -> int | Non
         The number of steps, if the file has it.
     """
     epochs = "num_epochs" if rows.value("num_epochs") else "num_train_epochs"
-    limit, steps = rows.value("max_steps"), None
-    if limit is not None and limit.text.strip().isdigit() and int(limit.text):  # else epochs count
-        steps = int(limit.text)
-        rows.add(limit, f"train.steps={steps}")
-        if (unused := rows.value(epochs)) is not None:
-            rows.leave(unused, "max_steps decides the length")
+    steps = rows.steps("max_steps")
+    if steps is not None and (unused := rows.value(epochs)) is not None:
+        rows.leave(unused, "max_steps decides the length")
     if project := rows.value("wandb_project"):
-        rows.add(project, "log.wandb=true")
+        rows.add(project, "log.wandb=true", decides=False)
     rows.deepspeed()
     rows.plain({**_PLAIN, **({"lora_dropout": "model.lora.dropout"} if adapts else {})})
     return steps
@@ -176,8 +194,8 @@ def add_schedule(rows: TrainingRows, value: SourceKey, warmup: tuple[SourceKey, 
         value: The name of the schedule.
         warmup: The key and the settings of the warmup.
     """
-    name, given = value.text.strip().lower(), rows.below("lr_scheduler_kwargs.")
-    arguments = {key.rpartition(".")[2]: each.text for key, each in given.items()}
+    name, given = value.text.strip().lower(), rows.below("lr_scheduler_kwargs")
+    arguments = _arguments(given)
     if given:
         value = SourceKey(", ".join((value.key, *given)), value.text, ())
     # The first step of a warmup has rate 0, and no schedule reaches its end within a training.
@@ -198,14 +216,17 @@ def add_schedule(rows: TrainingRows, value: SourceKey, warmup: tuple[SourceKey, 
         kind = arguments.pop("decay_type", "cosine")
         words = ["lr_scheduler=wsd", floor, start.replace("=0", f"={lowest or 0}"), last,
                  f"lr_scheduler.decay_type={kind}"]  # fmt: skip
-        steps, decay = rows.value("max_steps"), arguments.pop("num_decay_steps", "")
-        if steps:
-            words.append(f"lr_scheduler.decay_ratio={ratio(decay, steps.text)}")
+        limit, decay = rows.value("max_steps"), arguments.pop("num_decay_steps", "")
+        if limit and (steps := as_whole(limit.text)):
+            words.append(f"lr_scheduler.decay_ratio={ratio(decay, str(steps))}")
         else:
             rows.ask(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
     else:
         why = "not supported; expected linear, cosine, cosine_with_min_lr, constant, "
         rows.ask(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
+        return
+    if name == "cosine_with_min_lr" and lowest is None:
+        rows.ask(value, "lr_scheduler", "requires min_lr or min_lr_rate")
         return
     if arguments:
         names = ", ".join(f"{key}={text}" for key, text in arguments.items())
@@ -214,6 +235,20 @@ def add_schedule(rows: TrainingRows, value: SourceKey, warmup: tuple[SourceKey, 
     rows.add(value, *words)
     key, settings = warmup
     rows.add(key, *("lr_scheduler.warmup_steps=0",) if name == "constant" else settings.split())
+
+
+def _arguments(given: Mapping[str, SourceKey]) -> dict[str, str]:
+    """Return the arguments of a schedule, from a mapping or from its JSON."""
+    whole = given.get("lr_scheduler_kwargs")
+    if whole is None:
+        return {key.rpartition(".")[2]: each.text for key, each in given.items()}
+    try:
+        found = json.loads(whole.text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        return {"lr_scheduler_kwargs": whole.text}
+    return {key: str(value) for key, value in found.items()}
 
 
 def ratio(low: str, high: str) -> str:

@@ -80,9 +80,8 @@ def read_trl(source: SourceConfig) -> Translation:
 
 def _read_length(found: Translation) -> None:
     source = found.source
-    has_limit = "max_length" in source
     length = source.take("max_length", "max_seq_length")
-    if has_limit and length is None:
+    if length is None and source.is_null("max_length"):
         why = "max_length: null: TRL does not shorten samples; set train.seq_len=N, of the longest"
         found.missing.append(("train.seq_len", why))
     else:
@@ -105,6 +104,8 @@ def _read_adapters(found: Translation) -> None:
     else:
         words = "model.lora.targets=q_proj,v_proj"  # for most families
         found.map(None, words, default="lora_target_modules", note="the default of peft")
+    if scaled := source.take_on("use_rslora"):
+        found.map(scaled, "model.lora.rslora=true")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if value := source.take_on(key):
             found.map(value, *quantized(dtype))
@@ -125,10 +126,17 @@ def _read_training(found: Translation) -> None:
         note = f"{note}; TRL ends each epoch with a smaller step".removeprefix("; ")
         epochs = rows.known("num_train_epochs")
         rows.add(epochs, f"train.epochs={epochs.text}", note=note)
-    warmup = rows.value("warmup_ratio") or rows.known("warmup_steps")
+    share, warmup = rows.value("warmup_ratio"), rows.known("warmup_steps")
+    if share and not warmup.text.strip("0."):
+        warmup = share
+    elif share:
+        rows.leave(share, "warmup_steps decides")
     is_share = warmup.key == "warmup_ratio" or is_fraction(warmup.text)
     name = "lr_scheduler.warmup_ratio" if is_share else "lr_scheduler.warmup_steps"
     add_schedule(rows, rows.known("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
+    if not rows.value("router_aux_loss_coef"):
+        why = "of models with experts, whatever they declare; set model.router_aux_loss"
+        rows.leave(SourceKey("router_aux_loss_coef", "0.001", ()), why)
     if (loss := rows.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
         rows.ask(loss, "", "another loss")
     content = found.source.content.get("datasets")

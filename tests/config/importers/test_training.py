@@ -378,3 +378,103 @@ def test_a_recipe_is_read_back_as_it_was_converted(tmp_path):
         file = tmp_path / f"{tool}.yaml"
         file.write_text(recipe_text(recipe, "run.yml"))
         assert read_recipe(file) == recipe.words
+
+
+@pytest.mark.parametrize(
+    ("tool", "changes", "expected"),
+    [
+        ("axolotl", {"max_steps": "1_000"}, {"train.steps": "1000"}),
+        ("TRL", {"max_steps": "100.0"}, {"train.steps": "100"}),
+        ("TRL", {"max_steps": -1}, {"train.epochs": "3"}),
+        ("TRL", {"warmup_ratio": 0.1, "warmup_steps": 5}, {"lr_scheduler.warmup_steps": "5"}),
+        ("TRL", {"warmup_ratio": 0.1, "warmup_steps": 0}, {"lr_scheduler.warmup_ratio": "0.1"}),
+        ("TRL", {"use_rslora": True}, {"model.lora.rslora": "true"}),
+        ("TRL", {"lr_scheduler_type": "cosine_with_min_lr",
+                 "lr_scheduler_kwargs": '{"min_lr_rate": 0.2}'},
+         {"lr_scheduler.min_lr_ratio": "0.2"}),
+        ("axolotl", {"<<": {"num_epochs": 7}}, {"train.epochs": "7"}),
+        ("axolotl", {"deepspeed": {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.2}},
+         {"optimizer.max_grad_norm": "0.2"}),
+        ("axolotl", {"test_datasets": "null"}, {"data.val_fraction": "0"}),
+        ("Automodel", {"peft": {"alpha": 16}}, {"model.lora.rank": "8"}),
+        ("Automodel", {"peft": {"match_all_linear": True}}, {"model.lora.targets": "all_linear"}),
+        ("Automodel", {"peft": {"target_modules": ["q_proj"]}}, {"model.lora.rank": "8"}),
+        ("Automodel", {"peft": None}, {"model.lora.rank": None}),
+        ("Automodel", {"step_scheduler": {"max_steps": 10}}, {"train.global_batch_size": "32"}),
+        ("Automodel", {"step_scheduler": {"max_steps": 10, "num_epochs": None}},
+         {"train.steps": "10", "train.epochs": None}),
+        ("Automodel", {"optimizer": {"betas": "(0.8, 0.9)"}},
+         {"optimizer.beta1": "0.8", "optimizer.beta2": "0.9"}),
+        ("Automodel", {"optimizer": {"_target_": "torch.optim.SGD", "momentum": 0.9}},
+         {"optimizer": "sgd", "optimizer.momentum": "0.9", "optimizer.weight_decay": "0"}),
+        ("Automodel", {"optimizer": {"lr": 1e-4}, "lr_scheduler": {"max_lr": 2e-4}},
+         {"optimizer.lr": "0.0002", "lr_scheduler.start_lr_ratio": "0.05"}),
+    ],
+)  # fmt: skip
+def test_values_are_read_in_every_form_that_the_tool_reads(tool, changes, expected):
+    words = dict(converted(tool, {**TOOLS[tool][1], **changes}).words)
+    assert {key: words.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("tool", "changes", "name"),
+    [
+        ("TRL", {"learning_rate": "${LR}"}, "optimizer.lr"),
+        ("axolotl", {"num_epochs": "${E}"}, "train.epochs"),
+        ("TRL", {"optim": "stable_adamw"}, "optimizer"),
+        ("axolotl", {"lora_target_linear": None}, "model.lora.targets"),
+    ],
+)
+def test_a_recipe_without_a_value_that_decides_is_not_accepted_by_train(tool, changes, name):
+    recipe = converted(tool, {**TOOLS[tool][1], **changes})
+    assert name in dict(recipe.missing)
+    assert f"\n{name}: ???\n" in recipe_text(recipe, "run.yml")
+    assert name in dict(converted(tool, {**TOOLS[tool][1], **changes}, **{name: "adamw"}).words)
+
+
+@pytest.mark.parametrize(
+    ("tool", "changes", "message"),
+    [
+        ("Automodel", {"recipe": {"_target_": "x.kd.KnowledgeDistillationRecipe"}}, "expected Tr"),
+        ("Automodel", {"peft": {"target_modules": ["*lm_head"]}}, "lm_head: has no adapters"),
+        ("axolotl", {"lora_target_modules": ["lm_head"]}, "lm_head: has no adapters here"),
+        ("axolotl", {"overrides_of_model_config": {"rope_theta": 1}}, "changes the model"),
+        ("axolotl", {"plugins": ["my.LigerKD"]}, "plugins: LigerKD"),
+        ("TRL", {"optim": "galore_adamw_8bit"}, "optim: galore_adamw_8bit: expected AdamW"),
+        ("TRL", {"max_steps": "${N}"}, "max_steps: .*expected a whole number; set train.steps"),
+        ("TRL", {"lr_scheduler_type": "cosine_with_min_lr"}, "requires min_lr"),
+    ],
+)
+def test_values_of_any_form_that_train_something_else_are_refused(tool, changes, message):
+    with pytest.raises(UsageError, match=message):
+        converted(tool, {**TOOLS[tool][1], **changes})
+
+
+@pytest.mark.parametrize(
+    ("tool", "changes", "key"),
+    [
+        ("axolotl", {"peft_layers_to_transform": [0]}, "peft_layers_to_transform"),
+        ("axolotl", {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ("TRL", {}, "router_aux_loss_coef=0.001"),
+        ("Automodel", {"validation_dataset_more": {"path_or_dataset_id": "x"}}, "validation_data"),
+    ],
+)
+def test_values_that_turn_something_off_or_are_lists_are_named(tool, changes, key):
+    lines = converted(tool, {**TOOLS[tool][1], **changes}).left_out
+    assert [line for line in lines if key in line and not line.startswith("not needed")]
+
+
+def test_text_is_not_packed():
+    entry = {"pretraining_dataset": [{"path": "rows.jsonl", "type": "pretrain"}]}
+    content = {key: value for key, value in AXOLOTL.items() if key != "datasets"}
+    words = dict(converted("axolotl", {**content, **entry, "sample_packing": True}).words)
+    assert (words["data"], words.get("data.packing")) == ("text", None)
+
+
+def test_keys_of_deepspeed_that_change_the_training_are_named():
+    about = {"zero_optimization": {"stage": 2}, "optimizer": {"params": {"betas": [0.8, 0.9]}},
+             "curriculum_learning": {"enabled": True}}  # fmt: skip
+    Path("zero.json").write_text(json.dumps(about))
+    lines = converted("axolotl", {**AXOLOTL, "deepspeed": "zero.json"}).left_out
+    assert [line for line in lines if line.startswith("optimizer.params.betas")]
+    assert [line for line in lines if line.startswith("curriculum_learning.enabled")]
