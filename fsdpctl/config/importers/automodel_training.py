@@ -22,6 +22,12 @@ _TOKENS = ("MegatronPretraining", "NanogptDataset")
 _SAME_LOSS = ("", "MaskedCrossEntropy", "FusedLinearCrossEntropy", "TEParallelCrossEntropy",
               "ChunkedCrossEntropy")  # fmt: skip
 _FOLLOWED = ("path_or_dataset_id", "path_or_dataset", "data_path", "paths", "dataset_name")
+_STYLES = {
+    "constant": ("lr_scheduler=constant",),
+    "cosine": ("lr_scheduler=cosine",),
+    "linear": ("lr_scheduler=wsd", "lr_scheduler.decay_ratio=1"),
+    "WSD": ("lr_scheduler=wsd",),
+}
 _DECAYS = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "1-sqrt"}
 _WARMUP = 1000  # steps at most, of a tenth of all
 
@@ -73,44 +79,38 @@ def _read_rates(rows: TrainingRows, steps: int | None) -> None:
         rows.add(SourceKey("lr_scheduler", "", ()), "lr_scheduler=constant",
                  "lr_scheduler.warmup_steps=0", note="the default of Automodel")  # fmt: skip
         return
-    peak = rows.value(f"{_RATES}max_lr")
-    if peak:
-        rows.add(peak, f"optimizer.lr={peak.text}")
-    usual = rows.known("optimizer.lr").text
-    high = (peak or rows.known("optimizer.lr")).text
     style = rows.known(f"{_RATES}lr_decay_style")
-    words = {
-        "constant": ["lr_scheduler=constant"],
-        "cosine": ["lr_scheduler=cosine"],
-        "linear": ["lr_scheduler=wsd", "lr_scheduler.decay_ratio=1"],
-        "WSD": ["lr_scheduler=wsd"],
-    }.get(style.text.strip())
+    words = _STYLES.get(style.text.strip())
     if words is None:
         rows.ask(style, "lr_scheduler", "not supported; expected constant, cosine, linear or WSD")
         return
     if style.text.strip() == "WSD":
-        decay, kind = (
-            rows.value(f"{_RATES}wsd_decay_steps"),
-            rows.value(f"{_RATES}lr_wsd_decay_style"),
-        )
+        keys = ("wsd_decay_steps", "lr_wsd_decay_style")
+        decay, kind = (rows.value(f"{_RATES}{key}") for key in keys)
         if decay is None or steps is None or kind is None or kind.text not in _DECAYS:
             rows.ask(style, "lr_scheduler", "requires max_steps, wsd_decay_steps and a known decay")
             return
         rows.add(decay, f"lr_scheduler.decay_ratio={ratio(decay.text, str(steps))}")
         rows.add(kind, f"lr_scheduler.decay_type={_DECAYS[kind.text]}")
     rows.add(style, *words, "lr_scheduler.reaches_min=false")
-    for key, ours, share in (("init_lr", "start", "0.1"), ("min_lr", "min", "0.01")):
-        value = rows.known(f"{_RATES}{key}")
-        text = ratio(value.text, high) if value.text else share
-        if peak and not value.text:  # of optimizer.lr
-            text = ratio(ratio(usual, str(1 / float(share))), high)
-        rows.add(value, f"lr_scheduler.{ours}_lr_ratio={text}")
+    _read_ends(rows)
     warmup = rows.known(f"{_RATES}lr_warmup_steps")
     tenth = ("lr_scheduler.warmup_ratio=0.1", f"lr_scheduler.warmup_steps={_WARMUP}")
     rows.add(warmup, *((f"lr_scheduler.warmup_steps={warmup.text}",) if warmup.text else tenth))
     length = rows.value(f"{_RATES}lr_decay_steps")
     if length and as_whole(length.text) != steps:
         rows.ask(length, "lr_scheduler", "the decay ends with the run here")
+
+
+def _read_ends(rows: TrainingRows) -> None:
+    """Translate the peak, and the first and last rates, which are shares of `optimizer.lr`."""
+    usual, peak = rows.known("optimizer.lr"), rows.value(f"{_RATES}max_lr")
+    if peak:
+        rows.add(peak, f"optimizer.lr={peak.text}")
+    for key, ours, part in (("init_lr", "start", "10"), ("min_lr", "min", "100")):
+        value = rows.known(f"{_RATES}{key}")
+        low = value.text or ratio(usual.text, part)
+        rows.add(value, f"lr_scheduler.{ours}_lr_ratio={ratio(low, (peak or usual).text)}")
 
 
 def _read_data(rows: TrainingRows) -> None:

@@ -54,9 +54,9 @@ class TrainingRows:
         return {key: value for key, value in self._keys.items() if key.startswith(prefix)}
 
     def add(self, value: SourceKey, *settings: str, note: str = "", decides: bool = True) -> None:
-        """Add a row for a value. If a setting is rejected, so is the file, or the row is left out.
+        """Add a row for a value, unless its setting is rejected.
 
-        The file is rejected if the value `decides` the training.
+        Then the file is rejected too if the value `decides` the training.
         """
         for setting in settings:
             name, _, text = setting.partition("=")
@@ -194,39 +194,13 @@ def add_schedule(rows: TrainingRows, value: SourceKey, warmup: tuple[SourceKey, 
         value: The name of the schedule.
         warmup: The key and the settings of the warmup.
     """
-    name, given = value.text.strip().lower(), rows.below("lr_scheduler_kwargs")
+    given = rows.below("lr_scheduler_kwargs")
     arguments = _arguments(given)
     if given:
         value = SourceKey(", ".join((value.key, *given)), value.text, ())
-    # The first step of a warmup has rate 0, and no schedule reaches its end within a training.
-    start, last = "lr_scheduler.start_lr_ratio=0", "lr_scheduler.reaches_min=false"
-    lowest = arguments.pop("min_lr_rate", None) or arguments.pop("min_lr_ratio", None)
-    if absolute := arguments.pop("min_lr", None):
-        lowest = ratio(absolute, rows.known("learning_rate").text)
-    floor = f"lr_scheduler.min_lr_ratio={lowest or 0}"
-    if name in ("cosine", "cosine_with_min_lr"):
-        words = ["lr_scheduler=cosine", floor, start, last]
-        if arguments.get("num_cycles") == "0.5":
-            arguments.pop("num_cycles")
-    elif name == "linear":
-        words = ["lr_scheduler=wsd", "lr_scheduler.decay_ratio=1", floor, start, last]
-    elif name in ("constant", "constant_with_warmup"):
-        words = ["lr_scheduler=constant", start]
-    elif name == "warmup_stable_decay" and arguments.pop("warmup_type", "linear") == "linear":
-        kind = arguments.pop("decay_type", "cosine")
-        words = ["lr_scheduler=wsd", floor, start.replace("=0", f"={lowest or 0}"), last,
-                 f"lr_scheduler.decay_type={kind}"]  # fmt: skip
-        limit, decay = rows.value("max_steps"), arguments.pop("num_decay_steps", "")
-        if limit and (steps := as_whole(limit.text)):
-            words.append(f"lr_scheduler.decay_ratio={ratio(decay, str(steps))}")
-        else:
-            rows.ask(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
-    else:
-        why = "not supported; expected linear, cosine, cosine_with_min_lr, constant, "
-        rows.ask(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
-        return
-    if name == "cosine_with_min_lr" and lowest is None:
-        rows.ask(value, "lr_scheduler", "requires min_lr or min_lr_rate")
+    name = value.text.strip().lower()
+    words = _schedule_words(rows, value, arguments)
+    if words is None:
         return
     if arguments:
         names = ", ".join(f"{key}={text}" for key, text in arguments.items())
@@ -235,6 +209,43 @@ def add_schedule(rows: TrainingRows, value: SourceKey, warmup: tuple[SourceKey, 
     rows.add(value, *words)
     key, settings = warmup
     rows.add(key, *("lr_scheduler.warmup_steps=0",) if name == "constant" else settings.split())
+
+
+def _schedule_words(
+    rows: TrainingRows, value: SourceKey, arguments: dict[str, str]
+) -> list[str] | None:
+    """Return the settings of a schedule, and take its arguments; None if it isn't supported."""
+    name = value.text.strip().lower()
+    # The first step of a warmup has rate 0, and no schedule reaches its end within a training.
+    start, last = "lr_scheduler.start_lr_ratio=0", "lr_scheduler.reaches_min=false"
+    lowest = arguments.pop("min_lr_rate", None) or arguments.pop("min_lr_ratio", None)
+    if absolute := arguments.pop("min_lr", None):
+        lowest = ratio(absolute, rows.known("learning_rate").text)
+    floor = f"lr_scheduler.min_lr_ratio={lowest or 0}"
+    if name == "cosine_with_min_lr" and lowest is None:
+        rows.ask(value, "lr_scheduler", "requires min_lr or min_lr_rate")
+        return None
+    if name in ("cosine", "cosine_with_min_lr"):
+        if arguments.get("num_cycles") == "0.5":
+            arguments.pop("num_cycles")
+        return ["lr_scheduler=cosine", floor, start, last]
+    if name == "linear":
+        return ["lr_scheduler=wsd", "lr_scheduler.decay_ratio=1", floor, start, last]
+    if name in ("constant", "constant_with_warmup"):
+        return ["lr_scheduler=constant", start]
+    if name == "warmup_stable_decay" and arguments.pop("warmup_type", "linear") == "linear":
+        kind = arguments.pop("decay_type", "cosine")
+        limit, decay = rows.value("max_steps"), arguments.pop("num_decay_steps", "")
+        share = []
+        if limit and (steps := as_whole(limit.text)):
+            share = [f"lr_scheduler.decay_ratio={ratio(decay, str(steps))}"]
+        else:
+            rows.ask(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
+        return ["lr_scheduler=wsd", floor, start.replace("=0", f"={lowest or 0}"), last,
+                f"lr_scheduler.decay_type={kind}", *share]  # fmt: skip
+    why = "not supported; expected linear, cosine, cosine_with_min_lr, constant, "
+    rows.ask(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
+    return None
 
 
 def _arguments(given: Mapping[str, SourceKey]) -> dict[str, str]:
