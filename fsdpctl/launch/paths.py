@@ -29,8 +29,10 @@ def check_paths(config: Config, recipe: str | None, resume: str) -> None:
     if is_path and not Path(resume).expanduser().exists():
         hint = nearest_path(resume) or "; expected auto, never, or a run or checkpoint"
         raise UsageError(f"--resume {resume}: not found{hint}")
-    if config.train.run_dir is not None:
-        check_is_no_file(Path(config.train.run_dir))
+    if (run_dir := config.train.run_dir) is not None:
+        if is_remote(run_dir, where := f"train.run_dir={run_dir}"):
+            raise UsageError(f"{where}: expected a local directory; checkpoint.remote uploads")
+        check_is_no_file(Path(run_dir))
     for name in ("tokenizer", "template"):
         path = getattr(config.data, name)
         if path not in (None, "bytes") and not Path(path).exists():

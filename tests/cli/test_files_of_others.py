@@ -83,8 +83,9 @@ def test_no_setting_of_a_manifest_or_recipe_connects(here, requests, url):
         (here / "r.yaml").write_text(f"data: tokens\n{name}: {url}\n")
         code, said = invoke(*words)
         assert code == 2, said
-    (here / "r.yaml").write_text(f"checkpoint.remote: {url}\n")
-    assert invoke(*words)[0] == 2
+    for name in ("checkpoint.remote", "train.run_dir"):
+        (here / "r.yaml").write_text(f"{name}: {url}\n")
+        assert invoke(*words)[0] == 2
     assert invoke("train", "--resume", url, "--dry-run")[0] == 2
     for command in (("inspect-checkpoint", url), ("tokenize", url, "o.bin"), ("sample", url)):
         assert invoke(*command)[0] == 2
