@@ -14,12 +14,6 @@ from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError
 
 _NARROW = 120  # columns of a terminal, below which each key has lines of its own
-_JSON_TYPES = {
-    "text": "string",
-    "whole number": "integer",
-    "number": "number",
-    "true or false": "boolean",
-}
 
 
 def list_choices(
@@ -31,17 +25,12 @@ def list_choices(
         Path | None, typer.Option(help="Directory with more options, a subdirectory per group.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    json_schema: Annotated[
-        bool, typer.Option("--json-schema", help="Print the JSON schema of recipes, for editors.")
-    ] = False,
 ) -> None:
     """List settings, options and recipes."""
     from fsdpctl.config.compose import compose_config
 
     default = compose_config([], config_dir=config_dir).config
-    if json_schema:
-        emit(json.dumps(_schema(config_dir), indent=2))
-    elif as_json:
+    if as_json:
         sections = list(SECTIONS) if group is None else [group]
         found = [_described(each, default, config_dir) for each in sections]
         recipes = {"name": "recipe", "default": None, "choices": recipe_names(), "keys": []}
@@ -84,49 +73,6 @@ def _described(section: str, default: Config, config_dir: Path | None) -> dict[s
             for name, key in keys.items()
         ],
     }
-
-
-def _schema(config_dir: Path | None) -> dict[str, Any]:
-    """Return the JSON schema of recipes, with flat settings or nested sections."""
-    flat: dict[str, Any] = {group: {"enum": choices_of(group, config_dir)} for group in GROUPS}
-    flat |= {name: _schema_of(key) for name, key in KEYS.items() if not key.is_executed}
-    nested = {}
-    for section in SECTIONS:
-        nested[section] = _nested(flat, section)
-        if section in GROUPS:
-            nested[section]["properties"]["name"] = flat[section]
-    both = {group: {"anyOf": [flat[group], nested[group]]} for group in GROUPS}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "fsdpctl recipe",
-        "type": "object",
-        "properties": {**flat, **nested, **both},
-        "additionalProperties": False,
-    }
-
-
-def _nested(flat: dict[str, Any], section: str) -> dict[str, Any]:
-    """Return the schema of a section and, recursively, of the sections in it."""
-    prefix = f"{section}."
-    inner = {n.removeprefix(prefix): value for n, value in flat.items() if n.startswith(prefix)}
-    deeper = {name.split(".")[0] for name in inner if "." in name}
-    properties = inner | {name: _nested(flat, f"{prefix}{name}") for name in sorted(deeper)}
-    return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def _schema_of(key: Key) -> dict[str, Any]:
-    found: dict[str, Any] = {"description": key.meaning}
-    if key.choices:
-        return {**found, "enum": [*key.choices, *(["auto"] if key.auto else [])]}
-    limits = {"minimum": key.minimum, "maximum": key.maximum}
-    found |= {"type": _JSON_TYPES[key.type]}
-    found |= {name: limit for name, limit in limits.items() if limit is not None}
-    if key.type == "text":
-        return found
-    words = ["auto"] * (key.auto or key.is_chosen) + ["none"] * key.optional
-    more: list[dict[str, Any]] = [{"enum": words}] if words else []
-    more += [{"type": "string"}] if key.unit else []  # a size such as 80GB
-    return {"anyOf": [found, *more]} if more else found
 
 
 def _list_everything(default: Config, config_dir: Path | None) -> None:

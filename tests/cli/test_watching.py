@@ -67,14 +67,6 @@ def test_a_recipe_cannot_set_a_command(tmp_path):
     assert (code, "checkpoint.after_save: 'true'" in printed) == (0, True), printed
 
 
-def test_the_schema_of_recipes_has_no_command():
-    code, printed = invoke("list", "--json-schema")
-    known = json.loads(printed)["properties"]
-    assert (code, "checkpoint.every" in known, "log.wandb" in known) == (0, True, True)
-    assert "checkpoint.after_save" not in known
-    assert "after_save" not in known["checkpoint"]["properties"]
-
-
 # ---- whole runs ------------------------------------------------------------------------------
 
 
