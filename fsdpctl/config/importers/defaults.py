@@ -106,12 +106,12 @@ OF_DEEPSPEED = (
     "optimizer.params.*", "*curriculum*", "progressive_layer_drop.*", "sparse_attention.*",
     "data_efficiency.*", "prescale_gradients", "gradient_predivide_factor", "dataloader_drop_last",
 )  # fmt: skip
-# The values of such keys that change nothing here; of others, those that turn a key off.
+# The values of such keys that change nothing here, empty: none. Of others, those that turn a key off.
 HARMLESS = {
     "optimizer.adam_w_mode": "true", "optimizer.bias_correction": "true",
     "packed_sequence.drop_long_samples": "true", "lr_scheduler.start_wd": "",
     "router_aux_loss_coef": "", "eval_sample_packing": "true",
-    "chat_template_kwargs.enable_thinking": "",
+    "chat_template_kwargs.*": "",
     "dataset_train_split": "train", "dataset_text_field": "text", "train_on_eos": "turn",
     "train_on_eot": "turn", "chat_template": "tokenizer_default", "packing_strategy": "bfd",
     "train_sampling_strategy": "random", "average_tokens_across_devices": "true",

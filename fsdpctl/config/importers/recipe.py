@@ -149,7 +149,8 @@ def _changes(found: Translation, value: SourceKey) -> bool:
     """Return whether a value without a counterpart changes the training."""
     name, text = value.key, value.text.strip().lower()
     is_off = value.is_off or not (value.is_list or text.strip("0."))
-    is_usual = text in HARMLESS[name].split() if name in HARMLESS else is_off
+    usual = HARMLESS.get(name, HARMLESS.get(f"{name.partition('.')[0]}.*"))
+    is_usual = is_off if usual is None else text in usual.split()
     if is_usual or name.endswith("._target_"):
         return False
     return any(fnmatchcase(name, pattern) for pattern in found.changes)

@@ -455,6 +455,7 @@ def test_values_of_any_form_that_train_something_else_are_refused(tool, changes,
     [
         ("axolotl", {"peft_layers_to_transform": [0]}, "peft_layers_to_transform"),
         ("axolotl", {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ("TRL", {"chat_template_kwargs": {"a": 0}}, "chat_template_kwargs"),
         ("TRL", {}, "router_aux_loss_coef=0.001"),
         ("Automodel", {"validation_dataset_more": {"path_or_dataset_id": "x"}}, "validation_data"),
     ],
