@@ -106,7 +106,7 @@ OF_DEEPSPEED = (
     "optimizer.params.*", "*curriculum*", "progressive_layer_drop.*", "sparse_attention.*",
     "data_efficiency.*", "prescale_gradients", "gradient_predivide_factor", "dataloader_drop_last",
 )  # fmt: skip
-# The values of such keys that change nothing here, empty: none. Of others, those that turn a key off.
+# Values of such keys that change nothing here; empty: none. Of others, those that turn a key off.
 HARMLESS = {
     "optimizer.adam_w_mode": "true", "optimizer.bias_correction": "true",
     "packed_sequence.drop_long_samples": "true", "lr_scheduler.start_wd": "",
