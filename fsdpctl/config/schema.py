@@ -213,12 +213,6 @@ class AutoConfig:
         True,
         "measure the three candidates predicted to be fastest, if the run starts on this machine",
     )
-    may_use: str | None = key(
-        None,
-        "settings that auto may change too, separated by commas: state_dtype, offload, "
-        "offload_params, activation_offload, base_dtype",
-        optional=True,
-    )
 
 
 @dataclass(frozen=True, slots=True)

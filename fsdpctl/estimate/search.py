@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from fsdpctl.config.auto import Pairs, extras_of, left_open, with_extras
+from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.accuracy import TIE, is_faster
+from fsdpctl.estimate.accuracy import TIE
 from fsdpctl.estimate.candidates import Axes, Candidate, Ranking, SearchPoint
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.hardware import with_speed
@@ -74,53 +74,10 @@ def choose(estimator: Estimator, placed: Config) -> Ranking:
     """
     described, whose = with_speed(placed)
     with doing("comparing configurations"):
-        found = list(_rankings(estimator, described, whose))
-    fitting = [each for each in found if each.ranked]
-    count = sum(each.count for each in found)
-    if not fitting:
-        return replace(max(found, key=lambda each: each.estimate.margin), count=count)
-    # Without a certain gain in time, the fewest of the settings that `auto.may_use` allows.
-    timed = [(each.best.estimate, each.best.seconds) for each in fitting]
-    index = next(i for i, one in enumerate(timed) if not any(is_faster(x, one) for x in timed))
-    selected = fitting[index].best
-    others = (each for ranking in fitting for each in ranking.ranked if each is not selected)
-    ranked = found[0].ranked
-    if len(found) > 1:
-        ranked = (selected, *sorted(others, key=lambda each: each.seconds)[: KEPT - 1])
-    return replace(fitting[0], ranked=ranked, count=count)
-
-
-def _rankings(estimator: Estimator, described: Config, whose: str) -> Iterator[Ranking]:
-    """Yield the rankings without and with the settings that `auto.may_use` allows.
-
-    Raises:
-        UsageError: If no combination is valid without them.
-    """
-    for extras in extras_of(described):
-        try:
-            yield _ranking(estimator, described, whose, extras)
-        except UsageError:
-            if not extras:
-                raise
-
-
-def _ranking(estimator: Estimator, described: Config, whose: str, extras: Pairs) -> Ranking:
-    """Rank the candidates with some of these settings.
-
-    Raises:
-        UsageError: If no combination is valid.
-    """
-    search = _Search(estimator, Axes.of(with_extras(described, extras)))
-    found = tuple(
-        replace(each, selection=replace(each.selection, extras=extras)) for each in search.ranked()
-    )
-    return Ranking(
-        names=search.axes.names,
-        ranked=found,
-        count=search.axes.count,
-        whose=whose,
-        closest=None if found else search.closest(),
-    )
+        search = _Search(estimator, Axes.of(described))
+        found = tuple(search.ranked())
+        closest = None if found else search.closest()
+    return Ranking(search.axes.names, found, search.axes.count, whose, closest)
 
 
 _Kind = tuple[str, str, int | None]  # of points that differ only in prefetch

@@ -183,8 +183,6 @@ def _reason(ranking: Ranking) -> str:
     reason = f"fastest {among} that fits"
     if first.measured is not None:
         reason = f"fastest of the probed candidates, {among}"
-    elif fastest.selection.extras != first.selection.extras:
-        reason = f"fewest settings of auto.may_use {among} that fit (error bands of times overlap)"
     elif fastest.seconds < first.seconds:
         reason = f"least memory among the fastest {among} that fit"
     band = ranking.band_of(first)

@@ -24,7 +24,6 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint, remote_of
-from fsdpctl.config.auto import Selection, left_open, with_extras
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
@@ -174,8 +173,7 @@ def _look_for_resume(config: Config, remote: RemoteCheckpoints | None) -> Look:
         return Look(with_run_kernel(config), Standing.NEW, 0, notes=notes)
     config = with_run_kernel(config, kept.model.attention)
     before = config_words(kept)
-    extras = Selection.of(replace(kept, auto=config.auto)).extras if left_open(config) else ()
-    now = config_words(with_extras(config, extras))
+    now = config_words(config)
     if is_here:
         _check_same_run(f"train.run_dir={run_dir}", run_dir, before, now)
     if stored is not None:  # else its checkpoints would be overwritten

@@ -324,52 +324,11 @@ def test_specs_that_are_set_are_not_assumed():
     assert Estimator().predict(plan).seconds > 0
 
 
-def test_states_are_only_compressed_if_that_is_allowed_and_needed():
-    few = [*OPEN[1:], "strategy=no_shard"]
-    scarce = ["cluster.memory=0.501"]
-    plain, compressed = (
-        ranking(*few, *scarce, *more).estimate.peak_reserved
-        for more in ([], ["auto.may_use=state_dtype"])
-    )
-    tight = f"cluster.memory={0.5 + (plain + compressed) / (2 << 30)}"
-    assert not ranking(*few, tight).ranked
-    found = ranking(*few, tight, "auto.may_use=state_dtype")
-    assert found.best.selection.extras == (("optimizer.state_dtype", "int8"),)
-    assert found.text(found.best.selection).endswith("optimizer.state_dtype=int8")
-    assert found.best.estimate.config.optimizer.state_dtype == "int8"
-    roomy = ranking(*few, "cluster.memory=4", "auto.may_use=state_dtype")
-    assert roomy.best.selection.extras == ()
-    settled = filled(placed(*few, tight), found.best.selection)
-    assert settled.optimizer.state_dtype == "int8"
-    assert Selection.of(replace(settled, auto=found.estimate.config.auto)) == found.best.selection
-
-
 def test_inputs_of_blocks_are_only_on_the_host_if_something_is_recomputed():
     config = placed(*OPEN, "activation_checkpointing.offload=true")
     assert Axes.of(config).recomputations == ("selective", "full")
     selection = Selection("full_shard", "full", config.prefetch, 1)
     assert filled(config, selection).activation_checkpointing.offload
-
-
-@pytest.mark.slow
-def test_inputs_of_blocks_are_on_the_host_if_that_is_allowed_and_needed():
-    few = [*OPEN[1:3], "strategy=full_shard", "model.num_layers=8", "train.micro_batch_size=4"]
-    few += ["cluster=h100", "launch.device=cuda", "train.seq_len=4096", "model.max_seq_len=4096"]
-    plain, sent = (
-        ranking(*few, "cluster.memory=2", *more).estimate
-        for more in ([], ["activation_checkpointing.offload=true"])
-    )
-    needs = plain.memory_bytes - plain.available + (plain.peak_reserved + sent.peak_reserved) / 2
-    tight = f"cluster.memory={needs / (1 << 30)}"
-    assert not ranking(*few, tight).ranked
-    best = ranking(*few, tight, "auto.may_use=activation_offload").best
-    assert best.selection.extras == (("activation_checkpointing.offload", "true"),)
-    assert best.selection.activation_checkpointing == "full"
-
-
-def test_what_auto_may_use_is_checked():
-    with pytest.raises(UsageError, match=r"expected state_dtype.*got stat_dtype; did you mean"):
-        left_open(composed("auto.may_use=stat_dtype").config)
 
 
 def test_assumed_specs_have_no_error_band():
