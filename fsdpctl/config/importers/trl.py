@@ -1,6 +1,10 @@
 """Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
 
+from dataclasses import dataclass
+from pathlib import Path
+
 from fsdpctl.config.data import CHAT
+from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.importers.defaults import CHANGES_TRL, TRL
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
@@ -21,7 +25,17 @@ from fsdpctl.config.importers.training import (
 )
 from fsdpctl.config.importers.translation import SourceBatch, Translation
 from fsdpctl.errors import UsageError
+from fsdpctl.io.untrusted import read_json
 
+# Layers that peft 0.21 adapts by default, by families (peft/utils/constants.py).
+_OF_PEFT = {
+    "q_proj,v_proj": "llama llama4 mistral mixtral stablelm gemma gemma2 gemma3_text qwen2 qwen3 "
+    "opt gptj gpt_neo",
+    "c_attn": "gpt2 gpt_bigcode",
+    "query_key_value": "bloom falcon gpt_neox",
+    "q_proj,v_proj,fc1,fc2": "phi",
+    "q_proj,k_proj,v_proj,o_proj": "nemotron_h",
+}
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
 _UNUSED = (
     "dataset_*", "datasets*", "dataloader_*", "report_to", "logging_*", "save_*", "eval_*",
@@ -33,6 +47,11 @@ _UNUSED = (
     "lora_dropout", "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*",
     "shuffle_dataset", "eos_token", "pad_token", "bf16_full_eval", "ddp_*", "lora_task_type",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    model_type: str = ""
 
 
 def read_trl(source: SourceConfig) -> Translation:
@@ -102,13 +121,27 @@ def _read_adapters(found: Translation) -> None:
     if targets:
         read_targets(found, targets)
     else:
-        words = "model.lora.targets=q_proj,v_proj"  # for most families
-        found.map(None, words, default="lora_target_modules", note="the default of peft")
+        family = _family(found)
+        names = next((each for each, of in _OF_PEFT.items() if family in of.split()), "")
+        if names:
+            words = f"model.lora.targets={names}"
+            found.map(None, words, default="lora_target_modules", note="the default of peft")
+        else:
+            why = f"peft has no default for {family}; set model.lora.targets"
+            found.missing_for_training.append(
+                ("model.lora.targets", f"lora_target_modules: not set: {why}")
+            )
     if scaled := source.take_on("use_rslora"):
         found.map(scaled, "model.lora.rslora=true")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if value := source.take_on(key):
             found.map(value, *quantized(dtype))
+
+
+def _family(found: Translation) -> str:
+    """Return the `model_type` of a local model; that of Llama for names."""
+    file = Path(found.model.text if found.model else "") / CONFIG_JSON
+    return read_json(file, _Family).model_type if file.is_file() else "llama"
 
 
 def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:

@@ -479,3 +479,20 @@ def test_keys_of_deepspeed_that_change_the_training_are_named():
     lines = converted("axolotl", {**AXOLOTL, "deepspeed": "zero.json"}).left_out
     assert [line for line in lines if line.startswith("optimizer.params.betas")]
     assert [line for line in lines if line.startswith("curriculum_learning.enabled")]
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("gpt2", "c_attn"),
+        ("gpt_neox", "query_key_value"),
+        ("qwen3", "q_proj,v_proj"),
+        ("mamba", None),
+    ],
+)
+def test_adapters_of_trl_without_targets_have_those_of_peft(family, targets):
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps({"model_type": family}))
+    recipe = converted("TRL", {**TRL, "model_name_or_path": "model"})
+    assert dict(recipe.words).get("model.lora.targets") == targets
+    assert ("model.lora.targets" in dict(recipe.missing)) == (targets is None)
