@@ -248,8 +248,11 @@ class FileTokenizer:
             first, last = np.searchsorted(starts, (at - CONTEXT // 2, at + CONTEXT // 2))
             index = whole.char_to_token(int(starts[number]))
             shift = len(ids) if index is None else index - number
-            theirs = ids[max(0, first + shift) : last + shift]
-            if index is not None and first <= number < last and theirs == near.ids[first:last]:
+            theirs = range(max(0, first + shift), min(len(ids), last + shift))
+            ours = [(near.ids[n], (starts[n], stops[n])) for n in range(first, last)]
+            # In a run of one character, ids agree at every shift; their characters do not.
+            is_same = [(ids[n], whole.token_to_chars(n)) for n in theirs] == ours
+            if index is not None and first <= number < last and is_same:
                 return index
         raise UsageError(
             f"{self._where}: the tokens of a long text depend on text that is far away; split the "

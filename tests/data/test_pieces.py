@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data import documents as documents_module
@@ -54,6 +54,17 @@ def word_piece():
     return made(model, normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer())
 
 
+def runs():
+    """Join blanks, line breaks and a letter by twos, up to 16, as GPT-2's merges do."""
+    alphabet = dict.fromkeys([*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    merges = [(each * n, each * n) for each in ("Ġ", "Ċ", "a") for n in (1, 2, 4, 8)]
+    names = [*alphabet, *(a + b for a, b in merges)]
+    model = models.BPE({each: n for n, each in enumerate(names)}, merges)
+    found = made(model, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False))
+    found.decoder = decoders.ByteLevel()
+    return found
+
+
 MAKERS = {
     "metaspace first": lambda: bpe(
         pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -68,6 +79,7 @@ MAKERS = {
     "no pre-tokenizer": bpe,
     "unigram": unigram,
     "word piece": word_piece,
+    "runs of blanks": runs,
 }
 
 
@@ -113,6 +125,44 @@ def test_pieces_have_the_tokens_of_the_whole_text(name, tmp_path):
         expected = tokenizer.encode(Text((text.encode(),)))
         assert output.path.read_bytes() == expected.tobytes(), kind
         assert expected.tolist()[:-1] == tokenizer.auto(text)["input_ids"], kind
+
+
+def in_pieces(text, tokenizer, file):
+    """Return the tokens of a text that is read in pieces, None if they are refused."""
+    file.write_text(text)
+    pieces = [*documents(DataFiles("text", (file,)), "SRC", PassedOver(), most=3000)]
+    assert len(pieces) > 2
+    try:
+        return tokenizer.encode_pieces(pieces).tolist()
+    except UsageError as error:
+        if "depend on text that is far away" not in str(error):
+            raise
+        return None
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.usefixtures("_small")
+def test_a_cut_in_a_run_loses_nothing_or_is_refused(name, tmp_path):
+    tokenizer, read = written(MAKERS[name]()), 0
+    for run in (" ", "\n", "a", "\u0301", "é", "ab", "\n ", "日", "<call>"):
+        for more in range(2):
+            text = f"{'harbor ' * 150}{run * (3600 + more)}{' seven' * 300}"
+            if (found := in_pieces(text, tokenizer, tmp_path / "a.txt")) is not None:
+                assert found == tokenizer.encode(Text((text.encode(),))).tolist(), (run, more)
+                read += 1
+    assert 0 < read < 18
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_run_of_blanks_is_read_if_a_token_of_the_whole_begins_at_the_cut(tmp_path):
+    tokenizer, read = written(runs()), 0
+    for shift in range(16):  # of which one is that of the tokens of 16 blanks around the cut
+        text = f"{'x' * (500 + shift)}{' ' * 3600}{' seven' * 400}"
+        if (found := in_pieces(text, tokenizer, tmp_path / "a.txt")) is not None:
+            assert found == tokenizer.encode(Text((text.encode(),))).tolist()
+            assert tokenizer.decode(found[:-1]) == text
+            read += 1
+    assert read == 1
 
 
 @pytest.mark.usefixtures("_small")
