@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from fsdpctl.config.data import CHAT
+from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data.chats.file_notes import counted, listed
 from fsdpctl.data.chats.formats import Plain
@@ -78,9 +78,11 @@ def read_text(found: DataFiles, key: str, path: str) -> tuple[Text, PassedOver]:
 
 def _rows(file: Path, passed: PassedOver) -> Iterator[TextPiece]:
     counts = Counter[str]()
-    for line, _ in lines_of(str(file), counts)[1]:
-        if not isinstance(line.content, Plain):
-            raise UsageError(f"{line.where}: a conversation; expected `text`, or set data=chat")
+    name, lines = lines_of(str(file), counts)
+    for line, _ in lines:
+        if name != TEXT or not isinstance(line.content, Plain):
+            kind = "a prompt with its completion" if name.startswith("prompt") else "a conversation"
+            raise UsageError(f"{line.where}: {kind}; expected `text`, or set data=chat")
         passed.ignored.update(line.keys.ignored)
         yield TextPiece(line.content.text, len(line.content.text.encode()))
     passed.empty += counts["empty"]

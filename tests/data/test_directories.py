@@ -313,6 +313,23 @@ def test_text_and_tokenize_read_the_rows_that_chats_do(tmp_path):
         open_data(DataConfig("text", str(tmp_path)))
 
 
+def test_text_and_tokenize_refuse_rows_with_prompts(tmp_path):
+    pair = {"prompt": say("a")[:1], "completion": say("a", "b")[1:]}
+    rows = {
+        "a prompt with its completion": [{"prompt": "a", "completion": "b"}, pair],
+        "a conversation": [{"instruction": "a", "output": "b"}, {"messages": say("a", "b")}],
+    }
+    for kind, row in ((kind, row) for kind, each in rows.items() for row in each):
+        for name in ("a.jsonl", "a.json", "a.txt"):
+            file = write_lines(tmp_path / name, [row, row])
+            with pytest.raises(UsageError, match=f"line 1: {kind}; expected `text`, or set data="):
+                tokenize_files(str(file), Output(tmp_path / "t.bin"), ByteTokenizer())
+        (tmp_path / "rows").mkdir(exist_ok=True)
+        write_lines(tmp_path / "rows/a.jsonl", [row, row])
+        with pytest.raises(UsageError, match=f"line 1: {kind}; expected `text`"):
+            open_data(DataConfig("text", str(tmp_path / "rows")))
+
+
 def test_the_cache_of_a_map_is_not_tokenized(tmp_path):
     table = pa.table({"text": ["ab", "c"]})
     for name in ("data-00000-of-00001.arrow", "cache-12.arrow", "tmpabcdefgh"):
