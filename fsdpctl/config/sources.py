@@ -1,5 +1,6 @@
 """The sources of a mixture, as `data.path` names them: PATH:SHARE,PATH:SHARE."""
 
+import glob
 import math
 import os
 import re
@@ -72,11 +73,19 @@ def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
 
 
 def _source(word: str, key: str) -> DataSource:
-    """Return the source of a word; of a path that exists, colons are part of it."""
+    """Return the source of a word; of a path that exists, `=` and colons are part of it."""
     name, equals, rest = word.partition("=")
-    if not equals or "/" in name or os.path.exists(os.path.expanduser(word)):
-        name, rest = "", word
-    path, numbers = os.path.expanduser(rest), list[float]()
+    path, numbers = _path_and_numbers(word, key)
+    if equals and "/" not in name and not (os.path.exists(path) or any(glob.iglob(path))):
+        path, numbers = _path_and_numbers(rest, key)
+    else:
+        name = ""
+    share, epochs = (*numbers, None, None)[:2]
+    return DataSource(path, share, epochs, name or None)
+
+
+def _path_and_numbers(word: str, key: str) -> tuple[str, list[float]]:
+    path, numbers = os.path.expanduser(word), list[float]()
     while len(numbers) < 2 and not os.path.exists(path):
         start, colon, last = path.rpartition(":")
         try:
@@ -88,8 +97,7 @@ def _source(word: str, key: str) -> DataSource:
         if not (math.isfinite(number) and number > 0):
             raise UsageError(f"{key}: {word}: expected a share above 0, or epochs")
         path, numbers = start, [number, *numbers]
-    share, epochs = (*numbers, None, None)[:2]
-    return DataSource(path, share, epochs, name or None)
+    return path, numbers
 
 
 def absolute_paths(text: str, key: str = "data.path") -> str:

@@ -149,6 +149,29 @@ def test_sources_are_called_after_their_files():
         assert sources_in(path)[0].name == name
 
 
+def test_a_path_with_an_equals_sign_is_a_path_if_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("lang=en/a.txt", "lang=fr/b.txt", "x/c.txt", "day=1.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("some text " * 99)
+    paths = {
+        "lang=en/*.txt": ["lang=en/*.txt"], "lang=*/*.txt": ["lang=*/*.txt"],
+        "lang=en/a.txt:0.5,lang=fr/b.txt:0.5": ["lang=en/a.txt", "lang=fr/b.txt"],
+        "lang=en/*.txt:1:2,lang=fr/:3": ["lang=en/*.txt", "lang=fr/"],
+        "[day=?.txt, lang=fr]": ["day=?.txt", "lang=fr"],
+    }  # fmt: skip
+    for text, expected in paths.items():
+        found = sources_in(text)
+        assert [(each.path, each.given_name) for each in found] == [(x, None) for x in expected]
+    shares = [(each.share, each.epochs) for each in sources_in("lang=en/*.txt:1:2,lang=fr/:3")]
+    assert shares == [(0.25, 2), (0.75, None)]
+    for text in ("mine=x/c.txt", "mine=x/*.txt", "mine=lang=en/*.txt"):
+        found = sources_in(f"{text}:0.5,other.txt:0.5")[0]
+        assert (found.given_name, found.path) == ("mine", text.removeprefix("mine="))
+    data = open_data(DataConfig("text", "lang=en/a.txt:0.5,lang=fr/b.txt:0.5", val_fraction=0))
+    assert data.description == "a (50.0%), b (50.0%)"
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [
