@@ -39,7 +39,7 @@ _EVENTS = {
         "of other roles masked by the data, but trained on (train_on=all)",
     ),
     "empty": ("row", "without text, passed over"),
-    "begun": ("text", "with a begin token of its own, where no other is added"),
+    "begun": ("text", "beginning with the begin token, where no other is added"),
     "without_loss": ("sample", "dropped, with no token that is trained on"),
     "control_tokens": ("message", "with control tokens in the text, encoded as control tokens"),
     "left_out": ("message", "not rendered verbatim by the template"),
