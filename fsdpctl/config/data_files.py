@@ -9,7 +9,7 @@ import json
 import os
 import re
 from codecs import BOM_UTF8
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -20,6 +20,7 @@ from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.files import check_inside, nearest_path
 
 TRAIN, VALIDATION, _TEST = "train", "validation", "test"
+_ABOUT_DATA, _EMPTY, _OTHER = "about data", "empty", "of another format"
 TOKENIZE = "tokenize"  # in place of an option of `data`
 # The kinds that an option reads, in the order of preference; None: the files select the option.
 _READS = {
@@ -33,13 +34,13 @@ _NOTHING = {
     TEXT: "no text found",
 }
 _ROWS = re.compile(r".+\.(?:(?:jsonl|jsonlines|jl|ndjson|json)(?:\.gz|\.zst)?|parquet|arrow)")
-_PROSE = ("", ".txt", ".text", ".tokens", ".raw", ".csv", ".tsv")  # a README is not part of it
+_TABLES = {".csv", ".tsv"}
+_PROSE = {"", ".txt", ".text", ".tokens", ".raw", *_TABLES}  # a README is not part of it
 _MAY_HAVE_ROWS = ("", ".json", ".txt")  # as their first bytes tell
 _KEYS = (
     "messages", "conversations", "prompt", "completion", "instruction", "query", "question",
     "output", "response", "history", "text",
 )  # fmt: skip
-_KEY = re.compile(rf'"(?:{"|".join(_KEYS)})"\s*:')
 _PARTS = attrgetter("parts")  # comparing paths is slower
 _FIRST_BYTES = 1 << 16  # of a file, that tell whether it has rows
 # Caches of a `map` of `datasets`, and what it writes about data.
@@ -58,9 +59,10 @@ _NO_TEXT = {
     "zip tar gz tgz bz2 xz zst 7z": "compressed; unpack it",
     "png jpg jpeg gif webp mp3 wav mp4": "an image or a recording; expected text",
     "xlsx xls": "a table; set data=chat with .jsonl or .parquet",
+    "json": "JSON without rows; expected JSON Lines or an array of objects",
     "safetensors gguf pt pth": "model weights; to start from them, set model=hf model.path=DIR",
 }
-_OTHER_FORMATS = {suffix: why for suffixes, why in _NO_TEXT.items() for suffix in suffixes.split()}
+_OTHER_FORMATS = {f".{end}": why for ends, why in _NO_TEXT.items() for end in ends.split()}
 _SPLIT = re.compile(
     r"(?:^|(?<=[-._ 0-9]))(?:(?P<train>train|training)|(?P<validation>validation|valid|val|dev)"
     r"|(?P<test>test|testing|eval|evaluation))(?=[-._ 0-9]|$)"
@@ -78,9 +80,9 @@ class DataFiles:
     validation: tuple[Path, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()  # the split, or empty text, and the name of each
 
-    def about(self, *, validates: bool) -> str:
-        """Describe how many files are used, and those that aren't; `validates`: on `validation`."""
-        used = len(self.train) + len(self.validation) * validates
+    def about(self, *, validates: bool, skipped: int = 0) -> str:
+        """Describe how many files are used, without those that were `skipped`, and all others."""
+        used = len(self.train) + len(self.validation) * validates - skipped
         total = len(self.train) + len(self.validation) + len(self.left_out)
         counts = Counter(split for split, _ in self.left_out if split)
         counts[VALIDATION] += len(self.validation) * (not validates)
@@ -108,8 +110,10 @@ def data_files(path: str, key: str = "data.path", option: str | None = None) -> 
         root = place if is_folder else Path(os.path.dirname(re.split(r"[*?\[]", path)[0]))
         return select_files(files, root, where, option, is_folder=is_folder)
     kind = kind if (kind := kind_of(place)) in _READS[option] else _READS[option][0]
-    if kind == TEXT and (why := _OTHER_FORMATS.get(place.suffix.lower()[1:])):
-        raise UsageError(f"{where}: {why}")
+    suffix = place.suffix.lower()
+    if kind == TEXT and suffix in _OTHER_FORMATS and (suffix, option) != (".json", TEXT):
+        way = ", or set data=text" * (suffix == ".json" and option is None)
+        raise UsageError(f"{where}: {_OTHER_FORMATS[suffix]}{way}")
     return DataFiles(kind, (place,))
 
 
@@ -135,13 +139,6 @@ def kind_of(file: Path) -> str:
     return CHAT if _ROWS.fullmatch(name) else TEXT
 
 
-def _is_about(file: Path, kind: str) -> bool:
-    name, suffix = file.name.lower(), file.suffix.lower()
-    is_other = suffix in TOKEN_NEIGHBORS or suffix[1:] in _OTHER_FORMATS  # also .json
-    is_about = kind == TEXT and (is_other or _ABOUT.fullmatch(name) is not None)
-    return is_about or _CACHES.fullmatch(name) is not None
-
-
 def _start(file: Path, most: int = _FIRST_BYTES) -> bytes:
     """Return the first bytes of a file, none of one whose reader will report why."""
     try:
@@ -158,16 +155,15 @@ def _begins_with_rows(file: Path) -> bool:
     text = _start(file).decode("utf-8-sig", "replace").lstrip()
     is_array = text.startswith("[")
     text = text[1:].lstrip() if is_array else text
+    line = text.partition("\n")[0].rstrip()
     try:
         first, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):  # longer than this, or damaged, which the reader reports
-        line = text.partition("\n")[0].rstrip()
         is_line = is_array or line.endswith("}") or len(line) == len(text)
-        return is_line and _KEY.search(text) is not None
-    if not isinstance(first, dict) or not (is_array or "\n" not in text[:end]):
-        return False
-    has_more = not is_array and text[end:].lstrip().startswith("{")
-    return (has_more and file.suffix.lower() == ".json") or not first.keys().isdisjoint(_KEYS)
+        return is_line and re.match(r'\{\s*"', text) is not None
+    if is_array or not isinstance(first, dict) or end > len(line):
+        return is_array and isinstance(first, dict)
+    return text[end:].lstrip().startswith("{") or not first.keys().isdisjoint(_KEYS)
 
 
 def _listed(path: str, key: str) -> list[Path]:
@@ -217,19 +213,18 @@ def select_files(
 
     `is_folder`: they are all that a directory has, and none of them was named.
     """
-    kinds: dict[str, list[Path]] = {TEXT: [], CHAT: [], TOKENS: []}
-    about: list[Path] = []
+    kinds = defaultdict[str, list[Path]](list)
     for file in files:
-        kind = kind_of(file)
-        (about if _is_about(file, kind) else kinds[kind]).append(file)
-    kind = _kind_in(kinds, where, option, has_others=bool(about))
-    splits = {file: _splits_of(file.relative_to(root).parts) for file in kinds[kind]}
-    is_prose = all(each.suffix.lower() in _PROSE for each in splits)
-    named = [splits.get(each, set()) for each in (splits if is_prose else [*splits, *about])]
+        kinds[_role_of(file)].append(file)
+    kind = _kind_in(kinds, where, option)
+    suffixes = {each.suffix.lower() for each in kinds[kind]} or {".md"}
+    about = set(kinds[_ABOUT_DATA] if kind == TEXT and not suffixes <= _TABLES else ())
+    data = about | set(kinds[kind])
+    splits = {each: _splits_of(each.relative_to(root).parts) for each in files if each in data}
+    is_code = not suffixes <= _PROSE
+    named = [found for each, found in splits.items() if is_code or each not in about]
     if kind == TEXT and not ({TRAIN} in named and all(len(each) == 1 for each in named)):
-        others = dict.fromkeys([*kinds[CHAT], *kinds[TOKENS]])
-        texts = tuple(each for each in files if each not in others)
-        return DataFiles(TEXT, texts, left_out=tuple(("", each.name) for each in others))
+        splits = {each: set() for each in splits}
     groups: dict[str, list[Path]] = {TRAIN: [], VALIDATION: [], _TEST: [], "": []}
     for file, found in splits.items():
         if len(found) > 1:
@@ -241,32 +236,50 @@ def select_files(
     if is_folder and kind != TEXT:
         _check_is_one_set(groups, root, where)
     train, validation = _parts_of(groups, where, is_folder=is_folder)
-    used = {*train, *validation}
+    used, empty = {*train, *validation}, set(kinds[_EMPTY])
     described = TOKEN_NEIGHBORS if kind == TOKENS else ()  # by files that are part of the data
     left_out = tuple(
-        ("".join(splits.get(each, ())), each.name)
+        ("".join(splits.get(each, ())), f"{each.name}{' (empty)' * (each in empty)}")
         for each in files
         if each not in used and each.suffix not in described
     )
     return DataFiles(kind, tuple(train), tuple(validation), left_out)
 
 
-def _kind_in(
-    kinds: dict[str, list[Path]], where: str, option: str | None, *, has_others: bool
-) -> str:
-    """Return the kind of the files that are read; `has_others`: that can be text as well."""
+def _role_of(file: Path) -> str:
+    """Return the kind of a file, or that it is about data, empty or of another format."""
+    name, suffix, kind = file.name.lower(), file.suffix.lower(), kind_of(file)
+    is_other = kind == TEXT and (suffix in _OTHER_FORMATS or suffix in TOKEN_NEIGHBORS)
+    if kind == TEXT and not is_other and _ABOUT.fullmatch(name):
+        return _ABOUT_DATA
+    if kind != TOKENS and file.is_file() and not file.stat().st_size:
+        return _EMPTY  # its reader compares a token file with the number that a header promises
+    return _OTHER if is_other or _CACHES.fullmatch(name) else kind
+
+
+def _kind_in(kinds: dict[str, list[Path]], where: str, option: str | None) -> str:
+    """Return the kind of the files that are read."""
     present = [kind for kind in _READS[option] if kinds[kind]]
-    if len(present) > 1 and TEXT in present and all(b"\0" in _start(x) for x in kinds[TEXT]):
+    are_many = len([kind for kind in kinds if kinds[kind]]) > 1
+    if TEXT in present and are_many and all(b"\0" in _start(each) for each in kinds[TEXT]):
         present.remove(TEXT)
-    if len(present) > 1 and option in (None, TOKENIZE):
+    if len(present) > 1:
         counts = " and ".join(
             f"{len(kinds[kind]):,} of {_NOUNS[kind]} ({kinds[kind][0].name})" for kind in present
         )
-        way = "name the files of one kind" if option else f"set data={' or data='.join(present)}"
-        raise UsageError(f"{where}: has files of several kinds, {counts}; {way}")
-    if not present and not (has_others and TEXT in _READS[option]):
-        raise UsageError(f"{where}: {_NOTHING.get(str(option), _NOTHING[TEXT])}")
-    return present[0] if present else TEXT
+        ways = [each for each in present if each != TEXT or CHAT not in present]  # reads both
+        way = f"set data={' or data='.join(ways)}, or " * (option is None)
+        raise UsageError(
+            f"{where}: has files of several kinds, {counts}; {way}name the files of one kind"
+        )
+    if present or (kinds[_ABOUT_DATA] and not are_many and TEXT in _READS[option]):
+        return (*present, TEXT)[0]
+    got = [f"{x.name}{' (empty)' * (role == _EMPTY)}" for role in kinds for x in kinds[role]]
+    steps = [
+        f"; {x.name}: {why}" for x in kinds[_OTHER] if (why := _OTHER_FORMATS.get(x.suffix.lower()))
+    ]
+    more = f", got {first_of(got)}" * bool(got) + "".join(steps[:1])
+    raise UsageError(f"{where}: {_NOTHING.get(str(option), _NOTHING[TEXT])}{more}")
 
 
 def _splits_of(parts: Sequence[str]) -> set[str]:

@@ -75,17 +75,11 @@ def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
 def _source(word: str, key: str) -> DataSource:
     """Return the source of a word; of a path that exists, `=` and colons are part of it."""
     name, equals, rest = word.partition("=")
-    path, numbers = _path_and_numbers(word, key)
-    if equals and "/" not in name and not (os.path.exists(path) or any(glob.iglob(path))):
-        path, numbers = _path_and_numbers(rest, key)
-    else:
-        name = ""
-    share, epochs = (*numbers, None, None)[:2]
-    return DataSource(path, share, epochs, name or None)
-
-
-def _path_and_numbers(word: str, key: str) -> tuple[str, list[float]]:
-    path, numbers = os.path.expanduser(word), list[float]()
+    whole = os.path.expanduser(word)
+    places = glob.iglob(whole), glob.iglob(re.sub(r"(?::[\d.e+-]+){1,2}$", "", whole))
+    if not equals or "/" in name or os.path.exists(whole) or any(map(any, places)):
+        name, rest = "", word
+    path, numbers = os.path.expanduser(rest), list[float]()
     while len(numbers) < 2 and not os.path.exists(path):
         start, colon, last = path.rpartition(":")
         try:
@@ -97,7 +91,8 @@ def _path_and_numbers(word: str, key: str) -> tuple[str, list[float]]:
         if not (math.isfinite(number) and number > 0):
             raise UsageError(f"{key}: {word}: expected a share above 0, or epochs")
         path, numbers = start, [number, *numbers]
-    return path, numbers
+    share, epochs = (*numbers, None, None)[:2]
+    return DataSource(path, share, epochs, name or None)
 
 
 def absolute_paths(text: str, key: str = "data.path") -> str:

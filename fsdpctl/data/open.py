@@ -29,7 +29,7 @@ from fsdpctl.data.token_formats import TokenFile, open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.data.tokens import TokenStream
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, first_of
 
 _OWN, _VAL_PATH = "python_stdlib", "data.val_path"
 _ENCODING = 5  # increase it if the same text gives other tokens
@@ -165,10 +165,13 @@ def _read(config: DataConfig, key: str) -> _Read:
         raise UsageError("data=text: data.path is required: a file, a directory or a glob")
     found, held = find_data(config.path, key, TEXT), None
     text, passed = read_text(found, key, config.path)
+    skipped = passed.skipped
     if config.takes_validation and found.validation:
-        held, _ = read_text(replace(found, train=found.validation), key, config.path)
-    about = found.about(validates=config.takes_validation)
-    return text, held, f"{config.path}, {about}{left_out(passed.skipped)}", passed.notes()
+        files = found.validation
+        held, more = read_text(replace(found, train=files), key, first_of([*map(str, files)]))
+        skipped = [*skipped, *more.skipped]
+    about = found.about(validates=config.takes_validation, skipped=len(skipped))
+    return text, held, f"{config.path}, {about}{left_out(skipped)}", passed.notes()
 
 
 def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:

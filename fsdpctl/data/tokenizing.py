@@ -137,7 +137,8 @@ def tokenize_files(
     for stale in existing if output.shard_tokens is not None else ():
         if stale.stem > last:
             stale.unlink()
-    used = f"{found.about(validates=False)}{left_out(passed.skipped)}"
+    about = found.about(validates=False, skipped=len(passed.skipped))
+    used = f"{about}{left_out(passed.skipped)}"
     notes = (*passed.notes(), *tokenizer.notes())
     return Written(state.files, state.total, state.num_bytes, used, notes)
 

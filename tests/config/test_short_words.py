@@ -75,7 +75,7 @@ def test_the_kind_of_data_follows_from_its_path(path, option, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     for folder, file in (("texts", "a.md"), ("chats", "a.jsonl"), ("chats", "b.parquet")):
         (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / file).touch()
+        (tmp_path / folder / file).write_text("a")
     assert compose_config([f"data.path={path}"]).config.data.name == option
     assert compose_config([f"data.path={path}", "data=text"]).config.data.name == "text"
 

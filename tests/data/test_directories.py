@@ -28,7 +28,9 @@ CONTENTS = {
 }  # fmt: skip
 
 
-NAMED = {"ROWS": ROW * 2, "ARRAY": json.dumps([{"messages": []}], indent=1), "OTHER": '{"a": 1}'}
+NAMED = {"ROWS": ROW * 2, "ARRAY": json.dumps([{"messages": []}], indent=1), "OTHER": '{"a": 1}',
+         "EMPTY": "", "NONE": "[]", "SQUAD": '{"version": "1", "data": [{"title": "a"}]}',
+         "COLUMNS": json.dumps([{"document": "a", "summary": "b"}], indent=1)}  # fmt: skip
 
 
 def write(folder, names):
@@ -104,7 +106,39 @@ LAYOUTS = {
     ),
     "a source tree": (
         "train.py tests/test_a.py README.md package.json=OTHER .git/config",
-        "text", "README.md package.json tests/test_a.py train.py", "", "4 files",
+        "text", "README.md tests/test_a.py train.py", "", "3 of 4 files; left out: package.json",
+    ),
+    "texts and files of other formats": (
+        "LICENSE a.py b.pdf data.jsonl.bz2 c.idx", "text", "LICENSE a.py", "",
+        "2 of 5 files; left out: b.pdf, c.idx, data.jsonl.bz2",
+    ),
+    "a README next to a table": (
+        "README.md data.csv more.tsv LICENSE", "text", "data.csv more.tsv", "",
+        "2 of 4 files; left out: LICENSE, README.md",
+    ),
+    "papers in the directory of a split": (
+        "train/a.py train/README.md test/b.py test/LICENSE dev/c.py dev/requirements.txt",
+        "text", "train/README.md train/a.py", "dev/c.py dev/requirements.txt",
+        "4 of 6 files, 2 of them to validate; left out: 2 test",
+    ),
+    "an empty shard of rows": (
+        "a.jsonl b.jsonl=EMPTY part-0=EMPTY README.md", "chat", "a.jsonl", "",
+        "1 of 4 files; left out: README.md, b.jsonl (empty), part-0 (empty)",
+    ),
+    "empty rows to validate": (
+        "train.jsonl val.jsonl=EMPTY", "chat", "train.jsonl", "",
+        "1 of 2 files; left out: val.jsonl (empty)",
+    ),
+    "an empty text to validate": (
+        "train.txt val.txt=EMPTY", "text", "train.txt", "",
+        "1 of 2 files; left out: val.txt (empty)",
+    ),
+    "an empty token file, which is damaged": (
+        "a.bin b.bin=EMPTY", "tokens", "a.bin b.bin", "", "2 files",
+    ),
+    "rows of any columns, called .json": (
+        "a.json=COLUMNS README.md squad.json=SQUAD none.json=NONE", "chat", "a.json", "",
+        "1 of 4 files; left out: README.md, none.json, squad.json",
     ),
     "Markdown": ("README.md guide/train.md", "text", "README.md guide/train.md", "", "2 files"),
     "only a README": ("README.md", "text", "README.md", "", "1 file"),
@@ -153,7 +187,16 @@ def test_the_data_of_a_directory_follows_from_its_names(name, tmp_path):
 
 ASKS = {
     "a.jsonl notes.txt": "several kinds, 1 of rows (a.jsonl) and 1 of text (notes.txt); set "
-    "data=chat or data=text",
+        "data=chat, or name the files of one kind",
+    "a.jsonl notes.txt train.bin": "1 of text (notes.txt); set data=chat or data=tokens, or name",
+    "README.md train.jsonl.bz2": "no text found, got README.md, train.jsonl.bz2; train.jsonl.bz2: "
+        "compressed; unpack it",
+    "README.md squad.json=SQUAD": "squad.json: JSON without rows; expected JSON Lines or an array",
+    "LICENSE none.json=NONE": "none.json: JSON without rows",
+    "LICENSE data.xlsx a.pkl": "got LICENSE, a.pkl, data.xlsx; data.xlsx: a table; set data=chat",
+    "README.md weights.db": "no text found, got README.md, weights.db",
+    "a.jsonl=EMPTY b.txt=EMPTY README.md": "got README.md, a.jsonl (empty), b.txt (empty)",
+    "state.json=OTHER cache-1.arrow": "no text found, got cache-1.arrow, state.json",
     "input.txt prepare.py train.bin val.bin": "2 of tokens (train.bin) and 2 of text (input.txt)",
     "en/train.jsonl fr/train.jsonl": "several sets to train on, en, fr; name the directory",
     "data/train_sft-00000-of-00001.parquet data/train_gen-00000-of-00001.parquet":
@@ -191,12 +234,18 @@ def test_a_typed_option_selects_among_several_kinds(tmp_path):
     assert data_files(path, option="chat").about(validates=True) == (
         "1 of 4 files; left out: README.md, notes.txt, train.bin"
     )
-    text = data_files(path, option="text")
-    assert [each.name for each in text.train] == ["README.md", "notes.txt"]
-    assert {name for _, name in text.left_out} == {"a.jsonl", "train.bin"}
+    for option, key in (("text", "data.path"), ("tokenize", "SRC")):
+        said = (
+            r"=.*several kinds, 1 of text \(notes.txt\) and 1 of rows \(a.jsonl\); name the files "
+        )
+        with pytest.raises(UsageError, match=f"^{key}{said}of one kind$"):
+            data_files(path, key, option)
+    rows = data_files(write(tmp_path / "rows", "a.jsonl README.md b.bin"), option="text")
+    assert [each.name for each in rows.train] == ["a.jsonl"]
+    text = data_files(write(tmp_path / "code", "a.py README.md b.bin"), option="text")
+    assert [each.name for each in text.train] == ["README.md", "a.py"]
+    assert text.left_out == (("", "b.bin"),)
     assert [each.name for each in data_files(path, option="tokens").train] == ["train.bin"]
-    with pytest.raises(UsageError, match=r"SRC=.*several kinds.*; name the files of one kind"):
-        data_files(path, "SRC", "tokenize")
     for option, said in (("chat", "no conversations found"), ("tokens", "no token files")):
         with pytest.raises(UsageError, match=said):
             data_files(write(tmp_path / "texts", "a.txt"), option=option)
@@ -204,8 +253,14 @@ def test_a_typed_option_selects_among_several_kinds(tmp_path):
 
 def test_a_path_that_names_files_reads_them(tmp_path):
     path = write(tmp_path, "test.jsonl test2.jsonl train.jsonl README.md dataset_info.json")
-    for name in ("test.jsonl", "README.md", "dataset_info.json"):
+    for name in ("test.jsonl", "README.md"):
         assert [each.name for each in data_files(f"{path}/{name}").train] == [name]
+    for content in NAMED["OTHER"], NAMED["SQUAD"], NAMED["NONE"], "[1]", '{\n "text": "a"\n}':
+        (tmp_path / "dataset_info.json").write_text(content)
+        for option, way in ((None, ", or set data=text$"), ("tokenize", " objects$")):
+            with pytest.raises(UsageError, match=f"JSON without rows; expected .*{way}"):
+                data_files(f"{path}/dataset_info.json", option=option)
+        assert data_files(f"{path}/dataset_info.json", option="text").option == "text"
     tests = data_files(f"{path}/test*")
     assert [each.name for each in tests.train] == ["test.jsonl", "test2.jsonl"]
     everything = data_files(f"{path}/*", option="chat")
@@ -228,7 +283,15 @@ CONTENT = {
     "": "text",
     '{"name": "package", "version": 1}': "text",
     '{\n "text": "a"\n}': "text",
-    '[{"id": 1}]': "text",
+    '[{"id": 1}]': "chat",
+    '[\n {\n  "document": "' + "a" * 70_000: "chat",
+    '{"id": 1, "text": "' + "a" * 70_000 + '", "messages": 1}\n': "chat",
+    '{ "id": "' + "a" * 70_000 + '"}\n{"id": "b"}\n': "chat",
+    '{\n "data": "' + "a" * 70_000: "text",
+    "[" + "1, " * 70_000: "text",
+    "[]": "text",
+    '{"version": 1, "data": [{"text": "a"}]}': "text",
+    "{}\nif (a) {\n}": "text",
     "[1, 2]": "text",
     "[section]\nkey = 1": "text",
     "{" * 5000: "text",
@@ -240,6 +303,9 @@ def test_json_lines_are_rows_whatever_their_name(content, tmp_path):
     file = tmp_path / "a.json"
     file.write_text(content)
     assert kind_of(file) == CONTENT[content]
+    for name in ("a.txt", "part-00000"):
+        assert kind_of(file.rename(tmp_path / name)) == CONTENT[content]
+        (tmp_path / name).rename(file)
     for name in ("a.jsonl", "a.json.gz", "a.jsonl.zst", "a.ndjson", "missing.json", "A.JSONL"):
         assert kind_of(tmp_path / name) == "chat"
 
@@ -294,6 +360,34 @@ def test_texts_are_validated_on_files_that_are_called_so(tmp_path):
     assert found.val is not None
     assert found.val.num_tokens == len("dev/a.txt")
     assert found.description.endswith("2 of 3 files, 1 of them to validate; left out: 1 test")
+
+
+def test_files_that_turn_out_not_to_be_text_are_not_counted_as_used(tmp_path):
+    for name, content in (("train/a.py", b"a"), ("train/b.py", b"\xe9"), ("val/c.py", b"c"),
+                          ("val/d.py", b"\0")):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    said = "2 skipped: b.py (not UTF-8 at byte 1), d.py (binary)"
+    found = open_data(DataConfig("text", str(tmp_path))).description
+    assert found.endswith(
+        f"2 of 4 files, 2 of them to validate, {said.replace(' sk', ' files sk')}"
+    )
+    done = tokenize_files(str(tmp_path / "train"), Output(tmp_path / "t.bin"), ByteTokenizer())
+    assert done.about == "1 of 2 files, 1 file skipped: b.py (not UTF-8 at byte 1)"
+    (tmp_path / "val/c.py").write_bytes(b"\0")
+    with pytest.raises(UsageError, match=r"/val/c.py, .*/val/d.py: no text found, 2 files skipped"):
+        open_data(DataConfig("text", str(tmp_path)))
+
+
+def test_an_array_of_other_columns_is_refused_with_its_keys(tmp_path):
+    (tmp_path / "a.json").write_text(NAMED["COLUMNS"])
+    (tmp_path / "README.md").write_text("# Texts")
+    for path in (tmp_path, tmp_path / "a.json"):
+        assert option_of_data(str(path)) == "chat"
+        with pytest.raises(UsageError, match="unknown format with keys document, summary"):
+            open_data(DataConfig("text", str(path)))
+        with pytest.raises(UsageError, match="unknown format with keys document, summary"):
+            tokenize_files(str(path), Output(tmp_path / "t.bin"), ByteTokenizer())
 
 
 def test_text_and_tokenize_read_the_rows_that_chats_do(tmp_path):

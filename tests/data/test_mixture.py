@@ -166,8 +166,8 @@ def test_a_path_with_an_equals_sign_is_a_path_if_it_is_there(tmp_path, monkeypat
     shares = [(each.share, each.epochs) for each in sources_in("lang=en/*.txt:1:2,lang=fr/:3")]
     assert shares == [(0.25, 2), (0.75, None)]
     for text in ("mine=x/c.txt", "mine=x/*.txt", "mine=lang=en/*.txt"):
-        found = sources_in(f"{text}:0.5,other.txt:0.5")[0]
-        assert (found.given_name, found.path) == ("mine", text.removeprefix("mine="))
+        one = sources_in(f"{text}:0.5,other.txt:0.5")[0]
+        assert (one.given_name, one.path) == ("mine", text.removeprefix("mine="))
     data = open_data(DataConfig("text", "lang=en/a.txt:0.5,lang=fr/b.txt:0.5", val_fraction=0))
     assert data.description == "a (50.0%), b (50.0%)"
 
