@@ -124,24 +124,25 @@ def _next_step(problem: str) -> str:
 
 
 def _parts(content: IO[bytes], most: int | None) -> Iterator[bytes]:
-    """Yield the bytes of a file in parts of about `most` that end at a line break if they can."""
+    """Yield the bytes of a file in parts of about `most` that end after a line, or a word."""
     rest = b""
     while True:
         part = rest + content.read(-1 if most is None else most)
         if most is None or len(part) < most:
             yield part
             return
-        at = _line_end(part) or _character_end(part)
+        at = _text_start(part) or _character_end(part)
         rest = part[at:]
         yield part[:at]
 
 
-def _line_end(part: bytes) -> int:
-    """Return the end of the last line that text follows, not blanks, which tokenizers may join."""
-    at = len(part) - 1
-    while (at := part.rfind(b"\n", len(part) // 2, at)) >= 0:
-        if not part[at + 1 : at + 2].isspace():
-            return at + 1
+def _text_start(part: bytes) -> int:
+    """Return where the last line, else word, begins: not in blanks, which tokenizers may join."""
+    for mark in (b"\n", b" "):
+        at = len(part) - 1
+        while (at := part.rfind(mark, len(part) // 2, at)) >= 0:
+            if not part[at + 1 : at + 2].isspace():
+                return at + 1
     return 0
 
 

@@ -165,13 +165,12 @@ def _read(config: DataConfig, key: str) -> _Read:
         raise UsageError("data=text: data.path is required: a file, a directory or a glob")
     found, held = find_data(config.path, key, TEXT), None
     text, passed = read_text(found, key, config.path)
-    skipped = passed.skipped
     if config.takes_validation and found.validation:
         files = found.validation
         held, more = read_text(replace(found, train=files), key, first_of([*map(str, files)]))
-        skipped = [*skipped, *more.skipped]
-    about = found.about(validates=config.takes_validation, skipped=len(skipped))
-    return text, held, f"{config.path}, {about}{left_out(skipped)}", passed.notes()
+        passed.skipped += more.skipped
+    about = found.about(validates=config.takes_validation, skipped=len(passed.skipped))
+    return text, held, f"{config.path}, {about}{left_out(passed.skipped)}", passed.notes()
 
 
 def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:

@@ -34,7 +34,7 @@ from fsdpctl.io.untrusted import MIB, read_json
 _BATCH = 4 * MIB  # bytes of text that are tokenized together
 _WINDOW = 1 << 16  # documents that are shuffled together
 _WINDOW_BYTES = 256 * MIB  # after which a window ends, too
-_PIECES = "2"  # increase it if the same files give other pieces
+_PIECES = "3"  # increase it if the same files give other pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,17 @@ def test_a_run_of_blanks_is_read_if_a_token_of_the_whole_begins_at_the_cut(tmp_p
 
 
 @pytest.mark.usefixtures("_small")
+def test_a_run_after_words_is_read_whatever_its_length(tmp_path):
+    tokenizer = written(runs())
+    for words, count in ((250, 5000), (301, 2777), (380, 3601)):
+        for run in (" ", "\n", "\n  "):
+            text = f"{'harbor ' * words}{run * count}{' seven' * 400}"
+            text = text[: 2 * 3000 - 600] + " seven" * 200  # of which one cut is in the run
+            found = in_pieces(text, tokenizer, tmp_path / "a.txt")
+            assert found == tokenizer.encode(Text((text.encode(),))).tolist(), (words, run)
+
+
+@pytest.mark.usefixtures("_small")
 def test_bytes_are_cut_without_a_trace(tmp_path):
     for text in TEXTS.values():
         (tmp_path / "a.txt").write_text(text)
