@@ -75,6 +75,8 @@ def compose_config(
     base = read if converted is None else list(converted)
     refuse_commands(str(recipe), base, typed)
     _refuse_doubles(base)
+    replaced = {name for name, _ in typed}  # whose values in the recipe need not be valid
+    base = [pair for pair in base if pair[0] not in replaced]
     base = resharding(expanded(base, [], _ranks_per_node), [])
     typed = resharding(expanded(typed, base, _ranks_per_node), base)
     given = {name for name, _ in typed}

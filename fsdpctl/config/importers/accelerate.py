@@ -10,7 +10,12 @@ from fsdpctl.config.importers.shared import (
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.training import TrainingRows
-from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
+from fsdpctl.config.importers.translation import (
+    RankDegrees,
+    SourceBatch,
+    Translation,
+    TranslationRow,
+)
 from fsdpctl.errors import UsageError
 
 _UNUSED = (
@@ -124,6 +129,9 @@ def _read_precision(found: Translation, inner: SourceConfig | None) -> None:
         raise source.error(value, "expected no, bf16, fp16 or fp8")
     ours = "fp32" if name in ("no", "false") else "bf16"
     note = "same size as fp16" if name == "fp16" else ""
+    if name == "fp16" and value is not None:
+        why = "trained in bf16, without scaling of the loss"
+        found.left_out.append(TranslationRow(value.key, value.text, note=why))
     found.map(value, f"precision={ours}", default="mixed_precision", note=note)
     if name == "fp8" and value is not None:
         found.exclude(value, "matrix products are estimated in bf16")

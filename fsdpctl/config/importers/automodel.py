@@ -150,6 +150,9 @@ def _read_lengths(found: Translation) -> None:
                   "data=chat", "data.packing=true", f"train.seq_len={packed}")  # fmt: skip
     elif length:
         found.map(length, f"train.seq_len={length.text}")
+    else:
+        why = "dataset.seq_length: not set: Automodel does not shorten samples; set train.seq_len"
+        found.missing_for_training.append(("train.seq_len", why))
     keys = (f"{_SCHEDULER}local_batch_size", f"{_SCHEDULER}global_batch_size")
     micro, total = map(source.positive, keys)
     found.batch = SourceBatch(keys, micro or 1, None, total or _BATCH)

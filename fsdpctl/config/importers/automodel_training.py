@@ -22,6 +22,7 @@ _TOKENS = ("MegatronPretraining", "NanogptDataset")
 _SAME_LOSS = ("", "MaskedCrossEntropy", "FusedLinearCrossEntropy", "TEParallelCrossEntropy",
               "ChunkedCrossEntropy")  # fmt: skip
 _FOLLOWED = ("path_or_dataset_id", "path_or_dataset", "data_path", "paths", "dataset_name")
+_CONSTANT = ("lr_scheduler=constant", "lr_scheduler.warmup_steps=0")
 _STYLES = {
     "constant": ("lr_scheduler=constant",),
     "cosine": ("lr_scheduler=cosine",),
@@ -37,8 +38,10 @@ def read_training(found: Translation, optimizer: str) -> None:
     rows = TrainingRows(found, AUTOMODEL)
     if (loss := rows.value("loss_fn._target_")) and _last(loss) not in _SAME_LOSS:
         rows.ask(loss, "", "another loss")
-    if (recipe := rows.value("recipe")) and _last(recipe).startswith("Benchmarking"):
-        rows.leave(recipe, "does not clip gradients, and keeps one learning rate")
+    recipe = rows.value("recipe", "recipe._target_")
+    measures = recipe is not None and _last(recipe).startswith("Benchmarking")
+    if recipe is not None and measures:
+        rows.add(recipe, "optimizer.max_grad_norm=0", *_CONSTANT)
     adapts = {"peft.dropout": "model.lora.dropout"} if "model.lora.rank" in found.settings else {}
     rows.plain({**_PLAIN, **adapts})
     _read_decay(rows, optimizer)
@@ -52,7 +55,8 @@ def read_training(found: Translation, optimizer: str) -> None:
         note = "with train.steps: the shorter of the two; " if steps else ""
         note += "Automodel ends each epoch with a smaller step"
         rows.add(epochs, f"train.epochs={epochs.text}", note=note)
-    _read_rates(rows, steps)
+    if not measures:
+        _read_rates(rows, steps)
     _read_data(rows)
 
 
@@ -76,8 +80,7 @@ def _read_decay(rows: TrainingRows, optimizer: str) -> None:
 def _read_rates(rows: TrainingRows, steps: int | None) -> None:
     """Translate the schedule, which is constant unless the file has a section for it."""
     if not rows.below(_RATES):
-        rows.add(SourceKey("lr_scheduler", "", ()), "lr_scheduler=constant",
-                 "lr_scheduler.warmup_steps=0", note="the default of Automodel")  # fmt: skip
+        rows.add(SourceKey("lr_scheduler", "", ()), *_CONSTANT, note="the default of Automodel")
         return
     style = rows.known(f"{_RATES}lr_decay_style")
     words = _STYLES.get(style.text.strip())
@@ -135,10 +138,9 @@ def _read_data(rows: TrainingRows) -> None:
     file = rows.file(held.text) if held else None
     if held and file is not None:
         rows.add(held, f"data.val_path={file}")
+    elif others := rows.below("validation_dataset"):
+        name = rows.value("validation_dataset.dataset_name", "validation_dataset._target_")
+        shown = held or name or next(iter(others.values()))
+        rows.add(shown, "data.val_fraction=0", note="not found here; set data.val_path=FILE")
     else:
-        value = rows.known("validation_dataset")
-        rows.add(value, "data.val_fraction=0")
-        if held or rows.below("validation_dataset"):
-            name = rows.value("validation_dataset.dataset_name", "validation_dataset._target_")
-            shown = held or name or SourceKey("validation_dataset", "", ())
-            rows.leave(shown, "not found here; set data.val_path=FILE")
+        rows.add(rows.known("validation_dataset"), "data.val_fraction=0")

@@ -12,6 +12,7 @@ from fsdpctl.config.importers.shared import (
     check_degrees,
     check_heads,
     deepspeed_file,
+    is_expression,
     quantized,
     read_activation_offload,
     read_context,
@@ -222,7 +223,10 @@ def _read_targets(found: Translation) -> None:
     """Translate the layers and parameters with adapters."""
     names = ("linear", "modules", "parameters")
     linear, targets, stacked = (found.source.take(f"lora_target_{each}") for each in names)
-    if stacked:
+    if stacked and targets and is_expression(targets):
+        text = f"{targets.key}: {targets.text[:80]}: with lora_target_parameters"
+        found.missing.append(("model.lora.targets", f"{text}; add model.lora.targets=[NAMES]"))
+    elif stacked:
         layers = ("all_linear",) if linear and linear.is_on else targets.items if targets else ()
         words = f"model.lora.targets=[{','.join((*layers, *stacked.items))}]"
         found.map(stacked, words, note="with the layers that have adapters")

@@ -104,7 +104,7 @@ def quantized(dtype: str, *, experts: bool = False) -> tuple[str, ...]:
 def read_targets(found: Translation, value: SourceKey) -> None:
     """Translate the layers with adapters: a list, or peft's expression that matches whole names."""
     text = value.text.strip()
-    if len(value.items) > 1 or not _EXPRESSION.search(text):
+    if not is_expression(value):
         found.map(value, f"model.lora.targets=[{','.join(value.items)}]")
         check_heads(found, value)
         return
@@ -120,6 +120,11 @@ def read_targets(found: Translation, value: SourceKey) -> None:
     found.map(value, f"model.lora.targets=[{','.join(names)}]", note=note)
     if any(one != each[0] for one in each):
         found.exclude(value, f"adapters are estimated on all blocks; {TOO_HIGH}")
+
+
+def is_expression(value: SourceKey) -> bool:
+    """Return whether a value is a regular expression, and not names."""
+    return len(value.items) == 1 and _EXPRESSION.search(value.text.strip()) is not None
 
 
 def check_heads(found: Translation, value: SourceKey | None) -> None:

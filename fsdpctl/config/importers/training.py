@@ -107,6 +107,15 @@ class TrainingRows:
         kind = given.get("optimizer.type")
         if kind is not None and kind.text.lower() not in ("adam", "adamw"):
             self.ask(kind, "optimizer", "expected AdamW")
+        params = {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"}
+        for key, ours in params.items():
+            value = given.get(f"optimizer.params.{key}")
+            if value is not None and value.text.strip() != "auto":
+                self.add(value, f"optimizer.{ours}={value.text}")
+        betas = given.get("optimizer.params.betas")
+        if betas is not None and len(betas.items) == 2:
+            one, two = betas.items
+            self.add(betas, f"optimizer.beta1={one}", f"optimizer.beta2={two}")
         for key, value in given.items():
             if value.text.strip() != "auto" and any(fnmatchcase(key, x) for x in OF_DEEPSPEED):
                 self.leave(value, "changes the training, without a counterpart")
@@ -114,6 +123,10 @@ class TrainingRows:
     def leave(self, value: SourceKey, why: str) -> None:
         """Record that a value has no counterpart."""
         self._found.left_out.append(TranslationRow(value.key, value.text, note=why))
+
+    def missing(self, name: str, why: str) -> None:
+        """Require the setting `name`, without which `train` does not accept the recipe."""
+        self._found.missing_for_training.append((name, why))
 
     def ask(self, value: SourceKey, name: str, why: str) -> None:
         """Refuse a recipe because of a value, unless the setting `name` is on the command line."""
@@ -130,8 +143,7 @@ class TrainingRows:
             if not value.text or ("$" in value.text and theirs in self._defaults):
                 why = f"required by {self._found.tool}"
                 why = f"{value.text[:80]}: a variable that is not known" if value.text else why
-                missing = (ours, f"{value.key}: {why}; set {ours}")
-                self._found.missing_for_training.append(missing)
+                self.missing(ours, f"{value.key}: {why}; set {ours}")
             else:
                 self.add(value, f"{ours}={value.text}", decides=theirs in self._defaults)
 
@@ -165,7 +177,7 @@ class TrainingRows:
         if own:
             rows = "write rows with prompt and completion to a file and set data.path=FILE"
             why = f"{own}: writes prompts of its own, not the chat template; {rows}"
-        self._found.missing_for_training.append(("data.path", why))
+        self.missing("data.path", why)
         return option
 
 
@@ -181,6 +193,9 @@ def read_hugging_face_training(rows: TrainingRows, *, adapts: bool) -> int | Non
         rows.leave(unused, "max_steps decides the length")
     if project := rows.value("wandb_project"):
         rows.add(project, "log.wandb=true", decides=False)
+    half = rows.value("fp16", "float16")
+    if half is not None and half.is_on:
+        rows.leave(half, "trained in bf16, without scaling of the loss")
     rows.deepspeed()
     rows.plain({**_PLAIN, **({"lora_dropout": "model.lora.dropout"} if adapts else {})})
     return steps

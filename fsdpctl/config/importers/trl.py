@@ -74,7 +74,8 @@ def read_trl(source: SourceConfig) -> Translation:
     passes = source.positive("gradient_accumulation_steps")
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
     found.batch = SourceBatch(keys, micro or 8, passes or 1)
-    narrow = source.take("bf16", "fp16")
+    half = source.take_on("fp16")
+    narrow = half or source.take("bf16")
     dtype = source.take("dtype", "torch_dtype") or SourceKey("dtype", "float32", ())
     precision = _precision(dtype, narrow)
     found.map(narrow, precision, default="bf16")
@@ -204,9 +205,11 @@ def _read_chats(rows: TrainingRows, paths: list[str]) -> None:
     completion = rows.value("completion_only_loss")
     if only.is_on or (completion and completion.is_on):
         rows.add(only if only.is_on else completion or only, "data.train_on=assistant")
-    elif completion is None and paths and all(has_completions(rows, path) for path in paths):
+    elif completion is None and not (paths and all(map(rows.file, paths))):
+        why = "of rows with prompt and completion TRL trains on the completion, of others on all"
+        rows.missing("data.train_on", f"dataset_name: {why}; set data.train_on=assistant or all")
+    elif completion is None and all(has_completions(rows, path) for path in paths):
         note = "rows with prompt and completion: TRL trains on the completion"
         rows.add(only, "data.train_on=assistant", note=note)
     else:
-        note = "TRL trains on all tokens, of rows with prompt and completion on the completion"
-        rows.add(completion or only, "data.train_on=all", note=note)
+        rows.add(completion or only, "data.train_on=all", note="TRL trains on all tokens")

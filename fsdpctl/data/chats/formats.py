@@ -222,6 +222,8 @@ def _alpaca(row: _Fields) -> Plain:
     asked, added, answer = row.text(*_ASKED), row.text(*_ADDED), row.text(*_ANSWERED)
     if not is_empty(row.rest.get("history", [])):
         raise UsageError("history: only valid with data.prompt=template")
+    if not answer:
+        return Plain("")  # passed over by the reader
     head = "Below is an instruction that describes a task"
     more = ", paired with an input that provides further context" if added else ""
     task = f"{head}{more}. Write a response that appropriately completes the request."

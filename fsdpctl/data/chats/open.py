@@ -73,7 +73,7 @@ def open_chats(config: DataConfig, seed: int = 0) -> ChatSet:
     if config.tokenizer in (None, BYTES):
         raise UsageError(
             "data=chat: requires a model's tokenizer; set model=hf model.path=DIR, or "
-            "data.tokenizer=DIR"
+            "data.tokenizer=DIR; or data=text, for rows of text"
         )
     today = _date(config.date)
     tokenizer = open_tokenizer(config.tokenizer)

@@ -68,7 +68,8 @@ def test_a_recipe_has_the_training_of_the_file(name, tmp_path):
     file.write_text(recipe_text(recipe, name))
     # As `train` reads it, which requires what is missing.
     added = [("model", "hf")] if any(name == "model" for name, _ in recipe.missing) else []
-    assert read_recipe(file) == [*recipe.words, *added]
+    read = [each for each in read_recipe(file) if each[1] != "???"]
+    assert read == [*recipe.words, *added]
 
 
 def test_what_is_missing_and_left_out_stands_in_comments():

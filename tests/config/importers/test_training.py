@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from fsdpctl.config.compose import compose_config
 from fsdpctl.config.importers import defaults
 from fsdpctl.config.importers.automodel import read_automodel
 from fsdpctl.config.importers.axolotl import read_axolotl
@@ -34,7 +35,7 @@ TRL: dict[str, Any] = {
 CHAT = "nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset"
 AUTOMODEL: dict[str, Any] = {
     "model": {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"},
-    "dataset": {"_target_": CHAT, "path_or_dataset_id": "rows.jsonl"},
+    "dataset": {"_target_": CHAT, "path_or_dataset_id": "rows.jsonl", "seq_length": 64},
     "optimizer": {"_target_": "torch.optim.AdamW"}, "lr_scheduler": {"lr_decay_style": "cosine"},
     "peft": {"dim": 8}, "step_scheduler": {"local_batch_size": 1, "global_batch_size": 8},
 }  # fmt: skip
@@ -457,7 +458,6 @@ def test_values_of_any_form_that_train_something_else_are_refused(tool, changes,
         ("axolotl", {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         ("TRL", {"chat_template_kwargs": {"a": 0}}, "chat_template_kwargs"),
         ("TRL", {}, "router_aux_loss_coef=0.001"),
-        ("Automodel", {"validation_dataset_more": {"path_or_dataset_id": "x"}}, "validation_data"),
     ],
 )
 def test_values_that_turn_something_off_or_are_lists_are_named(tool, changes, key):
@@ -477,7 +477,8 @@ def test_keys_of_deepspeed_that_change_the_training_are_named():
              "curriculum_learning": {"enabled": True}}  # fmt: skip
     Path("zero.json").write_text(json.dumps(about))
     lines = converted("axolotl", {**AXOLOTL, "deepspeed": "zero.json"}).left_out
-    assert [line for line in lines if line.startswith("optimizer.params.betas")]
+    words = dict(converted("axolotl", {**AXOLOTL, "deepspeed": "zero.json"}).words)
+    assert (words["optimizer.beta1"], words["optimizer.beta2"]) == ("0.8", "0.9")
     assert [line for line in lines if line.startswith("curriculum_learning.enabled")]
 
 
@@ -496,3 +497,38 @@ def test_adapters_of_trl_without_targets_have_those_of_peft(family, targets):
     recipe = converted("TRL", {**TRL, "model_name_or_path": "model"})
     assert dict(recipe.words).get("model.lora.targets") == targets
     assert ("model.lora.targets" in dict(recipe.missing)) == (targets is None)
+
+
+def test_a_value_that_is_missing_may_be_typed_over_a_written_recipe(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    recipe = converted("TRL", {**TRL, "max_length": None, "use_peft": False})
+    file.write_text(recipe_text(recipe, "run.yml"))
+    typed = ["model=llama3_1b", "train.seq_len=64", "data.path=rows.jsonl"]
+    assert compose_config(typed, str(file)).config.train.seq_len == 64
+    with pytest.raises(UsageError, match=r"^train.seq_len=\?\?\?: expected a whole number"):
+        compose_config([typed[0], typed[2]], str(file))
+
+
+@pytest.mark.parametrize(
+    ("tool", "changes", "expected"),
+    [
+        ("TRL", {"dataset_name": "org/rows"}, "data.train_on"),
+        ("Automodel", {"dataset": {"_target_": CHAT}}, "train.seq_len"),
+        ("axolotl", {"lora_target_linear": None, "lora_target_modules": r"layers\.\d+\.q_proj",
+                     "lora_target_parameters": ["experts.gate_up_proj"]}, "model.lora.targets"),
+    ],
+)  # fmt: skip
+def test_what_the_file_alone_does_not_tell_is_asked_for(tool, changes, expected):
+    assert expected in dict(converted(tool, {**TOOLS[tool][1], **changes}).missing)
+
+
+@pytest.mark.parametrize("tool", ["axolotl", "TRL"])
+def test_fp16_is_named(tool):
+    recipe = converted(tool, {**TOOLS[tool][1], "bf16": False, "fp16": True})
+    assert dict(recipe.words)["precision"].startswith("bf16")
+    assert [line for line in recipe.left_out if line.startswith("fp16=true: trained in bf16")]
+
+
+def test_a_benchmark_clips_nothing_and_keeps_its_rate():
+    words = settings("Automodel", recipe="BenchmarkingRecipeForNextTokenPrediction")
+    assert (words["optimizer.max_grad_norm"], words["lr_scheduler"]) == ("0", "constant")

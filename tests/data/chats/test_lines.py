@@ -161,6 +161,10 @@ def test_rows_of_alpaca_have_the_tokens_that_axolotl_makes(tmp_path, family, add
 def test_only_rows_with_an_instruction_are_written_as_alpaca(tmp_path):
     rows = [{"messages": say("hello", "good day")}]
     assert trained_of(tmp_path, "chatml", rows, prompt="alpaca") == [["good day<|im_end|>"]]
+    empty = {"instruction": "say", "output": ""}
+    answered = {"instruction": "say", "output": "good day"}
+    found = opened(tmp_path / "empty", "chatml", [empty, answered], prompt="alpaca")
+    assert len(found.train) == 1
     bad = {"instruction": "say", "output": "good day", "history": [["a", "b"]]}
     with pytest.raises(UsageError, match=r"line 1: history: only valid with data.prompt=template"):
         opened(tmp_path, "chatml", [bad], prompt="alpaca")
