@@ -14,14 +14,11 @@ from fsdpctl.config.importers.translation import Translation, TranslationRow
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 
-PLAIN_OF_ADAMW = {
-    "learning_rate": "optimizer.lr", "weight_decay": "optimizer.weight_decay",
-    "adam_beta1": "optimizer.beta1", "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.eps",
-}  # fmt: skip
 # The names of transformers' TrainingArguments, which axolotl and TRL share, and ours.
 _PLAIN = {
-    **PLAIN_OF_ADAMW, "max_grad_norm": "optimizer.max_grad_norm",
+    "learning_rate": "optimizer.lr", "weight_decay": "optimizer.weight_decay",
+    "adam_beta1": "optimizer.beta1", "adam_beta2": "optimizer.beta2",
+    "adam_epsilon": "optimizer.eps", "max_grad_norm": "optimizer.max_grad_norm",
     "seed": "train.seed", "output_dir": "train.run_dir", "save_total_limit": "checkpoint.keep_last",
     "logging_steps": "train.log_every", "use_tensorboard": "log.tensorboard",
     "save_steps": "checkpoint.every", "eval_steps": "train.eval_every",
