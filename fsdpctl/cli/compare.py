@@ -97,7 +97,6 @@ def _how(
         how = f"{rounds} of {length} steps per variant"
         options = ["--steps", str(length), "--rounds", str(num_rounds)]
     options += ["--recipe", asked.recipe] if asked.recipe else []
-    options += ["--config-dir", str(asked.config_dir)] if asked.config_dir else []
     return how, command_of(asked.settings or [], options)
 
 
@@ -174,7 +173,7 @@ def _write_recipe(
     best = found[rows.index(recommended.best)]
     asked_for = set(asked.settings or [])
     best = replace(best, words=tuple(e for e in best.words if e != OVER_GLOO or e in asked_for))
-    write_recipe(path, best, lines, recipe=asked.recipe, config_dir=asked.config_dir)
+    write_recipe(path, best, lines, recipe=asked.recipe)
     note(f"written: {path}")
 
 
@@ -184,7 +183,7 @@ def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> "list[V
     from fsdpctl.tools.compare.vary import OVER_GLOO, distinct, possible, share_alike, variants
 
     words = list(asked.settings or [])
-    made = partial(variants, recipe=asked.recipe, config_dir=asked.config_dir, steps=steps)
+    made = partial(variants, recipe=asked.recipe, steps=steps)
     found = made(words)
     if share_alike(found, placed_on_cluster if simulates else placed_here):
         found = made([*words, OVER_GLOO])

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -46,9 +45,6 @@ Settings = Annotated[
 Recipe = Annotated[
     str | None, typer.Option(metavar="NAME|PATH", help="Start from the settings of a recipe.")
 ]
-ConfigDir = Annotated[
-    Path | None, typer.Option(help="Directory with more options, a subdirectory per group.")
-]
 
 RanksPerNode = Annotated[
     str | None,
@@ -62,11 +58,10 @@ class ConfigArguments(NamedTuple):
 
     settings: list[str] | None = None
     recipe: str | None = None
-    config_dir: Path | None = None
 
 
 def configured(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command whose first parameter is a `ConfigArguments`: typer sees its three fields."""
+    """Wrap a command whose first parameter is a `ConfigArguments`: typer sees its fields."""
 
     def run(*args: Any, **options: Any) -> None:
         given = signature.bind(*args, **options)
@@ -74,7 +69,7 @@ def configured(command: Callable[..., None]) -> Callable[..., None]:
         config = ConfigArguments(*(given.arguments.pop(name) for name in ConfigArguments._fields))
         command(config, **given.arguments)
 
-    own = zip(ConfigArguments._fields, (Settings, Recipe, ConfigDir), strict=True)
+    own = zip(ConfigArguments._fields, (Settings, Recipe), strict=True)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     params = [inspect.Parameter(name, kind, default=None, annotation=a) for name, a in own]
     params += list(inspect.signature(command, eval_str=True).parameters.values())[1:]
@@ -105,7 +100,7 @@ def normalized(config: ConfigArguments, nproc_per_node: str | None = None) -> Co
             settings.append(text)
     if nproc_per_node is not None:
         settings.append(f"launch.nproc_per_node={nproc_per_node}")
-    return ConfigArguments(settings, recipe, config.config_dir)
+    return ConfigArguments(settings, recipe)
 
 
 def composed_from(
@@ -121,10 +116,8 @@ def composed_from(
     """
     from fsdpctl.config.compose import compose_config
 
-    settings, recipe, config_dir = normalized(config)
-    composed = compose_config(
-        list(settings or []), recipe, config_dir, converted=converted, first=first
-    )
+    settings, recipe = normalized(config)
+    composed = compose_config(list(settings or []), recipe, converted=converted, first=first)
     for name in () if quiet else composed.dropped:
         say(f"{name} of the recipe ignored: {name.split('.')[0]} is set on the command line")
     for line in () if quiet else composed.renamed:

@@ -53,7 +53,7 @@ def convert(
         note(f"missing: {why}")
 
 
-def converted(source: Path, words: list[str], config_dir: Path | None = None) -> "ConvertedRecipe":
+def converted(source: Path, words: list[str]) -> "ConvertedRecipe":
     """Return the recipe for a file of another tool, with settings of the command line.
 
     Raises:
@@ -64,5 +64,5 @@ def converted(source: Path, words: list[str], config_dir: Path | None = None) ->
     from fsdpctl.config.importers.recipe import convert as to_recipe
     from fsdpctl.resolve.machine import ranks_here
 
-    typed = checked_settings(words, config_dir)
+    typed = checked_settings(words)
     return to_recipe(read_others(source.expanduser()), dict(typed), ranks_here())

@@ -23,23 +23,23 @@ def asked_from(file: Path, asked: ConfigArguments) -> "ImportedConfig":
     """
     from fsdpctl.config.importers.read import read_others
 
-    words, config_dir = typed_beside(file, asked)
+    words = typed_beside(file, asked)
     translation = read_others(file.expanduser())
     from fsdpctl.estimate.from_others import completed
 
-    return completed(translation, words, config_dir)
+    return completed(translation, words)
 
 
-def typed_beside(file: Path, asked: ConfigArguments) -> tuple[list[str], Path | None]:
-    """Return the settings of the command line, and the directory with more options.
+def typed_beside(file: Path, asked: ConfigArguments) -> list[str]:
+    """Return the settings of the command line.
 
     Raises:
         UsageError: If a recipe is given too.
     """
-    words, recipe, config_dir = normalized(asked)
+    words, recipe = normalized(asked)
     if recipe is not None:
         raise UsageError(f"--from {file}: conflicts with the recipe {recipe}; pass only one")
-    return list(words or []), config_dir
+    return list(words or [])
 
 
 def show_translation(asked: "ImportedConfig") -> None:

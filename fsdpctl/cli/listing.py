@@ -1,7 +1,6 @@
 """`fsdpctl list`."""
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,24 +20,21 @@ def list_choices(
         str | None,
         typer.Argument(help="Group, section or key to list, as in `fsdpctl list model`."),
     ] = None,
-    config_dir: Annotated[
-        Path | None, typer.Option(help="Directory with more options, a subdirectory per group.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List settings, options and recipes."""
     from fsdpctl.config.compose import compose_config
 
-    default = compose_config([], config_dir=config_dir).config
+    default = compose_config([]).config
     if as_json:
         sections = list(SECTIONS) if group is None else [group]
-        found = [_described(each, default, config_dir) for each in sections]
+        found = [_described(each, default) for each in sections]
         recipes = {"name": "recipe", "default": None, "choices": recipe_names(), "keys": []}
         emit(json.dumps(found if group else [*found, recipes], indent=2))
     elif group is None:
-        _list_everything(default, config_dir)
+        _list_everything(default)
     else:
-        _list_section(group, default, config_dir)
+        _list_section(group, default)
 
 
 def _unknown(group: str) -> str:
@@ -54,14 +50,14 @@ def _keys_of(group: str) -> dict[str, Key]:
     return found
 
 
-def _described(section: str, default: Config, config_dir: Path | None) -> dict[str, Any]:
+def _described(section: str, default: Config) -> dict[str, Any]:
     """Return the options and keys of a group as the object to print."""
     keys, part = _keys_of(section), getattr(default, section.split(".")[0])
     is_group = section in GROUPS
     return {
         "name": section,
         "default": part.name if is_group else None,
-        "choices": choices_of(section, config_dir) if is_group else [],
+        "choices": choices_of(section) if is_group else [],
         "keys": [
             {
                 "name": name,
@@ -75,11 +71,11 @@ def _described(section: str, default: Config, config_dir: Path | None) -> dict[s
     }
 
 
-def _list_everything(default: Config, config_dir: Path | None) -> None:
+def _list_everything(default: Config) -> None:
     groups = new_table("group", "options (default first)")
     for group in GROUPS:
         first = getattr(default, group).name
-        others = [each for each in choices_of(group, config_dir) if each != first]
+        others = [each for each in choices_of(group) if each != first]
         add_row(groups, group, ", ".join([first, *others]))
     show_table(groups)
     say(f"\nsections without options: {', '.join(s for s in SECTIONS if s not in GROUPS)}")
@@ -91,15 +87,13 @@ def _list_everything(default: Config, config_dir: Path | None) -> None:
     say("\n`fsdpctl list GROUP` shows the options and keys of a group.")
 
 
-def _list_section(section: str, default: Config, config_dir: Path | None) -> None:
+def _list_section(section: str, default: Config) -> None:
     found, part = _keys_of(section), getattr(default, section.split(".")[0])
     if section in GROUPS:
         choices = new_table("option", "description")
-        for choice in choices_of(section, config_dir):
+        for choice in choices_of(section):
             file = package_folder("conf") / section / f"{choice}.yaml"
             marked = f"{choice} (default)" if choice == part.name else choice
-            if not file.is_file() and config_dir is not None:
-                file = config_dir / section / f"{choice}.yaml"
             add_row(choices, marked, first_comment(file))
         show_table(choices)
         if not found:

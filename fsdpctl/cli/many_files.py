@@ -62,8 +62,7 @@ def verdicts_of(files: Sequence[Path], asked: ConfigArguments) -> Iterator[FileV
     """
     from fsdpctl.config.compose import compose_config
 
-    words, config_dir = typed_beside(files[0], asked)
-    compose_config(words, None, config_dir)
+    compose_config(typed_beside(files[0], asked))
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.search import estimates_of
 

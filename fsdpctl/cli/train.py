@@ -73,7 +73,7 @@ def _composed(
 
     if config.recipe is not None:
         raise UsageError(f"--from {source}: conflicts with the recipe {config.recipe}; pass one")
-    recipe = converted(source, list(config.settings or []), config.config_dir)
+    recipe = converted(source, list(config.settings or []))
     for _, why in recipe.missing:
         raise UsageError(f"{source}: {why}")
     for line in recipe.left_out if first else ():

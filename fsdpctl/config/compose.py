@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
@@ -15,23 +14,21 @@ from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.importers.source_config import NO_TOML
 from fsdpctl.config.keys import Value
 from fsdpctl.config.recipe import (
-    check_config_dir,
     choices_of,
     find_recipe,
-    own_choice,
     package_folder,
     read_recipe,
     recipe_names,
     refuse_commands,
 )
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
-from fsdpctl.config.serialize import known_key, to_config
+from fsdpctl.config.serialize import to_config
 from fsdpctl.config.short_words import expanded, names_model, resharding, with_own_strategy
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 
-_OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
+_OPTIONS = ("--recipe", "--resume", "--dry-run", "--print-config", "--help")
 
 # Keys that apply to every option of their group.
 _FOR_ANY_OPTION = ("model.lora.", "model.base_dtype", "data.val_fraction")
@@ -54,7 +51,6 @@ class Composed:
 def compose_config(
     words: Sequence[str],
     recipe: str | None = None,
-    config_dir: Path | None = None,
     *,
     converted: Sequence[Pair] | None = None,
     first: First | None = None,
@@ -67,7 +63,6 @@ def compose_config(
     Raises:
         UsageError: If a setting is unknown or given twice, or its value is invalid.
     """
-    check_config_dir(config_dir)
     typed = [_split(word) for word in words]
     _refuse_doubles(typed)
     path = None if recipe is None else find_recipe(recipe)
@@ -82,9 +77,9 @@ def compose_config(
     given = {name for name, _ in typed}
     kept, dropped = _below(base, given)
     pairs, renamed = with_own_strategy(with_model([*kept, *typed]))
-    _check_known(pairs, config_dir)
+    _check_known(pairs)
     choices = {name: text for name, text in pairs if name in GROUPS}
-    values = _values_of_choices(choices, config_dir)
+    values = _values_of_choices(choices)
     parsed = {name: KEYS[name].parse(text) for name, text in pairs if name in KEYS}
     name = path.stem if path else None
     if first is not None:
@@ -101,7 +96,7 @@ def compose_config(
     return Composed(config, name, dropped, automatic, renamed)
 
 
-def checked_settings(words: Sequence[str], config_dir: Path | None = None) -> list[Pair]:
+def checked_settings(words: Sequence[str]) -> list[Pair]:
     """Return settings of the command line as they were typed, after a check of each by itself.
 
     Raises:
@@ -110,7 +105,7 @@ def checked_settings(words: Sequence[str], config_dir: Path | None = None) -> li
     typed = [_split(word) for word in words]
     _refuse_doubles(typed)
     pairs, _ = with_own_strategy(resharding(expanded(typed, [], _ranks_per_node), []))
-    _check_known(pairs, config_dir)
+    _check_known(pairs)
     for name, text in pairs:
         if name in KEYS:
             KEYS[name].parse(text)
@@ -201,12 +196,12 @@ def _refuse_doubles(typed: Sequence[Pair]) -> None:
         seen[name] = value
 
 
-def _check_known(pairs: Sequence[Pair], config_dir: Path | None) -> None:
+def _check_known(pairs: Sequence[Pair]) -> None:
     """Reject unknown settings: the first with its message, the others by name."""
     errors = {}
     for name, text in pairs:
         try:
-            _check_one(name, text, config_dir)
+            _check_one(name, text)
         except UsageError as error:
             errors[name] = error
     if errors:
@@ -217,9 +212,9 @@ def _check_known(pairs: Sequence[Pair], config_dir: Path | None) -> None:
         raise UsageError(f"{errors[first]}{more}")
 
 
-def _check_one(name: str, text: str, config_dir: Path | None) -> None:
+def _check_one(name: str, text: str) -> None:
     if name in GROUPS:
-        choices = choices_of(name, config_dir)
+        choices = choices_of(name)
         if text not in choices:
             raise UsageError(
                 f"{name}={text}: no such option{_choice_hint(name, text, choices)} "
@@ -247,21 +242,10 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
     return hint(text, [*choices, *elsewhere])
 
 
-def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict[str, Value]:
+def _values_of_choices(choices: Mapping[str, str]) -> dict[str, Value]:
     """Return the values in the files of the selected options, and defaults for other keys."""
-    ours = {group: choice for group, choice in choices.items() if choice in choices_of(group)}
     values = {name: each.default for name, each in KEYS.items()}
-    values |= {name: KEYS[name].parse(text) for name, text in _texts(_composed_by_hydra(ours))}
-    for section, choice in choices.items():
-        if section not in ours:
-            assert config_dir is not None
-            file = config_dir / section / f"{choice}.yaml"
-            for word, text in own_choice(file):
-                try:
-                    name = f"{section}.{word}"
-                    values[name] = known_key(name).parse(text)
-                except UsageError as error:
-                    raise UsageError(f"{file}: {error}") from None
+    values |= {name: KEYS[name].parse(text) for name, text in _texts(_composed_by_hydra(choices))}
     return values
 
 

@@ -1,6 +1,5 @@
-"""The YAML files of settings: options in conf/, recipes, and options that the user adds."""
+"""The YAML files of settings: options in conf/, and recipes."""
 
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,10 +12,8 @@ from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.io.files import nearest_path, read_text_file
 from fsdpctl.io.untrusted import MIB, read_yaml
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SOURCES = "data.sources"
 _MOST_DEEP = 8
-_FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose options only set values
 
 
 def package_folder(name: str) -> Path:
@@ -36,17 +33,9 @@ def first_comment(file: Path) -> str:
     return " ".join(lines)
 
 
-def choices_of(group: str, config_dir: Path | None = None) -> list[str]:
-    """Return the options of a group, including those in `config_dir`."""
-    folders = [package_folder("conf"), *([config_dir] if config_dir else [])]
-    return sorted({name for folder in folders for name in choices_below(folder / group)})
-
-
-def choices_below(folder: Path) -> Iterator[str]:
-    """Yield the names of the YAML files in `folder` that are valid options."""
-    for file in folder.glob("*.yaml"):
-        if file.is_file() and _NAME.fullmatch(file.stem) and file.stem != "null":
-            yield file.stem
+def choices_of(group: str) -> list[str]:
+    """Return the options of a group."""
+    return sorted(file.stem for file in (package_folder("conf") / group).glob("*.yaml"))
 
 
 def recipe_names() -> list[str]:
@@ -136,43 +125,3 @@ def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, st
             raise UsageError(f"{path}: {name}: expected a plain value")
         else:
             yield name, ""  # unknown; reported later
-
-
-def check_config_dir(config_dir: Path | None) -> None:
-    """Check that a directory adds options only to free groups, under new names.
-
-    Raises:
-        UsageError: If it doesn't, or if the directory doesn't exist.
-    """
-    if config_dir is None:
-        return
-    if not config_dir.is_dir():
-        raise UsageError(f"--config-dir {config_dir}: no such directory")
-    for group in GROUPS:
-        if group not in _FREE_GROUPS and any(choices_below(config_dir / group)):
-            raise UsageError(
-                f"{config_dir / group}: the options of {group} are fixed; expected files for "
-                f"{', '.join(_FREE_GROUPS)}"
-            )
-        ours = set(choices_of(group))
-        for choice in sorted(ours.intersection(choices_below(config_dir / group))):
-            raise UsageError(
-                f"{config_dir / group / choice}.yaml: {group}={choice} already exists; rename "
-                "the file"
-            )
-
-
-def own_choice(file: Path) -> list[tuple[str, str]]:
-    """Read the settings of an option's file, which may have only comments.
-
-    Raises:
-        UsageError: If the file isn't a mapping of plain values.
-    """
-    content = read_yaml(file)
-    words = list(_flatten(file, "", content)) if content else []
-    for name, text in words:
-        if "${" in text:
-            raise UsageError(
-                f"{file}: {name}: {text}: interpolation is not supported; expected a plain value"
-            )
-    return words

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,9 +66,7 @@ def _differs(composed: Composed, name: str, text: str) -> bool:
     return bool(value != KEYS[name].parse(text)) and (value, text) != (None, "auto")
 
 
-def completed(
-    translation: Translation, arguments: Sequence[str], config_dir: Path | None
-) -> ImportedConfig:
+def completed(translation: Translation, arguments: Sequence[str]) -> ImportedConfig:
     """Combine a translated file with the command line, which takes precedence.
 
     Raises:
@@ -80,7 +77,7 @@ def completed(
     for name, why in translation.missing:
         if name not in typed:
             raise UsageError(f"{translation.file}: {why}")
-    compose_config(arguments, None, config_dir)  # a mistake in these is not the file's
+    compose_config(arguments)  # a mistake in these is not the file's
     dropped = {*_OF_TORCH} if typed.get("engine") == FSDPCTL else set()
     if typed.get("strategy") in ("no_shard", "ddp") or "optimizer" in typed:
         dropped |= {*_OFFLOADS}  # every rank would step everything, or nothing is on the host
@@ -88,7 +85,7 @@ def completed(
     def composed(rows: Sequence[TranslationRow]) -> Composed:
         kept = [pair for pair in settings_of(rows).items() if pair[0] not in dropped]
         try:
-            return compose_config(arguments, None, config_dir, converted=kept)
+            return compose_config(arguments, converted=kept)
         except UsageError as error:
             raise UsageError(f"{translation.file}: {error}") from None
 

@@ -18,7 +18,7 @@ from tests.cli.test_interruptions import heard, ranks_of, wait_for
 
 
 def labels(*words: str) -> list[str]:
-    return [each.row.label for each in variants(list(words), None, None, steps=4)]
+    return [each.row.label for each in variants(list(words), None, steps=4)]
 
 
 def test_commas_separate_alternatives_of_choices_and_numbers():
@@ -31,7 +31,7 @@ def test_commas_separate_alternatives_of_choices_and_numbers():
 
 
 def test_commas_in_paths_are_commas():
-    (only,) = variants(["strategy=no_shard", "data.path=a,b"], None, None, steps=4)
+    (only,) = variants(["strategy=no_shard", "data.path=a,b"], None, steps=4)
     assert only.composed.config.data.path == "a,b"
 
 
@@ -41,7 +41,7 @@ def test_without_alternatives_all_strategies_are_compared():
 
 
 def test_values_are_ignored_for_strategies_that_do_not_use_them():
-    found = variants(["strategy.owner_map=balanced"], None, None, steps=4)
+    found = variants(["strategy.owner_map=balanced"], None, steps=4)
     maps = {each.composed.config.strategy.name: each.composed.config.strategy for each in found}
     assert maps["shard_optimizer"].owner_map == "balanced"
     assert maps["full_shard"].owner_map is None
@@ -98,7 +98,7 @@ def test_an_invalid_number_of_rounds_is_rejected(rounds):
 
 
 def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():
-    found, lines = possible(variants(["engine=fsdpctl,fsdp2,ddp"], None, None, steps=4))
+    found, lines = possible(variants(["engine=fsdpctl,fsdp2,ddp"], None, steps=4))
     pairs = {(e.composed.config.engine.name, e.composed.config.strategy.name) for e in found}
     assert {("fsdpctl", name) for name in STRATEGIES} < pairs
     assert {name for engine, name in pairs if engine == "ddp"} == {"no_shard"}
@@ -109,10 +109,10 @@ def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():
 
 
 def test_an_engine_without_any_of_the_strategies_is_an_error():
-    found = variants(["engine=ddp", "strategy=full_shard,shard_grad_op"], None, None, steps=4)
+    found = variants(["engine=ddp", "strategy=full_shard,shard_grad_op"], None, steps=4)
     with pytest.raises(UsageError, match="engine=ddp does not support full_shard, shard_grad_op"):
         possible(found)
-    alone = variants(["engine=ddp", "strategy=full_shard"], None, None, steps=4)
+    alone = variants(["engine=ddp", "strategy=full_shard"], None, steps=4)
     assert possible(alone) == (alone, [])
 
 

@@ -295,7 +295,7 @@ def test_warm_up_may_be_a_share_of_the_steps():
 
 def test_nothing_is_compared_with_itself():
     words = ["strategy=no_shard,full_shard", "prefetch=none,both"]
-    found, same = distinct(variants(words, None, None, steps=4))
+    found, same = distinct(variants(words, None, steps=4))
     assert [each.row.label for each in found] == [
         "strategy=no_shard prefetch=none",
         "strategy=full_shard prefetch=none",

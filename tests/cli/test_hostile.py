@@ -359,26 +359,6 @@ def test_a_token_file_is_what_its_header_says(tokens, tmp_path, case):
 
 # ---- configurations --------------------------------------------------------------------------
 
-CHOICES = {
-    "a list": "- num_layers\n",
-    "refers to itself": "a: &a\n  b: *a\n",
-    "deep": "a: " + "[" * 3000 + "]" * 3000,
-    "twice": "num_layers: 1\nnum_layers: 2\n",
-    "a secret": "path: ${oc.env:FSDPCTL_SECRET}\n",
-    "defaults": "defaults: [/hydra/job_logging: disabled]\n",
-}
-
-
-@pytest.mark.parametrize("case", CHOICES)
-def test_a_choice_of_ones_own_is_plain_words(tmp_path, monkeypatch, case):
-    monkeypatch.setenv("FSDPCTL_SECRET", "s3cret")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text(CHOICES[case])
-    words = ["model=mine", "--config-dir", str(tmp_path), "--print-config"]
-    code, said = invoke("train", *words)
-    assert (code, "\n" in said.strip()) == (2, False), said
-    assert "s3cret" not in said
-
 
 @pytest.mark.parametrize(
     ("text", "word"),

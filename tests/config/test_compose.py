@@ -248,19 +248,6 @@ def test_an_unknown_recipe_lists_the_existing_ones():
         compose_config([], "tt.toml")
 
 
-def test_a_config_directory_adds_options(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text("num_layers: 7\n")
-    config = compose_config(["model=mine"], config_dir=tmp_path).config
-    assert (config.model.name, config.model.num_layers) == ("mine", 7)
-    (tmp_path / "model" / "bad.yaml").write_text("layers: 7\n")
-    with pytest.raises(UsageError, match=r"model/bad\.yaml: model\.layers: no such key"):
-        compose_config(["model=bad"], config_dir=tmp_path)
-    (tmp_path / "model" / "bad.yaml").write_text("num_layers: many\n")
-    with pytest.raises(UsageError, match=r"model/bad\.yaml: model\.num_layers=many: expected"):
-        compose_config(["model=bad"], config_dir=tmp_path)
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_option_composes_and_has_a_description(group, tmp_path):
     from fsdpctl.config.recipe import first_comment, package_folder

@@ -50,7 +50,7 @@ def test_neither_auto_nor_a_simulation_selects_what_train_refuses(words, short):
     with pytest.raises(UsageError, match=f"nothing fits; closest is .*: {short[0]}: about"):
         _ = ranking.best
     compared = SimulatedComparison(
-        variants([*SMALL, *words, "strategy=full_shard,no_shard"], None, None, steps=4)
+        variants([*SMALL, *words, "strategy=full_shard,no_shard"], None, steps=4)
     )
     compared.run()
     sharded, replicated = (each.status for each in compared.rows if not each.is_suggested)
@@ -64,7 +64,7 @@ def test_enough_memory_of_both_kinds_fits_everywhere():
     assert (found.fits, found.shortages) == (True, [])
     check_fits(found, Estimator(), pytest.fail)
     compared = SimulatedComparison(
-        variants([*SMALL, *words, "strategy=full_shard,no_shard"], None, None, steps=4)
+        variants([*SMALL, *words, "strategy=full_shard,no_shard"], None, steps=4)
     )
     compared.run()
     assert [each.status for each in compared.rows] == [OK, OK]

@@ -39,9 +39,7 @@ class Variant:
         return Row(self.varied, config.strategy.name, config.engine.name)
 
 
-def variants(
-    words: Sequence[str], recipe: str | None, config_dir: Path | None, *, steps: int
-) -> list[Variant]:
+def variants(words: Sequence[str], recipe: str | None, *, steps: int) -> list[Variant]:
     """Return every combination of the alternatives in `words`; without any, all strategies.
 
     Commas separate alternatives of group options and numbers; in texts, such as paths, they have no
@@ -65,14 +63,14 @@ def variants(
             raise UsageError(f"{name}={','.join(texts)}: empty alternative between commas")
     names = [word.partition("=")[0] for word in words]
     if len(names) != len(set(names)):  # raises an error that names both
-        compose_config(words, recipe, config_dir)
+        compose_config(words, recipe)
     given = [] if recipe is None else read_recipe(find_recipe(recipe))
     between_engines = "engine" in alternatives and "strategy" not in dict(given)
     if "strategy" not in names and (between_engines or not alternatives):
         alternatives = {"strategy": list(STRATEGIES), **alternatives}
     fixed = [word for word in words if word.partition("=")[0] not in alternatives]
     return [
-        _variant(dict(zip(alternatives, values, strict=True)), fixed, recipe, config_dir, steps)
+        _variant(dict(zip(alternatives, values, strict=True)), fixed, recipe, steps)
         for values in product(*alternatives.values())
     ]
 
@@ -142,14 +140,10 @@ def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
 
 
 def _variant(
-    varied: dict[str, str],
-    fixed: Sequence[str],
-    recipe: str | None,
-    config_dir: Path | None,
-    steps: int,
+    varied: dict[str, str], fixed: Sequence[str], recipe: str | None, steps: int
 ) -> Variant:
     words = (*fixed, *(f"{name}={text}" for name, text in varied.items()))
-    composed = compose_config([*words, f"train.steps={steps}"], recipe, config_dir)
+    composed = compose_config([*words, f"train.steps={steps}"], recipe)
     config = composed.config
     if "strategy" in varied:
         given = config.strategy
@@ -183,30 +177,24 @@ def write_recipe(
     about: Sequence[str],
     *,
     recipe: str | None,
-    config_dir: Path | None,
 ) -> None:
     """Write a variant, without the length that compare set, after the comments `about`.
 
     Raises:
         UsageError: If the file exists by now, or cannot be written.
     """
-    lines = [*about]
-    if config_dir is not None:
-        lines.append(f"It uses options from --config-dir {config_dir}.")
-    head = "".join(f"# {' '.join(line.split())}\n" for line in lines)
-    words = recipe_words(variant, recipe, config_dir)
+    head = "".join(f"# {' '.join(line.split())}\n" for line in about)
+    words = recipe_words(variant, recipe)
     with refusing(f"--write-recipe {path}"), path.open("x", encoding="utf-8") as file:
         file.write(head + words_to_yaml(words))
 
 
-def recipe_words(
-    variant: Variant, recipe: str | None = None, config_dir: Path | None = None
-) -> dict[str, str]:
+def recipe_words(variant: Variant, recipe: str | None = None) -> dict[str, str]:
     """Return the settings that differ from the defaults, and always strategy and engine.
 
     Settings that are executed are left out: they must be given on the command line.
     """
-    config = compose_config(variant.words, recipe, config_dir).config
+    config = compose_config(variant.words, recipe).config
     if "strategy" in variant.varied:
         config = replace(config, strategy=config.strategy.under(config.strategy.name))
     own, defaults = words_for_others(config), config_words(Config())
@@ -215,7 +203,7 @@ def recipe_words(
         for name in GROUPS
         if own[name] != defaults[name] or name in ("strategy", "engine")
     }
-    usual = config_words(_usual(config, config_dir))
+    usual = config_words(_usual(config))
     values = {n: text for n, text in own.items() if n not in GROUPS and text != usual.get(n)}
     unset = {name: _unset_text(config, name) for name in usual.keys() - own.keys()}
     found = {**groups, **values, **{name: text for name, text in unset.items() if text}}
@@ -223,11 +211,11 @@ def recipe_words(
     return dict(sorted(found.items(), key=lambda pair: order.index(pair[0])))
 
 
-def _usual(config: Config, config_dir: Path | None) -> Config:
+def _usual(config: Config) -> Config:
     """Return the configuration that the selected group options alone result in."""
     words = config_words(config)
     kept = [f"{name}={words[name]}" for name in (*GROUPS, *_SOURCES) if name in words]
-    return compose_config(kept, None, config_dir).config
+    return compose_config(kept).config
 
 
 def _unset_text(config: Config, name: str) -> str:

@@ -111,7 +111,7 @@ def test_a_written_recipe_is_not_overwritten(tmp_path):
 @pytest.mark.parametrize("name", ["automodel-hsdp.yaml", "trl-sft.yaml"])
 def test_the_same_files_are_estimated(name):
     typed = ["cluster=h100", "model=llama3_8b"]
-    found = completed(read_others(FILES / name), typed, None)
+    found = completed(read_others(FILES / name), typed)
     assert found.translation.unrecognized == []
     config = found.composed.config
     assert config.model.lora.rank in (8, 16)
@@ -132,7 +132,7 @@ def test_gradients_of_automodel_stay_whole_unless_they_are_sent_at_once(tmp_path
     for more, name in (("", "last"), ("defer_fsdp_grad_sync: false, ", "every")):
         file = tmp_path / f"{name}.yaml"
         file.write_text(text.replace("distributed: {", f"distributed: {{{more}"))
-        found = completed(read_others(file), ["cluster=2xh100", "model=llama3_8b"], None)
+        found = completed(read_others(file), ["cluster=2xh100", "model=llama3_8b"])
         assert found.composed.config.accumulation.name == name
 
 
@@ -144,7 +144,7 @@ def test_values_of_automodel(tmp_path):
     )
     file = tmp_path / "file.yaml"
     file.write_text(text.replace("dp_replicate_size: 2, ", ""))
-    found = completed(read_others(file), ["cluster=h100", "model=llama3_8b"], None)
+    found = completed(read_others(file), ["cluster=h100", "model=llama3_8b"])
     config = found.composed.config
     assert config.strategy.name == "shard_grad_op"
     assert config.train.compile

@@ -28,7 +28,7 @@ def read(name: str) -> Translation:
 
 
 def asked(source: str | Path, *typed: str) -> ImportedConfig:
-    return completed(read_others(FILES / source), [H100, *typed], None)
+    return completed(read_others(FILES / source), [H100, *typed])
 
 
 def written(folder: Path, text: str, name: str = "file.yaml") -> Path:
@@ -158,7 +158,7 @@ def test_the_rules_decide_the_engine_of_a_file(word, reason):
 def test_a_number_of_gpus_replaces_the_ranks_of_a_file():
     launch = asked("accelerate-fsdp.yaml", "model=qwen3_4b").composed.config.launch
     assert (launch.nproc_per_node, launch.nnodes) == (8, 2)
-    found = completed(read("accelerate-fsdp.yaml"), ["model=qwen3_4b", "cluster=4xh100"], None)
+    found = completed(read("accelerate-fsdp.yaml"), ["model=qwen3_4b", "cluster=4xh100"])
     assert (found.composed.config.launch.nproc_per_node, found.composed.config.launch.nnodes) == (
         4, 1
     )  # fmt: skip
@@ -190,10 +190,10 @@ def test_translated_settings_compose_to_the_same_configuration():
 
 def test_hardware_is_assumed_without_a_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = completed(read("axolotl-full.yaml"), [], None)
+    found = completed(read("axolotl-full.yaml"), [])
     assert found.composed.config.cluster.name == "h100"
     assert any("assumed" in row.note for row in found.rows)
-    found = completed(read("axolotl-full.yaml"), ["launch.device=cpu"], None)
+    found = completed(read("axolotl-full.yaml"), ["launch.device=cpu"])
     assert found.composed.config.cluster.name == "local"
 
 

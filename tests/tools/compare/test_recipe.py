@@ -27,9 +27,9 @@ from tests.cli.run import invoke
     ],
 )
 def test_a_written_recipe_is_the_variant(tmp_path, words, recipe):
-    for number, each in enumerate(variants(words, recipe, None, steps=7)):
+    for number, each in enumerate(variants(words, recipe, steps=7)):
         file = tmp_path / f"{number}.yaml"
-        write_recipe(file, each, ["the best\nof all"], recipe=recipe, config_dir=None)
+        write_recipe(file, each, ["the best\nof all"], recipe=recipe)
         assert file.read_text().startswith("# the best of all\n")
         again = compose_config([], str(file)).config
         asked = compose_config(each.words, recipe).config
@@ -40,12 +40,12 @@ def test_a_written_recipe_is_the_variant(tmp_path, words, recipe):
 
 
 def test_a_recipe_has_only_settings_that_differ_from_the_defaults():
-    (first, _) = variants(["strategy=no_shard,full_shard"], None, None, steps=4)
+    (first, _) = variants(["strategy=no_shard,full_shard"], None, steps=4)
     assert recipe_words(first) == {"strategy": "no_shard", "engine": "fsdpctl"}
 
 
 def test_settings_that_are_executed_are_not_written():
-    (only,) = variants(["strategy=no_shard", "checkpoint.after_save=rm"], None, None, steps=4)
+    (only,) = variants(["strategy=no_shard", "checkpoint.after_save=rm"], None, steps=4)
     assert not any(KEYS[name].is_executed for name in recipe_words(only) if name in KEYS)
 
 
@@ -56,7 +56,7 @@ def test_an_existing_file_is_rejected_before_anything_runs(tmp_path):
     assert (code, "already exists" in said) == (2, True)
     with pytest.raises(UsageError, match="not writable"):
         check_recipe_file(tmp_path / "nowhere" / "x.yaml")
-    (each,) = variants(["strategy=full_shard"], None, None, steps=4)
+    (each,) = variants(["strategy=full_shard"], None, steps=4)
     with pytest.raises(UsageError, match="exists"):
-        write_recipe(file, each, [], recipe=None, config_dir=None)
+        write_recipe(file, each, [], recipe=None)
     assert file.read_text() == "strategy: no_shard\n"

@@ -11,7 +11,7 @@ WORDS = ["model.num_layers=2", "strategy=no_shard,full_shard", "launch.nproc_per
 
 def simulated(memory: str) -> SimulatedComparison:
     words = [*WORDS, f"cluster.memory={memory}"]
-    found = SimulatedComparison(variants(words, None, None, steps=20))
+    found = SimulatedComparison(variants(words, None, steps=20))
     found.run()
     return found
 
@@ -41,9 +41,7 @@ def test_nothing_is_added_if_a_variant_fits_or_nothing_would():
 
 def test_missing_host_memory_is_in_the_status_of_a_variant():
     words = [*WORDS[:1], "strategy=full_shard", *WORDS[2:], "optimizer.offload=none,states"]
-    found = SimulatedComparison(
-        variants([*words, "cluster.host_memory=6.008"], None, None, steps=20)
-    )
+    found = SimulatedComparison(variants([*words, "cluster.host_memory=6.008"], None, steps=20))
     found.run()
     fits, lacks = found.rows
     assert fits.status == OK
@@ -57,7 +55,7 @@ def test_short_steps_of_gpus_have_a_note_and_too_few_samples_are_refused():
     assert note.startswith("The host limits steps of GPUs below 100 ms and those of small")
     assert all((row.step_seconds or 1) < 0.1 for row in found.rows)
     long = [*WORDS[1:4], "train.global_batch_size=1", "model=llama3_8b", "cluster=h200"]
-    others = SimulatedComparison(variants(long, None, None, steps=20))
+    others = SimulatedComparison(variants(long, None, steps=20))
     others.run()
     assert others.notes == []
     refused = "=1: expected at least 2, one sample per rank"
