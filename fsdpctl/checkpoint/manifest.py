@@ -168,7 +168,7 @@ class Progress:
     samples: Count = 0  # samples consumed: the position in the data
     data_fingerprint: str = ""
     owes_validation: bool = False  # a stop request cut the validation at this step short
-    num_skips: Count = 0  # steps skipped or rolled back because of their values
+    num_skips: Count = 0  # steps rejected because of their values
     accepted: Annotated[list[AcceptedStep], Meta(max_length=MOST_ACCEPTED)] = field(
         default_factory=list
     )  # the newest; empty if spikes are not detected

@@ -67,9 +67,8 @@ class TrainConfig:
     sample_tokens: int = key(200, "tokens to generate after training; 0: none", minimum=0)
     on_nonfinite: str = key(
         "stop",
-        "reaction to a non-finite or spiking step: stop, skip it, or roll back to the newest "
-        "checkpoint and continue with the data after it",
-        choices=("stop", "skip", "rollback"),
+        "reaction to a non-finite or spiking step: stop, or skip it",
+        choices=("stop", "skip"),
     )
     spike_factor: float | None = key(
         None,
@@ -79,9 +78,7 @@ class TrainConfig:
         maximum=1e6,
         optional=True,
     )
-    max_skips: int = key(
-        10, "skipped or rolled back steps after which the next one stops the run", minimum=0
-    )
+    max_skips: int = key(10, "skipped steps after which the next one stops the run", minimum=0)
     loss_chunk_tokens: int | None = key(
         None, "tokens whose logits are computed at a time; 0: all", minimum=0, auto=True
     )

@@ -212,17 +212,6 @@ class ShardedModel(nn.Module):
         """
         self._runtime.masters_changed(trained_only=trained_only)
 
-    def rest(self) -> None:
-        """Release all units, so that masters may be written to. Collective.
-
-        Raises:
-            EngineError: If the ranks did not gather the same units in the same order.
-        """
-        self._presence.settle()
-        self._runtime.param_sync.finish()
-        self._runtime.gatherer.release_all()
-        self._runtime.has_pending_prefetch = False
-
     def update_shards(self, flat: Tensor) -> None:
         """Overwrite this rank's masters with `flat`, 1-D, in the order of `flat_shards`."""
         state.update_shards(self._runtime, flat)

@@ -108,10 +108,6 @@ class PeerModel(nn.Module):
         """Let the next forward see what was written to the shards."""
         self._runner.reshard()
 
-    def rest(self) -> None:
-        """Free unsharded parameters, so that shards may be written to."""
-        self._runner.reshard()
-
     @torch.no_grad()
     def check_replicas(self) -> None:
         """Compare the checksums of replicated parameters. Collective.

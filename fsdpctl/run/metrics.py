@@ -164,17 +164,6 @@ class MetricsFile:
             self.seconds_to_save = _cut_back(path, step)
             self._file = open_own(path, "ab")
 
-    def cut_back(self, step: int) -> None:
-        """Remove lines after `step`, except rejected steps and restarts.
-
-        Raises:
-            FsdpctlError: If the file cannot be written.
-        """
-        with refusing(self._path, FsdpctlError), self._writing:
-            self._file.close()
-            _cut_back(self._path, step)
-            self._file = open_own(self._path, "ab")
-
     def write(self, line: dict[str, Any]) -> None:
         """Append one object. Any thread may call it.
 

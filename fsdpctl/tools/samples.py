@@ -37,7 +37,7 @@ class StepSamples:
 
 
 def samples_of_step(run_dir: Path, step: int) -> StepSamples:
-    """Return the samples of `step` of a run, in its last execution if it was rolled back.
+    """Return the samples of `step` of a run.
 
     Raises:
         UsageError: If the run or the step doesn't exist, or if the data has changed.

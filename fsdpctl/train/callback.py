@@ -43,9 +43,6 @@ class Callback:
     def idle(self, run: "Trainer") -> None:
         """Do cheap work between pieces of long work. Not collective."""
 
-    def went_back(self, run: "Trainer", step: int) -> None:
-        """Forget everything after `step`, from which the run resumes. Not collective."""
-
     def end(self, run: "Trainer", error: BaseException | None) -> None:
         """Finish, even after a failure. Collective if `is_joint(error)`."""
 

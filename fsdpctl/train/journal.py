@@ -31,23 +31,15 @@ class _TensorBoard:
     """An experiment logger that writes event files into the run directory."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
-        self._folder = str(run_dir / TENSORBOARD)
-        self._writer = self._begin(step)
-
-    def _begin(self, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(self._folder, purge_step=step + 1, flush_secs=_FLUSH_SECONDS)
+        folder = str(run_dir / TENSORBOARD)
+        self._writer = SummaryWriter(folder, purge_step=step + 1, flush_secs=_FLUSH_SECONDS)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the values of a step."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
-
-    def cut_back(self, step: int) -> None:
-        """Start another file, which replaces the later steps of those before it."""
-        self._writer.close()
-        self._writer = self._begin(step)
 
     def close(self, *, well: bool) -> None:
         """Write the remaining values, which may take long; `well`: the run did not fail."""
@@ -76,9 +68,6 @@ class _Wandb:
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Send the values of a step."""
         self._run.log({"step": step, **figures})
-
-    def cut_back(self, step: int) -> None:
-        """Do nothing: W&B draws the later values of a step over the earlier ones."""
 
     def close(self, *, well: bool) -> None:
         """Send the remaining values."""
@@ -123,10 +112,6 @@ class Loggers(Callback):
         }
         if figures:
             self._each(lambda each: each.log(line["step"], figures))
-
-    def went_back(self, run: "Trainer", step: int) -> None:
-        """Forget the values of later steps."""
-        self._each(lambda each: each.cut_back(step))
 
     def _each(self, call: Callable[[Logger], None]) -> None:
         for name, each in list(self._loggers.items()):
@@ -229,15 +214,6 @@ class Journal:
         with suppress(FsdpctlError, ValueError):  # as in `record`; loggers take numbers only
             if self._metrics is not None:
                 self._metrics.write({"step": self._step, "warning": message})
-
-    def cut_back(self, step: int) -> None:
-        """Remove the entries after `step`, except rejected steps and restarts.
-
-        Raises:
-            FsdpctlError: If the file cannot be written.
-        """
-        if self._metrics is not None:
-            self._metrics.cut_back(step)
 
     def check_in_place(self) -> None:
         """Check on rank 0 that the run directory still exists.

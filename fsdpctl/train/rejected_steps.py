@@ -9,28 +9,20 @@ step, and the decision must be the same on the CPU and after a resume.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.folders import newest_checkpoint
-from fsdpctl.checkpoint.load import load_checkpoint
 from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
-from fsdpctl.checkpoint.pretrained import whole_weights
-from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.comm.rank_status import RANK_STATUS, READING
-from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.training import TrainConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.errors import NonFiniteError
 from fsdpctl.optim.record import Limits, StepFigures
-from fsdpctl.train.step import TrainingParts
 
 Reason = Literal["nonfinite_loss", "nonfinite_grad", "loss_spike", "grad_spike"]
-Action = Literal["stop", "skip", "rollback"]
+Action = Literal["stop", "skip"]
 
 _DEVIATION = 1.4826  # standard deviations in a median absolute deviation of normal values
 _FLOOR = 1e-3  # of the median: constant values have no deviation
@@ -38,11 +30,7 @@ _LAG = 1  # preceding steps that the limits of a step do not include
 # The last applied steps before those, which limits come from; and the number that a limit needs.
 WINDOW, LEAST = 128, 32
 _MOST_LOG = 700.0  # a float holds exp(700)
-_DONE: dict[Action, str] = {
-    "stop": "rejected, training stops",
-    "skip": "skipped",
-    "rollback": "rejected, rolling back to the newest checkpoint",
-}
+_DONE: dict[Action, str] = {"stop": "rejected, training stops", "skip": "skipped"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +129,7 @@ class RejectionRule:
     def as_error(self, rejected: RejectedStep) -> NonFiniteError:
         """Return the error that ends the run."""
         if self._config.on_nonfinite == "stop":
-            advice = (
-                "a lower optimizer.lr may help; train.on_nonfinite=skip continues without such "
-                "steps, train.on_nonfinite=rollback from the newest checkpoint"
-            )
+            advice = "a lower optimizer.lr may help; train.on_nonfinite=skip continues without it"
         else:
             advice = f"train.max_skips={self._config.max_skips} reached"
         return NonFiniteError(f"{rejected.message}; {advice}")
@@ -173,23 +158,6 @@ def _rank_of(reason: Reason, figures: StepFigures) -> int | None:
         return next((rank for rank, v in enumerate(values) if not math.isfinite(v)), None)
     largest = max(values, default=0.0)
     return values.index(largest) if largest > 0 else None
-
-
-def load_newest(parts: TrainingParts) -> Progress | None:
-    """Load the newest complete checkpoint, if any. Collective; none may be in progress.
-
-    Raises:
-        CheckpointError: If the checkpoint is corrupted.
-    """
-    newest = newest_checkpoint(parts.run_dir / CHECKPOINTS)
-    # Rank 0 decides: a network file system may not show all ranks the same.
-    (folder, *_) = parts.model.collectives.gather_objects("" if newest is None else str(newest))
-    if not folder:
-        return None
-    RANK_STATUS.at(READING)
-    parts.model.rest()
-    reader = CheckpointReader(Path(folder))
-    return load_checkpoint(reader, parts.model, parts.optimizer, whole_weights(reader))
 
 
 class GradientProbe:

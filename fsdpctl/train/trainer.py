@@ -8,13 +8,13 @@ from typing import Any
 
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.comm.rank_status import RANK_STATUS
-from fsdpctl.errors import NonFiniteError, StoppedError
+from fsdpctl.errors import StoppedError
 from fsdpctl.optim.record import LocalStepStats
 from fsdpctl.run.flops import model_flops
 from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.journal import Journal
-from fsdpctl.train.rejected_steps import GradientProbe, RejectedStep, RejectionRule, load_newest
+from fsdpctl.train.rejected_steps import GradientProbe, RejectionRule
 from fsdpctl.train.requests import STOP, RequestCollector, RequestFlags, RequestSync, TimeLimit
 from fsdpctl.train.step import LaunchContext, LaunchedStep, TrainingParts, finish_step, launch_step
 
@@ -182,7 +182,8 @@ class Trainer:
     def _report(self, keep: int) -> RequestFlags:
         """Report all launched steps except the newest `keep`; return what was requested in them.
 
-        A rejected step may take the run back to an earlier step.
+        Raises:
+            NonFiniteError: If a step was rejected and the run is to end with it.
         """
         requested = RequestFlags()
         while len(self._queue) > keep:
@@ -195,7 +196,12 @@ class Trainer:
             self.requests.limit.step_took(done.times.total)
             rejected = self._rule.judge(done.step, done.figures, launched.limits)
             if rejected is not None:
-                requested |= self._handle(rejected, launched)
+                batches = self.parts.train_batches
+                position = launched.samples - batches.plan.global_batch_size
+                self.write(rejected.to_line(batches, position))
+                if rejected.action == "stop":
+                    raise self._rule.as_error(rejected)
+                self.say(rejected.message)
             self.handle_requests()
         return requested
 
@@ -231,44 +237,3 @@ class Trainer:
             why = f"; requested by {self.parts.run_dir / STOP}"
         owed = "; its validation is pending" if self.owes_validation else ""
         return f"stopped at step {self.step} of {self.total_steps}{saved}{why}{owed}"
-
-    # ---- rejected steps ------------------------------------------------------------------
-
-    def _handle(self, rejected: RejectedStep, launched: LaunchedStep) -> RequestFlags:
-        """Handle a rejected step; return what was requested in steps that are dropped for it.
-
-        Raises:
-            NonFiniteError: If the run is to end with it.
-        """
-        batches = self.parts.train_batches
-        position = launched.samples - batches.plan.global_batch_size
-        self.write(rejected.to_line(batches, position))
-        if rejected.action == "stop":
-            raise self._rule.as_error(rejected)
-        self.say(rejected.message)
-        return (
-            self._roll_back(rejected, launched) if rejected.action == "rollback" else RequestFlags()
-        )
-
-    def _roll_back(self, rejected: RejectedStep, launched: LaunchedStep) -> RequestFlags:
-        """Return to the newest checkpoint, and continue with the samples after the step."""
-        requested = RequestFlags()
-        for later in self._queue:  # computed with weights that are dropped
-            requested |= RequestFlags(*later.record.figures().flags)
-        self._queue.clear()
-        if self._checkpoints is not None:
-            self._checkpoints.finish(self)
-        before = load_newest(self.parts)
-        if before is None:
-            raise NonFiniteError(
-                f"{rejected.message}; no checkpoint exists yet: set a smaller checkpoint.every, or "
-                "train.on_nonfinite=skip to continue without the step"
-            )
-        self.step, self.samples = before.step, launched.samples
-        self._acted = before.step
-        self._rule.accepted = tuple(before.accepted)  # the number of rejected steps stays
-        self.journal.cut_back(before.step)
-        self._each(lambda callback: callback.went_back(self, before.step))
-        after = f"the samples after step {rejected.step}"
-        self.say(f"rolled back to step {before.step}; resuming with {after}")
-        return requested

@@ -321,7 +321,6 @@ def test_non_finite_steps_exit_with_76(tmp_path):
     for action, advice in (
         ("stop", "train.on_nonfinite=skip"),
         ("skip", "train.max_skips=3"),
-        ("rollback", "no checkpoint exists yet"),
     ):
         about = ["train.max_skips=3", f"train.on_nonfinite={action}", f"train.run_dir=of-{action}"]
         result = fsdpctl("train", *run.words(40, *more, *about), cwd=tmp_path)

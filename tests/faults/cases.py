@@ -63,7 +63,7 @@ def case_of(seed: int) -> Case:
         what, moment = rng.choice(PLANTED), "training"
         target = rng.choice(("rank 0", "rank 1"))
         if what.startswith("NaN"):
-            policy = rng.choice(("stop", "stop", "skip", "rollback"))
+            policy = rng.choice(("stop", "skip"))
             words = [] if policy == "stop" else [f"train.on_nonfinite={policy}"]
     elif kind == "damage":
         what, moment = rng.choice(("newest checkpoint", "metrics", "other ranks")), "training"

@@ -118,19 +118,6 @@ def test_a_replica_that_differs_is_found(
         model.check_replicas()
 
 
-@distributed(world_size=2)
-def test_values_written_to_shards_are_used_after_rest(rank: int, world_size: int) -> None:
-    model, x = made("fsdp2", 2), torch.ones(1, 3)
-    with torch.no_grad():
-        before = model(x)
-        model.rest()
-        for shard in model.flat_shards():
-            shard.master.zero_()
-        model.broadcast_updated_params()
-        assert before > 0
-        assert model(x) == 0
-
-
 def test_exposed_communication_counts_from_the_last_gradient() -> None:
     first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
     waits = AfterGradients([first, second], CPU)

@@ -111,9 +111,8 @@ def train_with_accidents(rank: int, world_size: int, starts: list[list[str]]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("action", ["skip", "rollback"])
-def test_non_finite_steps_are_handled(action: str, tmp_path: Path) -> None:
-    more = [f"train.on_nonfinite={action}", "checkpoint.every=1", "train.steps=6"]
+def test_non_finite_steps_are_handled(tmp_path: Path) -> None:
+    more = ["train.on_nonfinite=skip", "train.steps=6"]
     each = {"ours": [], "fsdp2": FSDP2, "ddp": DDP, "unfused": [*FSDP2, "optimizer.fused=false"]}
     starts = [begin(tmp_path, 2, name, *engine, *more) for name, engine in each.items()]
     train_with_accidents(world_size=2, starts=starts)

@@ -61,17 +61,6 @@ def test_a_heartbeat_has_the_step_and_the_time_per_step(tmp_path):
     assert 0.01 <= record.seconds_per_step < 10
 
 
-def test_a_heartbeat_goes_back_with_the_run(tmp_path):
-    heartbeat = Heartbeat(tmp_path, RANKS, every=1000)
-    heartbeat.step(RUN, done(10))
-    heartbeat.step(RUN, done(20))
-    heartbeat.went_back(RUN, 12)
-    heartbeat.end(RUN, StoppedError("asked"))
-    record = read_heartbeat(tmp_path)
-    assert record is not None
-    assert (record.step, record.seconds_per_step) == (12, None)
-
-
 def test_after_the_end_there_is_no_more(tmp_path):
     heartbeat = Heartbeat(tmp_path, RANKS, every=0.01)
     heartbeat.end(RUN, StoppedError("asked"))

@@ -37,9 +37,6 @@ class Heard:
         if self.fails_at == "log":
             raise RuntimeError("lost the\nconnection")
 
-    def cut_back(self, step: int) -> None:
-        self.heard.append(f"back to {step}")
-
     def close(self, *, well: bool) -> None:
         self.heard.append("closed")
         if self.fails_at == "close":
@@ -157,22 +154,6 @@ def test_tensorboard_drops_the_points_after_the_resumed_step(tmp_path):
     found.Reload()
     points = [(each.step, each.value) for each in found.Scalars("loss")]
     assert points == [(s, s) for s in range(1, 21)] + [(s, 20 + s) for s in range(21, 26)]
-
-
-def test_tensorboard_drops_the_points_after_a_rollback(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = Loggers(replace(Config(), log=LogConfig(tensorboard=True)), tmp_path, 0, pytest.fail)
-    for step in range(1, 11):
-        board.line({"step": step, "loss": float(step)})
-    board.went_back(RUN, 4)
-    board.line({"step": 5, "loss": 50.0})
-    board.end(RUN, None)
-    found = EventAccumulator(str(tmp_path / TENSORBOARD))
-    found.Reload()
-    points = [(each.step, each.value) for each in found.Scalars("loss")]
-    assert points == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 50.0)]
 
 
 @pytest.mark.slow

@@ -121,10 +121,6 @@ class CheckpointManager(Callback):
             self._is_awaited = False
             run.requests.done(SAVE)
 
-    def went_back(self, run: "Trainer", step: int) -> None:
-        """Treat the checkpoint that the run returned to as the newest."""
-        self._saved_step = step
-
     def end(self, run: "Trainer", error: BaseException | None) -> None:
         """Wait for uploads and the user's command, on ranks that end together.
 

@@ -242,11 +242,6 @@ class Heartbeat(Callback):
         """Record a completed step."""
         self._set(done.step)
 
-    def went_back(self, run: "Trainer", step: int) -> None:
-        """Record the step that the run resumes from, and measure the time per step again."""
-        self._first = None
-        self._set(step)
-
     def end(self, run: "Trainer", error: BaseException | None) -> None:
         """Record the end. Ranks that end together first wait for rank 0, and time out otherwise."""
         if is_joint(error):
