@@ -91,7 +91,7 @@ class TrainConfig:
     )
     self_check: str = key(
         "auto",
-        "check the first step of each start: dtypes, gradients, tokens, packed documents; auto: "
+        "check the first step of each start: gradients, packed documents on CUDA; auto: "
         "exit with code 77 if something is wrong; warn: only print it",
         choices=("auto", "warn", "off"),
     )

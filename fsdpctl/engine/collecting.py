@@ -45,14 +45,6 @@ class Collector:
         """Return the dtype in which a buffer's gradients are collected and added."""
         return self.dtypes[buffer.shard.dtype]
 
-    def dtypes_of(self, buffer: UnitBuffer) -> dict[str, torch.dtype]:
-        """Return the dtypes of a buffer by their use."""
-        return {
-            "param_dtype": buffer.whole.dtype,
-            "reduce_dtype": self.dtype_of(buffer),
-            "master_dtype": buffer.shard.dtype,
-        }
-
     @property
     def scales(self) -> tuple[float, float]:
         """The factors for gradients as they are copied, and for their sum."""

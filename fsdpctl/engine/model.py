@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
@@ -107,13 +106,6 @@ class ShardedModel(nn.Module):
     def persistent_buffers(self) -> Mapping[str, Tensor]:
         """Return the module's buffers that its state dict contains, by name."""
         return persistent_buffers(self.module)
-
-    def dtypes(self) -> Iterator[tuple[str, dict[str, torch.dtype]]]:
-        """Yield the unit of each trained flat buffer, and its dtypes by use."""
-        collector = self._runtime.reducer.collector
-        return (
-            (each.shard.unit, collector.dtypes_of(each)) for each in self._runtime.trained_buffers
-        )
 
     def absent_everywhere(self) -> frozenset[str]:
         """Return the names of trainable parameters that had a gradient on no rank. Collective.

@@ -28,7 +28,6 @@ from fsdpctl.train.step import TrainingParts, run_passes
 _WIDTH, _LENGTH = 64, 16
 _MOST_PASSES = 2
 _ROWS_AT_ONCE = 64
-_AUX_SHARE = 1e-6  # of the router's gradient; equal graphs differ by nothing
 
 
 def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, float]:
@@ -57,26 +56,12 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
     return figures.grad_norm, _alone(config, stream, parts.device)
 
 
-def has_auxiliary_gradient(parts: TrainingParts) -> bool:
-    """Return whether the auxiliary loss of routers has a gradient, if it is part of the loss."""
-    module = parts.model.module
-    if not isinstance(module, TransformersDecoder) or not module.balances_experts:
-        return True
-    with_it, without = (
-        _gradients(parts, aux) for aux in (parts.config.model.router_aux_loss, "none")
-    )
-    return any(
-        (grad - without[name]).norm() > _AUX_SHARE * without[name].norm()
-        for name, grad in with_it.items()
-    )
-
-
 def unused_units(parts: TrainingParts, units: set[str]) -> set[str]:
     """Return those of some units whose like has no gradient in the copy, as an image encoder."""
     if not units or not isinstance(parts.model.module, TransformersDecoder):
         return set()
     used: dict[str, bool] = {}  # of the copy's parameters, by name without the numbers of blocks
-    for name, grad in _gradients(parts, "none").items():
+    for name, grad in _gradients(parts).items():
         used[_kind(name)] = used.get(_kind(name), False) or bool(grad.any())
 
     def is_unused(unit: str) -> bool:
@@ -91,7 +76,7 @@ def _kind(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", "", name)
 
 
-def _small_config(config: Config, router_aux_loss: str = "none") -> Config:
+def _small_config(config: Config) -> Config:
     shared, chunk = config.train.context_parallel, config.train.loss_chunk_tokens
     # Every rank that shares a sample has a part of it, if that is possible.
     length = min(tokens_per_rank(_LENGTH, shared) * shared, config.train.seq_len)
@@ -99,7 +84,7 @@ def _small_config(config: Config, router_aux_loss: str = "none") -> Config:
         config.train, seq_len=length, compile=False, mlp_chunk_tokens=0,
         loss_chunk_tokens=_LENGTH // 2 if chunk else 0,
     )  # fmt: skip
-    model = replace(config.model, router_aux_loss=router_aux_loss)
+    model = replace(config.model, router_aux_loss="none")
     model = model if model.is_foreign else _narrow(model, shared)
     return replace(config, model=model, train=train)
 
@@ -121,9 +106,9 @@ def _stream(num_tokens: int) -> TokenStream:
     return TokenStream(drawn, None)
 
 
-def _gradients(parts: TrainingParts, router_aux_loss: str) -> dict[str, Tensor]:
+def _gradients(parts: TrainingParts) -> dict[str, Tensor]:
     """Return the gradients of one sample in one process, in training."""
-    config = _small_config(parts.config, router_aux_loss)
+    config = _small_config(parts.config)
     module = small_copy(config.model, parts.device).train()
     tokens = torch.from_numpy(_stream(config.train.seq_len).tokens[:].astype(np.int64)).unsqueeze(0)
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
