@@ -4,14 +4,12 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +90,6 @@ def describe_start(run_dir: Path, places: Sequence[RankDevice]) -> dict[str, Any
     import torch
     from torch.cuda import nccl
 
-    at = revision(Path.cwd())
     on_cuda = torch.cuda.is_available()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -106,7 +103,7 @@ def describe_start(run_dir: Path, places: Sequence[RankDevice]) -> dict[str, Any
         "ranks": len(places),
         "hosts": list(dict.fromkeys(each.host for each in places)),
         "devices": dict(Counter(each.device for each in places)),
-        "git": None if at is None else asdict(at),
+        "commit": revision(Path.cwd()),
         "variables": relevant(os.environ),
     }
 
@@ -127,56 +124,18 @@ def _arguments(run_dir: Path) -> list[str]:
         return []
 
 
-# ---- git ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Revision:
-    """The commit of a checkout."""
-
-    commit: str
-    dirty: bool | None  # whether tracked files differ from it; None if unknown
-
-
-def revision(folder: Path) -> Revision | None:
+def revision(folder: Path) -> str | None:
     """Return the commit of the checkout that `folder` belongs to; None without one or without git.
 
-    Note: a repository's own configuration can name programs that git runs: filters, hooks, a file
-    system monitor. `git rev-parse` runs none. The comparison uses a scratch git directory without
-    that configuration: only the repository's objects and its index.
+    `git rev-parse` runs no program that a repository's configuration names.
     """
-    paths = ("--path-format=absolute", "--show-toplevel", "--git-path", "objects")
-    found = _git(folder, {}, "rev-parse", *paths, "--git-path", "index", "--verify", "HEAD")
-    if found is None or found.returncode:
-        return None
-    root, objects, index, commit = found.stdout.splitlines()
-    with tempfile.TemporaryDirectory(prefix="fsdpctl-git-") as scratch:
-        plain = Path(scratch)
-        try:
-            (plain / "objects" / "info").mkdir(parents=True)
-            (plain / "refs").mkdir()
-            (plain / "HEAD").write_text(f"{commit}\n")
-            (plain / "objects" / "info" / "alternates").write_text(f"{objects}\n")
-            shutil.copyfile(index, plain / "index")
-        except OSError:
-            return Revision(commit, None)
-        where = {"GIT_DIR": scratch, "GIT_WORK_TREE": root, "GIT_CONFIG_GLOBAL": os.devnull}
-        options = ("--quiet", "--no-ext-diff", "--ignore-submodules=all")
-        diff = _git(Path(root), where, "diff", *options, "HEAD", "--")
-    return Revision(commit, None if diff is None else {0: False, 1: True}.get(diff.returncode))
-
-
-def _git(
-    folder: Path, where: Mapping[str, str], *arguments: str
-) -> "subprocess.CompletedProcess[str] | None":
     kept = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
-    isolated = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
-    options = ("-c", "core.fsmonitor=false", "-c", "safe.directory=*")
     try:
-        return subprocess.run(
-            ["git", *options, *arguments],
-            cwd=folder, env={**kept, **isolated, **where}, timeout=_GIT_SECONDS, check=False,
+        found = subprocess.run(
+            ["git", "-c", "safe.directory=*", "rev-parse", "--verify", "HEAD"],
+            cwd=folder, env=kept, timeout=_GIT_SECONDS, check=True,
             stdin=subprocess.DEVNULL, capture_output=True, text=True,
         )  # fmt: skip
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
+    return found.stdout.strip()
