@@ -86,13 +86,6 @@ class ModelConfig:
         "global: with token counts of all ranks",
         choices=("model", "global", "none"),
     )
-    router_bias_update: float = key(
-        0.0,
-        "transformers: change of routers' biases in a step, toward equal numbers of tokens; 0: "
-        "they are frozen",
-        minimum=0,
-        maximum=1,
-    )
     architecture: str = key(
         "llama", "architecture; gpt2, transformers: code of transformers", choices=ARCHITECTURES
     )

@@ -228,6 +228,7 @@ NOT_SUPPORTED = _by_name(
         "streamed data; `fsdpctl tokenize` writes a file that is memory-mapped": "streaming",
         "reinforcement learning": "rl grpo",
         "code of models, which it never executes": "trust_remote_code",
+        "updates of routers' biases; set model.router_aux_loss=global": "router_bias_update",
         "early stopping": "early_stopping_patience",
         "noise in embeddings": "neftune_noise_alpha",
         "plugins of other tools": "plugins",

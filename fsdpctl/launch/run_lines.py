@@ -21,7 +21,6 @@ from fsdpctl.io.units import format_bytes
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
-from fsdpctl.models.router_biases import bias_places
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.schedule import warmup_steps
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy
@@ -104,10 +103,6 @@ def _experts(opened: Opened) -> Iterator[str]:
         on = "with the token counts of all ranks; its value depends on the micro-batches"
     off = "off: config.json has no output_router_logits"
     yield f"auxiliary loss {f'on: {on}' if module.balances_experts else off}"
-    if biases := bias_places(module):
-        rate = opened.config.model.router_bias_update
-        how = f"change by {rate:g} in a step" if rate else "are not updated, as in transformers"
-        yield f"{len(biases)} balance biases {how}"
 
 
 def _in_float32(opened: Opened) -> Iterator[str]:

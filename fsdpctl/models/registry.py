@@ -91,11 +91,6 @@ def build_model(config: ModelConfig) -> nn.Module:
     whole = sum(count_weights(module).values())
     if config.router_aux_loss == "global" and count_active(module) == whole:
         raise UsageError("model.router_aux_loss=global: only valid with a model that has routers")
-    if config.router_bias_update and config.architecture != TRANSFORMERS:
-        rate = f"{config.router_bias_update:g}"
-        raise UsageError(
-            f"model.router_bias_update={rate}: only valid with a model that has routers"
-        )
     with torch.device("meta"):
         choose_trained(module, config)
     return module

@@ -15,7 +15,6 @@ from fsdpctl.config.any_decoder import CONFIG_OF, content_of, read_configuration
 from fsdpctl.config.hugging_face import ACTIVATIONS
 from fsdpctl.config.model import TRANSFORMERS, ModelConfig
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.models.router_biases import RouterBiases
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import THEIRS
 
@@ -28,8 +27,6 @@ def build_transformers(config: ModelConfig) -> TransformersDecoder:
     """
     decoder = TransformersDecoder(built(config), config.router_aux_loss)
     decoder.attention.use(ours=config.attention != THEIRS)
-    if config.router_bias_update:
-        decoder.router_biases = RouterBiases(decoder, config.router_bias_update)
     return decoder
 
 

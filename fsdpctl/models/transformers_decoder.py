@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fsdpctl.errors import UsageError
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.experts import Counts, aux_loss_factor, global_balance
-from fsdpctl.models.router_biases import RouterBiases
 from fsdpctl.models.row_documents import Documents
 from fsdpctl.models.token_loss import LossHead, in_chunks
 from fsdpctl.models.transformers_attention import TransformersAttention
@@ -143,7 +142,6 @@ class TransformersDecoder(nn.Module):
         self._model = (model,)  # hidden: its modules are this one's
         self._aux_loss = router_aux_loss
         self.reduce_counts: Counts | None = None  # sums expert counts over ranks
-        self.router_biases: RouterBiases | None = None  # if they are updated
         forward = type(getattr(model, self._backbone)).forward
         self._caches = _can_cache(model.config)
         self.attention = TransformersAttention(model)
@@ -213,9 +211,6 @@ class TransformersDecoder(nn.Module):
             settings["output_router_logits"] = True
         if cache is not None and cache.foreign is not None:
             settings[self._cache_name] = cache.foreign
-        if targets is not None and self.router_biases is not None:
-            data = _data_of(targets, documents).expand_as(targets)
-            self.router_biases.counted = data.flatten()
         with self.attention.among(documents):
             outputs = getattr(self, self._backbone)(
                 input_ids=tokens,

@@ -147,13 +147,6 @@ RULES = (
         lambda c: c.launch.share_memory is True and not may_share_memory(c),
     ),
     Rule(
-        "model.router_bias_update={model.router_bias_update:g}: not supported with "
-        "train.compile=true or model.lora",
-        lambda c: (
-            c.model.router_bias_update > 0 and (c.train.compile or c.model.lora.rank is not None)
-        ),
-    ),
-    Rule(
         "optimizer.lr=auto: not supported with optimizer={optimizer.name}; set a number",
         lambda c: not _row(c).has_usual_lr and c.optimizer.lr is None,
     ),

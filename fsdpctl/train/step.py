@@ -14,7 +14,6 @@ from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, LocalStepStats, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
@@ -105,9 +104,6 @@ def launch_step(
         group["lr"] = lr
     parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
     parts.optimizer.zero_grad()
-    module = parts.model.module
-    if isinstance(module, TransformersDecoder) and module.router_biases is not None:
-        module.router_biases.update(parts.model.collectives.all_reduce, record.found_inf)
     clock.lap("optimizer")
     if step + 1 < config.train.steps and parts.model.can_prefetch and not is_traced:
         # Overlaps with reporting, saving and loading before the next forward.
