@@ -13,10 +13,6 @@ from fsdpctl.errors import UsageError
 EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FLOATS = ("F64", "F32", "BF16", "F16")
 _DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
-_INTEGERS: dict[str, Any] = {
-    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
-    "BOOL": np.bool_,
-}  # fmt: skip
 _NAN = np.uint16(0x7FC0)
 
 
@@ -40,13 +36,6 @@ def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
         raise UsageError(f"--dtype float16: {name} has values out of range; use bfloat16")
     narrow_bytes: NDArray[np.uint8] = narrowed.view(np.uint8)
     return narrow_bytes.data
-
-
-def numbers(data: memoryview, dtype: str) -> NDArray[np.float64]:
-    """Convert elements of any stored dtype to float64; exact except for integers over 2**53."""
-    known = {**_DTYPES, **_INTEGERS}
-    values = _widened(data) if dtype == "BF16" else np.frombuffer(data, known[dtype])
-    return values.astype(np.float64)
 
 
 def joined(upper: memoryview, lower: memoryview) -> memoryview:

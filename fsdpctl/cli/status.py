@@ -18,11 +18,9 @@ from fsdpctl.io.texts import one_line
 
 if TYPE_CHECKING:
     from fsdpctl.tools.status import Newest, Status
-    from fsdpctl.tools.tensors import CheckpointDifference, TensorDifference
     from fsdpctl.tools.two_runs import TwoRuns
 
 _MOST_NAMED = 5  # runs
-_SHOWN = 20  # tensors
 _NOT_SET = "not set"
 
 
@@ -163,14 +161,14 @@ def compare_runs(
         bool,
         typer.Option(
             "--assert-equal",
-            help="Exit with code 1 unless losses and tensors are equal; settings may differ.",
+            help="Exit with code 1 unless losses and validation losses are equal.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how two existing runs differ.
 
-    Compares losses, settings, and the tensors of the newest checkpoints of a common step.
+    Compares losses, settings, and the environments of the newest starts.
     """
     from fsdpctl.tools.two_runs import compare_runs as compare
 
@@ -191,15 +189,13 @@ def _show(found: "TwoRuns") -> None:
     for line in _steps(found):
         say(line)
     say()
-    if found.configuration:
-        rows = [[x.key, x.a or _NOT_SET, x.b or _NOT_SET] for x in found.configuration]
-        show_table(_table(("configuration", "A", "B"), rows))
-    else:
-        say("configurations are equal")
-    say()
-    for line in _tensors(found):
-        say(line)
-    say()
+    for name, keys in (("configuration", found.configuration), ("environment", found.environment)):
+        if keys:
+            rows = [[x.key, x.a or _NOT_SET, x.b or _NOT_SET] for x in keys]
+            show_table(_table((name, "A", "B"), rows))
+        else:
+            say(f"{name}s are equal")
+        say()
     say(
         f"differ  {'; '.join(found.differences)}"
         if found.differences
@@ -229,39 +225,6 @@ def _steps(found: "TwoRuns") -> Iterator[str]:
     for name, count in (("A", loss.only_a), ("B", loss.only_b)):
         if count:
             yield f"{count:,} steps only in {name}"
-
-
-def _tensors(found: "TwoRuns") -> Iterator[str]:
-    checkpoint = found.checkpoint
-    if checkpoint is None:
-        yield "no common step with a checkpoint"
-        return
-    different = checkpoint.different
-    yield (
-        f"checkpoints of step {checkpoint.step}: {len(checkpoint.tensors)} tensors in both, "
-        f"{len(different) or 'none'} differ"
-    )
-    if different:
-        head = ("tensor, worst first", "elements", "differing", "largest", "relative norm", "")
-        show_table(_table(head, [_row(each) for each in different[:_SHOWN]], right=head[1:-1]))
-    if len(different) > _SHOWN:
-        yield f"and {len(different) - _SHOWN} more (see --json)"
-    yield from _missing(checkpoint)
-
-
-def _row(each: "TensorDifference") -> list[str]:
-    largest = "not finite" if each.max_abs is None else f"{each.max_abs:.3g}"
-    norm = "-" if each.relative_norm is None else f"{each.relative_norm:.3g}"
-    if each.about and not each.num_different:
-        largest = norm = "-"
-    return [each.key, f"{each.numel:,}", f"{each.num_different:,}", largest, norm, each.about]
-
-
-def _missing(checkpoint: "CheckpointDifference") -> Iterator[str]:
-    for name, keys in (("A", checkpoint.only_a), ("B", checkpoint.only_b)):
-        if keys:
-            more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-            yield f"only in {name}: {', '.join(keys[:_SHOWN])}{more}"
 
 
 def _table(head: tuple[str, ...], rows: list[list[str]], right: tuple[str, ...] = ()) -> Table:

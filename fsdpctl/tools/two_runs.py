@@ -1,25 +1,24 @@
-"""The comparison of two runs: losses, settings, and the newest checkpoints of a common step."""
+"""The comparison of two runs: losses, settings, and the environments of their newest starts."""
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from msgspec import UNSET
 
-from fsdpctl.checkpoint.folders import complete_checkpoints, step_folder, step_of
-from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
+from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import METRICS, check_own
+from fsdpctl.run.environment import read_starts
 from fsdpctl.run.metrics import read_metrics
-from fsdpctl.tools.tensors import CheckpointDifference, compare_checkpoints
 
 FIGURES = ("loss", "val_loss", "grad_norm")
 Values = dict[int, float | None]  # by step; None: not finite
-_NOT_COMPARED = ("train.run_dir",)
+_NOT_COMPARED = ("train.run_dir", "started", "command")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A configuration key whose values differ; None: not set."""
+    """A key whose values differ; None: not set."""
 
     key: str
     a: str | None
@@ -79,24 +78,12 @@ class TwoRuns:
     b: Path
     series: dict[str, Series]  # by name
     configuration: tuple[Setting, ...]
-    checkpoint: CheckpointDifference | None  # None: no common step
-    has_checkpoints: bool  # whether either run has any
+    environment: tuple[Setting, ...]
 
     @property
     def differences(self) -> list[str]:
-        """The differences of losses and tensors, a clause each; settings do not count."""
-        return [*_of_losses(self.series), *self._of_tensors()]
-
-    def _of_tensors(self) -> Iterator[str]:
-        found = self.checkpoint
-        if found is None:
-            if self.has_checkpoints:
-                yield "no common step with a complete checkpoint"
-            return
-        if found.different:
-            yield f"{len(found.different)} of {len(found.tensors)} tensors at step {found.step}"
-        if missing := len(found.only_a) + len(found.only_b):
-            yield f"{missing} tensors at step {found.step} in one run only"
+        """The differences of losses, a clause each; settings do not count."""
+        return list(_of_losses(self.series))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object for `compare-runs --json`."""
@@ -105,7 +92,7 @@ class TwoRuns:
             "b": str(self.b),
             **{name: each.to_dict() for name, each in self.series.items()},
             "configuration": [asdict(each) for each in self.configuration],
-            "checkpoint": None if self.checkpoint is None else self.checkpoint.to_dict(),
+            "environment": [asdict(each) for each in self.environment],
             "equal": not self.differences,
             "differences": self.differences,
         }
@@ -126,27 +113,24 @@ def compare_runs(a: Path, b: Path) -> TwoRuns:
     """Compare the runs in two directories.
 
     Raises:
-        UsageError: If a directory is not a run or its metrics are corrupted.
-        CheckpointError: If a checkpoint is corrupted; names the file.
+        UsageError: If a directory is not a run or one of its files is corrupted.
     """
-    settings = [_settings(each) for each in (a, b)]
+    settings = _differing(*map(_settings, (a, b)))
     figures = [read_figures(each) for each in (a, b)]
-    steps = [{step_of(each) for each in complete_checkpoints(x / CHECKPOINTS)} for x in (a, b)]
-    checkpoint = None
-    if both := steps[0] & steps[1]:
-        folders = (step_folder(each / CHECKPOINTS, max(both)) for each in (a, b))
-        checkpoint = compare_checkpoints(*(CheckpointReader(each) for each in folders))
     return TwoRuns(
         a,
         b,
         {name: compared(name, figures[0][name], figures[1][name]) for name in FIGURES},
-        tuple(
-            Setting(key, settings[0].get(key), settings[1].get(key))
-            for key in sorted(settings[0].keys() | settings[1].keys())
-            if key not in _NOT_COMPARED and settings[0].get(key) != settings[1].get(key)
-        ),
-        checkpoint,
-        any(steps),
+        settings,
+        _differing(*map(_environment, (a, b))),
+    )
+
+
+def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[Setting, ...]:
+    return tuple(
+        Setting(key, a.get(key), b.get(key))
+        for key in sorted(a.keys() | b.keys())
+        if key not in _NOT_COMPARED and a.get(key) != b.get(key)
     )
 
 
@@ -155,6 +139,11 @@ def _settings(run_dir: Path) -> dict[str, str]:
     if not (run_dir / RUN_CONFIG).is_file():
         raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
     return dict(read_recipe(run_dir / RUN_CONFIG))
+
+
+def _environment(run_dir: Path) -> dict[str, str]:
+    (*_, newest) = [{}, *read_starts(run_dir)]
+    return {key: x if isinstance(x, str) else json.dumps(x) for key, x in newest.items()}
 
 
 def read_figures(run_dir: Path) -> dict[str, Values]:
