@@ -44,10 +44,6 @@ COMMANDS = {
         ("convert run.yml --out recipe.yaml",),
     ),
     "status": CommandInfo("status", False, "Show the state and progress of a run.", ("status",)),
-    "check-nodes": CommandInfo(
-        "check_nodes", True, "Check the nodes before a run on them.",
-        ("check-nodes launch.nnodes=2 launch.node_rank=0 launch.rdzv_endpoint=node0:29400",),
-    ),
     "compare": CommandInfo(
         "compare", True, "Compare variants by short runs or simulation.",
         ("compare strategy=full_shard,shard_optimizer,no_shard --steps 5",

@@ -67,24 +67,6 @@ class Handshake:
         if self._store.add(f"here/{own}", 1) > 1:
             raise UsageError(f"{noun} {own}: already in use by another {noun}")
 
-    def wait_for_all(self) -> None:
-        """Wait until all members have joined.
-
-        Raises:
-            UsageError: If some do not in time.
-        """
-        here = [f"here/{each}" for each in range(self.count)]
-        try:
-            self._store.wait(here, timedelta(seconds=self._patience))
-        except RuntimeError:
-            late: list[str] = []
-            with suppress(RuntimeError):  # number 0 may have given up before
-                late = [key.rpartition("/")[2] for key in here if not self._store.check([key])]
-            raise UsageError(
-                f"{self.noun} {', '.join(late) or '0'}: not started within {self._patience:g} s "
-                "(launch.timeout)"
-            ) from None
-
     def invite(self, run_dir: Path, nproc_per_node: int) -> None:
         """Send the run directory to the others and wait until all are ready; only number 0 does.
 

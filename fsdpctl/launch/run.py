@@ -14,7 +14,6 @@ from fsdpctl.io.activity import Talk, doing
 from fsdpctl.resolve.launchers import LauncherRank, Place, endpoint_of, place_of
 
 if TYPE_CHECKING:
-    from fsdpctl.comm.world import Store
     from fsdpctl.config.compose import Composed
     from fsdpctl.config.placement import LaunchConfig
     from fsdpctl.config.schema import Config
@@ -148,28 +147,6 @@ def _as_rank(
     config: "Config", where: Place, place: LauncherRank, begin: "Begin", talk: Talk
 ) -> None:
     """Meet the other ranks, then become the worker: this process exits with it."""
-    launch, store = joined_ranks(config, where, place)
-    from fsdpctl.launch.handshake import Handshake
-    from fsdpctl.train.worker import become_rank
-
-    meeting = Handshake(store, place.rank, place.world_size, noun="rank", patience=launch.timeout)
-    # The lock that `begun` holds is released when this process exits.
-    begun = _invite(meeting, begin, talk) if place.rank == 0 else _accept(meeting, launch)
-    if begun is None:
-        return
-    become_rank(Path(begun.run_dir), store)
-
-
-def joined_ranks(
-    config: "Config", where: Place, place: LauncherRank
-) -> "tuple[LaunchConfig, Store]":
-    """Prepare this process to be a rank that another launcher has started.
-
-    Returns the settings, placed on this machine, and the store of the ranks.
-
-    Raises:
-        UsageError: If the store is unreachable in time.
-    """
     cores = (os.cpu_count() or 1) // place.local_world_size
     own = {"OMP_NUM_THREADS": str(max(1, cores)), **config.launch.allocator_environment}
     os.environ.update({**own, **os.environ})  # before torch is imported
@@ -186,4 +163,12 @@ def joined_ranks(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", own_address(address, launch.interface)[1])
     for name in ("rank", "world_size", "local_rank", "local_world_size"):
         os.environ[name.upper()] = str(getattr(place, name))
-    return launch, PrefixStore(f"attempt-{place.attempt}", shared)
+    from fsdpctl.launch.handshake import Handshake
+    from fsdpctl.train.worker import become_rank
+
+    store = PrefixStore(f"attempt-{place.attempt}", shared)
+    meeting = Handshake(store, place.rank, place.world_size, noun="rank", patience=launch.timeout)
+    # The lock that `begun` holds is released when this process exits.
+    begun = _invite(meeting, begin, talk) if place.rank == 0 else _accept(meeting, launch)
+    if begun is not None:
+        become_rank(Path(begun.run_dir), store)

@@ -95,7 +95,6 @@ TABLE = [
     ("consolidate-checkpoint ckpt mine", "mine: already exists; pass --overwrite"),
     ("tokenize words.txt words.tok", "words.tok: expected a name that ends in .bin"),
     ("tokenize words.txt t.bin", "t.bin: already exists; pass --overwrite"),
-    ("check-nodes train.run_dir=words.txt", "expected a directory, got a file"),
     # models and conversations
     ("train model=hf model.path=modle", "model.path=modle: no such directory; did you mean mod"),
     ("train model=hf model.path=words.txt", "model.path=words.txt: expected a directory, got a f"),

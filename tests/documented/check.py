@@ -28,7 +28,6 @@ _WORK = (
     "fsdpctl.estimate.search.estimates_of",
     "fsdpctl.cli.compare._comparison",
     "fsdpctl.cli.compare._measure",
-    "fsdpctl.cli.check_nodes._found",
     "fsdpctl.resolve.run.open_run",
     "fsdpctl.tools.sample.sample_text",
     "fsdpctl.tools.sample.ChatSession",

@@ -87,8 +87,6 @@ def shrinking(words: Sequence[str]) -> list[str]:
     if command == "compare" and "--simulate" not in words:
         added = ["--rounds", "1"] + ([] if "--steps" in words else ["--steps", "4"])
         return [*added, *_settings(words, _SHORT, "train.steps")]
-    if command == "check-nodes":
-        return ["launch.nproc_per_node=1"]
     if command != "train" or "--dry-run" in words:
         return []
     large = any(each in words for each in _LARGE)

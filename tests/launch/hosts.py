@@ -48,15 +48,9 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
 
 
-def _limit(mbit: int, *, dev: str, netns: Sequence[str] = ()) -> None:
-    rate = ["rate", f"{mbit}mbit", "burst", "128kb", "latency", "400ms"]
-    words = ["tc", *netns, "qdisc", "add", "dev", dev, "root", "tbf", *rate]
-    subprocess.run(words, check=True, capture_output=True, text=True, timeout=20)
-
-
 @contextmanager
-def hosts(count: int, *, mbit: int | None = None) -> Iterator[Hosts]:
-    """So many of them, on cables of so many Mbit/s each way; skipped where they may not be made."""
+def hosts(count: int) -> Iterator[Hosts]:
+    """So many of them; skipped where they may not be made."""
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("hosts are network namespaces: they need root and iproute2")
     tag = os.getpid() % 10000
@@ -74,9 +68,6 @@ def hosts(count: int, *, mbit: int | None = None) -> Iterator[Hosts]:
                 _ip(*there, "addr", "add", f"{address}/24", "dev", "eth0")
                 _ip(*there, "link", "set", "eth0", "up")
                 _ip(*there, "link", "set", "lo", "up")
-                if mbit is not None:
-                    _limit(mbit, dev=link)
-                    _limit(mbit, dev="eth0", netns=there)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no hosts can be made here: {error.stderr.strip()}")
         yield Hosts(names, addresses, [f"fsv{tag}-{host}" for host in range(count)])

@@ -54,7 +54,7 @@ def test_a_wrong_endpoint_is_an_error_of_one_line(kind, tmp_path):
         elif kind == "talking":
             threading.Thread(target=_greet, args=(server,), daemon=True).start()
         node = ["launch.nnodes=2", "launch.node_rank=1", "launch.timeout=2", "launch.device=cpu"]
-        found = fsdpctl("check-nodes", "-q", *node, f"launch.rdzv_endpoint={where}", cwd=tmp_path)
+        found = fsdpctl("train", "-q", *node, f"launch.rdzv_endpoint={where}", cwd=tmp_path)
     assert found.returncode == 2
     expected = said.get(kind, "another program listens there")
     assert found.stderr.startswith(f"fsdpctl: {where}: {expected}")
