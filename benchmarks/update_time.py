@@ -19,7 +19,6 @@ from benchmarks.report import arguments, write_report
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.io.native import native_paths
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
@@ -99,12 +98,7 @@ def main() -> None:
     adapters = _times(steps, given.rounds)
     print(*results, *adapters, sep="\n")
     parameters = sum(shard.master.numel() for shard in made[BASELINE][0].flat_shards())
-    about = {
-        "parameters": parameters,
-        "tokens": 4 * 256,
-        "rounds": given.rounds,
-        "kernels": native_paths(),
-    }
+    about = {"parameters": parameters, "tokens": 4 * 256, "rounds": given.rounds}
     write_report(given.out, "update_time", results, adapters=adapters, **about)
 
 

@@ -15,7 +15,7 @@ from fsdpctl.plan.layout import Span
 from fsdpctl.plan.states import BLOCK, blocks_of
 
 CODES, SCALES = ".codes", ".scales"  # suffixes of the tensors of a moment
-_SIGNED, ROOT_CODES = 254.0, 255.0
+_SIGNED, _ROOT_CODES = 254.0, 255.0
 _LEAST = 1e-35  # divides in place of smaller scales
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 _INFINITY = 0x7F800000  # the bits of float32
@@ -75,7 +75,7 @@ class Moment:
             return
         rows = self.scales.float()
         if self.has_roots:
-            rows.mul_(factor**0.5 / ROOT_CODES)
+            rows.mul_(factor**0.5 / _ROOT_CODES)
             _blocks(out).mul_(rows.unsqueeze(1))
             out.mul_(out)
         else:
@@ -96,7 +96,7 @@ class Moment:
         if self.has_roots:
             least = torch.sign(new, out=work)
             scales = _rounded_up(_largest(new).mul_(unit))
-            rows = (ROOT_CODES * unit) / scales.float().clamp_(min=_LEAST)
+            rows = (_ROOT_CODES * unit) / scales.float().clamp_(min=_LEAST)
             _blocks(new).mul_(rows.unsqueeze(1))
             torch.maximum(new.round_(), least, out=new)
             codes = work.view(torch.int32).copy_(new)  # from these to bytes is faster than from new

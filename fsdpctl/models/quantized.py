@@ -18,17 +18,14 @@ what it holds from little more than that, and the bytes do not depend on the ran
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_int64, c_void_p
 from functools import lru_cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.io.native import in_threads, native
 from fsdpctl.models.kernels import device_type
 
 # Quantiles of a normal distribution, as published with QLoRA.
@@ -43,7 +40,6 @@ GROUP = BLOCK * _BLOCKS  # weights
 # Groups that are dequantized at a time. Fewer need less memory, and on a GPU more launches.
 _AT_ONCE = {"cuda": 1024}
 _AT_ONCE_ELSEWHERE = 128
-_SOURCE = Path(__file__).with_suffix(".c")
 
 
 class Packing(ABC):
@@ -128,31 +124,12 @@ class _Nf4(Packing):
         return torch.cat((constants, packed.flatten(1), levels.to(torch.uint8)), -1)
 
     def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
-        if rows.device.type == "cpu" and (kernel := native(_SOURCE, "dequantize")):
-            _dequantize_at_once(kernel, target, rows, blocks)
-            return
         constants = rows[:, : self._constants].reshape(-1).view(torch.float32).view(-1, 2)
         codes = rows[:, self._constants : -blocks].int()
         values = F.embedding(codes, pairs(rows.device)).view(len(rows), blocks, BLOCK)
         roots = rows[:, -blocks:] * constants[:, 1:] + constants[:, :1]
         squares = roots * roots
         target.view(values.shape).copy_(values.mul_((squares * squares).unsqueeze(-1)))
-
-
-def _dequantize_at_once(
-    kernel: Callable[..., Any], target: Tensor, rows: Tensor, blocks: int
-) -> None:
-    whole = target if target.dtype == torch.float32 else torch.empty(target.shape)
-    values, size = pairs(rows.device), blocks * BLOCK
-
-    def dequantize(start: int, stop: int) -> None:
-        at = (rows[start // size :].data_ptr(), whole[start:].data_ptr())
-        shape = c_int64(blocks), c_int64((stop - start) // size)
-        kernel(c_void_p(values.data_ptr()), *shape, *map(c_void_p, at))
-
-    in_threads(dequantize, len(target), torch.get_num_threads(), multiple=size)
-    if whole is not target:
-        target.copy_(whole)
 
 
 class _Int8(Packing):

@@ -1,32 +1,26 @@
 """AdamW in tiles, for moments that are stored in fewer bits and weights of 24 bits.
 
 No tensor of a whole run is made: a tile is read, stepped in float32 and written back. Every element
-is computed alike on any number of ranks; see `codes`. On CPUs, tiles.c computes the same bits in
-one pass.
+is computed alike on any number of ranks; see `codes`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from ctypes import Array, c_float, c_int64, c_void_p
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.codes import ROOT_CODES, Moment, moment_of, put, split, widen
+from fsdpctl.comm.codes import Moment, moment_of, put, split, widen
 from fsdpctl.comm.shards import FlatShard
-from fsdpctl.io.native import in_threads, native
 from fsdpctl.optim.sharded import SteppedRun
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.states import BLOCK, NUM_TILES, TILE
+from fsdpctl.plan.states import NUM_TILES, TILE
 
 Scalar = (
     Any  # a number on the CPU; on other devices a scalar tensor, which the host never waits for
 )
-_SOURCE = Path(__file__).with_suffix(".c")
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +62,6 @@ class Factors:
             (1 - beta2) / (1 - beta1) ** 2,
         )
 
-    def for_kernel(self, scale: float, has_roots: bool) -> Array[c_float]:
-        """Return the factors of the kernel, in its order; gradients are multiplied by `scale`."""
-        unit = self.unit if has_roots else 1.0
-        root = self.root * unit**0.5
-        one, two = self.beta1, self.beta2
-        if has_roots:
-            one, two = -one, (two / unit) ** 0.5 / ROOT_CODES
-        factors = (
-            *(self.share * scale, one, two, self.unit, unit**0.5, ROOT_CODES * unit**0.5),
-            *(self.eps / root, self.bound * root, self.rate / root, self.kept),
-        )
-        return (c_float * len(factors))(*factors)
-
-
-def _kernel_of(shard: FlatShard, first: Moment, gradient: Tensor) -> Callable[..., Any] | None:
-    """Return the kernel for a shard on the CPU; None if its dtypes or the machine have none."""
-    is_split, master = shard.remainder is not None, shard.master
-    kinds = _KINDS.get(gradient.dtype), _KINDS.get(first.values.dtype)
-    is_plain = gradient.is_contiguous() and (is_split or master.dtype == torch.float32)
-    if master.device.type != "cpu" or None in kinds or not is_plain:
-        return None
-    return native(_SOURCE, "step", GRADIENT=kinds[0], MOMENTS=kinds[1], SPLIT=int(is_split))
-
 
 class TiledStep:
     """Steps runs one after another, with one set of tiles."""
@@ -119,37 +90,11 @@ class TiledStep:
         gradient = run.gradient()
         assert gradient is not None
         first, second = moment_of(state, "exp_avg"), moment_of(state, "exp_avg_sq")
-        if kernel := _kernel_of(run.shard, first, gradient):
-            self._step_at_once(kernel, run, gradient, (first, second), factors)
-        else:
-            for span in _tiles(run.span.numel, self._size):
-                part = gradient[span.start : span.stop]
-                self._tile(run, span, part, (first.window(span), second.window(span)), factors)
+        for start in range(0, run.span.numel, self._size):
+            span = Span(start, min(start + self._size, run.span.numel))
+            part = gradient[span.start : span.stop]
+            self._tile(run, span, part, (first.window(span), second.window(span)), factors)
         put(state["step"], count, self._skip)
-
-    def _step_at_once(
-        self,
-        kernel: Callable[..., Any],
-        run: SteppedRun,
-        gradient: Tensor,
-        moments: tuple[Moment, Moment],
-        by: Factors,
-    ) -> None:
-        factors, low = by.for_kernel(self._scale, moments[1].has_roots), run.shard.remainder
-
-        def step(start: int, stop: int) -> None:
-            span = Span(start, stop)
-            at = span.shift(run.span.start)
-            first, second = (each.window(span) for each in moments)
-            tensors = (
-                *(gradient[start:stop], run.shard.view(run.shard.master, at)),
-                None if low is None else run.shard.view(low, at),
-                *(first.values, first.scales, second.values, second.scales),
-            )
-            places = (None if each is None else c_void_p(each.data_ptr()) for each in tensors)
-            kernel(factors, c_int64(span.numel), *places)
-
-        in_threads(step, run.span.numel, torch.get_num_threads(), multiple=BLOCK)
 
     @cached_property
     def _tiles(self) -> Tensor:
@@ -190,10 +135,6 @@ class TiledStep:
         first.write(m, work, self._skip)
         if second.has_roots:
             second.write(v, work, self._skip, unit**0.5)
-
-
-def _tiles(numel: int, size: int) -> Iterator[Span]:
-    return (Span(start, min(start + size, numel)) for start in range(0, numel, size))
 
 
 def _update(

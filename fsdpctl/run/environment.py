@@ -47,14 +47,9 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
     """Append a start and drop the oldest ones. Failures are ignored."""
     with contextlib.suppress(OSError):
-        _write(run_dir, [*_readable(run_dir), start])
-
-
-def add_to_start(run_dir: Path, facts: Mapping[str, Any]) -> None:
-    """Add what is known only after some steps to the newest start. Failures are ignored."""
-    with contextlib.suppress(OSError):
-        if starts := _readable(run_dir):
-            _write(run_dir, [*starts[:-1], {**starts[-1], **facts}])
+        starts = [*_readable(run_dir), start]
+        text = json.dumps({"starts": starts[-MAX_STARTS:]}, indent=1)
+        replace(run_dir / ENVIRONMENT, f"{text}\n")
 
 
 def _readable(run_dir: Path) -> list[dict[str, Any]]:
@@ -62,11 +57,6 @@ def _readable(run_dir: Path) -> list[dict[str, Any]]:
         return read_starts(run_dir)
     except UsageError:
         return []  # unreadable for everyone
-
-
-def _write(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> None:
-    text = json.dumps({"starts": starts[-MAX_STARTS:]}, indent=1)
-    replace(run_dir / ENVIRONMENT, f"{text}\n")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,6 @@ from fsdpctl.checkpoint.quantized import DequantizedTensors, QuantizedTensors
 from fsdpctl.checkpoint.tensors import DTYPE_NAMES, tensor_bytes
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io import native
-from fsdpctl.models import quantized
 from fsdpctl.models.quantized import (
     BLOCK,
     GROUP,
@@ -53,19 +51,6 @@ def codes_of(packed: torch.Tensor, blocks: int) -> list[int]:
     pairs = packed[8 : 8 + blocks * BLOCK // 2]
     codes: list[int] = torch.stack((pairs >> 4, pairs & 15), -1).flatten().tolist()
     return codes
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [5, 64, GROUP, 3 * GROUP + 70, 5 * GROUP - 1])
-def test_the_kernel_of_nf4_computes_the_bits_of_operators(count, dtype, monkeypatch):
-    generator = torch.Generator().manual_seed(count)
-    scales = 10.0 ** torch.randint(-12, 6, (count // BLOCK + 1, 1), generator=generator)
-    drawn = (torch.randn(len(scales), BLOCK, generator=generator) * scales).view(-1)[:count]
-    packed = NF4.quantize(drawn)
-    monkeypatch.setattr(native, "_LEAST", 64)
-    found = NF4.dequantize(packed, (count,), dtype)
-    monkeypatch.setattr(quantized, "native", lambda *_: None)
-    assert torch.equal(found, NF4.dequantize(packed, (count,), dtype))
 
 
 @pytest.mark.parametrize("name", THEIRS)

@@ -13,7 +13,6 @@ from fsdpctl.run import environment
 from fsdpctl.run.environment import (
     RankDevice,
     add_start,
-    add_to_start,
     describe_start,
     place_of,
     read_starts,
@@ -65,16 +64,6 @@ def test_the_newest_starts_are_kept(tmp_path, monkeypatch):
     for number in range(5):
         add_start(tmp_path, {"started": number})
     assert [each["started"] for each in read_starts(tmp_path)] == [2, 3, 4]
-
-
-def test_facts_join_the_newest_start(tmp_path):
-    add_to_start(tmp_path, {"kernels": "before a start"})
-    assert read_starts(tmp_path) == []
-    for number in range(2):
-        add_start(tmp_path, {"started": number})
-    add_to_start(tmp_path, {"kernels": {"tiles": "compiled"}})
-    last = {"started": 1, "kernels": {"tiles": "compiled"}}
-    assert read_starts(tmp_path) == [{"started": 0}, last]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"starts": 1}'])

@@ -16,10 +16,8 @@ import msgspec
 from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.data.mixture import MixedRows
 from fsdpctl.io import files
-from fsdpctl.io.native import native_paths
 from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.io.units import format_bytes
-from fsdpctl.run.environment import add_to_start
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord
 from fsdpctl.run.saved_estimate import read_estimate
 from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory, proportional_memory
@@ -47,9 +45,7 @@ class Checks(Callback):
         self._seconds: list[float] = []
 
     def step(self, run: "Trainer", done: StepMetrics) -> None:
-        """Compare the median step time with the predicted one; record which kernels ran."""
-        if not self._seconds and run.ranks.rank == 0 and (kernels := native_paths()):
-            add_to_start(self._run_dir, {"kernels": kernels})
+        """Compare the median step time with the predicted one."""
         if len(self._seconds) < _STEPS:
             self._seconds.append(done.times.total)
             found = self.time() if len(self._seconds) == _STEPS else None
