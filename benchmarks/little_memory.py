@@ -19,7 +19,6 @@ from benchmarks.report import arguments, write_report
 SPLIT_MASTERS = "precision.master_dtype=bfloat16+int8"
 WAYS = {  # all compute in bf16
     "float32": [],
-    "bfloat16 moments": ["optimizer.state_dtype=bfloat16"],
     "int8 moments": ["optimizer.state_dtype=int8"],
     "24-bit master weights": [SPLIT_MASTERS],
     "int8 moments, 24-bit master weights": ["optimizer.state_dtype=int8", SPLIT_MASTERS],

@@ -121,7 +121,7 @@ SYNONYMS = _by_name(
         ),
         "optimizer.state_dtype=int8": (
             "adam8bit adamw8bit adamw_8bit adamw_bnb_8bit adamw_torch_8bit ao_adamw_8bit "
-            "optim_8bit paged_adamw_8bit PagedAdamW8bit"
+            "exp_avg_dtype optim_8bit paged_adamw_8bit PagedAdamW8bit"
         ),
         "optimizer.beta1": "adam_beta1 adam_beta_1",
         "optimizer.beta2": "adam_beta2",

@@ -111,9 +111,9 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
             weight_decay: The decoupled decay of parameters with at least two dimensions.
             param_groups: More groups as `{"names": [...], "lr": ..., ...}`. Missing options have
                 the values above, also for vectors and scalars.
-            state_dtype: The dtype of the moments: float32, bfloat16, or int8 in blocks of 64 with a
-                scale; by default that of the masters, float32 for masters of 24 bits. Vectors and
-                parameters of less than 4096 elements have float32.
+            state_dtype: The dtype of the moments: float32, or int8 in blocks of 64 with a scale; by
+                default that of the masters, float32 for masters of 24 bits. Vectors and parameters
+                of less than 4096 elements have float32.
 
         Raises:
             UsageError: If a group names an unknown parameter, for another `state_dtype`, or if

@@ -13,7 +13,7 @@ from fsdpctl.plan.muon import MUON
 from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.train.step import Optimizer, TrainedModel
 
-_STATES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+_STATES = {None: None, "float32": torch.float32, "int8": torch.int8}
 
 
 def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:

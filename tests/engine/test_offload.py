@@ -326,7 +326,6 @@ def test_a_step_that_runs_is_saved_whole_and_resumed_in_another_place(
         (SPLIT, {}, "has_remainders=True"),
         (SPLIT, {"state_dtype": torch.int8}, "has_remainders=True"),
         (Precision(), {"state_dtype": torch.int8}, "state_dtype=int8"),
-        (Precision(), {"state_dtype": torch.bfloat16}, "state_dtype=bfloat16"),
         (BF16, {"state_dtype": torch.int8}, "state_dtype=int8"),
     ],
 )
