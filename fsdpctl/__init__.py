@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fsdpctl.optim.muon import ShardedMuon
     from fsdpctl.optim.record import clip_grad_norm_
     from fsdpctl.optim.sgd import ShardedSGD
-    from fsdpctl.plan.layout import Fused
     from fsdpctl.plan.owners import OwnerMap
     from fsdpctl.plan.schedule import Prefetch
     from fsdpctl.plan.strategy import Strategy
@@ -27,7 +26,6 @@ __version__ = "0.1.0"  # the only place; not from metadata, which a checkout may
 
 __all__ = [
     "Assumed",
-    "Fused",
     "GradAccumulator",
     "MemoryEstimate",
     "OwnerMap",
@@ -50,7 +48,6 @@ _HOMES = {
     "Assumed": "fsdpctl.estimate.own_module",
     "MemoryEstimate": "fsdpctl.estimate.own_module",
     "Sharding": "fsdpctl.engine.build",
-    "Fused": "fsdpctl.plan.layout",
     "estimate_memory": "fsdpctl.estimate.own_module",
     "GradAccumulator": "fsdpctl.engine.accumulation",
     "OwnerMap": "fsdpctl.plan.owners",

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from fsdpctl.models.roles import describe_parameters
+from fsdpctl.models.roles import parameter_roles
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.units import ModuleSpec, UnitSpec, divide_into_units
 
@@ -16,13 +16,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def describe_module(module: nn.Module) -> ModuleSpec:
-    """Return the tree of modules and parameters; a shared parameter has its first name.
-
-    `module.fused_parameters()`, if there is one, returns a `Fused` for each name that has several
-    matrices.
-    """
+    """Return the tree of modules and parameters; a shared parameter has its first name."""
     names = {id(param): name for name, param in module.named_parameters()}
-    roles, fused = describe_parameters(module)
+    roles = parameter_roles(module)
 
     def describe(name: str, each: nn.Module) -> ModuleSpec:
         own = tuple(
@@ -31,7 +27,6 @@ def describe_module(module: nn.Module) -> ModuleSpec:
                 tuple(param.shape),
                 dtype_name(param.dtype),
                 param.requires_grad,
-                fused.get(names[id(param)]),
                 known_role=roles[names[id(param)]],
             )
             for param in each._parameters.values()

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from fsdpctl.models.fused import fused_parameters, may_be_fused
 from fsdpctl.models.products import is_transposed
-from fsdpctl.plan.layout import Fused, Role
+from fsdpctl.plan.layout import Role
 
 _OF_TRANSFORMERS = "transformers."
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -17,28 +16,18 @@ _ELEMENTWISE = re.compile(r"bias|scale|gamma|A_log")  # names of vectors
 _EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def describe_parameters(module: nn.Module) -> tuple[Mapping[str, Role], Mapping[str, Fused]]:
-    """Return the roles of the parameters by name, and the parts of those with several matrices.
-
-    A method `fused_parameters()` of the module comes before what is known of transformers' layers.
-    """
-    own: Mapping[str, Fused] = getattr(module, "fused_parameters", dict)()
-    fused = {**fused_parameters(module), **own}
+def parameter_roles(module: nn.Module) -> Mapping[str, Role]:
+    """Return the roles of the parameters by name."""
     roles: dict[str, Role] = {}
     for above, owner in module.named_modules():
         for key, param in owner._parameters.items():
             name = f"{above}.{key}" if above else key
-            if param is None or name in roles:
-                continue
-            if isinstance(owner, nn.MultiheadAttention) and key == "in_proj_weight":
-                fused.setdefault(name, Fused(-2, (owner.embed_dim,) * 3))
-            roles[name] = _role(module, name, owner, param, is_known=name in fused)
-    return roles, fused
+            if param is not None and name not in roles:
+                roles[name] = _role(module, name, owner, param)
+    return roles
 
 
-def _role(
-    module: nn.Module, name: str, owner: nn.Module, param: nn.Parameter, *, is_known: bool
-) -> Role:
+def _role(module: nn.Module, name: str, owner: nn.Module, param: nn.Parameter) -> Role:
     above, _, key = name.rpartition(".")
     if param.ndim <= 1 or _is_vector(owner, key, param):
         return "vector"
@@ -46,16 +35,10 @@ def _role(
         return "other"
     if _is_router(module, above, owner):
         return "other"
-    if is_known:
-        return "matrix"
     if not type(owner).__module__.startswith(_OF_TRANSFORMERS) and not isinstance(owner, nn.Linear):
         return "matrix"  # of the user's own module
-    if is_transposed(owner) is not None:
-        parent = module.get_submodule(above.rpartition(".")[0])
-        is_hidden = type(parent).__module__.startswith(_OF_TRANSFORMERS) and may_be_fused(above)
-        return "other" if is_hidden else "matrix"
     is_stack = param.ndim == 3 and ("Expert" in type(owner).__name__ or key in _EXPERTS)
-    return "matrix" if is_stack else "other"
+    return "matrix" if is_stack or is_transposed(owner) is not None else "other"
 
 
 def _is_vector(owner: nn.Module, key: str, param: nn.Parameter) -> bool:

@@ -1,7 +1,7 @@
 """Muon for the hidden matrices, and AdamW for all other parameters."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,8 +24,7 @@ class ShardedMuon(ShardedAdamW):
 
     Both have one learning rate: that of a matrix is multiplied by 0.2 times the root of its longer
     side, torch's `match_rms_adamw`. Each rank steps the matrices that it owns, without
-    communication. A fused parameter, such as queries, keys and values in one, is updated as the
-    matrices that the module's `fused_parameters()` names.
+    communication. Like torch's, it updates a fused parameter (queries, keys and values) as a whole.
     """
 
     def __init__(
@@ -108,42 +107,16 @@ class ShardedMuon(ShardedAdamW):
             kept.masked_fill_(skips, 1.0)
         mean.lerp_(grad, 1 - self._momentum)
         param.mul_(kept)
-        parts = (_matrices(spec, values) for values in (param, grad, mean))
-        for weights, gradient, average in zip(*parts, strict=True):
-            update = _orthogonal(_joined(spec, self._update(gradient, average)), self._ns_steps)
-            if skips is not None:
-                update.masked_fill_(skips, 0.0)
-            rate = lr * (0.2 * math.sqrt(max(update.shape[-2:])))
-            weights.add_(_split(spec, update, weights.shape), alpha=-rate)
+        weights, gradient, average = (v[: spec.numel].view(spec.shape) for v in (param, grad, mean))
+        update = _orthogonal(self._update(gradient, average), self._ns_steps)
+        if skips is not None:
+            update.masked_fill_(skips, 0.0)
+        weights.add_(update, alpha=-lr * (0.2 * math.sqrt(max(update.shape[-2:]))))
 
     def _update(self, gradient: Tensor, mean: Tensor) -> Tensor:
         if self._nesterov:
             return gradient.lerp(mean, self._momentum).bfloat16()
         return mean.to(torch.bfloat16, copy=True)
-
-
-def _matrices(spec: ParamSpec, values: Tensor) -> Sequence[Tensor]:
-    """Return windows into `values` for the matrices in a parameter, with a dimension of repeats."""
-    whole = values[: spec.numel].view(spec.shape)
-    if spec.fused is None:
-        return (whole,)
-    dim, sizes = spec.fused.dim, spec.fused.sizes
-    repeated: Tensor = whole.unflatten(dim, (-1, sum(sizes)))
-    return repeated.split(sizes, dim)  # type: ignore[no-any-return]
-
-
-def _joined(spec: ParamSpec, matrix: Tensor) -> Tensor:
-    """Remove the dimension of repeats."""
-    return matrix if spec.fused is None else matrix.flatten(spec.fused.dim - 1, spec.fused.dim)
-
-
-def _split(spec: ParamSpec, matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """Invert `_joined`."""
-    if spec.fused is None:
-        return matrix
-    dim = spec.fused.dim
-    apart: Tensor = matrix.unflatten(dim, (shape[dim - 1], shape[dim]))
-    return apart
 
 
 def _orthogonal(x: Tensor, steps: int) -> Tensor:

@@ -15,7 +15,7 @@ from fsdpctl.comm.replica_check import as_integers, compare_replicas
 from fsdpctl.comm.shards import FlatShard, persistent_buffers
 from fsdpctl.comm.waits import Seconds
 from fsdpctl.errors import EngineError
-from fsdpctl.models.roles import describe_parameters
+from fsdpctl.models.roles import parameter_roles
 from fsdpctl.peers.fully import FullyShard
 from fsdpctl.peers.replicated import Replicated
 from fsdpctl.peers.setup import Draw, Local, PeerSetup, Values
@@ -143,7 +143,7 @@ def peer_model(
     `draw` initializes an unsharded parameter; None: zeros, to be overwritten.
     """
     world = collectives_for(device)
-    roles, _ = describe_parameters(module)  # before `fully_shard` replaces the classes of modules
+    roles = parameter_roles(module)  # before `fully_shard` replaces the classes of modules
     values = Values(module, device, setup.master_dtype, draw)
     for name in setup.blocks:
         _report_progress(name, module.get_submodule(name))

@@ -81,18 +81,6 @@ def are_even(parts: Sequence[Span]) -> bool:
     return all(part == Span(i * size, (i + 1) * size) for i, part in enumerate(parts))
 
 
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """Several matrices in one parameter, such as queries, keys and values.
-
-    Along dimension `dim`, -2 or -1, `sizes` elements of each follow one another, repeated to the
-    end: once if each matrix is contiguous, once per head if heads alternate.
-    """
-
-    dim: int
-    sizes: tuple[int, ...]
-
-
 # The role of a parameter: matrices multiply, vectors are biases, weights of norms and alike of any
 # number of dimensions, and others are embeddings, convolutions, routers or unknown.
 Role = Literal["matrix", "vector", "other"]
@@ -106,7 +94,6 @@ class ParamSpec:
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
-    fused: Fused | None = None
     in_block: bool = field(default=False, compare=False)  # of a repeated block
     known_role: Role | None = None  # None: by its shape
 

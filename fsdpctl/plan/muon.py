@@ -30,17 +30,10 @@ def is_muons(param: ParamSpec) -> bool:
     return param.trainable and param.in_block and param.role == "matrix" and is_matrix
 
 
-def matrices_of(param: ParamSpec) -> Iterator[Shape]:
-    """Yield the matrices in a parameter; a fused one has several."""
+def matrices_of(param: ParamSpec) -> Shape:
+    """Return the number and the shape of the matrices in a parameter."""
     count = param.shape[0] if len(param.shape) == 3 else 1
-    if param.fused is None:
-        yield count, param.shape[-2], param.shape[-1]
-        return
-    repeats = param.shape[param.fused.dim] // sum(param.fused.sizes)
-    for size in param.fused.sizes:
-        sizes = list(param.shape[-2:])
-        sizes[param.fused.dim] = size * repeats
-        yield (count, sizes[0], sizes[1])
+    return count, param.shape[-2], param.shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +69,8 @@ class Muon:
 
 def muon_flops(param: ParamSpec) -> int:
     """Return the FLOPs of a parameter's update; 0 if AdamW steps it."""
-    shapes = matrices_of(param) if is_muons(param) else ()
-    return sum(2 * prod(each) for shape in shapes for each in Muon().products(shape))
+    products = Muon().products(matrices_of(param)) if is_muons(param) else ()
+    return sum(2 * prod(each) for each in products)
 
 
 def matrix_owners(layouts: Sequence[FlatLayout], num_ranks: int) -> OwnerMap:

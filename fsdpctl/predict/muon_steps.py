@@ -41,8 +41,7 @@ def update_matrices(plan: TrainingPlan, place: RankPlace, recorder: Recorder) ->
     if muon is None:
         return
     recorder.at("the optimizer's step")
-    shapes = {shape for param in _owned(plan, place) for shape in matrices_of(param)}
-    for shape in sorted(shapes):
+    for shape in sorted({matrices_of(param) for param in _owned(plan, place)}):
         keys: dict[str, int] = {}
         for what, nbytes in muon.tensors(shape, plan.sizes.master):
             if nbytes:
@@ -50,7 +49,7 @@ def update_matrices(plan: TrainingPlan, place: RankPlace, recorder: Recorder) ->
             else:
                 recorder.free(keys.pop(what))
     busiest = _owned(plan, _busiest(plan, place))
-    works = [_works(muon, shape, plan.sizes.master) for p in busiest for shape in matrices_of(p)]
+    works = [_works(muon, matrices_of(param), plan.sizes.master) for param in busiest]
     recorder.update([work for of_shape in works for work in of_shape], "Muon")
 
 

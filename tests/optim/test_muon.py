@@ -147,18 +147,11 @@ DECODERS = {
     "phi3": ["model.architecture=transformers", f"model.config_json={json.dumps(PHI3)}"],
     "qwen3": ["model.architecture=qwen3"],
 }
-HEADS, KEYS, WIDTH, HIDDEN = 4, 2, 16, 80
+HEADS, WIDTH, HIDDEN = 4, 16, 80
 
 
-def pieces(name: str, values: Tensor) -> list[Tensor]:
-    """The matrices in parameters of the decoders above and of mixtral."""
-    if "c_attn" in name:
-        return list(values.chunk(3, dim=1))
-    if "qkv_proj" in name:
-        return list(values.split([HEADS * WIDTH, KEYS * WIDTH, KEYS * WIDTH]))
-    if "gate_up_proj" in name:
-        halves = values.chunk(2, dim=-2)
-        return [each for half in halves for each in (half if half.ndim == 3 else [half])]
+def experts(name: str, values: Tensor) -> list[Tensor]:
+    """The matrices in the parameters of experts."""
     return list(values) if values.ndim == 3 else [values]
 
 
@@ -194,9 +187,7 @@ def drawn(config: Config) -> nn.Module:
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed(timeout=120)
-def test_fused_parameters_are_cut_into_their_matrices(
-    rank: int, world_size: int, whole: bool
-) -> None:
+def test_fused_parameters_are_whole_matrices(rank: int, world_size: int, whole: bool) -> None:
     for name in DECODERS if whole else list(DECODERS)[:2]:
         words = [*DECODERS[name], *(["activation_checkpointing=full"] if whole else [])]
         if whole:
@@ -213,7 +204,6 @@ def test_fused_parameters_are_cut_into_their_matrices(
         about = config.optimizer
         reference = partial(
             TorchMuon,
-            matrices_of=pieces,
             momentum=about.momentum,
             nesterov=about.nesterov,
             ns_steps=about.ns_steps,
@@ -292,7 +282,7 @@ def test_experts_are_matrices_of_their_own_and_routers_are_not() -> None:
         plain,
         KINDS["recomputed"].loss,
         batches,
-        make_optimizer=partial(TorchMuon, matrices_of=pieces),
+        make_optimizer=partial(TorchMuon, matrices_of=experts),
     )
     assert largest_difference(model.state_dict(), wanted) == 0.0
 
