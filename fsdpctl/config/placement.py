@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from fsdpctl.config.keys import key
 from fsdpctl.plan.attention_kernels import ARCHITECTURES
+from fsdpctl.plan.programs import OURS, PROGRAMS, Program
 
 _MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times the largest clusters
 
@@ -16,16 +17,18 @@ class EngineConfig:
     """The engine that shards: fsdpctl, or one of PyTorch's own for comparison."""
 
     name: str = "fsdpctl"
-    keeps_logits: bool = key(
-        False,
-        "estimates only: another program's logits in float32 remain until the next pass has made "
-        "its own",
+    program: str = key(
+        OURS,
+        "estimates only: program whose memory is estimated; torchtitan: keeps logits in float32 "
+        "during the next pass; transformers_foreach: torch's default AdamW; "
+        "transformers_reentrant: FSDP 1 with reentrant checkpoints",
+        choices=tuple(PROGRAMS),
     )
-    keeps_inputs: bool = key(
-        False,
-        "estimates only: inputs of recomputed blocks with frozen weights, and the gradients of "
-        "these inputs, remain until backward ends, as in FSDP 1 with reentrant checkpoints",
-    )
+
+    @property
+    def facts(self) -> Program:
+        """The facts about the program."""
+        return PROGRAMS[self.program]
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,11 +144,6 @@ class OptimizerConfig:
         choices=STATE_DTYPES,
         auto=True,
     )
-    fused: bool = key(
-        True,
-        "adamw: one kernel for the step; false: torch's default, with a temporary copy of the "
-        "second moments, only with engine=fsdp2 or ddp",
-    )
     offload: str = key(
         Offload.NONE.value,
         "model states in host memory, where they are stepped: none; states: master weights and "

@@ -65,6 +65,7 @@ SYNONYMS = _by_name(
         "data=text or data=chat, and data.path=FILES": "datasets",
         "full_shard": "FULL_SHARD",
         "hybrid_shard": "HYBRID_SHARD",
+        "engine.program, for estimates of another program": "keeps_inputs keeps_logits",
         "launch.allocator": "expandable_segments",
         "launch.device=cpu": "cpu use_cpu",
         "launch.nnodes": "nnodes num_machines num_nodes",
@@ -186,6 +187,7 @@ SYNONYMS = _by_name(
 NOT_NEEDED = _by_name(
     {
         "a message is trained on with the token that ends it": "train_on_eos",
+        "AdamW steps in one kernel": "foreach optimizer.fused",
         "checkpoints can be read on any number of ranks": "fsdp_state_dict_type",
         "documents are concatenated or packed, without padding": "pad_to_sequence_len",
         "data needs no worker processes": "dataloader_num_workers num_workers",

@@ -152,7 +152,7 @@ class Estimator:
             config.data.holds_documents,
             config.train.context_parallel,
             config.train.mlp_chunk_tokens,
-            config.engine.keeps_logits,
+            config.engine.facts.keeps_logits,
             kernel_of(config),
         )
         if alike not in _traced:
@@ -186,7 +186,7 @@ def _kept_inputs(plan: RunPlan, units: Sequence[UnitSpec], itemsize: int) -> dic
     a leaf, whose accumulator of gradients, and with it both tensors, lives until backward ends.
     """
     config, train = plan.config, plan.config.train
-    if not config.engine.keeps_inputs or config.activation_checkpointing.name == "none":
+    if not config.engine.facts.keeps_inputs or config.activation_checkpointing.name == "none":
         return {}
     tokens = plan.batches.micro_batch_size * tokens_per_rank(train.seq_len, train.context_parallel)
     nbytes = tokens * config.model.hidden_size * itemsize

@@ -22,7 +22,6 @@ from fsdpctl.resolve.machine import placed_on_cluster, sample_groups, world_size
 from fsdpctl.resolve.rules import checked
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
-_OF_TORCH = ("engine", "optimizer.fused")  # settings that only PyTorch's engines have
 _OFFLOADS = ("optimizer.offload", "strategy.offload_params")
 _PACKS = "data.packing=true"
 
@@ -78,7 +77,7 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
         if name not in typed:
             raise UsageError(f"{translation.file}: {why}")
     compose_config(arguments)  # a mistake in these is not the file's
-    dropped = {*_OF_TORCH} if typed.get("engine") == FSDPCTL else set()
+    dropped = {"engine"} if typed.get("engine") == FSDPCTL else set()
     if typed.get("strategy") in ("no_shard", "ddp") or "optimizer" in typed:
         dropped |= {*_OFFLOADS}  # every rank would step everything, or nothing is on the host
 
@@ -106,7 +105,7 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
         try:
             checked(placed_on_cluster(found.config))
         except UsageError as error:
-            dropped |= {*_OF_TORCH}
+            dropped.add("engine")
             found, own_engine = composed(rows), str(error)
     return ImportedConfig(found, translation, tuple(rows), typed, own_engine)
 

@@ -22,6 +22,7 @@ from fsdpctl.estimate.planned_steps import (
     steps_of,
 )
 from fsdpctl.estimate.traced import ShortModule, TracedModule
+from fsdpctl.plan.programs import OURS, PROGRAMS
 from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import ENGINES, Strategy, ranks_per_copy
 from fsdpctl.plan.units import UnitSpec, divide
@@ -35,6 +36,7 @@ _CHOICES = {
     "allocator": ALLOCATORS,
     "activation_checkpointing": ("none", "selective", "full"),
     "reduce": ("every", "last"),
+    "program": tuple(PROGRAMS),
 }
 
 
@@ -48,7 +50,7 @@ class Assumed:
     activation_checkpointing: str = "none"  # or selective, full; of each block
     num_micro_batches: int = 1  # of a step
     reduce: str = "every"  # or last: in which micro-batches gradients are reduced
-    fused_optimizer: bool = True  # fsdp2: AdamW in one kernel
+    program: str = OURS  # or transformers_foreach: torch's default AdamW, with fsdp2 and ddp
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def estimate_memory(
     recorder = MemoryRecorder(program, units[-1].name, last_is_head=units[-1].kind == "head")
     strategy, plan, place = _plan(units, given, sizes, world_size, assumed)
     place = replace(place, rank=fullest_rank(assumed.engine, plan, place))
-    fused = assumed.fused_optimizer
+    fused = PROGRAMS[assumed.program].steps_at_once
     steps = steps_of(assumed.engine, strategy, units, plan, place, recorder, fused=fused)
     step = estimate_steps(
         recorder, steps, device=assumed.device, allocator=assumed.allocator, draws=False

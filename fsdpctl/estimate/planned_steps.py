@@ -7,7 +7,7 @@ from torch import nn
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.plan.muon import Muon
-from fsdpctl.plan.optimizers import get_optimizer
+from fsdpctl.plan.optimizers import ADAMW, get_optimizer
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, Offload, RankPlace
 from fsdpctl.plan.states import SPLIT
@@ -143,8 +143,9 @@ def planned_steps(
     recorder: Recorder,
 ) -> Steps:
     """Return the steps of a rank for a resolved configuration, as `steps_of`."""
-    strategy, fused = get_strategy(config.strategy.name), config.optimizer.fused
-    return steps_of(config.engine.name, strategy, units, plan, place, recorder, fused=fused)
+    strategy, engine = get_strategy(config.strategy.name), config.engine
+    fused = engine.facts.steps_at_once or config.optimizer.name != ADAMW
+    return steps_of(engine.name, strategy, units, plan, place, recorder, fused=fused)
 
 
 def fullest_rank(engine: str, plan: TrainingPlan, place: RankPlace) -> int:

@@ -232,7 +232,7 @@ class TracedModel:
         self._device = str(config.launch.device)
         shared = config.train.context_parallel
         self._context = None if shared == 1 else ContextParallel(shared, 0)
-        self._keeps_logits = config.engine.keeps_logits
+        self._keeps_logits = config.engine.facts.keeps_logits
         self._programs: dict[tuple[int, int, int], Program] = {}
 
     def program(self, micro_batch_size: int, seq_len: int, chunk_tokens: int) -> Program:
@@ -255,7 +255,7 @@ class TracedModel:
                     context=self._context,
                     are_rows=not self._holds_documents,
                 )
-            if self._keeps_logits:
+            if self._keeps_logits and not chunk_tokens:
                 kept[:] = [module(tokens, **about).float()]
                 loss = F.cross_entropy(kept[0].flatten(0, -2), targets.flatten(), reduction="sum")
             else:

@@ -88,8 +88,6 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
     same bits on any number of ranks.
     """
 
-    _kernel: Mapping[str, Any] = {"fused": True}
-
     def __init__(
         self,
         model: Sharded,
@@ -137,7 +135,7 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         self.cuts_runs = self._dtype not in (None, torch.float32)
         groups = self._divided(model, param_groups)
         about: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(groups, lr=lr, **about, **self._kernel)
+        super().__init__(groups, lr=lr, fused=True, **about)
 
     def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
         host, make = self._model.host, partial(self._zeros, run)
@@ -180,26 +178,3 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
                 HostRun(run, state, {name: group[name] for name in _OPTIONS})
             )
         host.start(partial(_update, dict(of_shard)), scalars)
-
-
-class ForeachAdamW(ShardedAdamW):
-    """AdamW in torch's default implementation, with a temporary copy of the second moments.
-
-    For comparison. States and masters have one dtype, in device memory.
-    """
-
-    _kernel = {"foreach": True}
-
-    def _zeros(self, run: SteppedRun) -> dict[str, Tensor]:
-        states = super()._zeros(run)
-        return states | {"step": states["step"].cpu()}  # where this implementation reads it
-
-    def _step_runs(self) -> None:
-        """Step with gradients that are divided here: this implementation reads no scalars."""
-        if self.found_inf is not None and self.found_inf.item():
-            return
-        grads = [run.param.grad for run, _ in self.runs if run.param.grad is not None]
-        if self.grad_scale is not None and grads:
-            torch._foreach_div_(grads, self.grad_scale)
-        self.grad_scale, self.found_inf = None, None
-        super()._step_runs()

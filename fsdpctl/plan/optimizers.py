@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.muon import MUON
 
+ADAMW = "adamw"
 _BETAS = ("beta1", "beta2", "eps")
 
 
@@ -24,9 +25,7 @@ class OptimizerRow:
 
 
 _TABLE = (
-    OptimizerRow(
-        "adamw", (*_BETAS, "state_dtype", "fused"), 2, 4, offloads=True, splits_masters=True
-    ),
+    OptimizerRow(ADAMW, (*_BETAS, "state_dtype"), 2, 4, offloads=True, splits_masters=True),
     OptimizerRow("sgd", ("momentum",), 1, 0, needs_momentum=True, has_usual_lr=False),
     OptimizerRow(MUON, (*_BETAS, "momentum", "nesterov", "ns_steps"), 2, 4, steps_matrices=True),
 )

@@ -21,7 +21,7 @@ def loss_chunk_tokens(config: Config, micro_batch_size: int) -> int:
     assert config.model.vocab_size is not None
     few = _CHUNK_BYTES // (4 * config.model.vocab_size)
     tokens, asked = _tokens(config, micro_batch_size), config.train.loss_chunk_tokens
-    if asked is None and config.engine.keeps_logits:
+    if asked is None and config.engine.facts.keeps_logits:
         return 0
     return _chunk("train.loss_chunk_tokens", asked, tokens, few)
 

@@ -9,6 +9,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.muon import MUON, is_muons
+from fsdpctl.plan.programs import OURS
 from fsdpctl.plan.strategy import FSDPCTL, check_rests
 from fsdpctl.plan.units import UnitSpec
 
@@ -22,9 +23,8 @@ def check_preflight(config: Config) -> None:
         UsageError: If a package or the command is missing, or the settings are those of an
             estimate.
     """
-    for name in ("keeps_logits", "keeps_inputs"):
-        if getattr(config.engine, name):
-            raise UsageError(f"engine.{name}=true: describes another program, for estimates only")
+    if (program := config.engine.program) != OURS:
+        raise UsageError(f"engine.program={program}: for estimates only; expected {OURS}")
     for name in _EXTRAS:
         if getattr(config.log, name) and not _is_installed(name):
             raise UsageError(f"log.{name}=true: {name} is not installed; pip install {name}")

@@ -156,15 +156,6 @@ RULES = (
         lambda c: _is_other_engine(c) and c.optimizer.state_dtype is not None,
     ),
     Rule(
-        "optimizer.fused=false: requires engine=fsdp2 or engine=ddp, got engine={FSDPCTL}",
-        lambda c: not (_is_other_engine(c) or c.optimizer.fused),
-    ),
-    Rule(
-        "engine.keeps_logits=true: conflicts with "
-        "train.loss_chunk_tokens={train.loss_chunk_tokens}; expected 0",
-        lambda c: c.engine.keeps_logits and c.train.loss_chunk_tokens not in (None, 0),
-    ),
-    Rule(
         "precision.master_dtype={precision.master_dtype}: requires engine={FSDPCTL}, got "
         "engine={engine.name}",
         lambda c: _is_other_engine(c) and c.precision.master_dtype not in (None, *DTYPES),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fsdpctl.config.schema import Config, OptimizerConfig
-from fsdpctl.optim.adamw import ForeachAdamW, ShardedAdamW
+from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.muon import MUON
@@ -33,8 +33,7 @@ def _sgd(about: OptimizerConfig, model: TrainedModel) -> Optimizer:
 
 
 def _adamw(about: OptimizerConfig, model: TrainedModel) -> Optimizer:
-    kind = ShardedAdamW if about.fused else ForeachAdamW
-    return kind(model, **_of_adamw(about), state_dtype=_STATES[about.state_dtype])
+    return ShardedAdamW(model, **_of_adamw(about), state_dtype=_STATES[about.state_dtype])
 
 
 def _muon(about: OptimizerConfig, model: TrainedModel) -> Optimizer:

@@ -214,9 +214,8 @@ def test_torchs_default_steps_with_a_copy_of_the_second_moments():
     for engine, ranks in ((["engine=fsdp2"], 1), (["engine=ddp", "strategy=no_shard"], 4)):
         words = ["model=llama3_1b", f"cluster={ranks}xh100", "train.seq_len=16", *engine]
         words += ["train.micro_batch_size=1"]
-        fused, unfused = (
-            estimated(*words, f"optimizer.fused={value}") for value in ("true", "false")
-        )
+        fused = estimated(*words)
+        unfused = estimated(*words, "engine.program=transformers_foreach")
         assert fused.allocated < unfused.allocated
         assert unfused.allocated == pytest.approx(5 * 4 * unfused.num_params, rel=0.01)
         assert unfused.to_dict()["peak_at"] == "the optimizer's step"
@@ -322,10 +321,8 @@ def test_kept_logits_take_one_more_copy_in_float32():
              "train.micro_batch_size=4")  # fmt: skip
     logits = 4 * 2048 * 32768
     whole = estimated(*words, "train.loss_chunk_tokens=0").step.breakdown["logits_and_loss"]
-    kept = estimated(*words, "engine.keeps_logits=true").step.breakdown["logits_and_loss"]
+    kept = estimated(*words, "engine.program=torchtitan").step.breakdown["logits_and_loss"]
     assert kept - whole == 4 * logits
-    with pytest.raises(UsageError, match="conflicts with train.loss_chunk_tokens=512; expected 0"):
-        resolved(*words, "engine.keeps_logits=true", "train.loss_chunk_tokens=512")
 
 
 def test_blocks_that_free_one_anothers_tensors_are_a_line(tmp_path, monkeypatch):

@@ -89,6 +89,6 @@ def test_an_estimate_with_kept_inputs_has_two_hidden_states_of_each_later_block(
         return [(each.count, each.nbytes) for each in found]
 
     count = 2 * 23 - 1
-    keeps = ("engine.keeps_inputs=true", "activation_checkpointing=full")
+    keeps = ("engine.program=transformers_reentrant", "activation_checkpointing=full")
     assert kept_inputs(*keeps) == [(count, count * 8 * 2048 * 128 * 2)]
     assert kept_inputs(keeps[0]) == kept_inputs(keeps[1]) == []

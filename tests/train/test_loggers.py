@@ -106,8 +106,8 @@ def test_a_logger_that_is_not_installed_is_reported_before_the_start(monkeypatch
         with pytest.raises(UsageError, match=said):
             check_preflight(config)
         check_preflight(Config())
-    with pytest.raises(UsageError, match="engine.keeps_logits=true: describes another program"):
-        check_preflight(Config(engine=EngineConfig(keeps_logits=True)))
+    with pytest.raises(UsageError, match="engine.program=torchtitan: for estimates only"):
+        check_preflight(Config(engine=EngineConfig(program="torchtitan")))
 
 
 def test_all_starts_have_the_same_wandb_id(tmp_path, monkeypatch):

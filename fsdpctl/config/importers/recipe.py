@@ -15,8 +15,7 @@ from fsdpctl.errors import UsageError
 
 _WIDTH = 96
 # What a translation sets so that an estimate is that of the other tool.
-_OF_ESTIMATES = ("engine", "cluster", "train.loss_chunk_tokens", "accumulation",
-                 "optimizer.fused")  # fmt: skip
+_OF_ESTIMATES = ("engine", "cluster", "train.loss_chunk_tokens", "accumulation")
 _OF_MODEL = ("model", "model.path", "model.init")
 _PLAIN = re.compile(r"[\w./+][\w./+-]*")
 Rows = dict[str, TranslationRow]  # of one setting each, by its name

@@ -161,7 +161,8 @@ def read_optimizer(found: Translation, value: SourceKey | None, default: str) ->
     """Translate an optimizer by transformers' name; `default` is the key if it isn't set."""
     name = "adamw_torch_fused" if value is None else value.text.strip().lower()
     if name in _ADAMW:
-        words = ("optimizer.fused=false",) if name in _UNFUSED else ()
+        is_known = "engine.program" in found.settings
+        words = ("engine.program=transformers_foreach",) * (name in _UNFUSED and not is_known)
         found.map(value, "optimizer=adamw", *words, default=default)
         if value is not None and name in _LIKE_ADAMW:
             found.refused.append(("optimizer", _other_optimizer(value)))
@@ -266,7 +267,7 @@ def read_fsdp(
     is_reentrant = value.is_on if value else reentrant
     if is_reentrant and version == "1" and "model.lora.rank" in found.settings:
         note = "FSDP 1 keeps inputs of blocks with frozen weights until backward ends"
-        found.map(value, "engine.keeps_inputs=true", default=key, note=note)
+        found.map(value, "engine.program=transformers_reentrant", default=key, note=note)
     wrap = take("auto_wrap_policy")
     if wrap and "no_wrap" in wrap.text.lower():
         raise found.source.error(

@@ -284,7 +284,7 @@ def test_reentrant_checkpoints_keep_inputs_under_fsdp_1(tmp_path):
     for version, reentrant, keeps in ((1, "true", True), (1, "false", False), (2, "true", False)):
         text = f"{AXOLOTL}adapter: lora\nlora_r: 8\nfsdp_version: {version}\n{lines}{reentrant}\n"
         config = asked(written(tmp_path, text)).composed.config
-        assert config.engine.keeps_inputs == keeps
+        assert config.engine.facts.keeps_inputs == keeps
 
 
 def test_frozen_weights_of_trl_are_in_float32_unless_it_loads_others(tmp_path):
@@ -339,18 +339,17 @@ def test_an_expression_of_some_blocks_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("typed", "engine", "fused"),
+    ("typed", "engine", "program"),
     [
-        ((), "fsdp2", False),
-        (("optimizer.fused=true",), "fsdp2", True),
-        (("engine=fsdpctl",), "fsdpctl", True),
-        (("model.lora.rank=4",), "fsdpctl", True),
+        ((), "fsdp2", "transformers_foreach"),
+        (("engine.program=fsdpctl",), "fsdp2", "fsdpctl"),
+        (("engine=fsdpctl",), "fsdpctl", "fsdpctl"),
     ],
 )
-def test_torchs_default_optimizer_is_that_of_torchs_engines(tmp_path, typed, engine, fused):
+def test_torchs_default_optimizer_is_that_of_torchs_engines(tmp_path, typed, engine, program):
     file = written(tmp_path, f"{AXOLOTL}optimizer: adamw_torch\n")
     config = asked(file, *typed).composed.config
-    assert (config.engine.name, config.optimizer.fused) == (engine, fused)
+    assert (config.engine.name, config.engine.program) == (engine, program)
 
 
 def test_what_other_tools_run_anyway_is_estimated(tmp_path):

@@ -1,0 +1,23 @@
+"""Other programs that estimates can be of: what they keep that fsdpctl does not, a row each."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The facts about a program that an estimate depends on."""
+
+    steps_at_once: bool = True  # AdamW in one kernel; else with a copy of the second moments
+    keeps_logits: bool = False  # in float32, until the next pass has made its own
+    # Inputs of recomputed blocks with frozen weights, and their gradients, until backward ends.
+    keeps_inputs: bool = False
+
+
+OURS = "fsdpctl"
+PROGRAMS = {
+    OURS: Program(),
+    "torchtitan": Program(keeps_logits=True),
+    "transformers": Program(),
+    "transformers_foreach": Program(steps_at_once=False),
+    "transformers_reentrant": Program(keeps_inputs=True),
+}
