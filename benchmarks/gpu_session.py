@@ -88,7 +88,6 @@ def halves(scratch: Path, *, small: bool) -> tuple[list[Part], list[Part]]:
         Part("the largest model", (largest,), 40),
         Part("attention", (("benchmarks.gpu_attention", *sizes, *out("gpu-attention")),), 20),
         Part("host time", (host,), 20),
-        Part("profile", (("benchmarks.gpu_profile", *sizes, *out("gpu-profile")),), 40),
     ]
     return first, second
 

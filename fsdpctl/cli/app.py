@@ -49,10 +49,6 @@ COMMANDS = {
         ("compare strategy=full_shard,shard_optimizer,no_shard --steps 5",
          "compare --simulate model=llama3_8b cluster=h100 strategy=full_shard,shard_grad_op"),
     ),
-    "profile-device": CommandInfo(
-        "compare", True, "Measure this machine for step-time predictions.",
-        ("profile-device here.json",),
-    ),
     "compare-runs": CommandInfo(
         "status", False, "Show how two existing runs differ.", ("compare-runs runs/a runs/b",)
     ),

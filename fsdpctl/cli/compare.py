@@ -1,4 +1,4 @@
-"""`fsdpctl compare` and `profile-device`."""
+"""`fsdpctl compare`."""
 
 import tempfile
 from contextlib import ExitStack
@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdpctl.cli.config_args import ConfigArguments, RanksPerNode, Settings, configured, normalized
+from fsdpctl.cli.config_args import ConfigArguments, RanksPerNode, configured, normalized
 from fsdpctl.cli.console import add_row, new_table, note, say, show_table
 from fsdpctl.config.keys import Key
-from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.activity import doing
+from fsdpctl.errors import UsageError
 from fsdpctl.io.files import refusing
 from fsdpctl.tools.compare.row import NOT_REACHED, OK, REFUSED
 
 if TYPE_CHECKING:
-    from fsdpctl.config.schema import Config
     from fsdpctl.tools.compare.measure import MeasuredComparison
     from fsdpctl.tools.compare.report import ComparisonInfo
     from fsdpctl.tools.compare.row import Row
@@ -48,7 +46,7 @@ def compare(  # noqa: PLR0913  # each is an option
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     nproc_per_node: RanksPerNode = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Predict for `cluster` or its profile, run nothing.")
+        bool, typer.Option("--simulate", help="Predict for `cluster`, run nothing.")
     ] = False,
 ) -> None:
     """Compare variants by short runs or simulation.
@@ -219,45 +217,3 @@ def _new_folder(folder: Path) -> Path:
         if any(folder.iterdir()):
             raise UsageError(f"--out {folder}: not an empty directory")
     return folder
-
-
-Out = Annotated[Path, typer.Argument(metavar="FILE", help="New JSON file to write the profile to.")]
-
-
-def profile_device(out: Out, words: Settings = None, nproc_per_node: RanksPerNode = None) -> None:
-    """Measure this machine for step-time predictions.
-
-    Measures operators of real models, copies, the optimizer, collectives between the ranks, and
-    their mutual slowdown. It takes two minutes, in which nothing else should run. Use the profile
-    with `fsdpctl compare --simulate cluster.profile=FILE …`.
-    """
-    from fsdpctl.config.compose import compose_config
-    from fsdpctl.predict.profile import read_profile
-    from fsdpctl.resolve.machine import placed_here
-
-    if out.exists():
-        raise UsageError(f"{out}: already exists; pass another file")
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"{out}: directory {out.absolute().parent} not found")
-    asked = normalized(ConfigArguments(words), nproc_per_node)
-    config = placed_here(compose_config(list(asked.settings or [])).config)
-    with tempfile.TemporaryDirectory(prefix="fsdpctl-") as kept:
-        measured = Path(kept) / "profile.json"
-        _measure(config, measured)
-        found = read_profile(measured)
-        with out.open("xb") as file:
-            file.write(measured.read_bytes())
-    say(f"{out}: {found.device}, {found.ranks} ranks, {len(found.operators)} operators")
-
-
-def _measure(config: "Config", file: Path) -> None:
-    """Have all ranks of this machine measure it, and rank 0 write the profile."""
-    from fsdpctl.launch.local import launch_workers
-    from fsdpctl.tools.profile_worker import MODULE
-
-    args = [str(config.launch.device), str(file)]
-    with doing("measuring"):
-        outcome = launch_workers(MODULE, args, config.launch, logs=file.parent)
-    outcome.raise_if_stopped("the measurement was complete")
-    if outcome.cause is not None:
-        raise FsdpctlError(f"rank {outcome.cause.rank} failed: {outcome.cause.cause}")

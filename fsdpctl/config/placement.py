@@ -204,9 +204,6 @@ class ClusterConfig:
         minimum=0.01,
         maximum=1,
     )
-    profile: str | None = key(
-        None, "FILE written by profile-device, with measured values for all of these"
-    )
 
 
 class Gpu(NamedTuple):

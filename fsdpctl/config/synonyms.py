@@ -43,6 +43,7 @@ SYNONYMS = _by_name(
         "checkpoint.mode": "async_mode",
         "checkpoint.remote": "remote_save_folder remote_sync",
         "cluster": "gpu",
+        "cluster.flops and the other figures of `cluster`": "cluster.profile",
         "cluster.memory": "gpu_memory",
         "data": "dataset",
         "data.date": "date_string",

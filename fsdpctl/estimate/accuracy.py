@@ -56,9 +56,8 @@ def kind_of(estimate: RunEstimate, seconds: float = math.inf) -> str:
 
 
 def band_of(estimate: RunEstimate, seconds: float) -> Band | None:
-    """Return the error band of predicted seconds; None if the device is profiled or a CPU."""
-    config = estimate.config
-    if config.cluster.profile is not None or config.launch.device != "cuda":
+    """Return the error band of predicted seconds; None if the device is a CPU."""
+    if estimate.config.launch.device == "cpu":
         return None
     kind = kind_of(estimate, seconds)
     errors = sorted(_errors().get(kind, ()))

@@ -154,7 +154,7 @@ class Candidate:
 
     selection: Selection
     estimate: RunEstimate
-    seconds: float  # predicted, per step
+    seconds: float  # predicted, per step; those of CPU ranks only rank it
     measured: float | None = None  # per step, if it was probed
 
 
@@ -196,6 +196,11 @@ class Ranking:
         closest = self.text(Selection.of(found.config))
         return f"{left}: nothing fits; closest is {closest}: {'; '.join(found.shortages)}"
 
+    @property
+    def predicts(self) -> bool:
+        """Whether the seconds of candidates are predictions, and do not only rank them."""
+        return self.estimate.config.launch.device != "cpu"
+
     def band_of(self, candidate: Candidate) -> Band | None:
         """Return the error band of a candidate's time; None if the hardware specs are assumed."""
         if self.whose.startswith(ASSUMED):
@@ -215,7 +220,7 @@ class Ranking:
             "ranked": [
                 {
                     "settings": self.text(each.selection),
-                    "step_seconds": each.seconds,
+                    "step_seconds": each.seconds if self.predicts else None,
                     "error_band": band and asdict(band),
                     "peak_reserved_bytes": each.estimate.peak_reserved,
                 }

@@ -1,27 +1,18 @@
-"""The device and the network of a configuration, by its cluster's specs or its profile."""
+"""The device, the network and the host of a configuration, by its cluster's specs."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.placement import ClusterConfig, known_gpu
-from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
 from fsdpctl.plan.strategy import FSDP2, FSDPCTL
 from fsdpctl.predict.hardware import SHARED_CORES, DataSheet, HostSheet, RingNetwork
-from fsdpctl.predict.profile import (
-    MeasuredDevice,
-    MeasuredHost,
-    MeasuredNetwork,
-    Profile,
-    read_profile,
-)
 from fsdpctl.resolve.attention_kernel import kernel_of
 from fsdpctl.resolve.machine import LOCAL
 from fsdpctl.resolve.settle import RunPlan
@@ -38,16 +29,13 @@ _LONG_GAIN = {"hopper": {CUDNN: 0.14}}  # by four published steps with samples o
 _FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set
 
 
-def device_of(config: Config) -> DataSheet | MeasuredDevice:
+def device_of(config: Config) -> DataSheet:
     """Return the device of a placed configuration.
 
     Raises:
         UsageError: If its specs are incomplete.
     """
     cluster = config.cluster
-    if cluster.profile is not None:
-        _check_profile(config, _profile(cluster.profile))
-        return _measured(cluster.profile)
     if cluster.flops is None or cluster.memory_bandwidth is None:
         raise _unknown(config, "cluster.flops and cluster.memory_bandwidth")
     generation, kernel = cluster.architecture or _USUAL, str(kernel_of(config))
@@ -78,32 +66,21 @@ def _attention(config: Config) -> Mapping[str, float]:
     return {name: shares[name] for name in (FLASH, CUDNN, EFFICIENT)}
 
 
-def network_of(config: Config) -> RingNetwork | MeasuredNetwork:
+def network_of(config: Config) -> RingNetwork:
     """Return the network of a placed configuration.
 
     Raises:
         UsageError: If its specs are incomplete.
     """
-    cluster, launch = config.cluster, config.launch
-    inter = None if cluster.inter_bandwidth is None else cluster.inter_bandwidth * _GIGA
-    if cluster.profile is not None:
-        profile = _profile(cluster.profile)
-        if profile.collectives:
-            if launch.nnodes > 1 and inter is None:
-                raise _unknown(config, "cluster.inter_bandwidth")
-            assert launch.nproc_per_node is not None
-            whole = None if inter is None else inter * launch.nproc_per_node
-            return MeasuredNetwork(profile, whole)
-    if cluster.intra_bandwidth is None or inter is None:
+    cluster = config.cluster
+    if cluster.intra_bandwidth is None or cluster.inter_bandwidth is None:
         raise _unknown(config, "cluster.intra_bandwidth and cluster.inter_bandwidth")
-    return RingNetwork(cluster.intra_bandwidth * _GIGA, inter)
+    return RingNetwork(cluster.intra_bandwidth * _GIGA, cluster.inter_bandwidth * _GIGA)
 
 
-def host_of(config: Config) -> HostSheet | MeasuredHost:
-    """Return the host of a placed configuration: measured on CPU ranks, or by its specs."""
+def host_of(config: Config) -> HostSheet:
+    """Return the host of a placed configuration."""
     cluster, launch = config.cluster, config.launch
-    if cluster.profile is not None and not (profile := _profile(cluster.profile)).is_cuda:
-        return MeasuredHost(profile)
     assert launch.nproc_per_node is not None
     return HostSheet(
         cluster.host_bandwidth * _GIGA,
@@ -113,40 +90,15 @@ def host_of(config: Config) -> HostSheet | MeasuredHost:
     )
 
 
-def _check_profile(config: Config, profile: Profile) -> None:
-    """Check that the profile is for the device and the dtype of the configuration."""
-    device, dtype = "cuda" if profile.is_cuda else "cpu", config.precision.param_dtype
-    if device != config.launch.device:
-        raise UsageError(
-            f"cluster.profile={config.cluster.profile}: expected a profile of "
-            f"{config.launch.device}, got one of {device}; set launch.device={device} to use it"
-        )
-    if profile.dtype != dtype:
-        raise UsageError(
-            f"cluster.profile={config.cluster.profile}: expected a profile in {dtype}, got one in "
-            f"{profile.dtype}; set precision.param_dtype={profile.dtype} to use it"
-        )
-
-
-@cache
-def _profile(path: str) -> Profile:
-    return read_profile(Path(path))
-
-
-@cache
-def _measured(path: str) -> MeasuredDevice:
-    return MeasuredDevice(_profile(path))
-
-
 def _unknown(config: Config, missing: str) -> UsageError:
     return UsageError(
-        f"cluster={config.cluster.name}: {missing} required; set them or another cluster=, or "
-        "measure this machine with `fsdpctl profile-device FILE` and set cluster.profile=FILE"
+        f"cluster={config.cluster.name}: {missing} required; set them or another cluster="
     )
 
 
 ASSUMED = "assumed"  # how the name of specs begins that belong to other hardware
 _ANY_GPU = "h100"
+_CPU = "cpu"
 _SPECS = (
     "flops",
     "flops_fp32",
@@ -160,37 +112,22 @@ _SPECS = (
     "architecture",
     "step_efficiency",
 )
-# A profile of two cores, a rank each. Other CPUs are faster or slower, but mostly by the same
-# factor in everything: operators, their overhead, and gloo.
-_ANY_CPU = "cpu.json"
-_GLOO = 1.0  # GB/s per rank, roughly: gloo copies and adds
-_NODE_LINK = 1.25  # GB/s per node, if there are several: 10 Gb/s Ethernet
 
 
 def with_speed(config: Config) -> tuple[Config, str]:
     """Return a placed configuration with complete hardware specs, and the source of these specs.
 
-    A specified cluster has its own. For this machine, they come from a profile, the settings, the
-    cluster with the same GPUs, or assumptions that are only good enough to rank candidates.
+    A specified cluster has its own. For this machine, they come from the settings, then from the
+    cluster with the same GPUs, or from assumptions that are only good enough to rank candidates.
     """
     cluster = config.cluster
     if cluster.name != LOCAL:
         return config, f"specs of cluster={cluster.name}"
-    if cluster.profile is not None:
-        found, whose = cluster, f"profile {cluster.profile}"
-    elif config.launch.device == "cpu" and cluster.flops is not None:
-        intra = cluster.intra_bandwidth or _GLOO
-        found, whose = replace(cluster, intra_bandwidth=intra), "specs as set"
-    elif config.launch.device == "cpu":
-        profile = str(package_folder("conf") / "cluster" / _ANY_CPU)
-        found, whose = replace(cluster, profile=profile), f"{ASSUMED} CPU specs"
-    else:
+    if config.launch.device != "cpu":
         found, whose = _of_this_gpu()
-        found = _filled(cluster, found)
-    if found.inter_bandwidth is None:
-        inter = _NODE_LINK / (config.launch.nproc_per_node or 1)
-        found = replace(found, inter_bandwidth=inter)
-    return replace(config, cluster=found), whose
+    else:
+        found, whose = _specified(_CPU), "specs as set" if cluster.flops else f"{ASSUMED} CPU specs"
+    return replace(config, cluster=_filled(cluster, found)), whose
 
 
 def at_speed(plan: RunPlan) -> tuple[RunPlan, str]:

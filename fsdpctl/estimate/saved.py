@@ -23,7 +23,7 @@ def write_estimate(
     found: RunEstimate,
     estimator: Estimator,
 ) -> None:
-    """Write the estimate of a run, and the predicted time of its steps, to its directory."""
+    """Write the estimate of a run, and the predicted time of its steps on GPUs."""
     engine = None
     if plan.config.engine.name == FSDPCTL:
         passes = plan.batches.num_micro_batches
@@ -38,6 +38,8 @@ def write_estimate(
 
 
 def _prediction(plan: RunPlan, estimator: Estimator) -> dict[str, float | str]:
+    if plan.config.launch.device == "cpu":
+        return {}
     described, source = at_speed(on_cluster(plan))
     try:
         seconds = estimator.predict(described).seconds

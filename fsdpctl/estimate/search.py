@@ -4,9 +4,9 @@ Note: the search skips most combinations. Memory grows with the micro-batch (exc
 whole share at once, which keeps no gradients between micro-batches) and with prefetch, and shrinks
 with recomputation. So for each strategy, it finds only the largest size that fits, by bisection.
 Time grows with recomputation and shrinks with prefetch, so it predicts only the least recomputation
-and the most prefetch that fit. On specified hardware, time shrinks with the micro-batch, and on
-profiled hardware nearly so: it predicts the largest few sizes that fit. Predictions that differ by
-less than their accuracy are a tie, which the lower memory decides.
+and the most prefetch that fit. Time mostly shrinks with the micro-batch: it predicts the largest
+few sizes that fit. Predictions that differ by less than their accuracy are a tie, which the lower
+memory decides.
 """
 
 import heapq

@@ -187,7 +187,8 @@ def _reason(ranking: Ranking) -> str:
         reason = f"least memory among the fastest {among} that fit"
     band = ranking.band_of(first)
     sources = ranking.whose if band is None else f"{ranking.whose}; {band}"
-    return f"{reason}: {first.seconds:.3g} s/step predicted ({sources}), {_held(first)}"
+    seconds = f": {first.seconds:.3g} s/step predicted" if ranking.predicts else ""
+    return f"{reason}{seconds} ({sources}), {_held(first)}"
 
 
 def _next(ranking: Ranking) -> str:
@@ -197,6 +198,8 @@ def _next(ranking: Ranking) -> str:
     seconds, than, how = second.seconds, first.seconds, "predicted"
     if first.measured is not None and second.measured is not None:
         seconds, than, how = second.measured, first.measured, "measured"
+    elif not ranking.predicts:
+        return f"{ranking.text(second.selection)}: {_held(second)}"
     more = f"{seconds / than - 1:+.1%}"
     return f"{ranking.text(second.selection)}: {seconds:.3g} s/step {how} ({more}), {_held(second)}"
 

@@ -31,6 +31,7 @@ from fsdpctl.io.files import open_own
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
 from fsdpctl.launch.rendezvous import Rendezvous, interface_of, loopback
 from fsdpctl.launch.watchdog import FOLDER, Watchdog
+from fsdpctl.train.worker import MODULE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -44,7 +45,6 @@ _STDERR = 2
 
 
 def launch_workers(
-    module: str,
     args: Sequence[str],
     launch: LaunchConfig,
     *,
@@ -53,9 +53,9 @@ def launch_workers(
     nodes: "Nodes | None" = None,
     number: int = 0,
 ) -> Outcome:
-    """Run `python -m module args…` on the ranks of this node until all have exited.
+    """Run the worker with `args` on the ranks of this node until all have exited.
 
-    The module gets its rank from torchrun's environment variables. The directory `logs` gets the
+    It gets its rank from torchrun's environment variables. The directory `logs` gets the
     log of torch's agent. If `is_last`, stop requests are ignored afterwards. `number` counts the
     rounds of this launch.
 
@@ -80,7 +80,7 @@ def launch_workers(
         _environment(launch, interface, is_alone=nodes is None),
     ):
         os.environ.update({FOLDER: kept, "FSDPCTL_ROUND": str(number)})
-        spec = _spec(module, args, launch.nproc_per_node, nodes, number)
+        spec = _spec(args, launch.nproc_per_node, nodes, number)
         ended = _run_round(spec, launch, Path(kept), nodes, number, is_last=is_last)
     return Outcome.of({0: ended}, 0) if nodes is None else nodes.share(number, ended)
 
@@ -127,9 +127,7 @@ def _run_round(
     )  # fmt: skip
 
 
-def _spec(
-    module: str, args: Sequence[str], ranks: int, nodes: "Nodes | None", number: int
-) -> "WorkerSpec":
+def _spec(args: Sequence[str], ranks: int, nodes: "Nodes | None", number: int) -> "WorkerSpec":
     """Return what torch's agent runs, and the rendezvous of its workers."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -143,7 +141,7 @@ def _spec(
         role="default",
         local_world_size=ranks,
         entrypoint=sys.executable,
-        args=("-P", "-m", module, *args),  # -P: do not import modules from the current directory
+        args=("-P", "-m", MODULE, *args),  # -P: do not import modules from the current directory
         rdzv_handler=rendezvous,
         max_restarts=0,
         monitor_interval=0.1,

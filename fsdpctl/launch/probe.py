@@ -19,7 +19,7 @@ from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.run.heartbeat import lock_run_dir
 from fsdpctl.run.metrics import read_metrics
-from fsdpctl.train.worker import MEASURE, MODULE
+from fsdpctl.train.worker import MEASURE
 
 _COUNT = 3  # candidates that are probed
 _WITHIN = 0.3  # above the fastest prediction: slower candidates are not probed
@@ -118,7 +118,7 @@ def short_run(config: Config, settings: str, assets: Mapping[str, bytes], what: 
     run_dir = Path(str(config.train.run_dir))
     lock = lock_run_dir(run_dir, lambda: None)
     prepare_run_dir(look(config, "auto", only_here=True), config, [settings], assets)
-    outcome = launch_workers(MODULE, [str(run_dir), MEASURE], config.launch, logs=run_dir / LOGS)
+    outcome = launch_workers([str(run_dir), MEASURE], config.launch, logs=run_dir / LOGS)
     lock.release()
     outcome.raise_if_stopped(what)
     return None if outcome.cause is None else outcome.cause.cause

@@ -21,7 +21,6 @@ from fsdpctl.run.directory import LOGS, METRICS, changes, look, prepare_restart
 from fsdpctl.run.metrics import last_step, went_on
 from fsdpctl.train.callbacks.reporting import RESTART, Restart
 from fsdpctl.train.requests import take_stop
-from fsdpctl.train.worker import MODULE
 
 _FINAL = (2, 4, 75, 76, 77)  # exit codes after which a restart would not help, or was not wanted
 
@@ -64,7 +63,7 @@ def _launch(run_dir: Path, launch: LaunchConfig, nodes: Nodes | None, number: in
     is_last = number == launch.max_restarts
     logs = run_dir / LOGS
     return launch_workers(
-        MODULE, [str(run_dir)], launch, logs=logs, is_last=is_last, nodes=nodes, number=number
+        [str(run_dir)], launch, logs=logs, is_last=is_last, nodes=nodes, number=number
     )
 
 

@@ -31,10 +31,10 @@ _in_use = _InUse()
 
 
 @contextmanager
-def using(kernel: str | None, *, alone: bool = False) -> Iterator[None]:
+def using(kernel: str | None) -> Iterator[None]:
     """Compute attention with `kernel` in a block; None: with the one that torch prefers.
 
-    With `alone`, operators that `kernel` cannot compute fail; otherwise another kernel serves them.
+    Another kernel serves operators that `kernel` cannot compute.
 
     Raises:
         UsageError: If this torch cannot activate it, or its package is missing.
@@ -44,7 +44,7 @@ def using(kernel: str | None, *, alone: bool = False) -> Iterator[None]:
             stack.enter_context(
                 _settings(takes_masks=_is_plain(kernel), repeats=kernel == EFFICIENT)
             )
-            _prefer(kernel, () if alone else _BEHIND.get(kernel, (EFFICIENT, MATH)), stack)
+            _prefer(kernel, _BEHIND.get(kernel, (EFFICIENT, MATH)), stack)
         yield
 
 

@@ -17,7 +17,6 @@ from fsdpctl.predict.hardware import (
     HostSheet,
     RingNetwork,
 )
-from fsdpctl.predict.profile import MeasuredDevice, MeasuredHost, MeasuredNetwork
 from fsdpctl.predict.simulator import Compute, Start, Task, Transfer, Wait
 
 # Queues of collectives.
@@ -203,9 +202,9 @@ RECORD_BYTES = 64  # of the statistics that ranks exchange after a backward
 class Machine:
     """The hardware of a rank, and its process groups."""
 
-    device: DataSheet | MeasuredDevice
-    network: RingNetwork | MeasuredNetwork
-    host: HostSheet | MeasuredHost
+    device: DataSheet
+    network: RingNetwork
+    host: HostSheet
     groups: Mapping[RankGroup, Group]
 
 

@@ -2,16 +2,13 @@
 
 A discrete-event simulation in which everything in progress has a speed. Transfers over one link
 share it. A transfer slows down concurrent computation, and may be slowed down by it. Speeds change
-only when something starts or ends, so time advances from one such moment to the next. Ranks that
-compute independently drift apart like random walks: with the square root of the time since one last
-waited for another. A collective transfers data once its last rank has started it.
+only when something starts or ends, so time advances from one such moment to the next.
 """
 
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import sqrt
 
 COMPUTE = "compute"
 _MAX_SLOWDOWN = 0.9  # of the computation, whatever is in progress
@@ -29,7 +26,6 @@ class Transfer:
     nbytes: float = 0.0  # that a rank sends over the link
     compute_slowdown: float = 0.0  # share of the computing speed that is lost meanwhile
     comm_slowdown: float = 0.0  # share of the link's speed that is lost during computation
-    drift: float = 0.0  # how much later other ranks start: seconds per root of a second apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,6 @@ class _Running:
     start: Start
     latency: float
     seconds: float
-    ready: float  # when the last rank has started it
     began: float | None = None
 
 
@@ -102,14 +97,11 @@ class StepSimulator:
         self._step = SimulatedStep()
         self._queues: dict[str, deque[_Running]] = defaultdict(deque)
         self._pending: set[int] = set()
-        self._met = 0.0  # when this rank last waited for others
 
     def run(self, tasks: Iterable[Task]) -> SimulatedStep:
         """Execute `tasks`, starting at time 0."""
         before, self._step = self._step.seconds, SimulatedStep()
-        self._met -= before
         for running in (each for queue in self._queues.values() for each in queue):
-            running.ready -= before
             if running.began is not None:
                 running.began -= before
         for task in tasks:
@@ -122,12 +114,10 @@ class StepSimulator:
         return self._step
 
     def _start(self, task: Start) -> None:
-        transfer, now = task.transfer, self._step.seconds
+        transfer = task.transfer
         self._pending.add(task.key)
         self._step.sent[transfer.link] += transfer.nbytes
-        ready = now + transfer.drift * sqrt(now - self._met)
-        running = _Running(task, transfer.latency, transfer.seconds, ready)
-        self._queues[task.queue].append(running)
+        self._queues[task.queue].append(_Running(task, transfer.latency, transfer.seconds))
 
     def _compute(self, task: Compute) -> None:
         began, left = self._step.seconds, task.seconds
@@ -144,32 +134,28 @@ class StepSimulator:
         if task.phase is not None:
             self._step.computing[task.phase] += self._step.seconds - began
             return
-        if self._step.seconds > began:
-            self._met = self._step.seconds
         self._step.exposed += self._step.seconds - began
 
     def _advance(self, computing: float | None) -> float:
         """Advance until something ends, and return how much of `computing` was done."""
-        firsts, now = self._firsts(), self._step.seconds
-        heads = [each for each in firsts if each.ready <= now + _DONE]
+        heads = self._firsts()
         flowing = [each for each in heads if each.latency <= _DONE]
         slowdown = sum(each.start.transfer.compute_slowdown for each in heads)
         speed = 1.0 - min(_MAX_SLOWDOWN, slowdown)
         rates = self._rates(flowing, computes=computing is not None)
-        until = [each.ready - now for each in firsts if each.ready > now + _DONE]
-        until += [each.latency for each in heads if each.latency > _DONE]
+        until = [each.latency for each in heads if each.latency > _DONE]
         until += [each.seconds / rates[id(each)] for each in flowing]
         if computing is not None:
             until.append(computing / speed)
         step = min(until)
-        now = self._step.seconds = now + step
+        self._step.seconds += step
         for each in heads:
             if each.latency > _DONE:
                 each.latency -= step
             else:
                 each.seconds -= step * rates[id(each)]
             if each.latency <= _DONE and each.seconds <= _DONE:
-                self._end(each, now)
+                self._end(each)
         return step * speed
 
     def _firsts(self) -> list[_Running]:
@@ -194,11 +180,11 @@ class StepSimulator:
             rates[id(each)] = rate * (1.0 - transfer.comm_slowdown) if computes else rate
         return rates
 
-    def _end(self, each: _Running, now: float) -> None:
+    def _end(self, each: _Running) -> None:
         assert each.began is not None
         self._queues[each.start.queue].popleft()
         self._pending.discard(each.start.key)
-        span = TimelineSpan(each.start.queue, each.start.label, each.began, now)
+        span = TimelineSpan(each.start.queue, each.start.label, each.began, self._step.seconds)
         self._step.spans.append(span)
 
 

@@ -1,9 +1,7 @@
 """The attention kernel of a configuration: whether it can run, and which one `auto` stands for."""
 
 from dataclasses import replace
-from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
@@ -22,7 +20,6 @@ from fsdpctl.plan.attention_kernels import (
     THEIRS,
     TWO_BYTES,
 )
-from fsdpctl.predict.profile import read_profile
 from fsdpctl.resolve.machine import with_architecture
 
 _FIRST_CUDNN = 91501  # 9.15.1: earlier results may be wrong for lengths not divisible by 128
@@ -31,9 +28,8 @@ _FIRST_CUDNN = 91501  # 9.15.1: earlier results may be wrong for lengths not div
 def kernel_of(config: Config) -> str | None:
     """Return the kernel of a placed configuration; None on the CPU, unless it is set: torch's.
 
-    `auto` is a kernel of torch itself: by the times in `cluster.profile` if it has them, otherwise
-    by the GPU. If it cannot run, such as on packed samples or with a mask, torch's other kernels
-    serve.
+    `auto` is a kernel of torch itself, by the GPU. If it cannot run, such as on packed samples or
+    with a mask, torch's other kernels serve.
     """
     kernel = config.model.attention
     if kernel not in (None, THEIRS) or config.launch.device == "cpu":
@@ -41,25 +37,8 @@ def kernel_of(config: Config) -> str | None:
     can = [name for name in OF_TORCH if not _problem(with_kernel(config, name), here=False)]
     if CUDNN in can and (torch.backends.cudnn.version() or _FIRST_CUDNN) < _FIRST_CUDNN:
         can.remove(CUDNN)
-    if config.cluster.profile is not None and (best := _measured_best(config.cluster.profile)):
-        can = [best] if best in can else can
     shares = SHARES.get(config.cluster.architecture or "", {})
     return max(can, key=lambda name: shares.get(name, 0.0), default=EFFICIENT)
-
-
-@cache
-def _measured_best(profile: str) -> str | None:
-    """Return the fastest kernel of torch if the profile has times of all of them, at some sizes."""
-    times: dict[str, dict[object, float]] = {name: {} for name in OF_TORCH}
-    for each in read_profile(Path(profile)).operators:
-        for name, own in times.items():
-            stem = f"_scaled_dot_product_{name}_attention"
-            if each.name in (stem, f"{stem}_backward"):
-                own[each.kind, each.dims] = each.seconds
-    alike = set.intersection(*map(set, times.values()))
-    if not alike:
-        return None
-    return min(times, key=lambda name: sum(times[name][each] for each in alike))
 
 
 def with_kernel(config: Config, kernel: str | None) -> Config:

@@ -65,8 +65,8 @@ def placed_on_cluster(config: Config) -> Config:
     The host memory of another machine is unknown unless it is set.
     """
     launch, cluster = config.launch, config.cluster
-    here = cluster.name == LOCAL
-    has_cuda = torch.cuda.is_available() if here else True
+    here = cluster.name in (LOCAL, "cpu")
+    has_cuda = torch.cuda.is_available() if cluster.name == LOCAL else not here
     device = launch.device or ("cuda" if has_cuda else "cpu")
     found = torch.cuda.device_count() if here and device == "cuda" else None
     ranks = launch.nproc_per_node or cluster.ranks_per_node or found or _CPU_RANKS
@@ -93,7 +93,7 @@ def notes_on_cluster(config: Config) -> tuple[str, ...]:
     """Return a line if `cluster` is not the hardware of a configuration that is placed here."""
     name, device = config.cluster.name, str(config.launch.device)
     gpu = known_gpu(torch.cuda.get_device_name(0)) if device == "cuda" else None
-    if name == LOCAL or (gpu and gpu.cluster == name):
+    if name in (LOCAL, device) or (gpu and gpu.cluster == name):
         return ()
     return (f"cluster={name}: no effect on a run here, which uses {device}; estimates assume it",)
 

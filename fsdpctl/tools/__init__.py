@@ -1,1 +1,1 @@
-"""Commands on models and runs: compare, evaluate, sample, inspect and profile."""
+"""Commands on models and runs: compare, evaluate, sample, and inspect."""

@@ -27,7 +27,6 @@ _WORK = (
     "fsdpctl.cli.train._dry_run",
     "fsdpctl.estimate.search.estimates_of",
     "fsdpctl.cli.compare._comparison",
-    "fsdpctl.cli.compare._measure",
     "fsdpctl.resolve.run.open_run",
     "fsdpctl.tools.sample.sample_text",
     "fsdpctl.tools.sample.ChatSession",

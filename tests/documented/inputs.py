@@ -34,7 +34,7 @@ _ADAPTED = "adapted"  # the run with adapters
 # The words of a command whose runs/latest has adapters, and the options that name a new file.
 _OF_ADAPTERS = ("--merge", "--chat", "peft")
 _WRITES = ("--out", "--write-recipe")
-_WRITERS = {"consolidate-checkpoint": 1, "shard-checkpoint": 1, "tokenize": 1, "profile-device": 0}
+_WRITERS = {"consolidate-checkpoint": 1, "shard-checkpoint": 1, "tokenize": 1}
 # Commands that make the runs and exports.
 RUNS = (
     "fsdpctl train train.run_dir=runs/a",

@@ -98,7 +98,6 @@ def test_a_wrong_setting_in_a_sentence_is_found() -> None:
         ("`fsdpctl evaluates runs/a`", "evaluates"),
         ("`fsdpctl sample runs/a --top-p 2`", "top-p"),
         ("`fsdpctl consolidate-checkpoint runs/a x --format ggml`", "gguf"),
-        ("`fsdpctl profile-device x.json launch.devices=cpu`", "launch.device"),
         ("`fsdpctl --versions`", "--versions"),
         ("    torchrun --nproc-per-node 2 -m fsdpctl train launch=envs", "launch=env"),
         ("    torchrun --nproc 2 docs/examples/conv_net.py", "--nproc"),

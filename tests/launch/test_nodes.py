@@ -245,7 +245,7 @@ def test_nccl_gets_an_interface_only_if_the_user_names_one(
 
 def test_other_commands_do_not_support_several_nodes(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="only supported by `fsdpctl train`"):
-        launch_workers("none", [], launches(2, "h:1")[0], logs=tmp_path)
+        launch_workers([], launches(2, "h:1")[0], logs=tmp_path)
 
 
 def _start(found: Hosts, folder: Path, *words: str) -> list[subprocess.Popen[str]]:

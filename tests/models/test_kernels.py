@@ -160,8 +160,6 @@ def test_only_the_fallbacks_of_a_kernel_replace_it():
         assert preferred() == [flash, efficient, math]
     with using("efficient"):
         assert preferred() == [efficient, math]
-    with using("cudnn", alone=True):
-        assert preferred() == [SDPBackend.CUDNN_ATTENTION]
     assert preferred() == before
 
 

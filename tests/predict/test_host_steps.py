@@ -1,7 +1,7 @@
 """The optimizer's step on the host: times computed by hand, its order, and the bytes it copies."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -13,20 +13,17 @@ from torch import Tensor
 from fsdpctl.comm.host import Copier
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
-from fsdpctl.estimate.hardware import host_of
 from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.plan.sizes import HOST_SCALARS
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import HostQueue, HostSheet
-from fsdpctl.predict.profile import MeasuredHost
 from fsdpctl.predict.simulator import COMPUTE, TimelineSpan, Transfer, chrome_trace
 from fsdpctl.predict.training_plan import held_masters
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
-from tests.predict.test_profile import PROFILE
 from tests.predict.test_properties import Free, Instant, Plain, on
 from tests.train_step import train_step
 
@@ -202,22 +199,6 @@ def test_copies_take_the_slower_of_link_and_memory():
     assert host.transfer(DOWN, 8e9).seconds == pytest.approx(1.0)  # 0.8 of the link
     assert host.transfer(STEPS, 20e9).seconds == pytest.approx(1.0)  # 0.8 of a quarter
     assert replace(host, ranks=16).transfer(UP, 8e9).seconds == pytest.approx(1.6)
-
-
-def test_a_profile_of_cpu_ranks_prices_their_host():
-    # 7 bytes are moved per byte of the master weights.
-    on_cpu = MeasuredHost(PROFILE).transfer(STEPS, 7e6)
-    assert on_cpu.seconds == pytest.approx(7e-3)
-    assert (on_cpu.compute_slowdown, on_cpu.comm_slowdown) == (0.5, 0.5)  # the same cores
-    assert MeasuredHost(PROFILE).transfer(DOWN, 5e5).seconds == pytest.approx(1e-3)
-
-
-def test_a_profile_of_gpus_leaves_the_host_to_its_specs(tmp_path):
-    file = tmp_path / "gpu.json"
-    file.write_text(json.dumps(asdict(replace(PROFILE, is_cuda=True))))
-    config = planned("cluster=h100").config
-    profiled = replace(config, cluster=replace(config.cluster, profile=str(file)))
-    assert host_of(profiled) == host_of(config)
 
 
 def test_the_trace_shows_the_queues_of_the_host():

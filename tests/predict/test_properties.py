@@ -162,5 +162,5 @@ def test_pytorchs_engines_send_at_least_as_much(engine):
 
 
 def test_a_machine_without_specs_is_rejected():
-    with pytest.raises(UsageError, match="profile-device"):
+    with pytest.raises(UsageError, match="cluster.flops and cluster.memory_bandwidth required"):
         step("cluster=local", "launch.device=cpu", "launch.nnodes=1")

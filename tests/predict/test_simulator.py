@@ -81,25 +81,3 @@ def test_collectives_in_flight_continue_in_the_next_run():
         (COMPUTE, 0.0, 1.0),
         ("a", -1.0, 2.0),
     ]
-
-
-def test_ranks_drift_with_the_root_of_the_time_since_they_met():
-    apart: list[Task] = [Compute(4.0, "x"), start(1, 1.0, drift=0.1), Wait(1)]
-    found = simulated(*apart)
-    assert found.seconds == pytest.approx(4.0 + 0.2 + 1.0)
-    # They met in the wait: what is started right after it starts with the others.
-    again = simulated(*apart, start(2, 1.0, drift=0.1), Wait(2))
-    assert again.seconds == pytest.approx(found.seconds + 1.0)
-    # A rank with other work does not notice; meanwhile nothing is sent that slows it down.
-    hidden = simulated(
-        *apart[:1], start(1, 1.0, drift=0.1, compute_slowdown=0.5), Compute(5.0, "x"), Wait(1)
-    )
-    assert hidden.seconds == pytest.approx(4.0 + 5.0 + 0.5)
-    assert hidden.exposed == 0.0
-
-
-def test_drift_continues_in_the_next_step():
-    simulator = StepSimulator()
-    simulator.run([Compute(4.0, "x")])
-    found = simulator.run([Compute(5.0, "x"), start(1, 1.0, drift=0.1), Wait(1)])
-    assert found.seconds == pytest.approx(5.0 + 0.3 + 1.0)

@@ -1,15 +1,12 @@
 """A run's attention kernel: what may run, what is selected, and what is kept."""
 
-import json
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, model_words
-from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
@@ -85,28 +82,6 @@ def test_auto_leaves_out_versions_of_cudnn_that_were_wrong(monkeypatch):
     monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91400)
     assert kernel_of(placed("cluster=h100")) == "flash"
     assert kernel_of(placed("cluster=h100", "model.attention=cudnn")) == "cudnn"
-
-
-def profile_with(folder: Path, **seconds: float) -> str:
-    """Write a profile with the times of some kernels, at a size that all share and another."""
-    about = json.loads((package_folder("conf") / "cluster" / "cpu.json").read_text())
-    for number, (kernel, each) in enumerate(seconds.items()):
-        name = f"_scaled_dot_product_{kernel}_attention"
-        for length, took in ((64, each), (128 << number, 1e-9)):
-            dims = [1, 8, length, 128]
-            about["operators"].append([name, "attention", 1 << 30, 1 << 20, 2, dims, took])
-    file = folder / f"{'-'.join(seconds)}.json"
-    file.write_text(json.dumps(about))
-    return f"cluster.profile={file}"
-
-
-def test_a_profile_of_both_kernels_decides(tmp_path):
-    both = profile_with(tmp_path, flash=1e-3, cudnn=2e-3)
-    assert kernel_of(placed("cluster=h100", both)) == "flash"
-    other = profile_with(tmp_path, cudnn=1e-3, flash=2e-3)
-    assert kernel_of(placed("cluster=a100_80", other)) == "cudnn"
-    assert kernel_of(placed("cluster=a100_80", other, "train.deterministic=true")) == "flash"
-    assert kernel_of(placed("cluster=h100", profile_with(tmp_path, flash=1e-3))) == "cudnn"
 
 
 @pytest.fixture

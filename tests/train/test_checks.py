@@ -18,18 +18,20 @@ def kept(folder: Path, **about: object) -> Path:
 
 
 def test_the_step_time_is_compared_with_the_prediction(tmp_path):
-    checks = Checks(kept(tmp_path, predicted_step_seconds=0.3, prediction_source="a profile"), 0)
+    checks = Checks(
+        kept(tmp_path, predicted_step_seconds=0.3, prediction_source="specs of cluster=h100"), 0
+    )
     checks._seconds = [9.0, 0.2, 0.28]
     found = checks.time()
     assert found is not None
     message, values = found
     assert message == (
-        "step time: 0.24 s measured, 0.3 s predicted (25% above measured; a profile)"
+        "step time: 0.24 s measured, 0.3 s predicted (25% above measured; specs of cluster=h100)"
     )
     assert values == {
         "step_seconds": pytest.approx(0.24),
         "predicted_step_seconds": 0.3,
-        "prediction_source": "a profile",
+        "prediction_source": "specs of cluster=h100",
     }
 
 

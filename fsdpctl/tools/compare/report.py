@@ -61,7 +61,7 @@ def describe(
     first = configs[0]
     versions = {"fsdpctl": __version__, "torch": torch.__version__}
     if is_predicted:
-        names = dict.fromkeys(each.cluster.profile or each.cluster.name for each in configs)
+        names = dict.fromkeys(each.cluster.name for each in configs)
         device = ", ".join(names)
         specs = asdict(first.cluster).items()
         machine = {n: str(v) for n, v in specs if v is not None and n != "name"}

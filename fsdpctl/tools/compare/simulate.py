@@ -28,8 +28,7 @@ _REST = "activations and the rest"
 TRACES = "traces"  # in the directory of a comparison
 _SHORT_STEPS = (
     "The host limits steps of GPUs below 100 ms and those of small models, and data sheets do not "
-    "describe it: such steps can take several times as long as predicted. `fsdpctl profile-device` "
-    "measures a machine."
+    "describe it: such steps can take several times as long as predicted."
 )
 _TENTH = 0.1  # of a step
 _TERA = 1e12
@@ -145,9 +144,7 @@ class SimulatedComparison:
         is_limited = any(
             each.step is not None
             and (each.step.seconds < SHORT or each.step.host_limited > _TENTH * each.step.seconds)
-            and config.launch.device == "cuda"
-            and config.cluster.profile is None
-            for each, config in zip(self._variants, self.configs, strict=True)
+            for each in self._variants
         )
         return [_SHORT_STEPS] * is_limited
 
@@ -161,6 +158,11 @@ class SimulatedComparison:
 
     def _predict(self, each: _SimulatedVariant) -> None:
         placed = placed_for_estimate(each.composed)
+        if placed.launch.device == "cpu":
+            raise UsageError(
+                "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or compare by "
+                "runs without --simulate"
+            )
         if left_open(placed):
             self._estimate(each, choose(self._estimator, placed).best.estimate.plan)
         else:
