@@ -2,7 +2,6 @@
 
 import tempfile
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +17,6 @@ from fsdpctl.tools.compare.row import NOT_REACHED, OK, REFUSED
 
 if TYPE_CHECKING:
     from fsdpctl.tools.compare.measure import MeasuredComparison
-    from fsdpctl.tools.compare.report import ComparisonInfo
     from fsdpctl.tools.compare.row import Row
     from fsdpctl.tools.compare.simulate import SimulatedComparison
     from fsdpctl.tools.compare.vary import Variant
@@ -28,7 +26,7 @@ _ROUNDS = Key("--rounds", "whole number", 3, "", minimum=1, maximum=1_000)
 
 
 @configured
-def compare(  # noqa: PLR0913  # each is an option
+def compare(
     asked: ConfigArguments,
     steps: Annotated[str, typer.Option(metavar="N", help="Steps of each run.")] = "20",
     rounds: Annotated[
@@ -36,12 +34,7 @@ def compare(  # noqa: PLR0913  # each is an option
     ] = "3",
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory to keep the runs in, with a page, charts, CSV and JSON."
-        ),
-    ] = None,
-    write_recipe: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write the best variant to.")
+        typer.Option(metavar="DIR", help="Directory to keep the runs in, with a page and JSON."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     nproc_per_node: RanksPerNode = None,
@@ -51,16 +44,13 @@ def compare(  # noqa: PLR0913  # each is an option
 ) -> None:
     """Compare variants by short runs or simulation.
 
-    Prints a table of speed, memory and loss, and recommends a variant. Commas separate
+    Prints a table of speed, memory and loss, the best variant first. Commas separate
     alternatives, as in `strategy=full_shard,no_shard train.micro_batch_size=1,2`. Without any, all
     strategies are compared. `--simulate cluster=h100 launch.nnodes=2,4,8` needs no GPU.
     """
-    from fsdpctl.tools.compare.vary import check_recipe_file
-
     length, number = int(str(_STEPS.parse(steps))), int(str(_ROUNDS.parse(rounds)))
     asked = normalized(asked, nproc_per_node)
     found = _variants(asked, length, simulates=simulate)
-    file = None if write_recipe is None else check_recipe_file(write_recipe)
     how = _how(asked, length, number, simulates=simulate)
     is_complete = False
     with ExitStack() as stack:
@@ -70,13 +60,9 @@ def compare(  # noqa: PLR0913  # each is an option
         try:
             comparison.run()
             is_complete = True
-            if folder is not None:
-                comparison.find_largest()
         finally:  # the results so far, even if it is stopped
-            about = _report(comparison, how, folder, as_json=as_json, is_complete=is_complete)
+            _report(comparison, how, folder, as_json=as_json, is_complete=is_complete)
     rows = comparison.rows
-    if file is not None:
-        _write_recipe(file, asked, getattr(comparison, "variants", found), rows, about)
     failed = [row for row in rows if row.status != OK]
     if len(failed) == len(found) or (failed and not simulate):  # a simulated one may lack memory
         raise typer.Exit(1)
@@ -117,17 +103,18 @@ def _report(
     *,
     as_json: bool,
     is_complete: bool,
-) -> "ComparisonInfo | None":
-    """Print and write the results; return their conditions, or None if nothing was compared."""
+) -> None:
+    """Print and write the results, if anything was compared."""
+    from fsdpctl.tools.compare.order import ordered
     from fsdpctl.tools.compare.report import PAGE, describe, rows_as_json, write_report
     from fsdpctl.tools.compare.simulate import SimulatedComparison
 
-    rows = comparison.rows
+    rows = ordered(comparison.rows)
     if rows and all(row.status.startswith(REFUSED) for row in rows):
         others = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
         raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{others}")
     if all(row.status == NOT_REACHED for row in rows):
-        return None
+        return
     is_predicted = isinstance(comparison, SimulatedComparison)
     about = describe(
         comparison.configs, rows, *how, is_predicted=is_predicted, is_complete=is_complete
@@ -145,34 +132,6 @@ def _report(
         note(line)
     if folder is not None:
         note(f"written: {folder / PAGE}")
-    return about
-
-
-def _write_recipe(
-    path: Path,
-    asked: ConfigArguments,
-    found: "list[Variant]",
-    rows: "list[Row]",
-    about: "ComparisonInfo | None",
-) -> None:
-    """Write the best variant, if any ran."""
-    from fsdpctl.tools.compare.recommendation import recommend
-    from fsdpctl.tools.compare.vary import OVER_GLOO, write_recipe
-
-    recommended = recommend(rows)
-    if recommended.best is None or about is None:
-        note(f"{path}: not written, because no variant ran")
-        return
-    lines = [
-        f"{recommended.best.label}: best of {len(rows)} variants of `{about.command}`.",
-        f"{about.title}: {about.how}, {about.created_at}.",
-        recommended.text,
-    ]
-    best = found[rows.index(recommended.best)]
-    asked_for = set(asked.settings or [])
-    best = replace(best, words=tuple(e for e in best.words if e != OVER_GLOO or e in asked_for))
-    write_recipe(path, best, lines, recipe=asked.recipe)
-    note(f"written: {path}")
 
 
 def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> "list[Variant]":
@@ -196,7 +155,7 @@ def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> "list[V
 
 
 def _show(rows: "list[Row]") -> None:
-    from fsdpctl.tools.compare.recommendation import failures, losses, recommend
+    from fsdpctl.tools.compare.order import failures, losses
     from fsdpctl.tools.compare.row import columns
 
     shown = columns(rows)
@@ -207,7 +166,7 @@ def _show(rows: "list[Row]") -> None:
     for cells in zip(*(column.cells for column in shown), strict=True):
         add_row(table, *cells)
     show_table(table)
-    for line in (*failures(rows), *losses(rows), f"recommended: {recommend(rows).text}"):
+    for line in (*failures(rows), *losses(rows)):
         say(line)
 
 

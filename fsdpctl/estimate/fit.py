@@ -23,7 +23,6 @@ FITTED = {
     "model": "model.num_layers",
 }
 _MOST = {"micro_batch": 1 << 20, "model": MOST_LAYERS}
-_COUNTED = 256  # blocks
 _LENGTHS = 256  # tokens: lengths are multiples of it
 _BITS = 5  # of the lengths of samples that need other settings
 
@@ -55,14 +54,6 @@ class Fit:
             "estimate": self.estimate.to_dict() if self.estimate else None,
             "next": self.next.to_dict() if self.next else None,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class LargestModel:
-    """The largest number of blocks with which a run fits."""
-
-    num_layers: int
-    num_params: int
 
 
 def _valued(plan: RunPlan, what: str, value: int) -> RunPlan:
@@ -117,24 +108,6 @@ def longer_samples(
             if longer.value > found.value:
                 words, plan, found = (*words, *change.words), change.plan, longer
                 yield words, found
-
-
-def largest_model(estimator: Estimator, plan: RunPlan) -> LargestModel | None:
-    """Return how many blocks of a run's model fit, if any.
-
-    Above `_COUNTED` blocks the number is extrapolated: each further one takes as much memory.
-    """
-    most = estimator.estimate(_valued(plan, "model", _COUNTED))
-    if not most.fits:
-        found = largest_that_fits(estimator, plan, "model").estimate
-        if found is None:
-            return None
-        return LargestModel(found.config.model.num_layers, found.num_params)
-    half = estimator.estimate(_valued(plan, "model", _COUNTED // 2))
-    blocks = _COUNTED - _COUNTED // 2
-    each, params = (half.margin - most.margin) // blocks, (most.num_params - half.num_params)
-    more = min(most.margin // max(each, 1), MOST_LAYERS - _COUNTED)
-    return LargestModel(_COUNTED + more, most.num_params + more * params // blocks)
 
 
 def _largest(

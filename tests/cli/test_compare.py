@@ -128,25 +128,18 @@ def rows(folder: Path, *words: str, code: int = 0) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_all_strategies_have_equal_losses_and_the_estimated_bytes(tmp_path):
     before = set(Path(tempfile.gettempdir()).glob("fsdpctl-*"))
-    words = ["--steps", "6", "--rounds", "1", "--out", "kept"]
-    found = rows(tmp_path, *words, "--write-recipe", "best.yaml")
-    assert [row["strategy"] for row in found] == list(STRATEGIES)
+    found = rows(tmp_path, "--steps", "6", "--rounds", "1", "--out", "kept")
+    assert {row["strategy"] for row in found} == set(STRATEGIES)
     assert len({row["final_loss"] for row in found}) == 1
     for row in found:
         assert row["status"] == "ok"
         assert row["peak_engine_bytes"] == row["estimated_peak_engine_bytes"]
         low, high = row["tokens_per_second_spread"]
         assert low <= row["tokens_per_second"] <= high
-        assert sum(row["estimated_breakdown"].values()) == row["estimated_peak_tensor_bytes"]
-        assert row["largest"]["num_layers"] > 2
     kept = tmp_path / "kept"
     assert json.loads((kept / "compare.json").read_text()) == found
     assert set(Path(tempfile.gettempdir()).glob("fsdpctl-*")) == before
-    drawn = {file.name for file in kept.glob("*.png")}
-    assert drawn == {"throughput.png", "time.png", "memory.png", "largest.png"}
-    assert "Recommendation" in (kept / "compare.html").read_text()
-    trained = fsdpctl("train", "--recipe", "best.yaml", "train.steps=2", cwd=tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    assert {file.name for file in kept.iterdir()} == {"compare.json", "compare.html", "runs"}
 
 
 @pytest.mark.slow
@@ -167,7 +160,7 @@ def test_rounds_alternate_and_every_value_comes_from_the_metrics(tmp_path):
             assert each["step_seconds"] == median(line["seconds"] for line in timed)
             assert each["final_loss"] == steps[-1]["loss"] == row["final_loss"]
             assert each["peak_engine_bytes"] == lines[-1]["peak_engine_bytes"]
-        speeds = [each["tokens_per_second"] / each["drift"] for each in row["rounds"]]
+        speeds = [each["tokens_per_second"] for each in row["rounds"]]
         assert row["tokens_per_second"] == pytest.approx(median(speeds))
     order = sorted(begun, key=lambda name: begun[name])
     places = ["01/round-1", "02/round-1", "02/round-2", "01/round-2"]
@@ -177,7 +170,7 @@ def test_rounds_alternate_and_every_value_comes_from_the_metrics(tmp_path):
 @pytest.mark.slow
 def test_a_variant_that_cannot_run_does_not_stop_the_others(tmp_path):
     words = ["strategy=hybrid_shard", "strategy.dp_shard_size=3,2", "--steps", "4", "--rounds", "1"]
-    refused, ran = rows(tmp_path, *words, code=1)
+    ran, refused = rows(tmp_path, *words, code=1)
     assert "must divide the 2 ranks" in str(refused["status"])
     assert refused["tokens_per_second"] is None
     assert ran["status"] == "ok"
@@ -207,7 +200,7 @@ def test_a_variant_that_fails_or_does_not_fit_has_a_row_with_the_reason(tmp_path
 @pytest.mark.slow
 def test_an_interrupted_comparison_reports_its_results_and_leaves_no_rank(tmp_path):
     words = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
-    more = ["--steps", "60", "--rounds", "900", "--out", "kept", "--write-recipe", "best.yaml"]
+    more = ["--steps", "60", "--rounds", "900", "--out", "kept"]
     process = subprocess.Popen(
         command("compare", *words, *more), cwd=tmp_path, text=True, env=environment(),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard,
@@ -221,17 +214,22 @@ def test_an_interrupted_comparison_reports_its_results_and_leaves_no_rank(tmp_pa
     assert ranks
     assert not [each for each in ranks if each.is_running()]
     assert "tokens/s" in said
-    no_shard, full_shard = json.loads((tmp_path / "kept" / "compare.json").read_text())
-    assert [len(row["rounds"]) for row in (no_shard, full_shard)] == [1, 2]
-    assert full_shard["tokens_per_second"] > 0
+    found = json.loads((tmp_path / "kept" / "compare.json").read_text())
+    assert {row["strategy"]: len(row["rounds"]) for row in found} == {
+        "no_shard": 1,
+        "full_shard": 2,
+    }
+    assert all(row["tokens_per_second"] > 0 for row in found)
     assert "Incomplete:" in (tmp_path / "kept" / "compare.html").read_text()
-    assert not (tmp_path / "best.yaml").exists()
 
 
 @pytest.mark.slow
 def test_recomputation_and_compilation_change_neither_losses_nor_engine_bytes(tmp_path):
     words = ["activation_checkpointing=none,full,selective", "--steps", "6", "--rounds", "1"]
-    plain, *others = rows(tmp_path, "strategy=full_shard", *words)
+    found = rows(tmp_path, "strategy=full_shard", *words)
+    plain, *others = sorted(
+        found, key=lambda row: row["varied"]["activation_checkpointing"] != "none"
+    )
     for row in others:
         assert row["final_loss"] == plain["final_loss"]
         assert row["peak_engine_bytes"] == plain["peak_engine_bytes"]

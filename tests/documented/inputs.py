@@ -33,7 +33,7 @@ _AXOLOTL = (
 _ADAPTED = "adapted"  # the run with adapters
 # The words of a command whose runs/latest has adapters, and the options that name a new file.
 _OF_ADAPTERS = ("--merge", "--chat", "peft")
-_WRITES = ("--out", "--write-recipe")
+_WRITES = ("--out",)
 _WRITERS = {"consolidate-checkpoint": 1, "shard-checkpoint": 1, "tokenize": 1}
 # Commands that make the runs and exports.
 RUNS = (

@@ -13,7 +13,7 @@ from fsdpctl.estimate import traced
 from fsdpctl.estimate.accuracy import is_faster, kind_of
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
-from fsdpctl.estimate.fit import FITTED, _edge, largest_model, largest_that_fits
+from fsdpctl.estimate.fit import FITTED, _edge, largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import estimates_of
 from fsdpctl.estimate.traced import ShortModule, TracedModel
@@ -255,19 +255,6 @@ def test_hundreds_of_billions_of_parameters_on_thousands_of_ranks():
     assert found.num_params == 405_853_388_800
     assert found.tokens_per_step == 16384 * 4096
     assert divide_module(build_model(found.config.model), None)[0].name == "root"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("memory", ["0.51", "1.5", "5"])
-def test_the_largest_of_very_deep_models_is_extrapolated(memory):
-    words = ["model.vocab_size=256", "launch.device=cpu", f"cluster.memory={memory}"]
-    plan, estimator = resolved(*words), Estimator()
-    exact = largest_that_fits(estimator, plan, "model")
-    found = largest_model(estimator, plan)
-    assert (found is None) == (exact.estimate is None)
-    if found is not None:
-        assert (memory == "5") == (found.num_layers > 256)
-        assert found.num_layers == pytest.approx(exact.value, rel=0.02)
 
 
 def test_other_engines_follow_the_optimizer_and_the_prefetch_depth():

@@ -2,16 +2,15 @@
 
 Note: why rounds of complete runs. The speed of a machine drifts: it warms up, and other processes
 use it. In every round each variant runs once, from the beginning and for all steps, and every
-round begins with a different variant, so that the drift affects all variants alike. A run that is
+round begins with a different variant, so that this affects all variants alike. A run that is
 resumed instead would have to write and read a checkpoint per turn, and would warm up again anyway.
 Separate runs also show how much starts differ, and must end with the same loss.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import geometric_mean, median, quantiles
+from statistics import median, quantiles
 from typing import Any, TypeVar
 
 from fsdpctl.config.auto import left_open
@@ -32,7 +31,7 @@ from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.metrics import read_metrics
 from fsdpctl.tools.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Round, Row
-from fsdpctl.tools.compare.simulate import largest_models, with_memory
+from fsdpctl.tools.compare.simulate import with_memory
 from fsdpctl.tools.compare.vary import Variant
 
 T = TypeVar("T")
@@ -82,7 +81,7 @@ class MeasuredComparison:
         for number, row in enumerate(rows):
             if row.status == OK and not row.rounds:
                 rows[number] = replace(row, status=NOT_REACHED)
-        return summarized(rows)
+        return [summarized(row) for row in rows]
 
     @property
     def configs(self) -> list[Config]:
@@ -108,13 +107,6 @@ class MeasuredComparison:
                 with doing(f"running {each.row.label}"):
                     self._run_once(each, number)
 
-    def find_largest(self) -> None:
-        """Find the largest model that would fit, for each engine and strategy that ran."""
-        self._say("searching for the largest model that fits")
-        found = largest_models(self._estimator, (each.plan for each in self._variants))
-        for each, largest in zip(self._variants, found, strict=True):
-            each.row = replace(each.row, largest=largest)
-
     def _prepare(self, each: _VariantRuns) -> None:
         """Resolve a variant and estimate its memory and traffic."""
         try:
@@ -135,7 +127,7 @@ class MeasuredComparison:
         each.row = self._estimated(each.row, opened, plan)
 
     def _estimated(self, row: Row, opened: Opened, plan: RunPlan) -> Row:
-        config, parts = plan.config, None
+        config = plan.config
         units, passes = divide_module(opened.module, None), plan.batches.num_micro_batches
         row = replace(
             row,
@@ -145,10 +137,9 @@ class MeasuredComparison:
         )
         if config.engine.name == FSDPCTL:
             engine = estimate_run(config, opened.module, passes)
-            parts, peak = engine.breakdown.to_dict(), engine.peak_bytes
-            row = replace(row, estimated_peak_engine_bytes=peak, estimated_breakdown=parts)
+            row = replace(row, estimated_peak_engine_bytes=engine.peak_bytes)
         try:
-            return with_memory(row, self._estimator.estimate(plan), parts)
+            return with_memory(row, self._estimator.estimate(plan))
         except UsageError:
             return row  # the estimate does not support it, but it may run
 
@@ -216,51 +207,25 @@ def round_of(run_dir: Path, kept: str | None) -> Round:
     )
 
 
-def summarized(rows: Sequence[Row]) -> list[Row]:
-    """Summarize the rounds of all variants.
-
-    If the machine is slower in a round, all variants are. This drift is divided out: it is the
-    median over variants of a variant's speed in the round relative to its speed in all rounds.
-    """
-    drifts = drifts_between([[each.tokens_per_second for each in row.rounds] for row in rows])
-    num_rows = sum(bool(row.rounds) for row in rows)
-    return [_summary(row, drifts, num_rows) if row.rounds else row for row in rows]
-
-
-def drifts_between(speeds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the machine's relative speed in each round, from each variant's speeds."""
-    known = [each for each in speeds if each]
-    common = min(map(len, known), default=0)  # rounds that all variants have run in
-    most = max(map(len, known), default=0)
-    if len(known) < 2 or not common:
-        return [1.0] * most
-    return [
-        median(each[at] / geometric_mean(each[:common]) for each in known if at < len(each))
-        for at in range(most)
-    ]
-
-
-def _summary(row: Row, drifts: Sequence[float], num_rows: int) -> Row:
-    rounds = [replace(r, drift=drift) for r, drift in zip(row.rounds, drifts, strict=False)]
-    speeds = [each.tokens_per_second / each.drift for each in rounds]
-    middle, spread = median(speeds), rounds[0].tokens_per_second_quartiles
-    if len(rounds) > 1:
-        # With few variants, each contributes to the drift, which reduces its own spread.
-        widening = math.sqrt(num_rows / (num_rows - 1)) if num_rows > 1 else 1.0
-        low, high = (middle * (e / middle) ** widening for e in (min(speeds), max(speeds)))
-        spread = low, high
-    step_seconds = median(each.step_seconds * each.drift for each in rounds)
+def summarized(row: Row) -> Row:
+    """Summarize the rounds of a variant, if it has any."""
+    rounds = row.rounds
+    if not rounds:
+        return row
+    speeds = [each.tokens_per_second for each in rounds]
+    step_seconds = median(each.step_seconds for each in rounds)
     found = _parts_of(step_seconds, [(each.step_seconds, asdict(each)) for each in rounds])
     for name in _PEAKS:
         known = [value for each in rounds if (value := getattr(each, name)) is not None]
         found[name] = max(known, default=None)
     return replace(
         row,
-        rounds=tuple(rounds),
-        tokens_per_second=middle,
-        tokens_per_second_spread=spread,
+        tokens_per_second=median(speeds),
+        tokens_per_second_spread=(min(speeds), max(speeds))
+        if len(rounds) > 1
+        else rounds[0].tokens_per_second_quartiles,
         step_seconds=step_seconds,
-        mfu=_median([None if r.mfu is None else r.mfu / r.drift for r in rounds]),
+        mfu=_median([each.mfu for each in rounds]),
         final_loss=rounds[0].final_loss,
         **found,
     )

@@ -1,6 +1,7 @@
-"""The files of a comparison, with its conditions: JSON, CSV, charts, and a self-contained page."""
+"""The files of a comparison: the rows as JSON, and a self-contained page with their conditions."""
 
 import base64
+import io
 import json
 import os
 import platform
@@ -9,21 +10,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from struct import unpack
 
 import psutil
 from jinja2 import Environment, StrictUndefined
 
 from fsdpctl import __version__
 from fsdpctl.config.schema import KEYS, Config
-from fsdpctl.tools.compare.charts import Chart, draw_charts
-from fsdpctl.tools.compare.recommendation import Recommendation, failures, losses, recommend
-from fsdpctl.tools.compare.row import OK, Row, as_csv, columns
+from fsdpctl.tools.compare.order import failures, losses
+from fsdpctl.tools.compare.row import OK, Row, columns, names_of
+from fsdpctl.tools.drawing import BLUE, SKY, annotate, bar_axes, bars
 
-JSON, CSV, PAGE, ABOUT = "compare.json", "compare.csv", "compare.html", "about.json"
+JSON, PAGE = "compare.json", "compare.html"
 _GIB = 1 << 30
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
-_WIDTH_AT, _SCALE = 16, 1.5  # offset of the width in a PNG; its pixels per pixel of the page
+_DPI = 144
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,7 @@ def describe(
     first = configs[0]
     versions = {"fsdpctl": __version__, "torch": torch.__version__}
     if is_predicted:
-        names = dict.fromkeys(each.cluster.name for each in configs)
-        device = ", ".join(names)
+        device = ", ".join(dict.fromkeys(each.cluster.name for each in configs))
         specs = asdict(first.cluster).items()
         machine = {n: str(v) for n, v in specs if v is not None and n != "name"}
     else:
@@ -126,52 +125,44 @@ def rows_as_json(rows: Sequence[Row]) -> str:
 
 
 def write_report(rows: Sequence[Row], about: ComparisonInfo, folder: Path) -> None:
-    """Write all results into an existing directory.
+    """Write all results, in the order of `rows`, into an existing directory.
 
     Raises:
         OSError: If a file cannot be written.
     """
-    found = recommend(rows)
-    content = {**asdict(about), "recommendation": found.text}
-    charts = draw_charts(rows, about.title, found.best, folder)
-    for name, text in (
-        (JSON, rows_as_json(rows) + "\n"),
-        (CSV, as_csv(rows)),
-        (ABOUT, json.dumps(content, indent=2) + "\n"),
-        (PAGE, _page(rows, about, found, charts)),
-    ):
-        (folder / name).write_text(text, encoding="utf-8")
+    (folder / JSON).write_text(rows_as_json(rows) + "\n", encoding="utf-8")
+    (folder / PAGE).write_text(_page(rows, about), encoding="utf-8")
 
 
-def _page(
-    rows: Sequence[Row], about: ComparisonInfo, found: Recommendation, charts: Sequence[Chart]
-) -> str:
+def _page(rows: Sequence[Row], about: ComparisonInfo) -> str:
     """Return one HTML file with everything in it, which loads nothing and runs nothing."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    kinds = {OK: ""}
+    ran = [row for row in rows if row.speed]
     return template.render(
         about=about,
-        recommendation=found.text,
         columns=columns(rows),
-        kinds=[
-            "best-row" if row is found.best else kinds.get(row.status, "failed") for row in rows
-        ],
+        kinds=["" if row.status == OK else "failed" for row in rows],
         notes=[*failures(rows), *losses(rows)],
-        charts=[_embedded(chart) for chart in charts],
-        runs=[
-            (row.label, ", ".join(each.run_dir for each in row.rounds if each.run_dir))
-            for row in rows
-            if any(each.run_dir for each in row.rounds)
-        ],
+        picture=_picture(ran, about.title) if ran else "",
     )
 
 
-def _embedded(chart: Chart) -> dict[str, str | int]:
-    content = chart.path.read_bytes()
-    (width,) = unpack(">I", content[_WIDTH_AT : _WIDTH_AT + 4])
-    return {
-        "source": f"data:image/png;base64,{base64.b64encode(content).decode()}",
-        "width": round(width / _SCALE),
-        "caption": chart.caption,
-    }
+def _picture(rows: Sequence[Row], title: str) -> str:
+    """Draw the speed of each row; return a PNG in base64."""
+    labels = [" · ".join(row.varied.values()) or row.strategy for row in rows]
+    figure, axes = bar_axes("Throughput", title, labels, " · ".join(names_of(rows)))
+    bars(axes, [row.speed for row in rows], color=[BLUE, *[SKY] * (len(rows) - 1)])
+    for place, row in enumerate(rows):
+        low, high = row.spread
+        axes.errorbar(
+            row.speed, place, xerr=[[row.speed - low], [high - row.speed]],
+            color="black", capsize=4, linewidth=1.2,
+        )  # fmt: skip
+        annotate(axes, 0, place, f"{row.speed:,.0f}", "black" if place else "white")
+    axes.set_xlim(0, max(row.spread[1] for row in rows) * 1.04)
+    axes.set_xlabel("tokens per second, all ranks")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    content = io.BytesIO()
+    figure.savefig(content, dpi=_DPI)
+    return base64.b64encode(content.getvalue()).decode()

@@ -1,16 +1,13 @@
 """The results of one variant, measured or predicted, and the columns that show them."""
 
-import csv
-import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdpctl.io.units import format_bytes
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.accuracy import Band
-    from fsdpctl.estimate.fit import LargestModel
 
 # The status of a variant, or its beginning.
 OK, REFUSED, TOO_LARGE, FAILED = "ok", "cannot run: ", "does not fit: ", "failed: "
@@ -18,14 +15,6 @@ NOT_REACHED = "not measured: the comparison was stopped first"
 
 _TOLERANCE = 0.01  # relative, of a predicted speed: predictions closer than twice that are tied
 _NOTHING = "-"
-_COMPOUND = (
-    "varied",
-    "error_band",
-    "estimated_breakdown",
-    "largest",
-    "rounds",
-    "tokens_per_second_spread",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +37,14 @@ class Round:
     peak_tensor_bytes: int | None
     peak_reserved_bytes: int | None
     final_loss: float | None
-    drift: float = 1.0  # speed of the machine in this round relative to all rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One variant; None for unknown values.
 
-    Speeds and times are medians over the rounds after removing each round's drift; times are those
-    of rank 0. Engine bytes are model, optimizer and buffers; tensor bytes include activations.
+    Speeds and times are medians over the rounds; times are those of rank 0. Engine bytes are model,
+    optimizer and buffers; tensor bytes include activations.
     """
 
     varied: dict[str, str]  # the settings that differ between variants
@@ -80,13 +68,10 @@ class Row:
     estimated_peak_tensor_bytes: int | None = None
     peak_reserved_bytes: int | None = None  # by the caching allocator of rank 0; CUDA only
     estimated_peak_reserved_bytes: int | None = None
-    estimated_breakdown: dict[str, int] | None = None  # adds up to all tensors at the peak
     memory_bytes: int | None = None  # available to a rank's tensors
-    largest: "LargestModel | None" = None  # that fits, with more or fewer blocks
     final_loss: float | None = None
     status: str = OK
     rounds: tuple[Round, ...] = ()
-    is_suggested: bool = False  # added, because none of the variants fits
 
     @property
     def label(self) -> str:
@@ -103,14 +88,8 @@ class Row:
     @property
     def spread(self) -> tuple[float, float]:
         """The interval of its speed."""
-        tolerance = _TOLERANCE if self.is_predicted else 0.0
-        interval = self.speed * (1 - tolerance), self.speed * (1 + tolerance)
-        return self.tokens_per_second_spread or interval
-
-    @property
-    def is_predicted(self) -> bool:
-        """Whether its values were not measured."""
-        return self.tokens_per_second is not None and not self.rounds
+        predicted = self.speed * (1 - _TOLERANCE), self.speed * (1 + _TOLERANCE)
+        return self.tokens_per_second_spread or predicted
 
     @property
     def memory(self) -> int | None:
@@ -182,11 +161,7 @@ def _share(name: str) -> Cell:
 
 
 _COLUMNS: tuple[tuple[str, str, Cell], ...] = (
-    (
-        "tokens/s",
-        "of all ranks; median of the rounds, corrected for the machine's drift",
-        _number("tokens_per_second", ",.0f"),
-    ),
+    ("tokens/s", "of all ranks; median of the rounds", _number("tokens_per_second", ",.0f")),
     ("spread", "slowest and fastest round; of a single round its quartiles", _spread),
     ("ms/step", "median", _number("step_seconds", ",.1f", 1e3)),
     ("error band", "of ms/step, by published steps of the same kind", _cell("error_band", str)),
@@ -215,22 +190,3 @@ _COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     ),
     ("final loss", "of the last step", _number("final_loss", ".6f")),
 )
-
-
-def as_csv(rows: Sequence[Row]) -> str:
-    """Return all single values, a line for each row, in bytes and seconds."""
-    names = names_of(rows)
-    scalars = [each.name for each in fields(Row) if each.name not in _COMPOUND]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    extra = ("spread_low", "spread_high", "largest_num_params", "largest_num_layers", "run_dirs")
-    # The prefix distinguishes a varied setting, such as `strategy`, from a column of that name.
-    writer.writerow([*(f"config.{name}" for name in names), *scalars, *extra])
-    for row in rows:
-        settings = [row.varied.get(name, row.strategy) for name in names]
-        values = [getattr(row, name) for name in scalars]
-        spread = row.tokens_per_second_spread or (None, None)
-        size = (row.largest.num_params, row.largest.num_layers) if row.largest else (None, None)
-        dirs = " ".join(each.run_dir for each in row.rounds if each.run_dir)
-        writer.writerow([*settings, *values, *spread, *size, dirs])
-    return text.getvalue()

@@ -1,7 +1,6 @@
 """Comparison of variants by prediction, on hardware that need not exist."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import SHORT, band_of
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
-from fsdpctl.estimate.fit import LargestModel, largest_model
 from fsdpctl.estimate.planned_steps import sent_in_step
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import choose
@@ -23,8 +21,6 @@ from fsdpctl.run.flops import flops_per_token
 from fsdpctl.tools.compare.row import OK, REFUSED, TOO_LARGE, Row
 from fsdpctl.tools.compare.vary import Variant
 
-_OWNED = ("parameters", "gradients", "optimizer_states", "gathered_units", "reduce_buffers")
-_REST = "activations and the rest"
 TRACES = "traces"  # in the directory of a comparison
 _SHORT_STEPS = (
     "The host limits steps of GPUs below 100 ms and those of small models, and data sheets do not "
@@ -34,41 +30,16 @@ _TENTH = 0.1  # of a step
 _TERA = 1e12
 
 
-def with_memory(
-    row: Row, estimate: RunEstimate, engine_parts: Mapping[str, int] | None = None
-) -> Row:
-    """Return `row` with its estimated memory, and the status that follows from it.
-
-    `engine_parts`: what the engine owns at its own peak, if known.
-    """
-    parts = engine_parts or {name: estimate.step.breakdown[name] for name in _OWNED}
+def with_memory(row: Row, estimate: RunEstimate) -> Row:
+    """Return `row` with its estimated memory, and the status that follows from it."""
     status = f"{TOO_LARGE}{'; '.join(found)}" if (found := estimate.shortages) else OK
     return replace(
         row,
         estimated_peak_tensor_bytes=estimate.allocated,
         estimated_peak_reserved_bytes=estimate.peak_reserved,
-        estimated_breakdown={**parts, _REST: estimate.allocated - sum(parts.values())},
         memory_bytes=estimate.available,
         status=status,
     )
-
-
-def largest_models(
-    estimator: Estimator, plans: Iterable[RunPlan | None]
-) -> Iterator[LargestModel | None]:
-    """Yield the largest model that fits, for the first plan of each engine and strategy.
-
-    For others, and where the estimate does not support it, yield None.
-    """
-    seen = set()
-    for plan in plans:
-        key = None if plan is None else (plan.config.engine.name, plan.config.strategy.name)
-        found = None
-        if plan is not None and key not in seen:
-            seen.add(key)
-            with suppress(UsageError):
-                found = largest_model(estimator, plan)
-        yield found
 
 
 @dataclass(slots=True)
@@ -87,8 +58,8 @@ class SimulatedComparison:
 
     def __init__(self, variants: Sequence[Variant]) -> None:
         self._estimator = Estimator()
-        self.variants = list(variants)
         self._variants = [_SimulatedVariant(each.row, each.composed) for each in variants]
+        self.notes: list[str] = []  # on the predictions, a line each
 
     @property
     def rows(self) -> list[Row]:
@@ -109,6 +80,9 @@ class SimulatedComparison:
                 each.row = replace(each.row, status=f"{REFUSED}{error}")
         if all(each.row.status != OK for each in self._variants):
             self._suggest()
+        steps = [each.step for each in self._variants if each.step is not None]
+        if any(s.seconds < SHORT or s.host_limited > _TENTH * s.seconds for s in steps):
+            self.notes.append(_SHORT_STEPS)
 
     def _suggest(self) -> None:
         """Add the variant that lacks least memory with the cheapest change that makes it fit."""
@@ -116,37 +90,18 @@ class SimulatedComparison:
         if not predicted:
             return
         number = max(predicted, key=lambda number: self._variants[number].margin)
-        nearest, known = self._variants[number], self.variants[number]
+        nearest = self._variants[number]
         assert nearest.plan is not None
         changes = advice(self._estimator, nearest.plan)
         if not changes:
             return
         change = changes[0][0]
         changed = dict(word.split("=", 1) for word in change.words)
-        words = [word for word in known.words if word.partition("=")[0] not in changed]
-        composed = replace(known.composed, config=change.plan.config)
-        varied = {**known.varied, **changed}
-        self.variants.append(Variant(varied, composed, (*words, *change.words)))
-        row = replace(self.variants[-1].row, is_suggested=True)
+        composed = replace(nearest.composed, config=change.plan.config)
+        row = Variant({**nearest.row.varied, **changed}, composed).row
         self._variants.append(_SimulatedVariant(row, composed))
         self._estimate(self._variants[-1], change.plan)
-
-    def find_largest(self) -> None:
-        """Find the largest model that would fit, for each engine and strategy."""
-        plans = (each.plan if each.step else None for each in self._variants)
-        found = largest_models(self._estimator, plans)
-        for each, largest in zip(self._variants, found, strict=True):
-            each.row = replace(each.row, largest=largest)
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes on the predictions, a line each."""
-        is_limited = any(
-            each.step is not None
-            and (each.step.seconds < SHORT or each.step.host_limited > _TENTH * each.step.seconds)
-            for each in self._variants
-        )
-        return [_SHORT_STEPS] * is_limited
+        self.notes.append(f"no variant fits; added with the cheapest change that does: {row.label}")
 
     def write_traces(self, folder: Path) -> None:
         """Write the timeline of each predicted step for Perfetto, in a directory of its own."""

@@ -1,18 +1,14 @@
-"""Expansion of settings with commas into variants, and the best variant as a recipe."""
+"""Expansion of settings with commas into variants."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 
 from fsdpctl.config.compose import Composed, compose_config
-from fsdpctl.config.keys import NONE, value_in
 from fsdpctl.config.recipe import find_recipe, read_recipe
-from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SIZES, Config, PrecisionConfig
-from fsdpctl.config.serialize import config_words, words_for_others, words_to_yaml
+from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, Config, PrecisionConfig
+from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import refusing
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 from fsdpctl.resolve.machine import shares_memory
 from fsdpctl.tools.compare.row import Row
@@ -20,8 +16,6 @@ from fsdpctl.tools.compare.row import Row
 _SET_BY_COMPARE = dict.fromkeys(LENGTHS, "pass --steps to set the length of each run") | {
     "train.run_dir": "pass --out to keep the runs"
 }
-# Settings that bring other settings with them, which the recipe then omits.
-_SOURCES = ("model.path", "model.lora.path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +24,6 @@ class Variant:
 
     varied: dict[str, str]  # the settings that differ between variants
     composed: Composed
-    words: tuple[str, ...] = ()  # all settings on the command line, without its length
 
     @property
     def row(self) -> Row:
@@ -142,86 +135,16 @@ def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
 def _variant(
     varied: dict[str, str], fixed: Sequence[str], recipe: str | None, steps: int
 ) -> Variant:
-    words = (*fixed, *(f"{name}={text}" for name, text in varied.items()))
+    words = [*fixed, *(f"{name}={text}" for name, text in varied.items())]
     composed = compose_config([*words, f"train.steps={steps}"], recipe)
     config = composed.config
     if "strategy" in varied:
         given = config.strategy
         config = replace(config, strategy=given.under(given.name))
-    return Variant(varied, replace(composed, config=config), words)
+    return Variant(varied, replace(composed, config=config))
 
 
 def _has_alternatives(name: str) -> bool:
     if name in GROUPS:
         return True
     return name in KEYS and (KEYS[name].type != "text" or bool(KEYS[name].choices))
-
-
-def check_recipe_file(path: Path) -> Path:
-    """Return the path to write a recipe to.
-
-    Raises:
-        UsageError: If it exists or cannot be written.
-    """
-    path = path.expanduser()
-    if path.exists() or path.is_symlink():
-        raise UsageError(f"--write-recipe {path}: already exists")
-    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise UsageError(f"--write-recipe {path}: directory {path.parent} is not writable")
-    return path
-
-
-def write_recipe(
-    path: Path,
-    variant: Variant,
-    about: Sequence[str],
-    *,
-    recipe: str | None,
-) -> None:
-    """Write a variant, without the length that compare set, after the comments `about`.
-
-    Raises:
-        UsageError: If the file exists by now, or cannot be written.
-    """
-    head = "".join(f"# {' '.join(line.split())}\n" for line in about)
-    words = recipe_words(variant, recipe)
-    with refusing(f"--write-recipe {path}"), path.open("x", encoding="utf-8") as file:
-        file.write(head + words_to_yaml(words))
-
-
-def recipe_words(variant: Variant, recipe: str | None = None) -> dict[str, str]:
-    """Return the settings that differ from the defaults, and always strategy and engine.
-
-    Settings that are executed are left out: they must be given on the command line.
-    """
-    config = compose_config(variant.words, recipe).config
-    if "strategy" in variant.varied:
-        config = replace(config, strategy=config.strategy.under(config.strategy.name))
-    own, defaults = words_for_others(config), config_words(Config())
-    groups = {
-        name: own[name]
-        for name in GROUPS
-        if own[name] != defaults[name] or name in ("strategy", "engine")
-    }
-    usual = config_words(_usual(config))
-    values = {n: text for n, text in own.items() if n not in GROUPS and text != usual.get(n)}
-    unset = {name: _unset_text(config, name) for name in usual.keys() - own.keys()}
-    found = {**groups, **values, **{name: text for name, text in unset.items() if text}}
-    order = [*GROUPS, *KEYS]
-    return dict(sorted(found.items(), key=lambda pair: order.index(pair[0])))
-
-
-def _usual(config: Config) -> Config:
-    """Return the configuration that the selected group options alone result in."""
-    words = config_words(config)
-    kept = [f"{name}={words[name]}" for name in (*GROUPS, *_SOURCES) if name in words]
-    return compose_config(kept).config
-
-
-def _unset_text(config: Config, name: str) -> str:
-    """Return the text that unsets a key, or an empty string if another key does that."""
-    key = KEYS[name]
-    if key.is_executed or name in (*LENGTHS, *SIZES):
-        return ""
-    value = value_in(getattr(config, name.split(".")[0]), name)
-    return key.text(value) or (NONE if key.type != "text" else "")

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from fsdpctl.estimate.fit import LargestModel
 from fsdpctl.tools.compare.measure import summarized
 from fsdpctl.tools.compare.report import ComparisonInfo
 from fsdpctl.tools.compare.row import FAILED, Round, Row
@@ -39,16 +38,14 @@ def round_at(speed: float, **about: Any) -> Round:
 
 def measured(name: str, *speeds: float, memory: float = 50, **about: Any) -> Row:
     """Return a variant that ran at these speeds, before it is summarized."""
-    breakdown = {"parameters": 4 * MIB, "gradients": 5 * MIB, "activations and the rest": 41 * MIB}
     rounds = tuple(
         round_at(speed, run_dir=f"runs/{name}/round-{at + 1}", **about)
         for at, speed in enumerate(speeds)
     )
     return Row(
         {"strategy": name}, name, world_size=2, sent_bytes_per_step=3 * MIB, rounds=rounds,
-        estimated_peak_engine_bytes=9 * MIB, estimated_breakdown=breakdown,
-        estimated_peak_tensor_bytes=int(memory * MIB), memory_bytes=100 * MIB,
-        largest=LargestModel(12, 3_000_000),
+        estimated_peak_engine_bytes=9 * MIB, estimated_peak_tensor_bytes=int(memory * MIB),
+        memory_bytes=100 * MIB,
     )  # fmt: skip
 
 
@@ -58,4 +55,4 @@ def failed(name: str) -> Row:
 
 def of(*rows: Row) -> list[Row]:
     """Return the rows with their summaries."""
-    return summarized(rows)
+    return [summarized(row) for row in rows]
