@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdpctl
 from benchmarks.one_gpu import DEVICE, FakeNccl, sharded
 from benchmarks.report import arguments, write_report
-from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction, Stretches
+from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
@@ -94,9 +94,8 @@ class OneCallEach(ProcessGroupCollectives):
             all_gather_single(each.whole, source, group=self.gather_group)
         return Handle(lambda: buffers[0].whole)
 
-    def reduce_scatter(self, gradients: Stretches, parts: Any, dtype: torch.dtype) -> Reduction:
+    def reduce_scatter(self, whole: Tensor, parts: Any) -> Reduction:
         """Into this rank's part."""
-        ((_, whole),) = gradients
         own: Span = parts[self.rank]
         part = whole[own.start : own.stop]
         reduce_scatter_single(part, whole, group=self.reduce_group)

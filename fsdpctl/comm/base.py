@@ -11,9 +11,6 @@ from fsdpctl.comm.waits import HostWaits, Waits
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.reductions import Transport
 
-# Gradients in some order: the span of each in a flat buffer, and its values.
-Stretches = Sequence[tuple[Span, Tensor]]
-
 T = TypeVar("T")
 
 
@@ -53,7 +50,7 @@ class Reduction(Protocol):
         """Wait, and write this rank's part of the sum times `scale` to `out`.
 
         Args:
-            out: May be this rank's part of the given buffer. Elements in no stretch become zero.
+            out: May be this rank's part of the given buffer.
             scale: The factor for the sum.
             dtype: The dtype of the additions, if this rank adds.
         """
@@ -111,16 +108,8 @@ class Collectives:
         own = buffer.parts[self.rank]
         return buffer.whole[own.start : own.stop]
 
-    def reduce_scatter(
-        self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
-    ) -> Reduction:
-        """Start to add the ranks' gradients in `dtype`; each rank receives its part of the sum.
-
-        They are one stretch with all elements, unless the transport sends them in place.
-
-        The spans and dtypes of the stretches are equal on all ranks.
-        """
-        ((_, whole),) = gradients
+    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
+        """Start to add the ranks' gradients; each rank receives its part of the sum."""
         return InPlace(Handle(lambda: whole))
 
     def all_reduce(self, values: Tensor) -> Tensor:

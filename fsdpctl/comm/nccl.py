@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.comm.base import Gathering, Handle, InPlace, Reduction, Stretches
+from fsdpctl.comm.base import Gathering, Handle, InPlace, Reduction
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
@@ -83,11 +83,8 @@ class NcclCollectives(ProcessGroupCollectives):
             done = self.gather_stream.record_event()
         return self._after(done, buffers[0].whole)
 
-    def reduce_scatter(
-        self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
-    ) -> Reduction:
+    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
         """Reduce in place on the reduce stream; NCCL adds in the dtype that it sends."""
-        ((_, whole),) = gradients
         own = parts[self.rank]
         part = whole[own.start : own.stop]
         self.reduce_stream.wait_stream(torch.cuda.current_stream())

@@ -1,8 +1,8 @@
 """Collectives of ranks that share memory.
 
 Parameters are gathered where every rank reads them: each rank writes its part, and waits for the
-others. Gradients are copied once, to where their owner reads and adds them. Everything else, and
-what does not fit, is sent over gloo.
+others. Gradients are copied to where their owner reads and adds them. Everything else, and what
+does not fit, is sent over gloo.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Gathering, Handle, Reduction, Stretches
+from fsdpctl.comm.base import Gathering, Handle, Reduction
 from fsdpctl.comm.gloo import GlooCollectives, LocalReduction
 from fsdpctl.comm.shared_memory import NotShared, SharedMemory
 from fsdpctl.errors import EngineError
@@ -97,30 +97,21 @@ class SharedCollectives(GlooCollectives):
 
         return Handle(finish)
 
-    def reduce_scatter(
-        self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
-    ) -> Reduction:
+    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
         """Copy what others own to this rank's outbox; over gloo, if there is no room."""
-        sent = gradients[0][1].dtype
-        message = self._place(max(part.stop for part in parts) * sent.itemsize)
+        message = self._place(whole.nbytes)
         if message is None:
-            return super().reduce_scatter(gradients, parts, dtype)
-        outboxes = [each[message.start : message.stop].view(sent) for each in self._outboxes]
-        targets, sources = [], []
+            return super().reduce_scatter(whole, parts)
+        boxes = [each[message.start : message.stop].view(whole.dtype) for each in self._outboxes]
         for owner, part in enumerate(parts):
-            for span, values in gradients if owner != self.rank else ():
-                both = span.intersect(part)
-                if both is not None:
-                    targets.append(outboxes[self.rank][both.start : both.stop])
-                    sources.append(values[both.start - span.start : both.stop - span.start])
-        if targets:
-            torch._foreach_copy_(targets, sources)
+            if owner != self.rank:
+                boxes[self.rank][part.start : part.stop].copy_(whole[part.start : part.stop])
         self.memory.raise_counter(_SENT)
         own = parts[self.rank]
-        rows: list[Tensor | None] = [each[own.start : own.stop] for each in outboxes]
-        rows[self.rank] = None
+        rows = [each[own.start : own.stop] for each in boxes]
+        rows[self.rank] = whole[own.start : own.stop]
         wait = self._wait_for(_SENT, message.number, "gradients")
-        return _SharedReduction(LocalReduction(gradients, own, rows, wait), self._has_read)
+        return LocalReduction(rows, 0, wait, self._has_read)
 
     def _place(self, nbytes: int) -> _Message | None:
         """Return the first place that fits, once all ranks have read what was there."""
@@ -147,23 +138,3 @@ class SharedCollectives(GlooCollectives):
 
     def _wait_for(self, kind: int, count: int, what: str) -> Callable[[], None]:
         return partial(self.waits.around, partial(self.memory.wait, kind, count, what))
-
-
-class _SharedReduction:
-    """A reduction whose contributions are in shared memory."""
-
-    workspace_nbytes = 0
-
-    def __init__(self, added: LocalReduction, has_read: Callable[[], None]) -> None:
-        self._added = added
-        self._has_read = has_read
-
-    def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
-        """Add in rank order."""
-        self._added.finish(out, scale, dtype)
-        self._has_read()
-
-    def wait(self) -> None:
-        """Wait, and discard the result."""
-        self._added.wait()
-        self._has_read()

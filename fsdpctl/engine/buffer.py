@@ -116,19 +116,6 @@ class UnitBuffer:
         for param, rest in self._sharded:
             param.data = rest
 
-    def take(self, index: int, dtype: torch.dtype) -> Tensor:
-        """Remove the gradient of a parameter and return it in 1-D, or zeros if it is missing.
-
-        A contiguous gradient of dtype `dtype` is not copied.
-        """
-        param = self.params[index]
-        gradient, param.grad = arrived_gradient(param), None
-        if gradient is None:
-            numel = self.layout.placements[index].span.numel
-            return torch.zeros(numel, dtype=dtype, device=self.whole.device)
-        self.present.add(index)
-        return gradient.reshape(-1).to(dtype)
-
     def collect(self, share: Span, dtype: torch.dtype) -> Tensor:
         """Return the gradients of the elements `share` of every rank's part, in rank order.
 
@@ -153,15 +140,8 @@ class UnitBuffer:
         return flat
 
     def first_gradients(self, dtype: torch.dtype, scale: float) -> Tensor:
-        """Return the gradients that have arrived times `scale` in a flat buffer, else zeros.
-
-        A single gradient is returned in its own memory.
-        """
+        """Return the gradients that have arrived times `scale` in a flat buffer, else zeros."""
         gradients = [arrived_gradient(param) for param in self.params]
-        if scale == 1 and dtype == self.whole.dtype and len(gradients) == 1 and not self._padding:
-            (alone,) = gradients
-            if alone is not None:
-                return alone.reshape(-1)
         flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
         for gap in self._padding:
             flat[gap.start : gap.stop].zero_()

@@ -1,10 +1,9 @@
 """Collecting the gradients of a unit's parameters, and starting their reduction.
 
-If ranks send each other gradients as they are, nothing is copied. Otherwise one fused copy moves
-(and casts) a unit's gradients into a buffer when its backward is over; the buffer exists only until
-the reduction is done. Copying each gradient as it arrives would need that buffer when the unit's
-backward has just begun, and with it the memory in which the previous reduction overlaps. Units
-larger than every block are copied and sent in pieces.
+One fused copy moves (and casts) a unit's gradients into a buffer when its backward is over; the
+buffer exists only until the reduction is done. Copying each gradient as it arrives would need that
+buffer when the unit's backward has just begun, and with it the memory in which the previous
+reduction overlaps. Units larger than every block are copied and sent in pieces.
 
 Missing gradients count as zero.
 """
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Handle, InPlace, Reduction, Stretches
+from fsdpctl.comm.base import Handle, InPlace, Reduction
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.plan.layout import EvenParts, Span
@@ -27,8 +26,7 @@ class SentReduction:
     """A reduction in flight of one flat buffer."""
 
     reduction: Reduction
-    nbytes: int  # sent
-    held: Tensor | None = None  # the tensor that is sent, if gradients were held in one
+    flat: Tensor  # that is sent
     share: Span | None = None  # the elements of this rank's part that it covers; None: all
     read: Handle | None = None  # if a second collective follows at once: the first one was read
 
@@ -52,38 +50,13 @@ class Collector:
         return (scale, 1.0) if self.transfers.adds_whole else (1.0, scale)
 
     def send(self, buffer: UnitBuffer) -> SentReduction:
-        """Start the reduction of all of a buffer's gradients.
-
-        All ranks send the same messages, whether they held gradients back or not.
-        """
-        in_place = self.transfers.sends_in_place(buffer.layout.parts)
-        spans = [each.span for each in buffer.layout.placements]
-        if in_place and buffer.held_gradients is None:
-            dtype = self._sent_dtype(buffer)
-            return self._start(
-                buffer, [(span, buffer.take(i, dtype)) for i, span in enumerate(spans)]
-            )
-        flat = self.hold(buffer)
-        buffer.held_gradients = None
-        if in_place:
-            return self._start(
-                buffer, [(span, flat[span.start : span.stop]) for span in spans], flat
-            )
-        return self._start(buffer, [(Span(0, buffer.layout.numel), flat)], flat)
-
-    def _start(
-        self, buffer: UnitBuffer, gradients: Stretches, held: Tensor | None = None
-    ) -> SentReduction:
-        nbytes = sum(values.nbytes for _, values in gradients) if held is None else held.nbytes
-        collectives = self.mesh.shard
+        """Start the reduction of all of a buffer's gradients, also those that were held."""
+        flat, buffer.held_gradients = self.hold(buffer), None
         if self.transfers.adds_whole:
-            ((_, whole),) = gradients
-            added = InPlace(collectives.start_all_reduce(whole))
-            return SentReduction(added, nbytes, held)
-        dtype = self.dtype_of(buffer)
-        return SentReduction(
-            collectives.reduce_scatter(gradients, buffer.layout.parts, dtype), nbytes, held
-        )
+            added: Reduction = InPlace(self.mesh.shard.start_all_reduce(flat))
+        else:
+            added = self.mesh.shard.reduce_scatter(flat, buffer.layout.parts)
+        return SentReduction(added, flat)
 
     def send_piece(self, buffer: UnitBuffer, piece: int, pieces: int) -> SentReduction | None:
         """Start the reduction of one of `pieces` shares of every rank's part; None if it is empty.
@@ -93,18 +66,9 @@ class Collector:
         share = share_of_parts(buffer.layout, piece, pieces)
         if not share.numel:
             return None
-        flat = buffer.collect(share, self.dtype_of(buffer))
-        size = self.mesh.shard.size
-        whole, parts = Span(0, flat.numel()), EvenParts(flat.numel() // size, size)
-        reduction = self.mesh.shard.reduce_scatter([(whole, flat)], parts, self.dtype_of(buffer))
-        return SentReduction(reduction, flat.nbytes, share=share)
-
-    def _sent_dtype(self, buffer: UnitBuffer) -> torch.dtype:
-        """Return the dtype in which ranks send each other one backward's gradients."""
-        added_in = self.dtype_of(buffer)
-        if not self.transfers.narrows:
-            return added_in
-        return min(buffer.whole.dtype, added_in, key=lambda dtype: dtype.itemsize)
+        flat, size = buffer.collect(share, self.dtype_of(buffer)), self.mesh.shard.size
+        parts = EvenParts(flat.numel() // size, size)
+        return SentReduction(self.mesh.shard.reduce_scatter(flat, parts), flat, share)
 
     def hold(self, buffer: UnitBuffer) -> Tensor:
         """Return the full gradient so far in one buffer, in the dtype of the additions."""

@@ -6,7 +6,7 @@ from fsdpctl.comm.base import Gathering, Handle
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.ledger import Ledger
-from fsdpctl.plan.layout import EvenParts, Span
+from fsdpctl.plan.layout import EvenParts
 from fsdpctl.plan.schedule import Buffer
 
 
@@ -21,8 +21,7 @@ def start_combining(
     if buffer.layout.shares == 1:
         return replicas.start_all_reduce(total)
     numel = total.numel() // replicas.size
-    whole, shares = Span(0, total.numel()), EvenParts(numel, replicas.size)
-    reduction = replicas.reduce_scatter([(whole, total)], shares, total.dtype)
+    reduction = replicas.reduce_scatter(total, EvenParts(numel, replicas.size))
     if reduction.workspace_nbytes:
         ledger.allocate(Buffer.COMBINING, *key, reduction.workspace_nbytes)
     own = total.narrow(0, replicas.rank * numel, numel)

@@ -173,13 +173,13 @@ class GradientReducer:
                 continue
             started.sent.append((number, sent))
             key = started.key(number)
-            self.ledger.allocate(Buffer.WHOLE_GRADS, *key, sent.nbytes)
+            self.ledger.allocate(Buffer.WHOLE_GRADS, *key, sent.flat.nbytes)
             if sent.reduction.workspace_nbytes:
                 self.ledger.allocate(Buffer.WORKSPACE, *key, sent.reduction.workspace_nbytes)
         if started.is_last and pieces > 1:
             for buffer in started.unit.trained_buffers:
                 buffer.forget_arrived()
-        nbytes = sum(sent.nbytes for _, sent in started.sent)
+        nbytes = sum(sent.flat.nbytes for _, sent in started.sent)
         self.ledger.note(EventKind.REDUCE, started.unit.name, nbytes)
 
     def _finish_reduction(self, started: _InFlight) -> list[_Sum]:
@@ -251,8 +251,8 @@ class GradientReducer:
         """
         buffer, key = started.unit.trained_buffers[number], started.key(number)
         shard, collector = buffer.shard, self.collector
-        if sent.held is not None and collector.is_gradient(buffer, sent.held.dtype):
-            mean = sent.held
+        if collector.is_gradient(buffer, sent.flat.dtype):
+            mean = sent.flat
             self.ledger.free(Buffer.WHOLE_GRADS, *key)
         else:
             mean = self._new_sum(buffer, sent)

@@ -4,9 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from fsdpctl.plan.layout import FlatLayout, Span, are_even, share_of
+from fsdpctl.plan.layout import FlatLayout, Span, share_of
 
-MAX_DIRECT_RANKS = 8  # above, gloo's own algorithms scale better than direct exchange
 ADDED_AT_A_TIME = 1 << 17  # elements, scaled while they are in the cache
 
 
@@ -18,31 +17,9 @@ class Transport(StrEnum):
     SHARED = "shared"  # memory of one machine
 
 
-def sends_in_place(transport: Transport, parts: Sequence[Span]) -> bool:
-    """Return whether ranks send gradients from autograd's memory, and add them themselves.
-
-    Many ranks leave the addition to gloo, which needs one buffer and even parts.
-    """
-    if transport is Transport.GLOO and len(parts) > MAX_DIRECT_RANKS:
-        return not are_even(parts)
-    return transport is not Transport.NCCL and len(parts) > 1
-
-
-def adds_whole(transport: Transport, size: int) -> bool:
-    """Return whether the backend's all-reduce adds unsharded gradients that every rank keeps.
-
-    Two ranks get the same sum in any order. Among more, gloo adds in ring order; the parts are
-    instead added in rank order, as everywhere else, and then gathered.
-    """
-    return transport is Transport.NCCL or (transport is Transport.GLOO and size == 2)
-
-
 def reduce_workspace(transport: Transport, parts: Sequence[Span], rank: int) -> int:
-    """Return the elements that a reduce-scatter over gloo allocates on `rank`."""
-    own, size = parts[rank].numel, len(parts)
-    if transport is not Transport.GLOO or size == 1:
-        return 0
-    return own * (size - 1) if sends_in_place(transport, parts) else own
+    """Return the elements that a reduce-scatter allocates on `rank`: what others send over gloo."""
+    return parts[rank].numel * (len(parts) - 1) if transport is Transport.GLOO else 0
 
 
 Itemsize = Callable[[FlatLayout], int]  # bytes of one element of a flat buffer

@@ -16,6 +16,7 @@ class _Piece:
 
     sendings: list[Sending]
     first: int  # the number of its first buffer
+    is_last: bool  # of the unit
 
     def numbered(self) -> Iterator[tuple[int, int, Sending]]:
         """Yield the number of each flat buffer with a sending, that of the sending, and itself."""
@@ -57,10 +58,12 @@ class Replay:
         if kind is K.GATHER and not unit.resident:
             self._allocate(Buffer.PARAMS, name, 0, unit.slot)
         sent = {K.GATHER: unit.params, K.SYNC: unit.renewed}.get(kind, 0)
+        piece: _Piece | None = None
         if kind is K.HOLD:
             self._hold(name, unit)
         elif kind is K.REDUCE:
-            sent = self._start(name, unit)
+            piece = self._start(name, unit)
+            sent = sum(each.whole_grads for each in piece.sendings)
         elif kind is K.REDUCED:
             piece = self._reducing[name].popleft()
             self._finish(name, unit, piece)
@@ -71,12 +74,14 @@ class Replay:
         elif kind is K.COMBINE:
             if self.chained:
                 self._chain(name)
-            sent = self._combine(name, self._combining[name][-1])
+            piece = self._combining[name][-1]
+            sent = self._combine(name, piece)
         elif kind is K.COMBINED:
-            self._settle(name, unit, self._combining[name].popleft())
+            piece = self._combining[name].popleft()
+            self._settle(name, unit, piece)
         elif kind is K.LEAVE:
             self._leave(None)
-        self.events.append(Event(kind, name, sent))
+        self.events.append(Event(kind, name, sent, is_last=piece is None or piece.is_last))
         if kind is K.RELEASE and not unit.resident:
             self._free(Buffer.PARAMS, name, 0)
 
@@ -93,21 +98,21 @@ class Replay:
             for index, flat in enumerate(unit.flats):
                 self._allocate(Buffer.WHOLE_GRADS, name, index, flat.held.whole_grads)
 
-    def _start(self, name: str, unit: UnitBytes) -> int:
-        """Start a reduction and return the bytes that are sent."""
+    def _start(self, name: str, unit: UnitBytes) -> _Piece:
+        """Start a reduction, and return what it covers."""
         was_held, number = name in self._holding, self._next_piece[name]
         self._holding.discard(name)
         sendings = [each.held if was_held else each.fresh[number] for each in unit.flats]
         is_last = was_held or all(number + 1 == len(each.fresh) for each in unit.flats)
         self._next_piece[name] = 0 if is_last else number + 1
-        piece = _Piece(sendings, number * len(unit.flats))
+        piece = _Piece(sendings, number * len(unit.flats), is_last)
         for _, index, sending in piece.numbered():
             if not was_held:
-                self._allocate(Buffer.WHOLE_GRADS, name, index, sending.whole_grads)
+                self._allocate(Buffer.WHOLE_GRADS, name, index, sending.whole_grads, is_last)
             if sending.workspace:
-                self._allocate(Buffer.WORKSPACE, name, index, sending.workspace)
+                self._allocate(Buffer.WORKSPACE, name, index, sending.workspace, is_last)
         self._reducing[name].append(piece)
-        return sum(each.whole_grads for each in sendings)
+        return piece
 
     def _chain(self, name: str) -> None:
         piece = self._reducing[name][-1]
@@ -126,7 +131,7 @@ class Replay:
         for number, index, sending in piece.numbered():
             flat = unit.flats[number]
             if flat.in_place:
-                self._free(Buffer.WHOLE_GRADS, name, index)
+                self._free(Buffer.WHOLE_GRADS, name, index, into=(Buffer.SUM, index))
             if not self.chained:
                 self._allocate(Buffer.SUM, name, index, sending.sum)
             if (Buffer.WORKSPACE, name, index) in self._held:
@@ -141,7 +146,7 @@ class Replay:
             if sending.combining:
                 self._free(Buffer.COMBINING, name, index)
             if becomes:
-                self._free(Buffer.SUM, name, index)
+                self._free(Buffer.SUM, name, index, into=(Buffer.GRADS, number))
             if is_new:
                 self._allocate(Buffer.GRADS, name, number, grads)
             if not becomes:
@@ -150,10 +155,14 @@ class Replay:
         if self.leaves and not waiting:
             self._leave(name)
 
-    def _allocate(self, buffer: Buffer, name: str, index: int, nbytes: int) -> None:
+    def _allocate(
+        self, buffer: Buffer, name: str, index: int, nbytes: int, is_last: bool = True
+    ) -> None:
         self._held[buffer, name, index] = nbytes
-        self.events.append(Event(K.ALLOCATE, name, nbytes, buffer))
+        self.events.append(Event(K.ALLOCATE, name, nbytes, buffer, index, is_last=is_last))
 
-    def _free(self, buffer: Buffer, name: str, index: int) -> None:
+    def _free(
+        self, buffer: Buffer, name: str, index: int, into: tuple[Buffer, int] | None = None
+    ) -> None:
         nbytes = self._held.pop((buffer, name, index))
-        self.events.append(Event(K.FREE, name, nbytes, buffer))
+        self.events.append(Event(K.FREE, name, nbytes, buffer, index, into))

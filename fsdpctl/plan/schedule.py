@@ -8,7 +8,7 @@ computes: in a unit's `forward`, around it once that was left, and in its `backw
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fsdpctl.plan.reductions import Reductions
@@ -56,6 +56,11 @@ class Event:
     unit: str
     nbytes: int = 0  # of a collective or a buffer; 0: only the order is planned
     buffer: Buffer | None = None  # of ALLOCATE and FREE
+    # What the plan knows besides: the number of the buffer, what it becomes instead of being freed,
+    # and whether no other piece of the unit's gradients follows.
+    index: int = field(default=0, compare=False)
+    into: "tuple[Buffer, int] | None" = field(default=None, compare=False)
+    is_last: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

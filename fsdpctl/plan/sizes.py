@@ -1,7 +1,7 @@
 """The sizes of each unit's buffers on a rank, in bytes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
@@ -107,14 +107,6 @@ class Itemsizes:
         return self.master if layout.trainable else self.gathered(layout)
 
 
-def sent_itemsize(transfers: Transfers, sizes: Itemsizes) -> int:
-    """Return the bytes per element in which ranks send each other the gradients of one backward.
-
-    Gradients that ranks keep unsharded have the dtype of the sum, because some may have been held.
-    """
-    return min(sizes.param, sizes.reduce) if transfers.narrows else sizes.reduce
-
-
 @dataclass(frozen=True, slots=True)
 class RankPlace:
     """The position of a rank."""
@@ -171,33 +163,26 @@ def _flat_bytes(
 ) -> FlatBytes:
     transfers = place.transfers(strategy)
     kept = layout.parts[place.rank].numel if strategy.shards_grads else layout.numel
-    workspace = reduce_workspace(place.transport, layout.parts, place.rank)
-    if transfers.adds_whole:
-        workspace = 0
-    total = kept * sizes.grad
-    about = total, _combining(layout, kept, sizes, place), layout.shares == 1
-    held = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce, *about)
+    workspace = reduce_workspace(place.transport, layout.parts, place.rank) * sizes.reduce
+    total, whole = kept * sizes.grad, layout.numel * sizes.reduce
+    combining, becomes = _combining(layout, kept, sizes, place), layout.shares == 1
+    held = Sending(whole, 0 if transfers.adds_whole else workspace, total, combining, becomes)
     fresh: tuple[Sending, ...] = (held,)
-    if transfers.sends_in_place(layout.parts):
-        itemsize = sent_itemsize(transfers, sizes)
-        sent = sum(param.numel for param in layout.params)
-        fresh = (Sending(sent * itemsize, workspace * itemsize, *about),)
-    elif transfers.collects:
+    if pieces > 1:
         shares = [share_of_parts(layout, piece, pieces).numel for piece in range(pieces)]
         fresh = tuple(_collected(layout, share, sizes, place) for share in shares)
-        if pieces > 1:
-            fresh = tuple(replace(each, becomes=False) for each in fresh)
     in_place = transfers.becomes_gradient(same_dtype=sizes.reduce == sizes.grad)
     return FlatBytes(fresh, held, total // layout.shares, in_place)
 
 
 def _collected(layout: FlatLayout, share: int, sizes: Itemsizes, place: RankPlace) -> Sending:
-    """Return the memory of a piece of which every rank owns `share` elements."""
+    """Return the memory of one of several pieces, of which every rank owns `share` elements."""
     own = share * layout.shares
-    whole = own * place.size * sizes.reduce
-    workspace = own * sizes.reduce if place.transport is Transport.GLOO else 0
+    parts = EvenParts(own, place.size)
+    workspace = reduce_workspace(place.transport, parts, place.rank) * sizes.reduce
     combining = _combining(layout, own, sizes, place)
-    return Sending(whole, workspace, own * sizes.grad, combining, layout.shares == 1)
+    whole = own * place.size * sizes.reduce
+    return Sending(whole, workspace, own * sizes.grad, combining, becomes=False)
 
 
 def _combining(layout: FlatLayout, numel: int, sizes: Itemsizes, place: RankPlace) -> int:

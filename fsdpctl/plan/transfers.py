@@ -3,15 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdpctl.plan.layout import EvenParts, FlatLayout, Span
-from fsdpctl.plan.reductions import (
-    Itemsize,
-    Reductions,
-    Transport,
-    adds_whole,
-    plan_reductions,
-    sends_in_place,
-)
+from fsdpctl.plan.layout import FlatLayout
+from fsdpctl.plan.reductions import Itemsize, Reductions, Transport, plan_reductions
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder
 
@@ -27,9 +20,12 @@ class Transfers:
 
     @property
     def adds_whole(self) -> bool:
-        """Whether one all-reduce gives every rank the full sum."""
+        """Whether one all-reduce gives every rank the full sum.
+
+        Over gloo, the parts are added in rank order, as everywhere else, and then gathered.
+        """
         keeps = self.size > 1 and not self.strategy.shards_grads
-        return keeps and adds_whole(self.transport, self.size)
+        return keeps and self.transport is Transport.NCCL
 
     @property
     def combines(self) -> bool:
@@ -45,24 +41,8 @@ class Transfers:
 
     @property
     def collects(self) -> bool:
-        """Whether gradients of one backward are collected before they are split."""
-        return (
-            self.strategy.shards_params
-            and self.size > 1
-            and not self.sends_in_place(EvenParts(1, self.size))
-        )
-
-    @property
-    def narrows(self) -> bool:
-        """Whether gradients are sent as autograd made them, maybe in fewer bytes than the sum has.
-
-        Only if all ranks go through the same backwards: held ones have the dtype of the sum.
-        """
-        return self.strategy.shards_params
-
-    def sends_in_place(self, parts: Sequence[Span]) -> bool:
-        """Return whether ranks send the gradients of one backward from autograd's memory."""
-        return self.strategy.shards_grads and sends_in_place(self.transport, parts)
+        """Whether units larger than every block are reduced in pieces."""
+        return self.strategy.shards_params and self.size > 1
 
     def becomes_gradient(self, *, same_dtype: bool) -> bool:
         """Return whether the buffer of a reduction becomes the gradient, if it has its dtype."""

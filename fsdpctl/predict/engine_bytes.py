@@ -5,7 +5,7 @@ which gradients are reduced, replayed event by event through a step. Not counted
 nor gradients that autograd has made and the engine has not collected yet.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -254,15 +254,3 @@ def _after_host(events: Iterable[Event], waits: dict[str, list[Event]]) -> Itera
         if gathers or event.kind in (EventKind.GATHER, EventKind.FORWARD):
             yield from waits.pop(event.unit, ())
         yield event
-
-
-def pieces_before_the_last(events: Sequence[Event], root: str) -> Iterator[Event]:
-    """Yield the reductions that another one of the same unit follows in the same pass."""
-    later: set[str] = set()
-    for event in reversed(events):
-        if event.kind is EventKind.LEAVE and event.unit == root:
-            later.clear()
-        elif event.kind is EventKind.REDUCE:
-            if event.unit in later:
-                yield event
-            later.add(event.unit)

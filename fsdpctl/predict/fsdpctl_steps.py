@@ -40,13 +40,12 @@ class FsdpctlSteps:
         self._recorder = recorder
         self._events = planned_step(plan, place)
         self._update = planned_update(plan, place)
-        self._buffers = EngineBuffers(plan, place, recorder, self._events)
+        self._buffers = EngineBuffers(plan, place, recorder)
         self._gathers: dict[str, int] = {}
         self._renewing: dict[str, int] = {}
-        # Keys of collectives, bytes, and whether pieces of the same unit follow.
-        self._reducing: dict[str, deque[tuple[int | None, int, bool]]] = defaultdict(deque)
-        self._combining: dict[str, deque[tuple[int, bool]]] = defaultdict(deque)
-        self._last_reduced: dict[str, tuple[int | None, bool]] = {}
+        self._reducing: dict[str, deque[tuple[int | None, int]]] = defaultdict(deque)  # and bytes
+        self._combining: dict[str, deque[int]] = defaultdict(deque)
+        self._last_reduced: dict[str, int | None] = {}
         self._has_states = plan.steps_on_host  # they are on the host
         self._leaving: dict[str, list[int]] = {}  # gradients that the host steps with
         self._host = HostSchedule(plan, place, recorder)
@@ -96,27 +95,27 @@ class FsdpctlSteps:
             case K.READY:
                 recorder.wait(self._gathers.pop(unit, None))
             case K.HOLD:
-                self._buffers.drop_gradients(event)
+                self._buffers.drop_gradients(unit)
             case K.REDUCE:
-                self._buffers.drop_gradients(event)
-                self._reduce(event)
+                if event.is_last:
+                    self._buffers.drop_gradients(unit)
+                self._reduce(unit, event.nbytes)
             case K.REDUCED:
-                key, nbytes, has_more = self._reducing[unit].popleft()
+                key, nbytes = self._reducing[unit].popleft()
                 recorder.wait(key)
                 self._add_up(unit, nbytes)
-                self._last_reduced[unit] = key, has_more
-                self._leave(unit, has_more=has_more or self._transfers.combines)
+                self._last_reduced[unit] = key
+                self._leave(unit, is_last=event.is_last and not self._transfers.combines)
             case K.COMBINE:
                 self._combine(unit, event.nbytes)
             case K.COMBINED:
-                key, has_more = self._combining[unit].popleft()
-                recorder.wait(key)
-                self._leave(unit, has_more=has_more)
+                recorder.wait(self._combining[unit].popleft())
+                self._leave(unit, is_last=event.is_last)
 
-    def _leave(self, unit: str, *, has_more: bool) -> None:
+    def _leave(self, unit: str, *, is_last: bool) -> None:
         """Let a unit's gradients leave for the host, unless more of them have to arrive."""
         self._buffers.leave(unit)
-        if not has_more:
+        if is_last:
             self._host.leave(unit)
 
     def _forward(self, unit: str) -> None:
@@ -154,12 +153,10 @@ class FsdpctlSteps:
             if self._plan.rests_on_host(layout)
         )
 
-    def _reduce(self, event: Event) -> None:
-        unit, nbytes = event.unit, event.nbytes
+    def _reduce(self, unit: str, nbytes: int) -> None:
         recorder, transport = self._recorder, self._place.transport
         key = None
-        if transport is Transport.NCCL or not self._plan.strategy.shards_grads:
-            recorder.copy(2 * nbytes, f"collect gradients of {unit}")
+        recorder.copy(2 * nbytes, f"collect gradients of {unit}")
         if transport is Transport.SHARED:
             others = nbytes - nbytes / self._place.size
             recorder.copy(2 * others, f"copy gradients of {unit}")
@@ -167,9 +164,8 @@ class FsdpctlSteps:
             key = recorder.start(
                 self._reduction(), nbytes, RankGroup.SHARD, f"reduce {unit}", queue=REDUCTIONS
             )
-        has_more = self._buffers.has_more(event)
-        self._reducing[unit].append((key, nbytes, has_more))
-        self._last_reduced[unit] = key, has_more
+        self._reducing[unit].append((key, nbytes))
+        self._last_reduced[unit] = key
 
     def _reduction(self) -> CollectiveKind:
         return C.ALL_REDUCE if self._transfers.adds_whole else C.REDUCE_SCATTER
@@ -189,11 +185,11 @@ class FsdpctlSteps:
         group, queue = RankGroup.REPLICAS, COPIES
         if self._place.num_replicas == 1:  # the parts of unsharded gradients are put together
             kind, group, queue = C.GATHER, RankGroup.SHARD, GATHERS
-        before, has_more = self._last_reduced[unit]
+        before = self._last_reduced[unit]
         after = (before,) if strategy.replicates and before is not None else ()
         label = f"sum over replicas of {unit}"
         key = self._recorder.start(kind, nbytes, group, label, queue=queue, after=after)
-        self._combining[unit].append((key, has_more))
+        self._combining[unit].append(key)
 
     def _optimize(self) -> None:
         plan, recorder = self._plan, self._recorder

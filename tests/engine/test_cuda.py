@@ -52,10 +52,10 @@ class SleepyCollectives(NcclCollectives):
             torch.cuda._sleep(SLEEP_CYCLES)
         return super().all_gather(buffers)
 
-    def reduce_scatter(self, gradients, parts, dtype):
+    def reduce_scatter(self, whole, parts):
         with torch.cuda.stream(self.reduce_stream):
             torch.cuda._sleep(SLEEP_CYCLES)
-        return super().reduce_scatter(gradients, parts, dtype)
+        return super().reduce_scatter(whole, parts)
 
 
 def forced(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction, Stretches
+from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction
 from fsdpctl.comm.collectives import make_mesh
 from fsdpctl.engine.build import Sharding, Source, build_runtime
 from fsdpctl.engine.describe import divide_module
@@ -99,11 +99,9 @@ class DelayedCollectives(Collectives):
 
         return Handle(finish)
 
-    def reduce_scatter(
-        self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
-    ) -> Reduction:
+    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
         """Ready after a while."""
-        wait, ((_, whole),) = self.clock.start("reduce"), gradients
+        wait = self.clock.start("reduce")
 
         def finish() -> Tensor:
             wait()

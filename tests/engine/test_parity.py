@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm import gloo
 from fsdpctl.engine.accumulation import GradAccumulator
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
-from fsdpctl.plan import reductions
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.nccl import nccl_path
 from tests.engine.odd import KINDS, Batches, Kind
 from tests.matrix import HALF, WHOLE, cases, fast, half_of
 from tests.reference import train_reference
@@ -220,9 +219,7 @@ def test_ranks_with_different_weights_become_rank_zeros_model(rank: int, world_s
 
 @distributed(world_size=2)
 def test_equal_parts_in_another_order_go_to_their_owners(rank: int, world_size: int) -> None:
-    """By the backend's own collectives, which give each rank the part of its number."""
-    for module in (gloo, reductions):
-        setattr(module, "MAX_DIRECT_RANKS", 0)  # noqa: B010
+    """By NCCL's own collectives too, which give each rank the part of its number."""
     batches = token_batches(3, world_size)
     plain = make_net(tied=False)
     expected = train_reference(plain, next_token_loss, batches)
@@ -230,10 +227,11 @@ def test_equal_parts_in_another_order_go_to_their_owners(rank: int, world_size: 
     layouts = shard_model(make_net(tied=False), "shard_optimizer").flat_shards()
     even = OwnerMap.even([shard.layout.numel for shard in layouts], world_size)
     swapped = OwnerMap(even.sizes, tuple(parts[::-1] for parts in even.parts))
-    model = shard_model(net, "shard_optimizer", owner_map=swapped)
-    optimizer = ShardedAdamW(model, lr=1e-2)
-    for of_ranks in batches:
-        next_token_loss(model, of_ranks[rank][0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert largest_difference(model.state_dict(), expected) <= 1e-6
+    with nccl_path():
+        model = shard_model(net, "shard_optimizer", owner_map=swapped)
+        optimizer = ShardedAdamW(model, lr=1e-2)
+        for of_ranks in batches:
+            next_token_loss(model, of_ranks[rank][0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert largest_difference(model.state_dict(), expected) <= 1e-6

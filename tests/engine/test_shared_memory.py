@@ -20,7 +20,7 @@ from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.layout import EvenParts, Span
+from fsdpctl.plan.layout import EvenParts
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Itemsizes
 from tests.distributed import distributed
@@ -131,7 +131,7 @@ def test_an_outbox_is_as_large_as_the_largest_model_needs(rank: int, world_size:
         ranks.reserve(size)
         gradients = torch.arange(128, dtype=torch.float32)
         total = torch.empty(64)
-        reduction = ranks.reduce_scatter([(Span(0, 128), gradients)], parts, torch.float32)
+        reduction = ranks.reduce_scatter(gradients, parts)
         reduction.finish(total, 0.5, torch.float32)
         assert torch.equal(total, gradients[rank * 64 : (rank + 1) * 64])
 
@@ -214,7 +214,7 @@ def test_messages_fit_in_any_order_that_the_plan_allows(rank: int, world_size: i
         parts = EvenParts(64 * size, world_size)
         values = torch.ones(parts[-1].stop)
         number = ranks._num_sent
-        sent.append((size, ranks.reduce_scatter([(Span(0, len(values)), values)], parts, F32)))
+        sent.append((size, ranks.reduce_scatter(values, parts)))
         assert ranks._num_sent == number + 1, "went over gloo"
     for _, reduction in sent:
         reduction.wait()
