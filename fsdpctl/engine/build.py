@@ -24,8 +24,8 @@ from fsdpctl.engine.unit import ShardedUnit, Slot
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.owners import OwnerMap
-from fsdpctl.plan.schedule import Buffer, Prefetch
-from fsdpctl.plan.sizes import Offload, slots_of
+from fsdpctl.plan.schedule import Buffer, Prefetch, Schedule
+from fsdpctl.plan.sizes import Offload, SlotSpec, slots_of
 from fsdpctl.plan.strategy import Strategy, check_offload_params, check_rests
 from fsdpctl.plan.transfers import Transfers
 from fsdpctl.plan.units import Division, UnitSpec
@@ -212,12 +212,21 @@ def build_runtime(
     builder = _Builder(division, sharding.precision, mesh, source, params, dtypes)
     if sharding.offload != Offload.NONE or sharding.offload_params:
         builder = _with_host(builder, sharding)
-    units = _build_units(builder, sharding.prefetch)
+    slots = _slots(builder, sharding.prefetch)
+    units = _build_units(builder, slots)
     for param in params.values():
         param.grad = None  # it does not belong to the sharded model
     strategy, reducer = division.strategy, _make_reducer(units, builder)
-    runtime = Runtime(units, division.order, strategy, sharding.prefetch, mesh, reducer)
-    runtime.gatherer.host = builder.host_params
+    schedule = Schedule(
+        division.order,
+        strategy,
+        sharding.prefetch,
+        reducer.plan,
+        shared_slots=[each.units for each in slots if each.resident],
+        combines=reducer.collector.transfers.combines,
+    )
+    runtime = Runtime(units, schedule, mesh, reducer)
+    runtime.host_params = builder.host_params
     if builder.host is not None:
         runtime.host, builder.host.on_start = builder.host, runtime.step_on_host
         reducer.leaving = builder.host.gradients()
@@ -297,19 +306,20 @@ def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientRe
         itemsize,
         same_dtype=all(each.grad_dtype == dtypes[each.dtype] for each in shards),
     )
-    of_name = {unit.name: unit for unit in units}
-    in_order = [of_name[name] for name in division.order.reduction]
-    reducer = GradientReducer(in_order, plan, Collector(mesh, transfers, dtypes))
+    reducer = GradientReducer(units, plan, Collector(mesh, transfers, dtypes))
     if outbox := shard.reserve(plan.most_in_flight):
         reducer.ledger.allocate(Buffer.OUTBOX, division.order.root, 0, outbox)
     return reducer
 
 
-def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
+def _slots(builder: _Builder, prefetch: Prefetch) -> tuple[SlotSpec, ...]:
+    nbytes = {spec.name: builder.nbytes(spec) for spec in builder.division.units}
+    root, *others = nbytes
+    return slots_of(builder.strategy, nbytes, root, others, prefetch.depth)
+
+
+def _build_units(builder: _Builder, slots: Sequence[SlotSpec]) -> list[ShardedUnit]:
     specs = builder.division.units
-    nbytes = {spec.name: builder.nbytes(spec) for spec in specs}
-    root, *others = (spec.name for spec in specs)
-    slots = slots_of(builder.strategy, nbytes, root, others, prefetch.depth)
     slot_of = {unit: number for number, slot in enumerate(slots) for unit in slot.units}
     shared = builder.mesh.shard.allocate([each.nbytes for each in slots])
     made: dict[int, Slot] = {}

@@ -153,7 +153,6 @@ class Calls:
 
     def __init__(self) -> None:
         self.backward = 0  # the number of the running backward, or of the next one
-        self.order: dict[str, None] = {}  # names of the units in the order of the last forward
         self._tracks = False  # whether the outermost module's forward makes a graph
         self._number = 0
         self.running = Forward()  # the last one of the outermost module
@@ -166,7 +165,6 @@ class Calls:
         self.running.close()
         self.running = Forward()
         self._tracks = tracks
-        self.order = {}
         if tracks:
             self._recent.append(ref(self.running))
 
@@ -197,11 +195,8 @@ class Calls:
 
     def ran(self, unit: str, *, tracks: bool) -> None:
         """Record the forward of a unit; `tracks`: whether autograd is enabled."""
-        if self._tracks:
-            self.order[unit] = None
-            if not tracks:
-                # A backward within the backward may recompute it at any time.
-                self._hidden.add(unit)
+        if self._tracks and not tracks:  # a backward within the backward may recompute it
+            self._hidden.add(unit)
 
     def open(self, unit: str) -> Call:
         """Record that a unit's forward made a tensor whose gradient may come."""

@@ -43,7 +43,7 @@ class GradPresence:
         if self._started is not None:
             self._started[1].wait()  # its result is unused, but its memory is in use until then
         handle = self._runtime.mesh.world.start_all_reduce(self._own())
-        self._started, self._sums = (self._runtime.gatherer.fingerprint, handle), None
+        self._started, self._sums = (self._runtime.fingerprint, handle), None
 
     def absent_everywhere(self) -> frozenset[str]:
         """Return the names of trainable parameters that had a gradient on no rank. Collective.
@@ -68,7 +68,7 @@ class GradPresence:
     def _own(self) -> Tensor:
         """Return this rank's presence bits and fingerprint."""
         runtime = self._runtime
-        fingerprint = float(runtime.gatherer.fingerprint)
+        fingerprint = float(runtime.fingerprint)
         if runtime.has_all_gradients:
             own = self._all_present.clone()
             own[-1:].fill_(fingerprint)
@@ -86,7 +86,7 @@ class GradPresence:
         """Compare the fingerprints; on CUDA one step later, once their sum has arrived."""
         runtime = self._runtime
         expected = fingerprint * runtime.mesh.world.size
-        runtime.gatherer.fingerprint = 0
+        runtime.fingerprint = 0
         if not runtime.strategy.shards_params:
             return
         if not sums.is_cuda:

@@ -180,12 +180,12 @@ class ShardedModel(nn.Module):
         runtime = self._runtime
         # On the host, the first units wait for the step, so that nothing would overlap.
         gathers = runtime.strategy.shards_params and runtime.host is None
-        return gathers and runtime.prefetch.forward > 0
+        return gathers and runtime.schedule.prefetch.forward > 0
 
     @property
     def has_pending_prefetch(self) -> bool:
         """Whether `prefetch_forward_params` was called since the last forward."""
-        return self._runtime.has_pending_prefetch
+        return self._runtime.schedule.is_prefetched
 
     @property
     def host(self) -> HostStates | None:
@@ -194,7 +194,7 @@ class ShardedModel(nn.Module):
 
     def host_memory_bytes(self) -> int:
         """Return the bytes of parameters, master weights and buffers in host memory."""
-        states, params = self._runtime.host, self._runtime.gatherer.host
+        states, params = self._runtime.host, self._runtime.host_params
         return (states.nbytes if states else 0) + (params.nbytes if params else 0)
 
     def broadcast_updated_params(self, *, trained_only: bool = False) -> None:

@@ -6,7 +6,7 @@ replicas, each of which may keep a share, or gathers the parts.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,7 +23,7 @@ from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.reductions import Reductions
-from fsdpctl.plan.schedule import Buffer, Event, EventKind, ReductionFlow
+from fsdpctl.plan.schedule import Buffer, Event, EventKind
 
 _Sum = tuple[int, Span | None, Tensor]  # number of the buffer, share (None: all), values
 
@@ -36,8 +36,14 @@ class _InFlight:
     piece: int
     is_last: bool = True  # of the unit's pieces
     sent: list[tuple[int, SentReduction]] = field(default_factory=list)  # by buffer
+    sums: list[_Sum] = field(default_factory=list)  # to be combined
     # Of the second collective: number of the buffer, share of this rank's part, handle.
     handles: list[tuple[int, Span | None, Handle]] = field(default_factory=list)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is all of the unit."""
+        return self.is_last and self.piece == 0
 
     def key(self, number: int) -> tuple[str, int]:
         """Return the ledger's key for a buffer in flight."""
@@ -50,21 +56,39 @@ class GradientReducer:
     def __init__(
         self, units: Sequence[ShardedUnit], plan: Reductions, collector: Collector
     ) -> None:
-        self.units = tuple(units)  # in the order of reduction
+        self.units = {unit.name: unit for unit in units}
         self.collector = collector
         self.ledger = Ledger()
         self.leaving: HostGradients | None = None  # takes gradients to the host
         self._mesh = collector.mesh
-        self._plan = plan
+        self.plan = plan
         self._chain = self._mesh.chain
         self._combines = collector.transfers.combines
-        self._next = 0
-        self._flow = ReductionFlow(plan, combines=self._combines)
         self._reducing: deque[_InFlight] = deque()
-        self._combining: deque[_InFlight] = deque()  # in the second collective
+        self._combining: deque[_InFlight] = deque()  # before or in the second collective
 
     @torch.no_grad()
-    def hold(self, unit: ShardedUnit) -> None:
+    def do(self, event: Event) -> None:
+        """Do what an event of the schedule says."""
+        unit = self.units[event.unit]
+        match event.kind:
+            case EventKind.HOLD:
+                self._hold(unit)
+            case EventKind.REDUCE:
+                # Kept before its first collective: if one fails, none is lost.
+                self._reducing.append(_InFlight(unit, event.index, event.is_last))
+                with self.ledger.ranges.around("reduce", unit.name):
+                    self._send(self._reducing[-1])
+            case EventKind.REDUCED:
+                self._finish_reduction(self._reducing.popleft())
+            case EventKind.COMBINE if self._chain:
+                self._combine_at_once(self._reducing[-1], self._chain)
+            case EventKind.COMBINE:
+                self._combine_sums(self._combining[-1])
+            case EventKind.COMBINED:
+                self._finish_combining(self._combining.popleft())
+
+    def _hold(self, unit: ShardedUnit) -> None:
         """Add the gradients that have arrived to those held for a later backward."""
         for number, buffer in enumerate(unit.trained_buffers):
             is_new = buffer.held_gradients is None
@@ -73,47 +97,28 @@ class GradientReducer:
                 self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, number, held.nbytes)
         self.ledger.note(EventKind.HOLD, unit.name)
 
-    @torch.no_grad()
-    def advance(self, last: ShardedUnit | None = None) -> None:
-        """Start the reductions up to that of `last`, or all that are left."""
-        while self._next < len(self.units):
-            unit = self.units[self._next]
-            with self.ledger.ranges.around("reduce", unit.name):
-                self._start(unit)
-            self._next += 1
-            if unit is last:
-                return
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Wait until all started reductions are complete, and start over with the first unit."""
-        self._go_on(self._flow.finish())
-        self._free_left()
-        self._next = 0
-
     def abandon(self) -> None:
         """Drop all gradients, also those in flight, after a backward that failed."""
         for started in (*self._reducing, *self._combining):
             for number, sent in started.sent:
                 (sent.read or sent.reduction).wait()
                 self._free_sent(started.key(number))
-            for number, _, handle in started.handles:
+            for *_, handle in started.handles:
                 handle.wait()
+            for number, *_ in (*started.sums, *started.handles):
                 for buffer in (Buffer.SUM, Buffer.COMBINING):
                     self.ledger.free(buffer, *started.key(number))
         self._reducing.clear()
         self._combining.clear()
-        self._flow = ReductionFlow(self._plan, combines=self._combines)
-        self._next = 0
         self.drop_gradients()
 
     def _leave(self, started: _InFlight) -> None:
         """Send the complete gradients of a unit to the host, if they are kept there."""
         if self.leaving is not None and started.is_last:
-            self._free_left()
+            self.free_left()
             self.leaving.start(started.unit)
 
-    def _free_left(self) -> None:
+    def free_left(self) -> None:
         """Free the gradients that were sent to the host, once they have been read."""
         unit = None if self.leaving is None else self.leaving.finish()
         if unit is not None:
@@ -122,48 +127,15 @@ class GradientReducer:
 
     def drop_gradients(self) -> None:
         """Drop all gradients that are not in flight."""
-        self._free_left()
-        for unit in self.units:
+        self.free_left()
+        for unit in self.units.values():
             for index, buffer in enumerate(unit.trained_buffers):
                 buffer.drop_gradients()
                 self.ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
                 self.ledger.free(Buffer.GRADS, unit.name, index)
 
-    def _start(self, unit: ShardedUnit) -> None:
-        buffers = unit.trained_buffers
-        if not buffers:
-            return
-        was_held = buffers[0].held_gradients is not None
-        is_first = not any(each.shard.has_grad for each in buffers)
-        pieces = self._plan.pieces_of(unit.name, was_held=was_held)
-        # Made one at a time: a list of them would keep the memory of those that are done.
-        to_send = (_InFlight(unit, piece, piece + 1 == pieces) for piece in range(pieces))
-        begun = self._flow.start(unit.name, was_held=was_held, is_first=is_first)
-        self._go_on(begun, to_send, pieces)
-
-    def _go_on(
-        self, events: Iterable[Event], to_send: Iterator[_InFlight] = iter(()), pieces: int = 1
-    ) -> None:
-        """Do what the plan's events say; each `reduce` is that of the next of `pieces` to send."""
-        sums: list[_Sum] = []
-        for event in events:
-            match event.kind:
-                case EventKind.REDUCE:
-                    # Kept before its first collective: if one fails, none is lost.
-                    self._reducing.append(next(to_send))
-                    self._send(self._reducing[-1], pieces)
-                case EventKind.REDUCED:
-                    reduced = self._reducing.popleft()
-                    sums = self._finish_reduction(reduced)
-                case EventKind.COMBINE if self._chain:
-                    self._combine_at_once(self._reducing[-1], self._chain)
-                case EventKind.COMBINE:
-                    self._combine_sums(reduced, sums)
-                    sums = []
-                case EventKind.COMBINED:
-                    self._finish_combining(self._combining.popleft())
-
-    def _send(self, started: _InFlight, pieces: int) -> None:
+    def _send(self, started: _InFlight) -> None:
+        pieces = 1 if started.is_alone else self.plan.pieces[started.unit.name]
         for number, buffer in enumerate(started.unit.trained_buffers):
             if pieces > 1:
                 sent = self.collector.send_piece(buffer, started.piece, pieces)
@@ -182,9 +154,9 @@ class GradientReducer:
         nbytes = sum(sent.flat.nbytes for _, sent in started.sent)
         self.ledger.note(EventKind.REDUCE, started.unit.name, nbytes)
 
-    def _finish_reduction(self, started: _InFlight) -> list[_Sum]:
-        """Add this rank's part of the sums to its gradients, or return it to be combined."""
-        unit, sums = started.unit, []
+    def _finish_reduction(self, started: _InFlight) -> None:
+        """Add this rank's part of the sums to its gradients, or keep it to be combined."""
+        unit, sums = started.unit, started.sums
         with self.ledger.ranges.around("take the sum of", unit.name):
             while started.sent:
                 number, sent = started.sent.pop(0)
@@ -196,21 +168,22 @@ class GradientReducer:
                     self._free_sent(started.key(number))
                 del sent  # and its memory, before the gradient takes some
         if not self._combines:
-            for each in sums:
-                self._add_gradient(started, *each)
+            while sums:
+                self._add_gradient(started, *sums.pop(0))
             self._leave(started)
+        elif not self._chain:
+            self._combining.append(started)
         self.ledger.note(EventKind.REDUCED, unit.name)
-        return sums if self._combines else []
 
-    def _combine_sums(self, started: _InFlight, sums: Sequence[_Sum]) -> None:
+    def _combine_sums(self, started: _InFlight) -> None:
         """Start the second collective of sums that this rank has taken."""
+        sums, started.sums = started.sums, []
         for number, share, total in sums:
             buffer = started.unit.trained_buffers[number]
             handle = start_combining(self._mesh, self.ledger, buffer, started.key(number), total)
             started.handles.append((number, share, handle))
         nbytes = sum(total.nbytes for *_, total in sums)
         self.ledger.note(EventKind.COMBINE, started.unit.name, nbytes)
-        self._combining.append(started)
 
     def _combine_at_once(self, started: _InFlight, chain: Chain) -> None:
         """Start the sum over replicas behind the reduction; the host waits for neither."""

@@ -1,13 +1,7 @@
-"""The state of a sharded model while it runs: which units are gathered.
-
-The plan gives the order of the units and how far ahead to gather. The runtime follows the actual
-module and autograd events: a unit that needs a slot in use evicts its owner, whose next use gathers
-it again. A prefetch never evicts.
-"""
+"""The state of a sharded model while it runs: follows the schedule as modules and autograd run."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -16,15 +10,17 @@ from fsdpctl.comm.collectives import Mesh
 from fsdpctl.comm.shards import HostScalars, HostUpdate
 from fsdpctl.engine.agreement import agree_on_forwards
 from fsdpctl.engine.calls import Call, Calls, Forward, OutermostBackward, in_backward
-from fsdpctl.engine.gatherer import Gatherer, ParamSync
+from fsdpctl.engine.host_params import HostParams
 from fsdpctl.engine.offload import HostStates
+from fsdpctl.engine.param_sync import ParamSync
 from fsdpctl.engine.parameters import ShardedParameters
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.schedule import EventKind, Prefetch
-from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.units import UnitOrder, all_following
+from fsdpctl.plan.schedule import Buffer, Event, EventKind, Schedule
+
+K = EventKind
+_FINGERPRINTS = 1 << 36  # number of values; sums over 100,000 ranks are exact in float64
 
 
 class Runtime:
@@ -33,17 +29,14 @@ class Runtime:
     def __init__(
         self,
         units: Sequence[ShardedUnit],
-        order: UnitOrder,
-        strategy: Strategy,
-        prefetch: Prefetch,
+        schedule: Schedule,
         mesh: Mesh,
         reducer: GradientReducer,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
-        self.strategy = strategy
-        self.prefetch = prefetch
-        self._follow(order)
-        self.root = self.units[order.root]
+        self.schedule = schedule
+        self.strategy = schedule.strategy
+        self.root = self.units[schedule.order.root]
         self.mesh = mesh
         self.buffers = tuple(buffer for unit in units for buffer in unit.buffers)
         self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
@@ -57,26 +50,21 @@ class Runtime:
         )
         self.reduces = True  # whether backward reduces its gradients
         self.hooks: list[RemovableHandle] = []
-        self.has_pending_prefetch = False  # requested, and not used by a forward yet
         self.reducer = reducer
         self.ledger = reducer.ledger
-        self.param_sync = ParamSync(units, strategy, mesh, self.ledger)
-        self.gatherer = Gatherer(units, strategy, mesh, self.param_sync)
+        self.param_sync = ParamSync(units, self.strategy, mesh, self.ledger)
         self.when_all_is_sent: Callable[[], None] = lambda: None  # the last reduction has begun
         self.holds_back = False  # whether there are gradients that no backward has reduced
         self.lost_gradients = False  # an exception dropped existing gradients
         self.host: HostStates | None = None  # steps master weights that are in host memory
+        self.host_params: HostParams | None = None  # the parameters that rest in host memory
         self.calls = Calls()
         self.backward = OutermostBackward()
-        self._learns_order = strategy.shards_params  # others reduce as planned
-        self._num_closed = 0  # units whose backward is over, in the order of reduction
-
-    def _follow(self, order: UnitOrder) -> None:
-        """Plan with `order` from now on, and precompute the lookups for every unit."""
-        self.order = order
-        self._reduction = tuple(self.units[name] for name in order.reduction)
-        self._forward_ahead = all_following(order.forward, self.prefetch.forward)
-        self._backward_ahead = all_following(order.backward, self.prefetch.backward)
+        self.fingerprint = 0  # of the units gathered since the last comparison, in order
+        self._numbers = {name: number for number, name in enumerate(self.units, start=1)}
+        for slot in {id(unit.slot): unit.slot for unit in units}.values():
+            if slot.allocated_nbytes:
+                self.ledger.allocate(Buffer.PARAMS, slot.name, 0, slot.allocated_nbytes)
 
     @property
     def device(self) -> torch.device:
@@ -88,20 +76,52 @@ class Runtime:
         """Whether every trainable parameter had a gradient since gradients were dropped."""
         return all(len(each.present) == len(each.params) for each in self.trained_buffers)
 
+    def _do(self, events: Iterable[Event]) -> None:
+        """Do what the schedule says."""
+        for event in events:
+            unit = self.units[event.unit]
+            match event.kind:
+                case K.GATHER:
+                    self._gather(unit)
+                case K.READY:
+                    with self.ledger.ranges.around("wait for", unit.name):
+                        unit.unshard()
+                    self.ledger.note(K.READY, unit.name)
+                case K.RELEASE:
+                    unit.release()
+                    self.ledger.note(K.RELEASE, unit.name)
+                    if not unit.slot.resident:
+                        self.ledger.free(Buffer.PARAMS, unit.slot.name, 0)
+                case K.FORWARD | K.LEAVE | K.BACKWARD:
+                    if event.kind is K.FORWARD and unit is not self.root:
+                        self.param_sync.begin_unit(unit.name)
+                    self.ledger.note(event.kind, unit.name)
+                case _:
+                    self.reducer.do(event)
+
+    def _gather(self, unit: ShardedUnit) -> None:
+        self.param_sync.begin_gather(unit.name)
+        if not unit.slot.resident:
+            self.ledger.allocate(Buffer.PARAMS, unit.slot.name, 0, unit.slot.nbytes)
+        with self.ledger.ranges.around("gather", unit.name):
+            unit.gather(self.mesh.shard, self.host_params)
+        number = self.fingerprint * 1_000_003 + self._numbers[unit.name]
+        self.fingerprint = number % _FINGERPRINTS
+        self.ledger.note(K.GATHER, unit.name, unit.nbytes)
+
+    def release_all(self) -> None:
+        """Release all units and invalidate the slots."""
+        self._do(self.schedule.release_all())
+
     def prefetch_forward(self) -> None:
         """Start to gather the first units of a forward, up to the first whose slot is in use."""
         if not self.strategy.shards_params:
             raise EngineError(
                 f"prefetch_forward_params: {self.strategy.name} has nothing to gather"
             )
-        if self.has_pending_prefetch:
+        if self.schedule.is_prefetched:
             raise EngineError("prefetch_forward_params: called twice without a forward between")
-        self.gatherer.invalidate()
-        self.gatherer.prefetch([self.order.root, *self._first_units()])
-        self.has_pending_prefetch = True
-
-    def _first_units(self) -> tuple[str, ...]:
-        return self.order.forward[: self.prefetch.forward + 1]
+        self._do(self.schedule.prefetch_forward())
 
     def begin_forward(self) -> None:
         """Begin the forward of the outermost module."""
@@ -110,46 +130,31 @@ class Runtime:
             self.recover()
         self.parameters.check()
         self.param_sync.begin_forward()
-        self.calls.begin_forward(tracks=torch.is_grad_enabled())
-        for unit in self.units.values():
-            unit.is_running = False
-        if not self.has_pending_prefetch:
-            self.gatherer.invalidate()
-        if self.strategy.shards_params:
-            self.gatherer.use(self.root, self._first_units() if self.prefetch.forward else ())
-        self.has_pending_prefetch = False
-        self.ledger.note(EventKind.FORWARD, self.root.name)
+        trains = torch.is_grad_enabled()
+        self.calls.begin_forward(tracks=trains)
+        self._do(self.schedule.begin_forward(trains=trains))
 
     def begin_unit(self, unit: ShardedUnit) -> None:
         """Begin a unit's forward, or its recomputation in backward."""
         if in_backward():
-            self.gatherer.use(unit)
-            unit.was_used_in_backward = True
+            self._do(self.schedule.recompute_unit(unit.name))
             return
-        self.gatherer.use(unit, self._forward_ahead[unit.name])
-        self.param_sync.begin_unit(unit.name)
-        unit.is_running = True
+        self._do(self.schedule.begin_unit(unit.name))
         self.calls.ran(unit.name, tracks=torch.is_grad_enabled())
-        self.ledger.note(EventKind.FORWARD, unit.name)
         self.ledger.ranges.begin("forward", unit.name)
 
     def end_unit(self, unit: ShardedUnit) -> None:
         """End a unit's forward."""
         if in_backward():
             return
-        unit.is_running = False
         self.ledger.ranges.end()
-        if not torch.is_grad_enabled() or not self.order.keeps_after_forward(
-            unit.name, self.strategy
-        ):
-            self.gatherer.release(unit)
-        self.ledger.note(EventKind.LEAVE, unit.name)
+        self._do(self.schedule.end_unit(unit.name, trains=torch.is_grad_enabled()))
 
     def end_forward(self) -> None:
         """End the forward of the outermost module."""
         self.calls.end_forward()
         if not torch.is_grad_enabled():
-            self.gatherer.release(self.root)
+            self._do(self.schedule.end_evaluation())
 
     def begin_backward(self, first: Forward | None = None) -> None:
         """Begin a backward with its first gradient, of `first`; None if that ran in a backward."""
@@ -159,7 +164,7 @@ class Runtime:
         if not self.backward.has_begun:
             self.backward.begin(self.end_backward)
             self.calls.begin_backward(first, self._agree)
-        self.gatherer.use(self.root)
+        self._do(self.schedule.begin_backward())
 
     def _agree(self, takes_part: Sequence[bool]) -> Sequence[bool]:
         same = self.strategy.name if self.strategy.reshard_after_forward else None
@@ -171,91 +176,47 @@ class Runtime:
             # The loss does not come from the outermost module's output.
             self.begin_backward(None if call is None else call.forward)
         self.ledger.ranges.end()  # of the previous unit
-        over: list[ShardedUnit] = []
+        over: list[str] = []
         if self.backward.is_running_here and call is not None:
             self.calls.begin(call)
-            over = list(self._over_before(unit, call))
-        # The last unit's gradients are sent after it was released and the next gathers have begun.
-        # Those of earlier units are sent at once: other ranks may wait for them before they gather.
-        for each in over:
-            self._let_go(each)
-            if each is not over[-1]:
-                self._reduce(each)
-        if unit.name not in self.order.needs_no_backward_gather:
-            self.gatherer.use(unit, self._backward_ahead.get(unit.name, ()))
-            unit.was_used_in_backward = True
-        if over:
-            self._reduce(over[-1])
-        self.ledger.note(EventKind.BACKWARD, unit.name)
+            for other in self.schedule.open_units():
+                if other == unit.name or not self.calls.is_over(other, call):
+                    break
+                over.append(other)
+        self._do(self.schedule.begin_unit_backward(unit.name, over, reduces=self.reduces))
         self.ledger.ranges.begin("backward", unit.name)
-
-    def _over_before(self, unit: ShardedUnit, call: Call) -> Iterator[ShardedUnit]:
-        """Yield the units whose backward is over once that of `unit` begins."""
-        for number in range(self._num_closed, len(self._reduction)):
-            other = self._reduction[number]
-            if other is unit or not self.calls.is_over(other.name, call):
-                return
-            yield other
-
-    def _let_go(self, unit: ShardedUnit) -> None:
-        """Release a unit whose backward is over.
-
-        If it ran here and had no backward, it takes part in the gather that other ranks may need.
-        """
-        self._num_closed += 1
-        if unit.name in self.calls.order and not unit.was_used_in_backward:
-            again = self.order.is_gathered_again(unit.name, self.strategy)
-            if self.strategy.shards_params and unit.trained_buffers and again:
-                self.gatherer.use(unit)
-        unit.was_used_in_backward = False
-        self.gatherer.release(unit)
-
-    def _reduce(self, unit: ShardedUnit) -> None:
-        """Reduce a unit's gradients, which are complete, or hold them back."""
-        if self.reduces:
-            self.reducer.advance(unit)
-        elif unit.trained_buffers:
-            self.reducer.hold(unit)
 
     def end_backward(self) -> None:
         """End the backward when autograd has completed it."""
         self.ledger.ranges.end_all()
-        for unit in self._reduction[self._num_closed :]:
-            self._let_go(unit)
-            self._reduce(unit)
-        self.gatherer.release_all()
+        self._do(self.schedule.end_units(reduces=self.reduces))
         if self.reduces:
-            self.when_all_is_sent()
-            self.reducer.finish()
-        self.ledger.note(EventKind.LEAVE, self.root.name)
-        self.holds_back, self._num_closed = not self.reduces, 0
+            self._finish_reductions()
+        self.ledger.note(K.LEAVE, self.root.name)
+        self.holds_back = not self.reduces
         self.calls.end_backward(keeps_graph=self.backward.keeps_graph())
         self.backward.end()
-        self._settle_order()
-        self.parameters.check_gradients()
-
-    def _settle_order(self) -> None:
-        """Plan with the actual order of the units, after a backward through all of them."""
-        seen = tuple(self.calls.order)
-        if not self._learns_order or set(seen) != set(self.order.forward):
-            return
-        self._learns_order = False
-        if seen != self.order.forward:
+        if self.schedule.learn_order():
             warnings.warn(
                 "the model runs its units in another order than it defines them; prefetching now "
-                f"follows the order {', '.join(seen)}",
+                f"follows the order {', '.join(self.schedule.order.forward)}",
                 stacklevel=2,
             )
-            self._follow(replace(self.order, forward=seen))
-            self.reducer.units = self._reduction
+        self.parameters.check_gradients()
+
+    def _finish_reductions(self) -> None:
+        self.when_all_is_sent()
+        self._do(self.schedule.finish())
+        self.reducer.free_left()
 
     def recover(self) -> None:
         """Clean up after a backward that ended in an exception."""
         self.ledger.ranges.end_all()
         self.reducer.abandon()
-        self.gatherer.release_all()
+        self.release_all()
+        self.schedule.forget()
         self.calls.forget()
-        self.holds_back, self._num_closed = False, 0
+        self.holds_back = False
         self.backward.end()
 
     def drop_gradients(self) -> None:
@@ -263,6 +224,7 @@ class Runtime:
         if self.backward.has_failed:
             self.recover()
         self.reducer.drop_gradients()
+        self.schedule.gradients_dropped()
         self.holds_back = self.lost_gradients = False
 
     def sync_gradients(self) -> None:
@@ -277,9 +239,8 @@ class Runtime:
                 "zero_grad() and compute them again"
             )
         if self.holds_back:
-            self.reducer.advance()
-            self.when_all_is_sent()
-            self.reducer.finish()
+            self._do(self.schedule.reduce_held())
+            self._finish_reductions()
             self.holds_back = False
         self.parameters.check_gradients()
         if not any(buffer.shard.has_grad for buffer in self.trained_buffers):
@@ -288,13 +249,15 @@ class Runtime:
     @torch.no_grad()
     def masters_changed(self, *, trained_only: bool = False) -> None:
         """Replace parameters that were gathered from old master weights."""
-        self.gatherer.release_all()
+        self.release_all()
         self.param_sync.start(trained_only=trained_only)
 
     def step_on_host(self, update: HostUpdate, scalars: HostScalars) -> None:
         """Start to step the master weights in host memory, in the order of the next forward."""
         assert self.host is not None
-        self.gatherer.release_all()
+        self.release_all()
         self.param_sync.finish()
-        units = [self.units[name] for name in (self.order.root, *self.order.forward)]
+        order = self.schedule.order
+        units = [self.units[name] for name in (order.root, *order.forward)]
+        self.schedule.gradients_dropped()
         self.param_sync.start_after(self.host.step(units, update, scalars))

@@ -13,7 +13,6 @@ from fsdpctl.comm.shards import FlatShard, persistent_buffers
 from fsdpctl.engine.describe import all_named_parameters
 from fsdpctl.engine.parameters import lend, unmark_sharded
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.engine.unit import State
 from fsdpctl.errors import EngineError, nearest
 
 
@@ -55,7 +54,7 @@ def full_state(module: nn.Module, shards: Sequence[FlatShard], mesh: Mesh) -> di
 @torch.no_grad()
 def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
     """Give the parameters the full values and the dtype of the masters in a block. Collective."""
-    runtime.gatherer.release_all()
+    runtime.release_all()
     runtime.param_sync.finish()
     wholes = []
     for buffer in runtime.buffers:
@@ -77,7 +76,7 @@ def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
             for buffer in unit.buffers:
                 for param in buffer.params:
                     lend(param, is_lent=False)
-                if unit.state is State.UNSHARDED:
+                if unit.is_whole:
                     buffer.point_to_whole()
                 else:
                     buffer.point_to_rest()

@@ -10,7 +10,6 @@ holds another unit raises an error; gathering the unit again restores the saved 
 """
 
 from collections.abc import Sequence
-from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -32,8 +31,6 @@ class Slot:
         """Take `memory`, bytes with a storage of their own, which `sharers` ranks share."""
         self.name = name  # that of its first unit
         self.nbytes = memory.nbytes
-        self.owner: str | None = None  # the unit that is gathered or being gathered
-        self.content: str | None = None  # the unit whose values are in it, also after its release
         self.resident = resident  # its memory is never released
         self._bytes = memory
         self._sharers = sharers
@@ -59,27 +56,15 @@ class Slot:
         storage = self._bytes.untyped_storage()
         return window.set_(storage, offset_bytes // dtype.itemsize, (numel,))  # type: ignore[call-overload,no-any-return]  # torch's stub lacks untyped storages
 
-    def allocate(self, owner: str) -> None:
-        """Provide the memory for the parameters of `owner`."""
+    def allocate(self) -> None:
+        """Provide the memory."""
         if not self.resident:
             self._bytes.untyped_storage().resize_(self.nbytes)
-        self.owner = owner
-        self.content = None
 
     def free(self) -> None:
         """Release the memory, whose readers all ran on the current stream."""
-        self.owner = None
         if not self.resident:
-            self.content = None
             self._bytes.untyped_storage().resize_(0)
-
-
-class State(Enum):
-    """The state of a unit's parameters."""
-
-    SHARDED = auto()  # only this rank's part exists; reading a parameter gives NaN
-    GATHERING = auto()  # an all-gather is in flight
-    UNSHARDED = auto()
 
 
 class ShardedUnit:
@@ -91,59 +76,45 @@ class ShardedUnit:
         self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
         self.nbytes = sum(each.whole.nbytes for each in self.buffers)  # unsharded, with padding
         self.slot = slot
-        self.state = State.SHARDED
-        self.is_running = False  # its forward has begun and not ended
-        self.was_used_in_backward = False  # in the running one
+        self.is_whole = False  # its parameters can be read; otherwise reading them gives NaN
         self._gather: Handle | None = None
         self._params = tuple(param for buffer in buffers for param in buffer.params)
         self._version = max((param._version for param in self._params), default=0)
 
-    def start_gather(self, collectives: Collectives, host: HostParams | None) -> None:
-        """Start to gather the parameters, from the `host` if they rest there.
-
-        The slot must be free.
-        """
-        assert self.state is State.SHARDED
-        assert self.slot.owner is None
-        self.slot.allocate(self.name)
-        self.state = State.GATHERING
+    def gather(self, collectives: Collectives, host: HostParams | None) -> None:
+        """Start to gather the parameters into the slot, from the `host` if they rest there."""
+        self.slot.allocate()
         if self.buffers:
             self._gather = collectives.all_gather(
                 [_gathering(each, collectives.rank, host) for each in self.buffers]
             )
 
-    def finish_gather(self) -> None:
-        """Wait for the gather; afterwards the parameters can be read."""
-        assert self.state is State.GATHERING
-        if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
-        self.slot.content = self.name
-        self.unshard()
-
     def unshard(self) -> None:
-        """Let the parameters read the slot, which has their values. No other unit may own it."""
-        assert self.slot.owner in (None, self.name)
-        self.slot.owner = self.name
+        """Let the parameters read the slot, once it has their values."""
+        self._wait()
         for buffer in self.buffers:
             buffer.point_to_whole()
-        self.state = State.UNSHARDED
+        self.is_whole = True
         self._set_version(self._version)
 
     def release(self) -> None:
         """Free the slot and keep only this rank's part."""
-        if self.state is State.GATHERING:
-            self.finish_gather()
+        self._wait()
         for buffer in self.buffers:
             buffer.point_to_rest()
-        self.state = State.SHARDED
+        self.is_whole = False
         self._set_version(self._version + 1)
         self.slot.free()
+
+    def _wait(self) -> None:
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
 
     def masters_changed(self) -> None:
         """Invalidate every graph that saved the old values."""
         self._version += 2
-        self._set_version(self._version + (self.state is not State.UNSHARDED))
+        self._set_version(self._version + (not self.is_whole))
 
     def _set_version(self, version: int) -> None:
         _set_versions(self._params, (version,) * len(self._params))

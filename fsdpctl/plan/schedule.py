@@ -7,10 +7,11 @@ starts a second collective: over the replicas, or to gather the parts. Between t
 computes: in a unit's `forward`, around it once that was left, and in its `backward`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from fsdpctl.errors import EngineError
 from fsdpctl.plan.reductions import Reductions
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder, all_following
@@ -93,10 +94,10 @@ class ReductionFlow:
         plan = self._reductions
         pieces = plan.pieces_of(unit, was_held=was_held)
         nbytes = -(-plan.nbytes[unit] // pieces)
-        for _ in range(pieces):
-            while not plan.fits(nbytes, self._sizes(self._reducing), is_first=is_first):
+        for piece in range(pieces):
+            while not plan.fits(nbytes, [n for _, n in self._reducing], is_first=is_first):
                 yield from self._finish_reduction()
-            yield Event(EventKind.REDUCE, unit)
+            yield Event(EventKind.REDUCE, unit, index=piece, is_last=piece + 1 == pieces)
             self._reducing.append((unit, nbytes))
             if plan.chained:
                 yield from self._combine(unit, nbytes)
@@ -116,7 +117,7 @@ class ReductionFlow:
 
     def _combine(self, unit: str, nbytes: int) -> Iterator[Event]:
         held = nbytes // (self._reductions.chained or 1)
-        while not self._reductions.fits(held, self._sizes(self._combining)):
+        while not self._reductions.fits(held, [n for _, n in self._combining]):
             yield from self._finish_combining()
         yield Event(EventKind.COMBINE, unit)
         self._combining.append((unit, held))
@@ -125,104 +126,235 @@ class ReductionFlow:
         unit, _ = self._combining.pop(0)
         yield Event(EventKind.COMBINED, unit)
 
-    @staticmethod
-    def _sizes(in_flight: Iterable[tuple[str, int]]) -> list[int]:
-        return [nbytes for _, nbytes in in_flight]
 
+class Schedule:
+    """Which units are gathered, released and reduced while a model runs, and when.
 
-class _Simulation:
-    """The state of the units while the events of a step are planned."""
+    The engine calls it from its hooks, and does what it yields; `step_events` calls it in the
+    planned order. So both have the same events, if the model runs its units in that order.
+    """
 
     def __init__(
         self,
         order: UnitOrder,
         strategy: Strategy,
+        prefetch: Prefetch,
         reductions: Reductions,
-        shared_slots: Sequence[Sequence[str]],
-        combines: bool,
+        *,
+        shared_slots: Sequence[Sequence[str]] = (),
+        combines: bool = False,
     ) -> None:
+        """Begin with sharded units; every unit in none of the `shared_slots` has one of its own."""
+        self.strategy, self.prefetch = strategy, prefetch
+        self.is_prefetched = False  # the next forward's first units were gathered before it
+        self._reductions, self._combines = reductions, combines
+        self._slot_of = {unit: units[0] for units in shared_slots for unit in units}
+        self._owners: dict[str, str] = {}  # by slot, the unit that is gathered or being gathered
+        self._contents: dict[str, str] = {}  # by shared slot, the unit whose values are in it
+        self._arriving: set[str] = set()
+        self._whole: set[str] = set()
+        self._learns = strategy.shards_params  # others reduce as planned
+        self.follow(order)
+        self.forget()
+
+    def follow(self, order: UnitOrder) -> None:
+        """Plan with `order` from now on."""
         self.order = order
-        self.slot_of = {u: number for number, units in enumerate(shared_slots) for u in units}
-        self.holds: dict[int, str] = {}  # by slot, the unit whose values are still in it
-        self.strategy = strategy
-        self.flow = ReductionFlow(reductions, combines=combines)
-        self.events: list[Event] = []
-        self.gathered: set[str] = set()
-        self.whole: set[str] = set()
-        self.held: set[str] = set()  # units whose gradients wait for a later backward
-        self.reduced: set[str] = set()
+        self._reduction = order.reduction
+        self._first = order.forward[: self.prefetch.forward + 1]
+        self._forward_ahead = all_following(order.forward, self.prefetch.forward)
+        self._backward_ahead = all_following(order.backward, self.prefetch.backward)
 
-    def note(self, kind: EventKind, unit: str) -> None:
-        self.events.append(Event(kind, unit))
+    def forget(self) -> None:
+        """Forget gradients, and a backward that failed."""
+        self._flow = ReductionFlow(self._reductions, combines=self._combines)
+        self._ran: dict[str, None] = {}  # units in the order of the last forward with a graph
+        self._running: set[str] = set()  # units whose forward has begun and not ended
+        self._used: set[str] = set()  # units that the running backward has gathered
+        self._num_closed = 0  # units whose backward is over, in the order of reduction
+        self.gradients_dropped()
 
-    def gather(self, unit: str) -> None:
-        if unit in self.gathered or not self.strategy.shards_params:
+    def gradients_dropped(self) -> None:
+        """Expect no gradients of earlier backwards."""
+        self._held: set[str] = set()  # units whose gradients wait for a later backward
+        self._reduced: set[str] = set()
+
+    def prefetch_forward(self) -> Iterator[Event]:
+        """Gather the first units of the next forward."""
+        self._contents.clear()
+        yield from self._prefetch((self.order.root, *self._first))
+        self.is_prefetched = True
+
+    def begin_forward(self, *, trains: bool = True) -> Iterator[Event]:
+        """Begin the forward of the outermost module, which a backward follows if it `trains`."""
+        self._running.clear()
+        self._ran, self._trains = {}, trains
+        if not self.is_prefetched:
+            self._contents.clear()
+        yield from self._use(self.order.root, self._first if self.prefetch.forward else ())
+        self.is_prefetched = False
+        yield Event(EventKind.FORWARD, self.order.root)
+
+    def begin_unit(self, unit: str) -> Iterator[Event]:
+        """Begin a unit's forward."""
+        yield from self._use(unit, self._forward_ahead[unit])
+        self._running.add(unit)
+        if self._trains:
+            self._ran[unit] = None
+        yield Event(EventKind.FORWARD, unit)
+
+    def end_unit(self, unit: str, *, trains: bool = True) -> Iterator[Event]:
+        """End a unit's forward, which a backward follows if it `trains`."""
+        self._running.discard(unit)
+        if not (trains and self.order.keeps_after_forward(unit, self.strategy)):
+            yield from self._release(unit)
+        yield Event(EventKind.LEAVE, unit)
+
+    def end_evaluation(self) -> Iterator[Event]:
+        """End a forward that no backward follows."""
+        yield from self._release(self.order.root)
+
+    def begin_backward(self) -> Iterator[Event]:
+        """Begin a backward, or continue it after the forward of another one."""
+        yield from self._use(self.order.root)
+
+    def recompute_unit(self, unit: str) -> Iterator[Event]:
+        """Begin a unit's forward within a backward."""
+        yield from self._use(unit)
+        self._used.add(unit)
+
+    def open_units(self) -> Iterator[str]:
+        """Yield the units whose backward is not over, in the order of reduction."""
+        return iter(self._reduction[self._num_closed :])
+
+    def begin_unit_backward(
+        self, unit: str, over: Sequence[str], *, reduces: bool
+    ) -> Iterator[Event]:
+        """Begin a unit's backward, when that of the units `over` has ended.
+
+        The last unit's gradients are sent after it was released and the next gathers have begun.
+        Those of earlier units are sent at once: other ranks may wait for them before they gather.
+        """
+        for each in over:
+            yield from self._close(each)
+            if each != over[-1]:
+                yield from self._reduce(each, reduces=reduces)
+        if unit not in self.order.needs_no_backward_gather:
+            yield from self._use(unit, self._backward_ahead.get(unit, ()))
+            self._used.add(unit)
+        if over:
+            yield from self._reduce(over[-1], reduces=reduces)
+        yield Event(EventKind.BACKWARD, unit)
+
+    def end_units(self, *, reduces: bool) -> Iterator[Event]:
+        """End the backward of all units."""
+        for unit in self.open_units():
+            yield from self._close(unit)
+            yield from self._reduce(unit, reduces=reduces)
+        yield from self.release_all()
+        self._num_closed = 0
+
+    def reduce_held(self) -> Iterator[Event]:
+        """Reduce the gradients that were held."""
+        for unit in self._reduction:
+            yield from self._reduce(unit, reduces=True)
+
+    def finish(self) -> Iterator[Event]:
+        """End all reductions."""
+        yield from self._flow.finish()
+
+    def release_all(self) -> Iterator[Event]:
+        """Release all units, and invalidate the slots."""
+        for unit in (self.order.root, *self.order.forward):
+            yield from self._release(unit)
+        self._contents.clear()
+
+    def learn_order(self) -> bool:
+        """Plan with the actual order of the units; return whether it is another than expected."""
+        seen = tuple(self._ran)
+        if not self._learns or set(seen) != set(self.order.forward):
+            return False
+        self._learns = False
+        if seen == self.order.forward:
+            return False
+        self.follow(replace(self.order, forward=seen))
+        return True
+
+    def _use(self, unit: str, ahead: Sequence[str] = ()) -> Iterator[Event]:
+        """Gather a unit, whatever must be released; before waiting for it, the units `ahead`."""
+        if not self.strategy.shards_params:
             return
-        self.gathered.add(unit)
-        slot = self.slot_of.get(unit)
-        if slot is not None and self.holds.get(slot) == unit:
-            self.whole.add(unit)
-            self.note(EventKind.READY, unit)
-            return
-        if slot is not None:
-            self.holds[slot] = unit
-        self.note(EventKind.GATHER, unit)
+        if unit not in self._whole and unit not in self._arriving:
+            owner = self._owners.get(self._slot_of.get(unit, unit))
+            if owner in self._running:
+                raise EngineError(
+                    f"{unit} is called inside {owner}, with which it shares memory; pass units= so "
+                    "that neither is part of the other's forward"
+                )
+            if owner is not None:
+                yield from self._release(owner)
+            yield from self._gather(unit)
+        yield from self._prefetch(ahead)
+        if unit in self._arriving:
+            self._arrive(unit)
+            yield Event(EventKind.READY, unit)
 
-    def use(self, unit: str, ahead: Iterable[str] = ()) -> None:
-        for each in (unit, *ahead):
-            self.gather(each)
-        if unit in self.gathered and unit not in self.whole:
-            self.whole.add(unit)
-            self.note(EventKind.READY, unit)
+    def _prefetch(self, units: Sequence[str]) -> Iterator[Event]:
+        """Gather units that will be used soon, up to the first whose slot is in use."""
+        for unit in units:
+            if unit not in self._whole and unit not in self._arriving:
+                if self._slot_of.get(unit, unit) in self._owners:
+                    return  # to skip it would gather in another order than other ranks
+                yield from self._gather(unit)
 
-    def release(self, unit: str) -> None:
-        if unit in self.whole:
-            self.whole.remove(unit)
-            self.gathered.remove(unit)
-            self.note(EventKind.RELEASE, unit)
+    def _gather(self, unit: str) -> Iterator[Event]:
+        slot = self._slot_of.get(unit, unit)
+        self._owners[slot] = unit
+        if self._contents.get(slot) == unit:
+            self._whole.add(unit)
+            yield Event(EventKind.READY, unit)
+        else:
+            self._contents.pop(slot, None)
+            self._arriving.add(unit)
+            yield Event(EventKind.GATHER, unit)
 
-    def gradients(self, unit: str, *, reduces: bool) -> None:
+    def _release(self, unit: str) -> Iterator[Event]:
+        if unit in self._arriving or unit in self._whole:
+            self._arrive(unit)
+            self._whole.discard(unit)
+            del self._owners[self._slot_of.get(unit, unit)]
+            yield Event(EventKind.RELEASE, unit)
+
+    def _arrive(self, unit: str) -> None:
+        self._arriving.discard(unit)
+        self._whole.add(unit)
+        if unit in self._slot_of:  # whose memory is not freed
+            self._contents[self._slot_of[unit]] = unit
+
+    def _close(self, unit: str) -> Iterator[Event]:
+        """Release a unit whose backward is over.
+
+        If it ran here and had no backward, it takes part in the gather that other ranks may need.
+        """
+        self._num_closed += 1
+        is_unused = unit in self._ran and unit not in self._used and self.order.trains(unit)
+        if is_unused and self.order.is_gathered_again(unit, self.strategy):
+            yield from self._use(unit)
+        self._used.discard(unit)
+        yield from self._release(unit)
+
+    def _reduce(self, unit: str, *, reduces: bool) -> Iterator[Event]:
+        """Reduce a unit's gradients, which are complete, or hold them back."""
         if not self.order.trains(unit):
             return
         if not reduces:
-            self.held.add(unit)
-            self.note(EventKind.HOLD, unit)
+            self._held.add(unit)
+            yield Event(EventKind.HOLD, unit)
             return
-        was_held, is_first = unit in self.held, unit not in self.reduced
-        self.events.extend(self.flow.start(unit, was_held=was_held, is_first=is_first))
-        self.reduced.add(unit)
-        self.held.discard(unit)
-
-    def forward(self, prefetch: Prefetch) -> None:
-        order = self.order
-        self.holds.clear()
-        self.use(order.root, order.forward[: prefetch.forward + 1] if prefetch.forward else ())
-        self.note(EventKind.FORWARD, order.root)
-        ahead = all_following(order.forward, prefetch.forward)
-        for unit in order.forward:
-            self.use(unit, ahead[unit])
-            self.note(EventKind.FORWARD, unit)
-            if not order.keeps_after_forward(unit, self.strategy):
-                self.release(unit)
-            self.note(EventKind.LEAVE, unit)
-
-    def backward(self, prefetch: Prefetch, *, reduces: bool) -> None:
-        order = self.order
-        ahead = all_following(order.backward, prefetch.backward)
-        finished: list[str] = []
-        for unit in order.gone_back_through:
-            if unit not in order.needs_no_backward_gather:
-                self.use(unit, ahead[unit])
-            for each in finished:
-                self.gradients(each, reduces=reduces)
-            self.note(EventKind.BACKWARD, unit)
-            self.release(unit)
-            finished = [unit]
-        for each in finished:
-            self.gradients(each, reduces=reduces)
-        self.release(order.root)
-        self.gradients(order.root, reduces=reduces)
-        self.events.extend(self.flow.finish())
+        was_held, is_first = unit in self._held, unit not in self._reduced
+        yield from self._flow.start(unit, was_held=was_held, is_first=is_first)
+        self._held.discard(unit)
+        self._reduced.add(unit)
 
 
 def step_events(
@@ -240,12 +372,23 @@ def step_events(
     Each entry says whether that backward reduces gradients. What the last unit of forward left in
     one of the `shared_slots`, which stay allocated, is not gathered again for backward.
     """
-    simulation = _Simulation(order, strategy, reductions, shared_slots, combines)
+    schedule = Schedule(
+        order, strategy, prefetch, reductions, shared_slots=shared_slots, combines=combines
+    )
+    events: list[Event] = []
     for reduce in reduces:
-        simulation.forward(prefetch)
-        simulation.backward(prefetch, reduces=reduce)
-        simulation.note(EventKind.LEAVE, order.root)
-    return tuple(simulation.events)
+        events += schedule.begin_forward()
+        for unit in order.forward:
+            events += schedule.begin_unit(unit)
+            events += schedule.end_unit(unit)
+        over: tuple[str, ...] = ()
+        for unit in order.gone_back_through:
+            events += schedule.begin_unit_backward(unit, over, reduces=reduce)
+            over = (unit,)
+        events += schedule.end_units(reduces=reduce)
+        events += schedule.finish()
+        events.append(Event(EventKind.LEAVE, order.root))
+    return tuple(events)
 
 
 def update_events(order: UnitOrder, strategy: Strategy) -> tuple[Event, ...]:

@@ -213,7 +213,7 @@ def test_prefetch_follows_the_actual_order_of_units_after_one_warning(
         assert len(caught) == (step == 0)
         optimizer.step()
         optimizer.zero_grad()
-    assert model._runtime.order.forward == ("blocks.3", "blocks.2", "blocks.1", "blocks.0")
+    assert model._runtime.schedule.order.forward == ("blocks.3", "blocks.2", "blocks.1", "blocks.0")
     kinds = (EventKind.GATHER, EventKind.RELEASE)
     gathers = [(event.kind, event.unit) for event in trace if event.kind in kinds]
     second = gathers.index((EventKind.GATHER, "blocks.2"))

@@ -248,7 +248,7 @@ def test_units_wait_for_their_own_step_only(
 
     def happened() -> None:
         seen.append((trace[-1].kind, trace[-1].unit))
-        if seen.count((EventKind.FORWARD, model._runtime.order.forward[1])):
+        if seen.count((EventKind.FORWARD, model._runtime.schedule.order.forward[1])):
             used.set()
 
     optimizer = ShardedAdamW(model, lr=0.05)

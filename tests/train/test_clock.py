@@ -80,7 +80,7 @@ def test_a_trace_names_units_and_collectives(tmp_path: Path, steps: int, traced:
     assert file.name == "from-step-10-rank-0.json"
     events = json.loads(file.read_text())["traceEvents"]
     named = [e["name"] for e in events if e.get("cat") == "user_annotation"]
-    for unit in model._runtime.order.forward:
+    for unit in model._runtime.schedule.order.forward:
         assert named.count(f"forward {unit}") == named.count(f"backward {unit}") == traced
         assert named.count(f"reduce {unit}") == named.count(f"take the sum of {unit}") == traced
     passes = sorted(
@@ -108,4 +108,6 @@ def test_a_trace_requested_later_has_its_own_files(tmp_path: Path) -> None:
     for file in (tmp_path / "profile").iterdir():
         events = json.loads(file.read_text())["traceEvents"]
         named = [e["name"] for e in events if e.get("cat") == "user_annotation"]
-        assert all(named.count(f"forward {unit}") == 3 for unit in model._runtime.order.forward)
+        assert all(
+            named.count(f"forward {unit}") == 3 for unit in model._runtime.schedule.order.forward
+        )

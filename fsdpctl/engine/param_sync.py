@@ -1,4 +1,4 @@
-"""Gathering and releasing of units, within the memory that the plan gives them."""
+"""Parameters that remain between steps, and what other ranks make of them in a step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -8,14 +8,10 @@ from torch import Tensor
 from fsdpctl.comm.base import Handle
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.comm.host import Job
-from fsdpctl.engine.host_params import HostParams
 from fsdpctl.engine.ledger import Ledger
-from fsdpctl.engine.unit import ShardedUnit, State
-from fsdpctl.errors import EngineError
+from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.schedule import Buffer, EventKind
 from fsdpctl.plan.strategy import Strategy
-
-_FINGERPRINTS = 1 << 36  # number of values; sums over 100,000 ranks are exact in float64
 
 
 class ParamSync:
@@ -106,89 +102,3 @@ class ParamSync:
         for name in names if self._arriving else ():
             for handle in self._arriving.pop(name, ()):
                 handle.wait()
-
-
-class Gatherer:
-    """Gathers and releases units. A unit that needs a slot in use evicts the slot's owner."""
-
-    def __init__(
-        self, units: Sequence[ShardedUnit], strategy: Strategy, mesh: Mesh, param_sync: ParamSync
-    ) -> None:
-        self.host: HostParams | None = None  # has the parameters that rest in host memory
-        self.fingerprint = 0  # of the units gathered since the last comparison, in order
-        self._units = {unit.name: unit for unit in units}
-        self._numbers = {name: number for number, name in enumerate(self._units, start=1)}
-        self._strategy = strategy
-        self._mesh = mesh
-        self._param_sync = param_sync
-        self._ledger = ledger = param_sync.ledger
-        for slot in {id(unit.slot): unit.slot for unit in units}.values():
-            if slot.allocated_nbytes:
-                ledger.allocate(Buffer.PARAMS, slot.name, 0, slot.allocated_nbytes)
-
-    def use(self, unit: ShardedUnit, ahead: Sequence[str] = ()) -> None:
-        """Gather `unit`, and wait for it, whatever must be evicted.
-
-        Before the wait, start to gather the units `ahead`, if their slots are free.
-        """
-        if unit.state is State.SHARDED:
-            self._evict_for(unit)
-            self._start(unit)
-        self.prefetch(ahead)
-        if unit.state is State.GATHERING:
-            with self._ledger.ranges.around("wait for", unit.name):
-                unit.finish_gather()
-            self._ledger.note(EventKind.READY, unit.name)
-
-    def prefetch(self, names: Sequence[str]) -> None:
-        """Start to gather units that will be used soon, up to the first whose slot is in use."""
-        for name in names:
-            unit = self._units[name]
-            if unit.state is State.SHARDED:
-                if unit.slot.owner is not None:
-                    return  # to skip it would gather in another order than other ranks
-                self._start(unit)
-
-    def release(self, unit: ShardedUnit) -> None:
-        """Release a unit, if the strategy shards parameters and it is not released already."""
-        if self._strategy.shards_params and unit.state is not State.SHARDED:
-            unit.release()
-            self._ledger.note(EventKind.RELEASE, unit.name)
-            if not unit.slot.resident:
-                self._ledger.free(Buffer.PARAMS, unit.slot.name, 0)
-
-    def release_all(self) -> None:
-        """Release all units and invalidate the slots."""
-        for unit in self._units.values():
-            self.release(unit)
-        self.invalidate()
-
-    def invalidate(self) -> None:
-        """Invalidate the contents of all slots: the master weights may have changed."""
-        for unit in self._units.values():
-            unit.slot.content = None
-
-    def _start(self, unit: ShardedUnit) -> None:
-        if unit.slot.content == unit.name:
-            unit.unshard()
-            self._ledger.note(EventKind.READY, unit.name)
-            return
-        self._param_sync.begin_gather(unit.name)
-        if not unit.slot.resident:
-            self._ledger.allocate(Buffer.PARAMS, unit.slot.name, 0, unit.slot.nbytes)
-        with self._ledger.ranges.around("gather", unit.name):
-            unit.start_gather(self._mesh.shard, self.host)
-        number = self.fingerprint * 1_000_003 + self._numbers[unit.name]
-        self.fingerprint = number % _FINGERPRINTS
-        self._ledger.note(EventKind.GATHER, unit.name, unit.nbytes)
-
-    def _evict_for(self, unit: ShardedUnit) -> None:
-        if unit.slot.owner is None:
-            return
-        owner = self._units[unit.slot.owner]
-        if owner.is_running:
-            raise EngineError(
-                f"{unit.name} is called inside {owner.name}, with which it shares memory; pass "
-                "units= so that neither is part of the other's forward"
-            )
-        self.release(owner)
