@@ -11,14 +11,13 @@ from fsdpctl.comm.collectives import Mesh
 from fsdpctl.comm.host import HostWorker
 from fsdpctl.comm.shards import FlatShard
 from fsdpctl.engine.buffer import Resting, UnitBuffer
-from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.describe import replace_meta_parameters
 from fsdpctl.engine.entry import move_buffers
+from fsdpctl.engine.gradients import GradientReducer
 from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
 from fsdpctl.engine.host_params import HostParams
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.precision import Precision
-from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit, Slot
 from fsdpctl.errors import UsageError
@@ -223,7 +222,7 @@ def build_runtime(
         sharding.prefetch,
         reducer.plan,
         shared_slots=[each.units for each in slots if each.resident],
-        combines=reducer.collector.transfers.combines,
+        combines=reducer.transfers.combines,
     )
     runtime = Runtime(units, schedule, mesh, reducer)
     runtime.host_params = builder.host_params
@@ -306,7 +305,7 @@ def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientRe
         itemsize,
         same_dtype=all(each.grad_dtype == dtypes[each.dtype] for each in shards),
     )
-    reducer = GradientReducer(units, plan, Collector(mesh, transfers, dtypes))
+    reducer = GradientReducer(units, mesh, transfers, plan, dtypes)
     if outbox := shard.reserve(plan.most_in_flight):
         reducer.ledger.allocate(Buffer.OUTBOX, division.order.root, 0, outbox)
     return reducer

@@ -10,11 +10,11 @@ from fsdpctl.comm.collectives import Mesh
 from fsdpctl.comm.shards import HostScalars, HostUpdate
 from fsdpctl.engine.agreement import agree_on_forwards
 from fsdpctl.engine.calls import Call, Calls, Forward, OutermostBackward, in_backward
+from fsdpctl.engine.gradients import GradientReducer
 from fsdpctl.engine.host_params import HostParams
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.param_sync import ParamSync
 from fsdpctl.engine.parameters import ShardedParameters
-from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import Buffer, Event, EventKind, Schedule

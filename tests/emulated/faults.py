@@ -15,18 +15,16 @@ from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.comm.base import AsyncHostCopy, Handle, InPlace
 from fsdpctl.comm.host import Copier, Job
 from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.engine.collecting import Collector
-from fsdpctl.engine.param_sync import ParamSync
+from fsdpctl.engine.gradients import GradientReducer
 from fsdpctl.engine.host_gradients import HostGradients, Ring
 from fsdpctl.engine.host_inputs import SentInput
 from fsdpctl.engine.host_params import HostParams
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.offload import HostStates
-from fsdpctl.engine.reduction import GradientReducer
+from fsdpctl.engine.param_sync import ParamSync
 from fsdpctl.engine.unit import ShardedUnit, Slot
 from fsdpctl.optim import record
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.layout import Span
 from tests.emulated import cases
 from tests.emulated.cases import Case
 
@@ -450,16 +448,17 @@ def the_record_is_made_on_the_host() -> None:
 def a_gradient_counts_twice() -> None:
     right = GradientReducer._add_gradient
 
-    def wrong(self: Any, started: Any, number: int, share: Span | None, gradient: Tensor) -> None:
-        right(self, started, number, share, gradient.mul_(2) if gradient.is_cuda else gradient)
+    def wrong(self: Any, flat: Any) -> None:
+        if flat.mean.is_cuda:
+            flat.mean.mul_(2)
+        right(self, flat)
 
     _replace(GradientReducer, "_add_gradient", wrong)
 
 
 @fault(Case())
 def gradients_are_not_reduced() -> None:
-    def wrong(self: NcclCollectives, gradients: Any, parts: Any, dtype: torch.dtype) -> InPlace:
-        ((_, whole),) = gradients
+    def wrong(self: NcclCollectives, whole: Tensor, parts: Any) -> InPlace:
         own = parts[self.rank]
         return InPlace(Handle(lambda: whole[own.start : own.stop]))
 
@@ -468,7 +467,13 @@ def gradients_are_not_reduced() -> None:
 
 @fault(Case())
 def gradients_are_summed_instead_of_averaged() -> None:
-    _replace(Collector, "scales", property(lambda self: (1.0, 1.0)))
+    right = GradientReducer.__init__
+
+    def wrong(self: GradientReducer, *given: Any) -> None:
+        right(self, *given)
+        self._scales = (1.0, 1.0)
+
+    _replace(GradientReducer, "__init__", wrong)
 
 
 @fault(Case())
@@ -498,9 +503,8 @@ def gathers_are_in_fp32() -> None:
 def the_second_micro_batch_is_forgotten() -> None:
     right = GradientReducer._add_gradient
 
-    def wrong(self: Any, started: Any, number: int, share: Span | None, gradient: Tensor) -> None:
-        shard = started.unit.trained_buffers[number].shard
-        if shard.grad is None or not gradient.is_cuda:
-            right(self, started, number, share, gradient)
+    def wrong(self: Any, flat: Any) -> None:
+        if flat.buffer.shard.grad is None or not flat.mean.is_cuda:
+            right(self, flat)
 
     _replace(GradientReducer, "_add_gradient", wrong)

@@ -1,0 +1,296 @@
+"""Gradients on their way from autograd to this rank's part of their mean.
+
+One fused copy moves (and casts) a unit's gradients into a flat buffer when its backward is over;
+the buffer exists only until the reduction is done. Copying each gradient as it arrives would need
+that buffer when the unit's backward has just begun, and with it the memory in which the previous
+reduction overlaps. Units larger than every block are copied and sent in pieces. Missing gradients
+count as zero.
+
+A reduction ends with this rank's part of the sum. If that is not enough, a second collective adds
+it over the replicas, each of which may keep a share, or gathers the parts.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fsdpctl.comm.base import Gathering, Handle, InPlace, Reduction
+from fsdpctl.comm.collectives import Mesh
+from fsdpctl.engine.buffer import UnitBuffer
+from fsdpctl.engine.host_gradients import HostGradients
+from fsdpctl.engine.ledger import Ledger
+from fsdpctl.engine.unit import ShardedUnit
+from fsdpctl.plan.layout import EvenParts, Span
+from fsdpctl.plan.reductions import Reductions, share_of_parts
+from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.transfers import Transfers
+
+
+@dataclass(slots=True)
+class _Flat:
+    """The gradients of a flat buffer, or of a share of every rank's part, in flight."""
+
+    buffer: UnitBuffer
+    number: int  # of the buffer in its unit
+    key: tuple[str, int]  # of the ledger
+    share: Span | None  # the elements of this rank's part; None: all
+    whole: Tensor | None  # what is sent, until it has been read
+    reduction: Reduction | None
+    read: Handle | None = None  # if the second collective follows at once: `whole` was read
+    mean: Tensor | None = None  # this rank's part of the mean, to be combined or added
+    combined: Handle | None = None  # the second collective
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A unit whose gradients are being reduced, or a piece of it."""
+
+    unit: ShardedUnit
+    is_last: bool  # of the unit's pieces
+    flats: list[_Flat] = field(default_factory=list)
+
+
+class GradientReducer:
+    """Does what the schedule says about gradients."""
+
+    def __init__(
+        self,
+        units: Sequence[ShardedUnit],
+        mesh: Mesh,
+        transfers: Transfers,
+        plan: Reductions,
+        dtypes: Mapping[torch.dtype, torch.dtype],
+    ) -> None:
+        """`dtypes`: in which gradients are added, by the dtype of master weights."""
+        self.units = {unit.name: unit for unit in units}
+        self.ledger = Ledger()
+        self.leaving: HostGradients | None = None  # takes gradients to the host
+        self.plan, self.transfers, self._dtypes = plan, transfers, dtypes
+        self._mesh, self._chain = mesh, mesh.chain
+        scale = 1 / mesh.world.size
+        self._scales = (scale, 1.0) if transfers.adds_whole else (1.0, scale)  # of copies, of sums
+        self._reducing: deque[_InFlight] = deque()
+        self._combining: deque[_InFlight] = deque()  # before or in the second collective
+
+    @torch.no_grad()
+    def do(self, event: Event) -> None:
+        """Do what an event says."""
+        unit, combines_at_once = self.units[event.unit], self._chain is not None
+        match event.kind:
+            case EventKind.HOLD:
+                for number, buffer in enumerate(unit.trained_buffers):
+                    is_new = buffer.held_gradients is None
+                    held = self._held(buffer)
+                    if is_new:
+                        self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, number, held.nbytes)
+                self.ledger.note(EventKind.HOLD, unit.name)
+            case EventKind.REDUCE:
+                # Kept before its first collective: if one fails, none is lost.
+                self._reducing.append(_InFlight(unit, event.is_last))
+                with self.ledger.ranges.around("reduce", unit.name):
+                    self._send(self._reducing[-1], event.index)
+            case EventKind.REDUCED:
+                self._finish_reduction(self._reducing.popleft())
+            case EventKind.COMBINE:
+                queue = self._reducing if combines_at_once else self._combining
+                self._combine(queue[-1])
+                if combines_at_once:
+                    self._combining.append(queue[-1])
+            case EventKind.COMBINED:
+                self._finish_combining(self._combining.popleft())
+
+    def abandon(self) -> None:
+        """Drop all gradients, also those in flight, after a backward that failed."""
+        for flat in (e for each in (*self._reducing, *self._combining) for e in each.flats):
+            for pending in (flat.read or flat.reduction, flat.combined):
+                if pending is not None:
+                    pending.wait()
+            for buffer in (Buffer.WORKSPACE, Buffer.WHOLE_GRADS, Buffer.SUM, Buffer.COMBINING):
+                self.ledger.free(buffer, *flat.key)
+        self._reducing.clear()
+        self._combining.clear()
+        self.drop_gradients()
+
+    def free_left(self) -> None:
+        """Free the gradients that were sent to the host, once they have been read."""
+        unit = None if self.leaving is None else self.leaving.finish()
+        if unit is not None:
+            for index in range(len(unit.trained_buffers)):
+                self.ledger.free(Buffer.GRADS, unit.name, index)
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients that are not in flight."""
+        self.free_left()
+        for unit in self.units.values():
+            for index, buffer in enumerate(unit.trained_buffers):
+                buffer.drop_gradients()
+                self.ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
+                self.ledger.free(Buffer.GRADS, unit.name, index)
+
+    def _held(self, buffer: UnitBuffer) -> Tensor:
+        """Return the full gradient so far in one buffer, in the dtype of the additions."""
+        before, _ = self._scales
+        if buffer.held_gradients is None:
+            dtype = self._dtypes[buffer.shard.dtype]
+            buffer.held_gradients = buffer.first_gradients(dtype, before)
+        else:
+            buffer.add_gradients(buffer.held_gradients, before)
+        buffer.forget_arrived()
+        return buffer.held_gradients
+
+    def _send(self, started: _InFlight, piece: int) -> None:
+        unit, shard = started.unit, self._mesh.shard
+        pieces = 1 if started.is_last and not piece else self.plan.pieces[unit.name]
+        for number, buffer in enumerate(unit.trained_buffers):
+            share, parts = None, buffer.layout.parts
+            if pieces == 1:
+                whole, buffer.held_gradients = self._held(buffer), None
+            else:
+                share = share_of_parts(buffer.layout, piece, pieces)
+                if not share.numel:
+                    continue
+                whole = buffer.collect(share, self._dtypes[buffer.shard.dtype])
+                parts = EvenParts(whole.numel() // shard.size, shard.size)
+            if self.transfers.adds_whole:
+                reduction: Reduction = InPlace(shard.start_all_reduce(whole))
+            else:
+                reduction = shard.reduce_scatter(whole, parts)
+            key = unit.name, number + piece * len(unit.trained_buffers)
+            started.flats.append(_Flat(buffer, number, key, share, whole, reduction))
+            self.ledger.allocate(Buffer.WHOLE_GRADS, *key, whole.nbytes)
+            if reduction.workspace_nbytes:
+                self.ledger.allocate(Buffer.WORKSPACE, *key, reduction.workspace_nbytes)
+        if started.is_last and pieces > 1:
+            for buffer in unit.trained_buffers:
+                buffer.forget_arrived()
+        nbytes = sum(each.whole.nbytes for each in started.flats if each.whole is not None)
+        self.ledger.note(EventKind.REDUCE, unit.name, nbytes)
+
+    def _finish_reduction(self, started: _InFlight) -> None:
+        """Add this rank's part of the sums to its gradients, or keep it to be combined."""
+        with self.ledger.ranges.around("take the sum of", started.unit.name):
+            for flat in started.flats:
+                if flat.read is None:
+                    self._take_sum(flat)
+                else:  # the second collective has started already
+                    flat.read.wait()
+                flat.whole = flat.reduction = flat.read = None
+                self.ledger.free(Buffer.WORKSPACE, *flat.key)
+                self.ledger.free(Buffer.WHOLE_GRADS, *flat.key)
+        if not self.transfers.combines:
+            self._add_gradients(started)
+        elif self._chain is None:
+            self._combining.append(started)
+        self.ledger.note(EventKind.REDUCED, started.unit.name)
+
+    def _take_sum(self, flat: _Flat) -> None:
+        """Wait for this rank's part of the mean, in memory of its own.
+
+        If this rank keeps the full gradient, its part is in place within that, in the buffer of the
+        reduction if that has the right dtype.
+        """
+        shard, whole = flat.buffer.shard, flat.whole
+        assert whole is not None
+        assert flat.reduction is not None
+        if self.transfers.becomes_gradient(same_dtype=whole.dtype == shard.grad_dtype):
+            flat.mean = whole
+            self.ledger.free(Buffer.WHOLE_GRADS, *flat.key)
+        else:
+            flat.mean = self._new_mean(flat)
+        self.ledger.allocate(Buffer.SUM, *flat.key, flat.mean.nbytes)
+        is_part = shard.is_replicated and not self.transfers.adds_whole
+        part = shard.view(flat.mean, shard.owned) if is_part else flat.mean
+        flat.reduction.finish(part, *self._how(flat))
+
+    @staticmethod
+    def _new_mean(flat: _Flat) -> Tensor:
+        shard = flat.buffer.shard
+        own = shard.param.numel() if flat.share is None else flat.share.numel
+        numel = own * flat.buffer.layout.shares
+        return torch.empty(numel, dtype=shard.grad_dtype, device=shard.device)
+
+    def _how(self, flat: _Flat) -> tuple[float, torch.dtype]:
+        """Return the factor and the dtype of the additions."""
+        shard = flat.buffer.shard
+        return self._scales[1], torch.promote_types(self._dtypes[shard.dtype], shard.grad_dtype)
+
+    def _combine(self, started: _InFlight) -> None:
+        """Start the second collective, over NCCL right behind the reduction."""
+        nbytes = 0
+        for flat in started.flats:
+            if self._chain is None:
+                mean, flat.mean = flat.mean, None
+                assert mean is not None
+                flat.combined = self._start_combining(flat, mean)
+            else:
+                mean = self._new_mean(flat)
+                self.ledger.allocate(Buffer.SUM, *flat.key, mean.nbytes)
+                assert flat.reduction is not None
+
+                def follow(total: Tensor, flat: _Flat = flat) -> Handle:
+                    return self._start_combining(flat, total)
+
+                chained = self._chain(follow, flat.reduction, mean, *self._how(flat))
+                flat.read, flat.combined = chained
+            nbytes += mean.nbytes
+        self.ledger.note(EventKind.COMBINE, started.unit.name, nbytes)
+
+    def _start_combining(self, flat: _Flat, total: Tensor) -> Handle:
+        """Start the second collective; its result is `total`, or this replica's share of it."""
+        layout, replicas = flat.buffer.layout, self._mesh.replicas
+        if flat.buffer.shard.is_replicated:
+            return self._mesh.shard.all_gather([Gathering(total, layout.parts)])
+        assert replicas is not None
+        if layout.shares == 1:
+            return replicas.start_all_reduce(total)
+        numel = total.numel() // replicas.size
+        reduction = replicas.reduce_scatter(total, EvenParts(numel, replicas.size))
+        if reduction.workspace_nbytes:
+            self.ledger.allocate(Buffer.COMBINING, *flat.key, reduction.workspace_nbytes)
+        own = total.narrow(0, replicas.rank * numel, numel)
+
+        def finish() -> Tensor:
+            reduction.finish(own, 1.0, own.dtype)
+            self.ledger.free(Buffer.COMBINING, *flat.key)
+            return own
+
+        return Handle(finish)
+
+    def _finish_combining(self, started: _InFlight) -> None:
+        self._add_gradients(started)
+        self.ledger.note(EventKind.COMBINED, started.unit.name)
+
+    def _add_gradients(self, started: _InFlight) -> None:
+        """Add complete means to this rank's gradients, which the host may get."""
+        for flat in started.flats:
+            if flat.combined is not None:
+                flat.mean, flat.combined = flat.combined.wait(), None
+            self._add_gradient(flat)
+        if self.leaving is not None and started.is_last:
+            self.free_left()
+            self.leaving.start(started.unit)
+
+    def _add_gradient(self, flat: _Flat) -> None:
+        shard, share, gradient = flat.buffer.shard, flat.share, flat.mean
+        assert gradient is not None
+        flat.mean = None
+        if shard.grad is None:
+            if share is not None:
+                shard.grad = torch.zeros_like(
+                    shard.param, dtype=shard.grad_dtype, device=shard.device
+                )
+            elif shard.layout.shares > 1:
+                gradient = gradient.clone()  # so that the rest of its memory can be freed
+                shard.grad = gradient
+            else:
+                shard.grad = gradient
+                self.ledger.free(Buffer.SUM, *flat.key)
+            nbytes = shard.param.numel() * shard.grad_dtype.itemsize
+            self.ledger.allocate(Buffer.GRADS, flat.key[0], flat.number, nbytes)
+        if shard.grad is not gradient:
+            part = shard.grad if share is None else shard.grad[share.start : share.stop]
+            part.add_(gradient)
+        self.ledger.free(Buffer.SUM, *flat.key)
