@@ -23,6 +23,7 @@ from fsdpctl.models.registry import build_model
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.predict.engine_bytes import estimate, timeline
+from fsdpctl.predict.recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.machine import world_size
 
@@ -42,11 +43,11 @@ REPLICAS = (
 GIB = 1 << 30
 VERDICTS = {"fits": "fits", "thrashes": "thrashes", "too_large": "does not fit"}
 COLORS = {
-    "parameters": "#4269d0",
-    "optimizer_states": "#6cc5b0",
-    "gradients": "#efb118",
-    "gathered_units": "#a6bce8",
-    "reduce_buffers": "#ff725c",
+    Category.PARAMETERS: "#4269d0",
+    Category.OPTIMIZER_STATES: "#6cc5b0",
+    Category.GRADIENTS: "#efb118",
+    Category.GATHERED_UNITS: "#a6bce8",
+    Category.REDUCE_BUFFERS: "#ff725c",
 }
 
 
@@ -90,7 +91,7 @@ def memory_table() -> str:
     rows = []
     for name in STRATEGIES:
         found = estimate(*planned(name))
-        largest = found.largest.to_dict()
+        largest = found.largest
         sizes = [largest[each] for each in COLORS] + [found.peak_bytes]
         rows.append(" | ".join([f"`{name}`", *(f"{size / GIB:.1f}" for size in sizes)]))
     return measured.table_of(header, rows, align="---")
@@ -195,8 +196,8 @@ def draw(file: Path) -> None:
         if name is None:
             panel.set_axis_off()
         else:
-            moments = list(timeline(*planned(name)))
-            heights = [[getattr(each.held, part) / GIB for each in moments] for part in COLORS]
+            moments = timeline(*planned(name))
+            heights = [[held[part] / GIB for held in moments] for part in COLORS]
             labels = [part.replace("_", " ") for part in COLORS]
             colors = list(COLORS.values())
             panel.stackplot(range(len(moments)), heights, labels=labels, colors=colors, step="mid")

@@ -22,11 +22,11 @@ from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Program
-from fsdpctl.predict.engine_bytes import shared_bytes
 from fsdpctl.predict.hardware import Group
 from fsdpctl.predict.input_copies import ProgramRecorder
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import UnevenStepError
+from fsdpctl.predict.planned_events import shared_bytes
 from fsdpctl.predict.recorder import Machine, RankGroup, Steps
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import StepEstimate, estimate_steps

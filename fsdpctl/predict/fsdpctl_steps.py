@@ -8,16 +8,16 @@ from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.sizes import Offload, RankPlace
 from fsdpctl.plan.states import tile_bytes
 from fsdpctl.predict.compute import Part
-from fsdpctl.predict.engine_bytes import (
+from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
+from fsdpctl.predict.hardware import CollectiveKind, HostQueue
+from fsdpctl.predict.host_steps import HostSchedule
+from fsdpctl.predict.muon_steps import matrix_elements, update_matrices
+from fsdpctl.predict.planned_events import (
     outbox_bytes,
     plan_slots,
     planned_step,
     planned_update,
 )
-from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
-from fsdpctl.predict.hardware import CollectiveKind, HostQueue
-from fsdpctl.predict.host_steps import HostSchedule
-from fsdpctl.predict.muon_steps import matrix_elements, update_matrices
 from fsdpctl.predict.recorder import COPIES, GATHERS, REDUCTIONS, Category, RankGroup, Recorder
 from fsdpctl.predict.training_plan import (
     TrainingPlan,

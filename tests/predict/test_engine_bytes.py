@@ -20,6 +20,7 @@ from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
 from fsdpctl.plan.units import lay_out, unit_order
 from fsdpctl.predict.engine_bytes import Estimate, estimate, timeline
+from fsdpctl.predict.recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
 from tests.distributed import distributed
 from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
@@ -144,18 +145,20 @@ def of_config(*words: str) -> Estimate:
 
 def test_every_strategy_shards_as_specified():
     ranks = "launch.nproc_per_node=4"
+    grads, states = Category.GRADIENTS, Category.OPTIMIZER_STATES
     whole = of_config("strategy=no_shard", ranks).largest
     for name, row in STRATEGIES.items():
         largest = of_config(f"strategy={name}", ranks).largest
-        assert (largest.gradients * 4 == whole.gradients) == row.shards_grads
-        share = largest.optimizer_states / whole.optimizer_states
+        assert (largest[grads] * 4 == whole[grads]) == row.shards_grads
+        share = largest[states] / whole[states]
         assert share == pytest.approx(0.25 if row.shards_optimizer else 1.0, rel=0.01)
 
 
 def test_owner_maps_count_for_the_strategy_that_has_one():
     words = ["strategy=shard_optimizer", "launch.nproc_per_node=4"]
     uneven = of_config(*words, "strategy.owner_map=round_robin").breakdown
-    assert uneven.optimizer_states > of_config(*words).breakdown.optimizer_states
+    states = Category.OPTIMIZER_STATES
+    assert uneven[states] > of_config(*words).breakdown[states]
 
 
 def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
@@ -165,7 +168,7 @@ def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
     config = plan_for_estimate(compose_config([*WORDS, *words])).config
     plan, place = plan_run(config, divide_module(build_model(config.model), None), 4)
     peaks = [
-        max(moment.held.total for moment in timeline(plan, replace(place, rank=rank)))
+        max(sum(held.values()) for held in timeline(plan, replace(place, rank=rank)))
         for rank in range(100)
     ]
     assert of_config(*words).peak_bytes == max(peaks)

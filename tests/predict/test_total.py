@@ -25,10 +25,10 @@ from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.states import tile_bytes
 from fsdpctl.predict import fsdpctl_steps
 from fsdpctl.predict.allocator import PlainAllocator
-from fsdpctl.predict.engine_bytes import planned_step
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, replay
+from fsdpctl.predict.planned_events import planned_step
 from fsdpctl.predict.training_plan import host_states_bytes, states_bytes
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.settle import settle
