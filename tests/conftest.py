@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import IO
 from unittest import mock
 
 import pytest
@@ -24,7 +25,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from fsdpctl.data.chats import workers  # noqa: E402  # after the environment
 from fsdpctl.data.files import standard_library  # noqa: E402
 from tests import ledger  # noqa: E402
-from tests.data.chats import forked  # noqa: E402
 
 _BEGAN = time.monotonic()
 _start = workers._start
@@ -32,12 +32,18 @@ settings.register_profile("fsdpctl", derandomize=True, deadline=None)
 settings.load_profile("fsdpctl")
 
 
+def _render_here(given: IO[bytes], made: IO[bytes]) -> mock.Mock:
+    with mock.patch.object(workers, "_limit"):
+        workers.main(given, made)
+    return mock.Mock()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _what_many_tests_need_once() -> Iterator[None]:
-    """Read the standard library once, and fork the processes for templates."""
+    """Read the standard library once, and render templates in this process."""
     with (
         mock.patch("fsdpctl.data.open.standard_library", functools.cache(standard_library)),
-        mock.patch.object(workers, "_start", forked.start),
+        mock.patch.object(workers, "_start", _render_here),
     ):
         yield
 

@@ -3,9 +3,10 @@
 import hashlib
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from fsdpctl.config.data_files import DataFiles, data_files
 from fsdpctl.config.sources import is_remote
@@ -14,6 +15,7 @@ from fsdpctl.errors import UsageError, first_of
 
 _FILES_FOR_WHOLE_HOLDOUT = 50  # with fewer files, the end of each is held out instead
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,19 @@ class Text:
     def num_bytes(self) -> int:
         """The bytes of all documents."""
         return sum(map(len, self.documents))
+
+
+def batches(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Yield items in order, as many as have `least` together; the last ones may have less."""
+    batch, total = list[T](), 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= least:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def problem_in(content: bytes) -> str:

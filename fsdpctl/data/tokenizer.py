@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as JsonTokenizer
 from tokenizers.models import BPE
 
 from fsdpctl.config.model import MOST_TOKENS
-from fsdpctl.data.files import Text
+from fsdpctl.data.files import Text, batches
 from fsdpctl.data.tokenizer_files import (
     CONFIG_JSON,
     TEMPLATES,
@@ -33,6 +33,7 @@ from fsdpctl.io.activity import doing
 
 BYTES = "bytes"
 CONTEXT = 1 << 15  # characters around a piece of text that are tokenized with it
+BATCH = 4 << 20  # bytes of text that are tokenized together
 _MOST_ADDED = 256  # tokens around a text
 Tokens = NDArray[np.unsignedinteger]
 
@@ -174,7 +175,9 @@ class FileTokenizer:
     def encode(self, text: Text) -> Tokens:
         """Tokenize all documents, concatenated, each with its end token."""
         with doing("tokenizing text"):
-            return self.encode_pieces([TextPiece(x.decode(), len(x)) for x in text.documents])
+            pieces = (TextPiece(x.decode(), len(x)) for x in text.documents)
+            some = batches(pieces, lambda piece: piece.size, BATCH)
+            return np.concatenate([self.encode_pieces(each) for each in some])
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
         """Tokenize pieces, concatenated; those that end a document have its end token.
@@ -272,6 +275,11 @@ class FileTokenizer:
             )
         with guarded(self._where):
             return [self._encoded(*each) for each in self._with_offsets(list(texts))]
+
+    def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
+        """Tokenize each text as it is, which takes a third of the time of `encode_texts`."""
+        with guarded(self._where):
+            return [np.array(each, dtype=self.dtype) for each in self._ids(list(texts))]
 
     def _with_offsets(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
         if self._backend is not None:

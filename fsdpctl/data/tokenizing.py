@@ -22,16 +22,15 @@ import xxhash
 
 from fsdpctl.config.data_files import TOKENIZE, DataFiles
 from fsdpctl.data.documents import PIECE, PassedOver, documents
-from fsdpctl.data.files import find_data, left_out
+from fsdpctl.data.files import batches, find_data, left_out
 from fsdpctl.data.order import permute
 from fsdpctl.data.token_files import write_header
-from fsdpctl.data.tokenizer import TextPiece, Tokenizer, Tokens
+from fsdpctl.data.tokenizer import BATCH, TextPiece, Tokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import open_own, refusing, replace
 from fsdpctl.io.untrusted import MIB, read_json
 
-_BATCH = 4 * MIB  # bytes of text that are tokenized together
 _WINDOW = 1 << 16  # documents that are shuffled together
 _WINDOW_BYTES = 256 * MIB  # after which a window ends, too
 _PIECES = "3"  # increase it if the same files give other pieces
@@ -185,18 +184,6 @@ def _shuffled(pieces: Iterator[TextPiece], seed: int) -> Iterator[TextPiece]:
 # ---- tokenizing and writing ---------------------------------------------------------------------
 
 
-def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
-    batch, size = list[TextPiece](), 0
-    for piece in pieces:
-        batch.append(piece)
-        size += piece.size
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 def _encoded(
     pieces: Iterable[TextPiece], tokenizer: Tokenizer
 ) -> Iterator[tuple[list[TextPiece], Tokens]]:
@@ -207,7 +194,7 @@ def _encoded(
 
     with ThreadPoolExecutor(1) as pool:
         before: tuple[list[TextPiece], Future[Tokens]] | None = None
-        for batch in _batches(pieces):
+        for batch in batches(pieces, lambda piece: piece.size, BATCH):
             now = batch, pool.submit(encode, batch)
             if before is not None:
                 yield before[0], before[1].result()

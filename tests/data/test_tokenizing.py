@@ -82,7 +82,7 @@ class KilledError(Exception):
 def test_a_killed_run_continues_to_the_same_bytes(
     tmp_path, source, monkeypatch, shard_tokens, shuffled
 ):
-    monkeypatch.setattr(tokenizing, "_BATCH", 50)
+    monkeypatch.setattr(tokenizing, "BATCH", 50)
     monkeypatch.setattr(tokenizing, "_WINDOW", 16)
     whole = Output(tmp_path / "whole" / "t.bin", shard_tokens, shuffled)
     whole.path.parent.mkdir()
@@ -131,7 +131,7 @@ def test_a_killed_run_continues_to_the_same_bytes(
 
 
 def test_a_run_that_stopped_is_told_and_its_output_is_no_input(tmp_path, source, monkeypatch):
-    monkeypatch.setattr(tokenizing, "_BATCH", 50)
+    monkeypatch.setattr(tokenizing, "BATCH", 50)
     output = Output(source / "t.bin", 200)
     real = tokenizing._encoded
 

@@ -1,11 +1,9 @@
 """Files of conversations, rendered and tokenized: the arrays of a data set."""
 
-import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,15 @@ from fsdpctl.data.chats.files import ChatSource, is_held_out, repeat_hash, repea
 from fsdpctl.data.chats.formats import Chat, ChatLine, Plain
 from fsdpctl.data.chats.rows import lines_of
 from fsdpctl.data.chats.samples import ChatSample
-from fsdpctl.data.chats.workers import TemplateSetup, Workers, workers
+from fsdpctl.data.chats.workers import TemplateSetup, rendered
+from fsdpctl.data.files import batches
 from fsdpctl.data.packing import Flags
 from fsdpctl.data.tokenizer import Encoded, FileTokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import CONVERSATIONS, Advance, doing
 
 PARTS = ("train", "val")
+_BATCH = 1 << 20  # characters that are tokenized together: a token and its place take 150 bytes
 _MOST_KEYS = 1000  # of a file, that are counted one by one
 
 
@@ -76,7 +76,6 @@ class Building:
         self._counts: Counter[str] = Counter()
         self._ends: Counter[int] = Counter()
         self._keys: list[dict[str, Counter[str]]] = []
-        self._workers: Workers | None = None
         self._advance: Advance = lambda count: None
 
     def build(self) -> Built:
@@ -86,13 +85,12 @@ class Building:
             UsageError: If a line can't be trained on, or if no sample is left to train on.
         """
         times = self._times()
-        with ExitStack() as stack:
-            self._advance = stack.enter_context(doing("tokenizing", CONVERSATIONS))
+        with doing("tokenizing", CONVERSATIONS) as self._advance:
             formats = [
-                self._add(source, stack, None if times is None else times[number])
+                self._add(source, None if times is None else times[number])
                 for number, source in enumerate(self._plan.sources)
             ]
-            formats += [self._add(each, stack, None, "val") for each in self._plan.val_sources]
+            formats += [self._add(each, None, "val") for each in self._plan.val_sources]
         if not self._parts["train"].tokens:
             dropped = self._counts["without_loss"]
             reason = f"; {dropped} samples have no token that is trained on" if dropped else ""
@@ -139,7 +137,6 @@ class Building:
     def _add(
         self,
         source: ChatSource,
-        stack: ExitStack,
         times: NDArray[np.int64] | None,
         part: str | None = None,
     ) -> str:
@@ -158,11 +155,7 @@ class Building:
             texts = ((line.content, to) for line, to in rows if isinstance(line.content, Plain))
             made = self._encoder.texts(texts)
         else:
-            if self._workers is None:
-                files = (*self._plan.sources, *self._plan.val_sources)
-                size = sum(os.path.getsize(each.path) for each in files)
-                self._workers = stack.enter_context(workers(*self._plan.setup(), size))
-            made = self._encoder.samples(self._rendered(self._workers, rows))
+            made = self._encoder.samples(self._rendered(rows))
         for tokens, trained, destination in made:
             self._take(tokens, trained, destination)
         return name
@@ -194,7 +187,7 @@ class Building:
                 yield line, _Destination(to, repeated)
 
     def _rendered(
-        self, found: Workers, rows: Iterator[tuple[ChatLine, _Destination]]
+        self, rows: Iterator[tuple[ChatLine, _Destination]]
     ) -> Iterator[tuple[ChatSample, _Destination]]:
         destinations: deque[_Destination] = deque()
 
@@ -204,7 +197,7 @@ class Building:
                 destinations.append(destination)
                 yield line.content, line.where
 
-        for made in found.results(chats()):
+        for made in rendered(*self._plan.setup(), chats()):
             destination = destinations.popleft()
             self._counts.update(made.counts)
             self._counts["marked"] += any(each.is_marked for each in made.samples)
@@ -224,8 +217,6 @@ class Building:
 class Encoder:
     """Tokenizes samples in batches, which the tokenizer distributes over threads."""
 
-    _BATCH = 256
-
     def __init__(self, tokenizer: FileTokenizer) -> None:
         self._tokenizer = tokenizer
         self._is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
@@ -235,30 +226,29 @@ class Encoder:
         self, samples: Iterable[tuple[ChatSample, Any]]
     ) -> Iterator[tuple[Tokens, Flags, Any]]:
         """Yield the tokens of each sample, whether each token is trained on, and the label."""
-        for sample, encoded, label in self._encoded(samples):
-            yield encoded.tokens, self._flags(sample, encoded), label
+        for batch in batches(samples, _size, _BATCH):
+            encoded = self._tokenizer.encode_texts([sample.text for sample, _ in batch])
+            for (sample, label), each in zip(batch, encoded, strict=True):
+                yield each.tokens, self._flags(sample, each), label
 
     def texts(self, texts: Iterable[tuple[Plain, Any]]) -> Iterator[tuple[Tokens, Flags, Any]]:
         """Yield the same for plain text, with the tokens that the tokenizer adds and its end."""
-        for text, encoded, label in self._encoded(texts):
-            inner, trained = encoded.tokens, encoded.stops > text.untrained
-            if text.is_apart:
-                edges = (slice(text.untrained), slice(text.untrained, None))
-                parts = self._tokenizer.encode_texts([text.text[each] for each in edges])
-                inner = np.concatenate([each.tokens for each in parts])
-                trained = np.arange(len(inner)) >= len(parts[0].tokens)
-            before, after = self._tokenizer.around(inner)
-            flags = np.concatenate(
-                [np.zeros(len(before), bool), trained, np.ones(len(after), bool)]
-            )
-            yield np.array([*before, *inner.tolist(), *after], dtype=inner.dtype), flags, label
-
-    def _encoded(self, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Encoded, Any]]:
-        source = iter(items)
-        while batch := list(islice(source, self._BATCH)):
-            encoded = self._tokenizer.encode_texts([item.text for item, _ in batch])
-            for (item, label), each in zip(batch, encoded, strict=True):
-                yield item, each, label
+        for batch in batches(texts, _size, _BATCH):
+            cut = [text.text for text, _ in batch if _is_cut(text)]
+            parts = [part for text, _ in batch if not _is_cut(text) for part in _halves(text)]
+            encoded = iter(self._tokenizer.encode_texts(cut) if cut else ())
+            tokens = iter(self._tokenizer.encode_plain(parts))
+            for text, label in batch:
+                if _is_cut(text):
+                    inner, trained = (each := next(encoded)).tokens, each.stops > text.untrained
+                else:
+                    masked, others = next(tokens), next(tokens)
+                    inner = np.concatenate([masked, others])
+                    trained = np.arange(len(inner)) >= len(masked)
+                before, after = self._tokenizer.around(inner)
+                flags = [np.zeros(len(before), bool), trained, np.ones(len(after), bool)]
+                whole = [np.array(before, inner.dtype), inner, np.array(after, inner.dtype)]
+                yield np.concatenate(whole), np.concatenate(flags), label
 
     def _flags(self, sample: ChatSample, encoded: Encoded) -> Flags:
         """Return True for each token that has a character in a span, even if a span's edge cuts it.
@@ -279,3 +269,16 @@ class Encoder:
         """Return the control tokens that end spans of trained tokens."""
         last = flags & ~np.append(flags[1:], False)
         return [int(each) for each in tokens[last & self._is_control[tokens]]]
+
+
+def _size(item: tuple[ChatSample | Plain, Any]) -> int:
+    return len(item[0].text)
+
+
+def _is_cut(text: Plain) -> bool:
+    """Return whether the places of tokens tell which are masked."""
+    return text.untrained > 0 and not text.is_apart
+
+
+def _halves(text: Plain) -> tuple[str, str]:
+    return text.text[: text.untrained], text.text[text.untrained :]

@@ -35,6 +35,9 @@ from fsdpctl.errors import UsageError, first_of, nearest
 SYSTEM = ("system", "system_prompt", "system_message")
 TOOLS = ("tools", "functions")
 _KWARGS = "chat_template_kwargs"
+_RESERVED = {
+    "messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message",
+}  # fmt: skip
 _INSTRUCTION, AS_ALPACA = "instruction and output", "instruction and output, as Alpaca's text"
 _ASKED, _ADDED, _ANSWERED = (
     ("instruction", "query", "question"), ("input", "context"), ("output", "response"),
@@ -258,8 +261,7 @@ def _chat(messages: list[Any], row: _Fields) -> Chat:
     key, system = row.one_of(SYSTEM)
     first = system_message(str(expect(system, str, key)), checked, key)
     options = as_object(row.one_of((_KWARGS,))[1] or {}, _KWARGS)
-    reserved = {"messages", "tools", "add_generation_prompt"} & options.keys()
-    if reserved:
+    if reserved := _RESERVED & options.keys():
         raise UsageError(f"{_KWARGS}: {sorted(reserved)[0]} is set by fsdpctl")
     return Chat([*first, *checked], [True] * len(first) + trained, _tools(row), options)
 

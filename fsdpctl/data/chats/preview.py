@@ -9,7 +9,7 @@ from fsdpctl.data.chats.formats import Chat
 from fsdpctl.data.chats.open import setup_of
 from fsdpctl.data.chats.template import open_template
 from fsdpctl.data.chats.values import Message
-from fsdpctl.data.chats.workers import workers
+from fsdpctl.data.chats.workers import rendered
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer
 from fsdpctl.io.texts import printable
@@ -95,7 +95,7 @@ def prompt_tokens(tokenizer: FileTokenizer, messages: Sequence[Message], today: 
     """
     template = open_template(tokenizer, None)
     chat = Chat(list(messages), [], is_question=True)
-    with workers(setup_of(template, tokenizer, today), template.source, 0) as found:
-        (made,) = found.results([(chat, template.source)])
+    setup, where = setup_of(template, tokenizer, today), template.source
+    (made,) = rendered(setup, where, [(chat, where)])
     (sample,) = made.samples
     return tokenizer.encode_prompt(sample.text, adds=False)

