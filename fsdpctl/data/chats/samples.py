@@ -15,7 +15,7 @@ from fsdpctl.data.chats.conversation import (
 )
 from fsdpctl.data.chats.formats import Chat
 from fsdpctl.data.chats.render import Renderer, RenderError, Spans
-from fsdpctl.data.chats.turns import TurnError, find_turn, marks_in_whole, marks_of
+from fsdpctl.data.chats.turns import Turn, TurnError, find_turn
 from fsdpctl.data.chats.values import Message
 from fsdpctl.errors import UsageError
 
@@ -41,16 +41,6 @@ class LossPolicy:
 
     train_on: str
     rewritten_turns: str
-
-
-@dataclass(slots=True)
-class _Answer:
-    """An assistant message in the rendering that ends with it."""
-
-    index: int
-    spans: Spans
-    settled: int  # a longer rendering that agrees up to here contains the message unchanged
-    is_prompted: bool = True
 
 
 @dataclass(slots=True)
@@ -158,7 +148,7 @@ def _make_samples(talk: Conversation, policy: LossPolicy) -> ChatSamples:
 def _of_answers(work: _Work, kept: list[int]) -> list[ChatSample]:
     talk, policy = work.talk, work.policy
     whole = talk.upto(len(talk.messages))
-    answers = [_answer(work, index) for index in kept]
+    answers = [find_turn(talk, index, index + 1) for index in kept]
     work.count("not_as_served", sum(not each.is_prompted for each in answers))
     rewritten = [each for each in answers if not _is_unchanged(talk, each, whole.text)]
     if not rewritten and talk.renderer.has_marks and kept == talk.answers:
@@ -179,7 +169,7 @@ def _of_answers(work: _Work, kept: list[int]) -> list[ChatSample]:
     return _split(talk, answers)
 
 
-def _split(talk: Conversation, answers: list[_Answer]) -> list[ChatSample]:
+def _split(talk: Conversation, answers: list[Turn]) -> list[ChatSample]:
     """Return the fewest samples that contain each message as it is when it is the last one."""
     samples, rest = [], answers
     while rest:
@@ -191,21 +181,12 @@ def _split(talk: Conversation, answers: list[_Answer]) -> list[ChatSample]:
     return samples[::-1]
 
 
-def _answer(work: _Work, index: int) -> _Answer:
-    talk = work.talk
-    if talk.renderer.has_marks:
-        own, holding = marks_of(talk, index)
-        return _Answer(index, own, own[holding][1])
-    turn = find_turn(talk, index, index + 1)
-    return _Answer(index, [(turn.start, turn.stop)], turn.stop, turn.is_prompted)
-
-
-def _is_unchanged(talk: Conversation, answer: _Answer, text: str) -> bool:
+def _is_unchanged(talk: Conversation, answer: Turn, text: str) -> bool:
     """Return whether a longer rendering begins like the one that ends with the message."""
     return text.startswith(talk.upto(answer.index + 1).text[: answer.settled])
 
 
-def _sample(talk: Conversation, count: int, answers: list[_Answer]) -> ChatSample:
+def _sample(talk: Conversation, count: int, answers: list[Turn]) -> ChatSample:
     """Return the first `count` messages, trained on `answers`, which they contain unchanged."""
     rendered = talk.upto(count)
     marked = talk.renderer.has_marks
@@ -220,13 +201,7 @@ def _sample(talk: Conversation, count: int, answers: list[_Answer]) -> ChatSampl
 def _as_rewritten(talk: Conversation, kept: list[int]) -> ChatSample:
     """Return all messages, trained on assistant messages as they are written there."""
     count = len(talk.messages)
-    spans: Spans = []
-    for index in kept:
-        if talk.renderer.has_marks:
-            spans += marks_in_whole(talk, index)
-        else:
-            turn = find_turn(talk, index, count)
-            spans.append((turn.start, turn.stop))
+    spans = [span for index in kept for span in find_turn(talk, index, count).spans]
     return ChatSample(talk.upto(count).text, spans, talk.renderer.has_marks)
 
 

@@ -24,9 +24,10 @@ class TurnError(Exception):
 class Turn:
     """An assistant message in a rendering, in characters."""
 
-    start: int
-    stop: int  # after the control token that ends it
-    is_prompted: bool  # the rendering begins with the prompt that a model is served with
+    index: int
+    spans: Spans
+    settled: int  # a longer rendering that agrees up to here contains the message unchanged
+    is_prompted: bool = True  # the rendering begins with the prompt that a model is served with
 
 
 def find_turn(talk: Conversation, index: int, count: int) -> Turn:
@@ -36,6 +37,8 @@ def find_turn(talk: Conversation, index: int, count: int) -> Turn:
         TurnError: If its boundaries aren't certain.
         RenderError: If the template rejects the messages.
     """
+    if talk.renderer.has_marks:
+        return _marked(talk, index, count)
     whole = talk.upto(count).text
     low, high = _content(talk, index, talk.messages[:count])
     start, is_prompted = _start(talk, index, count, low)
@@ -46,7 +49,7 @@ def find_turn(talk: Conversation, index: int, count: int) -> Turn:
             f"message {index + 1}: no control token of the tokenizer ends the assistant message, "
             f"which is followed by {whole[high : high + 40]!r}"
         )
-    return Turn(start, end.end(), is_prompted)
+    return Turn(index, [(start, end.end())], end.end(), is_prompted)
 
 
 def _content(talk: Conversation, index: int, messages: list[Message]) -> tuple[int, int]:
@@ -163,35 +166,22 @@ def common_prefix(one: str, other: str) -> int:
     return low
 
 
-def marks_of(talk: Conversation, index: int) -> tuple[Spans, int]:
-    """Return the generation blocks of message `index` as the last message.
-
-    Returns:
-        The spans, and which of them contains the content.
-
-    Raises:
-        TurnError: If the blocks don't enclose the content.
-        RenderError: If the template rejects the messages.
-    """
-    rendered = talk.upto(index + 1)
-    own = rendered.marks[_marks_before(talk, index) :]
+def _marked(talk: Conversation, index: int, count: int) -> Turn:
+    """Return the generation blocks of a message; as the last one, they must enclose its content."""
+    rendered = talk.upto(count)
+    later = next((each for each in talk.answers if index < each < count), None)
+    stop = len(rendered.marks) if later is None else _marks_before(talk, later)
+    own = rendered.marks[_marks_before(talk, index) : stop]
     body = text_of(talk.messages[index]).rpartition(_THOUGHT)[2].strip()
     texts = [rendered.text[start:stop] for start, stop in own]
-    if not "".join(texts).strip() or (body in rendered.text and body not in "".join(texts)):
+    is_out = not "".join(texts).strip() or (body in rendered.text and body not in "".join(texts))
+    if is_out and count == index + 1:
         raise TurnError(
             f"message {index + 1}: the template's generation blocks do not enclose it; blocks "
             "within a macro or a set block are misplaced"
         )
-    holding = [number for number, text in enumerate(texts) if body and body in text]
-    return own, holding[0] if holding else len(own) - 1
-
-
-def marks_in_whole(talk: Conversation, index: int) -> Spans:
-    """Return the generation blocks of message `index` in the rendering of all messages."""
-    whole = talk.upto(len(talk.messages)).marks
-    later = [each for each in talk.answers if each > index]
-    stop = _marks_before(talk, later[0]) if later else len(whole)
-    return whole[_marks_before(talk, index) : stop]
+    holding = [span for span, text in zip(own, texts, strict=True) if body and body in text]
+    return Turn(index, own, (holding or own)[0 if holding else -1][1] if own else 0)
 
 
 def _marks_before(talk: Conversation, index: int) -> int:
