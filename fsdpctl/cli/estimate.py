@@ -17,8 +17,8 @@ from fsdpctl.cli.estimate_text import (
     strategies_table,
 )
 from fsdpctl.cli.from_others import asked_from, show_translation
-from fsdpctl.cli.many_files import NOT_ESTIMATED, FileVerdict, files_of, show_verdicts, verdicts_of
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.cli.many_files import files_of, show_verdicts
+from fsdpctl.errors import DoesNotFitError, UsageError, nearest
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 from fsdpctl.predict.memory_recorder import without_gc
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fsdpctl.estimate.fit import Fit
     from fsdpctl.estimate.run_estimate import RunEstimate
 
-_NOTHING_ESTIMATED, _DOES_NOT_FIT = 2, 3
 _FITTED = ("micro_batch", "seq_len", "model")
 
 
@@ -61,7 +60,7 @@ def estimate_memory(
             "--from",
             metavar="FILE",
             help="Configuration file of another tool, as `convert` reads it; several or a "
-            "directory: a verdict for each.",
+            "directory: a line for each.",
         ),
     ] = None,
 ) -> None:
@@ -77,7 +76,7 @@ def estimate_memory(
     if files != (source or [])[:1]:
         if all_strategies or fit or plot:
             raise UsageError("--from: --all-strategies, --fit and --plot take a single file")
-        raise typer.Exit(_judge(files, asked, as_json, require_fit))
+        raise typer.Exit(show_verdicts(files, asked, as_json=as_json, require_fit=require_fit))
     others = asked_from(files[0], asked) if files else None
     composed = others.composed if others else composed_from(asked, quiet=as_json)
     from fsdpctl.estimate.estimator import Estimator
@@ -108,21 +107,7 @@ def estimate_memory(
             say(line)
         _show_one(estimator, estimates[0], fits)
     if require_fit and not any(each.fits for each in estimates):
-        raise typer.Exit(_DOES_NOT_FIT)
-
-
-def _judge(files: list[Path], asked: ConfigArguments, as_json: bool, require_fit: bool) -> int:
-    """Print a verdict for each file, also if the command is interrupted; return the exit code."""
-    verdicts: list[FileVerdict] = []
-    try:
-        verdicts.extend(verdicts_of(files, asked))
-    finally:
-        if verdicts:
-            show_verdicts(verdicts, as_json=as_json)
-    known = [each.verdict for each in verdicts if each.verdict != NOT_ESTIMATED]
-    if require_fit and any(each != "fits" for each in known):
-        return _DOES_NOT_FIT
-    return 0 if known else _NOTHING_ESTIMATED
+        raise typer.Exit(DoesNotFitError.exit_code)
 
 
 def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | None) -> list["Fit"]:

@@ -1,34 +1,18 @@
-"""`estimate-memory --from` with several files or a directory: a verdict for each."""
+"""`estimate-memory --from` with several files or a directory: a line for each."""
 
 import json
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdpctl.cli.config_args import ConfigArguments
-from fsdpctl.cli.console import add_row, new_table, say, show_table
+from fsdpctl.cli.console import emit, say
 from fsdpctl.cli.from_others import asked_from, typed_beside
-from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.units import format_bytes
 
 _SUFFIXES = (".yaml", ".yml")
-NOT_ESTIMATED = "not estimated"
-
-
-@dataclass(frozen=True, slots=True)
-class FileVerdict:
-    """The verdict on a file, or the reason why it has none."""
-
-    file: str
-    tool: str = ""
-    verdict: str = NOT_ESTIMATED  # else as `StepEstimate.verdict`
-    peak_reserved_bytes: int | None = None
-    available_bytes: int | None = None
-    left_out: tuple[str, ...] = ()  # keys that may change the estimate
-    seconds: float = 0.0
-    reason: str = ""
 
 
 def files_of(sources: Sequence[Path]) -> list[Path]:
@@ -54,8 +38,10 @@ def files_of(sources: Sequence[Path]) -> list[Path]:
     return found
 
 
-def verdicts_of(files: Sequence[Path], asked: ConfigArguments) -> Iterator[FileVerdict]:
-    """Estimate each file with the settings of the command line.
+def show_verdicts(
+    files: Sequence[Path], asked: ConfigArguments, *, as_json: bool, require_fit: bool
+) -> int:
+    """Estimate each file with the settings of the command line; return the exit code.
 
     Raises:
         UsageError: If these settings are invalid whatever the file.
@@ -63,45 +49,39 @@ def verdicts_of(files: Sequence[Path], asked: ConfigArguments) -> Iterator[FileV
     from fsdpctl.config.compose import compose_config
 
     compose_config(typed_beside(files[0], asked))
+    verdicts = set()
+    for number, file in enumerate(files, start=1):
+        with doing(f"estimating {file} ({number} of {len(files)})"):
+            found = _judged(file, asked)
+        verdict, text = found["verdict"], found.get("reason")
+        if verdict is not None:
+            verdicts.add(verdict)
+            peak, available = found["peak_reserved_bytes"], max(0, found["available_bytes"])
+            lost = f"; left out: {', '.join(found['left_out'])}" if found["left_out"] else ""
+            text = f"{verdict}, {format_bytes(peak)} of {format_bytes(available)}{lost}"
+        emit(json.dumps(found)) if as_json else say(f"{file}: {text}")
+    if require_fit and verdicts - {"fits"}:
+        return DoesNotFitError.exit_code
+    return 0 if verdicts else UsageError.exit_code
+
+
+def _judged(file: Path, asked: ConfigArguments) -> dict[str, Any]:
+    """Return the verdict on a file as `StepEstimate.verdict`, or None and the reason."""
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.search import estimates_of
 
-    for number, file in enumerate(files, start=1):
-        begun = time.monotonic()
-        try:
-            with doing(f"estimating {file} ({number} of {len(files)})"):
-                others = asked_from(file, asked)
-                ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
-        except (UsageError, CheckpointError) as error:
-            text = str(error)
-            reason = text if text.startswith(str(file)) else f"{file}: {text}"
-            found = FileVerdict(str(file), reason=reason)
-        else:
-            translation = others.translation
-            left_out = (*(row.key for row in translation.excluded), *translation.unrecognized)
-            found = FileVerdict(
-                str(file),
-                translation.tool,
-                estimate.verdict,
-                estimate.peak_reserved,
-                estimate.available,
-                left_out,
-            )
-        yield replace(found, seconds=round(time.monotonic() - begun, 2))
-
-
-def show_verdicts(found: Sequence[FileVerdict], *, as_json: bool) -> None:
-    """Print a row for each file, then the reasons of those that were not estimated."""
-    if as_json:
-        say(json.dumps([asdict(each) for each in found], indent=2))
-        return
-    table = new_table("file", "tool", "verdict", "reserved", "available", "left out", "s")
-    for each in found:
-        sizes = (each.peak_reserved_bytes, each.available_bytes)
-        shown = ("" if size is None else format_bytes(max(0, size)) for size in sizes)
-        keys = ", ".join(each.left_out)
-        add_row(table, each.file, each.tool, each.verdict, *shown, keys, f"{each.seconds:.1f}")
-    show_table(table)
-    for each in found:
-        if each.reason:
-            say(each.reason)
+    try:
+        others = asked_from(file, asked)
+        ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
+    except (UsageError, CheckpointError) as error:
+        reason = str(error).removeprefix(f"{file}: ")
+        return {"file": str(file), "verdict": None, "reason": reason}
+    translation = others.translation
+    return {
+        "file": str(file),
+        "verdict": estimate.verdict,
+        "tool": translation.tool,
+        "peak_reserved_bytes": estimate.peak_reserved,
+        "available_bytes": estimate.available,
+        "left_out": [*(row.key for row in translation.excluded), *translation.unrecognized],
+    }
