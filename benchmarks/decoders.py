@@ -63,7 +63,7 @@ _IMPORTED = (  # by what runs in forks
     "fsdpctl.checkpoint.consolidate", "torch._dynamo",
 )  # fmt: skip
 _SETTINGS = (
-    "model=transformers", "model.path=model", "data=chat", "data.path=chats.jsonl",
+    "model=hf", "model.path=model", "data=chat", "data.path=chats.jsonl",
     "train.seq_len=48", "launch.device=cpu",
 )  # fmt: skip
 _TRAINING = (
@@ -214,7 +214,7 @@ def _compared(family: str, name: str, folder: Path) -> Tried:
     """
     theirs = load_decoder(folder)
     try:
-        config = compose_config(["model=transformers", f"model.path={folder}"]).config
+        config = compose_config(["model=hf", f"model.path={folder}"]).config
         packs = check_decoder(config.model).isolates
         config = replace(config, model=with_attention(config.model))
         weights = open_weights(config.model)

@@ -28,7 +28,7 @@ from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.engine.build import Sharding, Source
-from fsdpctl.models.llama import LlamaDecoder
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.blocks import checkpoint_block
 from fsdpctl.run.flops import ModelFlops, flops_per_token, peak_flops
 
@@ -76,12 +76,12 @@ def _config(size: Size) -> ModelConfig:
     )
 
 
-def _shapes(size: Size) -> LlamaDecoder:
+def _shapes(size: Size) -> TransformersDecoder:
     with torch.device("meta"):
-        return LlamaDecoder(_config(size), size.width // size.heads, size.vocab)
+        return TransformersDecoder(_config(size), size.width // size.heads, size.vocab)
 
 
-def make_model(size: Size) -> LlamaDecoder:
+def make_model(size: Size) -> TransformersDecoder:
     """Build the model with values, on the device."""
     model = _shapes(size).to_empty(device=DEVICE)
     for name, param in model.named_parameters():

@@ -29,8 +29,8 @@ from torch.multiprocessing.spawn import start_processes
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.report import arguments, write_report
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import initialize_parameter
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 
 WARM_UP = 1  # rounds
 TURN = 3  # steps
@@ -46,7 +46,7 @@ GROUPS = {
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def make_decoder(width: int, blocks: int, vocab: int) -> LlamaDecoder:
+def make_decoder(width: int, blocks: int, vocab: int) -> TransformersDecoder:
     """The same decoder in every process."""
     config = ModelConfig(
         num_layers=blocks,
@@ -56,7 +56,7 @@ def make_decoder(width: int, blocks: int, vocab: int) -> LlamaDecoder:
         num_kv_heads=width // 64,
         tie_embeddings=False,
     )
-    model = LlamaDecoder(config, 64, vocab)
+    model = TransformersDecoder(config, 64, vocab)
     with torch.no_grad():
         for name, param in model.named_parameters():
             initialize_parameter(name, param, seed=0, config=config)

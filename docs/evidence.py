@@ -27,7 +27,7 @@ _FAULTS = {
 
 
 def decoders_table() -> str:
-    """Return the families by what `model=transformers` does with them."""
+    """Return the families by what `model=hf` does with them."""
     report, works = report_of("decoders"), _working_decoders()
     results = report["results"]
     tried = [each for each in results if each["is_tried"]]

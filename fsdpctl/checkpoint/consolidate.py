@@ -44,13 +44,12 @@ from fsdpctl.checkpoint.tensor_file import (
     write_tensor_file,
 )
 from fsdpctl.config.any_decoder import config_json
-from fsdpctl.config.hugging_face import CONFIG_JSON
-from fsdpctl.config.model import TRANSFORMERS
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer_files import TOKENIZER_FILES
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.activity import BYTES, Advance, doing
 from fsdpctl.io.files import refusing
+from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
 from fsdpctl.plan.layout import Span, share_of
 
@@ -78,7 +77,7 @@ def consolidate(
         # Merged weights are rounded once, below.
         weights = exported_weights(reader, None if dtype is None else "F32", merges=merges)
         kept: Collection[str] = ()
-        if reader.manifest.config.get("model.architecture") == TRANSFORMERS:
+        if MODEL in reader.manifest.config:
             from fsdpctl.checkpoint.hub_weights import float32_names  # imports torch
 
             kept = float32_names(config_of_checkpoint(reader.manifest.config, str(reader)).model)

@@ -23,6 +23,7 @@ from fsdpctl.checkpoint.publish import Exported, check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors, weight_bytes
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, sync
+from fsdpctl.config.any_decoder import CONFIG_OF, content_of, family_of, read_configuration
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
 _ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
 _REORDERED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+_SILU = ("silu", "swish")
+_ROPES = ("default", "linear", "llama3", "yarn")
+_OF_ROPE = (
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -93,9 +100,9 @@ def write_gguf(
         finally:
             scratch.unlink(missing_ok=True)
     notes = [*([note] if note else []), *notes_on_merge(reader, merges=merges)]
-    if model.sliding_window is not None:
+    if window := _window(_about(model)):
         notes.append(
-            f"context length {model.sliding_window}: llama.cpp does not support the model's "
+            f"context length {window}: llama.cpp does not support the model's "
             "sliding window, so its results differ beyond this length"
         )
     return Exported(destination, size, len(tensors), tuple(notes))
@@ -113,19 +120,26 @@ def _check(model: ModelConfig, reader: CheckpointReader) -> None:
     problem = ""
     if "model" not in reader.manifest.config:
         problem = f"{reader} does not name its model"
-    elif model.architecture not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
-        problem = f"model.architecture={model.architecture} not supported; expected {known}"
-    elif model.activation not in (None, "silu"):
-        problem = f"model.activation={model.activation} not supported by llama.cpp; expected silu"
+    elif (family := family_of(model)) not in _ARCHITECTURES:
+        problem = f"{family} models: not supported; expected {', '.join(_ARCHITECTURES)}"
+    else:
+        about = _about(model)
+        rope, kind = about.rope_parameters, about.rope_parameters["rope_type"]
+        others = [name for name, value in rope.items() if name not in _OF_ROPE and value]
+        if about.hidden_act not in _SILU:
+            problem = f"activation {about.hidden_act} not supported by llama.cpp; expected silu"
+        elif kind not in _ROPES:
+            problem = f"rope_type {kind} not supported; expected {', '.join(_ROPES)}"
+        elif others:
+            problem = f"{others[0]} of rotary embeddings: not supported"
     if problem:
         raise UsageError(f"--format gguf: {problem}")
 
 
 def _tensors(reader: Tensors, model: ModelConfig, dtype: str, library: Any) -> list[_Tensor]:
-    architecture = getattr(library.MODEL_ARCH, _ARCHITECTURES[model.architecture])
+    architecture = getattr(library.MODEL_ARCH, _ARCHITECTURES[family_of(model)])
     names = library.get_tensor_name_map(architecture, model.num_layers)
-    reorders = model.architecture in ("llama", "mistral")
+    reorders = family_of(model) in ("llama", "mistral")
     found = []
     for name in reader.names(PARAMETER):
         key = tensor_key(PARAMETER, name)
@@ -138,6 +152,10 @@ def _tensors(reader: Tensors, model: ModelConfig, dtype: str, library: Any) -> l
         written = dtype if len(info.shape) > 1 else "F32"
         found.append(_Tensor(gguf_name, key, info, written, rows))
     return found
+
+
+def _about(model: ModelConfig) -> Any:
+    return read_configuration(content_of(model), CONFIG_OF)
 
 
 def _head_dim(model: ModelConfig) -> int:
@@ -154,7 +172,7 @@ def _write(
     """Write the file; return a note on its tokenizer, or an empty string."""
     import gguf
 
-    architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[model.architecture])
+    architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[family_of(model)])
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture])
     _write_parameters(writer, model, tensors, reader)
     note = write_tokenizer(writer, attached_files(reader), int(model.vocab_size or 0))
@@ -192,12 +210,13 @@ def _write_parameters(
 ) -> None:
     import gguf
 
-    head_dim = _head_dim(model)
+    head_dim, about = _head_dim(model), _about(model)
+    rope, window = about.rope_parameters, _window(about)
     matrices = {each.dtype for each in tensors if len(each.info.shape) > 1}
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(reader.manifest.config["model"])
     writer.add_block_count(model.num_layers)
-    writer.add_context_length(min(model.max_seq_len, model.sliding_window or model.max_seq_len))
+    writer.add_context_length(min(model.max_seq_len, window or model.max_seq_len))
     writer.add_embedding_length(model.hidden_size)
     writer.add_feed_forward_length(model.intermediate_size)
     writer.add_head_count(model.num_heads)
@@ -205,30 +224,36 @@ def _write_parameters(
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(model.rope_theta)
-    writer.add_layer_norm_rms_eps(model.norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(about.rms_norm_eps)
     writer.add_vocab_size(int(model.vocab_size or 0))
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[matrices.pop()]])
-    if model.rope_scaling == "linear":
+    if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(model.rope_factor)
-    if model.rope_scaling == "yarn":
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(model.rope_factor)
-        writer.add_rope_scaling_orig_ctx_len(model.rope_original_len)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _window(about: Any) -> int | None:
+    kinds = getattr(about, "layer_types", None) or ["sliding_attention"]
+    found: int | None = getattr(about, "sliding_window", None)
+    return found if "sliding_attention" in kinds else None
 
 
 def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:
     """Return the factor that stretches the wavelength of each pair (Llama 3.1)."""
-    if model.rope_scaling != "llama3":
+    about = _about(model)
+    if about.rope_parameters["rope_type"] != "llama3":
         return None
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](about, "cpu")
     pairs = np.arange(0, _head_dim(model), 2, dtype=np.float64) / _head_dim(model)
-    turns = model.rope_original_len / (2 * np.pi * model.rope_theta**pairs)
-    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    factors: NDArray[np.float32] = (1 / ((1 - blend) / model.rope_factor + blend)).astype(
-        np.float32
-    )
+    plain = about.rope_parameters["rope_theta"] ** -pairs
+    factors: NDArray[np.float32] = (plain / scaled.double().numpy()).astype(np.float32)
     return factors
 
 

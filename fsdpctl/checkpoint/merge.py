@@ -44,11 +44,9 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: boo
         weights = _merged_into_quantized(weights, model, dtype)
     elif merges:
         weights = MergedWeights(weights, model, dtype, transposed=_transposed(model))
-    if model.is_foreign:
-        from fsdpctl.checkpoint.hub_weights import to_hub  # imports torch
+    from fsdpctl.checkpoint.hub_weights import to_hub  # imports torch
 
-        return to_hub(weights, model)
-    return weights
+    return to_hub(weights, model)
 
 
 def _merged_into_quantized(weights: Tensors, model: ModelConfig, dtype: str | None) -> Tensors:

@@ -7,10 +7,8 @@ from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.checkpoint.manifest import (
     INDEX_JSON,
     OF_THE_MODEL,
-    PARAMETER,
     BaseInfo,
     read_manifest,
-    tensor_key,
 )
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import FileTensors, Overlay, Tensors
@@ -28,10 +26,6 @@ from fsdpctl.io.untrusted import MIB, read_json
 _SINGLE = "model.safetensors"
 _MOST_INDEX_BYTES = 64 * MIB
 _MOST_BASES = 16  # checkpoints, each of which names the one before
-_HEAD = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
-# Constants that earlier versions of transformers saved as if they were weights.
-_CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,39 +128,11 @@ def _hugging_face_weights(folder: Path, model: ModelConfig) -> Tensors:
         UsageError: If there are no safetensors files.
         CheckpointError: If one is missing, truncated or invalid.
     """
+    from fsdpctl.checkpoint.hub_weights import from_hub  # imports torch
+
     files = _files_of_weights(folder)
-    if model.is_foreign:
-        from fsdpctl.checkpoint.hub_weights import from_hub  # imports torch
-
-        stored = {name: (file, file.entries[name]) for name, file in files.items()}
-        return from_hub(FileTensors(folder, stored), model)
-    found = {
-        _full_name(name): (file, file.entries[name])
-        for name, file in files.items()
-        if not name.endswith(_CONSTANTS)
-    }
-    if model.tie_embeddings and _HEAD in found:
-        if _EMBEDDING in found:
-            _check_tied(FileTensors(folder, found))
-        found.setdefault(_EMBEDDING, found.pop(_HEAD))
-    return FileTensors(folder, found)
-
-
-def _check_tied(weights: FileTensors) -> None:
-    """Check that a tied head, if it is stored too, equals the input embedding."""
-    keys = [tensor_key(PARAMETER, name) for name in (_HEAD, _EMBEDDING)]
-    shapes = [weights.info(key) for key in keys]
-    chunks = zip(*(weights.read(key) for key in keys), strict=True)
-    if shapes[0] != shapes[1] or any(head != embed for (_, head), (_, embed) in chunks):
-        raise CheckpointError(
-            f"{weights}: {_HEAD} differs from {_EMBEDDING}, but config.json ties them; set "
-            "model.tie_embeddings=false to load both"
-        )
-
-
-def _full_name(name: str) -> str:
-    """Return the name in the full model, if only its decoder was saved."""
-    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+    stored = {name: (file, file.entries[name]) for name, file in files.items()}
+    return from_hub(FileTensors(folder, stored), model)
 
 
 def _files_of_weights(folder: Path) -> dict[str, TensorFile]:

@@ -2,24 +2,20 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
+from inspect import getattr_static
+from types import FunctionType
 from typing import Any
 
 from fsdpctl.config.config_values import PARTS, check_about, check_parts, check_values, rejection
-from fsdpctl.config.hugging_face import (
-    ACTIVATIONS,
-    CONFIG_JSON,
-    OWN_FAMILIES,
-    InexactError,
-    defaults_of,
-    own_content,
-    own_words,
-)
-from fsdpctl.config.model import OWN, TRANSFORMERS, ModelConfig
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError, nearest
+from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
 
 CONFIG_OF = "model.config_json"  # in messages about one that was read before
@@ -29,9 +25,10 @@ _NOT_THE_MODELS = (
     "architectures", "attn_implementation", "auto_map", "dtype", "experts_implementation",
     "id2label", "label2id", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
+_METHODS = (FunctionType, classmethod, staticmethod, dict)  # of transformers' classes, and tables
 _OLDEST = (5, 20)  # version of transformers
 # Our keys, and the attributes of a configuration of transformers; the first that is set counts.
-_NUMBERS = {
+NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden_size": ("hidden_size", "d_model", "n_embd"),
     "intermediate_size": ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner"),
@@ -41,26 +38,16 @@ _NUMBERS = {
     "vocab_size": ("vocab_size",),
     "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "init_std": ("initializer_range",),
+    "tie_embeddings": ("tie_word_embeddings",),
 }
-_GPT2 = {
-    "num_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_inner",
-    "num_heads": "n_head", "vocab_size": "vocab_size", "max_seq_len": "n_positions",
-    "norm_eps": "layer_norm_epsilon", "tie_embeddings": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}  # fmt: skip
-_UNKNOWN = 50257  # tokens of a vocabulary that is known with the data
-_DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 
 
-def words_of_content(
-    content: Mapping[str, Any], where: str, module: str = "auto"
-) -> dict[str, str]:
+def words_of_content(content: Mapping[str, Any], where: str) -> dict[str, str]:
     """Return the settings of a model, without the prefix `model.`.
 
     Args:
         content: Of its config.json.
         where: The file, for messages.
-        module: The value of `model.module`.
 
     Raises:
         UsageError: If the installed transformers has no code for a causal decoder of this type, or
@@ -71,62 +58,31 @@ def words_of_content(
     check_about(content, where)
     kept = _of_the_model(content)
     config = read_configuration(kept, where, own_code="auto_map" in content)
-    if module != TRANSFORMERS:
-        if getattr(config, "rope_parameters", None):
-            config.standardize_rope_params()  # keys of the top level, as its module does it
-        try:
-            return own_words(config.to_dict(), type(config)().to_dict())
-        except InexactError as error:
-            if module == OWN:
-                raise _not_ours(where, error) from None
     if config.model_type != kept["model_type"]:  # the text model of one that sees or hears, too
         kept = {**_of_the_model(config.to_diff_dict()), "model_type": config.model_type}
-    words = {"architecture": TRANSFORMERS, "config_json": canonical(kept)}
-    for ours, theirs in _NUMBERS.items():
+    words = {"config_json": canonical(kept)}
+    for ours, theirs in NAMES.items():
         value = _value(config, theirs)
         if value is not None and value >= 0:  # negative: a default without a limit
-            words[ours] = str(value)
-    words.setdefault("num_kv_heads", words.get("num_heads", "1"))
-    words["tie_embeddings"] = str(bool(getattr(config, "tie_word_embeddings", False))).lower()
-    return words
-
-
-def words_of_table(content: Mapping[str, Any], where: str, module: str = "auto") -> dict[str, str]:
-    """Return the same of an entry of the table of published models.
-
-    Those of our own decoder are read without transformers, whose import takes seconds.
-    """
-    if module != TRANSFORMERS and content["model_type"] in OWN_FAMILIES:
-        usual = defaults_of(content["model_type"])
-        try:
-            return own_words({**usual, **content}, usual)
-        except InexactError as error:
-            if module == OWN:
-                raise _not_ours(where, error) from None
-    return words_of_content(content, where, module)
-
-
-def _not_ours(where: str, error: InexactError) -> UsageError:
-    return UsageError(
-        f"{where}: {error}: not supported by model.module={OWN}; set model.module={TRANSFORMERS}"
-    )
+            words[ours] = str(value).lower()
+    usual = {"num_kv_heads": words.get("num_heads", "1"), "tie_embeddings": "false"}
+    return {**usual, **words}
 
 
 def content_of(model: ModelConfig) -> dict[str, Any]:
     """Return the values of config.json that describe a model."""
-    if model.config_json is not None:
-        return parse_json(model.config_json, dict[str, Any], CONFIG_OF)
-    if model.architecture in OWN_FAMILIES:
-        return own_content(model)
-    content = {theirs: getattr(model, ours) for ours, theirs in _GPT2.items()}
-    content["vocab_size"] = model.vocab_size or _UNKNOWN
-    content["activation_function"] = ACTIVATIONS[model.activation or "gelu_tanh"][0]
-    return {**content, **dict.fromkeys(_DROPOUTS, 0.0), "model_type": "gpt2"}
+    return parse_json(str(model.config_json), dict[str, Any], CONFIG_OF)
 
 
 def family_of(model: ModelConfig) -> str:
     """Return the `model_type` of a model."""
-    return str(content_of(model).get("model_type"))
+    return family_in(str(model.config_json))
+
+
+@lru_cache(maxsize=8)
+def family_in(text: str) -> str:
+    """Return the `model_type` in a config.json."""
+    return str(parse_json(text, dict[str, Any], CONFIG_OF).get("model_type"))
 
 
 def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,14 +95,8 @@ def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> di
     family = content["model_type"]
     from transformers.models.auto import modeling_auto
 
-    # The defaults of the classes are tokens of the vocabulary of the first models.
-    kept: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-    if source.get("model_type") == family:
-        ropes = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
-        dropped = ("torch_dtype", *(() if model.is_foreign else ropes))
-        kept |= {name: value for name, value in source.items() if name not in dropped}
-    elif model.config_json is not None:
-        kept = {}
+    kept = dict(source) if source.get("model_type") == family else {}
+    kept.pop("torch_dtype", None)
     try:
         config = read_configuration({**kept, **content}, CONFIG_OF)
     except UsageError:  # a value that is not the model's, such as a label
@@ -158,18 +108,25 @@ def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> di
     return written
 
 
+def with_sizes(model: ModelConfig, **sizes: Any) -> ModelConfig:
+    """Return a model with other sizes by our keys."""
+    content = canonical(resized(content_of(model), sizes, CONFIG_OF))
+    return replace(model, **sizes, config_json=content)
+
+
 def resized(content: Mapping[str, Any], sizes: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the content with other sizes by our keys; kinds of blocks repeat if there are more."""
     config, changed = read_configuration(content, where), dict(content)
     for ours, value in sizes.items():
-        names = [name for name in _NUMBERS.get(ours, ()) if _value(config, [name]) is not None]
+        names = [name for name in NAMES.get(ours, ()) if _value(config, [name]) is not None]
         if not names or value is None:
             continue
-        before = _value(config, names)
-        changed[config.attribute_map.get(names[0], names[0])] = value
-        for name, each in content.items() if ours == "num_layers" else ():
+        before, name = _value(config, names), config.attribute_map.get(names[0], names[0])
+        if value != before or ours == "vocab_size":
+            changed[name] = value
+        for kinds, each in content.items() if ours == "num_layers" else ():
             if isinstance(each, list) and len(each) == before:
-                changed[name] = (each * -(-value // len(each)))[:value]
+                changed[kinds] = (each * -(-value // len(each)))[:value]
     return changed
 
 
@@ -219,6 +176,9 @@ def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool
     try:
         with _silent(transformers.logging):
             made = configuration_auto.CONFIG_MAPPING[family]
+            for name in content:
+                if isinstance(getattr_static(made, name, None), _METHODS):
+                    raise UsageError(f"{where}: {name}: not a key of such a file")
             check_parts(content, where, made.sub_configs)
             check_values(content, where, _usual(made))
             numbers = json.loads(json.dumps(content), object_hook=_special_float)
@@ -239,6 +199,22 @@ def _usual(made: Any) -> dict[str, Any]:
         (usual[name] for name in PARTS if isinstance(usual.get(name), dict)), {}
     )
     return {**inner, **usual}
+
+
+def known_names(config: Any) -> dict[str, Collection[str]]:
+    """Return the keys of a configuration of transformers, with those of mappings in it."""
+    from transformers.modeling_rope_utils import RopeParameters
+
+    names: dict[str, Collection[str]] = {
+        name: [*value] if isinstance(value, dict) else ()
+        for name, value in {**config.to_dict(), **config.attribute_map}.items()
+        if name not in _NOT_THE_MODELS and not name.startswith("_")
+    }
+    if "rope_parameters" in names:
+        names |= {"rope_theta": (), "partial_rotary_factor": ()}
+        ropes = (*names["rope_parameters"], *RopeParameters.__annotations__)
+        names |= {"rope_parameters": ropes, "rope_scaling": ropes}
+    return names
 
 
 @contextmanager

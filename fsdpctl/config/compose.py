@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
+from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_model, with_model
 from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.importers.source_config import NO_TOML
 from fsdpctl.config.keys import Value
+from fsdpctl.config.overrides import OVERRIDES, gathered
 from fsdpctl.config.recipe import (
     choices_of,
     find_recipe,
@@ -76,7 +77,7 @@ def compose_config(
     typed = resharding(expanded(typed, base, _ranks_per_node), base)
     given = {name for name, _ in typed}
     kept, dropped = _below(base, given)
-    pairs, renamed = with_own_strategy(with_model([*kept, *typed]))
+    pairs, renamed = with_own_strategy(with_model(gathered([*kept, *typed])))
     _check_known(pairs)
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices)
@@ -84,11 +85,9 @@ def compose_config(
     name = path.stem if path else None
     if first is not None:
         first(to_config({**values, **parsed}, choices), name)
-    values.update(values_of_path(choices, dict(pairs)))
-    values.update(values_of_adapters(choices, dict(pairs)))
-    values.update(parsed)
-    if values["model.architecture"] == "gpt2" and "model.num_kv_heads" not in dict(pairs):
-        values["model.num_kv_heads"] = values["model.num_heads"]  # it has no groups of heads
+    of_model = values_of_model(choices, dict(pairs), values["model.config_json"])
+    values |= of_model | values_of_adapters(choices, dict(pairs)) | parsed
+    values["model.head_dim"] = of_model.get("model.head_dim")  # a number for `auto` too
     _resolve_alternatives("the length", LENGTHS, values, given, {name for name, _ in kept})
     _resolve_alternatives("the size of a step", SIZES, values, given, {name for name, _ in kept})
     automatic = frozenset(name for name, value in values.items() if value is None)
@@ -104,7 +103,7 @@ def checked_settings(words: Sequence[str]) -> list[Pair]:
     """
     typed = [_split(word) for word in words]
     _refuse_doubles(typed)
-    pairs, _ = with_own_strategy(resharding(expanded(typed, [], _ranks_per_node), []))
+    pairs, _ = with_own_strategy(gathered(resharding(expanded(typed, [], _ranks_per_node), [])))
     _check_known(pairs)
     for name, text in pairs:
         if name in KEYS:
@@ -154,6 +153,8 @@ def _split(word: str) -> Pair:
         )
     if word.endswith(".toml") and name not in KEYS:
         raise UsageError(f"{word}: {NO_TOML}")
+    if name in KEYS and KEYS[name].is_stored:
+        raise UsageError(f"{name}: no such key; set {OVERRIDES}")
     if not equals and names_model(word):
         return "model", word
     if not equals:

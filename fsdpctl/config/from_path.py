@@ -1,28 +1,33 @@
-"""The settings of the model in `model.path`, and of the adapters in `model.lora.path`."""
+"""The settings of the model in `model.path`, or of a named one, and of `model.lora.path`."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from fsdpctl.config.any_decoder import resized, words_of_content
+from fsdpctl.config.any_decoder import NAMES, family_in, resized, words_of_content
 from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.keys import Value
-from fsdpctl.config.model import TRANSFORMERS
-from fsdpctl.config.model_path import CONFIG_KEYS, LORA_KEYS, SHAPE_KEYS, is_checkpoint, model_words
+from fsdpctl.config.model_path import LORA_KEYS, is_checkpoint, model_words, words_of_file
+from fsdpctl.config.overrides import OVERRIDES, merged
 from fsdpctl.config.peft import ADAPTER_KEYS, adapter_words
+from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import KEYS
 from fsdpctl.config.serialize import known_key
 from fsdpctl.errors import CheckpointError, UsageError
 
+CONFIG_JSON = "model.config_json"
+_SIZES = tuple(f"model.{name}" for name in NAMES)
+# Sizes that weights do not determine.
+_FREE = ("model.max_seq_len", "model.init_std", "model.tie_embeddings")
 FROM_PATH = "hf"  # the option for a model that a directory describes
-_FROM_PATHS = (FROM_PATH, TRANSFORMERS)  # the second sets model.module too
 
 
 def with_model(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Replace a name on the Hub in `model.path` by its cached directory, if it has one."""
     given = dict(pairs)
-    if given.get("model") not in _FROM_PATHS:
+    if given.get("model") != FROM_PATH:
         return pairs
     weights = given.get("model.init") != "random"
     return [
@@ -41,66 +46,77 @@ def _found(path: str, *, weights: bool) -> str:
         raise
 
 
-def values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:
-    """Return the settings of the model in `model.path` if `model` reads one."""
+def values_of_model(
+    choices: Mapping[str, str], given: Mapping[str, str], named: Value
+) -> dict[str, Value]:
+    """Return the settings of the model in `model.path`, or in the file `named` in conf/model."""
     path, option = given.get("model.path"), choices.get("model")
-    if option not in _FROM_PATHS:
-        for name in ("path", "init", "module"):
+    if option == FROM_PATH:
+        if path is None:
+            raise UsageError(f"model={option}: model.path is required, such as model.path=DIR")
+        file, where = Path(str(KEYS["model.path"].parse(path))), f"model.path={path}"
+        words = model_words(str(file))
+    else:
+        for name in ("path", "init"):
             if given.get(f"model.{name}") not in (None, "auto", "random"):
                 raise UsageError(
                     f"model.{name}={given[f'model.{name}']}: only valid with model={FROM_PATH}"
                 )
-        return {}
-    if path is None:
-        raise UsageError(f"model={option}: model.path is required, such as model.path=DIR")
-    folder = str(KEYS["model.path"].parse(path))
-    usual = TRANSFORMERS if option == TRANSFORMERS else "auto"
-    module = str(KEYS["model.module"].parse(given.get("model.module", usual)))
-    words = model_words(folder, module)
-    is_random = given.get("model.init") == "random"
-    if is_random and words.get("model.architecture") == TRANSFORMERS:
-        words |= _resized(words, given, path)
+        file = package_folder("conf") / "model" / str(named)
+        words, where = words_of_file(file), f"model={file.stem}"
+    is_random = option != FROM_PATH or given.get("model.init") == "random"
+    changed = {**words, **_changed(words, given, where)}
     try:
-        values = {name: known_key(name).parse(text) for name, text in words.items()}
+        values = {name: known_key(name).parse(text) for name, text in changed.items()}
     except UsageError as error:
-        refusal = CheckpointError if is_checkpoint(Path(folder)) else UsageError
-        raise refusal(f"model.path={path}: {error}") from None
-    _check_given(given, words, values, path, is_random=is_random)
+        refusal = CheckpointError if is_checkpoint(file) else UsageError
+        raise refusal(f"{where}: {error}") from None
+    if not is_random:
+        _check_weights(given, words, changed, where)
+    _check_sizes(given, values, where)
+    if option != FROM_PATH and "vocab_size" not in json.loads(str(values[CONFIG_JSON])):
+        values["model.vocab_size"] = None  # that of the data
     return values
 
 
-def _resized(words: Mapping[str, str], given: Mapping[str, str], path: str) -> dict[str, str]:
-    """Return the settings of a model of transformers with the given sizes."""
-    changed = {
-        name.removeprefix("model."): KEYS[name].parse(text)
-        for name, text in given.items()
-        if name in words and name not in (*LORA_KEYS, "model.config_json", "model.architecture")
-    }
-    content = resized(json.loads(words["model.config_json"]), changed, f"model.path={path}")
-    found = words_of_content(content, f"model.path={path}", TRANSFORMERS)
+def _changed(words: Mapping[str, str], given: Mapping[str, str], where: str) -> dict[str, str]:
+    """Return the settings that follow from config.json with the given sizes and overrides."""
+    content: dict[str, Any] = json.loads(words[CONFIG_JSON])
+    sizes = {name: KEYS[name].parse(given[name]) for name in _SIZES if name in given}
+    if not sizes and OVERRIDES not in given:
+        return {}
+    if OVERRIDES in given:
+        content = merged(content, str(KEYS[OVERRIDES].parse(given[OVERRIDES])), where)
+        where = f"{where}, {OVERRIDES}"
+    sizes = {name.removeprefix("model."): value for name, value in sizes.items()}
+    found = words_of_content(resized(content, sizes, where), where)
     return {f"model.{name}": text for name, text in found.items()}
 
 
-def _check_given(
-    given: Mapping[str, str],
-    words: Mapping[str, str],
-    values: Mapping[str, Value],
-    path: str,
-    *,
-    is_random: bool,
+def _check_weights(
+    given: Mapping[str, str], words: Mapping[str, str], changed: Mapping[str, str], where: str
 ) -> None:
-    """Check that no setting contradicts the weights, or the config.json of transformers' module."""
-    is_foreign = words.get("model.architecture") == TRANSFORMERS
-    fixed = () if is_random else SHAPE_KEYS + (LORA_KEYS if "model.lora.rank" in words else ())
-    for name in (*fixed, *(CONFIG_KEYS if is_foreign else ())):
-        if name in given and values.get(name, KEYS[name].default) != KEYS[name].parse(given[name]):
-            of, way_on = "weights", "set model.init=random to ignore them"
-            if name not in fixed:
-                of, way_on = "config.json", "edit it"
+    """Check that no setting contradicts the weights."""
+    of_lora = LORA_KEYS if "model.lora.rank" in words else ()
+    for name in (*(each for each in _SIZES if each not in _FREE), *of_lora):
+        value = KEYS[name].default if name not in words else KEYS[name].parse(words[name])
+        text = given.get(name, changed.get(name)) if name in _SIZES else given.get(name)
+        if text is not None and value != KEYS[name].parse(text):
             raise UsageError(
-                f"{name}={given[name]}: conflicts with the {of} in model.path={path} of "
-                f"{words.get(name, 'another value')}; {way_on}"
+                f"{name}={text}: conflicts with the weights in {where} of "
+                f"{words.get(name, 'another value')}; set model.init=random to ignore them"
             )
+
+
+def _check_sizes(given: Mapping[str, str], values: Mapping[str, Value], where: str) -> None:
+    """Check that the model has all given sizes, and the given config.json."""
+    family = family_in(str(values[CONFIG_JSON]))
+    for name in _SIZES:
+        wanted = KEYS[name].parse(given[name]) if name in given else None
+        if wanted is not None and values.get(name) != wanted:
+            raise UsageError(f"{name}={given[name]}: {where}: {family} has no such size")
+    if given.get(CONFIG_JSON) not in (None, values[CONFIG_JSON]):
+        raise UsageError(f"{CONFIG_JSON}: not that of {where}; leave it out")
 
 
 def values_of_adapters(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:
@@ -108,7 +124,7 @@ def values_of_adapters(choices: Mapping[str, str], given: Mapping[str, str]) -> 
     path = given.get("model.lora.path")
     if path is None:
         return {}
-    if choices.get("model") not in _FROM_PATHS:
+    if choices.get("model") != FROM_PATH:
         raise UsageError(f"model.lora.path={path}: only valid with model={FROM_PATH}")
     words = adapter_words(str(KEYS["model.lora.path"].parse(path)))
     try:

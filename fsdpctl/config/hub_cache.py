@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.errors import UsageError
+from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import MIB, read_json
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")

@@ -35,12 +35,14 @@ class Key:
     is_path: bool = False
     is_names: bool = False  # may be a list in a file
     is_executed: bool = False  # a command: accepted on the command line only, not from files
+    is_stored: bool = False  # what other keys result in: in files of runs, neither typed nor listed
+    is_mapping: bool = False  # JSON, given as KEY.NAME=VALUE or as a mapping in a file
     unit: str = ""  # of a number that can also be given as a size such as 80GB
 
     @property
     def allowed(self) -> str:
         """A description of the allowed values."""
-        words = ", ".join(self.choices) or self.type
+        words = ", ".join(self.choices) or ("mapping" if self.is_mapping else self.type)
         if self.auto and self.type == "true or false":
             return f"true, false or {AUTO}"
         if self.minimum is not None and self.maximum is not None:

@@ -8,19 +8,6 @@ from fsdpctl.plan.attention_kernels import KERNELS, THEIRS
 
 MOST_TOKENS = 1 << 24  # of a vocabulary; 64 times the largest published
 MOST_LAYERS, MOST_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published
-ARCHITECTURES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gpt2",
-    "transformers",
-)
-TRANSFORMERS, OWN = (
-    "transformers",
-    "own",
-)  # values of model.module; the first is an architecture too
-ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +46,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of the Llama family, or any one of transformers."""
+    """A decoder of transformers."""
 
     name: str = "llama_tiny"
     path: str | None = key(
@@ -73,21 +60,20 @@ class ModelConfig:
         "initial weights; auto: those in model.path if it is set, else random",
         choices=("auto", "pretrained", "random"),
     )
-    module: str = key(
-        "auto",
-        "hf: whose code computes the model; auto: fsdpctl's own decoder if it computes exactly "
-        "what config.json says, else that of transformers",
-        choices=("auto", OWN, TRANSFORMERS),
+    overrides: str | None = key(
+        None,
+        "values merged into the model's config.json, such as rope_scaling.factor=32",
+        optional=True,
+        is_mapping=True,
     )
-    config_json: str | None = key(None, "transformers: contents of config.json", optional=True)
+    config_json: str | None = key(
+        None, "config.json with all settings", optional=True, is_stored=True
+    )
     router_aux_loss: str = key(
         "model",
-        "transformers: auxiliary loss of routers; model: if config.json has output_router_logits; "
+        "auxiliary loss of routers; model: if config.json has output_router_logits; "
         "global: with token counts of all ranks",
         choices=("model", "global", "none"),
-    )
-    architecture: str = key(
-        "llama", "architecture; gpt2, transformers: code of transformers", choices=ARCHITECTURES
     )
     num_layers: int = key(4, "number of decoder blocks", minimum=1, maximum=MOST_LAYERS)
     hidden_size: int = key(128, "width of the residual stream", minimum=1, maximum=MOST_WIDTH)
@@ -110,41 +96,11 @@ class ModelConfig:
         maximum=MOST_TOKENS,
         auto=True,
     )
-    max_seq_len: int = key(2048, "longest sequence that the exported model declares", minimum=1)
-    norm_eps: float = key(1e-5, "epsilon of the norms, added to the variance", minimum=0)
-    activation: str | None = key(
-        None,
-        "activation function of the MLP; auto: silu; gelu_tanh for gpt2",
-        choices=("silu", "gelu", "gelu_tanh", "relu"),
-        auto=True,
+    max_seq_len: int = key(
+        2048, "longest sequence that the exported model declares", minimum=1, maximum=MOST_TOKENS
     )
-    rope_theta: float = key(10000.0, "base of the rotary embedding frequencies", minimum=1)
-    rope_scaling: str = key(
-        "none",
-        "scaling of rotary wavelengths: all (linear), or only long ones (llama3, yarn)",
-        choices=ROPE_SCALINGS,
-    )
-    rope_factor: float = key(8.0, "rope_scaling: factor of the context length", minimum=1)
-    rope_low_freq_factor: float = key(
-        1.0, "llama3 rope_scaling: turns per context up to which frequencies are scaled", minimum=0
-    )
-    rope_high_freq_factor: float = key(
-        4.0, "llama3 rope_scaling: turns per context from which they are not scaled", minimum=0
-    )
-    rope_original_len: int = key(
-        8192, "llama3 and yarn rope_scaling: context length before scaling", minimum=1
-    )
-    sliding_window: int | None = key(
-        None,
-        "mistral, qwen2, qwen3: tokens that a token attends to",
-        minimum=1,
-        optional=True,
-    )
-    first_sliding_layer: int = key(0, "first layer with a sliding window", minimum=0)
-    attention_bias: bool = key(False, "llama, qwen3: biases in the attention projections")
-    mlp_bias: bool = key(False, "llama: biases in the MLP")
     tie_embeddings: bool = key(True, "share the weight of input embedding and output head")
-    init_std: float = key(0.02, "standard deviation of the initial weights", minimum=0)
+    init_std: float = key(0.06, "standard deviation of the initial weights", minimum=0)
     attention: str | None = key(
         None,
         "attention kernel; transformers: its own; auto: by the GPU",
@@ -170,15 +126,6 @@ class ModelConfig:
     quantize_experts: bool = key(
         True, "with model.base_dtype: also experts that are one parameter of a layer"
     )
-
-    def window_of(self, layer: int) -> int | None:
-        """Return how many tokens a token attends to in a layer; None: all before it."""
-        return self.sliding_window if layer >= self.first_sliding_layer else None
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether transformers' code computes the model."""
-        return self.architecture in ("gpt2", TRANSFORMERS)
 
     @property
     def is_pretrained(self) -> bool:

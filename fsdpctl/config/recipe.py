@@ -1,5 +1,6 @@
 """The YAML files of settings: options in conf/, and recipes."""
 
+import json
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -119,6 +120,8 @@ def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, st
             yield name, value
         elif name in KEYS and KEYS[name].is_names and isinstance(value, list):
             yield name, f"[{', '.join(map(str, value))}]"
+        elif name.startswith("model.overrides.") and isinstance(value, list):
+            yield name, json.dumps(value)
         elif name == _SOURCES:
             yield "data.path", text_of_sources(f"{path}: {name}", value)
         elif name in KEYS or name in GROUPS:

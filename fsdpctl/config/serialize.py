@@ -126,7 +126,7 @@ def words_to_yaml(words: Mapping[str, str]) -> str:
     lines = []
     for name, text in words.items():
         key = KEYS.get(name)
-        is_text = key is None or key.type == "text" or text == "auto"
+        is_text = key is None or (key.type == "text" and not key.is_mapping) or text == "auto"
         value = text
         if not text.isprintable():
             value = escaped(json.dumps(text, ensure_ascii=False))

@@ -82,7 +82,6 @@ SYNONYMS = _by_name(
         ),
         "lr_scheduler.warmup_ratio": "warmup_ratio",
         "lr_scheduler.warmup_steps": "warmup_iters warmup_steps",
-        "model.architecture=qwen3": "qk_norm",
         "model.attention": "attn_implementation",
         "model.attention=flash": "flash_attention",
         "model.hidden_size": "n_embd",
@@ -100,7 +99,16 @@ SYNONYMS = _by_name(
         "model.lora.rslora=true": "use_rslora peft_use_rslora",
         "model.lora.targets": "lora_target lora_target_modules target_modules",
         "model.lora.targets=all_linear": "lora_target_linear",
-        "model.norm_eps": "layer_norm_epsilon rms_norm_eps",
+        "model.overrides.KEY, with a key of config.json": (
+            "attention_bias first_sliding_layer mlp_bias model_overrides norm_eps rms_norm_eps "
+            "layer_norm_epsilon rope_high_freq_factor rope_low_freq_factor sliding_window"
+        ),
+        "model.overrides.hidden_act": "activation",
+        "model.overrides.model_type=qwen3": "architecture qk_norm",
+        "model.overrides.rope_scaling.factor": "rope_factor",
+        "model.overrides.rope_scaling.original_max_position_embeddings": "rope_original_len",
+        "model.overrides.rope_scaling.rope_type": "rope_scaling",
+        "model.overrides.rope_theta": "rope_theta",
         "model.num_heads": "n_head num_attention_heads",
         "model.num_kv_heads": "num_key_value_heads",
         "model.num_layers": "n_layer num_hidden_layers",

@@ -16,6 +16,7 @@ from typing import Any
 
 from fsdpctl.errors import FsdpctlError, SignalError, UsageError
 from fsdpctl.io.files import plain_name, read_regular
+from fsdpctl.io.run_files import CONFIG_JSON as CONFIG_JSON
 from fsdpctl.io.untrusted import MIB, parse_json
 
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -33,7 +34,6 @@ TOKENIZER_FILES = (
     TEMPLATE_JSON,
 )  # fmt: skip
 MOST_ASSET_BYTES = 256 * MIB  # per file; the largest known tokenizer.json has 35
-CONFIG_JSON = "config.json"
 _OF_THE_CLASS = ("model_type", "tokenizer_class", "transformers_version", "model_name")
 _NOT_A_SETTING = ("tokenizer_object", "gguf_file", "fast_tokenizer_files", "init_inputs")
 _TEMPLATE_PIECE = f"{TEMPLATES}/"

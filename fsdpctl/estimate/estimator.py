@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from fsdpctl.config.any_decoder import family_of
+from fsdpctl.config.any_decoder import family_of, with_sizes
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.schema import Config
@@ -173,10 +173,8 @@ def _replayed(config: Config, recorder: MemoryRecorder, steps: Steps) -> StepEst
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
     except UnevenStepError as error:  # such as Gemma 3n's blocks
-        if not config.model.is_foreign:
-            raise
         reason = "memory cannot be estimated with this recomputation"
-        raise UsageError(f"model=hf: {family_of(config.model)}: {reason}") from error
+        raise UsageError(f"model: {family_of(config.model)}: {reason}") from error
 
 
 def _kept_inputs(plan: RunPlan, units: Sequence[UnitSpec], itemsize: int) -> dict[str, int]:
@@ -221,7 +219,7 @@ def placed_for_estimate(composed: Composed, *, every: bool = False) -> Config:
     if config.model.vocab_size is not None:
         return config
     vocab_size = vocabulary_of(config, open_data(config.data, config.train.seed))
-    return replace(config, model=replace(config.model, vocab_size=vocab_size))
+    return replace(config, model=with_sizes(config.model, vocab_size=vocab_size))
 
 
 def plan_for_estimate(composed: Composed) -> RunPlan:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdpctl.config.any_decoder import with_sizes
 from fsdpctl.config.model import MOST_LAYERS
 from fsdpctl.estimate.changes import (
     ACTIVATIONS_ON_HOST,
@@ -64,7 +65,7 @@ def _valued(plan: RunPlan, what: str, value: int) -> RunPlan:
     if what == "seq_len":
         return settle(replace(asked, train=replace(train, seq_len=value)))
     if what == "model":
-        return settle(replace(asked, model=replace(asked.model, num_layers=value)))
+        return settle(replace(asked, model=with_sizes(asked.model, num_layers=value)))
     train = replace(train, micro_batch_size=value, global_batch_size=samples)
     return settle(replace(asked, train=train, accumulation=accumulation))
 

@@ -19,7 +19,6 @@ from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
 from fsdpctl.models.quantized import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
-from fsdpctl.models.rope import rotation
 from fsdpctl.models.row_documents import assumed_documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import THEIRS
@@ -176,16 +175,16 @@ class BuiltModel:
     num_trained: int
 
 
-def _make(config: ModelConfig, chunk_tokens: int) -> nn.Module:
-    module = build_model(config)
+def _make(config: ModelConfig, chunk_tokens: int, plain_norms: bool) -> nn.Module:
+    module = build_model(config, plain_norms=plain_norms)
     chunk_feed_forward(module, chunk_tokens)
     return module
 
 
 @lru_cache(maxsize=8)
-def _built(config: ModelConfig, chunk_tokens: int) -> BuiltModel:
+def _built(config: ModelConfig, chunk_tokens: int, plain_norms: bool) -> BuiltModel:
     """Return a model, which no one else may change."""
-    module = _make(config, chunk_tokens)
+    module = _make(config, chunk_tokens, plain_norms)
     units = divide_module(module, None)
     return BuiltModel(
         num_params=sum(count_weights(module).values()),
@@ -207,7 +206,8 @@ class TracedModel:
         """
 
         self._model, chunk_tokens = config.model, config.train.mlp_chunk_tokens or 0
-        built = _built(config.model, chunk_tokens)
+        plain_norms = False  # true for programs that compute the norms of transformers
+        built = _built(config.model, chunk_tokens, plain_norms)
         self.units, self.num_trained = built.units, built.num_trained
         self.num_params, self.num_active = built.num_params, built.num_active
         module = deepcopy(built.short.module)
@@ -217,7 +217,7 @@ class TracedModel:
         self.packages = packages_of(module) if config.launch.device == "cuda" else ()
         self._traced_module = TracedModule(
             replace(built.short, module=module),
-            lambda: _make(self._model, chunk_tokens),
+            lambda: _make(self._model, chunk_tokens, plain_norms),
             self.units,
             checkpointing=config.activation_checkpointing,
             dtype=_DTYPES[str(config.precision.param_dtype)],
@@ -225,10 +225,6 @@ class TracedModel:
             kernel=kernel_of(config),
         )
         self._holds_documents = config.data.holds_documents
-        # Layers with a window, or with sinks, run on packed sequences too.
-        has_others = config.model.is_foreign
-        window = config.model.sliding_window
-        self._needs_kernels = self._holds_documents or has_others or window is not None
         self._device = str(config.launch.device)
         shared = config.train.context_parallel
         self._context = None if shared == 1 else ContextParallel(shared, 0)
@@ -265,10 +261,8 @@ class TracedModel:
 
         key = (micro_batch_size, seq_len, chunk_tokens)
         if key not in self._programs:
-            for tables in (rotation, pairs):  # are part of what a first pass allocates
-                tables.cache_clear()
-            if self._needs_kernels:
-                import_kernels(self._device)
+            pairs.cache_clear()  # its table is part of what a first pass allocates
+            import_kernels(self._device)
             self._programs[key] = self._program(run)
         return self._programs[key]
 
@@ -285,5 +279,5 @@ class TracedModel:
         except (NotImplementedError, RuntimeError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise UsageError(
-                f"model=hf: {self._family}: memory cannot be estimated: {reason}"
+                f"model: {self._family}: memory cannot be estimated: {reason}"
             ) from error

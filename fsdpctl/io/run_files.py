@@ -16,6 +16,7 @@ TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id.txt"
 HANDSHAKE, ESTIMATE, PROFILES = "handshake", "estimate.json", "profile"
 STOP, SAVE, PROFILE = "STOP", "SAVE", "PROFILE"  # requests
 RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+CONFIG_JSON = "config.json"  # of a model of transformers
 RUN_ASSETS = "assets"  # of the files that belong to the model's weights
 LATEST = "latest"  # a link to the newest checkpoint, or to the newest run
 STEP = re.compile(r"step-(\d{8,18})")

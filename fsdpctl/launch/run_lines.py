@@ -81,10 +81,7 @@ def _model(opened: Opened) -> str:
         packed = quantized_shapes(opened.module).values()
         experts = " and experts" if any(len(shape) == 3 for shape in packed) else ""
         weights += f", those of linear layers{experts} in {config.model.base_dtype}"
-    of = ""
-    if config.model.is_foreign or config.model.path is not None:
-        by = "transformers' module" if config.model.is_foreign else "fsdpctl's decoder"
-        of = f"{family_of(config.model)} in {by}, "
+    of = "" if config.model.path is None else f"{family_of(config.model)}, "
     return (
         f"{config.model.name}, {of}{_count(count)} parameters{in_part}, vocabulary "
         f"{config.model.vocab_size}{_auto(opened, 'model.vocab_size')}, {weights}"

@@ -1,7 +1,6 @@
 """Causal attention: over full rows, within a window, and over documents packed into a row."""
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -47,27 +46,6 @@ class AttentionMask:
     context: ContextParallel | None = None  # of ranks that share each row
 
 
-def layer_masks(
-    x: Tensor,
-    head_dim: int,
-    windows: Sequence[int | None],
-    documents: Documents | None,
-    scores: Scores = PLAIN,
-) -> list[AttentionMask | None]:
-    """Return the mask of each layer, made once per forward; None: full rows, causally.
-
-    Args:
-        x: Shape (batch, length, ...), in the compute dtype.
-        head_dim: The width of a head.
-        windows: One per layer; None: all earlier tokens.
-        documents: The documents that are packed into rows, if any.
-        scores: Of all layers.
-    """
-    about = (documents, scores)
-    made = {window: attention_mask(x, head_dim, window, *about) for window in set(windows)}
-    return [made[window] for window in windows]
-
-
 def attention_mask(
     x: Tensor,
     head_dim: int,
@@ -75,7 +53,15 @@ def attention_mask(
     documents: Documents | None,
     scores: Scores = PLAIN,
 ) -> AttentionMask | None:
-    """Return the mask of a layer with `scores`; see `layer_masks`."""
+    """Return the mask of a layer; None: full rows, causally.
+
+    Args:
+        x: Shape (batch, length, ...), in the compute dtype.
+        head_dim: The width of a head.
+        window: The earlier tokens in sight; None: all.
+        documents: The documents that are packed into rows, if any.
+        scores: Of the layer.
+    """
     context = None if documents is None else documents.context
     if documents is not None and documents.are_rows:
         documents = None
@@ -155,18 +141,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: Scores
     return _attend_each(q, k, v, mask.window, mask.documents, scores)
 
 
-def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to all tokens, for each token of `q`."""
-    return _attention(q, k, v, causal=False)
-
-
 def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     mask: Tensor | None = None,
-    causal: bool = True,
     scores: Scores = PLAIN,
 ) -> Tensor:
     if scores.sinks is not None or scores.softcap is not None:
@@ -175,7 +155,7 @@ def _attention(
     if shares and must_repeat(q, masked=mask is not None):
         k, v, shares = repeated(k, q.shape[1]), repeated(v, q.shape[1]), False
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=scores.dropout, is_causal=causal and mask is None,
+        q, k, v, attn_mask=mask, dropout_p=scores.dropout, is_causal=mask is None,
         scale=scores.scale, enable_gqa=shares,
     )  # fmt: skip
 

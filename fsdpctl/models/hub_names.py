@@ -70,7 +70,7 @@ def stored_names(module: TransformersDecoder) -> dict[str, Shape]:
     try:
         reverted = revert_weight_conversion(model, whole)
     except (RuntimeError, ValueError) as error:
-        raise UsageError(f"model=transformers: weights cannot be renamed: {error}") from None
+        raise UsageError(f"model: weights cannot be renamed: {error}") from None
     return {name: tuple(each.shape) for name, each in reverted.items()}
 
 
@@ -140,7 +140,7 @@ def _in_order(name: str, by_pattern: Mapping[str, list[str]], renames: _Renames)
     if steps == _STACKED_PAIRS and len({len(each) for each in lists}) == 1:
         return [each for of_expert in zip(*lists, strict=True) for each in of_expert]
     raise UsageError(
-        f"model=transformers: {name}: weights that are converted by "
+        f"model: {name}: weights that are converted by "
         f"{' and '.join(kind for kind, _ in steps)} are not supported"
     )
 

@@ -5,38 +5,38 @@ import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdpctl.config.any_decoder import CONFIG_OF, content_of, read_configuration
-from fsdpctl.config.hugging_face import ACTIVATIONS
-from fsdpctl.config.model import TRANSFORMERS, ModelConfig
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError, nearest
+from fsdpctl.models.norms import fuse_norms
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import THEIRS
 
 
-def build_transformers(config: ModelConfig) -> TransformersDecoder:
-    """Build the module on the current device, which is usually meta.
+def build_transformers(config: ModelConfig, *, plain_norms: bool = False) -> TransformersDecoder:
+    """Build the module on the current device, which is usually meta; see `build_plain`.
 
     Raises:
         UsageError: If transformers cannot build it.
     """
-    decoder = TransformersDecoder(built(config), config.router_aux_loss)
+    model = built(config)
+    if not plain_norms:
+        fuse_norms(model)
+    decoder = TransformersDecoder(model, config.router_aux_loss)
     decoder.attention.use(ours=config.attention != THEIRS)
     return decoder
 
 
 def built(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     """Build transformers' own module."""
-    if config.architecture == TRANSFORMERS and config.config_json is None:
-        raise UsageError("model.architecture=transformers: requires model=hf")
     import transformers
 
-    told = _of_depth(read_configuration(content_of(config), CONFIG_OF), config.num_layers)
+    told = read_configuration(content_of(config), CONFIG_OF)
     try:
         make: Any = transformers.AutoModelForCausalLM
         return make.from_config(told, dtype=dtype)
@@ -44,26 +44,10 @@ def built(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
         reason = str(error).strip().replace("\n", " ")
         where = CONFIG_OF if config.path is None else f"model.path={config.path}: config.json"
         if isinstance(error, KeyError):  # of a table of activations, for example
-            known = nearest(str(error.args[0]), chain(*ACTIVATIONS.values()))
+            known = nearest(str(error.args[0]), [*transformers.activations.ACT2FN])
             key = re.search(rf'(\w+)": "{re.escape(str(error.args[0]))}"', told.to_json_string())
             reason = f"{key[1] if key else 'unknown value'} {reason}: not known{known}"
         raise UsageError(f"{where}: transformers cannot build the model: {reason}") from None
-
-
-def _of_depth(told: Any, num_layers: int) -> Any:
-    """Return a configuration with another number of blocks, whose kinds repeat if there are more.
-
-    The search for the largest model that fits needs it.
-    """
-    count = getattr(told, "num_hidden_layers", num_layers)
-    if count == num_layers:
-        return told
-    told = copy.deepcopy(told)
-    for key, value in list(vars(told).items()):
-        if isinstance(value, list) and len(value) == count:
-            setattr(told, key, (value * -(-num_layers // count))[:num_layers])
-    told.num_hidden_layers = num_layers
-    return told
 
 
 @torch.no_grad()

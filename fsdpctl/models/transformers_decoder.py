@@ -44,12 +44,12 @@ class OwnHead(LossHead):
         chunk_tokens: int | None = None,
         outputs: Any = None,
     ) -> Tensor:
-        """Return logits, or the cross entropy summed over targets; see `models.layers.Head`.
+        """Return logits, or the cross entropy summed over targets.
 
         Args:
             hidden: Last hidden states, (batch, length, width).
-            targets: As in `Head`.
-            chunk_tokens: As in `Head`.
+            targets: As in `TransformersDecoder.forward`.
+            chunk_tokens: As in `TransformersDecoder.forward`.
             outputs: The other outputs of the backbone.
         """
         if targets is None:
@@ -132,7 +132,7 @@ class TransformersDecoder(nn.Module):
         head = next((name for name, each in model.named_children() if each is projection), "")
         if not self._backbone or not head or not isinstance(projection, nn.Linear):
             raise UsageError(
-                f"model=transformers: {type(model).__name__}: not supported; expected a model that "
+                f"model: {type(model).__name__}: not supported; expected a model that "
                 "is a backbone and a linear output head"
             )
         setattr(model, head, OwnHead(model, self._backbone, head))
@@ -197,8 +197,16 @@ class TransformersDecoder(nn.Module):
     ) -> Tensor:
         """Return logits of shape (batch, length, vocab_size), or a summed loss.
 
-        See `fsdpctl.models.layers.CausalDecoder`. In training, the auxiliary loss of routers is
-        added once per target, so that the mean over targets is the loss of transformers.
+        In training, the auxiliary loss of routers is added once per target, so that the mean over
+        targets is the loss of transformers.
+
+        Args:
+            tokens: Shape (batch, length). With a filled `cache`, one token per row.
+            targets: If given, the cross entropy summed over targets other than -100 is returned.
+            chunk_tokens: The number of tokens whose logits exist at a time; backward recomputes
+                them.
+            cache: The cache of earlier tokens, which `tokens` follow.
+            documents: The documents that are packed into rows without seeing one another.
         """
         settings: dict[str, Any] = {}
         if self._takes_positions and documents is not None:
@@ -209,8 +217,8 @@ class TransformersDecoder(nn.Module):
         adds = targets is not None and self.training and self.balances_experts
         if adds:
             settings["output_router_logits"] = True
-        if cache is not None and cache.foreign is not None:
-            settings[self._cache_name] = cache.foreign
+        if cache is not None and cache.kept is not None:
+            settings[self._cache_name] = cache.kept
         with self.attention.among(documents):
             outputs = getattr(self, self._backbone)(
                 input_ids=tokens,

@@ -87,11 +87,8 @@ def check_attention(config: Config, *, here: bool = False) -> None:
 def _problem(config: Config, *, here: bool) -> str:
     """Return the reason why the selected kernel cannot run, or an empty text."""
     kernel, architecture = config.model.attention, config.cluster.architecture
-    if kernel is None:
+    if kernel in (None, THEIRS):
         return ""
-    if kernel == THEIRS:
-        is_theirs = config.model.is_foreign
-        return "" if is_theirs else "only valid with model.module=transformers"
     if config.launch.device == "cpu":
         return "" if kernel in ON_CPU else "not supported on launch.device=cpu"
     if kernel in TWO_BYTES and config.precision.param_dtype == "float32":

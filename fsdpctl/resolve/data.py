@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.config.any_decoder import with_sizes
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
@@ -104,7 +105,7 @@ def with_data(config: Config, data: DataSet) -> Config:
         tokenizer = given.tokenizer  # the tokens of a file may be of one that is unknown
     return replace(
         config,
-        model=replace(config.model, vocab_size=vocab_size),
+        model=with_sizes(config.model, vocab_size=vocab_size),
         data=replace(given, tokenizer=tokenizer, date=data.date or given.date, **paths),
     )
 

@@ -60,8 +60,6 @@ def with_decoder(config: Config) -> tuple[Config, tuple[str, ...]]:
         UsageError: If the model sees later tokens, documents would be mixed, or ranks cannot share
             its rows.
     """
-    if not config.model.is_foreign:
-        return config, ()
     found, family = check_decoder(config.model), family_of(config.model)
     config, notes = replace(config, model=with_attention(config.model)), list[str]()
     if found.problem:
@@ -92,7 +90,7 @@ def with_attention(model: ModelConfig) -> ModelConfig:
     Raises:
         UsageError: If `model.attention` requires ours.
     """
-    problem = check_decoder(model).problem if model.is_foreign else ""
+    problem = check_decoder(model).problem
     if problem and model.attention not in (None, THEIRS):
         raise UsageError(f"model.attention={model.attention}: {problem}; set it to {THEIRS}")
     return replace(model, attention=THEIRS) if problem else model
@@ -115,7 +113,7 @@ def check_shared_rows(config: Config) -> None:
         UsageError: If they cannot.
     """
     shared, model = config.train.context_parallel, config.model
-    if shared == 1 or not model.is_foreign:
+    if shared == 1:
         return
     content = content_of(model)
     problem = next((f"{n}={content[n]}: expected 0" for n in _DROPOUTS if content.get(n)), "")
@@ -126,9 +124,7 @@ def check_shared_rows(config: Config) -> None:
     factor = next(each for each in range(2, shared + 1) if shared % each == 0)
     if problem := problem or _shared(model, factor):
         family = content["model_type"]
-        raise UsageError(
-            f"train.context_parallel={shared}: model=transformers: {family}: {problem}"
-        )
+        raise UsageError(f"train.context_parallel={shared}: model: {family}: {problem}")
 
 
 @lru_cache(maxsize=8)
@@ -144,7 +140,7 @@ def _checked(model: ModelConfig) -> Found:
             failure = error
     line = str(failure).partition("\n")[0]
     raise UsageError(
-        f"model=transformers: {family_of(model)}: not supported; a small copy fails: {line}"
+        f"model: {family_of(model)}: not supported; a small copy fails: {line}"
     ) from failure
 
 
@@ -178,7 +174,7 @@ def _try(model: ModelConfig) -> Found:
         same = [not _differ(one, other[0]) for one, other in pairs]
         return Found(problem, all(same), all(same[:: len(_LENGTHS[0])]))
     name = type(module.transformers_model).__name__
-    raise UsageError(f"model=transformers: {name}: {rejection}")
+    raise UsageError(f"model: {name}: {rejection}")
 
 
 def _problem(module: TransformersDecoder, tokens: Tensor, whole: Tensor) -> str:

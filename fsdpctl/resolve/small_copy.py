@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -9,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.config.any_decoder import CONFIG_OF, canonical, content_of, read_configuration
+from fsdpctl.config.any_decoder import CONFIG_OF, canonical, content_of, read_configuration, resized
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.engine.describe import block_names
 from fsdpctl.errors import UsageError
-from fsdpctl.models.registry import build_plain
 from fsdpctl.models.transformers_build import build_transformers, fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 
 VOCABULARY = 64
 _KINDS = 4  # of blocks, in the copy
+_OF_A_HEAD = 8  # width
 # Widths that matter for the size of the copy, not for what its tokens see.
 _SHRUNK = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "intermediate_size": 64,
@@ -31,8 +32,6 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 def small_copy(model: ModelConfig, device: torch.device = torch.device("cpu")) -> Any:
     """Return a copy with random weights on a device, without dropout.
-
-    Our own decoder has the sizes of `model`.
 
     Raises:
         UsageError: If transformers does not tell how a buffer is computed.
@@ -51,20 +50,41 @@ def meta_copy(model: ModelConfig) -> nn.Module:
 
 @lru_cache(maxsize=2)  # building all blocks of a large model takes seconds
 def _made(model: ModelConfig) -> nn.Module:
-    if not model.is_foreign:
-        return build_plain(model)
     content = content_of(model)
     told = read_configuration(content, CONFIG_OF).to_dict()  # with what the file leaves out
     sizes = {name: told.get(name) for name in _SHRUNK}
     small = {name: min(size, _SHRUNK[name]) for name, size in sizes.items() if type(size) is int}
     few = {name: None for name in _TOKENS if told.get(name) is not None}
-    shrunk = replace(model, config_json=canonical({**content, **small, **few}))
-    try:
-        module = _cut(shrunk, "meta")
-    except (UsageError, RuntimeError, ValueError):  # a family whose sizes depend on these
+    content = {**content, **small, **few}
+    for each in (*_narrow(content), content):
+        shrunk = replace(model, config_json=canonical(each))
+        try:
+            module = _cut(shrunk, "meta")
+            if each is not content:
+                _run(module)
+            break
+        except Exception:  # a family whose sizes depend on these, whose code raises what it likes
+            continue
+    else:
         shrunk, module = model, _cut(model, "meta")
     _check_buffers(module, shrunk)
     return module
+
+
+def _narrow(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the same with narrow heads, if that makes the residual stream narrower."""
+    config = read_configuration(content, CONFIG_OF)
+    heads, width = (getattr(config, each, None) for each in ("num_attention_heads", "hidden_size"))
+    if type(heads) is int and type(width) is int and width > heads * _OF_A_HEAD:
+        sizes = {"hidden_size": heads * _OF_A_HEAD, "head_dim": _OF_A_HEAD}
+        yield resized(content, sizes, CONFIG_OF)
+
+
+@torch.no_grad()
+def _run(module: TransformersDecoder) -> None:
+    tried = copy.deepcopy(module).train(False)
+    allocate(tried)
+    tried(torch.zeros(1, _OF_A_HEAD, dtype=torch.int64))
 
 
 @torch.no_grad()
@@ -135,7 +155,7 @@ def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
         is_unknown = bool(buffer.isnan().any())
         if not torch.equal(buffer, built[name]) and not (is_unknown and name in read):
             raise UsageError(
-                f"model=transformers: {type(module.transformers_model).__name__}: not supported; "
+                f"model: {type(module.transformers_model).__name__}: not supported; "
                 f"transformers does not say how {name} is computed"
             )
         buffer.copy_(built[name])

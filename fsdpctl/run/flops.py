@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import known_gpu
 from fsdpctl.config.schema import Config
@@ -68,8 +69,8 @@ def _num_frozen(module: nn.Module) -> int:
         for name, param in params.items()
         if not param.requires_grad and id(param) not in looked_up
     )
-    is_foreign = isinstance(module, TransformersDecoder)
-    idle = idle_parameters(module.transformers_model, only_frozen=True) if is_foreign else 0
+    is_decoder = isinstance(module, TransformersDecoder)
+    idle = idle_parameters(module.transformers_model, only_frozen=True) if is_decoder else 0
     return frozen - idle
 
 
@@ -87,7 +88,7 @@ def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
     assert model.vocab_size is not None
     if not model.tie_embeddings:
         num_params -= model.vocab_size * model.hidden_size
-    if model.architecture == "gpt2":
+    if family_of(model) == "gpt2":
         num_params -= model.max_seq_len * model.hidden_size
     heads = model.num_heads * (model.head_dim or model.hidden_size // model.num_heads)
     return 6 * num_params + 12 * model.num_layers * heads * seq_len

@@ -1,6 +1,5 @@
 """Gradients of a small copy of a run's model: those of its ranks, and of one process."""
 
-import math
 import re
 from dataclasses import replace
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.tokens import TokenStream
@@ -25,7 +23,7 @@ from fsdpctl.run.step_metrics import StepClock
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.step import TrainingParts, run_passes
 
-_WIDTH, _LENGTH = 64, 16
+_LENGTH = 16
 _MOST_PASSES = 2
 _ROWS_AT_ONCE = 64
 
@@ -85,19 +83,7 @@ def _small_config(config: Config) -> Config:
         loss_chunk_tokens=_LENGTH // 2 if chunk else 0,
     )  # fmt: skip
     model = replace(config.model, router_aux_loss="none")
-    model = model if model.is_foreign else _narrow(model, shared)
     return replace(config, model=model, train=train)
-
-
-def _narrow(model: ModelConfig, context_parallel: int) -> ModelConfig:
-    heads = math.lcm(min(model.num_heads, 4), context_parallel)
-    width = max(_WIDTH // heads // 2 * 2, 2)  # of a head; rotary embeddings turn pairs
-    return replace(
-        model, vocab_size=VOCABULARY, num_layers=2, hidden_size=heads * width, head_dim=width,
-        intermediate_size=_WIDTH, num_heads=heads,
-        num_kv_heads=heads if model.num_kv_heads == model.num_heads else 1,
-        sliding_window=None if model.sliding_window is None else _LENGTH // 2,
-    )  # fmt: skip
 
 
 def _stream(num_tokens: int) -> TokenStream:

@@ -129,7 +129,7 @@ def test_errors_are_one_line_with_a_suggestion(word, parts):
     "word",
     [
         "lr_scheduler.warmup_ratio=0", "lr_scheduler.warmup_ratio=1", "train.max_skips=0",
-        "launch.time_limit=1", "model.sliding_window=1", "optimizer.weight_decay=0",
+        "launch.time_limit=1", "optimizer.weight_decay=0",
         "data.val_fraction=0", "checkpoint.keep_last=0", "train.eval_every=0",
     ],
 )  # fmt: skip
@@ -146,8 +146,7 @@ def test_only_one_key_sets_the_length():
 
 def test_a_setting_of_a_recipe_can_be_unset(tmp_path):
     folder = [f"model.path={tmp_path}"]
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "config.yaml").write_text("model.num_layers: 2\n")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert compose_config(folder, "finetune_chat").config.model.lora.rank == 16
     assert (
         compose_config([*folder, "model.lora.rank=none"], "finetune_chat").config.model.lora.rank
@@ -202,11 +201,12 @@ def test_adapters_and_the_base_of_a_recipe_are_for_any_model():
 
 
 def test_a_recipes_key_that_is_typed_is_not_called_ignored():
-    words = ["model=llama3_1b", "model.max_seq_len=64", "model.rope_factor=2", "train.seq_len=64"]
-    composed = compose_config(words, "llama3_8b_512k_8xh100")
+    words = ["model=llama3_1b", "model.max_seq_len=64", "train.seq_len=64"]
+    factor = "model.overrides.rope_scaling.factor"
+    composed = compose_config([*words, f"{factor}=2"], "llama3_8b_512k_8xh100")
     assert (composed.config.model.max_seq_len, composed.dropped) == (64, ())
-    composed = compose_config([*words[:2], words[3]], "llama3_8b_512k_8xh100")
-    assert composed.dropped == ("model.rope_factor",)
+    composed = compose_config(words, "llama3_8b_512k_8xh100")
+    assert composed.dropped == (factor,)
 
 
 def test_the_command_line_overrides_the_recipe(recipe):
@@ -252,10 +252,9 @@ def test_an_unknown_recipe_lists_the_existing_ones():
 def test_every_option_composes_and_has_a_description(group, tmp_path):
     from fsdpctl.config.recipe import first_comment, package_folder
 
-    (tmp_path / "checkpoints").mkdir()  # a run's
-    (tmp_path / "config.yaml").write_text("model.num_layers: 2\nmodel.vocab_size: 64\n")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     for choice in choices_of(group):
-        words = [f"model.path={tmp_path}"] if choice in ("hf", "transformers") else []
+        words = [f"model.path={tmp_path}"] if choice == "hf" else []
         config = compose_config([f"{group}={choice}", *words]).config
         assert getattr(config, group).name == choice
         assert first_comment(package_folder("conf") / group / f"{choice}.yaml")
@@ -266,8 +265,7 @@ def test_every_recipe_composes_and_is_short(name, tmp_path):
     from fsdpctl.config.recipe import first_comment, package_folder
 
     file = package_folder("recipes") / f"{name}.yaml"
-    (tmp_path / "checkpoints").mkdir()  # a run's
-    (tmp_path / "config.yaml").write_text("model.num_layers: 2\n")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     needed = [f"model.path={tmp_path}"] if "model: hf" in file.read_text() else []
     assert compose_config(needed, name).recipe == name
     assert first_comment(file)

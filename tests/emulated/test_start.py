@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
-from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.compose import compose_config
 from fsdpctl.models import registry
 from fsdpctl.train import assemble
 from tests.distributed import distributed
 from tests.train.ranks import made, words
+
+MODEL = compose_config([]).config.model
 
 
 @distributed(world_size=1, on_devices=True)
@@ -27,7 +29,7 @@ def test_large_matrices_are_drawn_on_the_device_by_name(
     def drawn(name: str, width: int) -> torch.Tensor:
         whole = torch.empty(64, width, device="cuda", dtype=torch.bfloat16)
         torch.cuda.reset_peak_memory_stats()
-        registry.initialize_parameter(name, whole, seed=0, config=ModelConfig())
+        registry.initialize_parameter(name, whole, seed=0, config=MODEL)
         extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         assert extra <= 3 * 512 * 4  # in parts
         return whole
@@ -37,7 +39,7 @@ def test_large_matrices_are_drawn_on_the_device_by_name(
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    assert one.float().std().item() == pytest.approx(ModelConfig().init_std, rel=0.05)
+    assert one.float().std().item() == pytest.approx(MODEL.init_std, rel=0.05)
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing"):
         drawn("a.weight", 16)  # a small one does

@@ -12,7 +12,7 @@ from fsdpctl.resolve.settle import RunPlan
 SMALL = [
     "model=llama3_1b", "model.num_layers=6", "cluster=h100", "cluster.memory=9GiB",
     "launch.nproc_per_node=4", "train.global_batch_size=4", "model.vocab_size=1000",
-    "model.max_seq_len=100000000",
+    "model.max_seq_len=10000000",
 ]  # fmt: skip
 
 

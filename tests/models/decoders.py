@@ -18,8 +18,11 @@ from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensors import tensor_of
 from fsdpctl.config.any_decoder import read_configuration, words_of_content
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.resolve.small_copy import allocate
@@ -61,7 +64,7 @@ def tiny_config(family: str) -> Any:
     content = hf.AutoConfig.for_model(
         family, **{**sizes, **_SIZES.get(family, {})}
     ).to_json_string()
-    words = words_of_content(json.loads(content), family, "transformers")
+    words = words_of_content(json.loads(content), family)
     return read_configuration(json.loads(words["config_json"]), family)
 
 
@@ -135,7 +138,7 @@ def their_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def compose(folder: Path, *words: str) -> Config:
-    fixed = ["model=transformers", f"model.path={folder}"]
+    fixed = ["model=hf", f"model.path={folder}"]
     if not any(word.startswith("precision=") for word in words):
         fixed.append("precision=fp32")
     return compose_config([*fixed, *words]).config
@@ -165,6 +168,17 @@ def fill(module: nn.Module, weights: Tensors) -> None:
             for name, each in tensors:
                 if kind == PARAMETER or name in stored:
                     each.copy_(whole(weights, tensor_key(kind, name)))
+
+
+def drawn(model: ModelConfig, seed: int = 0) -> TransformersDecoder:
+    """A model with its initial weights, without an engine."""
+    module = build_model(model)
+    fill_buffers(module)
+    allocate(module)
+    with torch.no_grad():
+        for name, param in module.named_parameters():
+            initialize_parameter(name, param, seed=seed, config=model)
+    return module
 
 
 def plain_module(folder: Path, *words: str) -> TransformersDecoder:

@@ -5,33 +5,28 @@ from typing import Any
 import pytest
 import torch
 
-from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.compose import compose_config
 from fsdpctl.models.cache import Cache
-from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.train.callbacks.sample import Sampling, generate
+from tests.models.decoders import drawn
 
 VOCABULARY = 60
-SIZES: dict[str, Any] = {
-    "num_layers": 3,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 4,
-    "vocab_size": VOCABULARY,
-    "max_seq_len": 64,
-}
+SIZES = [
+    "model.num_layers=3", "model.hidden_size=32", "model.intermediate_size=48", "model.num_heads=4",
+    f"model.vocab_size={VOCABULARY}", "model.max_seq_len=64",
+]  # fmt: skip
 MODELS = {
-    "llama": ModelConfig(**SIZES, num_kv_heads=2),
-    "mistral": ModelConfig(**SIZES, num_kv_heads=4, architecture="mistral", sliding_window=7),
-    "qwen3": ModelConfig(**SIZES, num_kv_heads=1, architecture="qwen3"),
-    "gpt2": ModelConfig(**SIZES, num_kv_heads=4, architecture="gpt2"),
+    "llama": ["model.num_kv_heads=2"],
+    "mistral": ["model.overrides.model_type=mistral", "model.overrides.sliding_window=7"],
+    "qwen3": ["model.overrides.model_type=qwen3", "model.num_kv_heads=1"],
+    "gpt2": ["model=gpt2"],
 }
 
 
 def made(name: str) -> torch.nn.Module:
-    module = build_model(MODELS[name]).to_empty(device="cpu").double()
+    module = drawn(compose_config([*SIZES, *MODELS[name]]).config.model, seed=1).double()
     with torch.no_grad():
-        for key, param in module.named_parameters():
-            initialize_parameter(key, param, seed=1, config=MODELS[name])
+        for param in module.parameters():
             param.mul_(4)  # so that what it says depends on what it was given
     return module
 

@@ -1,8 +1,6 @@
 """A config.json means here what it means in transformers, whatever it says, or it is refused."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -10,17 +8,13 @@ import torch
 import transformers as hf
 from torch import nn
 
-from fsdpctl.config.any_decoder import config_json, words_of_content, words_of_table
-from fsdpctl.config.hub_models import hub_models
-from fsdpctl.config.hugging_face import OWN_FAMILIES, defaults_of
+from fsdpctl.config.any_decoder import config_json, words_of_content
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_plain
 from fsdpctl.models.transformers_build import fill_buffers
-from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.small_copy import allocate
-from tests.cli.run import environment
 from tests.models.families import VOCABULARY
 
 SIZES: dict[str, Any] = {
@@ -133,15 +127,14 @@ def theirs_of(content: dict[str, Any]) -> nn.Module:
     return model
 
 
-def model_of(content: dict[str, Any], module: str = "auto") -> ModelConfig:
-    words = words_of_content(content, "config.json", module)
+def model_of(content: dict[str, Any]) -> ModelConfig:
+    words = words_of_content(content, "config.json")
     return ModelConfig(**{n: KEYS[f"model.{n}"].parse(text) for n, text in words.items()})  # type: ignore[arg-type]
 
 
 def ours_of(model: ModelConfig, theirs: nn.Module) -> nn.Module:
     module = build_plain(model)
-    if isinstance(module, TransformersDecoder):
-        fill_buffers(module)
+    fill_buffers(module)
     allocate(module)
     values = dict(theirs.named_parameters())
     assert values.keys() == dict(module.named_parameters()).keys()
@@ -188,30 +181,6 @@ def test_logits_are_those_of_transformers():
 def test_logits_are_those_of_transformers_for_every_edit():
     assert len(EDITS) >= 40
     assert not wrong_ones([(family, edit) for edit in EDITS for family in FAMILIES])
-
-
-def test_our_own_decoder_computes_the_usual_configurations():
-    scaled = [rope("linear"), rope("llama3", **BANDS) | TOP, rope("yarn") | TOP]
-    usual: list[dict[str, Any]] = [{}, *scaled, {"note": "x"}]
-    for family in OWN_FAMILIES:
-        assert [model_of(content_of(family, edit)).architecture for edit in usual] == [family] * 5
-
-
-@pytest.mark.parametrize(
-    ("edit", "said"),
-    [
-        ({"attention_dropout": 0.1}, "attention_dropout 0.1: not supported by model.module=own"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic: not supp"),
-        ({"hidden_act": "quick_gelu"}, "hidden_act quick_gelu: not supported"),
-        ({"model_type": "phi3"}, "model_type phi3: not supported"),
-    ],
-)
-def test_what_our_own_decoder_does_not_compute_is_named(edit, said):
-    content = content_of("llama", edit)
-    with pytest.raises(UsageError, match=said) as caught:
-        model_of(content, "own")
-    assert str(caught.value).endswith("; set model.module=transformers")
-    assert model_of(content).architecture == "transformers"
 
 
 NOBODY_MEANS: list[tuple[str, dict[str, Any]]] = [
@@ -268,27 +237,3 @@ def test_an_exported_configuration_is_equal_when_read_again(family):
             if two.to_dict().get(key) != value and key not in ("dtype", "transformers_version")
         }
         assert not differing
-
-
-def test_defaults_of_our_families_are_those_of_transformers():
-    for family in OWN_FAMILIES:
-        usual = hf.AutoConfig.for_model(family).to_dict()
-        for name, value in defaults_of(family).items():
-            derived = name in ("head_dim", "num_key_value_heads", "sliding_window") and not value
-            assert derived or usual[name] == value, (family, name)
-
-
-@pytest.mark.slow
-def test_published_models_are_the_same_without_transformers():
-    for name, entry in hub_models().items():
-        if entry["config"]["model_type"] in OWN_FAMILIES:
-            assert words_of_table(entry["config"], name) == words_of_content(entry["config"], name)
-
-
-def test_models_with_our_own_decoder_are_estimated_without_transformers():
-    code = (
-        "import sys; from fsdpctl.config.compose import compose_config as of\n"
-        "of(['model=hf', 'model.path=Qwen/Qwen3-0.6B', 'model.init=random']); of(['model=gpt2'])\n"
-        "assert 'transformers' not in sys.modules and 'torch' not in sys.modules"
-    )
-    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0

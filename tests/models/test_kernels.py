@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.operators import cuda_workspace, operators_of
-from fsdpctl.models.attention import attend, attend_all, attention_mask, import_kernels
-from fsdpctl.models.kernels import assuming, must_repeat, using
+from fsdpctl.models.attention import attend, attention_mask, import_kernels
+from fsdpctl.models.kernels import using
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.row_documents import assumed_documents
 from fsdpctl.train.callbacks.sample import Sampling, generate
@@ -48,14 +47,10 @@ def seen_on_cuda(
     kv_heads: int = 2,
 ) -> Counter[str]:
     """The operators of a forward, as a GPU would run them."""
-    config = ModelConfig(
-        num_layers=LAYERS,
-        num_kv_heads=kv_heads,
-        vocab_size=50,
-        architecture="mistral",
-        sliding_window=window,
-    )
-    model = build_model(config).to(dtype)
+    words = [f"model.num_layers={LAYERS}", f"model.num_kv_heads={kv_heads}", "model.vocab_size=50"]
+    for word in ("model_type=mistral", f"sliding_window={window or 'null'}"):
+        words.append(f"model.overrides.{word}")
+    model = build_model(compose_config(words).config.model).to(dtype)
     import_kernels("cuda")
     with torch.device("meta"):
         tokens = torch.empty(2, LENGTH, dtype=torch.int64)
@@ -129,15 +124,6 @@ def test_kernels_agree_on_the_cpu(kernel, window):
         results.append((out, *grads))
     assert bool(ran.names["bmm"]) == (kernel == "math")
     torch.testing.assert_close(*results, rtol=0, atol=1e-5)
-
-
-def test_repeated_heads_compute_the_same():
-    q, k, v = inputs()
-    with assuming("cuda", "efficient"):
-        assert must_repeat(q.to("meta"), masked=False)
-    assert not must_repeat(q, masked=True)
-    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    torch.testing.assert_close(attend_all(q, k, v), expected)
 
 
 def preferred() -> list[SDPBackend]:

@@ -29,7 +29,7 @@ def test_only_adapters_are_trained_and_the_head_has_none():
     names = trained("model.lora.rank=2", "model.tie_embeddings=false")
     assert len(names) == 2 * 7 * 2
     assert all(".lora_" in name and "lm_head" not in name for name in names)
-    names = trained("model.lora.rank=2", "model.architecture=gpt2", "model.num_kv_heads=4")
+    names = trained("model.lora.rank=2", "model=gpt2")
     assert len(names) == 2 * 4 * 2
 
 

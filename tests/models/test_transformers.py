@@ -30,10 +30,16 @@ VARIANTS = {
     "one kv head each": ["model.num_kv_heads=4"],
     "wide heads": ["model.head_dim=16"],
     "llama3 rope": [
-        "model.rope_scaling=llama3", "model.rope_original_len=16", "model.rope_theta=500",
-        "model.rope_factor=4",
+        "model.overrides.rope_theta=500",
+        *(f"model.overrides.rope_scaling.{word}" for word in (
+            "rope_type=llama3", "original_max_position_embeddings=16", "factor=4",
+            "low_freq_factor=1", "high_freq_factor=4",
+        )),
     ],
-    "qwen3": ["model.architecture=qwen3", "model.head_dim=16", "model.rope_theta=1000000"],
+    "qwen3": [
+        "model.overrides.model_type=qwen3", "model.head_dim=16",
+        "model.overrides.rope_theta=1000000",
+    ],
 }  # fmt: skip
 
 

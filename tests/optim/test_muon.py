@@ -1,6 +1,5 @@
 """Muon on owned matrices is torch's Muon in one process, to the bit."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +18,6 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import UsageError
-from fsdpctl.models.layers import CausalDecoder
 from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -136,16 +134,10 @@ def test_equals_one_process(rank: int, world_size: int, whole: bool) -> None:
             assert largest_difference(found, wanted) == 0.0, (strategy, owner_map, kind, window)
 
 
-PHI3 = {
-    "model_type": "phi3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 80, "vocab_size": 40, "pad_token_id": None,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 16,
-}  # fmt: skip
 DECODERS = {
-    "gpt2": ["model.architecture=gpt2", "model.num_kv_heads=4"],
-    "phi3": ["model.architecture=transformers", f"model.config_json={json.dumps(PHI3)}"],
-    "qwen3": ["model.architecture=qwen3"],
+    "gpt2": ["model=gpt2"],
+    "phi3": ["model.overrides.model_type=phi3", "model.overrides.pad_token_id=null"],
+    "qwen3": ["model.overrides.model_type=qwen3"],
 }
 HEADS, WIDTH, HIDDEN = 4, 16, 80
 
@@ -176,7 +168,7 @@ def drawn(config: Config) -> nn.Module:
     if isinstance(module, TransformersDecoder):
         fill_buffers(module)
     allocate(module)
-    assert isinstance(module, CausalDecoder | TransformersDecoder)
+    assert isinstance(module, TransformersDecoder)
     head: Any = module.get_output_embeddings()
     head.weight = module.get_input_embeddings().weight
     for name, param in module.named_parameters():

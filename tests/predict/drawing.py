@@ -102,7 +102,7 @@ def _long(draw: random.Random) -> list[str]:
 def _model(draw: random.Random) -> list[str]:
     heads, arch = draw.choice([1, 2, 4]), draw.choice(ARCHITECTURES)
     words = [
-        f"model.architecture={arch}",
+        "model=gpt2" if arch == "gpt2" else f"model.overrides.model_type={arch}",
         f"model.num_layers={draw.randint(1, 9)}",
         f"model.hidden_size={heads * draw.choice([16, 32, 48])}",
         f"model.intermediate_size={draw.choice([64, 100, 256, 512])}",
@@ -112,7 +112,7 @@ def _model(draw: random.Random) -> list[str]:
         f"model.tie_embeddings={draw.choice(['true', 'false'])}",
     ]
     if arch == "mistral" and draw.random() < 0.5:
-        words += ["model.sliding_window=20"]
+        words += ["model.overrides.sliding_window=20"]
     part = draw.random()
     if part < 0.15:
         words += [f"model.trainable={draw.choice(TRAINABLE)}"]

@@ -73,7 +73,7 @@ def _qwen(name: str, shape: tuple[int, ...], dtype: str, seconds: dict[int, floa
     words = (
         f"model=llama2_7b model.vocab_size={vocabulary} model.num_layers={layers} "
         f"model.hidden_size={width} model.intermediate_size={inner} model.num_heads={heads} "
-        f"model.num_kv_heads={heads} model.attention_bias=true model.max_seq_len=8192 "
+        f"model.num_kv_heads={heads} model.overrides.attention_bias=true model.max_seq_len=8192 "
         f"model.lora.rank=64 model.lora.dropout=0.05 model.base_dtype={dtype} cluster=1xa100_80 "
         f"model.attention=flash {_FULL} {_batch(1, 1, 8)}"
     )

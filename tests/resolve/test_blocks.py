@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.model import ModelConfig
-from fsdpctl.models.llama import LlamaDecoder
-from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.blocks import (
     checkpoint_block,
     checkpoint_blocks,
@@ -18,18 +16,15 @@ from fsdpctl.resolve.blocks import (
     missing_compiler,
 )
 from tests.cli.run import TINY
+from tests.models.decoders import drawn
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 TOKENS = torch.arange(32).view(2, 16)
 
 
-def decoder(mode: str = "none") -> LlamaDecoder:
+def decoder(mode: str = "none") -> TransformersDecoder:
     config = compose_config([*TINY, "model.vocab_size=64"]).config
-    model = build_model(config.model).to_empty(device="cpu")
-    assert isinstance(model, LlamaDecoder)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            initialize_parameter(name, param, seed=0, config=ModelConfig())
+    model = drawn(config.model)
     for block in model.get_submodule("model.layers").children():
         if mode != "none":
             checkpoint_block(block, mode)

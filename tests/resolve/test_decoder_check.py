@@ -45,7 +45,7 @@ def test_the_start_finds_what_a_decoder_does(family, tmp_path):
     if not packs:
         with pytest.raises(UsageError, match=f"data.packing=true: {family} mixes"):
             with_decoder(compose(tmp_path, *words, "data.packing=true"))
-    said = rf"context_parallel=2: model=transformers: .*{refusal}"
+    said = rf"context_parallel=2: model: .*{refusal}"
     for check in (check_shared_rows, with_decoder, settle) if refusal else ():
         with pytest.raises(UsageError, match=said):
             check(shared(config))

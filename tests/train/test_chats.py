@@ -68,7 +68,7 @@ def test_losses_are_those_of_a_plain_loop(tmp_path, family, ranks):
 )  # fmt: skip
 def test_decoders_of_transformers_train_on_chats(tmp_path, family, packs):
     """Also where documents that share a sequence would see one another."""
-    run = trained(tmp_path, family, 2, "model=transformers")
+    run = trained(tmp_path, family, 2, "model=hf")
     config = read_config(run)
     assert config.data.packing is (None if packs else False)
     expected = plain_losses(opened_by_transformers(tmp_path / "model"), config, STEPS)

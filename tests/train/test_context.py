@@ -80,8 +80,9 @@ def chats(folder: Path, family: str) -> list[str]:
             ["strategy=hybrid_shard_optimizer", "strategy.dp_shard_size=2"],
             ["strategy=no_shard", "activation_checkpointing=selective"],
             ["model.lora.rank=4", "train.loss_chunk_tokens=10"],
-            ["model.architecture=mistral", "model.sliding_window=20", "train.seq_len=70"],
-            ["model.architecture=gpt2", "model.num_kv_heads=4", "model.max_seq_len=16"],
+            ["model.overrides.model_type=mistral", "model.overrides.sliding_window=20",
+             "train.seq_len=70"],
+            ["model=gpt2", "model.num_kv_heads=4", "model.max_seq_len=16"],
             ["optimizer.state_dtype=int8", "model.hidden_size=64"],
             ["optimizer.offload=all"],
         ],
@@ -112,8 +113,7 @@ def train_with_means(rank: int, world_size: int, typed: list[str]) -> None:
 @pytest.mark.parametrize("family", fast("llama", slow=["qwen3_moe"]))
 def test_packed_chats_whose_answers_are_on_few_ranks(tmp_path, family):
     """A mean over each rank's answers is another loss."""
-    kind = ["model=hf"] if family == "llama" else ["model=transformers"]
-    more = [*kind, "activation_checkpointing=full", *chats(tmp_path, family)]
+    more = ["model=hf", "activation_checkpointing=full", *chats(tmp_path, family)]
     check_alike(tmp_path, 2, [1, 2], *more)
     right = figures(tmp_path / "shared-2")
     shutil.rmtree(tmp_path / "shared-2")

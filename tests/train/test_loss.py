@@ -8,26 +8,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.model import ModelConfig
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.models.llama import LlamaDecoder
-from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.run import open_run
 from fsdpctl.resolve.settle import settle
 from tests.cli.run import TINY, make_text
 from tests.distributed import distributed
+from tests.models.decoders import drawn
 
 VOCAB, LENGTH = 64, 25
 
 
-def decoder(*, tied: bool) -> LlamaDecoder:
+def decoder(*, tied: bool) -> TransformersDecoder:
     words = [f"model.vocab_size={VOCAB}", f"model.tie_embeddings={str(tied).lower()}"]
-    model = build_model(compose_config([*TINY, *words]).config.model).to_empty(device="cpu")
-    assert isinstance(model, LlamaDecoder)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            initialize_parameter(name, param, seed=0, config=ModelConfig(init_std=0.1))
-    return model.double()
+    config = compose_config([*TINY, *words, "model.init_std=0.1"]).config
+    return drawn(config.model).double()
 
 
 def batch(rank: int = 0) -> tuple[Tensor, Tensor]:

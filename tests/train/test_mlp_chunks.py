@@ -25,8 +25,8 @@ CHUNKS = "train.mlp_chunk_tokens"
     "more",
     [
         ["activation_checkpointing=full", "model.lora.rank=4", "train.context_parallel=2"],
-        ["model.architecture=mistral", "model.sliding_window=9"],
-        ["model.architecture=gpt2", "model.num_kv_heads=4"],
+        ["model.overrides.model_type=mistral", "model.overrides.sliding_window=9"],
+        ["model=gpt2", "model.num_kv_heads=4"],
         ["activation_checkpointing=selective", "accumulation=last"],
     ],
     ids=lambda more: more[0],

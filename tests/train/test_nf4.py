@@ -58,7 +58,7 @@ def dequantized_base(typed: list[str], folder: Path) -> Path:
         ("llama", 3, ["model.lora.rslora=true", "train.loss_chunk_tokens=10"]),
         ("gpt2", 2, ["strategy=shard_optimizer"]),
         ("qwen3 tied", 3, ["strategy=shard_grad_op", "activation_checkpointing=full"]),
-        ("llama", 2, ["model=transformers", "activation_checkpointing=selective"]),
+        ("llama", 2, ["model=hf", "activation_checkpointing=selective"]),
         ("llama", 2, ["model.base_dtype=int8"]),
         ("llama", 2, ["model.base_dtype=float32"]),
         ("gpt2", 3, ["model.base_dtype=int8", "strategy=shard_optimizer"]),

@@ -224,7 +224,7 @@ def test_families_of_transformers_pass(
 ) -> None:
     save_decoder(family, tmp_path / "model", vocab_size=320)
     typed = [
-        "model=transformers", f"model.path={tmp_path / 'model'}", "data=text",
+        "model=hf", f"model.path={tmp_path / 'model'}", "data=text",
         f"data.path={make_text(tmp_path)}", "data.val_fraction=0", "train.seq_len=16",
         "train.global_batch_size=2", "train.steps=1", "train.self_check=auto", "precision=fp32",
         "launch.nproc_per_node=1", "launch.device=cpu", "train.sample_tokens=0",

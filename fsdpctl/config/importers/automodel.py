@@ -4,7 +4,7 @@ import re
 
 from fsdpctl.config.importers.automodel_training import read_training
 from fsdpctl.config.importers.defaults import CHANGES_AUTOMODEL
-from fsdpctl.config.importers.models import map_model
+from fsdpctl.config.importers.models import map_model, map_overrides
 from fsdpctl.config.importers.shared import (
     TOO_HIGH,
     check_degrees,
@@ -90,6 +90,7 @@ def _read_model(found: Translation) -> None:
         why = f"model: {target or 'not set'}: expected a causal language model by its path or name"
         raise UsageError(f"{found.file}: {why}")
     map_model(found, value, value.key)
+    map_overrides(found, "model.config")
     if target.endswith("from_config"):  # from scratch
         found.model = None
         found.map(value, "model.init=random")

@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 from fsdpctl.config.importers.axolotl_training import read_training
 from fsdpctl.config.importers.defaults import CHANGES_AXOLOTL
-from fsdpctl.config.importers.models import map_model
+from fsdpctl.config.importers.models import map_model, map_overrides
 from fsdpctl.config.importers.shared import (
     OF_FSDP,
     TOO_HIGH,
@@ -35,7 +35,6 @@ _OTHER_TRAININGS = {
     "lora_modules_to_save": "trains full layers in addition to adapters, which needs more memory",
     "peft_use_dora": "DoRA needs more memory than LoRA",
     "eager_attention": "eager attention stores a score for each pair of tokens",
-    "overrides_of_model_config": "changes the model; edit its config.json instead",
 }
 _DEGREES = {
     "tensor": ("tensor_parallel_size", "tensor_parallel_degree", "tensor_parallel"),
@@ -128,6 +127,7 @@ def _read_model(found: Translation) -> None:
     if base and revision:
         base = SourceKey(base.key, f"{base.text.strip()}@{revision}", ())
     map_model(found, base, "base_model")
+    map_overrides(found, "overrides_of_model_config")
 
 
 def _read_length(found: Translation) -> None:

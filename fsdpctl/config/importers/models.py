@@ -1,16 +1,18 @@
 """Models as other tools name them: a directory, or a name on the Hugging Face Hub."""
 
+import json
 import os
 import re
 from pathlib import Path
 
 from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.hub_models import hub_models
-from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.importers.source_config import SourceKey
 from fsdpctl.config.importers.translation import Translation
 from fsdpctl.config.model_path import model_words
+from fsdpctl.config.overrides import OVERRIDES
 from fsdpctl.errors import UsageError
+from fsdpctl.io.run_files import CONFIG_JSON
 
 # Names on the Hub without their owner. They match in full, so that quantized models and models of
 # another size don't match.
@@ -71,6 +73,16 @@ def map_model(found: Translation, value: SourceKey | None, key: str, *others: st
         return
     why = "not a directory, in the Hugging Face cache, or a known name"
     found.missing.append(("model", f"{value.key}: {name}: {why}; {way_on}"))
+
+
+def map_overrides(found: Translation, place: str) -> None:
+    """Map the keys of config.json below a key of the other tool."""
+    for value in found.source.peek():
+        name = value.key.removeprefix(f"{place}.")
+        if name != value.key and not name.startswith("_"):
+            found.source.take(value.key)
+            text = json.dumps(value.items) if value.is_list else value.text
+            found.map(value, f"{OVERRIDES}.{name}={text}")
 
 
 def _is_cached(name: str, *, weights: bool) -> bool:

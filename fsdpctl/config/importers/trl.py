@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpctl.config.data import CHAT
-from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.importers.defaults import CHANGES_TRL, TRL
 from fsdpctl.config.importers.models import map_model
 from fsdpctl.config.importers.shared import (
@@ -25,6 +24,7 @@ from fsdpctl.config.importers.training import (
 )
 from fsdpctl.config.importers.translation import SourceBatch, Translation
 from fsdpctl.errors import UsageError
+from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import read_json
 
 # Layers that peft 0.21 adapts by default, by families (peft/utils/constants.py).

@@ -439,7 +439,6 @@ def test_a_recipe_without_a_value_that_decides_is_not_accepted_by_train(tool, ch
         ("Automodel", {"recipe": {"_target_": "x.kd.KnowledgeDistillationRecipe"}}, "expected Tr"),
         ("Automodel", {"peft": {"target_modules": ["*lm_head"]}}, "lm_head: has no adapters"),
         ("axolotl", {"lora_target_modules": ["lm_head"]}, "lm_head: has no adapters here"),
-        ("axolotl", {"overrides_of_model_config": {"rope_theta": 1}}, "changes the model"),
         ("axolotl", {"plugins": ["my.LigerKD"]}, "plugins: LigerKD"),
         ("TRL", {"optim": "galore_adamw_8bit"}, "optim: galore_adamw_8bit: expected AdamW"),
         ("TRL", {"max_steps": "${N}"}, "max_steps: .*expected a whole number; set train.steps"),

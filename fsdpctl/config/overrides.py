@@ -1,0 +1,81 @@
+"""The key `model.overrides`: values that are merged into a model's config.json."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from fsdpctl.config.any_decoder import canonical, known_names, read_configuration
+from fsdpctl.errors import UsageError, nearest
+from fsdpctl.io.untrusted import parse_json
+
+OVERRIDES = "model.overrides"
+_ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"  # a file has one of these names
+
+
+def gathered(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Replace settings such as `model.overrides.KEY.KEY` by one with all of them, as JSON.
+
+    Raises:
+        UsageError: If one sets a value in a mapping, and another one the mapping.
+    """
+    inside = [(name, text) for name, text in pairs if name.startswith(f"{OVERRIDES}.")]
+    if not inside:
+        return [*pairs]
+    content = parse_json(dict(pairs).get(OVERRIDES, "{}"), dict[str, Any], OVERRIDES)
+    for name, text in inside:
+        at, (*path, last) = content, name.split(".")[2:]
+        for word in path:
+            at = at.setdefault(word, {}) if isinstance(at, dict) else at
+        if not isinstance(at, dict) or last in at:
+            raise UsageError(f"{name}: conflicts with another of {OVERRIDES}; set one of them")
+        at[last] = _value(text)
+    others = [pair for pair in pairs if pair not in inside and pair[0] != OVERRIDES]
+    return [*others, (OVERRIDES, canonical(content))]
+
+
+def _value(text: str) -> Any:
+    """Return what a text means: a number, true, false, null, a list of these, or text."""
+    try:
+        found = parse_json(text, object, OVERRIDES)
+    except UsageError:
+        return text
+    if isinstance(found, list):
+        return [_value(each) if isinstance(each, str) else each for each in found]
+    return text if isinstance(found, str) else found
+
+
+def merged(content: Mapping[str, Any], changes: str, where: str) -> dict[str, Any]:
+    """Return the content of a config.json with changes, which are JSON.
+
+    Raises:
+        UsageError: If a key is unknown to transformers' class of such models.
+    """
+    given = parse_json(changes, dict[str, Any], OVERRIDES)
+    family = given.get("model_type", content["model_type"])
+    known = known_names(read_configuration({**content, "model_type": family}, where))
+    named, other = (_ROPE, _OLD_ROPE) if _ROPE in content else (_OLD_ROPE, _ROPE)
+    given = {named if name == other else name: value for name, value in given.items()}
+    if named == _ROPE and "rope_theta" in given:
+        given.setdefault(_ROPE, {})["rope_theta"] = given.pop("rope_theta")
+    if given.get(named, "") is None:
+        given[named] = {"rope_type": "default"}
+    return _merged(content, given, known, OVERRIDES)
+
+
+def _merged(
+    content: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    known: Mapping[str, Collection[str]],
+    place: str,
+) -> dict[str, Any]:
+    found = dict(content)
+    for name, value in changes.items():
+        if known and name not in known:
+            raise UsageError(f"{place}.{name}: no such key{nearest(name, [*known])}")
+        if isinstance(value, dict):
+            here = content.get(name)
+            here = here if isinstance(here, dict) else {}
+            inner = dict.fromkeys([*here, *known.get(name, ())], known.get(name, ()))
+            found[name] = _merged(here, value, inner, f"{place}.{name}")
+        else:
+            found[name] = value
+    return found
