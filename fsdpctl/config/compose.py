@@ -32,7 +32,7 @@ from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 _OPTIONS = ("--recipe", "--resume", "--dry-run", "--print-config", "--help")
 
 # Keys that apply to every option of their group.
-_FOR_ANY_OPTION = ("model.lora.", "model.base_dtype", "data.val_fraction")
+_FOR_ANY_OPTION = ("model.lora.", "model.base_dtype", "data.val_fraction", "strategy.offload")
 
 Pair = tuple[str, str]
 First = Callable[[Config, str | None], None]

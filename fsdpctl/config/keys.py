@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, get_args, get_type_hints
@@ -34,6 +34,7 @@ class Key:
     optional: bool = False  # may be left unset
     is_path: bool = False
     is_names: bool = False  # may be a list in a file
+    read: Callable[[str], str] | None = None  # of a list of `choices`: its one text; or fails
     is_executed: bool = False  # a command: accepted on the command line only, not from files
     is_stored: bool = False  # what other keys result in: in files of runs, neither typed nor listed
     is_mapping: bool = False  # JSON, given as KEY.NAME=VALUE or as a mapping in a file
@@ -43,6 +44,8 @@ class Key:
     def allowed(self) -> str:
         """A description of the allowed values."""
         words = ", ".join(self.choices) or ("mapping" if self.is_mapping else self.type)
+        if self.read is not None:
+            return f"a list of {words}"
         if self.auto and self.type == "true or false":
             return f"true, false or {AUTO}"
         if self.minimum is not None and self.maximum is not None:
@@ -89,6 +92,8 @@ class Key:
         return self._parse_number(text)
 
     def _parse_text(self, text: str) -> str:
+        if self.read is not None:
+            return self.read(text)
         if self.choices and text not in self.choices:
             raise self._error(text, nearest(text, self.choices))
         if not text:

@@ -12,9 +12,9 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
 from fsdpctl.plan.muon import MATRICES, NS_STEPS
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT, STATE_DTYPES
 from fsdpctl.plan.strategy import STRATEGIES
 
@@ -36,11 +36,20 @@ class StrategyConfig:
         choices=(*OWNER_MAPS, MATRICES),
         auto=True,
     )
-    offload_params: bool = key(
-        False,
-        "frozen parameters rest in host memory, from where units are gathered; with "
-        "optimizer.offload, trained ones too",
+    offload: str = key(
+        "none",
+        "model states in host memory; states: master weights and moments, stepped there; "
+        "gradients: reduced ones, with states; params: frozen ones, from where units are gathered, "
+        "with states trained ones too",
+        choices=("none", "states", "gradients", "params", "all"),
+        read=Offload.word,
+        is_names=True,
     )
+
+    @property
+    def on_host(self) -> Offload:
+        """The states that are in host memory."""
+        return Offload.parse(self.offload)
 
     def under(self, name: str) -> "StrategyConfig":
         """Return the section for the strategy `name`, without keys that it doesn't use."""
@@ -51,8 +60,8 @@ class StrategyConfig:
         before = STRATEGIES.get(self.name)
         is_unused = self.owner_map == "even" and before is not None and not before.has_owner_map
         keeps = row.has_owner_map and not is_unused
-        on_host = self.offload_params and row.can_offload_params
-        return StrategyConfig(name, size, self.owner_map if keeps else None, on_host)
+        on_host = self.on_host if row.can_offload_params else self.on_host & ~Offload.PARAMS
+        return StrategyConfig(name, size, self.owner_map if keeps else None, str(on_host))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +152,6 @@ class OptimizerConfig:
         "int8: in blocks of 64; auto: that of the master weights",
         choices=STATE_DTYPES,
         auto=True,
-    )
-    offload: str = key(
-        Offload.NONE.value,
-        "model states in host memory, where they are stepped: none; states: master weights and "
-        "moments; all: reduced gradients too",
-        choices=tuple(Offload),
     )
     max_grad_norm: float = key(1.0, "gradient norm to clip to; 0: no clipping", minimum=0)
 

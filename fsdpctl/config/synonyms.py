@@ -124,11 +124,6 @@ SYNONYMS = _by_name(
         "no_shard": "NO_SHARD",
         "optimizer": "optim",
         "optimizer; `fsdpctl list optimizer` shows its options": "optimizer.name",
-        "strategy.offload_params=true": "offload_param offload_params param_offload",
-        "optimizer.offload=all": (
-            "cpu_offload fsdp_offload_params offload offload_optimizer offload_policy "
-            "optim_cpu_offload optimizer_cpu_offload optimizer_offload"
-        ),
         "optimizer.state_dtype=int8": (
             "adam8bit adamw8bit adamw_8bit adamw_bnb_8bit adamw_torch_8bit ao_adamw_8bit "
             "exp_avg_dtype optim_8bit paged_adamw_8bit PagedAdamW8bit"
@@ -165,6 +160,11 @@ SYNONYMS = _by_name(
         "strategy=shard_grad_op": "zero2",
         "strategy=shard_optimizer": "zero1",
         "strategy=zero1, zero2 or zero3": "zero_stage",
+        "strategy.offload=all": "cpu_offload fsdp_offload_params offload offload_policy",
+        "strategy.offload=params": "offload_param offload_params param_offload",
+        "strategy.offload=states,gradients": (
+            "offload_optimizer optim_cpu_offload optimizer_cpu_offload optimizer_offload"
+        ),
         "train.compile": "compile torch_compile compile.enable",
         "train.epochs": "epochs num_epochs num_train_epochs",
         "train.eval_every": (

@@ -16,16 +16,17 @@ from fsdpctl.engine.entry import move_buffers
 from fsdpctl.engine.gradients import GradientReducer
 from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
 from fsdpctl.engine.host_params import HostParams
-from fsdpctl.engine.offload import HostStates
+from fsdpctl.engine.offload import HostPart, HostStates
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit, Slot
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.schedule import Buffer, Prefetch, Schedule
-from fsdpctl.plan.sizes import Offload, SlotSpec, slots_of
-from fsdpctl.plan.strategy import Strategy, check_offload_params, check_rests
+from fsdpctl.plan.sizes import SlotSpec, slots_of
+from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.transfers import Transfers
 from fsdpctl.plan.units import Division, UnitSpec
 
@@ -49,9 +50,13 @@ class Sharding:
     owner_map: str | OwnerMap = "even"
     prefetch: Prefetch = Prefetch()
     precision: Precision = Precision()
-    offload: str = "none"  # states: masters and moments in host memory; all: gradients too
-    offload_params: bool = False  # frozen ones, and trained ones whose masters are in host memory
+    offload: str | Offload = "none"  # in host memory, as strategy.offload: a word or a list
     share_memory: bool = False  # between the ranks of one machine, on the CPU
+
+    @property
+    def on_host(self) -> Offload:
+        """The states that are in host memory."""
+        return self.offload if isinstance(self.offload, Offload) else Offload.parse(self.offload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +146,11 @@ class _Builder:
             unit, layout, master, held=held, owned=owned, written=written, num_owners=owners
         )
         if layout.trainable and self.precision.has_remainders:
-            remainder = torch.zeros(held.numel, dtype=torch.int8, device=self.source.device)
-            shard.add_remainder(remainder, self.precision.dtype_of_reduction(dtype))
+            if self.host is not None:
+                remainder = self.host.remainder(held.numel)
+            else:
+                remainder = torch.zeros(held.numel, dtype=torch.int8, device=self.source.device)
+            shard.add_remainder(remainder, self.precision.dtype_of_gradient(dtype))
         if not self.source.is_empty:
             _fill(shard, resting, self.initial_values(layout))
         else:
@@ -209,8 +217,8 @@ def build_runtime(
     move_buffers(module, source.device, mesh.world)
     params = dict(module.named_parameters())
     builder = _Builder(division, sharding.precision, mesh, source, params, dtypes)
-    if sharding.offload != Offload.NONE or sharding.offload_params:
-        builder = _with_host(builder, sharding)
+    if sharding.on_host:
+        builder = _with_host(builder, sharding.on_host)
     slots = _slots(builder, sharding.prefetch)
     units = _build_units(builder, slots)
     for param in params.values():
@@ -239,54 +247,42 @@ def build_runtime(
     return runtime
 
 
-def _with_host(builder: _Builder, sharding: Sharding) -> _Builder:
-    """Allocate host memory for what `sharding` keeps there.
+def _with_host(builder: _Builder, offload: Offload) -> _Builder:
+    """Allocate host memory for what is there.
 
     Raises:
         UsageError: If the strategy or other arguments do not allow it.
     """
+    strategy, precision = builder.strategy, builder.precision
+    if refusal := offload.refusal(strategy, strategy, builder.mesh.world.size):
+        raise UsageError(f"strategy.offload={offload}: {refusal}")
     layouts = [each for of in builder.division.layouts.values() for each in of]
-    worker, offload = HostWorker(builder.source.device), Offload(sharding.offload)
-    if sharding.offload_params:
-        builder = replace(builder, host_params=_host_params(worker, builder, layouts, offload))
-    if offload is Offload.NONE:
-        return builder
     trained = [each for each in layouts if each.trainable]
-    return replace(builder, host=_host_states(worker, builder, trained, offload))
-
-
-def _host_params(
-    worker: HostWorker, builder: _Builder, layouts: Sequence[FlatLayout], offload: Offload
-) -> HostParams:
-    check_offload_params(builder.strategy)
-    is_stepped_there = offload is not Offload.NONE
-    check_rests(all(each.trainable for each in layouts), offload)
-    sizes = [
-        (builder.held(each).numel, builder.compute_dtype(each))
-        for each in layouts
-        if not each.trainable
-        or (is_stepped_there and builder.compute_dtype(each) != builder.master_dtype(each))
-    ]
-    return HostParams(worker, sizes)
-
-
-def _host_states(
-    worker: HostWorker, builder: _Builder, trained: Sequence[FlatLayout], offload: Offload
-) -> HostStates:
-    if builder.mesh.world.size > 1 and not builder.strategy.shards_optimizer:
-        raise UsageError(
-            f"optimizer.offload={offload}: not supported with strategy={builder.strategy.name} on "
-            "several ranks, which would all step all parameters; use strategy=shard_grad_op"
+    offload.check_rests(trains_all=len(trained) == len(layouts))
+    steps, rests = Offload.STATES in offload, Offload.PARAMS in offload
+    worker = HostWorker(builder.source.device)
+    if rests:
+        apart = [
+            (builder.held(each).numel, builder.compute_dtype(each))
+            for each in layouts
+            if not each.trainable
+            or (steps and builder.compute_dtype(each) != builder.master_dtype(each))
+        ]
+        builder = replace(builder, host_params=HostParams(worker, apart))
+    if not steps:
+        return builder
+    parts = [
+        HostPart(
+            builder.held(each).numel,
+            dtype := builder.master_dtype(each),
+            builder.compute_dtype(each),
+            precision.dtype_of_gradient(dtype),
         )
-    return HostStates(
-        worker,
-        [
-            (builder.held(each).numel, builder.master_dtype(each), builder.compute_dtype(each))
-            for each in trained
-        ],
-        with_gradients=offload is Offload.ALL,
-        with_params=builder.host_params is not None,
-    )
+        for each in trained
+    ]
+    with_gradients = Offload.GRADIENTS in offload
+    host = HostStates(worker, parts, with_gradients=with_gradients, with_params=rests)
+    return replace(builder, host=host)
 
 
 def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientReducer:

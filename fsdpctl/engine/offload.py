@@ -10,6 +10,7 @@ takes a second per few gigabytes: two buffers for each direction, of the largest
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,18 +38,27 @@ class _Step:
         return self.buffer.resting.within(self.buffer.shard.held)
 
 
+class HostPart(NamedTuple):
+    """This rank's part of a trained flat buffer."""
+
+    numel: int
+    dtype: torch.dtype  # of its master weights
+    compute: torch.dtype
+    gradient: torch.dtype
+
+
 class HostStates:
     """This rank's states in host memory."""
 
     def __init__(
         self,
         worker: HostWorker,
-        parts: Iterable[tuple[int, torch.dtype, torch.dtype]],
+        parts: Iterable[HostPart],
         *,
         with_gradients: bool,
         with_params: bool,
     ) -> None:
-        """Allocate memory for `parts`: elements, dtype and compute dtype of each trained buffer.
+        """Allocate memory for the `parts` of trained buffers.
 
         `with_gradients`: the host keeps reduced gradients, too. `with_params`: and the parameters.
         """
@@ -56,11 +66,13 @@ class HostStates:
         self.on_start: Callable[[HostUpdate, HostScalars], None]  # set by the runtime
         self._copier = Copier(worker.device)
         sizes: dict[torch.dtype, int] = {}
+        gradients: dict[torch.dtype, torch.dtype] = {}  # by the dtype of their masters
         direct: set[torch.dtype] = set()  # masters that go to the device as they are
         largest = largest_cast = 0
-        for numel, dtype, compute in parts:
+        for numel, dtype, compute, gradient in parts:
             sizes[dtype] = sizes.get(dtype, 0) + numel
-            largest = max(largest, numel * dtype.itemsize)
+            gradients[dtype] = gradient
+            largest = max(largest, numel * gradient.itemsize)
             if dtype == compute:
                 direct.add(dtype)
             elif not with_params:
@@ -70,8 +82,9 @@ class HostStates:
             for dtype, numel in sizes.items()
         }
         self._taken = dict.fromkeys(sizes, 0)
+        self._remainders = 0  # bytes
         self._left = {
-            dtype: self._worker.allocate(numel, dtype, pinned=True)
+            dtype: self._worker.allocate(numel, gradients[dtype], pinned=True)
             for dtype, numel in sizes.items()
             if with_gradients
         }
@@ -84,13 +97,19 @@ class HostStates:
     def nbytes(self) -> int:
         """The bytes of master weights and buffers; the optimizer has its moments."""
         slabs = sum(each.nbytes for of in (self._slabs, self._left) for each in of.values())
-        return slabs + self._gradients.nbytes + self._cast.nbytes + self._scalars.nbytes
+        buffers = self._gradients.nbytes + self._cast.nbytes + self._scalars.nbytes
+        return slabs + self._remainders + buffers
 
     def master(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for the next buffer's master weights."""
         start = self._taken[dtype]
         self._taken[dtype] = start + numel
         return self._slabs[dtype][start : start + numel]
+
+    def remainder(self, numel: int) -> Tensor:
+        """Return memory for the lower bits of a buffer's master weights, which are zeros."""
+        self._remainders += numel
+        return self.call(lambda: torch.zeros(numel, dtype=torch.int8))
 
     def start(self, update: HostUpdate, scalars: HostScalars) -> None:
         """Start to step all master weights; the step takes the gradients."""

@@ -49,6 +49,10 @@ class Precision:
         """Return the dtype in which gradients are added over ranks."""
         return self.reduce_dtype or _at_least_float32(master_dtype)
 
+    def dtype_of_gradient(self, master_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a reduced gradient."""
+        return self.dtype_of_reduction(master_dtype) if self.has_remainders else master_dtype
+
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32

@@ -16,6 +16,7 @@ from fsdpctl.engine.guards import is_sharded
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.errors import UsageError
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import Strategy, get_strategy, ranks_per_copy
@@ -37,7 +38,7 @@ def shard_model(
     Args:
         module: Any module with values, on the device where it runs.
         strategy: A name of the strategy table, or one of its rows; or a `Sharding` with all these
-            arguments, `offload` and `offload_params`.
+            arguments and `offload`.
         units: "auto", or the module classes whose instances are gathered and released as one.
         dp_shard_size: For hybrid strategies, the number of ranks that share one replica; by default
             all.
@@ -68,7 +69,7 @@ def shard_from(
 
     `mesh` is that of a model with the same sharding, whose groups are used again.
     """
-    on_host = sharding.offload_params
+    on_host = Offload.PARAMS in sharding.on_host
     shares = sharding.share_memory and source.device.type == "cpu" and not on_host
     make = sharing_collectives if shares else partial(collectives_for, source.device)
     world = mesh.world if mesh is not None else make()
@@ -121,7 +122,7 @@ def _described(
     yield f"owner map {sharding.owner_map}"
     yield str(sharding.prefetch)
     yield str(sharding.precision)
-    yield f"offload {sharding.offload}, parameters {sharding.offload_params}"
+    yield f"offload {sharding.on_host}"
     for unit in division.units:
         yield f"unit {unit.name}"
         for param in unit.params:

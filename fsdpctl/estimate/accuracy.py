@@ -10,7 +10,6 @@ from functools import cache
 
 from fsdpctl.config.recipe import package_folder
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.plan.sizes import Offload
 
 ACCURACY = "accuracy.json"
 _LONG = 1 << 16  # tokens of a sample
@@ -43,8 +42,7 @@ def kind_of(estimate: RunEstimate, seconds: float = math.inf) -> str:
     config, model = estimate.config, estimate.config.model
     if seconds < SHORT:
         return "short"
-    inputs, params = config.activation_checkpointing.offload, config.strategy.offload_params
-    if config.optimizer.offload != Offload.NONE or inputs or params:
+    if config.strategy.on_host or config.activation_checkpointing.offload:
         return "offloaded"
     if estimate.num_active < estimate.num_params:
         return "experts"

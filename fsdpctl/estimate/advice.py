@@ -28,10 +28,10 @@ _TOGETHER = (
 _SINGLE = (
     c.EXPANDABLE, c.CHUNKED, c.REDUCED_EVERY_TIME, c.SHARED_OUT, c.COMPRESSED, c.FULLY_SHARDED,
     c.RECOMPUTED_IN_PART, c.SMALLER_BATCH, c.SHARED_SAMPLES, c.RECOMPUTED, c.ACTIVATIONS_ON_HOST,
-    c.FEED_FORWARD_IN_CHUNKS, c.STATES_ON_HOST, c.ALL_ON_HOST, c.PARAMS_ON_HOST, c.IN_FOUR_BITS,
-    c.COMPUTED_IN_BF16,
+    c.FEED_FORWARD_IN_CHUNKS, c.STATES_ON_HOST, c.GRADIENTS_ON_HOST, c.PARAMS_ON_HOST,
+    c.IN_FOUR_BITS, c.COMPUTED_IN_BF16,
 )  # fmt: skip
-_STATES = ((), (c.STATES_ON_HOST,), (c.ALL_ON_HOST,), (c.COMPRESSED,))  # treatments of them
+_STATES = ((), (c.STATES_ON_HOST,), (c.GRADIENTS_ON_HOST,), (c.COMPRESSED,))  # treatments of them
 # In which settings are dispensed with: the last of those first, or smaller micro-batches first.
 _LAST_FIRST = (c.PARAMS_ON_HOST, *_TOGETHER[::-1])
 _ORDERS = (_LAST_FIRST, (c.SINGLE_SAMPLE, *_LAST_FIRST))
@@ -78,7 +78,8 @@ class _Search:
         """Return settings that suffice together, for each treatment of the optimizer states."""
         here, kept = Change({}, "", self._plan), list[Fitting]()
         for states in _STATES:
-            if states == (c.ALL_ON_HOST,) and any("optimizer.offload" in x.values for x, _ in kept):
+            there = any("states" in x.values.get("strategy.offload", "") for x, _ in kept)
+            if states == (c.GRADIENTS_ON_HOST,) and there:
                 continue
             for order in _ORDERS:
                 found = self._needed(here, states, order)

@@ -8,8 +8,8 @@ from typing import Any
 from fsdpctl.config.keys import value_in
 from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.optimizers import get_optimizer
-from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.strategy import DDP, FSDPCTL, get_strategy, sharded_over_copies
 from fsdpctl.resolve.machine import sample_groups, world_size
 from fsdpctl.resolve.settle import RunPlan, settle
@@ -150,10 +150,21 @@ def _compressed(plan: RunPlan) -> list[Values]:
 
 def _params_on_host(plan: RunPlan) -> list[Values]:
     config = plan.config
-    can_rest = config.optimizer.offload != Offload.NONE or config.model.lora.rank is not None
-    if not (can_rest and get_strategy(config.strategy.name).can_offload_params):
-        return []
-    return _unless_set(config, "strategy.offload_params", True)
+    on_host = config.strategy.on_host
+    can_rest = Offload.STATES in on_host or config.model.lora.rank is not None
+    can_rest &= get_strategy(config.strategy.name).can_offload_params
+    rests = Offload.PARAMS in on_host
+    return _when(can_rest and not rests, strategy__offload=str(on_host | Offload.PARAMS))
+
+
+def _on_host(what: Offload) -> Callable[[RunPlan], list[Values]]:
+    """Return the values of a knob that has the host step."""
+
+    def values(plan: RunPlan) -> list[Values]:
+        on_host = plan.config.strategy.on_host
+        return _when(Offload.STATES not in on_host, strategy__offload=str(on_host | what))
+
+    return values
 
 
 def _adapters(plan: RunPlan) -> list[Values]:
@@ -239,13 +250,8 @@ FEED_FORWARD_IN_CHUNKS = Knob(
     "feed-forward layers run once more, on some tokens at a time", _feed_forward_in_chunks
 )
 COMPRESSED = Knob("moments are rounded to 8 bits", _compressed)
-STATES_ON_HOST = Knob(
-    _OFFLOADED, lambda p: _unless_set(p.config, "optimizer.offload", Offload.STATES.value)
-)
-ALL_ON_HOST = Knob(
-    f"gradients, {_OFFLOADED}",
-    lambda p: _unless_set(p.config, "optimizer.offload", Offload.ALL.value),
-)
+STATES_ON_HOST = Knob(_OFFLOADED, _on_host(Offload.STATES))
+GRADIENTS_ON_HOST = Knob(f"gradients, {_OFFLOADED}", _on_host(Offload.STATES | Offload.GRADIENTS))
 PARAMS_ON_HOST = Knob(
     "parameters rest on the host, from where each unit is gathered", _params_on_host
 )

@@ -22,7 +22,6 @@ from fsdpctl.resolve.machine import placed_on_cluster, sample_groups, world_size
 from fsdpctl.resolve.rules import checked
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
-_OFFLOADS = ("optimizer.offload", "strategy.offload_params")
 _PACKS = "data.packing=true"
 
 
@@ -79,7 +78,7 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
     compose_config(arguments)  # a mistake in these is not the file's
     dropped = {"engine"} if typed.get("engine") == FSDPCTL else set()
     if typed.get("strategy") in ("no_shard", "ddp") or "optimizer" in typed:
-        dropped |= {*_OFFLOADS}  # every rank would step everything, or nothing is on the host
+        dropped.add("strategy.offload")  # every rank would step everything, or nothing is there
 
     def composed(rows: Sequence[TranslationRow]) -> Composed:
         kept = [pair for pair in settings_of(rows).items() if pair[0] not in dropped]

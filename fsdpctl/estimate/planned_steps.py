@@ -7,9 +7,10 @@ from torch import nn
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.plan.muon import Muon
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.optimizers import ADAMW, get_optimizer
 from fsdpctl.plan.reductions import Transport
-from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, Offload, RankPlace
+from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, RankPlace
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.units import Division, UnitSpec, divide
@@ -37,7 +38,7 @@ def divide_run(config: Config, units: tuple[UnitSpec, ...]) -> Division:
         size,
         owner_map_of(config),
         shares_memory=shares_memory(config),
-        offloads_params=given.offload_params,
+        offloads_params=Offload.PARAMS in given.on_host,
     )
 
 
@@ -98,8 +99,7 @@ def plan_run(
         config.prefetch.planned,
         reducing_passes(shown, every=every),
         kept_states(config),
-        Offload(config.optimizer.offload),
-        config.strategy.offload_params,
+        config.strategy.on_host,
     )
     ranks, device = world_size(config), str(config.launch.device)
     return plan, first_place(division, ranks, device, shares_memory=shares_memory(config))

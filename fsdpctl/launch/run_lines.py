@@ -23,6 +23,7 @@ from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.schedule import warmup_steps
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy
 from fsdpctl.resolve.machine import shares_memory, strategy_that_runs
 from fsdpctl.resolve.run import Opened
@@ -145,7 +146,7 @@ def _strategy(config: Config, ranks: int) -> str:
         name += f" in {ranks // size} replicas of {size} ranks"
     if given.owner_map not in (None, "even"):
         name += f" with {given.owner_map} owners"
-    name += ", parameters in host memory" * given.offload_params
+    name += ", parameters in host memory" * (Offload.PARAMS in given.on_host)
     shares = shares_memory(config)
     effective, _ = strategy_that_runs(config, row, size)
     if effective.name == row.name:

@@ -41,6 +41,7 @@ class HostRun(NamedTuple):
 
 def _update(
     of_shard: Mapping[FlatShard, Sequence[HostRun]],
+    in_tiles: bool,
     shard: FlatShard,
     gradient: Tensor,
     scalars: HostScalars,
@@ -50,7 +51,13 @@ def _update(
     if scalars.grad_scale is not None and gradient.dtype == torch.float64:
         gradient.div_(scalars.grad_scale)  # the fused kernel would divide in float32
         scalars = scalars._replace(grad_scale=None)
-    for run, state, options in of_shard.get(shard, ()):
+    runs = of_shard.get(shard, ())
+    if in_tiles:
+        tiled = TiledStep([each.run for each in runs], *scalars)
+        for run, state, options in () if tiled.is_skipped else runs:
+            tiled.step(run, shard.view(gradient, run.span), options, state, written)
+        return
+    for run, state, options in runs:
         count = state["step"].clone()
         for start in range(run.span.start, run.span.stop, _AT_A_TIME):
             span = Span(start, min(start + _AT_A_TIME, run.span.stop))
@@ -88,6 +95,8 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
     same bits on any number of ranks.
     """
 
+    steps_on_host = True
+
     def __init__(
         self,
         model: Sharded,
@@ -114,8 +123,7 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
                 of less than 4096 elements have float32.
 
         Raises:
-            UsageError: If a group names an unknown parameter, for another `state_dtype`, or if
-                masters in host memory have 24 bits or moments of another dtype.
+            UsageError: If a group names an unknown parameter, or for another `state_dtype`.
         """
         require_sharded(model, type(self).__name__)
         name = str(state_dtype).removeprefix("torch.")
@@ -126,12 +134,6 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         self._dtype = state_dtype or (torch.float32 if is_split else None)
         if not is_split and all(each.dtype == self._dtype == torch.float32 for each in shards):
             self._dtype = None  # as torch's kernel has them
-        if model.host is not None and self._dtype is not None:
-            given = "Precision(has_remainders=True)" if is_split else f"state_dtype={name}"
-            raise UsageError(
-                f"{type(self).__name__}: {given} conflicts with Sharding(offload=…), whose moments "
-                "have the dtype of the master weights; leave one of them out"
-            )
         self.cuts_runs = self._dtype not in (None, torch.float32)
         groups = self._divided(model, param_groups)
         about: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -156,14 +158,16 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         if self._dtype is None:
             super()._step_runs()
             return
-        stepped = [(run, group) for run, group in self.runs if run.param.grad is not None]
-        tiled = TiledStep([run for run, _ in stepped], self.grad_scale, self.found_inf)
-        for run, number in stepped:
+        stepped = [
+            (run, run.param.grad, group) for run, group in self.runs if run.param.grad is not None
+        ]
+        tiled = TiledStep([run for run, *_ in stepped], self.grad_scale, self.found_inf)
+        for run, gradient, number in stepped:
             group, state = self.param_groups[number], self.state[run.param]
             if not state:
                 state.update(self._new_state(run, group))
             if not tiled.is_skipped:
-                tiled.step(run, group, state)
+                tiled.step(run, gradient, group, state)
 
     def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
         """Start to step each shard in host memory, with the options that the groups have now."""
@@ -177,4 +181,4 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
             of_shard[run.shard].append(
                 HostRun(run, state, {name: group[name] for name in _OPTIONS})
             )
-        host.start(partial(_update, dict(of_shard)), scalars)
+        host.start(partial(_update, dict(of_shard), self._dtype is not None), scalars)

@@ -27,6 +27,8 @@ class ShardedMuon(ShardedAdamW):
     communication. Like torch's, it updates a fused parameter (queries, keys and values) as a whole.
     """
 
+    steps_on_host = False
+
     def __init__(
         self,
         model: Sharded,
@@ -54,8 +56,6 @@ class ShardedMuon(ShardedAdamW):
         """
         self._momentum, self._nesterov, self._ns_steps = momentum, nesterov, ns_steps
         super().__init__(model, lr=lr, **adamw)
-        if model.host is not None:
-            raise UsageError("ShardedMuon: not supported with offload; use ShardedAdamW")
         if self._dtype is not None:
             raise UsageError(
                 "ShardedMuon: state_dtype and master weights of 24 bits are not supported; use "

@@ -49,6 +49,7 @@ class ShardedSteps(torch.optim.Optimizer):
     """Steps this rank's shards. A base class to put before one of torch's optimizers."""
 
     runs: tuple[tuple[SteppedRun, int], ...]  # each with the number of its group
+    steps_on_host = False  # master weights that are there
     cuts_runs = False  # between parameters whose states may be compressed and others
 
     def _divided(
@@ -57,9 +58,12 @@ class ShardedSteps(torch.optim.Optimizer):
         """Return the groups for torch's optimizer.
 
         Raises:
-            UsageError: If a group names an unknown parameter.
+            UsageError: If a group names an unknown parameter, or masters are in host memory and
+                the optimizer does not step them there.
         """
         require_sharded(model, type(self).__name__)
+        if model.host is not None and not self.steps_on_host:
+            raise UsageError(f"{type(self).__name__}: not supported with offload; use ShardedAdamW")
         self._model = model
         group_of = _group_numbers(model, param_groups)
         keys = (lambda each: run_group(each, group_of(each))) if self.cuts_runs else group_of
@@ -139,12 +143,8 @@ class ShardedSteps(torch.optim.Optimizer):
         return loss
 
     def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
-        """Start a step of master weights in host memory.
-
-        Raises:
-            UsageError: If the optimizer cannot do that.
-        """
-        raise UsageError(f"{type(self).__name__}: not supported with offload; use ShardedAdamW")
+        """Start a step of master weights in host memory."""
+        raise NotImplementedError
 
     def _settle(self) -> None:
         """Wait for a step in host memory, if one runs."""

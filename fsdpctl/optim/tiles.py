@@ -4,7 +4,7 @@ No tensor of a whole run is made: a tile is read, stepped in float32 and written
 is computed alike on any number of ranks; see `codes`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -83,17 +83,23 @@ class TiledStep:
         self.is_skipped = on_cpu and found_inf is not None and bool(found_inf)
         self._skip = None if on_cpu or found_inf is None else found_inf != 0
 
-    def step(self, run: SteppedRun, group: Mapping[str, Any], state: dict[str, Tensor]) -> None:
-        """Step a run, unless the step is skipped."""
+    def step(
+        self,
+        run: SteppedRun,
+        gradient: Tensor,
+        group: Mapping[str, Any],
+        state: dict[str, Tensor],
+        written: Callable[[Span], None] = lambda _: None,
+    ) -> None:
+        """Step a run with its gradient; `written` is called with each span that is stepped."""
         count = state["step"] + 1
         factors = Factors.of(group, float(count) if count.device.type == "cpu" else count.double())
-        gradient = run.gradient()
-        assert gradient is not None
         first, second = moment_of(state, "exp_avg"), moment_of(state, "exp_avg_sq")
         for start in range(0, run.span.numel, self._size):
             span = Span(start, min(start + self._size, run.span.numel))
             part = gradient[span.start : span.stop]
             self._tile(run, span, part, (first.window(span), second.window(span)), factors)
+            written(span.shift(run.span.start))
         put(state["step"], count, self._skip)
 
     @cached_property
@@ -141,7 +147,7 @@ def _update(
     shard: FlatShard, span: Span, update: Tensor, work: Tensor, kept: Scalar, skip: Tensor | None
 ) -> None:
     """Subtract an update from weights that have decayed to `kept`."""
-    master, remainder = shard.view(shard.master, span), shard.remainder
+    master, remainder = shard.view(shard.param.detach(), span), shard.remainder
     if remainder is not None:
         low = shard.view(remainder, span)
         weights = widen(master, low, work).mul_(kept).sub_(update)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from statistics import median
 
 from fsdpctl.plan.layout import EvenParts, FlatLayout
@@ -48,14 +47,6 @@ def slots_of(
     if strategy.reshard_after_forward:
         return assign_slots(nbytes, root, forward, depth)
     return tuple(SlotSpec(nbytes[name], (name,), resident=False) for name in (root, *forward))
-
-
-class Offload(StrEnum):
-    """The model states that are in host memory."""
-
-    NONE = "none"
-    STATES = "states"  # master weights and moments
-    ALL = "all"  # reduced gradients too
 
 
 HOST_BUFFERS = 2  # pinned ones for each direction

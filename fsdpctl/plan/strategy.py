@@ -128,34 +128,6 @@ def sharded_over_copies(strategy: Strategy) -> Strategy | None:
     return _row_like(replace(strategy, shards_over_copies=True))
 
 
-def check_offload_params(strategy: Strategy) -> None:
-    """Check that parameters can rest in host memory under a strategy.
-
-    Raises:
-        UsageError: If they cannot.
-    """
-    if not strategy.can_offload_params:
-        able = ", ".join(each.name for each in _TABLE if each.can_offload_params)
-        raise UsageError(
-            f"strategy.offload_params=true: not supported with strategy={strategy.name}; expected "
-            f"{able}"
-        )
-
-
-def check_rests(trains_all: bool, offload: str) -> None:
-    """Check that some parameters rest on the host if they may.
-
-    Raises:
-        UsageError: If all are trained, and their master weights are on the device.
-    """
-    if trains_all and offload == "none":
-        raise UsageError(
-            "strategy.offload_params=true: trained parameters rest on the host with their master "
-            "weights; expected optimizer.offload=states or all, or frozen parameters, as with "
-            "model.lora"
-        )
-
-
 def effective_strategy(
     strategy: Strategy,
     copy_size: int,

@@ -1,9 +1,10 @@
 """The buffers of fsdpctl's engine on one rank."""
 
 from fsdpctl.plan.layout import FlatLayout
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.reductions import ADDED_AT_A_TIME, Transport
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.sizes import Offload, RankPlace
+from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.predict.recorder import CATEGORY_OF, Recorder
 from fsdpctl.predict.training_plan import TrainingPlan
 
@@ -88,7 +89,7 @@ class EngineBuffers:
             piece, number = divmod(event.index, len(self._trained(unit)))
         collected = event.is_last and not piece  # at once: autograd's gradients are not needed
         recorder.at(_DOING[buffer], unit)
-        if buffer is Buffer.GRADS and self._plan.offload is Offload.ALL:
+        if buffer is Buffer.GRADS and Offload.GRADIENTS in self._plan.offload:
             self._leaving[unit] = event.nbytes
         if buffer is Buffer.WORKSPACE and collected:
             self._drop(self._trained(unit)[number])  # held gradients include them

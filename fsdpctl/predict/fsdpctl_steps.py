@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from fsdpctl.plan.layout import ParamSpec, optimizer_runs
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.sizes import Offload, RankPlace
+from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.states import tile_bytes
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
@@ -199,7 +199,7 @@ class FsdpctlSteps:
             _allocate_states(plan, self._place, recorder)
         update_matrices(plan, self._place, recorder)
         self._step_in_tiles()
-        if plan.offload is Offload.STATES:
+        if plan.fetches_gradients:
             self._leaving = self._buffers.take_gradients()
         self._buffers.end_step()
         if plan.steps_on_host:
@@ -215,7 +215,7 @@ class FsdpctlSteps:
 
     def _step_in_tiles(self) -> None:
         plan, place = self._plan, self._place
-        if plan.states.dtype is None:
+        if plan.states.dtype is None or plan.steps_on_host:
             return
         runs = (
             run.span.numel

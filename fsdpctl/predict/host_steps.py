@@ -1,9 +1,14 @@
 """The optimizer's step in host memory, as a rank's engine schedules it."""
 
-from fsdpctl.plan.sizes import Offload, RankPlace
+from fsdpctl.plan.offload import Offload
+from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.predict.hardware import HostQueue
 from fsdpctl.predict.recorder import Recorder
 from fsdpctl.predict.training_plan import TrainingPlan, held_masters
+
+# Bytes per element that are moved in the time of a step in tiles, by benchmarks/update_time.py: six
+# times those of a step in float32.
+_IN_TILES = 6 * 32
 
 
 class HostSchedule:
@@ -31,7 +36,7 @@ class HostSchedule:
 
     def leave(self, unit: str) -> None:
         """Send a unit's complete gradients to the host, added to those that it has."""
-        if self._plan.offload is not Offload.ALL or unit not in self._owned:
+        if Offload.GRADIENTS not in self._plan.offload or unit not in self._owned:
             return
         self.finish()
         recorder, nbytes = self._recorder, self._owned[unit] * self._plan.sizes.grad
@@ -52,7 +57,7 @@ class HostSchedule:
     def step(self) -> None:
         """Let the host step all units. Two buffers for each direction limit how far it is ahead."""
         recorder, sizes = self._recorder, self._plan.sizes
-        fetches = self._plan.offload is Offload.STATES
+        fetches = self._plan.fetches_gradients
         recorder.norm(sum(self._owned.values()) * sizes.grad if fetches else 0)
         steps: list[int] = []
         results: list[int] = []
@@ -64,7 +69,7 @@ class HostSchedule:
                 down = self._left.pop(unit)
             after, nbytes = (*results[-2:-1], down), numel * _step_traffic(self._plan)
             steps.append(recorder.on_host(HostQueue.STEPS, nbytes, f"step {unit}", after=after))
-            if not self._plan.offload_params:
+            if Offload.PARAMS not in self._plan.offload:
                 label, nbytes = f"parameters of {unit}", numel * sizes.param
                 results.append(recorder.on_host(HostQueue.UP, nbytes, label, after=(steps[-1],)))
             self._results[unit] = (results or steps)[-1]
@@ -78,12 +83,15 @@ def _step_traffic(plan: TrainingPlan) -> int:
     """Return the bytes that a step reads and writes in host memory, per element.
 
     AdamW reads and writes master weight, moments and gradient, which it scales in place, and writes
-    the parameter in the compute dtype. Meanwhile the device reads the result unless it rests on the
-    host, and writes gradients unless they have left before.
+    the parameter in the compute dtype. In tiles, it computes as long as it takes to move more.
+    Meanwhile the device reads the result unless it rests on the host, and writes gradients unless
+    they have left before.
     """
     sizes = plan.sizes
     stepped = 2 * (sizes.grad + (1 + plan.states.moments) * sizes.master)
+    if plan.states.dtype is not None:
+        stepped = _IN_TILES
     cast = sizes.param if sizes.param != sizes.master else 0
-    fetched = sizes.grad if plan.offload is Offload.STATES else 0
-    read = 0 if plan.offload_params else sizes.param
+    fetched = sizes.grad if plan.fetches_gradients else 0
+    read = 0 if Offload.PARAMS in plan.offload else sizes.param
     return stepped + cast + read + fetched

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.reductions import Reductions, Transport
 from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.schedule import Buffer, Event, EventKind, step_events, update_events
-from fsdpctl.plan.sizes import Offload, RankPlace, SlotSpec, slots_of, unit_bytes
+from fsdpctl.plan.sizes import RankPlace, SlotSpec, slots_of, unit_bytes
 from fsdpctl.predict.training_plan import TrainingPlan, leaving_gradients
 
 
@@ -75,7 +76,7 @@ def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
         units,
         combines=transfers.combines,
         chained=transfers.chained > 0,
-        leaves=plan.offload is Offload.ALL,
+        leaves=Offload.GRADIENTS in plan.offload,
     )
     return replay, reductions
 

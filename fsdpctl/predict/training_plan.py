@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.plan.layout import FlatLayout, Span, optimizer_runs
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import (
     HOST_BUFFERS,
     HOST_SCALARS,
     Itemsizes,
-    Offload,
     RankPlace,
 )
 from fsdpctl.plan.strategy import Strategy
@@ -29,12 +29,16 @@ class TrainingPlan:
     reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
     states: KeptStates = ADAMW
     offload: Offload = Offload.NONE
-    offload_params: bool = False
 
     @property
     def steps_on_host(self) -> bool:
         """Whether the optimizer steps in host memory."""
-        return self.offload is not Offload.NONE
+        return Offload.STATES in self.offload
+
+    @property
+    def fetches_gradients(self) -> bool:
+        """Whether the host fetches gradients for its step, which stay on the device until then."""
+        return self.steps_on_host and Offload.GRADIENTS not in self.offload
 
     def is_on_host(self, layout: FlatLayout) -> bool:
         """Return whether the master weights of a flat buffer are in host memory."""
@@ -42,16 +46,16 @@ class TrainingPlan:
 
     def rests_on_host(self, layout: FlatLayout) -> bool:
         """Return whether the part of a flat buffer that is gathered is in host memory."""
-        return self.offload_params and (self.steps_on_host or not layout.trainable)
+        return Offload.PARAMS in self.offload and (self.steps_on_host or not layout.trainable)
 
 
 def leaving_gradients(plan: TrainingPlan, place: RankPlace) -> dict[str, list[int]]:
     """Return the bytes of each gradient that a step on the host keeps on the device, by unit."""
-    if plan.offload is not Offload.STATES:
+    if not plan.fetches_gradients:
         return {}
     return {
         unit: [
-            held_masters(plan, place, layout).numel * plan.sizes.master
+            held_masters(plan, place, layout).numel * plan.sizes.grad
             for layout in layouts
             if layout.trainable
         ]
@@ -62,15 +66,16 @@ def leaving_gradients(plan: TrainingPlan, place: RankPlace) -> dict[str, list[in
 def host_states_bytes(plan: TrainingPlan, place: RankPlace) -> int:
     """Return the bytes of a rank's states, parameters and pinned buffers in host memory."""
     of_params = _host_params_bytes(plan, place)
-    if plan.offload is Offload.NONE:
+    if not plan.steps_on_host:
         return of_params
     trained = [each for of in plan.layouts.values() for each in of if each.trainable]
     held = [held_masters(plan, place, layout).numel for layout in trained]
     sizes, largest = plan.sizes, max(held, default=0)
-    nbytes = sum(held) * sizes.master + HOST_SCALARS + states_bytes(plan, place)
+    nbytes = sum(held) * (sizes.master + sizes.remainder)
+    nbytes += HOST_SCALARS + states_bytes(plan, place)
     in_flight = HOST_BUFFERS * largest
-    nbytes += (sum(held) if plan.offload is Offload.ALL else in_flight) * sizes.master
-    if sizes.param != sizes.master and not plan.offload_params:
+    nbytes += (in_flight if plan.fetches_gradients else sum(held)) * sizes.grad
+    if sizes.param != sizes.master and Offload.PARAMS not in plan.offload:
         nbytes += in_flight * sizes.param
     return nbytes + of_params
 
@@ -112,7 +117,8 @@ def at_rest(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> AtRest:
     is_view = stays and sizes.gathered(layout) == sizes.kept(layout)
     has_part = not (keeps or rests) and (layout.shares > 1 or plan.is_on_host(layout))
     part = layout.parts[place.rank].numel * sizes.gathered(layout) if has_part else 0
-    remainder = held * sizes.remainder if layout.trainable else 0
+    is_split = layout.trainable and not plan.steps_on_host
+    remainder = held * sizes.remainder if is_split else 0
     return AtRest(part, 0 if is_view else nbytes, nbytes if keeps and is_view else 0, remainder)
 
 

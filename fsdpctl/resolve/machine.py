@@ -9,6 +9,7 @@ from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.io.control_group import host_memory
 from fsdpctl.plan.muon import MATRICES, MUON, keeps_matrices
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import (
     FSDPCTL,
@@ -137,7 +138,7 @@ def may_share_memory(config: Config) -> bool:
     """Return whether any number of ranks would share memory: `launch.share_memory`, resolved."""
     launch, is_ours = config.launch, config.engine.name == FSDPCTL
     on_one_host = launch.device == "cpu" and launch.nnodes == 1
-    is_possible = on_one_host and is_ours and not config.strategy.offload_params
+    is_possible = on_one_host and is_ours and Offload.PARAMS not in config.strategy.on_host
     return launch.share_memory is not False and is_possible
 
 
@@ -152,7 +153,7 @@ def strategy_that_runs(config: Config, row: Strategy, size: int | None) -> tuple
         size or ranks,
         ranks,
         shares_memory=shares_memory(config),
-        offloads_params=config.strategy.offload_params,
+        offloads_params=Offload.PARAMS in config.strategy.on_host,
     )
 
 
@@ -212,7 +213,7 @@ def supported_strategies(config: Config) -> list[str]:
         for name, row in STRATEGIES.items()
         if has_strategy(config.engine.name, row)
         and (not is_muon or keeps_matrices(row))
-        and (row.can_offload_params or not config.strategy.offload_params)
+        and (row.can_offload_params or Offload.PARAMS not in config.strategy.on_host)
     ]
 
 

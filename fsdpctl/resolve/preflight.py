@@ -10,7 +10,7 @@ from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.muon import MUON, is_muons
 from fsdpctl.plan.programs import OURS
-from fsdpctl.plan.strategy import FSDPCTL, check_rests
+from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.plan.units import UnitSpec
 
 _EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsdpctl
@@ -70,8 +70,7 @@ def check_trained(config: Config, units: Sequence[UnitSpec]) -> None:
             none can rest on the host.
     """
     params = [param for unit in units for param in unit.params]
-    if config.strategy.offload_params:
-        check_rests(all(param.trainable for param in params), config.optimizer.offload)
+    config.strategy.on_host.check_rests(trains_all=all(param.trainable for param in params))
     if config.optimizer.name == MUON and not any(map(is_muons, params)):
         raise UsageError(
             "optimizer=muon: the model has no trained matrix in a block; use optimizer=adamw"

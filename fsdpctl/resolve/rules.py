@@ -1,27 +1,22 @@
 """The rules of settings that depend on one another: a row each, for every command.
 
 Each row has its message, in which `{section.key}` is a value, and the condition of the mistake. A
-setting that is still `auto` breaks no rule.
+condition can return the part of the message that differs, `{found}`. A setting that is still `auto`
+breaks no rule.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from fsdpctl.config.keys import AUTO
-from fsdpctl.config.schema import DTYPES, KEYS, SECTIONS, Config, OptimizerConfig
+from fsdpctl.config.schema import KEYS, SECTIONS, Config, OptimizerConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.muon import CUTTING, keeps_matrices
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.optimizers import OPTIMIZERS, OptimizerRow, get_optimizer
-from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT
-from fsdpctl.plan.strategy import (
-    DDP,
-    FSDPCTL,
-    check_offload_params,
-    check_strategy,
-    get_strategy,
-)
+from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, get_strategy
 from fsdpctl.resolve.attention_kernel import check_attention
 from fsdpctl.resolve.machine import (
     may_share_memory,
@@ -35,7 +30,7 @@ class Rule(NamedTuple):
     """A mistake."""
 
     message: str
-    is_broken: Callable[[Config], bool]
+    is_broken: Callable[[Config], bool | str]
 
 
 def checked(config: Config) -> Config:
@@ -50,8 +45,6 @@ def checked(config: Config) -> Config:
     if config.strategy.name != AUTO:
         row = get_strategy(config.strategy.name)
         check_strategy(config.engine.name, row)
-        if config.strategy.offload_params:
-            check_offload_params(row)
         config = replace(config, strategy=resolved_strategy(config))
     for message in _broken(config):
         raise UsageError(message)
@@ -65,8 +58,8 @@ def _broken(config: Config) -> Iterator[str]:
     sections = {name: getattr(config, name) for name in SECTIONS}
     about = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "ranks": world_size(config)}
     for rule in RULES:
-        if rule.is_broken(config):
-            yield rule.message.format(**sections, **about)
+        if found := rule.is_broken(config):
+            yield rule.message.replace("{found}", str(found)).format(**sections, **about)
 
 
 def _keys_of_others(config: Config) -> Iterator[str]:
@@ -84,34 +77,40 @@ def _row(config: Config) -> OptimizerRow:
     return get_optimizer(config.optimizer.name)
 
 
-def _is_other_engine(config: Config) -> bool:
-    return config.engine.name != FSDPCTL
-
-
-def _offloads(config: Config) -> bool:
-    return config.optimizer.offload != Offload.NONE
-
-
-def _offloads_inputs(config: Config) -> bool:
-    return config.activation_checkpointing.offload
-
-
-def _shares(config: Config) -> bool:
-    return config.train.context_parallel > 1
-
-
 def _divides(config: Config) -> bool:
     """Return whether several ranks run a strategy that is known, not `auto`."""
     return config.strategy.name != AUTO and world_size(config) > 1
 
 
-def _steps_everything(config: Config) -> bool:
-    """Return whether each of several ranks steps all parameters."""
-    if not _divides(config):
-        return False
+# What only fsdpctl's engine has, and whether a configuration asks for it.
+_ONLY_OURS: Mapping[str, Callable[[Config], bool]] = {
+    "strategy.offload={strategy.offload}": lambda c: bool(c.strategy.on_host),
+    "optimizer={optimizer.name}": lambda c: _row(c).steps_matrices,
+    "optimizer.state_dtype={optimizer.state_dtype}": lambda c: c.optimizer.state_dtype is not None,
+    "precision.master_dtype={SPLIT}": lambda c: c.precision.master_dtype == SPLIT,
+    "activation_checkpointing.offload=true": lambda c: c.activation_checkpointing.offload,
+    "train.context_parallel={train.context_parallel}": lambda c: c.train.context_parallel > 1,
+    "model.lora.rank={model.lora.rank}": lambda c: c.model.lora.rank is not None,
+    "model.trainable={model.trainable}": lambda c: c.model.trainable is not None,
+}
+
+
+def _only_ours(config: Config) -> str:
+    """Return the first setting that PyTorch's engines do not have."""
+    ours = config.engine.name == FSDPCTL
+    return next((text for text, is_set in _ONLY_OURS.items() if not ours and is_set(config)), "")
+
+
+def _cannot_offload(config: Config) -> str:
+    """Return why the optimizer or the strategy allows no such states on the host."""
     given = config.strategy
-    row, size = strategy_that_runs(config, get_strategy(given.name), given.dp_shard_size)
-    return size == 1 or not row.shards_optimizer
+    if Offload.STATES in given.on_host and not _row(config).offloads:
+        return f"states: requires optimizer=adamw, got optimizer={config.optimizer.name}"
+    if given.name == AUTO:
+        return ""
+    row = get_strategy(given.name)
+    runs, _ = strategy_that_runs(config, row, given.dp_shard_size)
+    return given.on_host.refusal(row, runs, world_size(config))
 
 
 def _is_uneven_on_nodes(config: Config) -> bool:
@@ -119,8 +118,11 @@ def _is_uneven_on_nodes(config: Config) -> bool:
     return bool(each % shared and shared % each)
 
 
-_OFFLOAD = "optimizer.offload={optimizer.offload}: "
-_PARAMS = "strategy.offload_params=true: "
+def _sends_inputs(config: Config, mode: str) -> bool:
+    about = config.activation_checkpointing
+    return about.offload and about.name == mode
+
+
 _INPUTS = "activation_checkpointing.offload=true: requires "
 _CONTEXT = "train.context_parallel={train.context_parallel}: "
 RULES = (
@@ -128,37 +130,17 @@ RULES = (
         "precision.master_dtype={SPLIT}: only valid with optimizer=adamw",
         lambda c: not _row(c).splits_masters and c.precision.master_dtype == SPLIT,
     ),
+    Rule("{found}: requires engine={FSDPCTL}, got engine={engine.name}", _only_ours),
+    Rule("strategy.offload={strategy.offload}: {found}", _cannot_offload),
     Rule(
-        _PARAMS + "conflicts with launch.share_memory=true",
-        lambda c: c.strategy.offload_params and c.launch.share_memory is True,
-    ),
-    Rule(
-        _PARAMS + "requires engine={FSDPCTL}, got engine={engine.name}",
-        lambda c: c.strategy.offload_params and _is_other_engine(c),
-    ),
-    Rule(
-        _PARAMS
-        + "not supported with optimizer=muon on several ranks, which updates whole matrices",
-        lambda c: c.strategy.offload_params and _row(c).steps_matrices and world_size(c) > 1,
-    ),
-    Rule(
-        "launch.share_memory=true: requires launch.device=cpu, launch.nnodes=1 and "
-        "engine={FSDPCTL}; got {launch.device}, {launch.nnodes} and {engine.name}",
+        "launch.share_memory=true: requires launch.device=cpu, launch.nnodes=1, engine={FSDPCTL} "
+        "and no params in strategy.offload; got {launch.device}, {launch.nnodes}, {engine.name} "
+        "and {strategy.offload}",
         lambda c: c.launch.share_memory is True and not may_share_memory(c),
     ),
     Rule(
         "optimizer.lr=auto: not supported with optimizer={optimizer.name}; set a number",
         lambda c: not _row(c).has_usual_lr and c.optimizer.lr is None,
-    ),
-    Rule(
-        "optimizer.state_dtype={optimizer.state_dtype}: requires engine={FSDPCTL}, got "
-        "engine={engine.name}",
-        lambda c: _is_other_engine(c) and c.optimizer.state_dtype is not None,
-    ),
-    Rule(
-        "precision.master_dtype={precision.master_dtype}: requires engine={FSDPCTL}, got "
-        "engine={engine.name}",
-        lambda c: _is_other_engine(c) and c.precision.master_dtype not in (None, *DTYPES),
     ),
     Rule(
         "engine=ddp: reduces gradients in the dtype of the master weights; expected "
@@ -168,51 +150,11 @@ RULES = (
     Rule(
         _INPUTS + "activation_checkpointing=full or selective, got "
         "activation_checkpointing={activation_checkpointing.name}",
-        lambda c: _offloads_inputs(c) and c.activation_checkpointing.name == "none",
-    ),
-    Rule(
-        _INPUTS + "engine={FSDPCTL}, got engine={engine.name}",
-        lambda c: _offloads_inputs(c) and _is_other_engine(c),
+        lambda c: _sends_inputs(c, "none"),
     ),
     Rule(
         _INPUTS + "train.compile=false with selective",
-        lambda c: (
-            _offloads_inputs(c)
-            and c.train.compile
-            and c.activation_checkpointing.name == "selective"
-        ),
-    ),
-    Rule(
-        _OFFLOAD + "requires engine={FSDPCTL}, got engine={engine.name}",
-        lambda c: _offloads(c) and _is_other_engine(c),
-    ),
-    Rule(
-        _OFFLOAD + "requires optimizer=adamw, got optimizer={optimizer.name}",
-        lambda c: _offloads(c) and not _row(c).offloads,
-    ),
-    Rule(
-        _OFFLOAD + "conflicts with optimizer.state_dtype={optimizer.state_dtype}",
-        lambda c: _offloads(c) and c.optimizer.state_dtype not in (None, "float32"),
-    ),
-    Rule(
-        _OFFLOAD + "conflicts with precision.master_dtype={precision.master_dtype}",
-        lambda c: _offloads(c) and c.precision.master_dtype not in (None, "float32"),
-    ),
-    Rule(
-        _OFFLOAD + "not supported with strategy={strategy.name} "
-        "strategy.dp_shard_size={strategy.dp_shard_size} on {ranks} ranks, which would all step "
-        "all parameters; expected a strategy that shards optimizer states, such as shard_grad_op",
-        lambda c: _offloads(c) and c.strategy.dp_shard_size == 1 and _steps_everything(c),
-    ),
-    Rule(
-        _OFFLOAD + "not supported with strategy={strategy.name} on {ranks} ranks, which would all "
-        "step all parameters; expected a strategy that shards optimizer states, such as "
-        "shard_grad_op",
-        lambda c: _offloads(c) and _steps_everything(c),
-    ),
-    Rule(
-        _CONTEXT + "requires engine={FSDPCTL}, got engine={engine.name}",
-        lambda c: _shares(c) and _is_other_engine(c),
+        lambda c: c.train.compile and _sends_inputs(c, "selective"),
     ),
     Rule(
         _CONTEXT + "expected a divisor of the {ranks} ranks",
@@ -227,15 +169,6 @@ RULES = (
         _CONTEXT + "expected a divisor of model.num_heads={model.num_heads}, which ranks share "
         "during attention",
         lambda c: c.model.num_heads % c.train.context_parallel > 0,
-    ),
-    Rule(
-        "engine={engine.name}: not supported with optimizer=muon",
-        lambda c: _row(c).steps_matrices and _is_other_engine(c),
-    ),
-    Rule(
-        "engine={engine.name}: trains all parameters; model.lora and model.trainable require "
-        "engine={FSDPCTL}",
-        lambda c: _is_other_engine(c) and (c.model.lora.rank or c.model.trainable) is not None,
     ),
     Rule(
         "optimizer=muon: updates whole matrices, of which model.lora trains none; use "

@@ -65,7 +65,7 @@ class Opened:
 
 def decides_losses(name: str) -> bool:
     """Return whether a key decides the losses of a run, up to rounding."""
-    if name in ("model.attention", "optimizer.offload"):
+    if name == "model.attention":
         return False
     return name.split(".")[0] in _DECIDES or name in _DECIDING_KEYS
 

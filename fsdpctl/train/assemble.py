@@ -35,7 +35,7 @@ from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.batch import plan_batches
-from fsdpctl.plan.sizes import Offload
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import prepare_blocks
@@ -80,7 +80,7 @@ def make_model(
 
 def strategy_alone(config: Config) -> str:
     """Return the strategy of a rank by itself, which gathers parameters that rest on the host."""
-    return "full_shard" if config.strategy.offload_params else "no_shard"
+    return "full_shard" if Offload.PARAMS in config.strategy.on_host else "no_shard"
 
 
 def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
@@ -89,7 +89,8 @@ def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
     If it `trains`, states may be on the host. Otherwise, masters are there if parameters are.
     """
     given = config.strategy
-    untrained = Offload.STATES if given.offload_params else Offload.NONE
+    rests = Offload.PARAMS in given.on_host
+    untrained = Offload.STATES | Offload.PARAMS if rests else Offload.NONE
     dtypes = (_DTYPES[name or "float32"] for name in config.precision.dtypes)
     return Sharding(
         given.name,
@@ -97,8 +98,7 @@ def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
         owner_map=owner_map_of(config),
         prefetch=config.prefetch.planned,
         precision=Precision(*dtypes, has_remainders=config.precision.master_dtype == SPLIT),
-        offload=config.optimizer.offload if trains else untrained,
-        offload_params=given.offload_params,
+        offload=given.on_host if trains else untrained,
         share_memory=shares_memory(config),
     )
 

@@ -146,9 +146,9 @@ def test_settings_that_a_file_of_another_tool_lacks_are_reported():
     code, text = invoke("estimate-memory", "--from", file, "cluster=h100")
     assert code == 0
     assert "model.base_dtype=nf4" in text
-    assert "optimizer.offload=all" in text
+    assert "strategy.offload=states,gradients" in text
     assert "unknown may change the estimate: a_key_of_tomorrow" in text
-    assert "engine  fsdpctl: strategy.offload_params=true: requires engine=fsdpctl" in text
+    assert "engine  fsdpctl: strategy.offload=all: requires engine=fsdpctl" in text
     code, said = invoke("estimate-memory", "--from", file, "--recipe", "shakespeare")
     assert (code, "pass only one" in said) == (2, True)
     words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h100", "--all-strategies"]
@@ -157,7 +157,7 @@ def test_settings_that_a_file_of_another_tool_lacks_are_reported():
 
 
 def test_host_memory_has_to_fit_too():
-    words = [*H100, "optimizer.offload=states"]
+    words = [*H100, "strategy.offload=states"]
     code, text = invoke("estimate-memory", *words, "--require-fit")
     assert code == 0
     assert "per node (fits)" in text

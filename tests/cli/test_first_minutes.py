@@ -96,7 +96,7 @@ def test_ranks_are_said_as_in_torchrun():
         ("load_in_4bit=true", "use model.lora.rank=16 and model.base_dtype=nf4"),
         ("load_in_8bit=true", "use model.lora.rank=16 and model.base_dtype=int8"),
         ("tp_size=2", "does not support tensor parallelism"),
-        ("optimizer_cpu_offload=true", "use optimizer.offload=all"),
+        ("optimizer_cpu_offload=true", "use strategy.offload=states,gradients"),
         ("sample_packing=true", "use data.packing"),
         ("report_to=wandb", "use log.wandb=true"),
         ("push_to_hub=true", "uploads"),
@@ -225,7 +225,7 @@ def test_what_an_engine_does_not_have_is_said():
     words = ["estimate-memory", "model=gpt2", "cluster=h100", "--all-strategies"]
     assert "engine=ddp does not support" in invoke(*words, "engine=ddp")[1]
     assert "does not support" not in invoke(*words)[1]
-    offloaded = invoke(*words, "optimizer.offload=states")[1]
+    offloaded = invoke(*words, "strategy.offload=states")[1]
     assert "other settings exclude no_shard; strategy=no_shard shows why" in offloaded
 
 
@@ -394,7 +394,7 @@ def test_advice_names_the_cost_of_what_it_proposes():
 
 def test_a_run_that_needs_too_much_host_memory_does_not_start(words):
     words = [word for word in words if not word.startswith("model.hidden_size")]
-    words += ["model.hidden_size=256", "launch.device=cpu", "optimizer.offload=all"]
+    words += ["model.hidden_size=256", "launch.device=cpu", "strategy.offload=states,gradients"]
     for how in (("--dry-run",), ()):
         code, said = invoke("train", *how, *words, "cluster.host_memory=2MiB")
         assert code == 3

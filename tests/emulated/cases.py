@@ -14,6 +14,7 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.blocks import checkpoint_blocks
@@ -42,8 +43,7 @@ class Case:
     wide: bool = False  # an embedding that is reduced in pieces
     owner_map: str = "even"
     overlaps: bool = True  # updates arrive beside the next forward
-    offload: str = "none"  # states on the host
-    params: bool = False  # at rest on the host
+    offload: str = "none"  # on the host
     sends: bool = False  # recomputes, with the inputs of blocks on the host
     looks: bool = False  # evaluates before each step, and writes to masters after a forward
     saves: bool = False  # copies the masters as a checkpoint does, while training goes on
@@ -64,7 +64,9 @@ class Case:
         if self.recomputes or self.sends:
             checkpoint_blocks(list(net.blocks), "full", offload=self.sends)
         half = world_size // 2 if STRATEGIES[self.strategy].replicates else None
-        offload = "none" if half == 1 else self.offload  # refused where every rank has all states
+        offload = Offload.parse(self.offload)
+        if half == 1:
+            offload &= Offload.PARAMS  # states are refused where every rank has all of them
         sharding = Sharding(
             self.strategy,
             dp_shard_size=half or None,
@@ -72,7 +74,6 @@ class Case:
             prefetch=Prefetch(self.depth, self.depth),
             precision=PRECISIONS[self.precision],
             offload=offload,
-            offload_params=self.params,
         )
         model = shard_model(net.to(device), sharding)
         model.overlap_param_gather = self.overlaps
@@ -192,12 +193,12 @@ def every_case() -> list[Case]:
         Case(name, offload=offload, precision=precision, window=window)
         for name, row in STRATEGIES.items()
         if row.shards_optimizer
-        for offload in ("states", "all")
+        for offload in ("states", "states,gradients")
         for precision in ("fp32", "bf16")
         for window in ("one", "every")
     ]
     able = [
-        Case(name, params=True)
+        Case(name, offload="params")
         for name, row in STRATEGIES.items()
         if row.shards_params and not row.shards_over_copies
     ]
@@ -205,8 +206,8 @@ def every_case() -> list[Case]:
         found += [
             replace(rests, offload=offload, precision=precision, window=window)
             for offload, precision, window in (
-                ("states", "bf16", "one"),
-                ("states", "fp32", "every"),
+                ("states,params", "bf16", "one"),
+                ("states,params", "fp32", "every"),
                 ("all", "fp32", "one"),
                 ("all", "bf16", "every"),
             )

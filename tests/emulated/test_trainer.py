@@ -63,7 +63,7 @@ def assert_close(found: Path, expected: Path) -> None:
          "train.micro_batch_size=2"],
         ["model.lora.rank=4", "optimizer.max_grad_norm=1"],
         ["train.context_parallel=2", "activation_checkpointing=full", "train.self_check=auto"],
-        ["strategy.offload_params=true", "optimizer.offload=all", "checkpoint.every=2"],
+        ["strategy.offload=all", "checkpoint.every=2"],
         ["engine=fsdp2"],
         ["engine=ddp", "strategy=no_shard"],
     ],
@@ -84,7 +84,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_is_evaluated_and_sampled(tmp_path: Path, ranks: int) -> None:
-    more = ["strategy.offload_params=true", "optimizer.offload=states"] if ranks == 1 else []
+    more = ["strategy.offload=states,params"] if ranks == 1 else []
     train(tmp_path, "run", "cuda", *more, ranks=ranks)
     sampled = run(tmp_path, "sample", "run", "--prompt", "line", "--tokens", "4", "--greedy")
     assert sampled.stdout.startswith("line")

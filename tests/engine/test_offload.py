@@ -1,6 +1,5 @@
 """States in host memory: the bits of the step, its order behind the next forward, and failures."""
 
-import re
 import tempfile
 import threading
 import time
@@ -37,7 +36,8 @@ from tests.engine.odd import freeze_all_but_vectors, in_four_bits
 from tests.matrix import fast
 
 STEPS = 4
-BF = torch.bfloat16
+BF, F32 = torch.bfloat16, torch.float32
+GRADIENTS = "states,gradients"
 HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
 OWNED = ["shard_optimizer", *(f"shard_optimizer {each}" for each in OWNER_MAPS[1:])]
 make_net_tied = partial(make_net, tied=True)
@@ -59,22 +59,21 @@ def _trained(  # noqa: PLR0913  # the options of a case
     size: int | None = None,
     holds: bool = False,
     skipped: int | None = None,
+    state_dtype: torch.dtype | None = None,
     module: Callable[[], nn.Module] = lambda: make_net(tied=True),
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Losses, weights and states after a few steps of two micro-batches with clipping."""
     name, _, owners = strategy.partition(" ")
-    of_states, _, of_params = offload.partition(" ")
     sharding = Sharding(
         name,
         dp_shard_size=size,
         owner_map=owners or "even",
         precision=precision,
-        offload=of_states,
-        offload_params=bool(of_params),
+        offload=offload,
     )
     model = shard_model(module(), sharding)
     model.overlap_param_gather = True
-    optimizer = ShardedAdamW(model, lr=0.05)
+    optimizer = ShardedAdamW(model, lr=0.05, state_dtype=state_dtype)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.3, total_iters=STEPS)
     losses = []
     for step in range(STEPS):
@@ -136,7 +135,7 @@ def _with_unused() -> nn.Module:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @distributed(timeout=300)
 @in_turn(
-    mode=["states", "all"],
+    mode=["states", GRADIENTS],
     module=[make_net_tied, _recomputed, _in_part, _with_unused],
     strategy=["full_shard", "shard_grad_op", *OWNED, *HYBRIDS],
     precision__holds__skipped=[
@@ -160,9 +159,9 @@ def test_same_bits_of_every_kind(
 @distributed(timeout=300)
 @in_turn(
     mode__precision__holds__skipped=[
-        ("states params", Precision(), True, 2),
-        ("all params", BF16, False, None),
-        ("all params", Precision(BF, BF, BF), False, 1),
+        ("states,params", Precision(), True, 2),
+        ("all", BF16, False, None),
+        ("all", Precision(BF, BF, BF), False, 1),
     ],
     module=[make_net_tied, _recomputed, _in_part, _with_unused],
     strategy=[name for name, row in STRATEGIES.items() if row.can_offload_params],
@@ -181,10 +180,10 @@ def test_same_bits_of_every_kind_with_parameters_on_the_host(
 @distributed()
 @in_turn(
     mode__module=[
-        ("none params", _in_part),
-        ("none params", in_four_bits),
-        ("all params", in_four_bits),
-        ("states params", _recomputed),
+        ("params", _in_part),
+        ("params", in_four_bits),
+        ("all", in_four_bits),
+        ("states,params", _recomputed),
     ],
     strategy=["full_shard", "shard_grad_op"],
     precision=[Precision(), BF16],
@@ -200,12 +199,12 @@ def test_same_bits_of_parameters_that_rest_on_the_host(
 def test_each_rank_may_have_all_parameters_on_its_host(
     rank: int, world_size: int, size: int
 ) -> None:
-    _check_alike(rank, "none params", strategy="hybrid_shard", size=size, module=_in_part)
+    _check_alike(rank, "params", strategy="hybrid_shard", size=size, module=_in_part)
 
 
 @distributed(2)
 def test_no_parameters_stay_on_the_device(rank: int, world_size: int) -> None:
-    model = shard_model(make_net(tied=True), Sharding(offload="all", offload_params=True))
+    model = shard_model(make_net(tied=True), Sharding(offload="all"))
     assert bytes_outside_slots(list(model._runtime.units.values())) == 0
     assert model.host_memory_bytes() > model.shard_memory_bytes()
     with torch.no_grad():
@@ -216,8 +215,8 @@ def test_no_parameters_stay_on_the_device(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("sharding", "message"),
     [
-        (Sharding("shard_optimizer", offload_params=True), "not supported with strategy=shard_opt"),
-        (Sharding(offload_params=True), "expected optimizer.offload=states or all"),
+        (Sharding("shard_optimizer", offload="params"), "not supported with strategy=shard_opt"),
+        (Sharding(offload="params"), "expected states,params or all"),
     ],
 )
 def test_parameters_that_cannot_rest_on_the_host_are_rejected(
@@ -228,7 +227,7 @@ def test_parameters_that_cannot_rest_on_the_host_are_rejected(
 
 
 @distributed(2)
-@in_turn(mode=["states", "all"], precision=[Precision(), BF16])
+@in_turn(mode=["states", GRADIENTS], precision=[Precision(), BF16])
 def test_units_wait_for_their_own_step_only(
     rank: int, world_size: int, mode: str, precision: Precision
 ) -> None:
@@ -287,7 +286,7 @@ def test_an_error_of_the_host_is_raised_by_the_next_forward_and_no_half_step_is_
 
 
 @distributed(2)
-@in_turn(before__after=[("states", "none"), ("none", "all"), ("all", "states")])
+@in_turn(before__after=[("states", "none"), ("none", GRADIENTS), (GRADIENTS, "states")])
 def test_a_step_that_runs_is_saved_whole_and_resumed_in_another_place(
     rank: int, world_size: int, before: str, after: str
 ) -> None:
@@ -319,25 +318,50 @@ def test_a_step_that_runs_is_saved_whole_and_resumed_in_another_place(
     assert run(after, range(2, 4), load=True) == whole[2:]
 
 
-@pytest.mark.parametrize("mode", ["states", "all"])
-@pytest.mark.parametrize(
-    ("precision", "options", "named"),
-    [
-        (SPLIT, {}, "has_remainders=True"),
-        (SPLIT, {"state_dtype": torch.int8}, "has_remainders=True"),
-        (Precision(), {"state_dtype": torch.int8}, "state_dtype=int8"),
-        (BF16, {"state_dtype": torch.int8}, "state_dtype=int8"),
+class _Wide(nn.Module):
+    """A net with matrices whose moments are compressed, and four experts in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = make_net(tied=True)
+        self.blocks = nn.ModuleList(nn.Linear(65, 65) for _ in range(2))
+        self.experts = nn.Parameter(torch.randn(4, 65, 17) / 8)
+        self.spread = nn.Linear(17, 65)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.spread(self.net(tokens))
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        return torch.einsum("bsi,eio,bse->bso", hidden, self.experts, hidden[..., :4].softmax(-1))
+
+
+CODED = {"state_dtype": torch.int8, "module": _Wide}
+NARROW = Precision(BF, BF, BF, has_remainders=True)
+
+
+@pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
+@distributed()
+@in_turn(
+    mode__strategy__case=[
+        ("states", "full_shard", {"precision": SPLIT, "skipped": 1}),
+        ("all", "full_shard", {"precision": NARROW, "holds": True}),
+        (GRADIENTS, "shard_optimizer", {"precision": SPLIT, **CODED}),
+        ("states,params", "shard_grad_op", {"precision": BF16, **CODED, "skipped": 1}),
+        ("all", "full_shard", {**CODED, "precision": NARROW}),
+        ("states", "shard_optimizer contiguous", CODED),
+        ("states", "full_shard", {"precision": SPLIT, "module": in_four_bits}),
+        (
+            "states",
+            "full_shard",
+            {"state_dtype": F32, "precision": Precision(BF, BF, BF)},
+        ),
     ],
 )
-def test_states_that_the_host_cannot_step_are_rejected_when_the_optimizer_is_built(
-    mode: str, precision: Precision, options: dict[str, Any], named: str
+def test_same_bits_of_compressed_states(
+    rank: int, world_size: int, mode: str, strategy: str, case: dict[str, Any]
 ) -> None:
-    model = shard_model(make_net(tied=True), Sharding(offload=mode, precision=precision))
-    expected = (
-        rf"^ShardedAdamW: .*{re.escape(named)}.* conflicts with Sharding\(offload=…\), [^\n]+$"
-    )
-    with pytest.raises(UsageError, match=expected):
-        ShardedAdamW(model, **options)
+    _check_alike(rank, mode, strategy=strategy, **case)
 
 
 @pytest.mark.parametrize("precision", [Precision(), BF16])
@@ -349,10 +373,8 @@ def test_muon_over_states_in_host_memory_is_rejected_when_it_is_built(precision:
 
 def test_what_the_host_cannot_step_is_rejected() -> None:
     model = shard_model(make_net(tied=True), Sharding(offload="states"))
-    optimizer = ShardedSGD(model, lr=0.1)
-    next_token_loss(model, _tokens(0, 0)).backward()
     with pytest.raises(UsageError, match="ShardedSGD: not supported with offload"):
-        optimizer.step()
+        ShardedSGD(model, lr=0.1)
     with pytest.raises(EngineError, match="flat_parameters: not supported"):
         model.flat_parameters()
 
@@ -361,8 +383,8 @@ def test_what_the_host_cannot_step_is_rejected() -> None:
 @in_turn(
     mode__strategy__precision__holds__skipped=[
         ("states", "full_shard", BF16, False, 1),
-        ("all", "shard_grad_op", Precision(), False, None),
-        ("all", "shard_optimizer", BF16, True, None),
+        (GRADIENTS, "shard_grad_op", Precision(), False, None),
+        (GRADIENTS, "shard_optimizer", BF16, True, None),
         ("states", "shard_optimizer contiguous", BF16, False, None),  # of units with one owner
     ],
 )

@@ -174,7 +174,7 @@ def test_parameters_come_from_the_host_behind_the_computation(
         return right(self, *given)
 
     with mock.patch.object(HostParams, "send", sent):
-        run("full_shard", Prefetch(depth, depth), clock, offload="all", offload_params=True)
+        run("full_shard", Prefetch(depth, depth), clock, offload="all")
     assert clock.started["copy"] == 2 * BLOCKS - 1 - depth  # the last ones are in slots
     moving = DELAY + gathering
     assert 1 - (clock.exposed["gather"] - moving) / ((clock.started["copy"] - 1) * moving) >= share

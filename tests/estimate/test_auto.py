@@ -192,7 +192,7 @@ def test_if_nothing_fits_one_line_names_the_closest_combination():
         _ = found.best
     assert "train.micro_batch_size=1" in str(error.value)
     assert "\n" not in str(error.value)
-    found = ranking(*OPEN, "optimizer.offload=all", "cluster.host_memory=2MiB")
+    found = ranking(*OPEN, "strategy.offload=states,gradients", "cluster.host_memory=2MiB")
     needed = found.estimate.node_bytes / (1 << 30)
     assert f"host memory: about {needed:.2f} GiB needed per node, 2.0 MiB available" in found.lacks
 

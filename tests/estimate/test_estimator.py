@@ -207,7 +207,7 @@ def test_changes_are_named_in_the_order_of_their_predicted_time():
     seconds = [estimator.predict(change.plan).seconds for change, _ in found]
     assert all(after > before * 0.98 for before, after in pairwise(seconds))
     named = {word for change, _ in found for word in change.words}
-    assert {"optimizer.state_dtype=int8", "optimizer.offload=states"} <= named
+    assert {"optimizer.state_dtype=int8", "strategy.offload=states"} <= named
 
 
 def test_torchs_default_steps_with_a_copy_of_the_second_moments():
@@ -269,7 +269,7 @@ def test_other_engines_follow_the_optimizer_and_the_prefetch_depth():
 
 
 def test_times_of_two_kinds_are_ordered_only_beyond_their_error_bands():
-    plain, there = estimated(*H100), estimated(*H100, "optimizer.offload=states")
+    plain, there = estimated(*H100), estimated(*H100, "strategy.offload=states")
     assert is_faster((plain, 1.0), (plain, 1.02))
     assert not is_faster((plain, 1.0), (plain, 1.005))
     assert (kind_of(plain), kind_of(there)) == ("dense", "offloaded")
@@ -287,8 +287,8 @@ def test_the_step_on_the_host_is_advised_only_if_it_fits_there():
         return [" ".join(change.words) for change, _ in found]
 
     found = offloads()
-    assert not found[0].startswith("optimizer.offload=")
-    assert any(each.startswith("optimizer.offload=") for each in found)
+    assert not found[0].startswith("strategy.offload=")
+    assert any(each.startswith("strategy.offload=") for each in found)
     assert not any("offload" in each for each in offloads("cluster.host_memory=16GiB"))
 
 

@@ -20,7 +20,7 @@ SMALL = ["model.num_layers=2", "train.seq_len=512", "train.global_batch_size=4",
 # Too little host memory: without and with states there; too little of the device; of both.
 SHORTAGES = [
     (["cluster.host_memory=2"], ["host memory"]),
-    (["cluster.host_memory=2", "optimizer.offload=states"], ["host memory"]),
+    (["cluster.host_memory=2", "strategy.offload=states"], ["host memory"]),
     (["cluster.host_memory=2", "checkpoint.mode=sync"], ["host memory"]),
     (["cluster.memory=1.92"], ["memory"]),
     (["cluster.memory=1.92", "cluster.host_memory=2"], ["memory", "host memory"]),

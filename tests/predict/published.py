@@ -168,7 +168,8 @@ def _on_host(length: int, speed: float) -> Step:
     """An 8B on 8 H200, ZeRO-3, with DeepSpeed's optimizer on a host whose CPU is not named."""
     words = (
         f"model=llama3_8b model.max_seq_len={length} strategy=zero3 cluster=h200 {_FLASH3} "
-        f"train.seq_len={length} optimizer.offload=all precision.reduce_dtype=bfloat16 {_FULL} "
+        f"train.seq_len={length} strategy.offload=states,gradients "
+        f"precision.reduce_dtype=bfloat16 {_FULL} "
         f"{_batch(1, 8)}"
     )
     differs = "steps on the host after backward" if length < 1 << 16 else ""

@@ -15,6 +15,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
 from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.plan.sizes import HOST_SCALARS
+from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import HostQueue, HostSheet
@@ -94,7 +95,7 @@ def spans(found: StepPrediction, lane: str) -> list[TimelineSpan]:
 def test_a_host_that_takes_no_time_costs_nothing(strategy, offload, monkeypatch):
     words = f"cluster=h100 strategy={strategy}"
     on_host(monkeypatch, Host(), Even(), Instant())
-    found = predicted(f"{words} optimizer.offload={offload}")
+    found = predicted(f"{words} strategy.offload={offload}")
     assert found.seconds == pytest.approx(predicted(words).seconds, rel=1e-9)
 
 
@@ -106,7 +107,7 @@ def test_a_device_that_takes_no_time_waits_for_gradient_steps_and_result(strateg
     # AdamW reads and writes 8 times 4 bytes, the cast writes 2; 2 are read and 4 written by copies.
     host = Host(down=4e9, steps=40e9, up=2e12)  # an element takes 1 ns, 1 ns, and 1 ps
     on_host(monkeypatch, host, Free(), Instant())
-    found = predicted(f"{words} optimizer.offload=states")
+    found = predicted(f"{words} strategy.offload=states")
     done = [0.0]  # a step begins with its gradient, which arrives while the one before runs
     arrived: list[float] = []
     for number, count in enumerate(numel):
@@ -118,12 +119,12 @@ def test_a_device_that_takes_no_time_waits_for_gradient_steps_and_result(strateg
     # Gradients that left during backward have arrived: 36 bytes per element are left.
     host = Host(steps=36e9)
     on_host(monkeypatch, host, Free(), Instant())
-    found = predicted(f"{words} optimizer.offload=all")
+    found = predicted(f"{words} strategy.offload=states,gradients")
     assert found.seconds == pytest.approx(sum(numel) * 1e-9, rel=1e-6)
 
 
 def test_units_come_from_the_host_one_after_another_behind_the_computation(monkeypatch):
-    words = "cluster=h100 model.lora.rank=2 strategy.offload_params=true prefetch=both"
+    words = "cluster=h100 model.lora.rank=2 strategy.offload=params prefetch=both"
     on_host(monkeypatch, Host(), Even(), Instant())
     free = predicted(words)
     assert free.seconds == pytest.approx(predicted(words.replace("true", "false")).seconds)
@@ -142,7 +143,7 @@ def test_two_buffers_limit_how_far_the_steps_are_ahead_of_the_copies(monkeypatch
     words = "cluster=h100 strategy=full_shard"
     numel = owned(words)
     on_host(monkeypatch, Host(steps=36e9, up=2e6), Free(), Instant())
-    found = predicted(f"{words} optimizer.offload=all")
+    found = predicted(f"{words} strategy.offload=states,gradients")
     ups = [each.end for each in spans(found, UP)]
     begun = [each.start for each in spans(found, STEPS)]
     assert begun[2:] == pytest.approx(ups[:-2])
@@ -150,7 +151,7 @@ def test_two_buffers_limit_how_far_the_steps_are_ahead_of_the_copies(monkeypatch
 
 
 def test_a_unit_waits_for_its_own_result_only(monkeypatch):
-    words = "cluster=h100 strategy=full_shard prefetch=none optimizer.offload=all"
+    words = "cluster=h100 strategy=full_shard prefetch=none strategy.offload=states,gradients"
     on_host(monkeypatch, Host(steps=36e9), Even(per_operator=1e-7), Instant())
     found = predicted(words)
     results = [each.end for each in spans(found, UP)]
@@ -171,7 +172,7 @@ def test_a_unit_waits_for_its_own_result_only(monkeypatch):
 def test_the_exchange_of_parameters_that_follows_the_host_is_exposed(strategy, monkeypatch):
     words = f"cluster=h100 strategy={strategy} launch.nnodes=2 train.global_batch_size=4"
     on_host(monkeypatch, Host(steps=36e9), Even(per_operator=1.0), Plain())
-    found = predicted(f"{words} optimizer.offload=all")
+    found = predicted(f"{words} strategy.offload=states,gradients")
     computing = spans(found, COMPUTE)
     renewing = [each for each in found.simulated.spans if each.label.startswith("renew")]
     assert len(renewing) == 5
@@ -182,7 +183,7 @@ def test_the_exchange_of_parameters_that_follows_the_host_is_exposed(strategy, m
 
 @pytest.mark.parametrize("offload", ["states", "all"])
 def test_the_host_bounds_a_step_and_more_bandwidth_is_never_slower(offload):
-    words = f"cluster=h100 strategy=full_shard optimizer.offload={offload}"
+    words = f"cluster=h100 strategy=full_shard strategy.offload={offload}"
     total = sum(owned(words)) * (40 if offload == "states" else 36) * 2  # of both ranks
     for key in ("host_bandwidth", "pcie_bandwidth"):
         times = [
@@ -202,7 +203,7 @@ def test_copies_take_the_slower_of_link_and_memory():
 
 
 def test_the_trace_shows_the_queues_of_the_host():
-    found = predicted("cluster=h100 strategy=full_shard optimizer.offload=states")
+    found = predicted("cluster=h100 strategy=full_shard strategy.offload=states")
     trace = json.loads(chrome_trace(found.simulated, "step"))["traceEvents"]
     lanes = {each["args"]["name"] for each in trace if each["name"] == "thread_name"}
     assert {"compute", "copies to the host", "steps on the host", "copies to the device"} <= lanes
@@ -212,18 +213,17 @@ def test_the_trace_shows_the_queues_of_the_host():
 
 THREE = "accumulation.steps=3 train.global_batch_size=6"
 CASES = (
-    "strategy=full_shard precision=bf16 optimizer.offload=states accumulation.steps=1",
-    "strategy=shard_grad_op precision=fp32 optimizer.offload=all accumulation.steps=1",
-    f"strategy=shard_optimizer precision=bf16 optimizer.offload=all {THREE}",
-    f"strategy=full_shard precision=bf16 optimizer.offload=all {THREE} accumulation=every",
-    *(
-        f"strategy.offload_params=true {each}"
-        for each in (
-            "precision=bf16 optimizer.offload=states accumulation.steps=1",
-            f"strategy=shard_grad_op precision=fp32 optimizer.offload=all {THREE} prefetch=none",
-            "precision=bf16 model.lora.rank=2 model.base_dtype=nf4 activation_checkpointing=full",
-        )
-    ),
+    "strategy=full_shard precision=bf16 strategy.offload=states accumulation.steps=1",
+    "strategy=shard_grad_op precision=fp32 strategy.offload=states,gradients accumulation.steps=1",
+    f"strategy=shard_optimizer precision=bf16 strategy.offload=states,gradients {THREE}",
+    f"precision=bf16 strategy.offload=states,gradients {THREE} accumulation=every",
+    "precision=bf16 strategy.offload=states,params accumulation.steps=1",
+    f"strategy=shard_grad_op precision=fp32 strategy.offload=all {THREE} prefetch=none",
+    "precision=bf16 model.lora.rank=2 model.base_dtype=nf4 activation_checkpointing=full "
+    "strategy.offload=params",
+    f"precision=bf16 precision.master_dtype={SPLIT} strategy.offload=states accumulation.steps=1",
+    f"precision=bf16 precision.reduce_dtype=bfloat16 precision.master_dtype={SPLIT} "
+    f"optimizer.state_dtype=int8 strategy.offload=all {THREE}",
 )
 
 

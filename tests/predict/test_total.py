@@ -148,7 +148,7 @@ def test_engine_bytes_of_gradients_that_go_to_the_host_are_exact() -> None:
         "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=1",
         "model.num_kv_heads=1", "model.vocab_size=64", "train.seq_len=128",
         "train.micro_batch_size=4", "train.global_batch_size=8", "accumulation.steps=2",
-        "accumulation=every", "optimizer.offload=all",
+        "accumulation=every", "strategy.offload=states,gradients",
     ]  # fmt: skip
     check(placed_on_cluster(compose_config(words).config), 0)
 

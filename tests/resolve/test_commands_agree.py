@@ -12,7 +12,6 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.search import estimates_of
 from fsdpctl.plan.attention_kernels import KERNELS
 from fsdpctl.plan.owners import OWNER_MAPS
-from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT, STATE_DTYPES
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.run import open_run
@@ -27,7 +26,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "optimizer": ("adamw", "sgd", "muon"),
     "optimizer.lr": ("auto", 0.1),
     "optimizer.state_dtype": STATE_DTYPES,
-    "optimizer.offload": tuple(Offload),
+    "strategy.offload": ("none", "states", "states,gradients", "states,params", "params", "all"),
     "optimizer.nesterov": ("false",),
     "optimizer.beta1": (0.5,),
     "precision": ("fp32", "bf16", "bf16_true"),
@@ -62,10 +61,10 @@ PAIRS = 20
 NAMED = [
     ["optimizer=muon", "strategy=shard_optimizer", f"precision.master_dtype={SPLIT}"],
     ["optimizer=sgd", "optimizer.lr=0.1", f"precision.master_dtype={SPLIT}"],
-    ["optimizer.offload=states", "strategy=no_shard", "launch.share_memory=false"],
+    ["strategy.offload=states", "strategy=no_shard", "launch.share_memory=false"],
     ["engine=fsdp2", "launch.share_memory=true"],
     ["launch.nnodes=2", "launch.share_memory=true"],
-    ["engine=fsdp2", "optimizer.offload=states"],
+    ["engine=fsdp2", "strategy.offload=states"],
     ["engine=ddp", "strategy=no_shard", "activation_checkpointing.offload=true"],
     ["engine=fsdp2", "model.lora.rank=2"],
     ["optimizer=sgd"],

@@ -84,7 +84,7 @@ def chats(folder: Path, family: str) -> list[str]:
              "train.seq_len=70"],
             ["model=gpt2", "model.num_kv_heads=4", "model.max_seq_len=16"],
             ["optimizer.state_dtype=int8", "model.hidden_size=64"],
-            ["optimizer.offload=all"],
+            ["strategy.offload=states,gradients"],
         ],
     ),
     ids=lambda more: more[0],

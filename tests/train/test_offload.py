@@ -69,11 +69,15 @@ def killed(rank: int, world_size: int, typed: list[str], last: int, slow: float)
 @pytest.mark.parametrize(
     "case",
     fast(
-        (1, 6, ["optimizer.offload=all", "strategy.offload_params=true"]),
+        (1, 6, ["strategy.offload=all"]),
         slow=[
-            (2, 5, ["optimizer.offload=all"]),
-            (2, 4, ["optimizer.offload=all", "checkpoint.mode=async"]),  # while it is written
-            (3, 5, ["optimizer.offload=states", "strategy=shard_optimizer", "precision=bf16"]),
+            (2, 5, ["strategy.offload=states,gradients"]),
+            (
+                2,
+                4,
+                ["strategy.offload=all", "checkpoint.mode=async"],
+            ),  # while it is written
+            (3, 5, ["strategy.offload=states", "strategy=shard_optimizer", "precision=bf16"]),
         ],
     ),
 )
@@ -94,12 +98,12 @@ def test_a_run_that_is_killed_in_a_step_of_the_host_resumes_with_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", ["states", "all", "all strategy.offload_params=true"])
+@pytest.mark.parametrize("offload", ["states", "states,gradients", "all"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_stopped_run_resumes_at_another_number_of_ranks(tmp_path, ranks, offload):
     (tmp_path / "whole").mkdir()
     losses, weights = run(tmp_path / "whole", 2)
-    more = f"optimizer.offload={offload}".split()
+    more = [f"strategy.offload={offload}"]
     run(tmp_path, 2, *more, "train.steps=4")
     found, resumed = run(tmp_path, ranks, *more)
     assert found == pytest.approx(losses, abs=1e-5)
@@ -111,11 +115,11 @@ def test_a_stopped_run_resumes_at_another_number_of_ranks(tmp_path, ranks, offlo
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (2, ["optimizer.offload=states"]),
-        (2, ["optimizer.offload=all", "model.base_dtype=nf4", "precision=bf16"]),
-        (1, ["strategy.offload_params=true", "model.base_dtype=nf4", "precision=bf16"]),
-        (2, ["strategy.offload_params=true", "optimizer.offload=all"]),
-        (3, ["optimizer.offload=all", "accumulation=last", "accumulation.steps=2"]),
+        (2, ["strategy.offload=states"]),
+        (2, ["strategy.offload=states,gradients", "model.base_dtype=nf4", "precision=bf16"]),
+        (1, ["strategy.offload=params", "model.base_dtype=nf4", "precision=bf16"]),
+        (2, ["strategy.offload=all"]),
+        (3, ["strategy.offload=states,gradients", "accumulation=last", "accumulation.steps=2"]),
     ],
 )
 def test_adapters_have_the_bits_of_states_on_the_device(tmp_path, ranks, more):
@@ -135,13 +139,13 @@ def test_adapters_have_the_bits_of_states_on_the_device(tmp_path, ranks, more):
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing_compiler("cpu") is not None, reason=str(missing_compiler("cpu")))
-@pytest.mark.parametrize("offload", ["states", "all strategy.offload_params=true"])
+@pytest.mark.parametrize("offload", ["states", "all"])
 def test_compiled_blocks_have_the_bits_of_states_on_the_device(tmp_path, offload):
     found = []
     for mode in ("none", offload):
         folder = tmp_path / mode
         folder.mkdir()
-        settings = f"train.compile=true optimizer.offload={mode}".split()
+        settings = ["train.compile=true", f"strategy.offload={mode}"]
         found.append(run(folder, 2, *settings))
     assert found[0][0] == found[1][0]
     assert_same(found[1][1], found[0][1])

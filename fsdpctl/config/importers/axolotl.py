@@ -101,7 +101,7 @@ def read_axolotl(source: SourceConfig) -> Translation:
     adapts = _read_adapters(found)
     shards = _read_sharding(found)
     read_context(found, "context_parallel_size", "sequence_parallel_degree")
-    offloads = "optimizer.offload" in found.settings  # with masters in fp32 on the host
+    offloads = "strategy.offload" in found.settings  # with masters in fp32 on the host
     _read_precision(found, keeps_masters=adapts or shards or offloads)
     found.reduces_as_computed = True
     _read_recomputation(found)

@@ -12,6 +12,7 @@ from fsdpctl.config.importers.translation import Translation
 from fsdpctl.config.synonyms import NOT_SUPPORTED
 from fsdpctl.errors import UsageError
 from fsdpctl.io.untrusted import read_json
+from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.strategy import get_strategy
 
 TOO_HIGH = "the estimate is too high"
@@ -51,11 +52,12 @@ _EXPRESSION = re.compile(r"[\\\[(|*+?^$]")
 _NESTED = re.compile(r"\)[*+{]")
 _MOST = {"*+?{": 3, "(": 4, "|": 24}
 _LONGEST = 400
-_PARAMS_ON_HOST = "strategy.offload_params=true"
-_ALL_ON_HOST = "optimizer.offload=all", _PARAMS_ON_HOST
-_OF_ZERO = {  # a note and the setting
-    "optimizer": ("gradients, master weights and moments on the host", _ALL_ON_HOST[0]),
-    "param": ("", _PARAMS_ON_HOST),
+_OF_ZERO = {
+    "optimizer": (
+        "gradients, master weights and moments on the host",
+        Offload.STATES | Offload.GRADIENTS,
+    ),
+    "param": ("", Offload.PARAMS),
 }
 _STRATEGIES = {
     "full_shard": "full_shard", "1": "full_shard",
@@ -191,12 +193,9 @@ def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _read_small_states(found: Translation, value: SourceKey, name: str) -> None:
-    if "optimizer.offload" in found.settings:
-        found.map(value, "optimizer=adamw", note="in host memory, in fp32")
-        return
     note = "moments of matrices take 1.03 bytes per element"
     if "paged" in name:
-        note += ", without paging to the host"
+        note += ", without paging; strategy.offload=states keeps them in host memory"
     elif _is_one_of(name, ("adamw_bnb_8bit", "adamw_8bit")):
         note += "; transformers keeps those of embeddings in fp32"
     found.map(value, "optimizer=adamw", "optimizer.state_dtype=int8", note=note)
@@ -204,22 +203,22 @@ def _read_small_states(found: Translation, value: SourceKey, name: str) -> None:
         found.exclude(value, f"states are estimated in 8 bits, not in 4; {TOO_HIGH}")
 
 
-def read_offload(found: Translation, value: SourceKey, note: str, *settings: str) -> None:
-    """Translate model states in host memory into `settings`, or into those of FSDP."""
+def read_offload(
+    found: Translation, value: SourceKey, note: str, what: Offload = Offload.ALL
+) -> None:
+    """Translate model states in host memory, besides those that are there already."""
     if found.settings.get("strategy") == "no_shard" or "nvme" in value.text.lower():
         found.exclude(value, f"model states are estimated on the device; {TOO_HIGH}")
         return
-    settings = settings or _ALL_ON_HOST
+    what |= Offload.parse(found.settings.get("strategy.offload", "none"))
     row = get_strategy(found.settings.get("strategy", "full_shard"))
     has_frozen = "model.lora.rank" in found.settings or "model.trainable" in found.settings
-    steps_there = "optimizer.offload" in found.settings or _ALL_ON_HOST[0] in settings
-    can_rest = row.can_offload_params and (has_frozen or steps_there)
-    if _PARAMS_ON_HOST in settings and not can_rest:
-        settings = tuple(each for each in settings if each != _PARAMS_ON_HOST)
+    can_rest = row.can_offload_params and (has_frozen or Offload.STATES in what)
+    if Offload.PARAMS in what and not can_rest:
+        what, note = what & ~Offload.PARAMS, ""
         found.exclude(value, f"parameters are estimated on the device; {TOO_HIGH}")
-        note = ""
-    if settings:
-        found.map(value, *settings, note=note)
+    if what:
+        found.map(value, f"strategy.offload={what}", note=note)
 
 
 def read_activation_offload(found: Translation, value: SourceKey) -> None:

@@ -15,7 +15,7 @@ _AFFECT_MEMORY = (
     "engine", "launch.nproc_per_node", "launch.nnodes", "launch.device", "train.seq_len",
     "train.micro_batch_size", "train.global_batch_size", "train.global_batch_tokens",
     "train.compile", "train.context_parallel", "train.mlp_chunk_tokens", "data.packing",
-    "optimizer.state_dtype", "optimizer.offload",
+    "optimizer.state_dtype",
 )  # fmt: skip
 
 

@@ -67,13 +67,12 @@ def test_the_translation_lists_what_the_estimate_excludes():
     assert config.accumulation.name == "every"  # FSDP 2 has no no_sync
     assert config.train.loss_chunk_tokens is None
     assert config.model.base_dtype == "nf4"
-    assert (config.optimizer.name, config.optimizer.offload) == ("adamw", "all")
-    assert config.optimizer.state_dtype is None  # in host memory
+    assert (config.optimizer.name, config.optimizer.state_dtype) == ("adamw", "int8")
     assert config.activation_checkpointing.offload
     assert found.translation.excluded == []
     notes = {row.key: row.note for row in found.rows}
     assert "of the layer being recomputed" in notes["liger_rms_norm"]
-    assert config.strategy.offload_params
+    assert config.strategy.offload == "all"
     assert "parameters" in notes["fsdp_config.offload_params"]
     assert found.translation.unrecognized == ["a_key_of_tomorrow"]
 
@@ -96,7 +95,7 @@ def test_a_stage_of_deepspeed_is_a_strategy():
     assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdpctl")
     assert config.precision.name == "fp32"
     assert (config.accumulation.steps, config.train.global_batch_size) == (8, 8 * 4)
-    assert config.optimizer.offload == "all"
+    assert config.strategy.offload == "states,gradients"
     assert found.translation.excluded == []
 
 
@@ -572,11 +571,10 @@ def test_parameters_alone_are_estimated_on_the_device_if_all_are_trained(tmp_pat
         (tmp_path / "zero.json").write_text(json.dumps(zero))
         file.write_text(text + "adapter: lora\nlora_r: 8\nlora_target_linear: true\n" * adapts)
         found = asked(file)
-        assert found.composed.config.strategy.offload_params is adapts
+        assert found.composed.config.strategy.offload == ("params" if adapts else "none")
         assert bool(found.translation.excluded) is not adapts
     zero["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     (tmp_path / "zero.json").write_text(json.dumps(zero))
     file.write_text(text)
-    strategy = asked(file).composed.config.strategy
-    assert strategy.offload_params
-    assert not asked(file, "optimizer=adamw").composed.config.strategy.offload_params
+    assert asked(file).composed.config.strategy.offload == "all"
+    assert asked(file, "optimizer=adamw").composed.config.strategy.offload == "none"

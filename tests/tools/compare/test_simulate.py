@@ -39,7 +39,7 @@ def test_nothing_is_added_if_a_variant_fits_or_nothing_would():
 
 
 def test_missing_host_memory_is_in_the_status_of_a_variant():
-    words = [*WORDS[:1], "strategy=full_shard", *WORDS[2:], "optimizer.offload=none,states"]
+    words = [*WORDS[:1], "strategy=full_shard", *WORDS[2:], "strategy.offload=none,states"]
     found = SimulatedComparison(variants([*words, "cluster.host_memory=6.008"], None, steps=20))
     found.run()
     fits, lacks = found.rows
