@@ -45,7 +45,7 @@ from tests.train.ranks import words
             ],
             "offload=true: requires train.compile=false with selective",
         ),
-        (["engine=fsdp2", "model.lora.rank=4"], "engine=fsdp2: trains all parameters"),
+        (["engine=fsdp2", "model.lora.rank=4"], "model.lora.rank=4: requires engine=fsdpctl"),
         (["engine=fsdp3"], "did you mean fsdp2?"),
         (["engine=fsdp2", "strategy=hybrid_shard", "strategy.dp_shard_size=3"], "must divide"),
     ],

@@ -139,8 +139,8 @@ def test_the_command_line_overrides_the_file():
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
-        ("model.lora.rank=8", "trains all parameters"),
-        ("model.trainable=norm", "trains all parameters"),
+        ("model.lora.rank=8", "model.lora.rank=8: requires engine=fsdpctl"),
+        ("model.trainable=norm", "model.trainable=norm: requires engine=fsdpctl"),
         ("train.context_parallel=2", "train.context_parallel=2: requires engine=fsdpctl"),
         ("optimizer.state_dtype=int8", "optimizer.state_dtype=int8: requires engine=fsdpctl"),
         ("strategy=shard_optimizer", "strategy=shard_optimizer not supported"),
