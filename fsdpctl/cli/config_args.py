@@ -20,7 +20,8 @@ def completions(incomplete: str) -> list[str]:
     """Return the completions of KEY=VALUE: groups and keys, then their values."""
     name, equals, _ = incomplete.partition("=")
     if not equals:
-        return [f"{each}=" for each in (*GROUPS, *KEYS) if each.startswith(incomplete)]
+        names = (*GROUPS, *(each for each, key in KEYS.items() if not key.instead))
+        return [f"{each}=" for each in names if each.startswith(incomplete)]
     values = choices_of(name) if name in GROUPS else _values_of(KEYS.get(name))
     return [f"{name}={each}" for each in values if f"{name}={each}".startswith(incomplete)]
 

@@ -44,7 +44,11 @@ def _unknown(group: str) -> str:
 
 def _keys_of(group: str) -> dict[str, Key]:
     """Return the keys of a group, section or subsection, or the key of that name."""
-    found = {n: key for n, key in KEYS.items() if n == group or n.startswith(f"{group}.")}
+    found = {
+        name: key
+        for name, key in KEYS.items()
+        if (name == group or name.startswith(f"{group}.")) and not key.instead
+    }
     if not found and group not in SECTIONS:
         raise UsageError(_unknown(group))
     return found

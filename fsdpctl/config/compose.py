@@ -13,7 +13,7 @@ from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_mo
 from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.importers.source_config import NO_TOML
 from fsdpctl.config.keys import Value
-from fsdpctl.config.overrides import OVERRIDES, gathered
+from fsdpctl.config.overrides import gathered
 from fsdpctl.config.recipe import (
     choices_of,
     find_recipe,
@@ -153,8 +153,8 @@ def _split(word: str) -> Pair:
         )
     if word.endswith(".toml") and name not in KEYS:
         raise UsageError(f"{word}: {NO_TOML}")
-    if name in KEYS and KEYS[name].is_stored:
-        raise UsageError(f"{name}: no such key; set {OVERRIDES}")
+    if name in KEYS and KEYS[name].instead:
+        raise UsageError(f"{name}: no such key; set {KEYS[name].instead}")
     if not equals and names_model(word):
         return "model", word
     if not equals:

@@ -36,7 +36,7 @@ class Key:
     is_names: bool = False  # may be a list in a file
     read: Callable[[str], str] | None = None  # of a list of `choices`: its one text; or fails
     is_executed: bool = False  # a command: accepted on the command line only, not from files
-    is_stored: bool = False  # what other keys result in: in files of runs, neither typed nor listed
+    instead: str = ""  # the key to set: this one is in files of runs only, neither typed nor listed
     is_mapping: bool = False  # JSON, given as KEY.NAME=VALUE or as a mapping in a file
     unit: str = ""  # of a number that can also be given as a size such as 80GB
 

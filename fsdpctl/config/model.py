@@ -67,7 +67,7 @@ class ModelConfig:
         is_mapping=True,
     )
     config_json: str | None = key(
-        None, "config.json with all settings", optional=True, is_stored=True
+        None, "config.json with all settings", optional=True, instead="model.overrides"
     )
     router_aux_loss: str = key(
         "model",
@@ -99,8 +99,17 @@ class ModelConfig:
     max_seq_len: int = key(
         2048, "longest sequence that the exported model declares", minimum=1, maximum=MOST_TOKENS
     )
-    tie_embeddings: bool = key(True, "share the weight of input embedding and output head")
-    init_std: float = key(0.06, "standard deviation of the initial weights", minimum=0)
+    tie_embeddings: bool = key(
+        True,
+        "share the weight of input embedding and output head",
+        instead="model.overrides.tie_word_embeddings",
+    )
+    init_std: float = key(
+        0.06,
+        "standard deviation of the initial weights",
+        minimum=0,
+        instead="model.overrides.initializer_range",
+    )
     attention: str | None = key(
         None,
         "attention kernel; transformers: its own; auto: by the GPU",

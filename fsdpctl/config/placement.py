@@ -190,6 +190,7 @@ class ClusterConfig:
         "share of flops that large matrix products reach",
         minimum=0.01,
         maximum=1,
+        instead="cluster.flops",
     )
     attention_efficiency: float | None = key(
         None,
@@ -203,6 +204,7 @@ class ClusterConfig:
         "speed of operators within a step, relative to each on its own",
         minimum=0.01,
         maximum=1,
+        instead="cluster.flops",
     )
 
 

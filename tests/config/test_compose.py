@@ -66,7 +66,7 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("train.steps=inf", ["train.steps=inf"]),
         ("train.steps=", ["train.steps="]),
         ("optimizer.lr=fast", ["optimizer.lr=fast", "number"]),
-        ("model.tie_embeddings=maybe", ["true or false"]),
+        ("train.compile=maybe", ["true or false"]),
         ("num_layers=3", ["did you mean model.num_layers?"]),
         ("+train.extra=3", ["+train.extra", "adding and removing keys is not supported"]),
         ("~optimizer", ["adding and removing keys is not supported"]),

@@ -26,7 +26,7 @@ def trained(*words: str) -> set[str]:
 
 
 def test_only_adapters_are_trained_and_the_head_has_none():
-    names = trained("model.lora.rank=2", "model.tie_embeddings=false")
+    names = trained("model.lora.rank=2", "model.overrides.tie_word_embeddings=false")
     assert len(names) == 2 * 7 * 2
     assert all(".lora_" in name and "lm_head" not in name for name in names)
     names = trained("model.lora.rank=2", "model=gpt2")

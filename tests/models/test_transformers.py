@@ -23,10 +23,11 @@ from fsdpctl.train.assemble import make_model
 
 SMALL = ["model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48",
          "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=auto",
-         "model.vocab_size=256", "model.init_std=0.1", "data.tokenizer=bytes"]  # fmt: skip
+         "model.vocab_size=256", "model.overrides.initializer_range=0.1",
+         "data.tokenizer=bytes"]  # fmt: skip
 VARIANTS = {
     "tied": [],
-    "untied": ["model.tie_embeddings=false"],
+    "untied": ["model.overrides.tie_word_embeddings=false"],
     "one kv head each": ["model.num_kv_heads=4"],
     "wide heads": ["model.head_dim=16"],
     "llama3 rope": [

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[int, list[str], list[list[str]]]] = {
         ["model.hidden_size=8", "model.intermediate_size=3", "model.head_dim=2"],
         [FSDP2, HYBRID, DDP],
     ),
-    "tied embeddings": (2, ["model.tie_embeddings=true"], [FSDP2, DDP]),
+    "tied embeddings": (2, ["model.overrides.tie_word_embeddings=true"], [FSDP2, DDP]),
     "another architecture": (2, ["model=gpt2", "model.num_kv_heads=4"], [FSDP2, DDP]),
     "clipping, validation, loss in chunks": (
         2,

@@ -108,7 +108,7 @@ def _model(draw: random.Random) -> list[str]:
         f"model.num_heads={heads}",
         f"model.num_kv_heads={heads if arch == 'gpt2' else draw.choice([1, heads])}",
         f"model.vocab_size={draw.choice([64, 300, 2000])}",
-        f"model.tie_embeddings={draw.choice(['true', 'false'])}",
+        f"model.overrides.tie_word_embeddings={draw.choice(['true', 'false'])}",
     ]
     if arch == "mistral" and draw.random() < 0.5:
         words += ["model.overrides.sliding_window=20"]

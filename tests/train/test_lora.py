@@ -308,7 +308,7 @@ def test_a_run_with_adapters_can_be_continued_over_a_skipped_step(tmp_path):
 def test_the_head_is_gathered_once_each_way_however_many_chunks_the_loss_has(
     rank: int, world_size: int
 ) -> None:
-    more = ["model.vocab_size=64", "model.tie_embeddings=false", "model.lora.rank=2"]
+    more = ["model.vocab_size=64", "model.overrides.tie_word_embeddings=false", "model.lora.rank=2"]
     for prefetch in ("none", "both"):
         config = compose_config([*more, f"prefetch={prefetch}", "launch.device=cpu"]).config
         config = placed_on_cluster(config)

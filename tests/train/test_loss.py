@@ -20,8 +20,11 @@ VOCAB, LENGTH = 64, 25
 
 
 def decoder(*, tied: bool) -> TransformersDecoder:
-    words = [f"model.vocab_size={VOCAB}", f"model.tie_embeddings={str(tied).lower()}"]
-    config = compose_config([*TINY, *words, "model.init_std=0.1"]).config
+    words = [
+        f"model.vocab_size={VOCAB}",
+        f"model.overrides.tie_word_embeddings={str(tied).lower()}",
+    ]
+    config = compose_config([*TINY, *words, "model.overrides.initializer_range=0.1"]).config
     return drawn(config.model).double()
 
 

@@ -100,19 +100,27 @@ _LAYERS = 3 * _PER_LAYER + 32  # and the last norm
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["model.tie_embeddings=false"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
-        (["model.tie_embeddings=true"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
+        (["model.overrides.tie_word_embeddings=false"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
+        (["model.overrides.tie_word_embeddings=true"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
         # Of what is frozen no gradient is computed: 4 a parameter.
         (
-            ["model.tie_embeddings=false", "model.trainable=lm_head"],
+            ["model.overrides.tie_word_embeddings=false", "model.trainable=lm_head"],
             6 * 101 * 32 + 4 * _LAYERS + _ATTENTION,
         ),
         (
-            ["model.tie_embeddings=false", "model.lora.rank=2", "model.lora.targets=q_proj"],
+            [
+                "model.overrides.tie_word_embeddings=false",
+                "model.lora.rank=2",
+                "model.lora.targets=q_proj",
+            ],
             4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION,
         ),
         (
-            ["model.tie_embeddings=true", "model.lora.rank=2", "model.lora.targets=q_proj"],
+            [
+                "model.overrides.tie_word_embeddings=true",
+                "model.lora.rank=2",
+                "model.lora.targets=q_proj",
+            ],
             4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION,
         ),
     ],
