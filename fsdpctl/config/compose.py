@@ -253,7 +253,7 @@ def _values_of_choices(choices: Mapping[str, str]) -> dict[str, Value]:
 def _texts(composed: Mapping[str, Mapping[str, Any]]) -> Iterator[Pair]:
     for section, content in composed.items():
         for word, value in content.items():
-            if word != "name":
+            if word not in ("name", "device_names"):
                 text = str(value).lower() if isinstance(value, bool) else str(value)
                 yield f"{section}.{word}", text
 

@@ -1,9 +1,7 @@
-"""Engine, launch, the hardware that estimates assume, and known GPUs."""
+"""Engine, launch, and the hardware that estimates assume."""
 
 import os
-import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fsdpctl.config.keys import key
 from fsdpctl.plan.attention_kernels import ARCHITECTURES
@@ -206,43 +204,3 @@ class ClusterConfig:
         maximum=1,
         instead="cluster.flops",
     )
-
-
-class Gpu(NamedTuple):
-    """A GPU, by the beginning or a part of the name that torch has for it."""
-
-    name: str
-    peak: float  # dense FLOP/s in bf16, by its data sheet
-    cluster: str | None = None  # with its specs, if there is one
-
-
-# The first name that a device's name contains counts.
-GPUS = (
-    Gpu("A100-SXM4-40GB", 312e12, "a100_40"),
-    Gpu("A100", 312e12, "a100_80"),
-    Gpu("H100 PCIE", 756e12, "h100"),
-    Gpu("H100 NVL", 835e12, "h100"),
-    Gpu("H100", 989e12, "h100"),
-    Gpu("H200", 989e12, "h200"),
-    Gpu("H20", 148e12, "h20"),
-    Gpu("GB200", 2500e12, "gb200"),
-    Gpu("B200", 2250e12, "b200"),
-    Gpu("B300", 2250e12, "b300"),
-    Gpu("GB10", 125e12, "gb10"),
-    Gpu("L40S", 362e12, "l40s"),
-    Gpu("RTX 4090", 165e12, "rtx4090"),
-    Gpu("RTX 5090", 209.5e12, "rtx5090"),
-    Gpu("RTX 3090", 71e12, "rtx3090"),
-    Gpu("A6000", 154.8e12, "a6000"),
-    Gpu("A10", 125e12, "a10"),
-    Gpu("L4", 121e12, "l4"),
-    Gpu("T4", 8.1e12, "t4"),
-    Gpu("V100", 15.7e12, "v100"),
-    Gpu("MI300X", 1307e12, "mi300x"),
-)
-
-
-def known_gpu(device_name: str) -> Gpu | None:
-    """Return the GPU that torch calls `device_name`; None if it is unknown."""
-    name = device_name.upper()
-    return next((gpu for gpu in GPUS if re.search(rf"\b{gpu.name}\b", name)), None)

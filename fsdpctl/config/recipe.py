@@ -3,7 +3,9 @@
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import fsdpctl
 from fsdpctl.config.importers.source_config import NO_TOML, SourceConfig, tool_of
@@ -37,6 +39,25 @@ def first_comment(file: Path) -> str:
 def choices_of(group: str) -> list[str]:
     """Return the options of a group."""
     return sorted(file.stem for file in (package_folder("conf") / group).glob("*.yaml"))
+
+
+class Gpu(NamedTuple):
+    """A GPU of a named cluster."""
+
+    cluster: str
+    peak: float  # dense FLOP/s in bf16, by its data sheet
+
+
+@cache
+def known_gpu(device_name: str) -> Gpu | None:
+    """Return the GPU that torch calls `device_name`; None if it is unknown."""
+    found = {}
+    for file in sorted((package_folder("conf") / "cluster").glob("*.yaml")):
+        content: Any = read_yaml(file) or {}
+        for name in content.get("device_names", ()):
+            if re.search(rf"\b{name}\b", device_name, re.IGNORECASE):
+                found[name] = Gpu(file.stem, float(content["flops"]) * 1e12)
+    return found[max(found, key=len)] if found else None  # A100-SXM4-40GB rather than A100
 
 
 def recipe_names() -> list[str]:

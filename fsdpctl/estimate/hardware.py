@@ -7,7 +7,8 @@ from functools import cache
 import torch
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.placement import ClusterConfig, known_gpu
+from fsdpctl.config.placement import ClusterConfig
+from fsdpctl.config.recipe import known_gpu
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
@@ -145,16 +146,10 @@ def _filled(given: ClusterConfig, found: ClusterConfig) -> ClusterConfig:
 
 def _of_this_gpu() -> tuple[ClusterConfig, str]:
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    known = cluster_of_device(name)
+    known = known_gpu(name)
     if known is not None:
-        return _specified(known), f"specs of cluster={known}, for {name}"
+        return _specified(known.cluster), f"specs of cluster={known.cluster}, for {name}"
     return _specified(_ANY_GPU), f"{ASSUMED} specs of cluster={_ANY_GPU}, for {name}"
-
-
-def cluster_of_device(name: str) -> str | None:
-    """Return the cluster whose nodes have the device that torch calls `name`; None if unknown."""
-    gpu = known_gpu(name)
-    return None if gpu is None else gpu.cluster
 
 
 @cache

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from fsdpctl.config.placement import known_gpu
+from fsdpctl.config.recipe import known_gpu
 from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.io.control_group import host_memory

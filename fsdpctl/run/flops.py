@@ -7,7 +7,7 @@ from torch import nn
 
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.placement import known_gpu
+from fsdpctl.config.recipe import known_gpu
 from fsdpctl.config.schema import Config
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights

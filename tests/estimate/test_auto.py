@@ -14,13 +14,13 @@ from fsdpctl.config.auto import (
     left_open,
 )
 from fsdpctl.config.compose import Composed, compose_config
-from fsdpctl.config.recipe import choices_of
+from fsdpctl.config.recipe import choices_of, known_gpu
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Ranking, SearchPoint
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
-from fsdpctl.estimate.hardware import at_speed, cluster_of_device, with_speed
+from fsdpctl.estimate.hardware import at_speed, with_speed
 from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.launch.begin import describe_ranking
 from fsdpctl.plan.strategy import STRATEGIES
@@ -291,6 +291,8 @@ def test_candidates_are_the_options_of_conf():
         ("NVIDIA A100-SXM4-40GB", "a100_40"),
         ("NVIDIA A100-SXM4-80GB", "a100_80"),
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA H100 NVL", "h100_nvl"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA L40S", "l40s"),
@@ -301,7 +303,8 @@ def test_candidates_are_the_options_of_conf():
     ],
 )
 def test_devices_are_known_by_their_names(name, cluster):
-    assert cluster_of_device(name) == cluster
+    gpu = known_gpu(name)
+    assert (gpu and gpu.cluster) == cluster
     if cluster is not None:
         described = compose_config([f"cluster={cluster}"]).config.cluster
         for figure in ("flops", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth"):
