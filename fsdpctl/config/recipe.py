@@ -1,6 +1,7 @@
 """The YAML files of settings: options in conf/, and recipes."""
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from functools import cache

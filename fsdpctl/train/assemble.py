@@ -42,7 +42,7 @@ from fsdpctl.resolve.blocks import prepare_blocks
 from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.machine import owner_map_of, shares_memory
 from fsdpctl.run.environment import add_start, describe_start, place_of
-from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
+from fsdpctl.train.callbacks.checkpoints import Checkpoints
 from fsdpctl.train.callbacks.heap import HeapTrim
 from fsdpctl.train.callbacks.profiling import Profiling, watch_allocations
 from fsdpctl.train.callbacks.reporting import Checks, Heartbeat, RunReporter
@@ -189,9 +189,7 @@ def make_trainer(
         journal.warn(f"ranks do not share memory: {reason}")
     if only_measures:
         return Trainer(parts, done, context, journal, [RunReporter(journal, None)])
-    checkpoints = CheckpointManager(
-        config, run_dir, ranks, journal, base, runs_command=shows and is_main
-    )
+    checkpoints = Checkpoints(config, ranks, journal, base, runs_command=shows and is_main)
     callbacks = [  # in the order of their hooks, at the end too
         SelfCheck(config.train.self_check, done.step, sharding_of(config)),
         Validation(config, has_data=parts.val_batches is not None),

@@ -166,7 +166,7 @@ class Journal:
             UsageError: If metrics.jsonl is corrupted or cannot be written.
         """
         assert config.train.steps is not None
-        self._run_dir, self._step = run_dir, step
+        self.run_dir, self._step = run_dir, step
         self._metrics = MetricsFile(run_dir / METRICS, step) if is_main else None
         self.progress = RunProgress(
             config.train.steps,
@@ -222,8 +222,8 @@ class Journal:
             FsdpctlError: If it was deleted or moved, or metrics.jsonl was.
         """
         if self._metrics is not None and not self._metrics.is_in_place:
-            is_there = (self._run_dir / RUN_CONFIG).is_file()
-            lost = self._run_dir / METRICS if is_there else self._run_dir
+            is_there = (self.run_dir / RUN_CONFIG).is_file()
+            lost = self.run_dir / METRICS if is_there else self.run_dir
             raise FsdpctlError(f"{lost}: {LOST}; training stopped without saving")
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.comm.rank_status import RANK_STATUS
@@ -12,7 +11,7 @@ from fsdpctl.errors import StoppedError
 from fsdpctl.optim.record import LocalStepStats
 from fsdpctl.run.flops import model_flops
 from fsdpctl.train.callback import Callback, is_joint
-from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
+from fsdpctl.train.callbacks.checkpoints import Checkpoints
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.rejected_steps import GradientProbe, RejectionRule
 from fsdpctl.train.requests import STOP, RequestCollector, RequestFlags, RequestSync, TimeLimit
@@ -46,9 +45,7 @@ class Trainer:
         # On CUDA the host launches one step ahead instead of waiting for the device.
         self.lag = int(parts.device.type == "cuda")
         self._callbacks = callbacks
-        self._checkpoints = next(
-            (each for each in callbacks if isinstance(each, CheckpointManager)), None
-        )
+        self._checkpoints = next((x for x in callbacks if isinstance(x, Checkpoints)), None)
         self._context = context
         self._queue: deque[LaunchedStep] = deque()
         self._acted = done.step  # the step after which everything due has been done
@@ -82,7 +79,7 @@ class Trainer:
         if self.is_ending:
             self.requests.done(STOP)
         for line in self.requests.remove_late():
-            self.say(line)
+            self.journal.say(line)
         self.journal.close()
 
     @contextmanager
@@ -91,7 +88,7 @@ class Trainer:
         error: BaseException | None = None
         try:
             for line in self.requests.remove_left_over():
-                self.say(line)
+                self.journal.say(line)
             self._each(lambda callback: callback.begin(self))
             yield
         except BaseException as caught:
@@ -110,14 +107,6 @@ class Trainer:
             self._checkpoints.leave()
 
     # ---- for callbacks -------------------------------------------------------------------
-
-    def say(self, line: str) -> None:
-        """Print a message on rank 0."""
-        self.journal.say(line)
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Append an object to metrics.jsonl on rank 0."""
-        self.journal.write(line)
 
     def is_due(self, callback: Callback) -> bool:
         """Return whether a callback has work after this step that it has not done yet."""
@@ -198,10 +187,10 @@ class Trainer:
             if rejected is not None:
                 batches = self.parts.train_batches
                 position = launched.samples - batches.plan.global_batch_size
-                self.write(rejected.to_line(batches, position))
+                self.journal.write(rejected.to_line(batches, position))
                 if rejected.action == "stop":
                     raise self._rule.as_error(rejected)
-                self.say(rejected.message)
+                self.journal.say(rejected.message)
             self.handle_requests()
         return requested
 

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +26,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.train.callbacks.saver import Saver
+from fsdpctl.train.callbacks.checkpoints import Checkpoints
 from tests.checkpoint.killer import Killer
 from tests.checkpoint.test_round_trip import read_everything, train_on, trained, whole_tensors
 from tests.distributed import distributed
@@ -31,16 +34,23 @@ from tests.distributed import distributed
 MODES = ("sync", "async")
 
 
-def make_saver(folder: Path, mode: str, keep_last: int = 1) -> Saver:
+def make_saver(folder: Path, mode: str, keep_last: int = 1) -> Checkpoints:
     config = replace(Config(), checkpoint=CheckpointConfig(mode=mode, keep_last=keep_last))
     (folder / CHECKPOINTS).mkdir(exist_ok=True)
-    return Saver(config, folder, ObjectExchange())
+    journal = Mock(run_dir=folder)
+    return Checkpoints(config, ObjectExchange(), journal, None, runs_command=False)
 
 
-def save(saver: Saver, model: ShardedModel, optimizer: ShardedAdamW, step: int) -> None:
-    saver.save(model, optimizer, Progress(step, samples=step), 0.0)
-    saver.wait()
-    assert saver.take_saved() is not None
+def at(model: ShardedModel, optimizer: ShardedAdamW, step: int) -> Any:
+    """A run after this step."""
+    parts = SimpleNamespace(model=model, optimizer=optimizer)
+    return Mock(parts=parts, step=step, progress=lambda: Progress(step, samples=step))
+
+
+def save(saver: Checkpoints, model: ShardedModel, optimizer: ShardedAdamW, step: int) -> None:
+    saver.save(at(model, optimizer, step))
+    saver.finish(at(model, optimizer, step))
+    assert saver.share_written is None
 
 
 @distributed(world_size=2)

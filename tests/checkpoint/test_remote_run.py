@@ -29,11 +29,10 @@ from fsdpctl.data.tokenizer_files import TEMPLATES
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import stores
 from fsdpctl.io.activity import Talk
-from fsdpctl.io.run_files import CHECKPOINTS, RUN_CONFIG
+from fsdpctl.io.run_files import CHECKPOINTS, LOGS, RUN_CONFIG
 from fsdpctl.launch import begin
 from fsdpctl.run.directory import Standing, look, prepare_run_dir
-from fsdpctl.train.callbacks.background import HookMessage
-from fsdpctl.train.callbacks.uploads import Uploads
+from fsdpctl.train.callbacks.each_save import EachSave, Outcome
 from tests.hostile import TINY_MODEL, make_checkpoint, reseal
 from tests.run.test_heartbeat import wait_for
 
@@ -290,16 +289,18 @@ def test_no_fault_makes_a_checkpoint_that_is_wrong_or_lost(run, tmp_path, monkey
 
 
 def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monkeypatch):
-    told: list[HookMessage] = []
-    uploads = Uploads(RemoteCheckpoints(URL), CheckpointConfig(keep_last=1), told.append)
+    told: list[Outcome] = []
+    uploads = EachSave(
+        CheckpointConfig(keep_last=0), run, told.append, remote=RemoteCheckpoints(URL)
+    )
     first, second, *_ = folders(run)
     with monkeypatch.context() as planting:
         planting.setattr(MemoryFileSystem, "put_file", lambda *given, **about: 1 / 0)
-        uploads.add(first, 10, lambda: None)
+        uploads.add(first, 10)
         uploads.wait(pytest.fail)
         with pytest.raises(FsdpctlError, match=f"^step 10: .* not uploaded: {URL}/.* run it again"):
             uploads.check_uploaded()
-    uploads.add(second, 20, lambda: None)
+    uploads.add(second, 20)
     uploads.wait(pytest.fail)
     uploads.check_uploaded()
     lines = [each.to_line() for each in told]
@@ -310,8 +311,8 @@ def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monk
 
 
 def test_the_end_of_a_run_says_how_much_is_uploaded(run, monkeypatch):
-    monkeypatch.setattr("fsdpctl.train.callbacks.background._REPORT_INTERVAL", 0.05)
-    uploads = Uploads(RemoteCheckpoints(URL), CheckpointConfig(), lambda done: None)
+    monkeypatch.setattr("fsdpctl.train.callbacks.each_save._REPORT_INTERVAL", 0.05)
+    uploads = EachSave(CheckpointConfig(), run, lambda done: None, remote=RemoteCheckpoints(URL))
     plain = RemoteCheckpoints.upload
 
     def slow(self, folder, share):
@@ -321,15 +322,29 @@ def test_the_end_of_a_run_says_how_much_is_uploaded(run, monkeypatch):
 
     monkeypatch.setattr(RemoteCheckpoints, "upload", slow)
     said: list[str] = []
-    uploads.add(folders(run)[0], 10, lambda: None)
+    uploads.add(folders(run)[0], 10)
     uploads.wait(said.append)
     assert "waiting for checkpoint.remote: 0 s so far, 50%" in said
 
 
+def test_the_command_follows_the_upload_of_its_checkpoint(run):
+    told: list[Outcome] = []
+    keep, remote = CheckpointConfig(keep_last=0), RemoteCheckpoints(URL)
+    (run / LOGS).mkdir(exist_ok=True)
+    work = EachSave(keep, run, told.append, remote=remote, words=["test", "-d"])
+    first, second, *_ = folders(run)
+    work.add(first, 10, only_uploads=True)
+    work.add(second, 20)
+    work.wait(pytest.fail)
+    assert [(each.step, each.name, each.outcome) for each in told] == [
+        (10, "upload", "done"), (20, "upload", "done"), (20, "after_save", "done"),
+    ]  # fmt: skip
+
+
 def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypatch):
-    told: list[HookMessage] = []
+    told: list[Outcome] = []
     keep = CheckpointConfig(keep_last=1, keep_every=30)
-    uploads = Uploads(RemoteCheckpoints(URL), keep, told.append)
+    uploads = EachSave(keep, run, told.append, remote=RemoteCheckpoints(URL))
     gate = threading.Event()
     plain = RemoteCheckpoints.upload
 
@@ -339,7 +354,7 @@ def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypa
 
     monkeypatch.setattr(RemoteCheckpoints, "upload", wait)
     for step, folder in zip(STEPS, folders(run), strict=True):
-        uploads.add(folder, step, lambda: None)
+        uploads.add(folder, step)
         wait_for(lambda: uploads.busy is not None)
     gate.set()
     uploads.wait(pytest.fail)

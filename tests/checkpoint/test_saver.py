@@ -22,14 +22,13 @@ from fsdpctl.checkpoint.folders import (
     remove_old,
     step_folder,
 )
-from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import lack_of_space
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
-from tests.checkpoint.test_killed_saves import MODES, make_saver
+from tests.checkpoint.test_killed_saves import MODES, at, make_saver
 from tests.checkpoint.test_killed_saves import save as save_now
 from tests.checkpoint.test_round_trip import read_everything, train_on, trained, whole_tensors
 from tests.distributed import distributed
@@ -52,14 +51,14 @@ def test_a_checkpoint_has_the_state_of_the_step_it_was_requested_at(
         return int(written(path, header, chunks))
 
     vars(save)["write_tensor_file"] = write_late
-    later.save(model, optimizer, Progress(2), 0.0)
+    run = at(model, optimizer, 2)
+    later.save(run)
     train_on(model, optimizer, 2)
-    assert later.take_saved() is None
+    later.idle(run)
     assert later.share_written == 0.0
     may_write.set()
-    later.wait()
-    assert later.share_written == 1.0
-    assert later.take_saved() is not None
+    later.finish(run)
+    assert later.share_written is None
     first, second = (whole_tensors(step_folder(tmp_path / CHECKPOINTS, n)) for n in (1, 2))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -79,10 +78,10 @@ def test_a_full_disk_is_an_error_on_every_rank_and_keeps_older_checkpoints(
     if rank == 1:  # the kernel refuses what goes beyond, as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    saver.save(model, optimizer, Progress(2), 0.0)
-    saver.wait()
+    run = at(model, optimizer, 2)
+    saver.save(run)
     with pytest.raises(FsdpctlError, match=r"step-00000002: could not be written: rank-00001"):
-        saver.take_saved()
+        saver.finish(run)
     names = sorted(each.name for each in (tmp_path / CHECKPOINTS).iterdir())
     assert names == [LATEST, "step-00000001"]
     read_everything(tmp_path / CHECKPOINTS / LATEST)
@@ -98,9 +97,10 @@ def test_free_space_is_checked_before_anything_is_written(tmp_path, monkeypatch)
     model, optimizer = trained("full_shard")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 1 << 20))
     saver = make_saver(tmp_path, "sync")
-    saver.save(model, optimizer, Progress(2), 0.0)
+    run = at(model, optimizer, 2)
+    saver.save(run)
     with pytest.raises(FsdpctlError, match=r"no space left: [\d,]+ bytes needed, 1,048,576"):
-        saver.take_saved()
+        saver.idle(run)
     assert not list((tmp_path / CHECKPOINTS).iterdir())
 
 
@@ -167,6 +167,5 @@ def test_a_save_that_training_waits_for_reports_its_progress(tmp_path, monkeypat
 
     monkeypatch.setattr(save, "write_tensor_file", write_slowly)
     saver = make_saver(tmp_path, "sync")
-    saver.save(model, optimizer, Progress(2), 0.0)
-    assert saver.take_saved() is not None
+    saver.save(at(model, optimizer, 2))
     assert beats.count("saving") >= 2

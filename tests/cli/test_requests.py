@@ -23,7 +23,7 @@ if "RANK" in os.environ:
     from pathlib import Path
     from fsdpctl.train import loss, trainer
     from fsdpctl.train.callbacks import sample as generate
-    from fsdpctl.train.callbacks import saver
+    from fsdpctl.train.callbacks import checkpoints
 
     SLOW = os.environ.get("SLOW", "")
 
@@ -44,7 +44,7 @@ if "RANK" in os.environ:
     slow("sample", 0.3, generate, "draw")
     slow("first step", 3600, trainer, "launch_step")
     slow("step", 3, trainer, "launch_step")
-    slow("save", 3, saver, "write_checkpoint")
+    slow("save", 3, checkpoints, "write_checkpoint")
 """
 
 

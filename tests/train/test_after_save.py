@@ -6,17 +6,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from fsdpctl.checkpoint.folders import complete_checkpoints, remove_old
+from fsdpctl.checkpoint.folders import complete_checkpoints
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.io.run_files import CHECKPOINTS, LOGS
 from fsdpctl.resolve.preflight import command_words
-from fsdpctl.train.callbacks import after_save, background
-from fsdpctl.train.callbacks.after_save import AfterSave
-from fsdpctl.train.callbacks.background import HookMessage
+from fsdpctl.train.callbacks import each_save
+from fsdpctl.train.callbacks.each_save import EachSave, Outcome
 from tests.checkpoint.test_saver import fake_checkpoints
 from tests.cli.run import environment
 from tests.run.test_heartbeat import wait_for
@@ -30,13 +31,12 @@ def script(folder: Path, text: str) -> list[str]:
     return [str(file)]
 
 
-def made(
-    folder: Path, words: list[str], timeout: float = 60
-) -> tuple[AfterSave, list[HookMessage]]:
+def made(folder: Path, words: list[str], **about: Any) -> tuple[EachSave, list[Outcome]]:
     """The runner, and what it will have told."""
-    told: list[HookMessage] = []
-    runner = AfterSave(words, timeout, folder, told.append)
-    return runner, told
+    told: list[Outcome] = []
+    (folder / LOGS).mkdir()
+    keep = CheckpointConfig(**{"keep_last": 0, **about})
+    return EachSave(keep, folder, told.append, words=words), told
 
 
 def has_ended(pid: int) -> bool:
@@ -44,10 +44,6 @@ def has_ended(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def nothing() -> None:
-    """Is to be done after a command."""
 
 
 def test_the_command_runs_on_each_checkpoint_in_order_one_at_a_time(tmp_path, monkeypatch):
@@ -62,7 +58,7 @@ def test_the_command_runs_on_each_checkpoint_in_order_one_at_a_time(tmp_path, mo
     folders = fake_checkpoints(tmp_path / "checkpoints", 10, 20, 30)
     began = time.monotonic()
     for step, folder in zip((10, 20, 30), folders, strict=True):
-        runner.add(folder, step, nothing)
+        runner.add(folder, step)
     assert time.monotonic() - began < 0.1  # the run does not wait for it
     runner.wait(pytest.fail)
     assert [(each.step, each.outcome, each.message) for each in told] == [
@@ -86,7 +82,7 @@ def test_the_command_runs_on_each_checkpoint_in_order_one_at_a_time(tmp_path, mo
 def test_a_failure_is_reported_with_its_last_line_and_the_next_command_runs(tmp_path, text, said):
     runner, told = made(tmp_path, script(tmp_path, f'test "$FSDPCTL_STEP" = 20 && exit 0\n{text}'))
     for step, folder in zip((10, 20), fake_checkpoints(tmp_path / "c", 10, 20), strict=True):
-        runner.add(folder, step, nothing)
+        runner.add(folder, step)
     runner.wait(pytest.fail)
     assert [each.outcome for each in told] == ["failed", "done"]
     assert told[0].message.startswith(f"checkpoint.after_save: {said}")
@@ -94,10 +90,10 @@ def test_a_failure_is_reported_with_its_last_line_and_the_next_command_runs(tmp_
 
 
 def test_a_hanging_command_is_ended_with_its_children(tmp_path, monkeypatch):
-    monkeypatch.setattr(after_save, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(each_save, "_GRACE_SECONDS", 0.3)
     text = f"trap '' TERM; sleep 600 & echo $! > {tmp_path}/pid; wait; sleep 600"
-    runner, told = made(tmp_path, script(tmp_path, text), timeout=0.5)
-    runner.add(fake_checkpoints(tmp_path / "c", 10)[0], 10, nothing)
+    runner, told = made(tmp_path, script(tmp_path, text), after_save_timeout=0.5)
+    runner.add(fake_checkpoints(tmp_path / "c", 10)[0], 10)
     wait_for(lambda: told)
     assert told[0].outcome == "timed out"
     pid = int((tmp_path / "pid").read_text())
@@ -105,10 +101,10 @@ def test_a_hanging_command_is_ended_with_its_children(tmp_path, monkeypatch):
 
 
 def test_the_end_of_a_run_waits_for_a_limited_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "_REPORT_INTERVAL", 0.2)
-    runner, told = made(tmp_path, script(tmp_path, "sleep 600"), timeout=0.5)
+    monkeypatch.setattr(each_save, "_REPORT_INTERVAL", 0.2)
+    runner, told = made(tmp_path, script(tmp_path, "sleep 600"), after_save_timeout=0.5)
     for step, folder in zip((10, 20), fake_checkpoints(tmp_path / "c", 10, 20), strict=True):
-        runner.add(folder, step, nothing)
+        runner.add(folder, step)
     said: list[str] = []
     began = time.monotonic()
     runner.wait(said.append)
@@ -120,19 +116,16 @@ def test_the_end_of_a_run_waits_for_a_limited_time(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_not_deleted_while_the_command_runs_on_it(tmp_path):
-    runner, told = made(tmp_path, script(tmp_path, f"cat {tmp_path}/gate; ls $1/manifest.json"))
+    runner, told = made(
+        tmp_path, script(tmp_path, f"cat {tmp_path}/gate; ls $1/manifest.json"), keep_last=1
+    )
     os.mkfifo(tmp_path / "gate")
-    folder, keep = tmp_path / "c", CheckpointConfig(keep_last=1)
+    folder = tmp_path / CHECKPOINTS
     one, two, three = fake_checkpoints(folder, 10, 20, 30)
-
-    def tidy() -> None:
-        remove_old(folder, keep, [runner.busy.name] if runner.busy else [])
-
-    runner.add(one, 10, tidy)
+    runner.add(one, 10)
     wait_for(lambda: runner.busy == one)
-    runner.add(two, 20, tidy)
-    with runner.deleting:
-        tidy()
+    runner.add(two, 20)
+    runner.remove_old()
     assert complete_checkpoints(folder) == [one, three]
     (tmp_path / "gate").write_text("")
     runner.wait(pytest.fail)
@@ -144,17 +137,17 @@ def test_a_checkpoint_is_not_deleted_while_the_command_runs_on_it(tmp_path):
 def test_without_a_command_nothing_runs(tmp_path):
     threads = threading.active_count()
     runner, told = made(tmp_path, [])
-    runner.add(tmp_path, 10, nothing)
+    runner.add(tmp_path, 10)
     runner.wait(pytest.fail)
     assert (told, threading.active_count()) == ([], threads)
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / LOGS).iterdir()) == []
 
 
 def test_a_deleted_program_is_a_failure_of_the_command_only(tmp_path):
     words = script(tmp_path, "exit 0")
     runner, told = made(tmp_path, words)
     Path(words[0]).unlink()
-    runner.add(fake_checkpoints(tmp_path / "c", 10)[0], 10, nothing)
+    runner.add(fake_checkpoints(tmp_path / "c", 10)[0], 10)
     runner.wait(pytest.fail)
     assert told[0].outcome == "failed"
     assert "No such file" in told[0].message
@@ -166,9 +159,11 @@ def test_the_command_ends_with_the_rank_that_started_it(tmp_path):
     folder = fake_checkpoints(tmp_path / "c", 10)[0]
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from fsdpctl.train.callbacks.after_save import AfterSave\n"
-        f"runner = AfterSave({words!r}, 600, Path({str(tmp_path)!r}), print)\n"
-        f"runner.add(Path({str(folder)!r}), 10, print)\ntime.sleep(600)"
+        "from fsdpctl.config.training import CheckpointConfig\n"
+        "from fsdpctl.train.callbacks.each_save import EachSave\n"
+        f"(run := Path({str(tmp_path)!r}) / 'logs').mkdir()\n"
+        f"runner = EachSave(CheckpointConfig(), run.parent, print, words={words!r})\n"
+        f"runner.add(Path({str(folder)!r}), 10)\ntime.sleep(600)"
     )
     rank = subprocess.Popen([sys.executable, "-c", code], env=environment())
     wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.io.run_files import LOGS, METRICS
 from fsdpctl.run.heartbeat import read_heartbeat
-from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
+from fsdpctl.train.callbacks.checkpoints import Checkpoints
 from fsdpctl.train.callbacks.reporting import Heartbeat
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.trainer import Trainer
@@ -53,26 +52,19 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
 def test_ranks_end_together_once_the_command_is_done(
     rank: int, world_size: int, error: Exception | None, state: str, tmp_path: Path
 ) -> None:
-    config = configured(checkpoint=CheckpointConfig(after_save="test -d"))
+    config = configured(checkpoint=CheckpointConfig(after_save="sh -c 'sleep 0.2'"))
     journal, ranks = journal_in(tmp_path, config, rank=rank), ObjectExchange()
-    manager = CheckpointManager(config, tmp_path, ranks, journal, None, runs_command=rank == 0)
+    checkpoints = Checkpoints(config, ranks, journal, None, runs_command=rank == 0)
     heartbeat = Heartbeat(tmp_path, ranks, is_on=rank == 0)
-    done = threading.Event()
-
-    def then() -> None:
-        time.sleep(0.2)
-        done.set()
-
     began = time.monotonic()
     if rank == 0:
         journal.write({"step": 7, "loss": 1.0})
         folder = fake_checkpoints(tmp_path / "checkpoints", 7)[0]
-        manager._on_each_save[1].add(folder, 7, then)
-    for each in (manager, journal.loggers, heartbeat):
+        checkpoints._each_save.add(folder, 7)
+    for each in (checkpoints, journal.loggers, heartbeat):
         each.end(RUN, error)
     assert time.monotonic() - began >= 0.2
     if rank == 0:
-        assert done.is_set()
         record = read_heartbeat(tmp_path)
         assert record is not None
         assert (record.state, record.message) == (state, "" if error is None else str(error))

@@ -16,7 +16,7 @@ import os, time
 if "RANK" in os.environ:
     import torch.distributed as dist
     from fsdpctl.train import trainer
-    from fsdpctl.train.callbacks import saver
+    from fsdpctl.train.callbacks import checkpoints
 
     dist.destroy_process_group = lambda *group: time.sleep(3600)
     launch = trainer.Trainer._launch
@@ -28,7 +28,7 @@ if "RANK" in os.environ:
 
     trainer.Trainer._launch = fails
     if "BLOCKS_SAVING" in os.environ:
-        saver.write_checkpoint = lambda *about: time.sleep(3600)
+        checkpoints.write_checkpoint = lambda *about: time.sleep(3600)
 """
 
 

@@ -22,7 +22,7 @@ from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRec
 from fsdpctl.run.saved_estimate import read_estimate
 from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory, proportional_memory
 from fsdpctl.train.callback import Callback, is_joint
-from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
+from fsdpctl.train.callbacks.checkpoints import Checkpoints
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.requests import RequestFlags
 from fsdpctl.train.step import Optimizer, TrainedModel
@@ -51,8 +51,8 @@ class Checks(Callback):
             found = self.time() if len(self._seconds) == _STEPS else None
             if found is not None:
                 message, values = found
-                run.say(message)
-                run.write({"step": done.step, **values})
+                run.journal.say(message)
+                run.journal.write({"step": done.step, **values})
 
     def time(self) -> tuple[str, dict[str, Any]] | None:
         """Return a message about the step time, and its values; None without a prediction."""
@@ -84,8 +84,8 @@ class Checks(Callback):
             found = self.memory(engine is not None, on_cpu, *largest)
             if found is not None:
                 message, values = found
-                run.say(message)
-                run.write({"step": run.step, **values})
+                run.journal.say(message)
+                run.journal.write({"step": run.step, **values})
         return requested
 
     def memory(
@@ -175,7 +175,7 @@ def current_restart() -> Restart | None:
 class RunReporter(Callback):
     """The metrics of each step, the progress bar, and the peak memory of the engine."""
 
-    def __init__(self, journal: Journal, checkpoints: CheckpointManager | None) -> None:
+    def __init__(self, journal: Journal, checkpoints: Checkpoints | None) -> None:
         """Report to `journal`; the bar shows the progress of `checkpoints`."""
         self._journal, self._checkpoints = journal, checkpoints
         self._restart = current_restart()
@@ -188,20 +188,21 @@ class RunReporter(Callback):
         """Write and show the metrics; after the first step also what a restart cost."""
         rows, line = run.parts.train_batches.rows, done.to_line()
         if not isinstance(rows, MixedRows):
-            run.write(line)
+            self._journal.write(line)
         else:
             losses = zip(rows.parts, done.figures.source_losses, strict=False)
             by_source = {f"loss/{x.name}": finite(loss) for x, loss in losses if loss is not None}
-            run.write(line | by_source | rows.to_line(done.samples))
+            self._journal.write(line | by_source | rows.to_line(done.samples))
             size = run.parts.config.train.global_batch_size
             for text in rows.begun(done.samples - size, done.samples):
-                run.say(f"step {done.step}: {text}")
+                self._journal.say(f"step {done.step}: {text}")
         restart, self._restart = self._restart, None
         if restart is not None:
             about = restart.to_line(done.step)
-            run.write(about)
+            self._journal.write(about)
             seconds = about["restart"]["seconds_to_next_step"]
-            run.say(f"step {done.step}: first completed step, {seconds:.1f} s after the failure")
+            text = f"first completed step, {seconds:.1f} s after the failure"
+            self._journal.say(f"step {done.step}: {text}")
         share = None if self._checkpoints is None else self._checkpoints.share_written
         self._journal.progress.step(done, share)
 
@@ -211,8 +212,8 @@ class RunReporter(Callback):
         if error is None:
             own = engine_bytes(run.parts.model, run.parts.optimizer)
             peaks = [each for each in run.ranks.gather_objects(own) if each is not None]
-            complete = len(peaks) == run.ranks.size
-            run.write({"step": run.step, "peak_engine_bytes": max(peaks) if complete else None})
+            peak = max(peaks) if len(peaks) == run.ranks.size else None
+            self._journal.write({"step": run.step, "peak_engine_bytes": peak})
 
 
 class Heartbeat(Callback):

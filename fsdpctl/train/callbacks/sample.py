@@ -118,10 +118,10 @@ class SampleText(Callback):
         if error is not None or not run.parts.config.train.sample_tokens:
             return
         if run.is_ending:
-            run.say("sample skipped (stop requested)")
+            run.journal.say("sample skipped (stop requested)")
             return
         if not run.parts.data.has_text:
-            run.say("no sample: the tokenizer of the data is unknown (data.tokenizer)")
+            run.journal.say("no sample: the tokenizer of the data is unknown (data.tokenizer)")
             return
         with doing("generating a sample (Ctrl-C skips it)"):
             self._sample(run)
@@ -149,8 +149,8 @@ class SampleText(Callback):
             caches=not config.train.compile,
         )
         if data.prompt:
-            run.say(f"prompt:\n{data.tokenizer.decode(data.prompt).rstrip()}")
-        run.say("sample:")
+            run.journal.say(f"prompt:\n{data.tokenizer.decode(data.prompt).rstrip()}")
+        run.journal.say("sample:")
         text = TextStream(data.tokenizer)
         with run.journal.progress.stream() as write:
             for token in tokens:
@@ -160,4 +160,4 @@ class SampleText(Callback):
             write(text.rest())
         run.is_ending = sync.received.ends
         if run.is_ending:
-            run.say(f"sample stopped after {number} of {count} tokens (stop requested)")
+            run.journal.say(f"sample stopped after {number} of {count} tokens (stop requested)")

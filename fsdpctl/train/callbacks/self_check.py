@@ -87,15 +87,15 @@ class SelfCheck(Callback):
             with doing("checking the first step"):
                 found = list(dict.fromkeys(self._findings(run)))
         if is_first or warnings:
-            run.write({"step": run.step, "self_check": [*found, *warnings]})
+            run.journal.write({"step": run.step, "self_check": [*found, *warnings]})
         for line in (*found, *warnings):
-            run.say(f"self-check: {line}")
+            run.journal.say(f"self-check: {line}")
         if found and self._mode == "auto":
             raise SelfCheckError(
                 f"train.self_check: {found[0]}; set train.self_check=warn to train nevertheless"
             )
         if is_first and not (found or warnings):
-            run.say(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
+            run.journal.say(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
         return requested
 
     def _warnings(self, run: "Trainer") -> Iterator[str]:

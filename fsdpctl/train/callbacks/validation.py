@@ -44,7 +44,7 @@ class Validation(Callback):
         run.handle_requests()
         self._is_owed, run.owes_validation = False, True
         if requested.ends:
-            run.say(f"step {run.step}: validation skipped (stop requested)")
+            run.journal.say(f"step {run.step}: validation skipped (stop requested)")
             return requested
         return requested | self._validate(run)
 
@@ -77,10 +77,10 @@ class Validation(Callback):
             )
         if loss is None:
             how_far = f"validation stopped after {done} of {total} batches"
-            run.say(f"step {run.step}: {how_far} (stop requested)")
+            run.journal.say(f"step {run.step}: {how_far} (stop requested)")
         else:
             run.owes_validation = False
-            run.write({"step": run.step, **loss.to_line()})
+            run.journal.write({"step": run.step, **loss.to_line()})
             text = describe_validation(loss, parts.data, compare=is_last)
-            run.say(f"step {run.step}: {text}")
+            run.journal.say(f"step {run.step}: {text}")
         return sync.complete()
