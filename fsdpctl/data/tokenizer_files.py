@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.errors import FsdpctlError, SignalError, UsageError
-from fsdpctl.io.files import plain_name, read_regular
+from fsdpctl.io.files import plain_name, read_regular, silenced_errors
 from fsdpctl.io.run_files import CONFIG_JSON as CONFIG_JSON
 from fsdpctl.io.untrusted import MIB, parse_json
 
@@ -126,20 +126,14 @@ def guarded(where: str) -> Iterator[None]:
 
     Panics aren't Exceptions, and the library prints them first: standard error is redirected.
     """
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
     try:
-        with warnings.catch_warnings():
+        with silenced_errors(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except (KeyboardInterrupt, SystemExit, SignalError, FsdpctlError, MemoryError):
         raise
     except BaseException as error:
         raise UsageError(f"{where}: {' '.join(str(error).split()):.200}") from None
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _copied(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:

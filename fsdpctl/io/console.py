@@ -2,8 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -69,19 +67,6 @@ def _send_null(stream: IO[str]) -> None:
         return
     os.dup2(null, descriptor)
     os.close(null)
-
-
-@contextmanager
-def silenced_errors() -> Iterator[None]:
-    """Drop what this process, its libraries included, writes to standard error in the block."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def journal(log: Path, text: str) -> None:

@@ -220,3 +220,16 @@ def replace(path: Path, content: str | bytes, *, durable: bool = False) -> None:
     """
     with replacing(path, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def silenced_errors() -> Iterator[None]:
+    """Drop what this process, its libraries included, writes to standard error in the block."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

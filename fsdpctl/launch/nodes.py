@@ -11,7 +11,7 @@ from datetime import timedelta
 from fsdpctl.comm.world import PrefixStore, Store, TCPStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.console import silenced_errors
+from fsdpctl.io.files import silenced_errors
 from fsdpctl.launch.handshake import Handshake, decode, encode, suppressing_losses
 from fsdpctl.launch.outcome import Ended, Outcome
 from fsdpctl.launch.rendezvous import (
