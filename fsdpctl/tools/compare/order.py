@@ -10,21 +10,20 @@ _ROUNDING = 1e-5  # relative, of a loss: what another order of additions changes
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
-    """Return the fastest row first, then the fastest of the others; rows without results are last.
+    """Return the recommended row first, then the others by speed; rows without results are last.
 
-    If the spreads of some overlap that of the fastest, fewer ranks come first, then less memory.
+    Of the rows whose spread overlaps that of the fastest, it is the one with the fewest ranks, then
+    the one with the least memory.
     """
-    left, found = [row for row in rows if row.speed], list[Row]()
-    while left:
-        least = max(left, key=lambda row: row.speed).spread[0]
-        found.append(min((row for row in left if row.spread[1] >= least), key=_cost))
-        left = [row for row in left if row is not found[-1]]
-    return [*found, *(row for row in rows if not row.speed)]
+    fastest, found = sorted(rows, key=lambda row: -row.speed), list[Row]()
+    if fastest and fastest[0].speed:
+        least = fastest[0].spread[0]
+        found = [min((row for row in fastest if row.spread[1] >= least), key=_cost)]
+    return [*found, *(row for row in fastest if row not in found)]
 
 
-def _cost(row: Row) -> tuple[int, float, float]:
-    memory = float("inf") if row.memory is None else row.memory
-    return row.world_size or 0, memory, -row.speed
+def _cost(row: Row) -> tuple[int, float]:
+    return row.world_size or 0, float("inf") if row.memory is None else row.memory
 
 
 def failures(rows: Sequence[Row]) -> Iterator[str]:

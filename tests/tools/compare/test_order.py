@@ -26,13 +26,13 @@ def predicted(name: str, low: float, speed: float, high: float, ranks: int | Non
         ([predicted("a", 9, 10, 11), predicted("b", 14, 15, 16)], "ba"),
         ([failed("c"), predicted("a", 9, 10, 11)], "ac"),
         ([replace(of(measured("a", 10))[0], status=NOT_REACHED), failed("b")], "ab"),
-        # Tied: fewer ranks, then less memory, then the faster one.
+        # Tied: fewer ranks, then less memory, then the faster one; others by speed.
         ([predicted("a", 9, 10, 15), predicted("b", 14, 15, 16)], "ba"),
         ([predicted("a", 9, 10, 15, ranks=2), predicted("b", 14, 15, 16, ranks=4)], "ab"),
         (of(measured("a", 1000, 980, 1020, memory=80), measured("b", 990, 1000, 985)), "ba"),
         ([Row({"strategy": name}, name, tokens_per_second=10.0) for name in "ab"], "ab"),
-        # What is tied with the second is not tied with the first.
         ([predicted("a", 7, 8, 11), predicted("b", 10, 11, 14), predicted("c", 13, 15, 16)], "cba"),
+        (of(measured("a", 90, 99), measured("b", 97, 98, memory=60), measured("c", 50)), "abc"),
     ],
 )
 def test_the_fastest_is_first_and_ties_are_decided_by_ranks_then_memory(rows, expected):
