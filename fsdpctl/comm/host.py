@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,14 @@ from torch import Tensor
 from fsdpctl.errors import EngineError, FsdpctlError
 
 T = TypeVar("T")
+Moment: TypeAlias = torch.cuda.Event | None  # of a stream; None: of a CPU, which has passed it
 _JOIN_SECONDS = 60.0  # for which the end of the process waits for a job in progress
+
+
+def wait_for(moment: Moment) -> None:
+    """Let the current stream wait for a moment of another one."""
+    if moment is not None:
+        torch.cuda.current_stream().wait_event(moment)
 
 
 class Job:
@@ -28,12 +35,10 @@ class Job:
 
     def __init__(self) -> None:
         self._done = threading.Event()
-        self._ready: torch.cuda.Event | None = None
+        self._ready: Moment = None
         self._error: BaseException | None = None
 
-    def end(
-        self, ready: torch.cuda.Event | None = None, error: BaseException | None = None
-    ) -> None:
+    def end(self, ready: Moment = None, error: BaseException | None = None) -> None:
         """Complete the job; its results are on the device after `ready`."""
         self._ready, self._error = ready, error
         self._done.set()
@@ -49,8 +54,7 @@ class Job:
             if isinstance(self._error, FsdpctlError):
                 raise self._error
             raise EngineError(f"optimizer step on the host: {self._error!r}") from self._error
-        if self._ready is not None:
-            torch.cuda.current_stream().wait_event(self._ready)
+        wait_for(self._ready)
 
 
 class Copier:
@@ -59,21 +63,25 @@ class Copier:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         on_cuda = device.type == "cuda"
-        self.down = torch.cuda.Stream(device) if on_cuda else None
-        self.up = torch.cuda.Stream(device) if on_cuda else None
+        self._down = torch.cuda.Stream(device) if on_cuda else None
+        self._up = torch.cuda.Stream(device) if on_cuda else None
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Return an event in the current stream."""
-        return None if self.down is None else _recorded(torch.cuda.current_stream())
+    def mark(self) -> Moment:
+        """Return this moment of the current stream."""
+        return None if self._down is None else torch.cuda.current_stream().record_event()
+
+    def down(self, target: Tensor, source: Tensor, after: Moment = None) -> Moment:
+        """Start a copy to the host, after a moment or all earlier work; return its end."""
+        return self.copy(target, source, self._down, after or self.mark())
+
+    def up(self, target: Tensor, source: Tensor, after: Moment = None) -> Moment:
+        """Start a copy to the device, after a moment or all earlier work; return its end."""
+        return self.copy(target, source, self._up, after or self.mark())
 
     def copy(
-        self,
-        target: Tensor,
-        source: Tensor,
-        stream: torch.cuda.Stream | None,
-        after: torch.cuda.Event | None = None,
-    ) -> torch.cuda.Event | None:
-        """Start a copy on `down` or `up`, after an event; return the event of its end."""
+        self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None, after: Moment
+    ) -> Moment:
+        """Start a copy on a stream after a moment; return its end."""
         if stream is None:
             target.copy_(source)
             return None
@@ -81,13 +89,13 @@ class Copier:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            return _recorded(stream)
+            end: torch.cuda.Event = stream.record_event()
+            return end
 
-
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
+    def settle(self) -> None:
+        """Have the host wait for all copies to the device."""
+        if self._up is not None:
+            self._up.synchronize()
 
 
 class HostWorker:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.host import Copier, HostWorker
+from fsdpctl.comm.host import Copier, HostWorker, Moment, wait_for
 from fsdpctl.comm.shards import LeftGradient, gradient_norms
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.unit import ShardedUnit
@@ -20,7 +20,7 @@ class Ring:
         if nbytes:
             slab = worker.allocate(HOST_BUFFERS * nbytes, torch.uint8, pinned=True)
             self._slots = list(slab.split(nbytes))
-        self._busy: list[torch.cuda.Event | None] = [None] * HOST_BUFFERS
+        self._busy: list[Moment] = [None] * HOST_BUFFERS
         self._next = 0
 
     @property
@@ -37,7 +37,7 @@ class Ring:
             event.synchronize()
         return number, self._slots[number][: numel * dtype.itemsize].view(dtype)
 
-    def use(self, number: int, until: torch.cuda.Event | None) -> None:
+    def use(self, number: int, until: Moment) -> None:
         """Keep a buffer until the device has passed an event."""
         self._busy[number] = until
 
@@ -62,29 +62,18 @@ class HostGradients:
                 continue
             if shard.left is not None:
                 before = torch.empty_like(gradient)
-                source, after = shard.left.values, shard.left.arrived
-                self._wait(self._copier.copy(before, source, self._copier.up, self._mark(after)))
+                wait_for(shard.left.arrived)
+                wait_for(self._copier.up(before, shard.left.values))
                 gradient.add_(before)
             (norm,) = gradient_norms([gradient])
-            target, mark = self._place(buffer), self._copier.mark()
-            arrived = self._copier.copy(target, gradient, self._copier.down, mark)
-            shard.left = LeftGradient(target, norm, arrived)
+            target = self._place(buffer)
+            shard.left = LeftGradient(target, norm, self._copier.down(target, gradient))
 
     def finish(self) -> ShardedUnit | None:
         """Free the gradients on the device that were sent last; return their unit."""
         unit, self._unit = self._unit, None
         for buffer in () if unit is None else unit.trained_buffers:
             if buffer.shard.left is not None:
-                self._wait(buffer.shard.left.arrived)
+                wait_for(buffer.shard.left.arrived)
             buffer.shard.grad = None
         return unit
-
-    def _mark(self, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Return an event after `after` and all work of the current stream."""
-        self._wait(after)
-        return self._copier.mark()
-
-    @staticmethod
-    def _wait(event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)

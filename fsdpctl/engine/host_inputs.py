@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.host import Copier, HostWorker
+from fsdpctl.comm.host import Copier, HostWorker, Moment, wait_for
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.sizes import pinned_groups
 
@@ -101,14 +101,13 @@ class SentInput:
         self._version: int | None = given._version  # until the end of the forward
         self._like = given.shape, given.dtype, given.device, given.requires_grad
         self._slot: Tensor | None = None
-        self._left: torch.cuda.Event | None = None
-        self._ahead: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._left: Moment = None
+        self._ahead: tuple[Tensor, Moment] | None = None
         self._stays = given if stays else None
         self._copier = inputs.copier
         if self._copier is not None and not stays:
             self._slot = inputs.slots.take(number, given.nbytes)
-            target, copier = self._on_host(self._slot), self._copier
-            self._left = copier.copy(target, given.detach(), copier.down, copier.mark())
+            self._left = self._copier.down(self._on_host(self._slot), given.detach())
 
     def __enter__(self) -> Self:
         """Have the tensor on the device; in backward, start to fetch the one that is next."""
@@ -126,7 +125,7 @@ class SentInput:
         """
         given, self.tensor = self.tensor, None
         version, self._version = self._version, None
-        _wait(self._left)
+        wait_for(self._left)
         if kind is None and given is not None and version not in (None, given._version):
             raise EngineError(
                 "activation_checkpointing.offload=true: not supported, because a block writes to "
@@ -137,7 +136,7 @@ class SentInput:
         self.fetch()
         assert self._ahead is not None
         (tensor, arrived), self._ahead = self._ahead, None
-        _wait(arrived)
+        wait_for(arrived)
         return tensor.requires_grad_(self._like[-1])
 
     def fetch(self) -> None:
@@ -147,8 +146,7 @@ class SentInput:
         shape, dtype, device, _ = self._like
         target, arrived = torch.empty(shape, dtype=dtype, device=device), None
         if self._copier is not None and self._slot is not None:
-            source, copier = self._on_host(self._slot), self._copier
-            arrived = copier.copy(target, source, copier.up, copier.mark())
+            arrived = self._copier.up(target, self._on_host(self._slot))
         self._ahead = target, arrived
 
     def _on_host(self, slot: Tensor) -> Tensor:
@@ -158,11 +156,6 @@ class SentInput:
     def __del__(self) -> None:
         """Free the memory when the graph is freed, also after a failure."""
         if self._ahead is not None:
-            _wait(self._ahead[1])
+            wait_for(self._ahead[1])
         if self._slot is not None:
             self._inputs.slots.give_back(self._slot)
-
-
-def _wait(event: torch.cuda.Event | None) -> None:
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)

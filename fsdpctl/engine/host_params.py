@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.host import Copier, HostWorker
+from fsdpctl.comm.host import Copier, HostWorker, Moment
 from fsdpctl.plan.sizes import pinned_groups
 
 
@@ -33,11 +33,10 @@ class HostParams:
         """Return memory for a part."""
         return self._free[numel, dtype].pop() if numel else torch.empty(0, dtype=dtype)
 
-    def send(self, target: Tensor, part: Tensor) -> torch.cuda.Event | None:
+    def send(self, target: Tensor, part: Tensor) -> Moment:
         """Start to copy a part to the device, once earlier work there is done."""
-        return self._copier.copy(target, part, self._copier.up, self._copier.mark())
+        return self._copier.up(target, part)
 
     def settle(self) -> None:
         """Wait until no copy reads the parts."""
-        if self._copier.up is not None:
-            self._copier.up.synchronize()
+        self._copier.settle()

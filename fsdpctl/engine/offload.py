@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.host import Copier, HostWorker, Job, T
+from fsdpctl.comm.host import Copier, HostWorker, Job, Moment, T
 from fsdpctl.comm.shards import HostScalars, HostUpdate, LeftGradient
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.host_gradients import HostGradients, Ring
@@ -174,7 +174,7 @@ class HostStates:
         steps: Sequence[_Step],
         update: HostUpdate,
         scalars: HostScalars,
-        after: torch.cuda.Event | None,
+        after: Moment,
     ) -> None:
         if after is not None and any(each.buffer.rests_on_host for each in steps):
             after.synchronize()  # copies of the parameters may read what the step writes
@@ -193,16 +193,14 @@ class HostStates:
             if step.job is not None:
                 step.job.end(ready)
 
-    def _fetch_scalar(self, number: int, value: Tensor, after: torch.cuda.Event | None) -> Tensor:
+    def _fetch_scalar(self, number: int, value: Tensor, after: Moment) -> Tensor:
         target = self._scalars[number]
-        arrived = self._copier.copy(target, value, self._copier.down, after)
+        arrived = self._copier.down(target, value, after)
         if arrived is not None:
             arrived.synchronize()
         return target
 
-    def _fetched(
-        self, steps: Sequence[_Step], after: torch.cuda.Event | None
-    ) -> Iterator[Tensor | None]:
+    def _fetched(self, steps: Sequence[_Step], after: Moment) -> Iterator[Tensor | None]:
         """Yield the gradient of each step in host memory, while the next one is on its way."""
         ahead = [self._fetch(each, after) for each in steps[:1]]
         for number in range(len(steps)):
@@ -212,16 +210,14 @@ class HostStates:
                 arrived.synchronize()
             yield gradient
 
-    def _fetch(
-        self, step: _Step, after: torch.cuda.Event | None
-    ) -> tuple[Tensor | None, torch.cuda.Event | None]:
+    def _fetch(self, step: _Step, after: Moment) -> tuple[Tensor | None, Moment]:
         if step.left is not None:
             return step.left.values, step.left.arrived
         if not step.gradients or not step.gradients[0].numel():
             return None, None
         source = step.gradients[0]
         _, target = self._gradients.take(source.numel(), source.dtype)
-        return target, self._copier.copy(target, source, self._copier.down, after)
+        return target, self._copier.down(target, source, after)
 
     def _step(
         self,
@@ -229,8 +225,8 @@ class HostStates:
         gradient: Tensor,
         update: HostUpdate,
         scalars: HostScalars,
-        after: torch.cuda.Event | None,
-    ) -> torch.cuda.Event | None:
+        after: Moment,
+    ) -> Moment:
         shard, sent, stays = step.buffer.shard, step.sent(), step.buffer.rests_on_host
         master = shard.param.detach()
         number, cast = -1, master
@@ -250,7 +246,7 @@ class HostStates:
             cast.copy_(master)  # parameters without gradients are sent too
         if stays:
             return None
-        ready = self._copier.copy(sent, cast, self._copier.up, after)
+        ready = self._copier.up(sent, cast, after)
         if cast is not master:
             self._cast.use(number, ready)
         return ready

@@ -100,10 +100,8 @@ for _name, _cases in KINDS.items():
 # ---- States on the host
 
 
-def _copies_at_once(
-    self: Copier, target: Tensor, source: Tensor, stream: Any, after: Any = None
-) -> Any:
-    return _copy(self, target, source, stream)
+def _copies_at_once(self: Copier, target: Tensor, source: Tensor, stream: Any, _: Any) -> Any:
+    return _copy(self, target, source, stream, None)
 
 
 _copy = Copier.copy
@@ -469,9 +467,10 @@ def gradients_are_not_reduced() -> None:
 def gradients_are_summed_instead_of_averaged() -> None:
     right = GradientReducer.__init__
 
-    def wrong(self: GradientReducer, *given: Any) -> None:
-        right(self, *given)
-        self._scales = (1.0, 1.0)
+    def wrong(self: GradientReducer, units: Any, mesh: Any, *given: Any) -> None:
+        right(self, units, mesh, *given)
+        if isinstance(mesh.shard, NcclCollectives):
+            self._scales = (1.0, 1.0)
 
     _replace(GradientReducer, "__init__", wrong)
 
