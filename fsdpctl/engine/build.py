@@ -108,9 +108,6 @@ class _Builder:
             return Span(0, layout.numel)
         return layout.owned(self.mesh.shard.rank, self.mesh.replica_rank)
 
-    def nbytes(self, spec: UnitSpec) -> int:
-        return sum(each.numel * self.compute_dtype(each).itemsize for each in self.layouts(spec))
-
     def unit(self, spec: UnitSpec, slot: Slot) -> ShardedUnit:
         buffers, offset = [], 0
         for layout in self.layouts(spec):
@@ -219,19 +216,17 @@ def build_runtime(
     builder = _Builder(division, sharding.precision, mesh, source, params, dtypes)
     if sharding.on_host:
         builder = _with_host(builder, sharding.on_host)
-    slots = _slots(builder, sharding.prefetch)
+    strategy, prefetch = division.strategy, sharding.prefetch
+
+    def itemsize(layout: FlatLayout) -> int:
+        return builder.compute_dtype(layout).itemsize
+
+    slots = slots_of(strategy, division.layouts, itemsize, prefetch.depth)
     units = _build_units(builder, slots)
     for param in params.values():
         param.grad = None  # it does not belong to the sharded model
-    strategy, reducer = division.strategy, _make_reducer(units, builder)
-    schedule = Schedule(
-        division.order,
-        strategy,
-        sharding.prefetch,
-        reducer.plan,
-        shared_slots=[each.units for each in slots if each.resident],
-        combines=reducer.transfers.combines,
-    )
+    reducer = _make_reducer(units, builder)
+    schedule = Schedule(division.order, strategy, prefetch, reducer.plan, slots)
     runtime = Runtime(units, schedule, mesh, reducer)
     runtime.host_params = builder.host_params
     if builder.host is not None:
@@ -305,12 +300,6 @@ def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientRe
     if outbox := shard.reserve(plan.most_in_flight):
         reducer.ledger.allocate(Buffer.OUTBOX, division.order.root, 0, outbox)
     return reducer
-
-
-def _slots(builder: _Builder, prefetch: Prefetch) -> tuple[SlotSpec, ...]:
-    nbytes = {spec.name: builder.nbytes(spec) for spec in builder.division.units}
-    root, *others = nbytes
-    return slots_of(builder.strategy, nbytes, root, others, prefetch.depth)
 
 
 def _build_units(builder: _Builder, slots: Sequence[SlotSpec]) -> list[ShardedUnit]:

@@ -38,6 +38,7 @@ class Reductions:
     # The number of ranks among which a sum is split, if its sum over replicas follows at once; 0:
     # if that follows once the reduction has been waited for.
     chained: int = 0
+    combines: bool = False  # whether a second collective follows each reduction
 
     @property
     def most_in_flight(self) -> int:
@@ -79,6 +80,7 @@ def plan_reductions(
     stays: bool = False,
     blocks: Collection[str] = (),
     chained: int = 0,
+    combines: bool = False,
 ) -> Reductions:
     """Allow as many bytes in flight as the largest unit has, or twice that for 2-byte elements.
 
@@ -102,4 +104,5 @@ def plan_reductions(
         for name, size in nbytes.items()
         if size > largest
     }
-    return Reductions(nbytes, largest * (1 if widest > 2 else 2), stays, pieces, chained)
+    budget = largest * (1 if widest > 2 else 2)
+    return Reductions(nbytes, budget, stays, pieces, chained, combines)

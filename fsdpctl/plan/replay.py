@@ -4,6 +4,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from fsdpctl.plan.reductions import Reductions
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.sizes import Sending, UnitBytes
 
@@ -31,16 +32,17 @@ class Replay:
     def __init__(
         self,
         units: Mapping[str, UnitBytes],
+        reductions: Reductions,
         *,
-        combines: bool,
-        chained: bool = False,
         leaves: bool = False,
     ) -> None:
         self.units = units
         self.leaves = leaves  # gradients go to the host once they are reduced, one unit at a time
         self._left: str | None = None  # the last unit of which they went
-        self.combines = combines
-        self.chained = chained  # the second collective follows before the first is waited for
+        self.combines = reductions.combines
+        self.chained = (
+            reductions.chained > 0
+        )  # the second collective follows before the first is waited for
         self.events: list[Event] = []
         self._held: dict[tuple[Buffer, str, int], int] = {}
         self._holding: set[str] = set()  # units whose gradients wait for a later backward

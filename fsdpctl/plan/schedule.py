@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.reductions import Reductions
+from fsdpctl.plan.sizes import SlotSpec
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder, all_following
 
@@ -80,9 +81,8 @@ class Prefetch:
 class ReductionFlow:
     """The order in which gradients are reduced, with a bounded number of bytes in flight."""
 
-    def __init__(self, reductions: Reductions, *, combines: bool) -> None:
+    def __init__(self, reductions: Reductions) -> None:
         self._reductions = reductions
-        self._combines = combines  # whether a second collective follows each reduction
         self._reducing: list[tuple[str, int]] = []  # units and bytes in flight
         self._combining: list[tuple[str, int]] = []
 
@@ -112,7 +112,7 @@ class ReductionFlow:
     def _finish_reduction(self) -> Iterator[Event]:
         unit, nbytes = self._reducing.pop(0)
         yield Event(EventKind.REDUCED, unit)
-        if self._combines and not self._reductions.chained:
+        if self._reductions.combines and not self._reductions.chained:
             yield from self._combine(unit, nbytes)
 
     def _combine(self, unit: str, nbytes: int) -> Iterator[Event]:
@@ -140,15 +140,14 @@ class Schedule:
         strategy: Strategy,
         prefetch: Prefetch,
         reductions: Reductions,
-        *,
-        shared_slots: Sequence[Sequence[str]] = (),
-        combines: bool = False,
+        slots: Sequence[SlotSpec] = (),
     ) -> None:
-        """Begin with sharded units; every unit in none of the `shared_slots` has one of its own."""
+        """Begin with sharded units; `slots` whose memory is never freed keep what was in them."""
         self.strategy, self.prefetch = strategy, prefetch
         self.is_prefetched = False  # the next forward's first units were gathered before it
-        self._reductions, self._combines = reductions, combines
-        self._slot_of = {unit: units[0] for units in shared_slots for unit in units}
+        self._reductions = reductions
+        shared = [each.units for each in slots if each.resident]
+        self._slot_of = {unit: units[0] for units in shared for unit in units}
         self._owners: dict[str, str] = {}  # by slot, the unit that is gathered or being gathered
         self._contents: dict[str, str] = {}  # by shared slot, the unit whose values are in it
         self._arriving: set[str] = set()
@@ -167,7 +166,7 @@ class Schedule:
 
     def forget(self) -> None:
         """Forget gradients, and a backward that failed."""
-        self._flow = ReductionFlow(self._reductions, combines=self._combines)
+        self._flow = ReductionFlow(self._reductions)
         self._ran: dict[str, None] = {}  # units in the order of the last forward with a graph
         self._running: set[str] = set()  # units whose forward has begun and not ended
         self._used: set[str] = set()  # units that the running backward has gathered
@@ -357,24 +356,12 @@ class Schedule:
         self._reduced.add(unit)
 
 
-def step_events(
-    order: UnitOrder,
-    strategy: Strategy,
-    prefetch: Prefetch,
-    *,
-    reductions: Reductions,
-    reduces: Sequence[bool] = (True,),
-    shared_slots: Sequence[Sequence[str]] = (),
-    combines: bool = False,
-) -> tuple[Event, ...]:
+def step_events(schedule: Schedule, reduces: Sequence[bool] = (True,)) -> tuple[Event, ...]:
     """Plan the events of one step: a forward and a backward for each entry of `reduces`.
 
-    Each entry says whether that backward reduces gradients. What the last unit of forward left in
-    one of the `shared_slots`, which stay allocated, is not gathered again for backward.
+    Each entry says whether that backward reduces gradients.
     """
-    schedule = Schedule(
-        order, strategy, prefetch, reductions, shared_slots=shared_slots, combines=combines
-    )
+    order = schedule.order
     events: list[Event] = []
     for reduce in reduces:
         events += schedule.begin_forward()

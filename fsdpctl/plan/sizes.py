@@ -6,6 +6,7 @@ from statistics import median
 
 from fsdpctl.plan.layout import EvenParts, FlatLayout
 from fsdpctl.plan.reductions import (
+    Itemsize,
     Reductions,
     Transport,
     reduce_workspace,
@@ -41,9 +42,14 @@ def assign_slots(
 
 
 def slots_of(
-    strategy: Strategy, nbytes: Mapping[str, int], root: str, forward: Sequence[str], depth: int
+    strategy: Strategy,
+    layouts: Mapping[str, Sequence[FlatLayout]],
+    itemsize: Itemsize,
+    depth: int,
 ) -> tuple[SlotSpec, ...]:
     """Return the slots under a strategy; they are shared only if it reshards after forward."""
+    nbytes = {name: sum(each.numel * itemsize(each) for each in of) for name, of in layouts.items()}
+    root, *forward = nbytes
     if strategy.reshard_after_forward:
         return assign_slots(nbytes, root, forward, depth)
     return tuple(SlotSpec(nbytes[name], (name,), resident=False) for name in (root, *forward))

@@ -63,4 +63,5 @@ class Transfers:
             stays=self.adds_whole and same_dtype,
             blocks=order.blocks if self.collects else (),
             chained=self.chained,
+            combines=self.combines,
         )

@@ -5,35 +5,21 @@ from collections.abc import Iterable, Iterator
 from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.reductions import Reductions, Transport
 from fsdpctl.plan.replay import Replay
-from fsdpctl.plan.schedule import Buffer, Event, EventKind, step_events, update_events
+from fsdpctl.plan.schedule import Buffer, Event, EventKind, Schedule, step_events, update_events
 from fsdpctl.plan.sizes import RankPlace, SlotSpec, slots_of, unit_bytes
 from fsdpctl.predict.training_plan import TrainingPlan, leaving_gradients
 
 
 def plan_slots(plan: TrainingPlan) -> tuple[SlotSpec, ...]:
     """Return the slots that the units are gathered into."""
-    nbytes = {
-        name: sum(layout.numel * plan.sizes.gathered(layout) for layout in of_unit)
-        for name, of_unit in plan.layouts.items()
-    }
-    root, *others = nbytes
-    return slots_of(plan.strategy, nbytes, root, others, plan.prefetch.depth)
+    return slots_of(plan.strategy, plan.layouts, plan.sizes.gathered, plan.prefetch.depth)
 
 
 def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     """Return the events of a step, with their bytes and buffers."""
-    slots, combines = plan_slots(plan), place.transfers(plan.strategy).combines
-    replay, reductions = _replay(plan, place)
-    events = step_events(
-        plan.order,
-        plan.strategy,
-        plan.prefetch,
-        reduces=plan.reduces,
-        reductions=reductions,
-        shared_slots=[slot.units for slot in slots if slot.resident],
-        combines=combines,
-    )
-    played = replay.play(events)
+    reductions, slots = _reductions(plan, place), plan_slots(plan)
+    schedule = Schedule(plan.order, plan.strategy, plan.prefetch, reductions, slots)
+    played = _replay(plan, place).play(step_events(schedule, plan.reduces))
     return list(_after_host(played, _host_waits(plan, place))) if plan.steps_on_host else played
 
 
@@ -44,7 +30,7 @@ def planned_update(plan: TrainingPlan, place: RankPlace) -> list[Event]:
 
 def _renewing(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     events = update_events(plan.order, plan.strategy)
-    return _replay(plan, place)[0].play(events) if events else []
+    return _replay(plan, place).play(events) if events else []
 
 
 def _reductions(plan: TrainingPlan, place: RankPlace) -> Reductions:
@@ -68,17 +54,10 @@ def shared_bytes(plan: TrainingPlan, place: RankPlace) -> int:
     return sum(slot.nbytes for slot in plan_slots(plan)) + outboxes
 
 
-def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
-    transfers, reductions = place.transfers(plan.strategy), _reductions(plan, place)
-    slots = plan_slots(plan)
+def _replay(plan: TrainingPlan, place: RankPlace) -> Replay:
+    reductions, slots = _reductions(plan, place), plan_slots(plan)
     units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
-    replay = Replay(
-        units,
-        combines=transfers.combines,
-        chained=transfers.chained > 0,
-        leaves=Offload.GRADIENTS in plan.offload,
-    )
-    return replay, reductions
+    return Replay(units, reductions, leaves=Offload.GRADIENTS in plan.offload)
 
 
 def _host_waits(plan: TrainingPlan, place: RankPlace) -> dict[str, list[Event]]:

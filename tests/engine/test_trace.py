@@ -9,18 +9,12 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.reductions import Transport
-from fsdpctl.plan.replay import Replay
-from fsdpctl.plan.schedule import (
-    Buffer,
-    Event,
-    EventKind,
-    Prefetch,
-    step_events,
-    update_events,
-)
-from fsdpctl.plan.sizes import Itemsizes, RankPlace, slots_of, unit_bytes
+from fsdpctl.plan.schedule import Buffer, Event, EventKind, Prefetch
+from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
 from fsdpctl.plan.units import lay_out, unit_order
+from fsdpctl.predict.planned_events import planned_step, planned_update
+from fsdpctl.predict.training_plan import TrainingPlan
 from tests.distributed import distributed, in_turn
 from tests.engine.events import gathered_nbytes, recording
 from tests.engine.models import OddNet, backward_window, make_net, next_token_loss, token_batches
@@ -48,35 +42,13 @@ def planned_events(
     )
     assert parts == mesh.shard.size
     units = divide_module(net, None)
-    order = unit_order(units)
     layouts = lay_out(units, parts, owner_map, shares=strategy.shares(mesh.num_replicas))
-    nbytes = {n: sum(each.numel * sizes.param for each in of) for n, of in layouts.items()}
-    root, *others = nbytes
-    slots = slots_of(strategy, nbytes, root, others, prefetch.depth)
     place = RankPlace(mesh.shard.rank, parts, mesh.num_replicas, transport, mesh.replica_rank)
-    transfers = place.transfers(strategy)
-    combines, chained = transfers.combines, transfers.chained
-    reductions = transfers.reductions(
-        layouts, order, lambda _: sizes.reduce, same_dtype=sizes.reduce == sizes.grad
-    )
-    of_units = unit_bytes(layouts, slots, strategy, sizes, place, reductions)
-    return tuple(
-        Replay(of_units, combines=combines, chained=chained > 0).play(
-            [
-                *step_events(
-                    order,
-                    strategy,
-                    prefetch,
-                    reduces=reduces,
-                    reductions=reductions,
-                    shared_slots=[slot.units for slot in slots if slot.resident],
-                    combines=combines,
-                ),
-                *update_events(order, strategy),
-            ]
-        )
+    plans = [
+        TrainingPlan(unit_order(units), layouts, strategy, sizes, prefetch, reduces)
         for reduces in MICRO_STEPS.values()
-    )
+    ]
+    return tuple([*planned_step(each, place), *planned_update(each, place)] for each in plans)
 
 
 def recorded_events(model: ShardedModel, rank: int) -> tuple[list[Event], ...]:

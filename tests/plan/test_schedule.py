@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from fsdpctl.plan.layout import ParamSpec, flat_layout
 from fsdpctl.plan.reductions import Reductions, plan_reductions
-from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events
+from fsdpctl.plan.schedule import Event, EventKind, Prefetch, Schedule, step_events
 from fsdpctl.plan.sizes import assign_slots
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import UnitOrder
@@ -34,7 +35,7 @@ prefetches = st.builds(Prefetch, st.integers(0, 2), st.integers(0, 2))
 
 @given(orders, prefetches, st.sampled_from(["full_shard", "shard_grad_op"]))
 def test_every_unit_is_gathered_before_use_released_after_and_reduced_once(order, prefetch, name):
-    events = step_events(order, STRATEGIES[name], prefetch, reductions=alike(order))
+    events = step_events(Schedule(order, STRATEGIES[name], prefetch, alike(order)))
     for unit in (order.root, *order.forward):
         kinds = [kind for kind, name in moves_of(events) if name == unit]
         assert [kind for kind in kinds if kind in (K.REDUCE, K.REDUCED)] == [K.REDUCE, K.REDUCED]
@@ -56,7 +57,7 @@ def order_regathers(order: UnitOrder, unit: str, name: str) -> bool:
 
 @given(orders, prefetches)
 def test_full_shard_has_at_most_depth_plus_one_blocks_unsharded(order, prefetch):
-    events = step_events(order, STRATEGIES["full_shard"], prefetch, reductions=alike(order))
+    events = step_events(Schedule(order, STRATEGIES["full_shard"], prefetch, alike(order)))
     for alive in most_whole_units(events):
         assert len([unit for unit in alive if unit.startswith("b")]) <= prefetch.depth + 1
 
@@ -66,7 +67,7 @@ def test_units_that_are_unsharded_together_have_different_slots(order, prefetch)
     nbytes = dict.fromkeys(("root", *order.forward), 10)
     slots = assign_slots(nbytes, "root", order.forward, prefetch.depth)
     assert sorted(unit for slot in slots for unit in slot.units) == sorted(nbytes)
-    events = step_events(order, STRATEGIES["full_shard"], prefetch, reductions=alike(order))
+    events = step_events(Schedule(order, STRATEGIES["full_shard"], prefetch, alike(order)))
     for alive in most_whole_units(events):
         for slot in slots:
             assert len(alive & set(slot.units)) <= 1
@@ -75,7 +76,7 @@ def test_units_that_are_unsharded_together_have_different_slots(order, prefetch)
 def test_units_compute_while_they_are_unsharded():
     order = UnitOrder("root", ("a", "b"))
     for name in ("full_shard", "no_shard"):
-        events = step_events(order, STRATEGIES[name], Prefetch(0, 0), reductions=alike(order))
+        events = step_events(Schedule(order, STRATEGIES[name], Prefetch(0, 0), alike(order)))
         assert [(event.kind, event.unit) for event in events if event.kind in COMPUTES] == [
             (K.FORWARD, "root"),
             (K.FORWARD, "a"),
@@ -106,7 +107,7 @@ def test_a_unit_far_above_the_median_has_a_slot_of_its_own():
 def test_no_shard_only_holds_and_reduces():
     order = UnitOrder("root", ("a", "b"))
     events = step_events(
-        order, STRATEGIES["no_shard"], Prefetch(), reductions=alike(order), reduces=(False, True)
+        Schedule(order, STRATEGIES["no_shard"], Prefetch(), alike(order)), (False, True)
     )
     assert moves_of(events) == [
         *((K.HOLD, unit) for unit in ("b", "a", "root")),
@@ -116,9 +117,8 @@ def test_no_shard_only_holds_and_reduces():
 
 def test_a_second_collective_is_waited_for_when_the_next_one_starts():
     order = UnitOrder("root", ("a", "b"), frozen=frozenset({"b"}))
-    events = step_events(
-        order, STRATEGIES["no_shard"], Prefetch(), reductions=alike(order), combines=True
-    )
+    reductions = replace(alike(order), combines=True)
+    events = step_events(Schedule(order, STRATEGIES["no_shard"], Prefetch(), reductions))
     assert moves_of(events) == [
         (K.REDUCE, "a"),
         (K.REDUCED, "a"),
@@ -135,7 +135,7 @@ def test_a_second_collective_is_waited_for_when_the_next_one_starts():
 def test_reductions_in_flight_are_bounded(in_flight):
     order = UnitOrder("root", ("a", "b", "c"))
     reductions = alike(order, budget=in_flight)
-    events = step_events(order, STRATEGIES["full_shard"], Prefetch(), reductions=reductions)
+    events = step_events(Schedule(order, STRATEGIES["full_shard"], Prefetch(), reductions))
     change = {K.REDUCE: 1, K.REDUCED: -1}
     counts = itertools.accumulate(change.get(event.kind, 0) for event in events)
     assert max(counts) == in_flight
@@ -144,7 +144,7 @@ def test_reductions_in_flight_are_bounded(in_flight):
 def test_small_units_are_reduced_together_within_the_bytes_of_the_largest():
     order = UnitOrder("root", ("a", "b", "c"))
     reductions = Reductions({"root": 1, "a": 2, "b": 2, "c": 4}, budget=4)
-    events = step_events(order, STRATEGIES["no_shard"], Prefetch(), reductions=reductions)
+    events = step_events(Schedule(order, STRATEGIES["no_shard"], Prefetch(), reductions))
     assert moves_of(events) == [
         (K.REDUCE, "c"),
         (K.REDUCED, "c"),
@@ -168,10 +168,9 @@ def test_two_reductions_of_two_bytes_fit_like_one_of_four(itemsize, budget):
 def test_a_unit_that_its_slot_still_has_is_not_gathered_again(order, prefetch):
     nbytes = dict.fromkeys(("root", *order.forward), 10)
     slots = assign_slots(nbytes, "root", order.forward, prefetch.depth)
-    shared = [slot.units for slot in slots if slot.resident]
     full = STRATEGIES["full_shard"]
-    again = step_events(order, full, prefetch, reductions=alike(order))
-    events = step_events(order, full, prefetch, reductions=alike(order), shared_slots=shared)
+    again = step_events(Schedule(order, full, prefetch, alike(order)))
+    events = step_events(Schedule(order, full, prefetch, alike(order), slots))
     before, after = (
         [event.unit for event in each if event.kind is K.GATHER] for each in (again, events)
     )
