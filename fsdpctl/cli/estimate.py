@@ -19,7 +19,7 @@ from fsdpctl.cli.estimate_text import (
 from fsdpctl.cli.from_others import asked_from, show_translation
 from fsdpctl.cli.many_files import files_of, show_verdicts
 from fsdpctl.errors import DoesNotFitError, UsageError, nearest
-from fsdpctl.plan.strategy import STRATEGIES, has_strategy
+from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 from fsdpctl.predict.memory_recorder import without_gc
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _show_all(estimates: list["RunEstimate"], fits: list["Fit"]) -> None:
     show_table(strategies_table(estimates))
     shown = {each.config.strategy.name for each in estimates}
     engine = estimates[0].config.engine.name
-    known = [name for name, row in STRATEGIES.items() if has_strategy(engine, row)]
+    known = strategies_of(engine)
     if missing := [name for name in STRATEGIES if name not in known]:
         say(f"engine={engine} does not support {', '.join(missing)}")
     if refused := [name for name in known if name not in shown]:

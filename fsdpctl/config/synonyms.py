@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 
 from fsdpctl.errors import nearest
+from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 
 
 def _by_name(table: Mapping[str, str]) -> dict[str, str]:
@@ -152,13 +153,8 @@ SYNONYMS = _by_name(
             "dp_replicate data_parallel_replicate_degree dp_replicate_size"
         ),
         "strategy; `fsdpctl list strategy` shows its options": "deepspeed deepspeed_config",
-        "strategy=full_shard": "fsdp optim_grads_params zero3",
-        "strategy=hybrid_shard": "hsdp",
-        "strategy=hybrid_shard_optimizer": "hpz",
+        "strategy=full_shard": "optim_grads_params",
         "strategy=hybrid_shard_optimizer and strategy.dp_shard_size": "zero_hpz_partition_size",
-        "strategy=no_shard": "ddp",
-        "strategy=shard_grad_op": "zero2",
-        "strategy=shard_optimizer": "zero1",
         "strategy=zero1, zero2 or zero3": "zero_stage",
         "strategy.offload=all": "cpu_offload fsdp_offload_params offload offload_policy",
         "strategy.offload=params": "offload_param offload_params param_offload",
@@ -192,7 +188,7 @@ SYNONYMS = _by_name(
         "train.steps": "max_iters max_steps steps training_steps",
         "train.tokens": "max_tokens",
     }
-)
+) | {name: f"strategy={ours}" for name, ours in STRATEGIES_ELSEWHERE.items()}
 NOT_NEEDED = _by_name(
     {
         "a message is trained on with the token that ends it": "train_on_eos",

@@ -190,11 +190,17 @@ FSDPCTL, FSDP2, DDP = "fsdpctl", "fsdp2", "ddp"
 ENGINES = (FSDPCTL, FSDP2, DDP)
 
 
-def has_strategy(engine: str, strategy: Strategy) -> bool:
-    """Return whether an engine supports a strategy."""
+def strategies_of(engine: str) -> list[str]:
+    """Return the strategies that an engine supports."""
     if engine == DDP:
-        return not (strategy.shards_params or strategy.shards_grads or strategy.shards_optimizer)
-    return engine != FSDP2 or (strategy.shards_params and not strategy.shards_over_copies)
+        return ["no_shard"]
+    rows = STRATEGIES.values()
+    is_theirs = engine == FSDP2
+    return [
+        row.name
+        for row in rows
+        if not is_theirs or (row.shards_params and not row.shards_over_copies)
+    ]
 
 
 def check_strategy(engine: str, strategy: Strategy) -> None:
@@ -203,6 +209,8 @@ def check_strategy(engine: str, strategy: Strategy) -> None:
     Raises:
         UsageError: If it does not.
     """
-    if not has_strategy(engine, strategy):
-        can = ", ".join(name for name, row in STRATEGIES.items() if has_strategy(engine, row))
-        raise UsageError(f"engine={engine}: strategy={strategy.name} not supported; expected {can}")
+    can = strategies_of(engine)
+    if strategy.name not in can:
+        raise UsageError(
+            f"engine={engine}: strategy={strategy.name} not supported; expected {', '.join(can)}"
+        )

@@ -46,33 +46,6 @@ class _Pool:
         self.last: _Block | None = None  # the end of the expandable segment
 
 
-class PlainAllocator:
-    """Counts requests as they are, as on the CPU."""
-
-    def __init__(self) -> None:
-        self.allocated = self.peak_allocated = 0
-        self._live: dict[int, int] = {}
-
-    @property
-    def peak_reserved(self) -> int:
-        """Reserved memory, which is what was allocated."""
-        return self.peak_allocated
-
-    def allocate(self, key: int, nbytes: int) -> None:
-        """Take `nbytes`, to be freed as `key`."""
-        self._live[key] = nbytes
-        self.allocated += nbytes
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-
-    def free(self, key: int) -> None:
-        """Free what was allocated as `key`."""
-        self.allocated -= self._live.pop(key)
-
-    def pass_through(self, key: int, nbytes: int) -> None:
-        """Allocate and free at once."""
-        self.peak_allocated = max(self.peak_allocated, self.allocated + nbytes)
-
-
 class CachingAllocator:
     """Simulates allocations and counts them."""
 

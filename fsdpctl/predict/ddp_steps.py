@@ -12,7 +12,7 @@ from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.hardware import CollectiveKind
 from fsdpctl.predict.recorder import GATHERS, Category, RankGroup, Recorder
-from fsdpctl.predict.training_plan import TrainingPlan
+from fsdpctl.predict.training_plan import TrainingPlan, step_of_torch
 
 _BUCKET = 25 << 20  # bytes
 
@@ -108,16 +108,9 @@ class DdpSteps:
             self._sent.append(key)
 
     def _optimize(self) -> None:
-        recorder, plan = self._recorder, self._plan
-        recorder.at("the optimizer's step")
-        trained = [(unit, param.numel) for unit in self._params for param in self._trained(unit)]
-        if not self._has_states:
-            self._has_states = True
-            for unit, numel in trained:
-                for size in plan.states.of(numel * plan.sizes.master):
-                    recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
-        if not self._fused:
-            recorder.copy_moments([(unit, numel * plan.sizes.master) for unit, numel in trained])
-        total = sum(numel for _, numel in trained)
-        recorder.optimize(total, plan.sizes.master, plan.states.moments)
-        recorder.end_step()
+        size, units = self._plan.sizes.master, self._params
+        shards = [(unit, param.numel * size) for unit in units for param in self._trained(unit)]
+        step_of_torch(
+            self._plan, self._recorder, shards, has_states=self._has_states, fused=self._fused
+        )
+        self._has_states = True

@@ -20,7 +20,7 @@ from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.hardware import CollectiveKind as C
 from fsdpctl.predict.recorder import COPIES, Category, RankGroup, Recorder
-from fsdpctl.predict.training_plan import TrainingPlan
+from fsdpctl.predict.training_plan import TrainingPlan, step_of_torch
 
 _GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams
 _QUEUE = "collectives"  # of the shard group's communicator
@@ -270,20 +270,12 @@ class Fsdp2Steps:
                 recorder.free(key)
 
     def _optimize(self) -> None:
-        recorder, plan = self._recorder, self._plan
-        recorder.at("the optimizer's step")
         trained = {unit: self._shards(self._with_gradients(unit)) for unit in self._groups}
         shards = [(unit, nbytes) for unit, parts in trained.items() for nbytes in parts]
-        if not self._has_states:
-            self._has_states = True
-            for unit, nbytes in shards:
-                for size in plan.states.of(nbytes):
-                    recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
-        if not self._fused:
-            recorder.copy_moments(shards)
+        step_of_torch(
+            self._plan, self._recorder, shards, has_states=self._has_states, fused=self._fused
+        )
+        self._has_states = True
         for key in self._grads.values():
-            recorder.free(key)
+            self._recorder.free(key)
         self._grads.clear()
-        numel = sum(nbytes for _, nbytes in shards) // plan.sizes.master
-        recorder.optimize(numel, plan.sizes.master, plan.states.moments)
-        recorder.end_step()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from fsdpctl.predict.allocator import CachingAllocator, DeviceFullError, PlainAllocator
+from fsdpctl.predict.allocator import CachingAllocator, DeviceFullError
 from fsdpctl.predict.compute import Operation
 from fsdpctl.predict.memory_recorder import Item, MemoryRecorder, When
 from fsdpctl.predict.recorder import Category, Steps
@@ -90,37 +90,25 @@ class UnevenStepError(ValueError):
     """A traced step frees memory twice, as with blocks that keep tensors of other blocks."""
 
 
-def execute(operations: Sequence[Operation], allocator: CachingAllocator | PlainAllocator) -> None:
-    """Execute the operations.
+def replay(script: Script, allocator: CachingAllocator) -> None:
+    """Replay steps until one needs nothing new.
 
     Raises:
         DeviceFullError: If the allocator runs out of memory.
     """
-    allocate, free, pass_through = allocator.allocate, allocator.free, allocator.pass_through
-    for key, nbytes in operations:
-        if nbytes > 0:
-            allocate(key, nbytes)
-        elif nbytes == 0:
-            free(key)
-        else:
-            pass_through(key, -nbytes)
-
-
-def replay(script: Script, allocator: CachingAllocator | PlainAllocator) -> int:
-    """Replay steps until one needs nothing new, and return their number.
-
-    Raises:
-        DeviceFullError: If the allocator runs out of memory.
-    """
-    execute(script.operations(0), allocator)
     before = (-1, -1)  # peaks
-    for number in range(1, _MOST_STEPS + 1):
-        execute(script.operations(number), allocator)
+    for number in range(_MOST_STEPS + 1):
+        for key, nbytes in script.operations(number):
+            if nbytes > 0:
+                allocator.allocate(key, nbytes)
+            elif nbytes == 0:
+                allocator.free(key)
+            else:
+                allocator.pass_through(key, -nbytes)
         now = (allocator.peak_allocated, allocator.peak_reserved)
-        if now == before:
-            return number
-        before = now
-    return _MOST_STEPS
+        if number and now == before:
+            return
+        before = now if number else before
 
 
 def can_run(script: Script, capacity: int, *, expandable: bool, streams: Mapping[int, int]) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fsdpctl.predict.allocator import CachingAllocator, PlainAllocator
+from fsdpctl.predict.allocator import CachingAllocator
 from fsdpctl.predict.memory_recorder import MemoryRecorder, without_gc
 from fsdpctl.predict.peak import Constant, Peak, Script, can_run, find_peak, replay
 from fsdpctl.predict.recorder import Category, Steps
@@ -29,9 +29,16 @@ class StepEstimate:
     @cached_property
     def _peaks(self) -> tuple[int, int]:
         """By the run's allocator, which take longer to know than `peak`."""
+        return self._replayed(self.allocator)
+
+    def _replayed(self, name: str) -> tuple[int, int]:
+        """Return the peaks of an allocator; on the CPU, requests are allocated as they are."""
+        if self.device == "cpu":
+            return (sum(self.peak.breakdown.values()),) * 2
+        allocator = CachingAllocator(expandable=name == "expandable", streams=self.recorder.streams)
         with without_gc():
-            found = _replayed(self.script, self.recorder, self.device, self.allocator)
-        return found.peak_allocated, found.peak_reserved
+            replay(self.script, allocator)
+        return allocator.peak_allocated, allocator.peak_reserved
 
     @property
     def allocated(self) -> int:
@@ -47,9 +54,7 @@ class StepEstimate:
     def reserved(self) -> dict[str, int]:
         """Bytes by allocator; the one that the run does not use is replayed now."""
         return {
-            name: self.peak_reserved
-            if name == self.allocator
-            else _replayed(self.script, self.recorder, self.device, name).peak_reserved
+            name: self.peak_reserved if name == self.allocator else self._replayed(name)[1]
             for name in ALLOCATORS
         }
 
@@ -111,14 +116,3 @@ def estimate_steps(
         script = Script(recorder, steps, draws=draws, constants=_CUBLAS if on_cuda else ())
         peak = find_peak(script, recorder.item, _ROUNDING if on_cuda else 1)
     return StepEstimate(device, allocator, peak, script, recorder)
-
-
-def _replayed(
-    script: Script, recorder: MemoryRecorder, device: str, name: str
-) -> CachingAllocator | PlainAllocator:
-    """Replay the script on an allocator, and return it."""
-    allocator: CachingAllocator | PlainAllocator = PlainAllocator()
-    if device == "cuda":
-        allocator = CachingAllocator(expandable=name == "expandable", streams=recorder.streams)
-    replay(script, allocator)
-    return allocator

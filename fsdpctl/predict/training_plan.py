@@ -15,6 +15,7 @@ from fsdpctl.plan.sizes import (
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder
 from fsdpctl.predict.kept_states import ADAMW, KeptStates
+from fsdpctl.predict.recorder import Category, Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +138,24 @@ def buffer_states_bytes(plan: TrainingPlan, place: RankPlace, layout: FlatLayout
     kept, held = plan.states, held_masters(plan, place, layout)
     runs = optimizer_runs(layout, held, kept.key, kept.is_alone)
     return sum(sum(kept.of_run(run, plan.sizes.master)) for run in runs)
+
+
+def step_of_torch(
+    plan: TrainingPlan,
+    recorder: Recorder,
+    shards: Sequence[tuple[str, int]],
+    *,
+    has_states: bool,
+    fused: bool,
+) -> None:
+    """End a step with torch's optimizer; `shards` are the bytes of each tensor, with its unit."""
+    recorder.at("the optimizer's step")
+    if not has_states:
+        for unit, nbytes in shards:
+            for size in plan.states.of(nbytes):
+                recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
+    if not fused:
+        recorder.copy_moments(shards)
+    numel = sum(nbytes for _, nbytes in shards) // plan.sizes.master
+    recorder.optimize(numel, plan.sizes.master, plan.states.moments)
+    recorder.end_step()

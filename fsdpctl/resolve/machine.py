@@ -17,8 +17,8 @@ from fsdpctl.plan.strategy import (
     Strategy,
     effective_strategy,
     get_strategy,
-    has_strategy,
     ranks_per_copy,
+    strategies_of,
 )
 from fsdpctl.resolve.launchers import Place, place_of
 
@@ -210,10 +210,9 @@ def supported_strategies(config: Config) -> list[str]:
     is_muon = config.optimizer.name == MUON
     return [
         name
-        for name, row in STRATEGIES.items()
-        if has_strategy(config.engine.name, row)
-        and (not is_muon or keeps_matrices(row))
-        and (row.can_offload_params or Offload.PARAMS not in config.strategy.on_host)
+        for name in strategies_of(config.engine.name)
+        if (not is_muon or keeps_matrices(STRATEGIES[name]))
+        and (STRATEGIES[name].can_offload_params or Offload.PARAMS not in config.strategy.on_host)
     ]
 
 

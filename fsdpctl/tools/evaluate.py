@@ -16,7 +16,7 @@ from fsdpctl.config.schema import PrefetchConfig
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.data.batches import Batches
 from fsdpctl.io.activity import doing
-from fsdpctl.plan.strategy import STRATEGIES, has_strategy
+from fsdpctl.plan.strategy import strategies_of
 from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.run import Opened
 from fsdpctl.resolve.settle import settle
@@ -56,8 +56,7 @@ def evaluate_run(opened: Opened) -> Evaluation:
         CheckpointError: If the weights are corrupted.
     """
     # All strategies compute the same on one rank: `auto` selects none.
-    engine = opened.config.engine.name
-    strategy = next(name for name, row in STRATEGIES.items() if has_strategy(engine, row))
+    strategy = strategies_of(opened.config.engine.name)[0]
     plan = settle(opened.config, Selection(strategy, "none", PrefetchConfig(), None))
     config, data = plan.config, opened.data
     stream = data.val or data.train

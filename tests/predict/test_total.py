@@ -24,10 +24,9 @@ from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.states import tile_bytes
 from fsdpctl.predict import fsdpctl_steps
-from fsdpctl.predict.allocator import PlainAllocator
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
-from fsdpctl.predict.peak import Script, replay
+from fsdpctl.predict.peak import Script, find_peak
 from fsdpctl.predict.planned_events import planned_step
 from fsdpctl.predict.training_plan import host_states_bytes, states_bytes
 from fsdpctl.resolve.machine import placed_on_cluster
@@ -68,13 +67,13 @@ def predicted(
     on_host = inputs.slots.nbytes if inputs else 0
     assert host_inputs_bytes(program.sent.values()) == on_host, config
     writer = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
-    allocator = PlainAllocator()
-    replay(Script(writer, FsdpctlSteps(plan, place, writer), draws=False), allocator)
+    script = Script(writer, FsdpctlSteps(plan, place, writer), draws=False)
+    peak = sum(find_peak(script, writer.item, 1).breakdown.values())
     states = host_states_bytes(plan, place)
     if not plan.steps_on_host:
         states += states_bytes(plan, place)
     plan = replace(plan, reduces=(*plan.reduces[:1] * (steps - 1), True))
-    return allocator.peak_allocated, planned_step(plan, place), states
+    return peak, planned_step(plan, place), states
 
 
 def check(config: Config, rank: int, transport: Transport | None = None) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, Config, PrecisionConfig
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.strategy import STRATEGIES, has_strategy
+from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 from fsdpctl.resolve.machine import shares_memory
 from fsdpctl.tools.compare.row import Row
 
@@ -120,7 +120,7 @@ def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     kept, lacking = [], dict[str, list[str]]()
     for each in found:
         engine, strategy = each.composed.config.engine.name, each.composed.config.strategy.name
-        if strategy not in STRATEGIES or has_strategy(engine, STRATEGIES[strategy]):
+        if strategy not in STRATEGIES or strategy in strategies_of(engine):
             kept.append(each)
         elif strategy not in lacking.setdefault(engine, []):
             lacking[engine].append(strategy)
