@@ -1,6 +1,6 @@
 """The transport of gradients over a backend, their sizes, and how many may be in flight."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -65,44 +65,9 @@ def share_of_parts(layout: FlatLayout, piece: int, pieces: int) -> Span:
     return share_of(Span(0, layout.owned_parts[0].numel), piece, pieces)
 
 
-def _num_pieces(layouts: Sequence[FlatLayout], asked: int) -> int:
+def num_pieces(layouts: Sequence[FlatLayout], asked: int) -> int:
     """Return how many of `asked` pieces are not empty."""
     return max(
         sum(share_of_parts(layout, piece, asked).numel > 0 for piece in range(asked))
         for layout in layouts
     )
-
-
-def plan_reductions(
-    layouts: Mapping[str, Sequence[FlatLayout]],
-    itemsize: Itemsize,
-    *,
-    stays: bool = False,
-    blocks: Collection[str] = (),
-    chained: int = 0,
-    combines: bool = False,
-) -> Reductions:
-    """Allow as many bytes in flight as the largest unit has, or twice that for 2-byte elements.
-
-    Two reductions of 2 bytes per element cost as much as one of 4. The order of collectives
-    follows from this, so it depends on nothing that differs between ranks. `blocks` are given if
-    gradients are collected first: the largest of them sets the budget, and larger units, usually
-    embedding and head, are reduced in pieces of its size.
-    """
-    trained = {
-        name: [layout for layout in of_unit if layout.trainable]
-        for name, of_unit in layouts.items()
-    }
-    nbytes = {
-        name: sum(layout.numel * itemsize(layout) for layout in of_unit)
-        for name, of_unit in trained.items()
-    }
-    widest = max((itemsize(each) for of_unit in trained.values() for each in of_unit), default=4)
-    largest = max((nbytes[name] for name in blocks), default=0) or max(nbytes.values())
-    pieces = {
-        name: _num_pieces(trained[name], -(-size // largest))
-        for name, size in nbytes.items()
-        if size > largest
-    }
-    budget = largest * (1 if widest > 2 else 2)
-    return Reductions(nbytes, budget, stays, pieces, chained, combines)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.plan.layout import FlatLayout
-from fsdpctl.plan.reductions import Itemsize, Reductions, Transport, plan_reductions
+from fsdpctl.plan.reductions import Itemsize, Reductions, Transport, num_pieces
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder
 
@@ -39,11 +39,6 @@ class Transfers:
         follows = self.strategy.replicates and self.num_replicas > 1
         return self.size if follows and self.transport is Transport.NCCL else 0
 
-    @property
-    def collects(self) -> bool:
-        """Whether units larger than every block are reduced in pieces."""
-        return self.strategy.shards_params and self.size > 1
-
     def becomes_gradient(self, *, same_dtype: bool) -> bool:
         """Return whether the buffer of a reduction becomes the gradient, if it has its dtype."""
         return same_dtype and (self.size == 1 or not self.strategy.shards_grads)
@@ -56,12 +51,28 @@ class Transfers:
         *,
         same_dtype: bool,
     ) -> Reductions:
-        """Plan the reductions; `same_dtype`: gradients are kept in the dtype of the sum."""
-        return plan_reductions(
-            layouts,
-            itemsize,
-            stays=self.adds_whole and same_dtype,
-            blocks=order.blocks if self.collects else (),
-            chained=self.chained,
-            combines=self.combines,
-        )
+        """Allow as many bytes in flight as the largest unit has, or twice that for 2-byte elements.
+
+        Two reductions of 2 bytes per element cost as much as one of 4. The order of collectives
+        follows from this, so it depends on nothing that differs between ranks. If parameters are
+        sharded, the largest block sets the budget, and larger units, usually embedding and head,
+        are reduced in pieces of its size. `same_dtype`: gradients have the dtype of the sum.
+        """
+        trained = {
+            name: [layout for layout in of_unit if layout.trainable]
+            for name, of_unit in layouts.items()
+        }
+        nbytes = {
+            name: sum(layout.numel * itemsize(layout) for layout in of_unit)
+            for name, of_unit in trained.items()
+        }
+        widest = max((itemsize(each) for of in trained.values() for each in of), default=4)
+        blocks = order.blocks if self.strategy.shards_params and self.size > 1 else ()
+        largest = max((nbytes[name] for name in blocks), default=0) or max(nbytes.values())
+        pieces = {
+            name: num_pieces(trained[name], -(-size // largest))
+            for name, size in nbytes.items()
+            if size > largest
+        }
+        budget, stays = largest * (1 if widest > 2 else 2), self.adds_whole and same_dtype
+        return Reductions(nbytes, budget, stays, pieces, self.chained, self.combines)

@@ -1,14 +1,19 @@
 """What an exception leaves behind: nothing, or a clear error."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fsdpctl.engine.accumulation import GradAccumulator
+from fsdpctl.engine.gradients import GradientReducer
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.schedule import Event
+from fsdpctl.plan.schedule import EventKind as K
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
@@ -92,6 +97,28 @@ def test_a_step_after_a_failed_backward_is_refused_until_gradients_are_dropped(
     other.backward()
     for ours, theirs in zip(model.flat_shards(), expected.flat_shards(), strict=True):
         assert torch.equal(as_tensor(ours.grad), as_tensor(theirs.grad))
+
+
+@distributed(world_size=2)
+def test_no_buffer_remains_wherever_a_backward_fails(rank: int, world_size: int) -> None:
+    tokens = token_batches(1, world_size)[0][rank][0]
+    places = [(K.REDUCE, "full_shard"), (K.REDUCED, "full_shard")]
+    places += [(kind, "no_shard") for kind in (K.REDUCED, K.COMBINE, K.COMBINED)]
+    right = GradientReducer.do
+    for kind, strategy in places:
+        model = shard_model(make_net(tied=False), strategy)
+        before = model.ledger.nbytes
+
+        def failing(self: GradientReducer, event: Event, kind: K = kind) -> None:
+            if event.kind is kind and event.unit == "blocks.1":
+                raise ZeroDivisionError
+            right(self, event)
+
+        loss = next_token_loss(model, tokens)
+        with mock.patch.object(GradientReducer, "do", failing), pytest.raises(ZeroDivisionError):
+            loss.backward()
+        model.zero_grad()
+        assert model.ledger.nbytes == before, (kind, strategy)
 
 
 def as_tensor(gradient: Tensor | None) -> Tensor:

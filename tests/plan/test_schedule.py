@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpctl.plan.layout import ParamSpec, flat_layout
-from fsdpctl.plan.reductions import Reductions, plan_reductions
+from fsdpctl.plan.reductions import Reductions, Transport
 from fsdpctl.plan.schedule import Event, EventKind, Prefetch, Schedule, step_events
 from fsdpctl.plan.sizes import assign_slots
 from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.transfers import Transfers
 from fsdpctl.plan.units import UnitOrder
 from tests.plan.whole_units import most_whole_units
 
@@ -160,7 +161,9 @@ def test_small_units_are_reduced_together_within_the_bytes_of_the_largest():
 @pytest.mark.parametrize(("itemsize", "budget"), [(4, 512), (2, 512), (8, 1024)])
 def test_two_reductions_of_two_bytes_fit_like_one_of_four(itemsize, budget):
     layouts = {"root": [], "a": [flat_layout([ParamSpec("a", (128,))], 2)]}
-    plan = plan_reductions(layouts, lambda _: itemsize)
+    alone = Transfers(STRATEGIES["no_shard"], Transport.GLOO, size=1, num_replicas=1)
+    order = UnitOrder("root", ("a",))
+    plan = alone.reductions(layouts, order, lambda _: itemsize, same_dtype=True)
     assert (plan.nbytes, plan.budget) == ({"root": 0, "a": 128 * itemsize}, budget)
 
 
