@@ -19,7 +19,7 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.blocks import checkpoint_blocks
 from tests.engine.events import gathered_nbytes
-from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
+from tests.engine.models import WIDE, make_net, next_token_loss, token_batches
 from tests.engine.odd import freeze_all_but_vectors, in_four_bits
 
 BF16 = torch.bfloat16
@@ -54,7 +54,7 @@ class Case:
         return 1e-6 if self.precision == "fp32" else 2e-2
 
     def model(self, device: torch.device, world_size: int) -> ShardedModel:
-        net = OddNet(tied=False, vocab=401) if self.wide else make_net(tied=False)
+        net = make_net(tied=False, vocab=WIDE if self.wide else 17)
         if self.four_bits:
             net = in_four_bits()
         if self.precision == "bf16_true":

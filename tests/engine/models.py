@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 from fsdpctl.engine.model import ShardedModel
 
+WIDE = 401  # words, with which the embedding has 30 times what a block has
+
 
 class OddBlock(nn.Module):
     """A residual block whose parameters fit nothing: 7x13 matrices, a vector of 5, a scalar."""
@@ -51,10 +53,10 @@ class OddNet(nn.Module):
         return out
 
 
-def make_net(*, tied: bool, dtype: torch.dtype = torch.float32) -> OddNet:
+def make_net(*, tied: bool, dtype: torch.dtype = torch.float32, vocab: int = 17) -> OddNet:
     """The same network in every process."""
     torch.manual_seed(0)
-    return OddNet(tied=tied).to(dtype)
+    return OddNet(tied=tied, vocab=vocab).to(dtype)
 
 
 def next_token_loss(module: nn.Module, tokens: Tensor) -> Tensor:

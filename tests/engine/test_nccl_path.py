@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.parameters import ShardedParameters
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
@@ -17,10 +16,9 @@ from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.events import recording
-from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
+from tests.engine.models import WIDE, make_net, next_token_loss, token_batches
 from tests.engine.nccl import Stream, nccl_path
-from tests.engine.odd import KINDS
-from tests.engine.test_parity import STEPS, largest_difference, train
+from tests.engine.test_parity import largest_difference
 from tests.engine.test_trace import planned_events, recorded_events
 from tests.matrix import WHOLE, cases
 from tests.reference import train_reference
@@ -30,26 +28,6 @@ STRATEGY_NAMES = list(STRATEGIES)
 
 def _half(strategy: str) -> int | None:
     return 2 if STRATEGIES[strategy].replicates else None
-
-
-def _trained(rank: int, world_size: int, strategy: str) -> ShardedModel:
-    kind, precision = KINDS["odd shapes"], Precision(torch.bfloat16)
-    half = _half(strategy)
-    model = shard_model(kind.make(), strategy, precision=precision, dp_shard_size=half)
-    train(model, rank, kind.batches(STEPS, world_size, 1), kind, "one")
-    return model
-
-
-@WHOLE
-@distributed(world_size=4)
-def test_gradients_in_bf16_are_added_in_fp32(rank: int, world_size: int, whole: bool) -> None:
-    """So weights are close to those of ranks that send each other their own gradients."""
-    strategies = [name for name, row in STRATEGIES.items() if row.shards_params]
-    for strategy in strategies if whole else ["hybrid_shard"]:
-        expected = _trained(rank, world_size, strategy).state_dict()
-        with nccl_path():
-            found = _trained(rank, world_size, strategy).state_dict()
-        assert largest_difference(found, expected) <= 1e-4, strategy
 
 
 @pytest.mark.slow
@@ -87,14 +65,6 @@ def test_the_sum_over_replicas_follows_a_reduction_at_once(rank: int, world_size
         assert begun.index(("combine", unit)) < begun.index(("reduced", unit))
 
 
-WIDE = 401  # words: the embedding has 30 times what a block has
-
-
-def _wide_net(*, tied: bool) -> OddNet:
-    torch.manual_seed(0)
-    return OddNet(tied=tied, vocab=WIDE)
-
-
 @pytest.mark.slow
 @WHOLE
 @distributed(world_size=4)
@@ -107,8 +77,8 @@ def test_units_larger_than_a_block_are_reduced_in_pieces(
     batches = token_batches(3, world_size)
     with nccl_path():
         for strategy, tied in cases(names, [False, True], whole=whole):
-            expected = train_reference(_wide_net(tied=tied), next_token_loss, batches)
-            net = _wide_net(tied=tied)
+            expected = train_reference(make_net(tied=tied, vocab=WIDE), next_token_loss, batches)
+            net = make_net(tied=tied, vocab=WIDE)
             model = shard_model(net, strategy, dp_shard_size=_half(strategy))
             optimizer = ShardedAdamW(model, lr=1e-2)
             for of_ranks in batches:

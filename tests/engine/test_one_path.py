@@ -18,7 +18,7 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.plan.layout import Span
 from tests.distributed import distributed
-from tests.engine.models import OddNet, next_token_loss, token_batches
+from tests.engine.models import WIDE, make_net, next_token_loss, token_batches
 from tests.engine.nccl import nccl_path
 from tests.engine.odd import KINDS
 from tests.engine.test_parity import WINDOWS, largest_difference, train
@@ -30,12 +30,6 @@ MADE_BY = {"one": ("first_gradients", "collect"), "last": ("first_gradients", "a
 STEPS = 2
 
 
-def wide_net() -> OddNet:
-    """Its embedding is reduced in pieces."""
-    torch.manual_seed(0)
-    return OddNet(tied=False, vocab=401)
-
-
 def trained(
     rank: int, world_size: int, transport: str, strategy: str, window: str, precision: Precision
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -45,7 +39,7 @@ def trained(
     on_device = [[[each.to(device) for each in own] for own in of] for of in batches]
     with nccl_path() if transport == NCCL else nullcontext():
         sharding = Sharding(strategy, precision=precision, share_memory=transport == SHARED)
-        model = shard_model(wide_net().to(device), sharding)
+        model = shard_model(make_net(tied=False, vocab=WIDE).to(device), sharding)
         sent: list[Tensor] = []
         right = model.mesh.shard.reduce_scatter
 
@@ -92,7 +86,7 @@ def one_element_is_wrong(function: str) -> Iterator[None]:
 def finds_faults(rank: int, world_size: int, transport: str) -> None:
     for window, functions in MADE_BY.items():
         batches = token_batches(STEPS, world_size, WINDOWS[window])
-        expected = train_reference(wide_net(), next_token_loss, batches)
+        expected = train_reference(make_net(tied=False, vocab=WIDE), next_token_loss, batches)
         about = strategy_over(transport), window, Precision()
         for function in (None, *functions):
             with one_element_is_wrong(function) if function else nullcontext():
