@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES, ITEMSIZES
 from fsdpctl.config.sealed import MANIFEST, read_sealed, seal
-from fsdpctl.data.tokenizer_files import MOST_ASSET_BYTES, TEMPLATES, TOKENIZER_FILES, asset_name
+from fsdpctl.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES, asset_name
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.files import plain_name
 from fsdpctl.io.run_files import CONFIG_JSON
@@ -225,9 +225,9 @@ def _check(manifest: Manifest, where: str) -> None:
     """Check what types cannot: names that stay in the folder, and possible sizes."""
     for name in manifest.files:
         plain_name(name, _RANK_FILE, where, CheckpointError)
-    for name, about in manifest.attachments.items():
+    for name in manifest.attachments:
         asset_name(name, where, CheckpointError)
-        if name == MANIFEST or about.size > MOST_ASSET_BYTES:
+        if name == MANIFEST:
             raise CheckpointError(f"{where}: attachment {name} not supported")
     for key, info in manifest.tensors.items():
         if info.dtype not in ITEMSIZES or info.numel > MOST_COUNT:

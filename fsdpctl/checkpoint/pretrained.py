@@ -21,10 +21,9 @@ from fsdpctl.data.tokenizer_files import has_tokenizer, read_files
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import plain_name
 from fsdpctl.io.run_files import RUN_ASSETS as RUN_ASSETS
-from fsdpctl.io.untrusted import MIB, read_json
+from fsdpctl.io.untrusted import read_json
 
 _SINGLE = "model.safetensors"
-_MOST_INDEX_BYTES = 64 * MIB
 _MOST_BASES = 16  # checkpoints, each of which names the one before
 
 
@@ -153,7 +152,7 @@ def _files_of_weights(folder: Path) -> dict[str, TensorFile]:
 
 
 def _files_of_index(index: Path) -> dict[str, TensorFile]:
-    content = read_json(index, _Index, most_bytes=_MOST_INDEX_BYTES, refusal=CheckpointError)
+    content = read_json(index, _Index, refusal=CheckpointError)
     weight_map = content.weight_map
     names = dict.fromkeys(weight_map.values())
     for name in names:

@@ -140,7 +140,7 @@ class CheckpointReader:
         if known is None:
             return None
         path = self.folder / name
-        content = read_regular(path, known.size, CheckpointError)
+        content = read_regular(path, CheckpointError)
         if len(content) != known.size or checksum(content) != known.xxh3:
             raise CheckpointError(f"{path}: corrupted: does not match {MANIFEST}")
         return content

@@ -22,16 +22,16 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import (
     CHUNK_BYTES,
     HEADER_PREFIX,
-    MOST_HEADER,
     TensorEntry,
     TensorFile,
     header_bytes,
     open_tensor_file,
     sync,
 )
-from fsdpctl.config.sealed import MANIFEST, MOST_BYTES
+from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import CheckpointError, FsdpctlError
 from fsdpctl.io.activity import BYTES, doing
+from fsdpctl.io.files import MOST_BYTES
 from fsdpctl.io.stores import asked, read_range
 
 _BLOCK, _LEAST_BLOCK = 8 << 20, 256 << 10  # bytes of a request
@@ -169,7 +169,7 @@ class RemoteReader(CheckpointReader):
         end = info.size
         if is_tensors:
             end = header_bytes(file.read(0, min(HEADER_PREFIX, info.size)))
-            if end > min(MOST_HEADER, info.size):
+            if end > info.size:
                 raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(file.read(0, end))
@@ -213,7 +213,7 @@ def fetch_manifest(place: StoredFile, folder: Path) -> Manifest:
     file = place.inside(MANIFEST)
     size = file.size()
     if size > MOST_BYTES:
-        raise CheckpointError(f"{file.url}: larger than the limit of {MOST_BYTES:,} bytes")
+        raise CheckpointError(f"{file.url}: larger than the limit of {MOST_BYTES >> 20:,} MiB")
     (folder / MANIFEST).write_bytes(file.read(0, size))
     with naming(folder, place.url):
         return read_manifest(folder)

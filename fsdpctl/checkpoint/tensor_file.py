@@ -30,7 +30,6 @@ CHUNK_BYTES = 1 << 20  # read and verified at a time; a multiple of every item's
 _BEGIN_BYTES = 32 << 20
 # Larger writes use larger pages, which a virtual machine may have to request from its host.
 _WRITE_BYTES = 256 << 10
-MOST_HEADER = 100_000_000  # bytes, the limit of the reference implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +182,8 @@ class TensorFile:
 
 
 def header_bytes(prefix: bytes) -> int:
-    """Return the size of a header that begins with `prefix`; more than is allowed if incomplete."""
-    length = struct.unpack("<Q", prefix)[0] if len(prefix) == HEADER_PREFIX else MOST_HEADER + 1
+    """Return the size of a header that begins with `prefix`, an endless one if that is cut."""
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == HEADER_PREFIX else 1 << 62
     return HEADER_PREFIX + int(length)
 
 
@@ -199,7 +198,7 @@ def open_tensor_file(path: Path) -> TensorFile:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(HEADER_PREFIX)
         length = header_bytes(prefix) - HEADER_PREFIX
-        text = file.read(length) if length <= min(MOST_HEADER, size) else b""
+        text = file.read(length) if length <= size else b""
     if len(prefix) < HEADER_PREFIX or len(text) != length:
         raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
     check_by_reference(path)

@@ -12,7 +12,7 @@ from inspect import getattr_static
 from types import FunctionType
 from typing import Any
 
-from fsdpctl.config.config_values import PARTS, check_about, check_parts, check_values, rejection
+from fsdpctl.config.config_values import check_about, check_parts, rejection
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.run_files import CONFIG_JSON
@@ -180,25 +180,12 @@ def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool
                 if isinstance(getattr_static(made, name, None), _METHODS):
                     raise UsageError(f"{where}: {name}: not a key of such a file")
             check_parts(content, where, made.sub_configs)
-            check_values(content, where, _usual(made))
             numbers = json.loads(json.dumps(content), object_hook=_special_float)
             return made.from_dict(numbers).get_text_config()
     except UsageError:
         raise
     except Exception as error:  # its validators raise what they like
         raise UsageError(f"{where}: {rejection(error)} (transformers {version})") from None
-
-
-def _usual(made: Any) -> dict[str, Any]:
-    """Return the defaults of a class of configurations, with those of its text model."""
-    try:
-        usual: dict[str, Any] = made().to_dict()
-    except Exception:  # a class without defaults
-        return {}
-    inner: dict[str, Any] = next(
-        (usual[name] for name in PARTS if isinstance(usual.get(name), dict)), {}
-    )
-    return {**inner, **usual}
 
 
 def known_names(config: Any) -> dict[str, Collection[str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import CONFIG_JSON
-from fsdpctl.io.untrusted import MIB, read_json
+from fsdpctl.io.untrusted import read_json
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -72,7 +72,7 @@ def _missing(snapshot: Path, *, weights: bool) -> str:
     """Return the first missing file that the model needs, or an empty text."""
     needed = [CONFIG_JSON]
     if weights and (snapshot / _INDEX).is_file():
-        shards = read_json(snapshot / _INDEX, dict[str, Any], most_bytes=64 * MIB)
+        shards = read_json(snapshot / _INDEX, dict[str, Any])
         names = shards.get("weight_map")
         needed += sorted({str(each) for each in names.values()} if isinstance(names, dict) else ())
     elif weights:

@@ -14,7 +14,7 @@ from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.config.sources import text_of_sources
 from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.io.files import nearest_path, read_text_file
-from fsdpctl.io.untrusted import MIB, read_yaml
+from fsdpctl.io.untrusted import read_yaml
 
 _SOURCES = "data.sources"
 _MOST_DEEP = 8
@@ -30,7 +30,7 @@ def package_folder(name: str) -> Path:
 def first_comment(file: Path) -> str:
     """Return the comment at the beginning of a YAML file, which describes it."""
     lines = []
-    for line in read_text_file(file, MIB, follows=True).splitlines():
+    for line in read_text_file(file, follows=True).splitlines():
         if not line.startswith("#"):
             break
         lines.append(line.removeprefix("#").strip())

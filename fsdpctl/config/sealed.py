@@ -9,12 +9,11 @@ import xxhash
 
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.files import read_text_file
-from fsdpctl.io.untrusted import MIB, check_version, parse_json
+from fsdpctl.io.untrusted import check_version, parse_json
 
 MANIFEST, FORMAT = "manifest.json", "fsdpctl-checkpoint"
 CHECKSUMS, CHECKSUMS_FORMAT = "fsdpctl_checksums.json", "fsdpctl-checksums"  # of an export
 _VERSIONS = {FORMAT: 2, CHECKSUMS_FORMAT: 1}
-MOST_BYTES = 64 * MIB  # six times that of the largest known model on tens of thousands of ranks
 _BLANK = "0" * 32
 
 
@@ -42,7 +41,7 @@ def read_sealed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> dict[
     path = folder / name
     if not path.exists():
         raise CheckpointError(f"{path}: not found; the checkpoint is incomplete")
-    text = read_text_file(path, MOST_BYTES, CheckpointError)
+    text = read_text_file(path, CheckpointError)
     where = f"{path}: corrupted"
     # Metrics of the user may be infinite.
     content = parse_json(text, dict[str, Any], where, CheckpointError, finite=False)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import cache_folder
-from fsdpctl.io.untrusted import MIB, read_json
+from fsdpctl.io.untrusted import read_json
 
 _HEADER = "header.json"
 _VERSION = 2
@@ -41,7 +41,7 @@ def read_cache(name: str) -> CacheEntry | None:
     if not (folder / _HEADER).is_file():
         return None
     try:
-        header = read_json(folder / _HEADER, dict[str, Any], most_bytes=16 * MIB)
+        header = read_json(folder / _HEADER, dict[str, Any])
         if header["version"] != _VERSION:
             return None
         checksums = dict(header["checksums"])

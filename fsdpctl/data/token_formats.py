@@ -21,7 +21,7 @@ from fsdpctl.data.remote import RemoteShard, describe_remote
 from fsdpctl.data.shards import Index, Shard, stamp_of
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular, refusing
-from fsdpctl.io.untrusted import MIB, as_type, check_version, read_json
+from fsdpctl.io.untrusted import as_type, check_version, read_json
 
 OURS = "fsdpctl-tokens", 1  # format and version in NAME.json
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -217,7 +217,7 @@ def _beside(path: Path, suffix: str) -> Path:
 
 def _ours(file: _Opened) -> TokenFile:
     sidecar = file.path.with_suffix(".json")
-    content = read_json(sidecar, dict[str, Any], most_bytes=MIB, follows=True)
+    content = read_json(sidecar, dict[str, Any], follows=True)
     check_version(content, OURS, "the header of a token file", str(sidecar), UsageError)
     header = as_type(content, _Sidecar, str(sidecar))
     dtype = DTYPES[header.dtype]

@@ -34,7 +34,6 @@ from fsdpctl.io.activity import doing
 BYTES = "bytes"
 CONTEXT = 1 << 15  # characters around a piece of text that are tokenized with it
 BATCH = 4 << 20  # bytes of text that are tokenized together
-_MOST_ADDED = 256  # tokens around a text
 Tokens = NDArray[np.unsignedinteger]
 
 
@@ -154,8 +153,6 @@ class FileTokenizer:
     def _added(self) -> tuple[list[int], list[int]]:
         """Return the tokens that the tokenizer adds before and after each text."""
         plain, whole = (next(self._ids(["-"], adds=adds)) for adds in (False, True))
-        if len(whole) > _MOST_ADDED:
-            raise UsageError(f"{self._where}: adds more than {_MOST_ADDED} tokens to a text")
         size = len(plain)
         for start in range(len(whole) - size + 1):
             if whole[start : start + size] == plain:

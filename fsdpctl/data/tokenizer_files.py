@@ -17,7 +17,7 @@ from typing import Any
 from fsdpctl.errors import FsdpctlError, SignalError, UsageError
 from fsdpctl.io.files import plain_name, read_regular, silenced_errors
 from fsdpctl.io.run_files import CONFIG_JSON as CONFIG_JSON
-from fsdpctl.io.untrusted import MIB, parse_json
+from fsdpctl.io.untrusted import parse_json
 
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 TEMPLATE_FILE, TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
@@ -33,7 +33,6 @@ TOKENIZER_FILES = (
     "emoji.json", "word_shape.json", "word_pronunciation.json", "byte_maps.json", TEMPLATE_FILE,
     TEMPLATE_JSON,
 )  # fmt: skip
-MOST_ASSET_BYTES = 256 * MIB  # per file; the largest known tokenizer.json has 35
 _OF_THE_CLASS = ("model_type", "tokenizer_class", "transformers_version", "model_name")
 _NOT_A_SETTING = ("tokenizer_object", "gguf_file", "fast_tokenizer_files", "init_inputs")
 _TEMPLATE_PIECE = f"{TEMPLATES}/"
@@ -56,11 +55,7 @@ def read_files(folder: Path, *others: str) -> dict[str, bytes]:
     if more.is_dir():
         found = sorted(each.name for each in more.iterdir() if each.name.endswith(".jinja"))
         names += (asset_name(f"{TEMPLATES}/{name}", str(folder), UsageError) for name in found)
-    return {
-        name: read_regular(folder / name, MIB if name.endswith(".jinja") else MOST_ASSET_BYTES)
-        for name in names
-        if os.path.lexists(folder / name)
-    }
+    return {name: read_regular(folder / name) for name in names if os.path.lexists(folder / name)}
 
 
 def asset_name(name: str, where: str, refusal: type[FsdpctlError]) -> str:

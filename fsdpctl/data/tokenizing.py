@@ -114,7 +114,7 @@ def tokenize_files(
     passed = PassedOver()
     known, about = None, _about(found, output, tokenizer)
     if output.state.exists():
-        known = read_json(output.state, _State, most_bytes=MIB)
+        known = read_json(output.state, _State)
     continues = known is not None and known.about == about
     state = known if known is not None and continues else _State(about)
     existing = _existing(output)

@@ -269,15 +269,14 @@ class TracedModel:
     def _program(self, run: Callable[[nn.Module], object]) -> Program:
         try:
             return self._traced_module.program(run)
-        except Exception:  # of the code of a family, which our attention may not serve
-            if self._family is None or self._model.attention == THEIRS:
+        except Exception as error:  # of the code of a family, which our attention may not serve
+            if self._family is None:
                 raise
+            if self._model.attention == THEIRS:
+                reason = str(error).strip().partition("\n")[0]
+                raise UsageError(
+                    f"model: {self._family}: memory cannot be estimated: {reason}"
+                ) from error
         self._model = replace(self._model, attention=THEIRS)
         self._traced_module.remake()
-        try:
-            return self._traced_module.program(run)
-        except (NotImplementedError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UsageError(
-                f"model: {self._family}: memory cannot be estimated: {reason}"
-            ) from error
+        return self._program(run)

@@ -12,6 +12,7 @@ from typing import IO, Any, BinaryIO, cast
 from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError, nearest
 
 Refusal = type[FsdpctlError]
+MOST_BYTES = 1 << 30  # of what is read whole: a file, or a line of one
 _LAST_BYTES, _LONGEST = 4096, 300  # to search for the last line of a log; characters of it
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
@@ -88,30 +89,25 @@ def _stays_inside(folder: Path, real: Path) -> bool:
     return is_cached and repository / "snapshots" in folder.parents
 
 
-def read_regular(
-    path: Path, most_bytes: int, refusal: Refusal = UsageError, *, follows: bool = False
-) -> bytes:
-    """Read a regular file of at most `most_bytes`, opened by `open_regular`.
+def read_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> bytes:
+    """Read a regular file of at most `MOST_BYTES`, opened by `open_regular`.
 
     Raises:
         FsdpctlError: Of type `refusal`, if the file can't be opened or is larger.
     """
     with open(open_regular(path, refusal, follows=follows), "rb") as file:
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            raise refusal(f"{path}: larger than the limit of {MOST_BYTES >> 20:,} MiB")
         try:
-            content = file.read(most_bytes + 1)
+            return file.read()
         except OSError as error:
             raise refusal(f"{path}: {error.strerror}") from None
-    if len(content) > most_bytes:
-        raise refusal(f"{path}: larger than the limit of {most_bytes:,} bytes")
-    return content
 
 
-def read_text_file(
-    path: Path, most_bytes: int, refusal: Refusal = UsageError, *, follows: bool = False
-) -> str:
+def read_text_file(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> str:
     """Read a UTF-8 text file with the limits and errors of `read_regular`."""
     try:
-        return read_regular(path, most_bytes, refusal, follows=follows).decode("utf-8")
+        return read_regular(path, refusal, follows=follows).decode("utf-8")
     except UnicodeDecodeError as error:
         raise refusal(f"{path}: not UTF-8: {error}") from None
 

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 import yaml
@@ -15,27 +15,20 @@ from fsdpctl.io.files import Refusal, read_text_file
 
 MIB = 1 << 20
 MOST_DEEP = 64  # levels; a tokenizer.json has ten
-_MOST_CONFIG_BYTES = MIB // 8  # 16 times the longest configuration
-_MOST_ALIASES = 64
 T = TypeVar("T")
 MOST_COUNT = 1 << 60  # bytes, elements, steps
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
 
 
 def read_json(
-    path: Path,
-    schema: type[T],
-    *,
-    most_bytes: int = 16 * MIB,
-    refusal: Refusal = UsageError,
-    follows: bool = False,
+    path: Path, schema: type[T], *, refusal: Refusal = UsageError, follows: bool = False
 ) -> T:
     """Read a JSON file, with the limits of `read_regular` and the checks of `parse_json`.
 
     Raises:
         FsdpctlError: Of type `refusal`; the message begins with the path.
     """
-    text = read_text_file(path, most_bytes, refusal, follows=follows)
+    text = read_text_file(path, refusal, follows=follows)
     return parse_json(text, schema, str(path), refusal)
 
 
@@ -140,15 +133,12 @@ def _is_deep(content: object) -> bool:
 
 
 class _Loader(yaml.BaseLoader):
-    """A loader that keeps scalars as text, rejects duplicate keys, and limits aliases."""
-
-    num_aliases = 0
+    """A loader that keeps scalars as text, and rejects duplicate keys and aliases."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            self.num_aliases += 1
-            if self.num_aliases > _MOST_ALIASES:
-                raise yaml.YAMLError(f"more than {_MOST_ALIASES} aliases")
+            line = cast(Any, self).peek_event().start_mark.line + 1
+            raise yaml.YAMLError(f"line {line}: aliases are not supported; repeat the value")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -163,9 +153,9 @@ def read_yaml(path: Path) -> object:
     """Read a YAML file. All scalars are text, also numbers, true and null.
 
     Raises:
-        UsageError: If the file isn't YAML, is too large or too deep, or has too many aliases.
+        UsageError: If the file isn't YAML, is too large or too deep, or has aliases.
     """
-    return parse_yaml(read_text_file(path, _MOST_CONFIG_BYTES, follows=True), str(path))
+    return parse_yaml(read_text_file(path, follows=True), str(path))
 
 
 def parse_yaml(text: str, where: str) -> object:

@@ -181,7 +181,7 @@ def suppressing_losses() -> Iterator[None]:
 
 def _check_directory(plan: Plan) -> str:
     with suppress(UsageError):
-        if read_text_file(Path(plan.run_dir) / HANDSHAKE, 64) == plan.token:
+        if read_text_file(Path(plan.run_dir) / HANDSHAKE) == plan.token:
             return ""
     return (
         f"train.run_dir={plan.run_dir}: files of node 0 not found; all nodes need the same "

@@ -26,7 +26,6 @@ from fsdpctl.io.untrusted import parse_json
 # Sections of config.json that can be those of the text model; see transformers' get_text_config.
 _OF_TEXT = ("text_config", "decoder", "generator", "llm_config", "language_config")
 _KEPT = ("bos_token_id", "pad_token_id", "decoder_start_token_id")  # transformers looks there once
-_MOST_SECTIONS = 8
 
 
 def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
@@ -115,11 +114,11 @@ def _parsed(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]
     return parse_json(files.get(name, b"{}"), dict[str, Any], f"{where}: {name}")
 
 
-def _sections(config: Mapping[str, Any], most: int = _MOST_SECTIONS) -> Iterator[Mapping[str, Any]]:
+def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield config
-    for name in _OF_TEXT if most else ():
+    for name in _OF_TEXT:
         if isinstance(inner := config.get(name), dict):
-            yield from _sections(inner, most - 1)
+            yield from _sections(inner)
 
 
 def _numbers(value: object) -> list[int]:

@@ -17,7 +17,7 @@ from fsdpctl import __version__
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file, replace
 from fsdpctl.io.run_files import ENVIRONMENT, OVERRIDES
-from fsdpctl.io.untrusted import MIB, read_json
+from fsdpctl.io.untrusted import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def relevant(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _arguments(run_dir: Path) -> list[str]:
     try:
-        return read_text_file(run_dir / OVERRIDES, MIB).splitlines()
+        return read_text_file(run_dir / OVERRIDES).splitlines()
     except UsageError:
         return []
 

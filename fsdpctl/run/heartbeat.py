@@ -26,7 +26,6 @@ from fsdpctl.io.untrusted import Count, read_json
 
 INTERVAL = 5.0  # seconds
 RUNNING, ENDED, STOPPED, FAILED = "running", "ended", "stopped", "failed"
-_MOST_BYTES = 1 << 16
 _MOST_DIGITS = 9  # of the id of a process
 _MOST_SECONDS = 1e11  # three thousand years
 Seconds = Annotated[float, Meta(ge=0, le=_MOST_SECONDS)]
@@ -69,7 +68,7 @@ def read_heartbeat(run_dir: Path) -> HeartbeatRecord | None:
     path = run_dir / HEARTBEAT
     if not os.path.lexists(path):
         return None
-    return read_json(path, HeartbeatRecord, most_bytes=_MOST_BYTES)
+    return read_json(path, HeartbeatRecord)
 
 
 def record_cause(run_dir: Path, cause: str) -> None:

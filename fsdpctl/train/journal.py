@@ -149,7 +149,7 @@ def _wandb_id(run_dir: Path) -> str:
     path = run_dir / WANDB_ID
     if not path.exists():
         replace(path, f"{secrets.token_hex(4)}\n")
-    return plain_name(read_text_file(path, 256).strip(), _ID, str(path), UsageError)
+    return plain_name(read_text_file(path).strip(), _ID, str(path), UsageError)
 
 
 class Journal:

@@ -317,7 +317,7 @@ def test_files_that_are_pipes_or_too_large_are_not_waited_for(checkpoint, huggin
     (hugging_face / "model.safetensors.index.json").unlink()
     os.mkfifo(hugging_face / "model.safetensors")
     assert dry_run(tmp_path, "model=hf", f"model.path={hugging_face}")[0] in (2, 4)
-    os.truncate(hugging_face / "config.json", 1 << 30)
+    os.truncate(hugging_face / "config.json", (1 << 30) + 1)
     assert dry_run(tmp_path, "model=hf", f"model.path={hugging_face}")[0] == 2
 
 
@@ -365,7 +365,7 @@ def test_a_token_file_is_what_its_header_says(tokens, tmp_path, case):
     [
         ("train.steps: 1\ntrain.steps: 2\n", "train.steps appears twice"),
         ("train.steps: 1\ntrain: {steps: 2}\n", "given twice"),
-        ("a: &a {x: 1}\n" + "".join(f"b{n}: {{p: *a, q: *a}}\n" for n in range(64)), "aliases"),
+        ("a: &a {x: 1}\nb: *a\n", "aliases are not supported"),
         ("model: " * 3000 + "x", "not YAML"),
     ],
 )

@@ -2,14 +2,14 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass
 
 import pytest
 
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.files import MOST_BYTES
 from fsdpctl.io.untrusted import MOST_DEEP, parse_json, read_json, read_yaml
-
-BOMB = "a: &a {x: 1}\n" + "".join(f"b{n}: {{p: *a, q: *a}}\n" for n in range(64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,10 @@ def test_valid_json_is_unchanged():
 
 def test_large_and_undecodable_files_are_rejected(tmp_path):
     file = tmp_path / "x.json"
-    file.write_text('{"a": "' + "x" * 100 + '"}')
-    with pytest.raises(UsageError, match="larger than the limit of 50 bytes"):
-        read_json(file, dict, most_bytes=50)
+    file.touch()
+    os.truncate(file, MOST_BYTES + 1)
+    with pytest.raises(UsageError, match="larger than the limit of 1,024 MiB"):
+        read_json(file, dict)
     file.write_bytes(b'{"a": "\xe9"}')
     with pytest.raises(UsageError, match="not UTF-8"):
         read_json(file, dict)
@@ -79,12 +80,10 @@ def test_large_and_undecodable_files_are_rejected(tmp_path):
     [
         ("a: 1\nb: 2\na: 3\n", "a appears twice"),
         ("a: {b: 1, b: 2}\n", "b appears twice"),
-        ("a: &a [*a]\n", "recursive"),
-        (BOMB, "more than 64 aliases"),
+        ("a: &a x\nb: *a\n", "line 2: aliases are not supported"),
         ("a: " + nested(3000), "nested too deeply"),
         ("a: [", "not YAML"),
         ("a: \x01", "not YAML"),
-        ("a" * (1 << 18), "larger than"),
     ],
 )
 def test_malformed_yaml_is_rejected(tmp_path, text, said):

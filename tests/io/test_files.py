@@ -43,11 +43,11 @@ def test_links_are_followed_within_the_directory_only(tmp_path):
     (folder / "inside").symlink_to("there")
     (folder / "outside").symlink_to("../secret")
     (tmp_path / "way").symlink_to(folder)
-    assert read_regular(folder / "inside", 9) == b"t"
-    assert read_regular(tmp_path / "way" / "inside", 9) == b"t"
+    assert read_regular(folder / "inside") == b"t"
+    assert read_regular(tmp_path / "way" / "inside") == b"t"
     with pytest.raises(UsageError, match="outside its directory"):
-        read_regular(folder / "outside", 9)
-    assert read_regular(folder / "outside", 9, follows=True) == b"s"
+        read_regular(folder / "outside")
+    assert read_regular(folder / "outside", follows=True) == b"s"
 
 
 def test_links_of_the_hub_cache_are_followed(tmp_path):
@@ -57,11 +57,11 @@ def test_links_of_the_hub_cache_are_followed(tmp_path):
         each.mkdir(parents=True)
     (blobs / "9e").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/9e")
-    assert read_regular(snapshot / "config.json", 9) == b"{}"
+    assert read_regular(snapshot / "config.json") == b"{}"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").symlink_to(blobs / "9e")
     with pytest.raises(UsageError, match="outside its directory"):
-        read_regular(tmp_path / "other" / "config.json", 9)
+        read_regular(tmp_path / "other" / "config.json")
 
 
 def test_the_error_of_a_full_disk_names_the_file(tmp_path):

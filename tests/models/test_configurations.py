@@ -184,25 +184,13 @@ def test_logits_are_those_of_transformers_for_every_edit():
 
 
 NOBODY_MEANS: list[tuple[str, dict[str, Any]]] = [
-    *(("llama", {key: value}) for key, value in [
-        ("num_hidden_layers", -1), ("num_hidden_layers", 0), ("num_hidden_layers", None),
-        ("num_hidden_layers", True), ("num_hidden_layers", 10**6), ("num_hidden_layers", 2.5),
-        ("hidden_size", 1 << 40), ("vocab_size", 0), ("max_position_embeddings", -5),
-        ("num_labels", 10**9), ("rope_theta", 0), ("rope_theta", "x"), ("rope_theta", -1.0),
-        ("attention_dropout", 2.0), ("attention_dropout", -1), ("rms_norm_eps", -1.0),
+    ("llama", {key: value})
+    for key, value in [
+        ("num_hidden_layers", None), ("num_hidden_layers", True), ("num_hidden_layers", 2.5),
         ("rms_norm_eps", True), ("initializer_range", -0.1), ("text_config", "x"),
-        ("text_config", {"a": 1}), ("decoder", {"a": 1}), ("generator", 1),
-        ("rope_scaling", [1]), ("rope_scaling", "x"), ("rope_parameters", {"factor": -2.0}),
-        ("rope_scaling", {"rope_type": "linear", "factor": 0}), ("tie_word_embeddings", "maybe"),
-        ("original_max_position_embeddings", -4), ("pad_token_id", 1 << 30), ("head_dim", -8),
-        ("num_key_value_heads", 0), ("mlp_bias", 7), ("some_size", 1 << 60), ("some_count", -3),
-    ]),
-    ("mistral", {"sliding_window": -4}),
-    ("mistral", {"sliding_window": 0}),
-    ("gpt_neo", {"attention_types": [[["global"], 10**9]]}),
-    ("qwen3_moe", {"num_experts": 200_000}),
-    ("gpt2", {"resid_pdrop": 1.5}),
-    ("gemma3_text", {"layer_types": ["full_attention"] * 100_000}),
+        ("text_config", {"a": 1}), ("decoder", {"a": 1}), ("generator", 1), ("mlp_bias", 7),
+        ("rope_scaling", [1]), ("rope_scaling", "x"), ("tie_word_embeddings", "maybe"),
+    ]
 ]  # fmt: skip
 
 

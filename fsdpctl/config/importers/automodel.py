@@ -23,7 +23,6 @@ _RECIPES = (
 _SCHEDULER = "step_scheduler."
 _BATCH = 32  # samples of a step: components/training/step_scheduler.py:379
 _OTHER_TRAININGS = ("dllm", "flow_matching", "teacher_model", "kd_ratio", "recipe_args", "mining")
-_MOST_PARTS = 4  # between the wildcards of a name
 _UNUSED = (
     "recipe", f"{_SCHEDULER}*", "dist_env.*", "rng.*", "seed", "model.trust_remote_code",
     "model.attn_implementation", "model.use_liger_kernel", "model.backend.*", "model.*_target_",
@@ -130,15 +129,8 @@ def _read_adapters(found: Translation) -> None:
 
 
 def _pattern(wildcard: str) -> str:
-    """Return the regular expression of a name in which `*` is any text.
-
-    Raises:
-        UsageError: If it has more wildcards than are matched quickly.
-    """
-    parts = re.split(r"\*+", wildcard.strip())
-    if len(parts) > _MOST_PARTS:
-        raise UsageError(f"peft: {wildcard[:80]}: more than {_MOST_PARTS - 1} wildcards")
-    inner = ".*".join(map(re.escape, parts))
+    """Return the regular expression of a name in which `*` is any text."""
+    inner = ".*".join(map(re.escape, re.split(r"\*+", wildcard.strip())))
     return rf"(^|\.){inner}$" if not inner.startswith(".*") else f"{inner[2:]}$"
 
 

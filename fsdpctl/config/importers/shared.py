@@ -46,12 +46,7 @@ _BLOCKS = (
 )  # fmt: skip
 _NUMBERS = (0, 1, 17, 100)  # of blocks
 _HEADS = ("lm_head", "embed_tokens", "embed_out", "wte", "embed_in", "output", "tok_embeddings")
-# An expression of a file is tried on a few names only if it can't take long: it has few groups and
-# alternatives, and repeats few single characters.
 _EXPRESSION = re.compile(r"[\\\[(|*+?^$]")
-_NESTED = re.compile(r"\)[*+{]")
-_MOST = {"*+?{": 3, "(": 4, "|": 24}
-_LONGEST = 400
 _OF_ZERO = {
     "optimizer": (
         "gradients, master weights and moments on the host",
@@ -114,7 +109,7 @@ def read_targets(found: Translation, value: SourceKey) -> None:
     each = [_matched(expression, number) for number in _NUMBERS] if expression else [()]
     names = [name for layers in _LAYERS.values() for name in layers if any(name in x for x in each)]
     if not names:
-        why = "matches no usual name" if expression else "not tried: too complex for a file"
+        why = "matches no usual name" if expression else "not a regular expression"
         text = f"{value.key}: {text[:80]}: {why}; add model.lora.targets=REGEX"
         found.missing.append(("model.lora.targets", text))
         return
@@ -138,11 +133,6 @@ def check_heads(found: Translation, value: SourceKey | None) -> None:
 
 
 def _expression(text: str) -> re.Pattern[str] | None:
-    plain = re.sub(r"\(\?(:|!|=)", "(", text)
-    counts = {marks: sum(map(plain.count, marks)) for marks in _MOST}
-    too_many = any(count > _MOST[marks] for marks, count in counts.items())
-    if len(text) > _LONGEST or too_many or _NESTED.search(text):
-        return None
     try:
         with warnings.catch_warnings(action="ignore"):
             return re.compile(text)

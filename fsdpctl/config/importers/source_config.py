@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fsdpctl.errors import UsageError
 
-_MOST_KEYS = 10_000  # aliases turn few lines into many
-_MOST_DEEP = 16
 _UNSET = ("", "null", "~")
 _OFF = ("false", "no", "off", "0", "none", *_UNSET)
 _ON = ("true", "yes", "on", "1")
@@ -51,15 +48,13 @@ class SourceConfig:
         """Set the file and its content: nested mappings, as in YAML.
 
         Raises:
-            UsageError: If the content isn't a mapping, or is too large.
+            UsageError: If the content isn't a mapping.
         """
         if not isinstance(content, Mapping):
             raise UsageError(f"{file}: expected a mapping of keys to values")
         self.file = file
-        self.content: Mapping[object, object] = _merged(content)
-        flat = list(islice(_flatten("", self.content, file), _MOST_KEYS + 1))
-        if len(flat) > _MOST_KEYS:
-            raise UsageError(f"{file}: more than {_MOST_KEYS} keys")
+        self.content: Mapping[object, object] = _without_nulls(content)
+        flat = list(_flatten("", self.content))
         self._left = {each.key: each for each in flat}
         self._all = self.peek()
         self._null = {each.key for each in flat} - {each.key for each in self._all}
@@ -148,28 +143,20 @@ def tool_of(source: SourceConfig) -> str | None:
     return next((tool for key, tool in _KNOWN_BY.items() if key in source), None)
 
 
-def _merged(node: Any, level: int = 0) -> Any:
-    """Return a node with the mappings under its merge keys (`<<`), and None for null."""
-    if level > _MOST_DEEP + 1:
-        return node  # refused below
+def _without_nulls(node: Any) -> Any:
+    """Return a node with None for null."""
     if isinstance(node, list):
-        return [_merged(each, level + 1) for each in node]
-    if not isinstance(node, Mapping):
-        return None if isinstance(node, str) and node.strip().lower() in _UNSET else node
-    below = {key: _merged(each, level + 1) for key, each in node.items()}
-    others = below.pop("<<", [])
-    for other in others if isinstance(others, list) else [others]:  # the first ones win
-        below = {**other, **below} if isinstance(other, Mapping) else below
-    return below
+        return [_without_nulls(each) for each in node]
+    if isinstance(node, Mapping):
+        return {key: _without_nulls(each) for key, each in node.items()}
+    return None if isinstance(node, str) and node.strip().lower() in _UNSET else node
 
 
-def _flatten(prefix: str, content: Mapping[object, object], file: Path) -> Iterator[SourceKey]:
-    if prefix.count(".") >= _MOST_DEEP:
-        raise UsageError(f"{file}: {prefix[:80]}: nested too deeply")
+def _flatten(prefix: str, content: Mapping[object, object]) -> Iterator[SourceKey]:
     for word, value in content.items():
         key = f"{prefix}{word}"
         if isinstance(value, Mapping):
-            yield from _flatten(f"{key}.", value, file)
+            yield from _flatten(f"{key}.", value)
         elif isinstance(value, list):
             # For lists of mappings, such as data sets, only their presence matters.
             items = tuple("{}" if isinstance(x, Mapping | list) else _text(x) for x in value)

@@ -22,7 +22,6 @@ from fsdpctl.io.activity import CONVERSATIONS, Advance, doing
 
 PARTS = ("train", "val")
 _BATCH = 1 << 20  # characters that are tokenized together: a token and its place take 150 bytes
-_MOST_KEYS = 1000  # of a file, that are counted one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +173,7 @@ class Building:
             self._advance(1)
             for name, counts in self._keys[-1].items():
                 for key in getattr(line.keys, name):
-                    counts[key[:80] if key in counts or len(counts) < _MOST_KEYS else "others"] += 1
+                    counts[key[:80]] += 1
             to = part or ("val" if self._holds_out(content) else "train")
             repeated = 1
             if times is not None and to == "train":

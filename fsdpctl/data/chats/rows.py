@@ -11,7 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from io import BufferedReader
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,12 +22,9 @@ from fsdpctl.data.chats.formats import ChatLine, Plain, detect_format, parse_row
 from fsdpctl.data.chats.tables import objects_of_table, open_zstd
 from fsdpctl.data.chats.values import shown
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import open_regular
+from fsdpctl.io.files import MOST_BYTES, open_regular
 from fsdpctl.io.untrusted import MIB, parse_json
 
-MOST_ROW = 8 * MIB  # bytes; about two million tokens
-_MOST_ARRAY = 1024  # MiB
-_MOST_BLANK = 1 << 18  # bytes of empty lines in a row
 _JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines within our line
 _ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # or a frame to skip, as of pzstd
 _TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
@@ -81,7 +78,7 @@ def _objects(path: str) -> _Places:
     with open(open_regular(Path(path), follows=True), "rb") as raw:
         start = raw.peek(8)[:8]
         if start.startswith(_TABLES):
-            yield from objects_of_table(path, raw, MOST_ROW, is_parquet=start.startswith(b"PAR1"))
+            yield from objects_of_table(path, raw, is_parquet=start.startswith(b"PAR1"))
             return
         file: IO[bytes] = raw
         if start.startswith(b"\x1f\x8b"):
@@ -109,25 +106,23 @@ class _Reader:
         except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: of pyarrow
             raise self.error(f"cannot be read: {' '.join(str(error).split()):.200}") from None
 
+    def check(self, content: bytes, way_on: str) -> None:
+        if len(content) > MOST_BYTES:
+            raise self.error(f"larger than the limit of {MOST_BYTES >> 20:,} MiB; {way_on}")
+
     def error(self, problem: str) -> UsageError:
         return UsageError(f"{self.path}, {self.place}: {problem}")
 
 
 def _text_lines(read: _Reader) -> Iterator[tuple[str, str]]:
-    number = blank = 0
-    while True:
-        number += 1
+    for number in count(1):
         read.place = f"line {number}"
-        line = read.call("readline", MOST_ROW + 1)
+        line = read.call("readline", MOST_BYTES + 1)
         if not line:
             return
-        if len(line) > MOST_ROW:
-            raise read.error(f"longer than the limit of {MOST_ROW >> 20} MiB; {_EXPECTED}")
+        read.check(line, _EXPECTED)
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        blank = 0 if line.strip() else blank + len(line)
-        if blank > _MOST_BLANK:
-            raise read.error(f"more than {_MOST_BLANK >> 10} KiB of empty lines")
-        if blank:
+        if not line.strip():
             continue
         try:
             yield read.place, line.decode("utf-8").rstrip("\r\n")  # errors at the end name no line
@@ -140,9 +135,8 @@ def _elements(read: _Reader) -> Iterator[tuple[str, str]]:
     """Yield the text of each element of a JSON array, which is in memory."""
     read.place = "array"
     pieces = iter(lambda: read.call("read", MIB), b"")  # at once, all memory would be allocated
-    content = b"".join(islice(pieces, _MOST_ARRAY + 1)).removeprefix(codecs.BOM_UTF8)
-    if len(content) > _MOST_ARRAY * MIB:
-        raise read.error(f"longer than {_MOST_ARRAY:,} MiB; convert it to JSON Lines")
+    content = b"".join(islice(pieces, MOST_BYTES // MIB + 1)).removeprefix(codecs.BOM_UTF8)
+    read.check(content, "convert it to JSON Lines")
     try:
         found = msgspec.json.decode(content, type=list[msgspec.Raw])
         for number, element in enumerate(found, start=1):
@@ -152,8 +146,6 @@ def _elements(read: _Reader) -> Iterator[tuple[str, str]]:
 
 
 def _object(text: str, where: str) -> dict[str, Any]:
-    if len(text) > MOST_ROW:
-        raise UsageError(f"{where}: damaged, or longer than the limit of {MOST_ROW >> 20} MiB")
     try:
         return parse_json(text, dict[str, Any], "")
     except UsageError as error:

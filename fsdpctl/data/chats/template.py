@@ -16,10 +16,9 @@ from fsdpctl.data.tokenizer_files import (
 )
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file
-from fsdpctl.io.untrusted import MIB, parse_json
+from fsdpctl.io.untrusted import parse_json
 
 _DEFAULT, _TOOLS = "default", "tool_use"
-_MOST_BYTES = MIB  # fifty times the longest published template
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def open_template(tokenizer: FileTokenizer, file: str | None) -> ChatTemplate:
     """
     tokens = {name: str(text) for name, text in tokenizer.auto.special_tokens_map.items()}
     if file is not None:
-        text = read_text_file(Path(file), _MOST_BYTES, follows=True)
+        text = read_text_file(Path(file), follows=True)
         return ChatTemplate(text, text, file, tokens)
     folder, (found, source) = tokenizer.name, _found(tokenizer)
     if not found:
@@ -72,8 +71,6 @@ def open_template(tokenizer: FileTokenizer, file: str | None) -> ChatTemplate:
     texts = {name: text for name, text in named.items() if isinstance(text, str)}
     if len(texts) < len(named):
         raise UsageError(f"{source}: expected text or a list of named texts")
-    if max(map(len, texts.values())) > _MOST_BYTES:
-        raise UsageError(f"{source}: larger than the limit of {_MOST_BYTES:,} characters")
     if _DEFAULT not in texts:
         raise UsageError(
             f"{folder}: no default among the chat templates {', '.join(sorted(texts))}; set "

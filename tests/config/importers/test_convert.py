@@ -158,11 +158,9 @@ def test_values_of_automodel(tmp_path):
     [
         ("exclude_modules: ['*.q_proj'], target_modules: ['*_proj']", "conflicts with target_mod"),
         ("exclude_modules: ['*.q_proj'], match_all_linear: true", "conflicts with target_modules"),
-        ("exclude_modules: ['a*b*c*d*e']", "more than 3 wildcards"),
-        (f"target_modules: ['{'a*' * 30}Z']", "more than 3 wildcards"),
     ],
 )
-def test_modules_of_automodel_that_conflict_or_take_long_are_refused(peft, message, tmp_path):
+def test_modules_of_automodel_that_conflict_are_refused(peft, message, tmp_path):
     file = tmp_path / "file.yaml"
     text = (FILES / "automodel-hsdp.yaml").read_text()
     file.write_text(text.replace("target_modules: '*_proj'", peft))

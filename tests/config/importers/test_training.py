@@ -393,7 +393,6 @@ def test_a_recipe_is_read_back_as_it_was_converted(tmp_path):
         ("TRL", {"lr_scheduler_type": "cosine_with_min_lr",
                  "lr_scheduler_kwargs": '{"min_lr_rate": 0.2}'},
          {"lr_scheduler.min_lr_ratio": "0.2"}),
-        ("axolotl", {"<<": {"num_epochs": 7}}, {"train.epochs": "7"}),
         ("axolotl", {"deepspeed": {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.2}},
          {"optimizer.max_grad_norm": "0.2"}),
         ("axolotl", {"test_datasets": "null"}, {"data.val_fraction": "0"}),

@@ -70,10 +70,8 @@ DAMAGED = {
     '{"text": "a"}'.encode("utf-16"): ": UTF-16: not supported; expected UTF-8",
     b"%PDF-1.7\n%\xe2\xe3\n": ", line 1: not JSON: ",
     b"PK\x03\x04\xff": ", line 1: not UTF-8: ",
-    gzip.compress(b"\n" * (1 << 20)): ": more than 256 KiB of empty lines",
     gzip.compress(b"[" + b" " * (1 << 20)): ", array: not JSON: Input data was truncated",
     gzip.compress(b'{"text": "a"}\n')[:-6]: ", line 1: cannot be read: ",
-    gzip.compress(b"x" * (9 << 20)): ", line 1: longer than the limit of 8 MiB; expected one JSON",
     b"PAR1 and more": ", row 1: cannot be read: ",
     b"ARROW1 and more": ", row 1: cannot be read: ",
 }
@@ -82,8 +80,7 @@ DAMAGED = {
 @pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_file_is_refused_with_its_place(content, tmp_path):
     said = refusal(tmp_path / "a.jsonl", content)
-    expected = DAMAGED[content]
-    assert expected in said if expected.startswith(": more") else said.startswith(expected)
+    assert said.startswith(DAMAGED[content])
 
 
 def test_zstd_is_read_if_pyarrow_is_installed(tmp_path):
@@ -176,22 +173,6 @@ def test_values_that_json_lacks_are_refused_by_row(tmp_path):
     assert refusal(file) == ": column text: appears twice; rename one of them"
     parquet.write_table(pa.table({"dialog": ["a"]}), file)
     assert ", row 1: unknown format with keys dialog; expected messages" in refusal(file)
-
-
-def test_tables_that_unfold_are_bounded(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    file = tmp_path / "a.parquet"
-    text = "x" * 900_000
-    parquet.write_table(pa.table({"text": ["a", *[text] * 200]}), file, compression="zstd")
-    before = pa.total_allocated_bytes()
-    held = [pa.total_allocated_bytes() - before for _ in lines_of(str(file))[1]]
-    assert len(held) == 201
-    assert max(held) < 16 << 20  # the text once, of 180 MB in all rows
-    rows = pa.table({"text": ["a"], "history": [[text] * 10]})
-    parquet.write_table(rows, file, compression="zstd")
-    assert refusal(file) == ", row 1: longer than the limit of 8 MiB"
 
 
 def test_directories_and_globs_are_sorted_files_of_conversations(tmp_path, monkeypatch):

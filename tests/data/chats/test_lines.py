@@ -8,7 +8,7 @@ import pytest
 from fsdpctl.config.sources import absolute_paths
 from fsdpctl.data.chats.files import ChatSource, sources_of
 from fsdpctl.data.chats.formats import Plain
-from fsdpctl.data.chats.rows import MOST_ROW, lines_of
+from fsdpctl.data.chats.rows import lines_of
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import say
 from tests.data.chats.opened import opened, trained_of
@@ -65,9 +65,6 @@ BAD = {
     b"a,b": f"not JSON: .*; {EXPECTED}",
     b"{": f"not JSON: .*; {EXPECTED}",
     b'{"messages": [{"role": "user", "content": "\xff"}]}': "not UTF-8: .* at byte 44",
-    b'{"messages": [{"role": "user", "content": "'
-    + b"x" * MOST_ROW
-    + b'"}]}': "longer than the limit of 8",
 }
 
 
