@@ -9,7 +9,7 @@ from fsdpctl.plan.strategy import STRATEGIES, Strategy
 
 
 class Offload(Flag):
-    """What is in host memory."""
+    """A set of model states that are in host memory."""
 
     NONE = 0
     STATES = auto()  # master weights and moments, which are stepped there
@@ -19,11 +19,10 @@ class Offload(Flag):
 
     @classmethod
     def parse(cls, text: str) -> "Offload":
-        """Return what a word, or a list of words with or without brackets, stands for.
+        """Return the states that a word, or a list of words with or without brackets, names.
 
         Raises:
-            UsageError: If it stands for nothing, or the host would have gradients that it does not
-                step with.
+            UsageError: If a word is unknown, or there are gradients without states to step.
         """
         words = [each.strip().upper() for each in text.strip("[] ").split(",")]
         if not all(each in cls.__members__ for each in words):
@@ -33,14 +32,12 @@ class Offload(Flag):
             )
         found = reduce(or_, (cls[each] for each in words))
         if cls.GRADIENTS in found and cls.STATES not in found:
-            raise UsageError(
-                f"strategy.offload={text}: gradients are stepped with in host memory; add states"
-            )
+            raise UsageError(f"strategy.offload={text}: gradients require states; add states")
         return found
 
     @classmethod
     def word(cls, text: str) -> str:
-        """Return the one text for everything that means the same as `text`."""
+        """Return the usual text for the states that `text` names."""
         return str(cls.parse(text))
 
     def __str__(self) -> str:

@@ -105,7 +105,7 @@ def _cannot_offload(config: Config) -> str:
     """Return why the optimizer or the strategy allows no such states on the host."""
     given = config.strategy
     if Offload.STATES in given.on_host and not _row(config).offloads:
-        return f"states: requires optimizer=adamw, got optimizer={config.optimizer.name}"
+        return f"requires optimizer=adamw, got optimizer={config.optimizer.name}"
     if given.name == AUTO:
         return ""
     row = get_strategy(given.name)

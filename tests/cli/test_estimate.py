@@ -146,7 +146,7 @@ def test_settings_that_a_file_of_another_tool_lacks_are_reported():
     code, text = invoke("estimate-memory", "--from", file, "cluster=h100")
     assert code == 0
     assert "model.base_dtype=nf4" in text
-    assert "strategy.offload=states,gradients" in text
+    assert "strategy.offload=all" in text
     assert "unknown may change the estimate: a_key_of_tomorrow" in text
     assert "engine  fsdpctl: strategy.offload=all: requires engine=fsdpctl" in text
     code, said = invoke("estimate-memory", "--from", file, "--recipe", "shakespeare")

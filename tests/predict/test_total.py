@@ -22,7 +22,7 @@ from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.states import tile_bytes
+from fsdpctl.plan.states import SPLIT, tile_bytes
 from fsdpctl.predict import fsdpctl_steps
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
@@ -141,15 +141,26 @@ def test_engine_bytes_are_exact_and_the_peak_of_all_tensors_within_a_percent(
         peaks_of(rank, world_size, seed)
 
 
-def test_engine_bytes_of_gradients_that_go_to_the_host_are_exact() -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        "precision=fp32 strategy.offload=states,gradients",
+        f"precision.master_dtype={SPLIT} strategy.offload=states",
+        f"precision.master_dtype={SPLIT} strategy.offload=all precision.reduce_dtype=bfloat16",
+        "optimizer.state_dtype=int8 strategy.offload=states,params precision=bf16",
+        f"optimizer.state_dtype=int8 strategy.offload=all precision.master_dtype={SPLIT}",
+        "optimizer.state_dtype=int8 strategy.offload=all model.lora.rank=4 model.base_dtype=nf4",
+    ],
+)
+def test_engine_bytes_of_states_on_the_host_are_exact(more: str) -> None:
     words = [
-        "launch.device=cpu", "launch.nproc_per_node=1", "precision=fp32", "model.num_layers=4",
-        "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=1",
-        "model.num_kv_heads=1", "model.vocab_size=64", "train.seq_len=128",
+        "launch.device=cpu", "launch.nproc_per_node=1", "model.num_layers=4",
+        "model.hidden_size=64", "model.intermediate_size=96", "model.num_heads=1",
+        "model.num_kv_heads=1", "model.vocab_size=65", "train.seq_len=128",
         "train.micro_batch_size=4", "train.global_batch_size=8", "accumulation.steps=2",
-        "accumulation=every", "strategy.offload=states,gradients",
+        "accumulation=every",
     ]  # fmt: skip
-    check(placed_on_cluster(compose_config(words).config), 0)
+    check(placed_on_cluster(compose_config([*words, *more.split()]).config), 0)
 
 
 @pytest.mark.parametrize("mode", fast("full", slow=["selective"]))

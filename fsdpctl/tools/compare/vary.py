@@ -1,5 +1,6 @@
 """Expansion of settings with commas into variants."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,6 +14,7 @@ from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 from fsdpctl.resolve.machine import shares_memory
 from fsdpctl.tools.compare.row import Row
 
+_COMMA = re.compile(r",(?![^\[]*\])")  # between alternatives: not within a list
 _SET_BY_COMPARE = dict.fromkeys(LENGTHS, "pass --steps to set the length of each run") | {
     "train.run_dir": "pass --out to keep the runs"
 }
@@ -35,9 +37,10 @@ class Variant:
 def variants(words: Sequence[str], recipe: str | None, *, steps: int) -> list[Variant]:
     """Return every combination of the alternatives in `words`; without any, all strategies.
 
-    Commas separate alternatives of group options and numbers; in texts, such as paths, they have no
-    meaning. If strategies vary, each variant ignores values that its strategy does not use. If
-    engines vary and no strategy is set, strategies vary too: none of PyTorch's engines has all.
+    Commas separate alternatives of group options and numbers; in texts, such as paths, and within
+    brackets they have no meaning. If strategies vary, each variant ignores values that its strategy
+    does not use. If engines vary and no strategy is set, strategies vary too: none of PyTorch's
+    engines has all.
 
     Raises:
         UsageError: If a setting is unknown, or its value is invalid.
@@ -47,9 +50,9 @@ def variants(words: Sequence[str], recipe: str | None, *, steps: int) -> list[Va
         if name in _SET_BY_COMPARE:
             raise UsageError(f"{name}: not supported by compare; {_SET_BY_COMPARE[name]}")
     alternatives = {
-        name: list(dict.fromkeys(text.split(",")))
+        name: list(dict.fromkeys(_COMMA.split(text)))
         for name, equals, text in (word.partition("=") for word in words)
-        if equals and "," in text and _has_alternatives(name)
+        if equals and _COMMA.search(text) and _has_alternatives(name)
     }
     for name, texts in alternatives.items():
         if "" in texts:
