@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import fsdpctl
 from fsdpctl.config.importers.source_config import NO_TOML, SourceConfig, tool_of
 from fsdpctl.config.schema import GROUPS, KEYS
-from fsdpctl.config.sources import text_of_sources
 from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.io.files import nearest_path, read_text_file
 from fsdpctl.io.untrusted import read_yaml
 
-_SOURCES = "data.sources"
 _MOST_DEEP = 8
 
 
@@ -129,8 +127,6 @@ def refuse_commands(
 def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, str]]:
     if not isinstance(content, dict):
         raise UsageError(f"{path}: expected a mapping of keys to values")
-    if prefix.count(".") >= _MOST_DEEP:
-        raise UsageError(f"{path}: {prefix[:80]}: nested too deeply")
     for word, value in content.items():
         name = f"{prefix}{word}"
         if isinstance(value, dict):
@@ -144,8 +140,6 @@ def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, st
             yield name, f"[{', '.join(map(str, value))}]"
         elif name.startswith("model.overrides.") and isinstance(value, list):
             yield name, json.dumps(value)
-        elif name == _SOURCES:
-            yield "data.path", text_of_sources(f"{path}: {name}", value)
         elif name in KEYS or name in GROUPS:
             raise UsageError(f"{path}: {name}: expected a plain value")
         else:

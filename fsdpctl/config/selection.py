@@ -6,7 +6,7 @@ searched in the names.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from fsdpctl.errors import UsageError, nearest
@@ -16,9 +16,6 @@ _MARKS, _QUOTES = r"[\s,;]+", "'\"`"
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 _QUANTIFIER = re.compile(r"\{\d*,?\d*\}")
 _ENCLOSED = re.compile(r"[\[({](.*)[\])}]", re.DOTALL)
-# A group with a bar and no group in it. Named groups may have alternatives that match nothing.
-_NAMED_GROUP = re.compile(r"\(\?P<\w+>")
-_INNERMOST = re.compile(r"\((?:\?:)?(?!\?)([^()]*\|[^()]*)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,10 @@ class NameFilter:
         """
         names = _listed(key, text)
         if names is None:
-            _compiled(key, text, text)
+            try:
+                re.compile(text)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise UsageError(f"{key}={text}: not a regular expression: {error}") from None
         return NameFilter(key, text, names, ends)
 
     def without_all_linear(self) -> tuple["NameFilter | None", bool]:
@@ -52,19 +52,17 @@ class NameFilter:
 
     def matches(self, name: str) -> bool:
         """Return whether the name of a layer or parameter is selected."""
-        return any(self._finds(part, name) for part in self.names or (self.text,))
+        return any(self._finds(part, name) for part in self._parts)
 
     def matches_by(self, word: str, name: str) -> bool:
         """Return whether a part of the text selects `name`, and would not without `word` in it."""
-        parts: Iterable[str] = self.names or ()
-        if self.names is None:
-            plain = _NAMED_GROUP.sub("(?:", self.text)
-            parts = (self.text, *(reduced for _, reduced in _alternatives(plain)))
         masked = name.replace(word, "")
-        return any(self._finds(each, name) and not self._finds(each, masked) for each in parts)
+        return any(
+            self._finds(each, name) and not self._finds(each, masked) for each in self._parts
+        )
 
     def check(self, names: Collection[str], what: str, known: str, words: Collection[str]) -> None:
-        """Check that each name of the list, or each alternative of the pattern, matches `names`.
+        """Check that each name of the list, or the pattern, matches `names`.
 
         Args:
             names: The names to select from.
@@ -75,18 +73,19 @@ class NameFilter:
         Raises:
             UsageError: If one matches nothing.
         """
-        parts = [(self.text, self.text), *_alternatives(self.text)]
-        if self.names is not None:
-            parts = [(name, name) for name in self.names]
-        for part, reduced in parts:
-            if not any(self._finds(reduced, name) for name in names):
+        for part in self._parts:
+            if not any(self._finds(part, name) for name in names):
                 shown = f"{part} " if part != self.text else ""
                 hint = nearest(part, words)
                 raise UsageError(f"{self.key}={self.text}: {shown}matches no {what}{hint}; {known}")
 
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        return self.names or (self.text,)
+
     def _finds(self, part: str, name: str) -> bool:
         if self.names is None:
-            return _compiled(self.key, self.text, part).search(name) is not None
+            return re.search(part, name) is not None
         if self.ends:
             return f".{name}".endswith(f".{part}")
         whole = r"(?<!\d)" * part[0].isdigit() + re.escape(part) + r"(?!\d)" * part[-1].isdigit()
@@ -112,40 +111,3 @@ def _listed(key: str, text: str) -> tuple[str, ...] | None:
     if not names:
         raise UsageError(f"{key}={text}: empty; expected names such as q_proj,v_proj")
     return tuple(dict.fromkeys(names))
-
-
-def _compiled(key: str, text: str, part: str) -> re.Pattern[str]:
-    try:
-        return re.compile(part)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise UsageError(f"{key}={text}: not a regular expression: {error}") from None
-
-
-def _alternatives(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each alternative that has a letter or digit, and the pattern with no other one."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "|" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    if len(parts) > 1:
-        for part in parts:
-            yield from [(part, part)] if _has_letters(part) else []
-            yield from _alternatives(part)
-        return
-    for group in _INNERMOST.finditer(text):
-        for part in group[1].split("|"):
-            if _has_letters(part):
-                yield part, f"{text[: group.start()]}(?:{part}){text[group.end() :]}"
-
-
-def _has_letters(part: str) -> bool:
-    """Return whether a part of a pattern is one itself, with a letter or digit."""
-    try:
-        re.compile(part)
-    except re.error:
-        return False
-    is_whole = part.count("[") == part.count("]")  # else the bar is in brackets
-    return is_whole and re.search(r"\w", re.sub(r"\\.", "", part)) is not None

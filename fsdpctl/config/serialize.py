@@ -15,7 +15,6 @@ from fsdpctl.io.texts import escaped
 
 _TOY, _TOY_LENGTH, _USUAL_LENGTH = ModelConfig().name, 128, 4096
 _USUAL_SIZE, _USUAL_WARMUP = 16, 50  # samples of a step, and steps
-_WITHOUT_EFFECT = ("precision.wire_dtype",)  # keys that only a checkpoint or run directory has
 
 
 def known_key(name: str) -> Key:
@@ -57,10 +56,8 @@ def config_from_words(words: Mapping[str, str]) -> Config:
     Raises:
         UsageError: If this version doesn't know a key, or doesn't allow its value.
     """
-    for name in words.keys() - {*GROUPS, *_WITHOUT_EFFECT}:
+    for name in words.keys() - {*GROUPS}:
         known_key(name)
-    if words.get("model.base_dtype", "auto") != "auto":  # before the key existed, experts were not
-        words = {"model.quantize_experts": "false", **words}
     values = {
         name: each.parse(words[name]) if name in words else None if each.optional else each.default
         for name, each in KEYS.items()

@@ -4,14 +4,10 @@ import glob
 import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError
 from fsdpctl.io.stores import is_remote as is_remote
-
-_FIELDS = ("name", "path", "share", "epochs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,32 +98,3 @@ def absolute_paths(text: str, key: str = "data.path") -> str:
     if len(found) == 1:
         return paths[0]
     return ",".join(each.text(path) for each, path in zip(found, paths, strict=True))
-
-
-def text_of_sources(where: str, content: object) -> str:
-    """Return the list `data.sources` of a file as the text of `data.path`.
-
-    Raises:
-        UsageError: If it isn't a list of sources with a path and a share each.
-    """
-    if not isinstance(content, list) or not content:
-        raise UsageError(f"{where}: expected a list of sources with {', '.join(_FIELDS)}")
-    return ",".join(
-        _text_of_source(f"{where}: source {n}", each) for n, each in enumerate(content, 1)
-    )
-
-
-def _text_of_source(where: str, given: object) -> str:
-    fields: Mapping[str, Any] = given if isinstance(given, dict) else {}
-    for name in fields:
-        if name not in _FIELDS:
-            raise UsageError(f"{where}: {name}: unknown key{nearest(str(name), _FIELDS)}")
-    words = {name: str(fields[name]) for name in _FIELDS if fields.get(name) is not None}
-    if not {"path", "share"} <= set(words):
-        raise UsageError(f"{where}: expected a path and a share")
-    for name, word in words.items():
-        if not word or {"=", ","} & set(word) or (name != "path" and {"/", ":"} & set(word)):
-            raise UsageError(f"{where}: {name}: not allowed: {word}")
-    label = f"{words['name']}=" if "name" in words else ""
-    epochs = f":{words['epochs']}" if "epochs" in words else ""
-    return f"{label}{words['path']}:{words['share']}{epochs}"

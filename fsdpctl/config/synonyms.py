@@ -52,6 +52,7 @@ SYNONYMS = _by_name(
         "data.packing=true": "group_by_length",
         "data.packing=true and train.seq_len": "packed_sequence_size",
         "data.path": "data_path dataset_path",
+        "data.path=NAME=PATH:SHARE:EPOCHS,…": "data.sources sources",
         "data.template": "chat_template chat_template_path template",
         "data.tokenizer": "tokenizer_path",
         "data.too_long": "excess_length_strategy",

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture, Schedule
@@ -104,18 +103,12 @@ def test_all_sources_may_end():
     assert sorted(rows.order(0, sum(SIZES), 0).tolist()) == list(range(sum(SIZES)))
 
 
-def test_sources_are_named_in_the_path_and_in_files(tmp_path):
+def test_sources_are_named_in_the_path(tmp_path):
     for name in ("web", "code"):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 200)
     web, code = tmp_path / "web.txt", tmp_path / "code.txt"
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(
-        f"data:\n  name: text\n  sources:\n  - {{path: {web}, share: 3}}\n"
-        f"  - {{path: {code}, share: 1, epochs: 2, name: mine}}\n"
-    )
-    words = dict(read_recipe(recipe))
-    assert words["data.path"] == f"{web}:3,mine={code}:1:2"
-    found = open_data(DataConfig(name="text", path=words["data.path"], val_fraction=0.1))
+    path = f"{web}:3,mine={code}:1:2"
+    found = open_data(DataConfig(name="text", path=path, val_fraction=0.1))
     assert isinstance(found.train, Mixture)
     assert [(each.name, each.share, each.epochs) for each in found.train.parts] == [
         ("web", 0.75, None),
