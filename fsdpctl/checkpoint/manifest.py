@@ -21,7 +21,6 @@ from fsdpctl.plan.layout import Span
 
 SPANS = "fsdpctl.spans"  # the header's metadata key
 _DIGEST_BYTES = 16
-MOST_ACCEPTED = 129  # steps that a manifest may have; a lower number rejects older checkpoints
 _RANK_FILE = r"rank-\d{5,}\.safetensors"
 INDEX_JSON = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -169,9 +168,7 @@ class Progress:
     data_fingerprint: str = ""
     owes_validation: bool = False  # a stop request cut the validation at this step short
     num_skips: Count = 0  # steps rejected because of their values
-    accepted: Annotated[list[AcceptedStep], Meta(max_length=MOST_ACCEPTED)] = field(
-        default_factory=list
-    )  # the newest; empty if spikes are not detected
+    accepted: list[AcceptedStep] = field(default_factory=list)  # the newest, to detect spikes
     optimizer_step: Count = 0  # of every parameter that `optimizer_steps` does not name
     optimizer_steps: dict[str, Count] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # values of a custom training loop

@@ -226,8 +226,9 @@ def main() -> None:
     except _ParserError as error:
         _fail(error.format_message() if hasattr(error, "format_message") else str(error))
         sys.exit(UsageError.exit_code)
-    except RecursionError:
-        _fail("a file or directory is nested too deeply")
+    except (MemoryError, RecursionError) as error:
+        is_deep = isinstance(error, RecursionError)
+        _fail("a file or directory is nested too deeply" if is_deep else "out of memory")
         sys.exit(UsageError.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

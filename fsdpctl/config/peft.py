@@ -60,12 +60,10 @@ def adapter_words(path: str) -> dict[str, str]:
     }
     modules = about.target_modules
     if isinstance(modules, list) or (modules is None and about.target_parameters):
-        # Regular expressions of untrusted files are not run; the names of tensors are checked. The
-        # group has a name because, as in PEFT, only one of the modules has to exist.
+        # Regular expressions of untrusted files are not run; the names of tensors are checked. Only
+        # one of the modules has to exist, as in PEFT.
         targets = {*(modules or ()), *map(_of_parameter, about.target_parameters or ())}
-        words["model.lora.targets"] = (
-            rf"(^|\.)(?P<any>{'|'.join(map(re.escape, sorted(targets)))})$"
-        )
+        words["model.lora.targets"] = rf"(^|\.)({'|'.join(map(re.escape, sorted(targets)))})$"
     elif about.target_parameters:
         raise UsageError(
             f"{where}: target_parameters with target_modules={str(modules)[:80]}: set "

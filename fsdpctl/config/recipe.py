@@ -15,7 +15,6 @@ from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.io.files import nearest_path, read_text_file
 from fsdpctl.io.untrusted import read_yaml
 
-_MOST_DEEP = 8
 
 
 def package_folder(name: str) -> Path:

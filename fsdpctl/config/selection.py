@@ -55,11 +55,12 @@ class NameFilter:
         return any(self._finds(part, name) for part in self._parts)
 
     def matches_by(self, word: str, name: str) -> bool:
-        """Return whether a part of the text selects `name`, and would not without `word` in it."""
+        """Return whether a name of the list, or what the pattern finds, needs `word` in `name`."""
         masked = name.replace(word, "")
-        return any(
-            self._finds(each, name) and not self._finds(each, masked) for each in self._parts
-        )
+        if self.names is not None:
+            return any(self._finds(x, name) and not self._finds(x, masked) for x in self.names)
+        found, other = (re.search(self.text, each) for each in (name, masked))
+        return found is not None and (other is None or found[0].replace(word, "") != other[0])
 
     def check(self, names: Collection[str], what: str, known: str, words: Collection[str]) -> None:
         """Check that each name of the list, or the pattern, matches `names`.

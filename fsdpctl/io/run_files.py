@@ -26,7 +26,6 @@ _WHOLE = (
     HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS,
 )  # fmt: skip
 _SNAPSHOT = "memory-snapshot-"
-_MOST_DEEP = 16  # directories in one another; those of TensorBoard are five
 _NEXT = "remove it, or copy what it leads to"
 
 
@@ -90,17 +89,15 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
         raise UsageError(f"{folder}: {error.strerror}") from None
 
 
-def _check(entry: "os.DirEntry[str]", depth: int = 0) -> None:
+def _check(entry: "os.DirEntry[str]") -> None:
     """Check a file, or a directory with everything in it."""
     problem = ""
     with suppress(FileNotFoundError):  # removed meanwhile
         if entry.is_symlink():
             problem = f"is a link to {_read(entry)}"
-        elif depth > _MOST_DEEP:
-            problem = f"nested deeper than {_MOST_DEEP} directories"
         elif entry.is_dir():
             for each in _entries(Path(entry.path)):
-                _check(each, depth + 1)
+                _check(each)
         elif not entry.is_file():
             problem = "not a regular file"
         elif entry.stat().st_nlink > 1:

@@ -117,7 +117,7 @@ def _called(call: Call) -> tuple[int, str, str]:
         return (code if isinstance(code, int) else 0), "", ""
     except FsdpctlError as error:
         return error.exit_code, str(error), ""
-    except OSError as error:  # the command line makes a line of it
+    except (OSError, MemoryError, RecursionError) as error:  # one line of the command line
         return 2, str(error), ""
     except _TooLongError:
         return 1, "", f"more than {SECONDS} s: {traceback.format_exc()[-600:]}"
