@@ -16,7 +16,6 @@ from fsdpctl.io.files import nearest_path, read_text_file
 from fsdpctl.io.untrusted import read_yaml
 
 
-
 def package_folder(name: str) -> Path:
     """Return the directory `conf` or `recipes`: within an installed package, else next to it."""
     package = Path(fsdpctl.__file__).parent
