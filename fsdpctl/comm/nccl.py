@@ -67,9 +67,11 @@ class NcclCollectives(ProcessGroupCollectives):
                     self.gather_stream.wait_event(each.arrived)
                 if are_even(each.parts):
                     together[each.whole.dtype].append(each)
-                else:
-                    for work in self.start_broadcasts(each.whole, each.parts):
-                        work.wait()
+                    continue
+                for owner, part in enumerate(each.parts):
+                    if part.numel:
+                        values = each.whole[part.start : part.stop]
+                        dist.broadcast(values, group=self.gather_group, group_src=owner)
             for alike in together.values():
                 # All-gathers within become one launch; torch requires one dtype for that.
                 one_launch: AbstractContextManager[object] = (

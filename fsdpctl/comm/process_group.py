@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.waits import HostWaits, Waits
-from fsdpctl.plan.layout import Span
 
 T = TypeVar("T")
 _Collective = Callable[..., dist.Work]
@@ -86,19 +85,6 @@ class ProcessGroupCollectives(Collectives):
     def barrier(self) -> None:
         """Return once every rank has arrived."""
         dist.barrier(group=self.gather_group)
-
-    def start_broadcasts(self, whole: Tensor, parts: Sequence[Span]) -> list[dist.Work]:
-        """Start a broadcast of its part of `whole` from each rank."""
-        return [
-            dist.broadcast(
-                whole[part.start : part.stop],
-                group=self.gather_group,
-                group_src=owner,
-                async_op=True,
-            )
-            for owner, part in enumerate(parts)
-            if part.numel
-        ]
 
 
 def exchange(value: T, group: dist.ProcessGroup) -> list[T]:
