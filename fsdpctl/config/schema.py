@@ -42,7 +42,7 @@ class StrategyConfig:
         "gradients: reduced ones, with states; params: frozen ones, from where units are gathered, "
         "with states trained ones too",
         choices=("none", "states", "gradients", "params", "all"),
-        read=Offload.word,
+        read=lambda text: str(Offload.parse(text)),
         is_names=True,
     )
 

@@ -29,7 +29,6 @@ class SteppedRun:
     span: Span  # in the flat buffer
     names: frozenset[str]  # of the parameters in it
     param: nn.Parameter  # a window into the shard's master
-    window: slice | None  # its place in the master; None: all of it
     alone: ParamSpec | None = None  # the parameter that is stepped separately, if it is one
 
     @property
@@ -40,9 +39,7 @@ class SteppedRun:
     def gradient(self) -> Tensor | None:
         """Return its part of the shard's gradient."""
         gradient = self.shard.grad
-        if gradient is None or self.window is None:
-            return gradient
-        return gradient[self.window]
+        return None if gradient is None else self.shard.view(gradient, self.span)
 
 
 class ShardedSteps(torch.optim.Optimizer):
@@ -179,7 +176,8 @@ class ShardedSteps(torch.optim.Optimizer):
         """
         self._settle()
         runs: list[tuple[SteppedRun, int]] = []
-        places = {name: place for place, name in enumerate(_names(self.runs))}
+        known = sorted(frozenset().union(*(run.names for run, _ in self.runs)))
+        places = {name: place for place, name in enumerate(known)}
         for run, group in self.runs:
             if len(run.names) == 1 or run.names.isdisjoint(names):
                 runs.append((run, group))
@@ -199,10 +197,6 @@ class ShardedSteps(torch.optim.Optimizer):
         self._settle()
         for run, _ in self.runs:
             yield run, self.state[run.param]
-
-
-def _names(runs: Sequence[tuple[SteppedRun, int]]) -> list[str]:
-    return sorted(frozenset().union(*(run.names for run, _ in runs)))
 
 
 def _fused_scalars(
@@ -241,11 +235,9 @@ def _group_numbers(
 
 def _stepped_run(shard: FlatShard, span: Span, alone: ParamSpec | None = None) -> SteppedRun:
     names = frozenset(piece.param.name for piece in shard.layout.pieces(span))
-    within = span.shift(-shard.held.start)
-    window = None if span == shard.held else slice(within.start, within.stop)
     param = nn.Parameter(shard.view(shard.master, span))
     param.grad_dtype = shard.grad_dtype
-    return SteppedRun(shard, span, names, param, window, alone)
+    return SteppedRun(shard, span, names, param, alone)
 
 
 def _state_within(state: Mapping[str, Tensor], whole: Span, part: Span) -> dict[str, Tensor]:

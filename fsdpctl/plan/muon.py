@@ -6,7 +6,6 @@ from math import prod
 
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, Span
 from fsdpctl.plan.owners import OwnerMap
-from fsdpctl.plan.strategy import Strategy
 
 MUON = "muon"
 MATRICES = "matrices"  # the owner map that cuts no matrix of Muon
@@ -14,11 +13,6 @@ CUTTING = ("even", "balanced")  # owner maps that cut flat buffers anywhere
 NS_STEPS = 5
 
 Shape = tuple[int, int, int]  # matrices, rows and columns
-
-
-def keeps_matrices(strategy: Strategy) -> bool:
-    """Return whether ranks can own whole matrices: if parameters are not sharded."""
-    return not strategy.shards_params
 
 
 def is_muons(param: ParamSpec) -> bool:

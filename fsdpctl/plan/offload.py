@@ -35,11 +35,6 @@ class Offload(Flag):
             raise UsageError(f"strategy.offload={text}: gradients require states; add states")
         return found
 
-    @classmethod
-    def word(cls, text: str) -> str:
-        """Return the usual text for the states that `text` names."""
-        return str(cls.parse(text))
-
     def __str__(self) -> str:
         return str(self.name).lower().replace("|", ",")
 

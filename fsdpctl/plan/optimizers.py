@@ -19,13 +19,11 @@ class OptimizerRow:
     counter: int  # bytes of a parameter's number of steps
     needs_momentum: bool = False  # without it, it has no moments
     has_usual_lr: bool = True
-    offloads: bool = False  # its states can be in host memory
-    splits_masters: bool = False  # its master weights can have 24 bits
     steps_matrices: bool = False  # as a whole
 
 
 _TABLE = (
-    OptimizerRow(ADAMW, (*_BETAS, "state_dtype"), 2, 4, offloads=True, splits_masters=True),
+    OptimizerRow(ADAMW, (*_BETAS, "state_dtype"), 2, 4),
     OptimizerRow("sgd", ("momentum",), 1, 0, needs_momentum=True, has_usual_lr=False),
     OptimizerRow(MUON, (*_BETAS, "momentum", "nesterov", "ns_steps"), 2, 4, steps_matrices=True),
 )

@@ -8,7 +8,7 @@ from fsdpctl.config.recipe import known_gpu
 from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.io.control_group import host_memory
-from fsdpctl.plan.muon import MATRICES, MUON, keeps_matrices
+from fsdpctl.plan.muon import MATRICES, MUON
 from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import (
@@ -211,7 +211,7 @@ def supported_strategies(config: Config) -> list[str]:
     return [
         name
         for name in strategies_of(config.engine.name)
-        if (not is_muon or keeps_matrices(STRATEGIES[name]))
+        if not (is_muon and STRATEGIES[name].shards_params)
         and (STRATEGIES[name].can_offload_params or Offload.PARAMS not in config.strategy.on_host)
     ]
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.schema import KEYS, SECTIONS, Config, OptimizerConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.muon import CUTTING, keeps_matrices
+from fsdpctl.plan.muon import CUTTING
 from fsdpctl.plan.offload import Offload
-from fsdpctl.plan.optimizers import OPTIMIZERS, OptimizerRow, get_optimizer
+from fsdpctl.plan.optimizers import ADAMW, OPTIMIZERS, OptimizerRow, get_optimizer
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, get_strategy
 from fsdpctl.resolve.attention_kernel import check_attention
@@ -104,7 +104,7 @@ def _only_ours(config: Config) -> str:
 def _cannot_offload(config: Config) -> str:
     """Return why the optimizer or the strategy allows no such states on the host."""
     given = config.strategy
-    if Offload.STATES in given.on_host and not _row(config).offloads:
+    if Offload.STATES in given.on_host and config.optimizer.name != ADAMW:
         return f"requires optimizer=adamw, got optimizer={config.optimizer.name}"
     if given.name == AUTO:
         return ""
@@ -128,7 +128,7 @@ _CONTEXT = "train.context_parallel={train.context_parallel}: "
 RULES = (
     Rule(
         "precision.master_dtype={SPLIT}: only valid with optimizer=adamw",
-        lambda c: not _row(c).splits_masters and c.precision.master_dtype == SPLIT,
+        lambda c: c.optimizer.name != ADAMW and c.precision.master_dtype == SPLIT,
     ),
     Rule("{found}: requires engine={FSDPCTL}, got engine={engine.name}", _only_ours),
     Rule("strategy.offload={strategy.offload}: {found}", _cannot_offload),
@@ -179,9 +179,7 @@ RULES = (
         "strategy={strategy.name}: cuts matrices, which optimizer=muon updates as a whole; "
         "expected shard_optimizer or no_shard",
         lambda c: (
-            _row(c).steps_matrices
-            and _divides(c)
-            and not keeps_matrices(get_strategy(c.strategy.name))
+            _row(c).steps_matrices and _divides(c) and get_strategy(c.strategy.name).shards_params
         ),
     ),
     Rule(

@@ -326,7 +326,7 @@ def resolved(config: Config) -> None:
     [
         (["strategy=full_shard"], "expected shard_optimizer or no_shard"),
         (["strategy.owner_map=even"], "expected matrices, round_robin or contiguous"),
-        (["engine=fsdp2", "strategy=full_shard"], "engine=fsdp2: not supported"),
+        (["engine=fsdp2", "strategy=full_shard"], "optimizer=muon: requires engine=fsdpctl"),
         (["model.lora.rank=4"], "use optimizer=adamw"),
         (["optimizer=sgd", "optimizer.nesterov=false"], "only valid with optimizer=muon"),
         (["optimizer=adamw", "optimizer.momentum=0.8"], "only valid with optimizer=sgd or muon"),
