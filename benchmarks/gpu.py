@@ -26,10 +26,14 @@ from benchmarks.contestants import BETAS, CONTESTANTS, DECAY, EPS, LR, Step, ste
 from benchmarks.one_gpu import DEVICE, draw, joined, sharded
 from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
+from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.engine.build import Sharding, Source
+from fsdpctl.models.registry import build_plain
+from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.blocks import checkpoint_block
+from fsdpctl.resolve.small_copy import allocate
 from fsdpctl.run.flops import ModelFlops, flops_per_token, peak_flops
 
 WARM_UP = 4
@@ -65,25 +69,21 @@ MODES = {"nccl1": 1, "fake8": 8, "fake64": 64}
 
 
 def _config(size: Size) -> ModelConfig:
-    return ModelConfig(
-        num_layers=size.blocks,
-        hidden_size=size.width,
-        intermediate_size=size.hidden,
-        num_heads=size.heads,
-        num_kv_heads=size.kv_heads,
-        vocab_size=size.vocab,
-        tie_embeddings=False,
-    )
-
-
-def _shapes(size: Size) -> TransformersDecoder:
-    with torch.device("meta"):
-        return TransformersDecoder(_config(size), size.width // size.heads, size.vocab)
+    words = [
+        f"model.num_layers={size.blocks}", f"model.hidden_size={size.width}",
+        f"model.intermediate_size={size.hidden}", f"model.num_heads={size.heads}",
+        f"model.num_kv_heads={size.kv_heads}", f"model.vocab_size={size.vocab}",
+        "model.tie_embeddings=false",
+    ]  # fmt: skip
+    return compose_config(words).config.model
 
 
 def make_model(size: Size) -> TransformersDecoder:
     """Build the model with values, on the device."""
-    model = _shapes(size).to_empty(device=DEVICE)
+    model = build_plain(_config(size))
+    fill_buffers(model)
+    allocate(model)
+    model.to(DEVICE)
     for name, param in model.named_parameters():
         draw(name, param)
     return model
@@ -165,7 +165,7 @@ def fitting(name: str) -> Size:
 
 
 def _num_params(size: Size) -> int:
-    return sum(param.numel() for param in _shapes(size).parameters())
+    return sum(param.numel() for param in build_plain(_config(size)).parameters())
 
 
 def _mfu(size: Size, speeds: dict[str, float]) -> dict[str, float | None]:

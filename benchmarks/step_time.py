@@ -28,9 +28,11 @@ from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.report import arguments, write_report
-from fsdpctl.config.model import ModelConfig
-from fsdpctl.models.registry import initialize_parameter
+from fsdpctl.config.compose import compose_config
+from fsdpctl.models.registry import build_plain, initialize_parameter
+from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.resolve.small_copy import allocate
 
 WARM_UP = 1  # rounds
 TURN = 3  # steps
@@ -48,15 +50,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def make_decoder(width: int, blocks: int, vocab: int) -> TransformersDecoder:
     """The same decoder in every process."""
-    config = ModelConfig(
-        num_layers=blocks,
-        hidden_size=width,
-        intermediate_size=width * 3,
-        num_heads=width // 64,
-        num_kv_heads=width // 64,
-        tie_embeddings=False,
-    )
-    model = TransformersDecoder(config, 64, vocab)
+    words = [
+        f"model.num_layers={blocks}", f"model.hidden_size={width}", f"model.vocab_size={vocab}",
+        f"model.intermediate_size={width * 3}", f"model.num_heads={width // 64}",
+        f"model.num_kv_heads={width // 64}", "model.tie_embeddings=false", "model.init_std=0.02",
+    ]  # fmt: skip
+    config = compose_config(words).config.model
+    model = build_plain(config)
+    fill_buffers(model)
+    allocate(model)
     with torch.no_grad():
         for name, param in model.named_parameters():
             initialize_parameter(name, param, seed=0, config=config)

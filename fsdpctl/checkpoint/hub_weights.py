@@ -13,7 +13,6 @@ from fsdpctl.errors import CheckpointError
 from fsdpctl.models.hub_names import stored_names, stored_parts
 from fsdpctl.models.registry import build_plain
 from fsdpctl.models.transformers_build import built
-from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.layout import Span
 
 
@@ -24,7 +23,7 @@ def from_hub(stored: Tensors, model: ModelConfig) -> Tensors:
         CheckpointError: If the weights are not of this model.
         UsageError: If transformers converts them in a way that is not supported.
     """
-    module = _module(model)
+    module = build_plain(model)
     compositions = {}
     for name, found in stored_parts(module, stored.names(PARAMETER)).items():
         keys = [tensor_key(PARAMETER, each) for each in found.parts]
@@ -46,7 +45,7 @@ def to_hub(weights: Tensors, model: ModelConfig) -> Tensors:
     Raises:
         UsageError: If transformers converts them in a way that is not supported.
     """
-    module = _module(model)
+    module = build_plain(model)
     shapes = stored_names(module)
     compositions = {}
     for name, whole in stored_parts(module, list(shapes)).items():
@@ -68,7 +67,7 @@ def float32_names(model: ModelConfig) -> frozenset[str]:
         half = built(model, torch.bfloat16)
     listed = build_glob_alternation([*half._get_dtype_plan(torch.float16), "$^"])[0]
     wide = {name for name, each in half.state_dict().items() if each.dtype == torch.float32}
-    module = _module(model)
+    module = build_plain(model)
     parts = stored_parts(module, list(stored_names(module)))
     kept = (each for name, each in parts.items() if name in wide or listed.search(name))
     return frozenset(part for each in kept for part in each.parts)
@@ -85,12 +84,6 @@ def check_equal(weights: Tensors, name: str, copy: str) -> None:
     chunks = zip(*(weights.read(key) for key in keys), strict=True)
     if shapes[0] != shapes[1] or any(one != other for (_, one), (_, other) in chunks):
         raise CheckpointError(f"{weights}: {copy} differs from {name}, but config.json ties them")
-
-
-def _module(model: ModelConfig) -> TransformersDecoder:
-    module = build_plain(model)
-    assert isinstance(module, TransformersDecoder)
-    return module
 
 
 def _numel(shape: tuple[int, ...]) -> int:

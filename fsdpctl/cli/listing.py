@@ -23,9 +23,9 @@ def list_choices(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List settings, options and recipes."""
-    from fsdpctl.config.compose import compose_config
+    from fsdpctl.config.compose import default_config
 
-    default = compose_config([]).config
+    default = default_config()
     if as_json:
         sections = list(SECTIONS) if group is None else [group]
         found = [_described(each, default) for each in sections]
@@ -44,11 +44,8 @@ def _unknown(group: str) -> str:
 
 def _keys_of(group: str) -> dict[str, Key]:
     """Return the keys of a group, section or subsection, or the key of that name."""
-    found = {
-        name: key
-        for name, key in KEYS.items()
-        if (name == group or name.startswith(f"{group}.")) and not key.instead
-    }
+    keys = {name: key for name, key in KEYS.items() if not key.instead}
+    found = {n: key for n, key in keys.items() if n == group or n.startswith(f"{group}.")}
     if not found and group not in SECTIONS:
         raise UsageError(_unknown(group))
     return found

@@ -112,7 +112,7 @@ def _train(composed: "Composed", settings: list[str], resume: str) -> None:
 def _print_config(composed: "Composed", resume: str) -> None:
     """Print the configuration; lines about the selection go to standard error."""
     from fsdpctl.config.auto import Selection, filled, left_open
-    from fsdpctl.config.serialize import config_to_yaml
+    from fsdpctl.config.serialize import words_to_type, words_to_yaml
 
     config = composed.config
     if left_open(config):
@@ -130,7 +130,7 @@ def _print_config(composed: "Composed", resume: str) -> None:
             note(line)
         assert selection is not None
         config = filled(config, selection)
-    emit(config_to_yaml(config).rstrip())
+    emit(words_to_yaml(words_to_type(config)).rstrip())
 
 
 def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]":

@@ -18,7 +18,7 @@ from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
 
-CONFIG_OF = "model.config_json"  # in messages about one that was read before
+CONFIG_OF = "the model's config.json"  # in messages about one that was read before
 # About the file rather than the model, or set by fsdpctl. Names of kernels are left out, as private
 # names are: transformers would download and run them.
 _NOT_THE_MODELS = (

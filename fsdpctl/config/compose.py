@@ -95,6 +95,11 @@ def compose_config(
     return Composed(config, name, dropped, automatic, renamed)
 
 
+def default_config() -> Config:
+    """Return the configuration without any setting, before its model is read."""
+    return to_config(_values_of_choices({}), {})
+
+
 def checked_settings(words: Sequence[str]) -> list[Pair]:
     """Return settings of the command line as they were typed, after a check of each by itself.
 

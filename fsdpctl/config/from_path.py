@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.any_decoder import NAMES, family_in, resized, words_of_content
+from fsdpctl.config.any_decoder import (
+    NAMES,
+    family_in,
+    read_configuration,
+    resized,
+    words_of_content,
+)
 from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.keys import Value
@@ -16,6 +22,7 @@ from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import KEYS
 from fsdpctl.config.serialize import known_key
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.untrusted import parse_json
 
 CONFIG_JSON = "model.config_json"
 _SIZES = tuple(f"model.{name}" for name in NAMES)
@@ -81,15 +88,16 @@ def values_of_model(
 
 def _changed(words: Mapping[str, str], given: Mapping[str, str], where: str) -> dict[str, str]:
     """Return the settings that follow from config.json with the given sizes and overrides."""
-    content: dict[str, Any] = json.loads(words[CONFIG_JSON])
+    content = parse_json(words[CONFIG_JSON], dict[str, Any], f"{where}: {CONFIG_JSON}")
     sizes = {name: KEYS[name].parse(given[name]) for name in _SIZES if name in given}
     if not sizes and OVERRIDES not in given:
         return {}
+    sizes = {name.removeprefix("model."): value for name, value in sizes.items()}
+    content = resized(content, sizes, where)
     if OVERRIDES in given:
         content = merged(content, str(KEYS[OVERRIDES].parse(given[OVERRIDES])), where)
         where = f"{where}, {OVERRIDES}"
-    sizes = {name.removeprefix("model."): value for name, value in sizes.items()}
-    found = words_of_content(resized(content, sizes, where), where)
+    found = words_of_content(content, where)
     return {f"model.{name}": text for name, text in found.items()}
 
 
@@ -115,8 +123,17 @@ def _check_sizes(given: Mapping[str, str], values: Mapping[str, Value], where: s
         wanted = KEYS[name].parse(given[name]) if name in given else None
         if wanted is not None and values.get(name) != wanted:
             raise UsageError(f"{name}={given[name]}: {where}: {family} has no such size")
-    if given.get(CONFIG_JSON) not in (None, values[CONFIG_JSON]):
-        raise UsageError(f"{CONFIG_JSON}: not that of {where}; leave it out")
+    names = ("num_heads", "num_kv_heads", "head_dim")
+    heads, groups, width = (int(str(values.get(f"model.{name}") or 0)) for name in names)
+    if "model.num_kv_heads" in given and heads % groups:
+        raise UsageError(f"model.num_kv_heads={groups}: must divide the {heads} heads of num_heads")
+    if width % 2 and any(name in given for name in _SIZES):
+        raise UsageError(f"model.head_dim={width}: rotary embeddings need an even width")
+    if CONFIG_JSON in given:  # of a run, which may name what others leave out
+        texts = (given[CONFIG_JSON], str(values[CONFIG_JSON]))
+        one, other = (parse_json(text, dict[str, Any], CONFIG_JSON) for text in texts)
+        if read_configuration(one, CONFIG_JSON) != read_configuration(other, where):
+            raise UsageError(f"{CONFIG_JSON}: not that of {where}; leave it out")
 
 
 def values_of_adapters(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:

@@ -93,6 +93,12 @@ def config_words(config: Config) -> dict[str, str]:
     return words
 
 
+def words_to_type(config: Config) -> dict[str, str]:
+    """Return the same without what follows from other settings."""
+    words = config_words(config)
+    return {name: text for name, text in words.items() if name in GROUPS or not KEYS[name].instead}
+
+
 def _is_of_an_unused_section(part: object, name: str) -> bool:
     """Return whether a key is in a subsection that has only defaults."""
     path = name.split(".")[1:-1]

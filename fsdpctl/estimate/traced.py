@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Config
 from fsdpctl.engine.describe import divide_module
@@ -20,7 +21,6 @@ from fsdpctl.models.attention import import_kernels
 from fsdpctl.models.quantized import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.row_documents import assumed_documents
-from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import THEIRS
 from fsdpctl.plan.context import ContextParallel
 from fsdpctl.plan.units import UnitSpec
@@ -211,9 +211,6 @@ class TracedModel:
         self.units, self.num_trained = built.units, built.num_trained
         self.num_params, self.num_active = built.num_params, built.num_active
         module = deepcopy(built.short.module)
-        self._family = None
-        if isinstance(module, TransformersDecoder):  # whose code raises what it likes
-            self._family = module.transformers_model.config.model_type
         self.packages = packages_of(module) if config.launch.device == "cuda" else ()
         self._traced_module = TracedModule(
             replace(built.short, module=module),
@@ -270,12 +267,10 @@ class TracedModel:
         try:
             return self._traced_module.program(run)
         except Exception as error:  # of the code of a family, which our attention may not serve
-            if self._family is None:
-                raise
             if self._model.attention == THEIRS:
                 reason = str(error).strip().partition("\n")[0]
                 raise UsageError(
-                    f"model: {self._family}: memory cannot be estimated: {reason}"
+                    f"model: {family_of(self._model)}: memory cannot be estimated: {reason}"
                 ) from error
         self._model = replace(self._model, attention=THEIRS)
         self._traced_module.remake()

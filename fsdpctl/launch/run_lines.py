@@ -21,7 +21,6 @@ from fsdpctl.io.units import format_bytes
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
-from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.schedule import warmup_steps
 from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy
@@ -92,9 +91,7 @@ def _model(opened: Opened) -> str:
 def _experts(opened: Opened) -> Iterator[str]:
     """Yield what decides the loss of routers, if the model has experts."""
     module = opened.module
-    if not isinstance(module, TransformersDecoder) or not idle_parameters(
-        module.transformers_model
-    ):
+    if not idle_parameters(module.transformers_model):
         return
     on = "depends on how a step is divided into micro-batches"
     if opened.config.model.router_aux_loss == "global":
@@ -106,7 +103,7 @@ def _experts(opened: Opened) -> Iterator[str]:
 def _in_float32(opened: Opened) -> Iterator[str]:
     """Yield the parameters that transformers would keep in float32, if they are not."""
     module, dtype = opened.module, opened.config.precision.param_dtype
-    if not isinstance(module, TransformersDecoder) or dtype == "float32":
+    if dtype == "float32":
         return
     parts = getattr(module.transformers_model, "_keep_in_fp32_modules_strict", None) or ()
     names = [name for name, _ in module.named_parameters() if any(part in name for part in parts)]

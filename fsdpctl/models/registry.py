@@ -2,9 +2,10 @@
 
 import hashlib
 import math
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import ModelConfig
@@ -55,12 +56,9 @@ def build_plain(config: ModelConfig, *, plain_norms: bool = False) -> Transforme
         raise UsageError("model: matrices of these sizes are too large for any machine") from None
 
 
-def count_active(module: nn.Module) -> int:
+def count_active(module: Any) -> int:
     """Count the parameters that a token uses: of experts, only as many as it is sent to."""
-    count = sum(count_weights(module).values())
-    if not isinstance(module, TransformersDecoder):
-        return count
-    return count - idle_parameters(module.transformers_model)
+    return sum(count_weights(module).values()) - idle_parameters(module.transformers_model)
 
 
 def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelConfig) -> None:

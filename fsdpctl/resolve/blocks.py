@@ -242,14 +242,12 @@ def chunk_feed_forward(module: nn.Module, tokens: int) -> None:
     for block_name in block_names(module) if tokens else ():
         block = module.get_submodule(block_name)
         layer = getattr(block, "feed_forward", None) or getattr(block, "mlp", None)
-        is_ours = inspect.ismethod(layer)
-        if layer is None or _has_experts(block if is_ours else layer) or _takes_more(layer):
+        if layer is None or _has_experts(layer) or _takes_more(layer):
             raise UsageError(
                 f"train.mlp_chunk_tokens={tokens}: {block_name} has no feed-forward layer that "
                 "runs token by token"
             )
-        owner, name = (block, "feed_forward") if is_ours else (layer, "forward")
-        setattr(owner, name, partial(_in_chunks, getattr(owner, name), tokens))
+        layer.forward = partial(_in_chunks, layer.forward, tokens)
 
 
 def _in_chunks(plain: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Tensor:
@@ -260,10 +258,9 @@ def _in_chunks(plain: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Ten
     return torch.cat(parts).view_as(x)
 
 
-def _takes_more(layer: Callable[..., Tensor]) -> bool:
+def _takes_more(layer: nn.Module) -> bool:
     """Return whether `layer` takes more than hidden states."""
-    plain = layer.forward if isinstance(layer, nn.Module) else layer
-    return len(inspect.signature(plain).parameters) != 1
+    return len(inspect.signature(layer.forward).parameters) != 1
 
 
 def _has_experts(block: nn.Module) -> bool:

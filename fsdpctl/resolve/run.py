@@ -23,6 +23,7 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.io.activity import doing
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import build_model
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.amounts import total_steps, with_length, with_size, with_warmup
 from fsdpctl.resolve.attention_kernel import check_attention, notes_on_kernel
 from fsdpctl.resolve.blocks import missing_compiler
@@ -58,7 +59,7 @@ class Opened:
     config: Config  # every setting that decides the losses is final, and so is the run directory
     automatic: frozenset[str]  # keys that were `auto`
     data: DataSet
-    module: nn.Module  # on the meta device
+    module: TransformersDecoder  # on the meta device
     total_steps: int
     notes: tuple[str, ...]  # settings that cannot be honored
 

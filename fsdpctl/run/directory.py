@@ -24,6 +24,7 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint, remote_of
+from fsdpctl.config.from_path import CONFIG_JSON
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
@@ -47,7 +48,8 @@ from fsdpctl.run.metrics import was_validated
 _WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a start, not the run
 # They change the first weights, or the kernel, but not what a checkpoint means.
 _NOT_THE_MODELS = (
-    "model.path", "model.init", "model.init_std", "model.lora.path", "model.attention"
+    "model.path", "model.init", "model.init_std", "model.lora.path", "model.attention",
+    "model.overrides",
 )  # fmt: skip
 _MAY_CHANGE = ("optimizer.state_dtype",)  # on resume: checkpoints are read into any dtype
 _NOT_SET = "not set"
@@ -264,9 +266,14 @@ def _check_same_run(
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the settings that differ, except for the run's directory and its rendezvous."""
+    """Return the settings that differ, except for the run's directory and its rendezvous.
+
+    A config.json counts if no other setting of the model differs.
+    """
     names = sorted({*before, *now} - {*_WHERE})
-    return [name for name in names if before.get(name) != now.get(name)]
+    found = [name for name in names if before.get(name) != now.get(name)]
+    others = [name for name in found if name.startswith("model.") and name != CONFIG_JSON]
+    return [name for name in found if name != CONFIG_JSON or not others]
 
 
 def prepare_run_dir(

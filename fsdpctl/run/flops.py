@@ -1,6 +1,7 @@
 """The FLOPs of a model, and the share of the devices' peak that a run uses (MFU)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,6 @@ from fsdpctl.config.schema import Config
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import count_active
-from fsdpctl.models.transformers_decoder import TransformersDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ModelFlops:
         return None if self.peak is None else self.per_token * tokens_per_second / self.peak
 
 
-def model_flops(config: Config, module: nn.Module, device: torch.device, ranks: int) -> ModelFlops:
+def model_flops(config: Config, module: Any, device: torch.device, ranks: int) -> ModelFlops:
     """Return the FLOPs of a run on `ranks` devices like `device`."""
     peak, _ = _peak(config, device)
     per_token = flops_per_token(config.model, count_active(module), config.train.seq_len)
@@ -35,7 +35,7 @@ def model_flops(config: Config, module: nn.Module, device: torch.device, ranks: 
     return ModelFlops(per_token, None if peak is None else peak * ranks)
 
 
-def describe_flops(config: Config, module: nn.Module) -> str:
+def describe_flops(config: Config, module: Any) -> str:
     """Describe the FLOPs per token and the peak that the MFU is relative to."""
     device = torch.device(str(config.launch.device))
     peak, of = _peak(config, device)
@@ -56,7 +56,7 @@ def _peak(config: Config, device: torch.device) -> tuple[float | None, str]:
     return peak, f"no peak FLOP/s known for {name}" if peak is None else f"{name} in bfloat16"
 
 
-def _num_frozen(module: nn.Module) -> int:
+def _num_frozen(module: Any) -> int:
     """Count frozen parameters that a token uses: without a gradient, each saves it 2 FLOPs.
 
     Every frozen parameter is assumed to propagate the gradient of an activation.
@@ -69,9 +69,7 @@ def _num_frozen(module: nn.Module) -> int:
         for name, param in params.items()
         if not param.requires_grad and id(param) not in looked_up
     )
-    is_decoder = isinstance(module, TransformersDecoder)
-    idle = idle_parameters(module.transformers_model, only_frozen=True) if is_decoder else 0
-    return frozen - idle
+    return frozen - idle_parameters(module.transformers_model, only_frozen=True)
 
 
 def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:

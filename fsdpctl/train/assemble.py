@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,8 +132,8 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
 
 def _with_counts(model: TrainedModel) -> TrainedModel:
     """Let routers count tokens over all ranks, if they are to."""
-    if isinstance(model.module, TransformersDecoder):
-        model.module.reduce_counts = model.collectives.all_reduce
+    module: Any = model.module
+    module.reduce_counts = model.collectives.all_reduce
     return model
 
 
@@ -152,11 +153,10 @@ def _draw(config: Config, module: nn.Module) -> Callable[[str, Tensor], None]:
     return draw
 
 
-def make_module(config: Config) -> nn.Module:
+def make_module(config: Config) -> TransformersDecoder:
     """Return the module on the meta device, with blocks checkpointed and compiled as configured."""
     module = build_model(config.model)
-    if isinstance(module, TransformersDecoder):
-        fill_buffers(module)
+    fill_buffers(module)
     prepare_blocks(module, config)
     return module
 

@@ -14,7 +14,6 @@ from fsdpctl.data.tokens import TokenStream
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from
-from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.resolve.blocks import prepare_blocks
@@ -56,7 +55,7 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
 
 def unused_units(parts: TrainingParts, units: set[str]) -> set[str]:
     """Return those of some units whose like has no gradient in the copy, as an image encoder."""
-    if not units or not isinstance(parts.model.module, TransformersDecoder):
+    if not units:
         return set()
     used: dict[str, bool] = {}  # of the copy's parameters, by name without the numbers of blocks
     for name, grad in _gradients(parts).items():

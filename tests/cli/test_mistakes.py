@@ -108,7 +108,7 @@ TABLE = [
     ("text model.lora.rank=4 model.lora.targets=q_porj", "did you mean q_proj?"),
     ("text model.trainable=[layers.11]", "layers.11 matches no parameter name"),
     ("text model.router_aux_loss=global", "model.router_aux_loss=global: only valid with a"),
-    ("text model.num_heads=5", "model.num_kv_heads=2: must divide the 5 heads"),
+    ("text model.num_heads=5", "model=llama_tiny", "not a multiple of the number of attention"),
     ("text model.vocab_size=100", "model.vocab_size=100: smaller", "256"),
     ("text model.head_dim=3", "model.head_dim=3: rotary embeddings need an even width"),
     # ranks and batches

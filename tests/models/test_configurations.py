@@ -164,7 +164,7 @@ def check(family: str, edit: dict[str, Any]) -> str:
         text = str(error)
         return "" if theirs is None and "\n" not in text else f"refused: {text}"
     difference = float((found - wanted).abs().max() / wanted.abs().max())
-    return "" if difference <= 1e-5 else f"{model.architecture} differs by {difference}"
+    return "" if difference <= 1e-5 else f"differs by {difference}"
 
 
 def wrong_ones(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:

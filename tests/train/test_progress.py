@@ -128,13 +128,13 @@ _LAYERS = 3 * _PER_LAYER + 32  # and the last norm
 def test_flops_follow_the_formula(words, expected):
     config = compose_config([*SHAPE, *words]).config
     device = torch.device("cpu")
-    model = make_model(config, device)
+    model = make_model(config, device).module
     assert model_flops(config, model, device, 2) == ModelFlops(expected, None)
 
 
 def test_a_run_describes_the_peak_that_mfu_is_relative_to(monkeypatch):
     config = compose_config(SHAPE).config
-    model = make_model(config, torch.device("cpu"))
+    model = make_model(config, torch.device("cpu")).module
     assert describe_flops(config, model).endswith("; MFU n/a: no peak FLOP/s known for a CPU")
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
     launch = replace(config.launch, device="cuda")

@@ -1,0 +1,54 @@
+"""Norms of transformers' models by torch's operator: the same results, and less kept of them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.estimate.operators import operators_of
+from fsdpctl.models.registry import build_plain
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+from tests.matrix import fast
+from tests.models.decoders import drawn, save_decoder
+
+TOKENS = torch.arange(24).view(2, 12)
+FAMILIES = ["gemma3_text", "qwen3_moe", "gemma", "olmo2", "qwen3_next", "mixtral"]
+
+
+def kept(module: TransformersDecoder) -> int:
+    """The bytes of the tensors that backward needs, on a GPU in bf16."""
+    sizes: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
+        return x
+
+    module = module.bfloat16().to("meta")
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with torch.device("meta"), operators_of("cuda", None), hooks:
+        module(TOKENS.to("meta"))
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("family", fast(*FAMILIES[:2], slow=FAMILIES[2:]))
+def test_results_are_the_same_with_less_memory(family, tmp_path):
+    save_decoder(family, tmp_path)
+    words = ["model=hf", f"model.path={tmp_path}", "model.init=random"]
+    model = compose_config(words).config.model
+    ours = drawn(model).train(False)
+    theirs = build_plain(model, plain_norms=True)
+    names = {type(each).__name__: type(each) for each in theirs.modules()}
+    others = {type(each) for each in ours.modules()} - {*names.values()}
+    assert {each.__name__ for each in others} == {
+        each for each in names if each.endswith("RMSNorm")
+    }
+    plain: Any = drawn(model).train(False)
+    for name, each in theirs.named_modules():
+        plain.get_submodule(name).__class__ = type(each)
+    with torch.no_grad():
+        for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            other.copy_(one.add_(0.1 * torch.randn_like(one)) if one.ndim < 2 else one)
+    torch.testing.assert_close(ours(TOKENS), plain(TOKENS), rtol=0, atol=1e-5)
+    assert kept(ours) < kept(plain)
