@@ -48,8 +48,7 @@ def opened_checkpoint(source: str) -> "CheckpointReader":
 def consolidate_checkpoint(
     source: Source,
     destination: Annotated[
-        Path,
-        typer.Argument(metavar="DST", help="A new directory; for gguf, a new file."),
+        Path, typer.Argument(metavar="DST", help="A new directory; for gguf, a new file.")
     ],
     dtype: Annotated[
         str | None,

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 Source = Annotated[
     Path,
     typer.Argument(
-        metavar="FILE",
-        help="Configuration of axolotl, accelerate, TRL or NeMo Automodel.",
+        metavar="FILE", help="Configuration of axolotl, accelerate, TRL or NeMo Automodel."
     ),
 ]
 

@@ -17,8 +17,7 @@ from fsdpctl.io.activity import DISPLAY
 from fsdpctl.io.texts import printable
 
 Weights = Annotated[
-    Path,
-    typer.Argument(metavar="SRC", help="A run, a checkpoint, or a Hugging Face directory."),
+    Path, typer.Argument(metavar="SRC", help="A run, a checkpoint, or a Hugging Face directory.")
 ]
 
 
@@ -26,18 +25,12 @@ def sample(  # noqa: PLR0913  # each is an option
     source: Weights,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Format the prompt by the model's chat template."),
+        bool, typer.Option("--chat", help="Format the prompt by the model's chat template.")
     ] = False,
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate.")] = 200,
     seed: Annotated[int, typer.Option(min=0, max=2**53, help="Seed of the random sampling.")] = 0,
     temperature: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            max=100.0,
-            help="Sampling temperature.",
-        ),
+        float, typer.Option(min=0.0, max=100.0, help="Sampling temperature.")
     ] = 0.8,
     top_p: Annotated[
         float,

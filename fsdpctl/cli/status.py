@@ -26,8 +26,7 @@ _NOT_SET = "not set"
 
 def status(
     run: Annotated[
-        Path | None,
-        typer.Argument(metavar="[RUN]", help="Run directory (default: runs/latest)."),
+        Path | None, typer.Argument(metavar="[RUN]", help="Run directory (default: runs/latest).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -160,8 +159,7 @@ def compare_runs(
     assert_equal: Annotated[
         bool,
         typer.Option(
-            "--assert-equal",
-            help="Exit with code 1 unless losses and validation losses are equal.",
+            "--assert-equal", help="Exit with code 1 unless losses and validation losses are equal."
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

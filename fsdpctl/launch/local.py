@@ -207,10 +207,7 @@ def _environment(launch: LaunchConfig, interface: str | None, *, is_alone: bool)
     assert launch.nproc_per_node is not None
     values = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // launch.nproc_per_node))}
     values |= launch.allocator_environment
-    forced = {
-        "FSDPCTL_LAUNCHER": str(os.getpid()),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": _NO_SIGNAL,
-    }
+    forced = {"FSDPCTL_LAUNCHER": str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": _NO_SIGNAL}
     if interface is not None:
         forced["GLOO_SOCKET_IFNAME"] = interface
         if is_alone or launch.interface is not None:  # else NCCL selects its interfaces itself

@@ -197,10 +197,7 @@ def _with_precision(config: Config) -> Config:
             f"{param_dtype}"
         )
     precision = PrecisionConfig(
-        given.name,
-        param_dtype,
-        given.reduce_dtype or "float32",
-        given.master_dtype or "float32",
+        given.name, param_dtype, given.reduce_dtype or "float32", given.master_dtype or "float32"
     )
     return replace(config, precision=precision)
 

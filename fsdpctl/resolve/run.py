@@ -27,14 +27,7 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.amounts import total_steps, with_length, with_size, with_warmup
 from fsdpctl.resolve.attention_kernel import check_attention, notes_on_kernel
 from fsdpctl.resolve.blocks import missing_compiler
-from fsdpctl.resolve.data import (
-    DATE,
-    checked_data,
-    date_of_run,
-    notes_on_data,
-    on_date,
-    with_data,
-)
+from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
 from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.resolve.launchers import Place, place_of
 from fsdpctl.resolve.machine import (

@@ -42,13 +42,7 @@ class RunProgress:
     """The progress of a run on standard output; silent unless `shows`."""
 
     def __init__(
-        self,
-        total_steps: int,
-        first_step: int,
-        *,
-        log_every: int,
-        shows: bool,
-        log: Path | None,
+        self, total_steps: int, first_step: int, *, log_every: int, shows: bool, log: Path | None
     ) -> None:
         """Also write permanent lines to `log`, even if standard output is closed."""
         self._log = log if shows else None

@@ -37,12 +37,7 @@ from fsdpctl.tools.compare.vary import Variant
 T = TypeVar("T")
 RUN_FOLDER = "runs"  # in the directory of a comparison
 _WARM_UP = 0.25  # share of the steps that are ignored
-_PARTS = (
-    "compute_seconds",
-    "exposed_communication_seconds",
-    "optimizer_seconds",
-    "data_seconds",
-)
+_PARTS = ("compute_seconds", "exposed_communication_seconds", "optimizer_seconds", "data_seconds")
 _PEAKS = ("peak_engine_bytes", "peak_tensor_bytes", "peak_reserved_bytes")
 
 
