@@ -71,7 +71,6 @@ def compare(
 def _how(
     asked: ConfigArguments, length: int, num_rounds: int, *, simulates: bool
 ) -> tuple[str, str]:
-    """Return how variants are compared, and the command line."""
     from fsdpctl.tools.compare.report import command_of
 
     how = "simulation of the planned step on streams and links; nothing ran"
@@ -104,7 +103,6 @@ def _report(
     as_json: bool,
     is_complete: bool,
 ) -> None:
-    """Print and write the results, if anything was compared."""
     from fsdpctl.tools.compare.order import ordered
     from fsdpctl.tools.compare.report import PAGE, describe, rows_as_json, write_report
     from fsdpctl.tools.compare.simulate import SimulatedComparison

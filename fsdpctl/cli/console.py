@@ -152,7 +152,6 @@ def _parts(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
 
 
 def _of_columns(columns: Sequence[Column], like: Table, width: int) -> Table:
-    """Return a table with some columns of another one, of at most `width` if texts allow it."""
     wanted = [max(map(cell_len, _texts(column)), default=0) for column in columns]
     widths = [_least(column) for column in columns]
     free = width - sum(widths) - _GAP * (len(columns) - 1)

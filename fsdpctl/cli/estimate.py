@@ -111,7 +111,6 @@ def estimate_memory(
 
 
 def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | None) -> list["Fit"]:
-    """Return the largest size that fits for each estimate, if requested."""
     if fit is None:
         return []
     from fsdpctl.estimate.fit import largest_that_fits
@@ -122,7 +121,6 @@ def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | Non
 def _entries(
     found: "list[tuple[RunEstimate, Ranking | None]]", fits: "list[Fit]"
 ) -> list[dict[str, Any]]:
-    """Return the objects that `--json` prints."""
     entries = [
         {**estimate.to_dict(), **({} if ranking is None else {"selected": ranking.to_dict()})}
         for estimate, ranking in found

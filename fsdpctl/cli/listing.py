@@ -43,7 +43,6 @@ def _unknown(group: str) -> str:
 
 
 def _keys_of(group: str) -> dict[str, Key]:
-    """Return the keys of a group, section or subsection, or the key of that name."""
     keys = {name: key for name, key in KEYS.items() if not key.instead}
     found = {n: key for n, key in keys.items() if n == group or n.startswith(f"{group}.")}
     if not found and group not in SECTIONS:
@@ -52,7 +51,6 @@ def _keys_of(group: str) -> dict[str, Key]:
 
 
 def _described(section: str, default: Config) -> dict[str, Any]:
-    """Return the options and keys of a group as the object to print."""
     keys, part = _keys_of(section), getattr(default, section.split(".")[0])
     is_group = section in GROUPS
     return {

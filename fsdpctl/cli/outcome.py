@@ -53,7 +53,6 @@ def report_exit(outcome: "Outcome", run_dir: Path) -> None:
 
 
 def _next_options(run_dir: Path) -> tuple[str, str]:
-    """Return the options of `sample` and `consolidate-checkpoint` that a run suggests."""
     from fsdpctl.run.directory import read_config
 
     try:
@@ -86,7 +85,6 @@ def _show_failure(cause: "Failure | None", run_dir: Path, outcome: "Outcome") ->
 
 
 def _about(cause: "Failure", run_dir: Path, outcome: "Outcome") -> list[str]:
-    """Return the lines about a failed rank."""
     log, lines = run_dir / "logs" / f"rank-{cause.rank:05d}.log", []
     if cause.waited_in_vain:
         silent = listed(outcome.silent_ranks)

@@ -74,7 +74,6 @@ def _note_adapters(source: Path) -> None:
 
 
 def _user_messages() -> Iterator[str]:
-    """Yield lines of standard input until it ends."""
     shown = "> " if sys.stdin.isatty() else ""
     DISPLAY.started()  # now, the user types
     with suppress(EOFError):

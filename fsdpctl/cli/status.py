@@ -94,7 +94,6 @@ def _rows(found: "Status") -> Iterator[tuple[str, str]]:
 
 
 def _estimated(found: "Status") -> Iterator[tuple[str, str]]:
-    """Yield what was known before the run started, and what was measured."""
     from fsdpctl.io.units import format_bytes
 
     known = found.estimate

@@ -94,7 +94,6 @@ def _run_round(
     *,
     is_last: bool,
 ) -> Ended:
-    """Start the workers, watch them, and return how they exited."""
     from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -128,7 +127,6 @@ def _run_round(
 
 
 def _spec(args: Sequence[str], ranks: int, nodes: "Nodes | None", number: int) -> "WorkerSpec":
-    """Return what torch's agent runs, and the rendezvous of its workers."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     if nodes is None:

@@ -70,7 +70,6 @@ def _launch(run_dir: Path, launch: LaunchConfig, nodes: Nodes | None, number: in
 def _next_round(
     begun: Begun, outcome: Outcome, number: int, nodes: Nodes | None, say: Say
 ) -> RestartRound | None:
-    """Prepare the next round; return None if there is none."""
     cause = outcome.cause
     if not outcome.has_failed or outcome.was_asked or (cause and cause.exit_code in _FINAL):
         return None

@@ -89,7 +89,6 @@ def _model(opened: Opened) -> str:
 
 
 def _experts(opened: Opened) -> Iterator[str]:
-    """Yield what decides the loss of routers, if the model has experts."""
     module = opened.module
     if not idle_parameters(module.transformers_model):
         return

@@ -103,7 +103,6 @@ class Watchdog:
                 _kill(ranks)  # stopped, or blocked: the agent itself waits longer
 
     def _poll(self, passed: float) -> None:
-        """Read the heartbeats of all ranks, `passed` seconds after the last time."""
         beats = read_rank_statuses(self._pages)
         for local, beat in enumerate(beats):
             moved = beat.count != self._beats[local].count or beat.place == FINISHING

@@ -85,7 +85,6 @@ def check_attention(config: Config, *, here: bool = False) -> None:
 
 
 def _problem(config: Config, *, here: bool) -> str:
-    """Return the reason why the selected kernel cannot run, or an empty text."""
     kernel, architecture = config.model.attention, config.cluster.architecture
     if kernel in (None, THEIRS):
         return ""

@@ -170,7 +170,6 @@ def _is_saved(given: Tensor, block: nn.Module) -> bool:
 
 
 def _fetched_in(contexts: Callable[[], Any], sent: SentInput) -> tuple[Any, Any]:
-    """Fetch `sent` before a recomputation whose context sees operators."""
     forward, recomputation = contexts()
     return forward, _Both(sent, recomputation)
 
@@ -259,7 +258,6 @@ def _in_chunks(plain: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Ten
 
 
 def _takes_more(layer: nn.Module) -> bool:
-    """Return whether `layer` takes more than hidden states."""
     return len(inspect.signature(layer.forward).parameters) != 1
 
 

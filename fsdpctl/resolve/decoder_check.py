@@ -178,7 +178,6 @@ def _try(model: ModelConfig) -> Found:
 
 
 def _problem(module: TransformersDecoder, tokens: Tensor, whole: Tensor) -> str:
-    """Let the decoder use our attention, or return why it would not compute the same."""
     module.attention.use(ours=True)
     problem = "its attention is another one"
     try:

@@ -74,7 +74,6 @@ def place_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> P
 
 
 def _check_nodes(launch: LaunchConfig) -> None:
-    """Check that one of several nodes has its number and the rendezvous endpoint."""
     nodes, node = launch.nnodes, launch.node_rank
     check_nodes(launch)
     if nodes > 1 and (node is None or launch.rdzv_endpoint is None):
@@ -117,7 +116,6 @@ def _number(name: str, environ: Mapping[str, str]) -> int:
 
 
 def _above_one(name: str, environ: Mapping[str, str]) -> bool:
-    """Return whether the variable is a number above 1."""
     text = environ.get(name, "")
     return text.isdecimal() and int(text) > 1
 

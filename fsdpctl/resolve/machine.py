@@ -176,7 +176,6 @@ def sample_groups(config: Config) -> int:
 
 
 def _memory_here(device: str, ranks: int) -> float:
-    """Return the bytes that a rank may use."""
     if device == "cuda" and torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory)
     return host_memory() / ranks

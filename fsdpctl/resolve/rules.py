@@ -53,7 +53,6 @@ def checked(config: Config) -> Config:
 
 
 def _broken(config: Config) -> Iterator[str]:
-    """Yield the messages of the rules that a configuration breaks."""
     yield from _keys_of_others(config)
     sections = {name: getattr(config, name) for name in SECTIONS}
     about = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "ranks": world_size(config)}
@@ -63,7 +62,6 @@ def _broken(config: Config) -> Iterator[str]:
 
 
 def _keys_of_others(config: Config) -> Iterator[str]:
-    """Yield settings of an optimizer that is not used."""
     about, usual = config.optimizer, OptimizerConfig()
     names = {name for each in OPTIMIZERS.values() for name in each.keys}
     for name in sorted(names - {*get_optimizer(about.name).keys}):
@@ -96,13 +94,11 @@ _ONLY_OURS: Mapping[str, Callable[[Config], bool]] = {
 
 
 def _only_ours(config: Config) -> str:
-    """Return the first setting that PyTorch's engines do not have."""
     ours = config.engine.name == FSDPCTL
     return next((text for text, is_set in _ONLY_OURS.items() if not ours and is_set(config)), "")
 
 
 def _cannot_offload(config: Config) -> str:
-    """Return why the optimizer or the strategy allows no such states on the host."""
     given = config.strategy
     if Offload.STATES in given.on_host and config.optimizer.name != ADAMW:
         return f"requires optimizer=adamw, got optimizer={config.optimizer.name}"

@@ -162,7 +162,6 @@ def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
 
 
 def _built_buffers(model: ModelConfig) -> dict[str, Tensor]:
-    """Return the buffers of building the module, whose parameters take no memory."""
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

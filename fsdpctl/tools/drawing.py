@@ -136,7 +136,6 @@ def _title(found: "RunEstimate") -> str:
 
 
 def _step(found: "RunEstimate") -> Any:
-    """Draw the memory at each moment of a step, stacked by category."""
     from fsdpctl.predict.peak import peaks_by_moment
 
     moments = peaks_by_moment(found.step.script, found.step.recorder.item)
@@ -166,7 +165,6 @@ def _step(found: "RunEstimate") -> Any:
 
 
 def _strategies(estimates: Sequence["RunEstimate"]) -> Any:
-    """Draw the memory at the peak, a bar for each strategy."""
     names = [each.config.strategy.name for each in estimates]
     figure, axes = bar_axes("Memory at the peak", _title(estimates[0]), names)
     stacks = [

@@ -155,7 +155,6 @@ def _check_text(prompt: str) -> None:
 
 
 def _opened(source: Path) -> tuple[Config, Tensors, dict[str, bytes]]:
-    """Open the model's configuration, its weights, and its other files."""
     if is_hugging_face(source):
         config = compose_config(["model=hf", f"model.path={source}"]).config
         return config, open_weights(config.model), read_assets(source)

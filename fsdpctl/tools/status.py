@@ -126,7 +126,6 @@ def read_status(run_dir: Path) -> Status:
 
 
 def _lines(run_dir: Path) -> list[MetricsLine]:
-    """Read the end of metrics.jsonl; an empty list if it does not exist."""
     path = run_dir / METRICS
     found = read_metrics(path, last_bytes=_METRICS_BYTES) if os.path.lexists(path) else ()
     return list(found)
@@ -144,7 +143,6 @@ def _number(value: object) -> float | None:
 
 
 def _recent(values: Sequence[float | None]) -> float | None:
-    """Return the median of the known values."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 

@@ -103,7 +103,6 @@ class MeasuredComparison:
                     self._run_once(each, number)
 
     def _prepare(self, each: _VariantRuns) -> None:
-        """Resolve a variant and estimate its memory and traffic."""
         try:
             opened = open_run(each.variant.composed)
             selection = None

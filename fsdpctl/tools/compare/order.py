@@ -50,7 +50,6 @@ def losses(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _odd(group: Sequence[Row]) -> Iterator[str]:
-    """Yield the rows whose loss differs from that of most."""
     usual = Counter(row.final_loss or 0.0 for row in group).most_common(1)[0][0]
     for row in group:
         if off := (row.final_loss or 0.0) - usual:

@@ -100,7 +100,6 @@ def _range(values: set[int]) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's name, on Linux that in /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -149,7 +148,6 @@ def _page(rows: Sequence[Row], about: ComparisonInfo) -> str:
 
 
 def _picture(rows: Sequence[Row], title: str) -> str:
-    """Draw the speed of each row; return a PNG in base64."""
     labels = [" · ".join(row.varied.values()) or row.strategy for row in rows]
     figure, axes = bar_axes("Throughput", title, labels, " · ".join(names_of(rows)))
     bars(axes, [row.speed for row in rows], color=[BLUE, *[SKY] * (len(rows) - 1)])

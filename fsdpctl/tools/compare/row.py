@@ -139,7 +139,6 @@ def _spread(row: Row) -> str | None:
 
 
 def _cell(name: str, shown: Callable[[Any], str]) -> Cell:
-    """Return the function that shows a value of a row, if it is known."""
     return lambda row: None if getattr(row, name) is None else shown(getattr(row, name))
 
 

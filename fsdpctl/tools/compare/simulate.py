@@ -124,7 +124,6 @@ class SimulatedComparison:
             self._estimate(each, settle(placed))
 
     def _estimate(self, each: _SimulatedVariant, plan: RunPlan) -> None:
-        """Estimate and predict a variant."""
         config = plan.config
         each.row = replace(each.row, strategy=config.strategy.name)
         estimate = self._estimator.estimate(plan)
@@ -152,7 +151,6 @@ def _with_times(row: Row, config: Config, step: StepPrediction, estimate: RunEst
 
 
 def _utilization(config: Config, speed: float, estimate: RunEstimate) -> float | None:
-    """Return the model FLOPs utilization, or None if the peak of the devices is unknown."""
     peak = config.cluster.flops
     if config.precision.param_dtype != "bfloat16":
         peak = config.cluster.flops_fp32
