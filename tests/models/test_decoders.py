@@ -195,7 +195,7 @@ def test_export_has_the_names_of_the_hub(tmp_path):
         ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}, "runs no code from"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: not supported"),
         ({"model_type": "gemma3"}, "is not a text decoder"),
-        ({"num_attention_heads": "many"}, "num_attention_heads many: expected a number"),
+        ({"num_attention_heads": "many"}, "num_attention_heads many: expected a whole number"),
     ],
 )
 def test_a_config_that_transformers_cannot_run_is_rejected(changes, said, tmp_path):

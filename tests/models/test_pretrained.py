@@ -167,7 +167,7 @@ def test_what_is_missing_or_too_much_is_named(tmp_path):
 
 MISTAKES = {
     "model_type": ("lama", "model_type lama: not a causal decoder .*; did you mean llama"),
-    "num_hidden_layers": ("many", "num_hidden_layers many: expected a number"),
+    "num_hidden_layers": ("many", "num_hidden_layers many: expected a whole number"),
     "quantization_config": ({"bits": 4}, "quantization_config"),
     "rope_parameters": ({"rope_type": "longrope"}, "config.json: .*longrope.*transformers"),
 }

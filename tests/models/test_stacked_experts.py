@@ -18,10 +18,9 @@ from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.comm.collectives import collectives_for
-from fsdpctl.config.compose import compose_config
 from fsdpctl.config.peft import ADAPTER_CONFIG, adapter_words
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import config_from_words, config_words
+from fsdpctl.config.serialize import config_words
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import UsageError
 from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
@@ -277,10 +276,3 @@ def test_names_of_peft_are_matrices_of_experts_or_layers(tmp_path: Path) -> None
     ):
         assert targets.search(name), name
     assert not targets.search("mlp.down_proj")
-
-
-def test_a_run_of_before_keeps_its_experts_as_they_were() -> None:
-    words = config_words(compose_config(["model.lora.rank=8", "model.base_dtype=nf4"]).config)
-    assert config_from_words(words).model.quantize_experts
-    del words["model.quantize_experts"]
-    assert not config_from_words(words).model.quantize_experts
