@@ -7,7 +7,7 @@ from typing import Any
 from fsdpctl.errors import UsageError, nearest
 
 # Where transformers looks for the text model in a configuration.
-PARTS = ("text_config", "decoder", "generator", "text_encoder")
+_PARTS = ("text_config", "decoder", "generator", "text_encoder")
 # Keys about the file, which fsdpctl sets when it writes one, and their values.
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "auto")
 _ABOUT = {"dtype": _DTYPES, "torch_dtype": _DTYPES, "use_cache": ("true", "false")}
@@ -23,7 +23,7 @@ def check_parts(content: Mapping[str, Any], where: str, parts: Collection[str]) 
     Raises:
         UsageError: If they aren't.
     """
-    for name in {*PARTS, *parts} & content.keys():
+    for name in {*_PARTS, *parts} & content.keys():
         value = content[name]
         if value is not None and name not in parts:
             raise UsageError(

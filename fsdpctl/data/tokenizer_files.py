@@ -1,4 +1,4 @@
-"""The files of a tokenizer, with limits, and their opening by transformers.
+"""The files of a tokenizer, and their opening by transformers.
 
 Note: why transformers reads a copy. The directory may be hostile or change meanwhile. The copy
 contains the regular files that were read, and nothing else: no code, no link, and of config.json
@@ -79,7 +79,7 @@ def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
         files: The contents by name, of which config.json and those of tokenizers matter.
 
     Raises:
-        UsageError: If a file is damaged or exceeds a limit, or if transformers can't load it.
+        UsageError: If a file is damaged, or if transformers can't load it.
     """
     where = f"tokenizer {name}"
     copied = _copied(files, where)
