@@ -232,7 +232,10 @@ def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
         return ()
     if newest_checkpoint(last / CHECKPOINTS) is None:
         return ()
-    before, now = config_words(read_config(last)), config_words(config)
+    try:
+        before, now = config_words(read_config(last)), config_words(config)
+    except UsageError:  # of another version, which a new run does not need
+        return ()
     changed = [key for key in _changed(before, now) if decides_losses(key)]
     if any(key.startswith("data") for key in changed):  # hardly meant to continue that run
         return ()

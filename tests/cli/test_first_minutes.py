@@ -257,7 +257,8 @@ def test_another_value_is_said_to_begin_a_new_run(tmp_path, monkeypatch):
     said = dry_run(*words, "optimizer.lr=0.5", "precision=fp32")
     assert "to continue from its state, pass --resume runs/llama_tiny-abcdef" in said
     assert "has optimizer.lr 0.25, precision auto" in said
-    assert "this is a new run" not in dry_run(*words, "train.run_dir=mine")
+    (first / "config.yaml").write_text("model.of_another_version: 1\n")
+    assert "to continue from its state" not in dry_run(*words, "optimizer.lr=0.5")
 
 
 def test_an_inspection_begins_with_a_summary_and_weights(tmp_path):
