@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.engine.build import Sharding
-from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
@@ -257,40 +256,6 @@ def test_without_a_process_group_it_runs_as_one_rank():
     assert largest_difference(model.state_dict(), expected) == 0.0
 
 
-class _Filled(nn.Module):
-    """Blocks whose parameters leave no padding."""
-
-    def __init__(self, *, bias: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=bias) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_gradients_that_fill_their_buffer_are_held_like_others(bias: bool) -> None:
-    torch.manual_seed(1)
-    batches = [[[torch.randn(4, 64), torch.randn(4, 64)]] for _ in range(2)]
-    expected = train_reference(_Filled(bias=bias), square_loss, batches)
-    model = shard_model(_Filled(bias=bias), "full_shard")
-    optimizer = ShardedAdamW(model, lr=1e-2)
-    for ((first, second),) in batches:
-        with model.no_sync():
-            (square_loss(model, first) / 2).backward()
-        (square_loss(model, second) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert largest_difference(model.state_dict(), expected) == 0.0
-
-
-def gradients_of(model: ShardedModel) -> list[Tensor]:
-    return [shard.grad for shard in model.flat_shards() if shard.grad is not None]
-
-
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @distributed(world_size=2)
 def test_nothing_is_left_in_the_padding_of_unsharded_gradients(
@@ -300,27 +265,11 @@ def test_nothing_is_left_in_the_padding_of_unsharded_gradients(
     model = shard_model(make_net(tied=False), "no_shard", precision=precision)
     for of_ranks in token_batches(3, world_size):
         next_token_loss(model, of_ranks[rank][0]).backward()
-        gradients = gradients_of(model)
+        gradients = [each.grad for each in model.flat_shards() if each.grad is not None]
         assert all(each.isfinite().all() for each in gradients)
         torch._foreach_mul_(gradients, float("nan"))
         del gradients
         model.drop_gradients()
-
-
-@distributed(world_size=2)
-@in_turn(window=[False, True])
-def test_a_gradient_with_other_references_is_not_overwritten(
-    rank: int, world_size: int, window: bool
-) -> None:
-    model = shard_model(make_net(tied=False), "no_shard")
-    first, second = (of_ranks[rank][0] for of_ranks in token_batches(2, world_size))
-    next_token_loss(model, first).backward()
-    held = [each[5:9] if window else each for each in gradients_of(model)]
-    before = [each.clone() for each in held]
-    model.drop_gradients()
-    next_token_loss(model, second).backward()
-    assert all(map(torch.equal, held, before))
-    assert not any(map(torch.equal, held, gradients_of(model)))
 
 
 @pytest.mark.parametrize(
