@@ -82,11 +82,7 @@ def configured(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def normalized(config: ConfigArguments, nproc_per_node: str | None = None) -> ConfigArguments:
-    """Normalize the notation: `FILE.yaml` is a recipe, `--a.b=v` and `--a.b v` are `a.b=v`.
-
-    Raises:
-        UsageError: If there are two recipes.
-    """
+    """Normalize the notation: `FILE.yaml` is a recipe, `--a.b=v` and `--a.b v` are `a.b=v`."""
     settings: list[str] = []
     recipe, rest = config.recipe, iter(config.settings or [])
     for text in rest:

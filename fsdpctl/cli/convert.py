@@ -53,11 +53,7 @@ def convert(
 
 
 def converted(source: Path, words: list[str]) -> "ConvertedRecipe":
-    """Return the recipe for a file of another tool, with settings of the command line.
-
-    Raises:
-        UsageError: If the file isn't one of a supported tool, or a setting is not allowed.
-    """
+    """Return the recipe for a file of another tool, with settings of the command line."""
     from fsdpctl.config.compose import checked_settings
     from fsdpctl.config.importers.read import read_others
     from fsdpctl.config.importers.recipe import convert as to_recipe

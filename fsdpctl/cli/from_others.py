@@ -16,11 +16,7 @@ _WIDTH = 88
 
 
 def asked_from(file: Path, asked: ConfigArguments) -> "ImportedConfig":
-    """Return the configuration of another tool in `file`, with settings from the command line.
-
-    Raises:
-        UsageError: If it cannot be estimated, or a recipe is given too.
-    """
+    """Return the configuration of another tool in `file`, with settings from the command line."""
     from fsdpctl.config.importers.read import read_others
 
     words = typed_beside(file, asked)
@@ -31,11 +27,7 @@ def asked_from(file: Path, asked: ConfigArguments) -> "ImportedConfig":
 
 
 def typed_beside(file: Path, asked: ConfigArguments) -> list[str]:
-    """Return the settings of the command line.
-
-    Raises:
-        UsageError: If a recipe is given too.
-    """
+    """Return the settings of the command line; UsageError if a recipe is given too."""
     words, recipe = normalized(asked)
     if recipe is not None:
         raise UsageError(f"--from {file}: conflicts with the recipe {recipe}; pass only one")

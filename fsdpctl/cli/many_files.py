@@ -41,11 +41,7 @@ def files_of(sources: Sequence[Path]) -> list[Path]:
 def show_verdicts(
     files: Sequence[Path], asked: ConfigArguments, *, as_json: bool, require_fit: bool
 ) -> int:
-    """Estimate each file with the settings of the command line; return the exit code.
-
-    Raises:
-        UsageError: If these settings are invalid whatever the file.
-    """
+    """Estimate each file with the settings of the command line; return the exit code."""
     from fsdpctl.config.compose import compose_config
 
     compose_config(typed_beside(files[0], asked))

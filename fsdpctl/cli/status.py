@@ -44,11 +44,7 @@ def status(
 
 
 def _newest_run() -> Path:
-    """Return the directory that runs/latest links to.
-
-    Raises:
-        UsageError: If the link does not exist.
-    """
+    """Return the directory that runs/latest links to; UsageError if the link does not exist."""
     from fsdpctl.checkpoint.folders import LATEST
     from fsdpctl.io.run_files import RUNS
 

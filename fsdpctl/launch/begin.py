@@ -124,10 +124,7 @@ def decide(
 ) -> Decision:
     """Select what is `auto` for the ranks of an opened run; one that resumes keeps its selection.
 
-    With `probes`, candidates may run here, unless a cluster is specified.
-
-    Raises:
-        UsageError: If nothing fits, or the hardware specs are incomplete.
+    With `probes`, candidates may run here, except for another cluster. UsageError if nothing fits.
     """
     config = opened.config
     names = left_open(config)
@@ -140,11 +137,7 @@ def decide(
 
 
 def decide_on_cluster(composed: Composed, note: Callable[[str], None]) -> Decision:
-    """Select what is `auto` for the ranks of `cluster`, which need not exist. Opens no run.
-
-    Raises:
-        UsageError: If nothing fits, or the configuration is invalid.
-    """
+    """Select what is `auto` for the ranks of `cluster`, which need not exist. Opens no run."""
     return _decided(placed_for_estimate(composed), note)
 
 

@@ -12,11 +12,7 @@ from fsdpctl.io.units import format_bytes
 
 
 def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str], None]) -> None:
-    """Check that a run fits, or print the changes that make it fit.
-
-    Raises:
-        DoesNotFitError: If it doesn't fit, and `train.require_fit` is true.
-    """
+    """Print what makes a run fit if it doesn't; DoesNotFitError with `train.require_fit`."""
     if not (lacking := estimate.shortages):
         return
     say(f"{'memory':<8}does not suffice; searching for changes that fit")

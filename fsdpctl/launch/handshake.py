@@ -55,11 +55,7 @@ class Handshake:
     """One member, a node or a rank, of the handshake before a run."""
 
     def __init__(self, store: Store, own: int, count: int, *, noun: str, patience: float) -> None:
-        """Join as number `own` of `count` nodes or ranks (`noun`) in a store that all reach.
-
-        Raises:
-            UsageError: If another member has the same number.
-        """
+        """Join as number `own` of `count` nodes or ranks (`noun`) in a store that all reach."""
         self.own, self.count, self.noun = own, count, noun
         self._store = PrefixStore("handshake", store)
         self._patience = patience
@@ -70,8 +66,7 @@ class Handshake:
     def invite(self, run_dir: Path, nproc_per_node: int) -> None:
         """Send the run directory to the others and wait until all are ready; only number 0 does.
 
-        Raises:
-            UsageError: If one of them cannot take part; then none does.
+        UsageError if one of them cannot take part; then none does.
         """
         token = run_dir / HANDSHAKE
         plan = Plan(
@@ -159,11 +154,7 @@ def encode(value: object) -> str:
 
 
 def decode(text: bytes, kind: type[T]) -> T:
-    """Return the value of another launcher's message.
-
-    Raises:
-        FsdpctlError: If it is not of type `kind`.
-    """
+    """Return the value of another launcher's message; FsdpctlError if it is corrupted."""
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.MsgspecError as error:

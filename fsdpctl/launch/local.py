@@ -148,11 +148,7 @@ def _spec(args: Sequence[str], ranks: int, nodes: "Nodes | None", number: int) -
 
 
 def _make_room_for_files(ranks: int) -> None:
-    """Raise a low limit of open files, which workers inherit.
-
-    Raises:
-        UsageError: If it cannot be raised enough.
-    """
+    """Raise a low limit of open files, which workers inherit."""
     needed = _FILES + _FILES_PER_RANK * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:

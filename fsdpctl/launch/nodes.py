@@ -107,11 +107,7 @@ class Nodes:
     """This node's launcher, and its connections to the others."""
 
     def __init__(self, launch: LaunchConfig) -> None:
-        """Connect to node 0, or become node 0.
-
-        Raises:
-            UsageError: If the endpoint is invalid, not this machine's, or unreachable in time.
-        """
+        """Connect to node 0, or become node 0; UsageError if that is impossible."""
         assert launch.node_rank is not None
         assert launch.rdzv_endpoint is not None
         self.own = launch.node_rank
@@ -240,11 +236,7 @@ class Nodes:
 
 
 def reached_store(address: str, port: int, patience: float, *, is_first: bool) -> TCPStore:
-    """Return the store at an address, as its server or as a client.
-
-    Raises:
-        UsageError: If the address is not this machine's, or the server is unreachable in time.
-    """
+    """Return the store at an address, as its server or as a client; UsageError if out of reach."""
     return bound_store(address, port)[0] if is_first else connected_store(address, port, patience)
 
 

@@ -52,11 +52,7 @@ def worth_probing(ranking: Ranking) -> list[Candidate]:
 def probed(ranking: Ranking, opened: Opened, note: Callable[[str], None]) -> Ranking:
     """Run each candidate that is worth it, and rank those first, the fastest at the top.
 
-    A candidate that fails is removed.
-
-    Raises:
-        UsageError: If no candidate ran.
-        StoppedError, InterruptError: If a stop was requested.
+    A candidate that fails is removed; UsageError if none is left.
     """
     candidates = worth_probing(ranking)
     if not candidates:
@@ -107,13 +103,7 @@ def short_run(config: Config, settings: str, assets: Mapping[str, bytes], what: 
     """Run the steps of a settled configuration, without validation, checkpoints and samples.
 
     Its run directory does not exist yet. `settings` and `assets` are written there; `what` a stop
-    request prevents is for the message.
-
-    Returns:
-        The reason of a failure; None if the run finished.
-
-    Raises:
-        StoppedError, InterruptError: If a stop was requested; the ranks have exited.
+    request prevents is for the message. Returns the reason of a failure.
     """
     run_dir = Path(str(config.train.run_dir))
     lock = lock_run_dir(run_dir, lambda: None)

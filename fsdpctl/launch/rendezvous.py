@@ -128,11 +128,7 @@ def own_address(towards: str, interface: str | None) -> tuple[str, str]:
 
 
 def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
-    """Start a store's server on `address` only, and return it with its port; 0: a free port.
-
-    Raises:
-        UsageError: If the address is not this machine's, or the port is in use.
-    """
+    """Start a store's server on `address` only, and return it with its port; 0: a free port."""
     listening = socket.socket(_FAMILIES[_is_6(address)], socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -220,11 +216,7 @@ class TimeoutStore:
         self._is_lost = False
 
     def set(self, key: str, value: str) -> None:
-        """Call torch's `set`.
-
-        Raises:
-            StoreLostError: If the store does not answer in time; likewise in the other methods.
-        """
+        """Call torch's `set`; StoreLostError, as in all methods, if the store is late."""
         self._call(lambda: self._store.set(key, value), self._seconds)
 
     def get(self, key: str) -> bytes:
@@ -250,11 +242,7 @@ class TimeoutStore:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return the result of a call, whose thread continues if it is late.
-
-    Raises:
-        TimeoutError: If it takes longer than `seconds`.
-    """
+    """Return the result of a call; after `seconds`, TimeoutError, and its thread continues."""
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:

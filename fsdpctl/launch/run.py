@@ -31,11 +31,7 @@ def run(
 ) -> "tuple[Outcome, Path] | None":
     """Train: start the ranks of this node, or become a rank that another launcher has started.
 
-    Returns:
-        The outcome and the run directory; None if the run was finished before.
-
-    Raises:
-        FsdpctlError: If the run cannot begin.
+    Returns the outcome and the run directory; None if the run was finished before.
     """
     os.environ.setdefault(_STARTED, str(time.time()))
     launch, place = where = place_of(composed.config.launch)

@@ -74,11 +74,7 @@ def with_enough_samples(config: Config, automatic: frozenset[str]) -> Config:
 
 
 def total_steps(config: Config, data: DataSet) -> int:
-    """Return the number of steps of a run.
-
-    Raises:
-        UsageError: If there are fewer samples in a step than ranks, or too little data.
-    """
+    """Return the number of steps of a run; UsageError if there is too little data for one."""
     train = config.train
     plan = plan_batches(
         train.global_batch_size, world_size(config), context_parallel=train.context_parallel
@@ -100,11 +96,7 @@ def total_steps(config: Config, data: DataSet) -> int:
 
 
 def _within(rows: Rows, steps: int, size: int, *, asked: bool) -> int:
-    """Return the steps that a mixture has data for, of which all sources may end.
-
-    Raises:
-        UsageError: If the steps that were `asked` for are more.
-    """
+    """Return the steps that a mixture has data for; UsageError if more were `asked` for."""
     length = rows.schedule.length if isinstance(rows, MixedRows) else None
     if length is None or steps * size <= length:
         return steps

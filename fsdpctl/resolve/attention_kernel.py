@@ -72,11 +72,7 @@ def notes_on_kernel(config: Config) -> tuple[str, ...]:
 
 
 def check_attention(config: Config, *, here: bool = False) -> None:
-    """Check that the selected kernel can run a placed configuration; `here`: with its package.
-
-    Raises:
-        UsageError: If the kernel cannot run.
-    """
+    """Check that the selected kernel can run a placed configuration; `here`: with its package."""
     if problem := _problem(config, here=here):
         given = config.model.attention
         known = [name for name in KERNELS if not _problem(with_kernel(config, name), here=here)]

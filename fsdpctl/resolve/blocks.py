@@ -266,11 +266,7 @@ def _has_experts(block: nn.Module) -> bool:
 
 
 def compile_block(block: nn.Module) -> None:
-    """Compile the forward of `block` with torch.compile; equal blocks share the result.
-
-    Raises:
-        UsageError: If the block has experts and sends its input to the host.
-    """
+    """Compile the forward of `block` with torch.compile; equal blocks share the result."""
     if not hasattr(block, "_send"):
         block.forward = torch.compile(block.forward)
         return

@@ -14,9 +14,6 @@ def loss_chunk_tokens(config: Config, micro_batch_size: int) -> int:
     """Return the tokens of a chunk, or 0 if the logits are small enough to exist all at once.
 
     A chunk is never so small that matrix products become slow.
-
-    Raises:
-        UsageError: If `train.loss_chunk_tokens` makes too many chunks.
     """
     assert config.model.vocab_size is not None
     few = _CHUNK_BYTES // (4 * config.model.vocab_size)
@@ -30,9 +27,6 @@ def mlp_chunk_tokens(config: Config, micro_batch_size: int) -> int:
     """Return the tokens that feed-forward layers run on at a time, or 0 for all.
 
     Automatically, a chunk's activations need about as much memory as a hidden state of all tokens.
-
-    Raises:
-        UsageError: If `train.mlp_chunk_tokens` makes too many chunks.
     """
     model, tokens = config.model, _tokens(config, micro_batch_size)
     alike = tokens * model.hidden_size // (3 * model.intermediate_size)

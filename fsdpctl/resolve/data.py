@@ -29,11 +29,7 @@ DATE = "data.date"  # a run that resumes on another day is the same run
 
 
 def checked_data(config: Config) -> DataSet:
-    """Open the data, and check the token files that are not too large.
-
-    Raises:
-        UsageError: If the data is missing, corrupted, or of another kind.
-    """
+    """Open the data, and check the token files that are not too large."""
     data = open_data(config.data, config.train.seed)
     for file in data.token_files if is_quick(data.token_files) else ():
         if file.is_local:
@@ -47,11 +43,7 @@ def is_quick(files: Sequence[TokenFile]) -> bool:
 
 
 def check_amount(config: Config, data: DataSet) -> None:
-    """Check the amount of training data of a run whose sample length is not set.
-
-    Raises:
-        UsageError: If the data is too little.
-    """
+    """Check the amount of training data of a run whose sample length is not set."""
     count = data.train.num_tokens
     if count >= _LEAST_TOKENS:
         return
@@ -67,11 +59,7 @@ def check_amount(config: Config, data: DataSet) -> None:
 
 
 def vocabulary_of(config: Config, data: DataSet) -> int:
-    """Return the vocabulary of the model, by default that of the data.
-
-    Raises:
-        UsageError: If neither is known.
-    """
+    """Return the vocabulary of the model, by default the data's; UsageError if neither is known."""
     if found := config.model.vocab_size or data.vocab_size:
         return found
     raise UsageError(
@@ -81,11 +69,7 @@ def vocabulary_of(config: Config, data: DataSet) -> int:
 
 
 def with_data(config: Config, data: DataSet) -> Config:
-    """Fill in what follows from the data, and make its paths absolute.
-
-    Raises:
-        UsageError: If the data does not match the model.
-    """
+    """Fill in what follows from the data, and make its paths absolute."""
     vocab_size = vocabulary_of(config, data)
     if vocab_size < data.vocab_size:
         raise UsageError(

@@ -85,11 +85,7 @@ def with_decoder(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def with_attention(model: ModelConfig) -> ModelConfig:
-    """Return the model with the attention of transformers if ours does not compute the same.
-
-    Raises:
-        UsageError: If `model.attention` requires ours.
-    """
+    """Return the model with the attention of transformers if ours does not compute the same."""
     problem = check_decoder(model).problem
     if problem and model.attention not in (None, THEIRS):
         raise UsageError(f"model.attention={model.attention}: {problem}; set it to {THEIRS}")
@@ -97,21 +93,13 @@ def with_attention(model: ModelConfig) -> ModelConfig:
 
 
 def check_decoder(model: ModelConfig) -> Found:
-    """Return what a small copy of the model does.
-
-    Raises:
-        UsageError: If a token sees later ones, or logits of chunks are not those of the model.
-    """
+    """Return what a small copy of the model does; UsageError if that is not supported."""
     asked = THEIRS if model.attention == THEIRS else None  # our kernels compute the same
     return _checked(replace(model, name="", attention=asked))
 
 
 def check_shared_rows(config: Config) -> None:
-    """Check that ranks can share the rows of the model, if the configuration says so.
-
-    Raises:
-        UsageError: If they cannot.
-    """
+    """Check that ranks can share the rows of the model, if the configuration says so."""
     shared, model = config.train.context_parallel, config.model
     if shared == 1:
         return

@@ -84,11 +84,7 @@ def _check_nodes(launch: LaunchConfig) -> None:
 
 
 def check_nodes(launch: LaunchConfig) -> None:
-    """Check the number of this node and the rendezvous endpoint, as far as they are set.
-
-    Raises:
-        UsageError: If one is invalid, or this is the only node.
-    """
+    """Check the number of this node and the rendezvous endpoint, as far as they are set."""
     nodes, node = launch.nnodes, launch.node_rank
     if launch.rdzv_endpoint is not None:
         host_and_port(launch.rdzv_endpoint)
@@ -211,11 +207,7 @@ def _of_slurm(launch: LaunchConfig, environ: Mapping[str, str]) -> Place:
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:
-    """Return the host and the port of HOST:PORT; an IPv6 address is in brackets there.
-
-    Raises:
-        UsageError: If it is not of that form.
-    """
+    """Return the host and the port of HOST:PORT; an IPv6 address is in brackets there."""
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None or not 0 < int(match["port"]) < 1 << 16:
         raise UsageError(

@@ -33,11 +33,7 @@ _ARCHITECTURES = {
 
 
 def placed_here(config: Config, where: Place | None = None) -> Config:
-    """Fill in device and ranks for this machine, from `where` or the launcher's variables.
-
-    Raises:
-        UsageError: If this machine cannot run the configuration.
-    """
+    """Fill in device and ranks for this machine, from `where` or the launcher's variables."""
     launch, place = where or place_of(config.launch)
     has_cuda = torch.cuda.is_available()
     if launch.device == "cuda" and not has_cuda:
@@ -112,11 +108,7 @@ def with_architecture(config: Config) -> Config:
 
 
 def with_batch_size(config: Config) -> Config:
-    """Convert the size of a step from tokens to samples, if it is set in tokens.
-
-    Raises:
-        UsageError: If it is smaller than a sample.
-    """
+    """Convert the size of a step from tokens to samples, if it is set in tokens."""
     train = config.train
     if train.global_batch_tokens is None:
         return config
@@ -213,11 +205,7 @@ def supported_strategies(config: Config) -> list[str]:
 
 
 def resolved_strategy(config: Config) -> StrategyConfig:
-    """Return the strategy with its sizes filled in for a placed configuration.
-
-    Raises:
-        UsageError: If it does not match the number of ranks.
-    """
+    """Return the strategy with its sizes filled in for a placed configuration."""
     given = config.strategy
     row, ranks = get_strategy(given.name), world_size(config)
     usual = MATRICES if config.optimizer.name == MUON else "even"

@@ -17,12 +17,7 @@ _EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsd
 
 
 def check_preflight(config: Config) -> None:
-    """Check what estimates have no need of: packages for logging, the command of `after_save`.
-
-    Raises:
-        UsageError: If a package or the command is missing, or the settings are those of an
-            estimate.
-    """
+    """Check what estimates have no need of: packages for logging, the command of `after_save`."""
     if (program := config.engine.program) != OURS:
         raise UsageError(f"engine.program={program}: for estimates only; expected {OURS}")
     for name in _EXTRAS:
@@ -45,11 +40,7 @@ def _is_installed(package: str) -> bool:
 
 
 def command_words(command: str) -> list[str]:
-    """Split `checkpoint.after_save` as a shell does, without expansions.
-
-    Raises:
-        UsageError: If a quotation does not end, or the program is not found.
-    """
+    """Split `checkpoint.after_save` as a shell does, without expansions, and find the program."""
     where = f"checkpoint.after_save={command}"
     try:
         words = shlex.split(command)
@@ -63,12 +54,7 @@ def command_words(command: str) -> list[str]:
 
 
 def check_trained(config: Config, units: Sequence[UnitSpec]) -> None:
-    """Check that the optimizer and the engine support the parameters of a model.
-
-    Raises:
-        UsageError: If optimizer=muon has no matrix, the engine does not support frozen ones, or
-            none can rest on the host.
-    """
+    """Check that the optimizer and the engine support the parameters of a model."""
     params = [param for unit in units for param in unit.params]
     config.strategy.on_host.check_rests(trains_all=all(param.trainable for param in params))
     if config.optimizer.name == MUON and not any(map(is_muons, params)):

@@ -36,11 +36,7 @@ class Rule(NamedTuple):
 def checked(config: Config) -> Config:
     """Check the settings of a placed configuration against one another.
 
-    Returns:
-        The configuration with the sizes of its strategy, unless that is `auto`.
-
-    Raises:
-        UsageError: If some conflict; the message names the keys.
+    Returns the configuration with the sizes of its strategy, unless that is `auto`.
     """
     if config.strategy.name != AUTO:
         row = get_strategy(config.strategy.name)

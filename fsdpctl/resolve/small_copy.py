@@ -31,11 +31,7 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def small_copy(model: ModelConfig, device: torch.device = torch.device("cpu")) -> Any:
-    """Return a copy with random weights on a device, without dropout.
-
-    Raises:
-        UsageError: If transformers does not tell how a buffer is computed.
-    """
+    """Return a copy with random weights on a device, without dropout."""
     module = meta_copy(model)
     allocate(module)
     for name, param in module.named_parameters():
@@ -144,11 +140,7 @@ def _cut(model: ModelConfig, device: str) -> TransformersDecoder:
 
 
 def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
-    """Check that buffers, filled as in a run, have the values of building the module.
-
-    Raises:
-        UsageError: If a buffer has other values, and is not read with the weights.
-    """
+    """Check that buffers, filled as in a run, have the values of building the module."""
     built = _built_buffers(model)
     read = module.state_dict().keys() if model.is_pretrained else ()
     for name, buffer in module.named_buffers():

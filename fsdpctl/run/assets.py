@@ -29,11 +29,7 @@ _KEPT = ("bos_token_id", "pad_token_id", "decoder_start_token_id")  # transforme
 
 
 def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
-    """Return the files by name: those of the model, and those of the data's tokenizer.
-
-    Raises:
-        UsageError: If the tokenizer gives other tokens with the model's config.json.
-    """
+    """Return the files by name: those of the model, and those of the data's tokenizer."""
     path, tokenizer = config.model.path, data.tokenizer
     own = {} if path is None else assets_beside(Path(path))
     found = {name: content for name, content in own.items() if name in OF_THE_MODEL}
@@ -127,11 +123,7 @@ def _numbers(value: object) -> list[int]:
 
 
 def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:
-    """Write the files to the run directory.
-
-    Raises:
-        UsageError: If their directory is a link.
-    """
+    """Write the files to the run directory; UsageError if their directory is a link."""
     for name, content in assets.items():
         file = run_dir / RUN_ASSETS / name
         for folder in (run_dir / RUN_ASSETS, file.parent):

@@ -83,11 +83,7 @@ class Look:
 
 
 def read_config(run_dir: Path) -> Config:
-    """Return the configuration of the last start in `run_dir`, or of the last restart.
-
-    Raises:
-        UsageError: If it is corrupted or of another version of fsdpctl.
-    """
+    """Return the configuration of the last start in `run_dir`, or of the last restart."""
     check_own(run_dir)
     file = run_dir / RUN_CONFIG
     try:
@@ -282,11 +278,7 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def prepare_run_dir(
     seen: Look, config: Config, settings: Sequence[str], assets: Mapping[str, bytes]
 ) -> None:
-    """Write the files that the workers read, for a settled configuration. The lock must be held.
-
-    Raises:
-        UsageError: If the directory is not writable.
-    """
+    """Write the files that the workers read, for a settled configuration. The lock must be held."""
     run_dir = seen.run_dir
     checkpoints = run_dir / CHECKPOINTS
     with files.refusing(f"train.run_dir={run_dir}"):
@@ -308,11 +300,7 @@ def prepare_run_dir(
 
 
 def prepare_restart(seen: Look, number: int) -> None:
-    """Prepare a directory in use for restart `number`; logs and settings of the failure are kept.
-
-    Raises:
-        UsageError: If the directory is not writable.
-    """
+    """Prepare a directory in use for restart `number`; keep logs and settings of the failure."""
     logs, run_dir = seen.run_dir / LOGS, seen.run_dir
     with files.refusing(f"train.run_dir={run_dir}", full=FsdpctlError):
         kept = logs / f"{_RESTART}{number}"

@@ -35,11 +35,7 @@ class _File:
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the entries of all starts, oldest first; an empty list if the file does not exist.
-
-    Raises:
-        UsageError: If the file is corrupted.
-    """
+    """Read the entries of all starts, oldest first; an empty list if the file does not exist."""
     path = run_dir / ENVIRONMENT
     return read_json(path, _File).starts if os.path.lexists(path) else []
 

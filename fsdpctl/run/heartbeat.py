@@ -60,11 +60,7 @@ class HeartbeatRecord:
 
 
 def read_heartbeat(run_dir: Path) -> HeartbeatRecord | None:
-    """Read the newest heartbeat, or return None if the run has none.
-
-    Raises:
-        UsageError: If the file is corrupted.
-    """
+    """Read the newest heartbeat; None if the run has none, UsageError if it is corrupted."""
     path = run_dir / HEARTBEAT
     if not os.path.lexists(path):
         return None
@@ -197,9 +193,6 @@ def claimed(run_dir: Path, on_wait: Callable[[], None]) -> Iterator[RunLock]:
     """Lock a run directory, and keep it locked after the block.
 
     An exception unlocks it, and removes the directory if it was created here and is still empty.
-
-    Raises:
-        UsageError: As `lock_run_dir`.
     """
     made = [each for each in (run_dir, *run_dir.parents) if not each.exists()]
     lock = lock_run_dir(run_dir, on_wait)

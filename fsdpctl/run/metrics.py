@@ -130,21 +130,13 @@ def last_step(path: Path) -> int:
 
 
 def went_on(path: Path, restart: int) -> bool:
-    """Return whether the ranks of restart number `restart` completed a step.
-
-    Raises:
-        UsageError: If metrics.jsonl is corrupted.
-    """
+    """Return whether the ranks of restart number `restart` completed a step."""
     restarts = (line.restart for _, line in _lines(path))
     return any(isinstance(each, dict) and each.get("number") == restart for each in restarts)
 
 
 def was_validated(path: Path, step: int) -> bool:
-    """Return whether metrics.jsonl has a finite validation loss of `step`.
-
-    Raises:
-        UsageError: If metrics.jsonl is corrupted.
-    """
+    """Return whether metrics.jsonl has a finite validation loss of `step`."""
     return any(line.step == step and isinstance(line.val_loss, float) for _, line in _lines(path))
 
 
@@ -165,11 +157,7 @@ class MetricsFile:
             self._file = open_own(path, "ab")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one object. Any thread may call it.
-
-        Raises:
-            FsdpctlError: If the file cannot be written.
-        """
+        """Append one object; FsdpctlError if that fails. Any thread may call it."""
         with refusing(self._path, FsdpctlError), self._writing:
             self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()

@@ -50,11 +50,7 @@ def words_of(source: Path) -> list[str]:
 
 
 def evaluate_run(opened: Opened) -> Evaluation:
-    """Compute the loss of a model on one rank on the validation data, or on all if there is none.
-
-    Raises:
-        CheckpointError: If the weights are corrupted.
-    """
+    """Compute the loss of a model on one rank on the validation data, or on all without any."""
     # All strategies compute the same on one rank: `auto` selects none.
     strategy = strategies_of(opened.config.engine.name)[0]
     plan = settle(opened.config, Selection(strategy, "none", PrefetchConfig(), None))

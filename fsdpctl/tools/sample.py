@@ -96,13 +96,7 @@ class TextGenerator:
 
 
 def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> Iterator[str]:
-    """Yield the prompt continued by at most `count` tokens of the model in `source`, in pieces.
-
-    Raises:
-        UsageError: If the tokenizer is unknown, or if the prompt isn't UTF-8.
-        FsdpctlError: If the model doesn't fit into memory.
-        CheckpointError: If the checkpoint is corrupted.
-    """
+    """Yield the prompt continued by at most `count` tokens of the model in `source`, in pieces."""
     _check_text(prompt)
     generator = TextGenerator(source, count, sampling)
     tokens = generator.tokenizer.encode_prompt(prompt)
@@ -114,11 +108,7 @@ class ChatSession:
     """A conversation with a model, rendered by the model's chat template."""
 
     def __init__(self, source: Path, count: int, sampling: Sampling) -> None:
-        """Load the model, as in `TextGenerator`.
-
-        Raises:
-            UsageError: Also if the model uses the byte tokenizer.
-        """
+        """Load the model, as in `TextGenerator`; UsageError also if it uses the byte tokenizer."""
         generator = TextGenerator(source, count, sampling)
         if not isinstance(generator.tokenizer, FileTokenizer):
             raise UsageError(f"{source}: --chat: requires a model with its own tokenizer")

@@ -37,11 +37,7 @@ class StepSamples:
 
 
 def samples_of_step(run_dir: Path, step: int) -> StepSamples:
-    """Return the samples of `step` of a run.
-
-    Raises:
-        UsageError: If the run or the step doesn't exist, or if the data has changed.
-    """
+    """Return the samples of `step` of a run, whose data must not have changed."""
     if not (run_dir / METRICS).is_file():
         raise UsageError(
             f"--run {run_dir}: not found; expected a run with at least one completed step"

@@ -110,11 +110,7 @@ def _of_losses(series: dict[str, Series]) -> Iterator[str]:
 
 
 def compare_runs(a: Path, b: Path) -> TwoRuns:
-    """Compare the runs in two directories.
-
-    Raises:
-        UsageError: If a directory is not a run or one of its files is corrupted.
-    """
+    """Compare the runs in two directories; UsageError if one is not a run or corrupted."""
     settings = _differing(*map(_settings, (a, b)))
     figures = [read_figures(each) for each in (a, b)]
     return TwoRuns(
@@ -147,11 +143,7 @@ def _environment(run_dir: Path) -> dict[str, str]:
 
 
 def read_figures(run_dir: Path) -> dict[str, Values]:
-    """Read the values of every step from metrics.jsonl; of a repeated step the last ones.
-
-    Raises:
-        UsageError: If the file does not exist or is corrupted.
-    """
+    """Read the values of every step from metrics.jsonl; of a repeated step the last ones."""
     found: dict[str, Values] = {name: {} for name in FIGURES}
     for line in read_metrics(run_dir / METRICS):
         for name in FIGURES:

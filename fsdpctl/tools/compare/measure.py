@@ -87,11 +87,7 @@ class MeasuredComparison:
         ]
 
     def run(self) -> None:
-        """Run every variant in every round; those that fail are skipped in later rounds.
-
-        Raises:
-            StoppedError, InterruptError: If a stop was requested.
-        """
+        """Run every variant in every round; those that fail are skipped in later rounds."""
         for each in self._variants:
             self._prepare(each)
         for number in range(self._num_rounds):
@@ -169,12 +165,7 @@ def in_turn(variants: Sequence[T], number: int, num_rounds: int) -> list[T]:
 
 
 def round_of(run_dir: Path, kept: str | None) -> Round:
-    """Summarize the metrics of the run in `run_dir`, which is kept as `kept`.
-
-    Raises:
-        FsdpctlError: If it has too few steps.
-        UsageError: If its metrics are corrupted.
-    """
+    """Summarize the metrics of the run in `run_dir`, kept as `kept`; FsdpctlError if too few."""
     file = run_dir / METRICS
     lines = list(read_metrics(file))
     steps = [line for line in lines if line.is_step]

@@ -124,11 +124,7 @@ def rows_as_json(rows: Sequence[Row]) -> str:
 
 
 def write_report(rows: Sequence[Row], about: ComparisonInfo, folder: Path) -> None:
-    """Write all results, in the order of `rows`, into an existing directory.
-
-    Raises:
-        OSError: If a file cannot be written.
-    """
+    """Write all results, in the order of `rows`, into an existing directory."""
     (folder / JSON).write_text(rows_as_json(rows) + "\n", encoding="utf-8")
     (folder / PAGE).write_text(_page(rows, about), encoding="utf-8")
 

@@ -113,10 +113,7 @@ def distinct(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
 def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     """Return the variants whose engine has their strategy, and a line about the others.
 
-    A single variant is kept, so that running it reports the error.
-
-    Raises:
-        UsageError: If none is left.
+    A single variant is kept, so that running it reports the error; UsageError if none is left.
     """
     if len(found) < 2:
         return list(found), []
