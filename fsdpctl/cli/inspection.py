@@ -156,5 +156,4 @@ def _verify_export(folder: Path, *, as_json: bool) -> None:
     if as_json:
         emit(json.dumps({"path": str(folder), **counts, "verified": True}, indent=2))
     else:
-        files, tensors = counts["files"], counts["tensors"]
-        say(f"{folder}: {files} files, {tensors} tensors, {counts['bytes']:,} bytes verified")
+        say(f"{folder}: {counts['files']} files, {counts['bytes']:,} bytes verified")
