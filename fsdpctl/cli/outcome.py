@@ -9,7 +9,7 @@ import typer
 
 from fsdpctl.cli.console import fail, say, show_panel
 from fsdpctl.errors import LOST, UsageError
-from fsdpctl.launch.outcome import COMPILE_FAILED, listed
+from fsdpctl.launch.outcome import COMPILE_FAILED
 
 if TYPE_CHECKING:
     from fsdpctl.launch.outcome import Failure, Outcome
@@ -75,7 +75,7 @@ def _show_failure(cause: "Failure | None", run_dir: Path, outcome: "Outcome") ->
         title = waited if cause.waited_in_vain else f"rank {cause.rank} on {cause.host} failed"
         lines = [f"cause  {cause.cause}"]
     if outcome.silent_nodes:
-        nodes = listed(outcome.silent_nodes)
+        nodes = ", ".join(map(str, outcome.silent_nodes))
         lines.append(f"detail launcher of node {nodes} unreachable: exited, or disconnected")
     if outcome.hang or cause is None:
         lines += [f"hint   {AGAIN}", f"log    {run_dir / 'logs'}/rank-*.log (stack of each rank)"]
@@ -87,7 +87,7 @@ def _show_failure(cause: "Failure | None", run_dir: Path, outcome: "Outcome") ->
 def _about(cause: "Failure", run_dir: Path, outcome: "Outcome") -> list[str]:
     log, lines = run_dir / "logs" / f"rank-{cause.rank:05d}.log", []
     if cause.waited_in_vain:
-        silent = listed(outcome.silent_ranks)
+        silent = ", ".join(map(str, outcome.silent_ranks))
         lines.append(f"detail rank {cause.rank} waited; another rank may be the one that hangs")
         lines += [f"       no message from rank {silent}"] if silent else []
     last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []

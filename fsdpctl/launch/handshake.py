@@ -9,8 +9,8 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -29,6 +29,7 @@ from fsdpctl.io.run_files import HANDSHAKE
 _POLL = timedelta(seconds=1)  # between checks whether a member has left
 _LEFT = "other members did not start, have exited, or are unreachable"
 
+UNREACHABLE = (FsdpctlError, RuntimeError)  # errors if the other launchers are
 T = TypeVar("T")
 
 
@@ -44,11 +45,6 @@ class Plan:
     refusal: str = ""  # why the run does not start
     members: int = 0  # nodes or ranks
     is_finished: bool = False  # the run is finished, with nothing left to do
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    refusal: str = ""
 
 
 class Handshake:
@@ -77,13 +73,13 @@ class Handshake:
             replace(token, plan.token)
         self._send("plan", plan)
         self._has_invited = True
-        answers = [self._receive(key, _Answer) for key in self._of_others("ready")]
-        refusals = [each.refusal for each in answers if each.refusal]
-        self._send("go", _Answer("; ".join(refusals)))
+        answers = [self._receive(key, str) for key in self._of_others("ready")]
+        refusals = "; ".join(filter(None, answers))
+        self._send("go", refusals)
         token.unlink(missing_ok=True)
         if refusals:
             self._wait_for_others("heard")
-            raise UsageError("; ".join(refusals))
+            raise UsageError(refusals)
 
     def call_off(self, reason: str, *, is_finished: bool = False) -> None:
         """Tell the others that nothing starts, unless they were invited; only number 0 does."""
@@ -100,7 +96,7 @@ class Handshake:
         """
         plan = self._receive("plan", Plan)
         if plan.refusal:
-            self._send(f"ready/{self.own}", _Answer())
+            self._send(f"ready/{self.own}", "")
             if not plan.is_finished:
                 raise UsageError(f"{self.noun} 0: {plan.refusal}")
             return plan
@@ -109,21 +105,21 @@ class Handshake:
             noun = self.noun
             refusal = f"started as one of {self.count} {noun}s, but {noun} 0 expects {plan.members}"
         where = f"{self.noun} {self.own} ({socket.gethostname()})"
-        self._send(f"ready/{self.own}", _Answer(f"{where}: {refusal}" if refusal else ""))
-        answer = self._receive("go", _Answer)
-        self._send(f"heard/{self.own}", _Answer())
-        if answer.refusal:
-            raise UsageError(answer.refusal)
+        self._send(f"ready/{self.own}", f"{where}: {refusal}" if refusal else "")
+        answer = self._receive("go", str)
+        self._send(f"heard/{self.own}", "")
+        if answer:
+            raise UsageError(answer)
         return plan
 
     def leave(self, reason: str) -> None:
         """Tell the others, before they begin, that this member does not take part after all."""
-        with suppressing_losses():
-            self._send("left", _Answer(f"{self.noun} {self.own}: {reason}"))
+        with suppress(*UNREACHABLE):
+            self._send("left", f"{self.noun} {self.own}: {reason}")
 
     def _wait_for_others(self, answer: str) -> None:
         """Wait a moment for the others, because the store exits with number 0."""
-        with suppressing_losses():
+        with suppress(*UNREACHABLE):
             self._store.wait(self._of_others(answer), timedelta(seconds=2))
 
     def _of_others(self, key: str) -> list[str]:
@@ -140,7 +136,7 @@ class Handshake:
                 return decode(self._store.get(key), kind)
             except DistStoreError:
                 if self._store.check(["left"]):
-                    raise UsageError(decode(self._store.get("left"), _Answer).refusal) from None
+                    raise UsageError(decode(self._store.get("left"), str)) from None
                 if time.monotonic() > deadline:
                     limit = f"{self._patience:g} s (launch.timeout)"
                     raise UsageError(f"no {key!r} message within {limit}: {_LEFT}") from None
@@ -159,15 +155,6 @@ def decode(text: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(text, type=kind)
     except msgspec.MsgspecError as error:
         raise FsdpctlError(f"message of another launcher: corrupted: {error}") from None
-
-
-@contextmanager
-def suppressing_losses() -> Iterator[None]:
-    """Suppress the errors that are raised if the other launchers are unreachable."""
-    try:
-        yield
-    except (FsdpctlError, RuntimeError):
-        return
 
 
 def _check_directory(plan: Plan) -> str:

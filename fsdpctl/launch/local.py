@@ -7,7 +7,6 @@ stopping loses their exit codes. A second Ctrl-C kills the workers; other repeat
 ignored.
 """
 
-import contextlib
 import logging
 import os
 import resource
@@ -20,23 +19,21 @@ from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import psutil
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from fsdpctl.comm.world import PrefixStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
 from fsdpctl.io.files import open_own
+from fsdpctl.launch.nodes import Nodes
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
 from fsdpctl.launch.rendezvous import Rendezvous, interface_of, loopback
 from fsdpctl.launch.watchdog import FOLDER, Watchdog
 from fsdpctl.train.worker import MODULE
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-
-    from fsdpctl.launch.nodes import Nodes
 
 _FILES, _FILES_PER_RANK = 128, 16  # open files of a launcher, with a reserve
 _BARRIER_SECONDS = 1  # short, because launchers wait for each other on their own
@@ -50,7 +47,7 @@ def launch_workers(
     *,
     logs: Path,
     is_last: bool = False,
-    nodes: "Nodes | None" = None,
+    nodes: Nodes | None = None,
     number: int = 0,
 ) -> Outcome:
     """Run the worker with `args` on the ranks of this node until all have exited.
@@ -86,18 +83,14 @@ def launch_workers(
 
 
 def _run_round(
-    spec: "WorkerSpec",
+    spec: WorkerSpec,
     launch: LaunchConfig,
     folder: Path,
-    nodes: "Nodes | None",
+    nodes: Nodes | None,
     number: int,
     *,
     is_last: bool,
 ) -> Ended:
-    from torch.distributed.elastic.agent.server.api import WorkerState
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-
     kills = kills_so_far()
     agent = LocalElasticAgent(
         spec, DefaultLogsSpecs(log_dir=str(folder)), exit_barrier_timeout=_BARRIER_SECONDS
@@ -126,9 +119,7 @@ def _run_round(
     )  # fmt: skip
 
 
-def _spec(args: Sequence[str], ranks: int, nodes: "Nodes | None", number: int) -> "WorkerSpec":
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-
+def _spec(args: Sequence[str], ranks: int, nodes: Nodes | None, number: int) -> WorkerSpec:
     if nodes is None:
         rendezvous, address = Rendezvous(), loopback()
     else:
@@ -235,11 +226,11 @@ class StopRequests:
         self.first = self.first or number
         if number == signal.SIGINT:  # written directly, because a progress bar may own the terminal
             line = b"killing\n" if again else b"stopping; Ctrl-C again kills\n"
-            with contextlib.suppress(OSError):  # it may be closed
+            with suppress(OSError):  # it may be closed
                 os.write(_STDERR, b"\n" + line)
         children = psutil.Process().children()
         for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess):
                 child.send_signal(signal.SIGKILL if again else signal.SIGTERM)
         if not children and not self._have_begun():
             raise StoppedEarlyError

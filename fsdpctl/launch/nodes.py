@@ -5,14 +5,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from fsdpctl.comm.world import PrefixStore, Store, TCPStore
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.errors import UsageError
 from fsdpctl.io.files import silenced_errors
-from fsdpctl.launch.handshake import Handshake, decode, encode, suppressing_losses
+from fsdpctl.launch.handshake import UNREACHABLE, Handshake, decode, encode
 from fsdpctl.launch.outcome import Ended, Outcome
 from fsdpctl.launch.rendezvous import (
     MOMENT,
@@ -149,12 +150,12 @@ class Nodes:
     def share_states(self, number: int, own: list[RankState]) -> list[RankState]:
         """Return the states of the ranks of all nodes that send them in time."""
         found = list(own)
-        with suppressing_losses():
+        with suppress(*UNREACHABLE):
             self._states.set(f"states/{number}/{self.own}", encode(own))
             self._states.set(f"hang/{number}", "")
         until = time.monotonic() + _STATES_SECONDS
         for node in (each for each in self.members if each != self.own):
-            with suppressing_losses():
+            with suppress(*UNREACHABLE):
                 key, left = f"states/{number}/{node}", max(0.1, until - time.monotonic())
                 self._states.wait([key], timedelta(seconds=left))
                 found += decode(self._states.get(key), list[RankState])
@@ -162,7 +163,7 @@ class Nodes:
 
     def share(self, number: int, own: Ended) -> Outcome:
         """Return how the ranks of all nodes exited in this round, if their launchers are alive."""
-        with suppressing_losses():
+        with suppress(*UNREACHABLE):
             if own.has_failed:
                 self._messages.set(f"failed/{number}", "")
             self._messages.set(f"ended/{number}/{self.own}", encode(own))
@@ -191,12 +192,12 @@ class Nodes:
             if self._messages.check([f"gone/{node}"]):
                 return None
             return self._messages.get(beat) if self._messages.check([beat]) else b""
-        except (FsdpctlError, RuntimeError):
+        except UNREACHABLE:
             return None
 
     def order(self, number: int, following: RestartRound) -> None:
         """Tell the other nodes what follows round `number`; only node 0 does."""
-        with suppressing_losses():
+        with suppress(*UNREACHABLE):
             self._messages.set(f"order/{number}", encode(following))
         self._follow(following)
 
@@ -209,7 +210,7 @@ class Nodes:
                     return RestartRound()
                 time.sleep(0.1)
             following = decode(self._messages.get(f"order/{number}"), RestartRound)
-        except (FsdpctlError, RuntimeError):
+        except UNREACHABLE:
             return RestartRound()
         self._follow(following)
         return following
@@ -221,7 +222,7 @@ class Nodes:
     def leave(self) -> None:
         """Leave the run. Node 0 waits a moment for the others, because its store exits with it."""
         self._ended.set()
-        with suppressing_losses():
+        with suppress(*UNREACHABLE):
             self._messages.set(f"gone/{self.own}", "")
             others = [f"gone/{node}" for node in self.members if node != self.own]
             if self.own == 0 and others:
@@ -231,7 +232,7 @@ class Nodes:
         count = 0
         while not self._ended.wait(_BEAT_SECONDS):
             count += 1
-            with suppressing_losses():
+            with suppress(*UNREACHABLE):
                 store.set(f"beat/{self.own}", str(count))
 
 

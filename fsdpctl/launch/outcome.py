@@ -4,7 +4,7 @@ import contextlib
 import re
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,8 @@ class Outcome:
     def reason(self) -> str:
         """Why it failed, in one line."""
         if self.hang or self.cause is None:
-            return self.hang or f"node {listed(self.silent_nodes)} is unreachable"
+            nodes = ", ".join(map(str, self.silent_nodes))
+            return self.hang or f"node {nodes} is unreachable"
         return f"rank {self.cause.rank} on {self.cause.host}: {self.cause.cause}"
 
     @property
@@ -167,11 +168,6 @@ class Outcome:
     def silent_ranks(self) -> list[int]:
         """The failed ranks that did not report a timeout, and may have caused the others'."""
         return [each.rank for each in self.failures if not each.waited_in_vain]
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """Return the numbers as text."""
-    return ", ".join(map(str, numbers))
 
 
 def failure_of(rank: int, found: Any, *, short_of_memory: bool = False) -> Failure:
