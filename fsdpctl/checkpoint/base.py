@@ -71,10 +71,6 @@ def first_weights(model: ModelConfig, module: nn.Module, seed: int, base: Tensor
     """Return the weights that training starts from: `base`, plus adapters if it has none.
 
     Of `module`, only names and shapes are used. `seed` is that of the adapters' initial values.
-
-    Raises:
-        UsageError: If the adapters in `model.lora.path` do not match the model.
-        CheckpointError: If they are corrupted.
     """
     if model.lora.rank is None:
         return base
@@ -122,11 +118,7 @@ def base_info(folder: Path, weights: Tensors, ranks: Ranks) -> BaseInfo:
 
 
 def check_base(known: BaseInfo, weights: Tensors, ranks: Ranks, where: str) -> None:
-    """Check that `weights` are the base that a checkpoint names. Collective.
-
-    Raises:
-        CheckpointError: If they differ; the message begins with `where`.
-    """
+    """Refuse `weights` that are not the base that a checkpoint names. Collective."""
     if base_info(Path(known.path), weights, ranks).xxh3 != known.xxh3:
         raise CheckpointError(
             f"{where}: base model {known.path} has changed: its weights differ from those that "
@@ -135,23 +127,14 @@ def check_base(known: BaseInfo, weights: Tensors, ranks: Ranks, where: str) -> N
 
 
 def pretrained_weights(model: ModelConfig, folder: Path, ranks: Ranks) -> Tensors:
-    """Return the weights of a Hugging Face directory or a checkpoint. Collective.
-
-    Raises:
-        UsageError: If there are no weights.
-        CheckpointError: If a file is missing or corrupted, or a base is not the checkpoint's.
-    """
+    """Return the weights of a Hugging Face directory or a checkpoint. Collective."""
     if is_hugging_face(folder):
         return open_weights(model, folder)
     return checked_weights(CheckpointReader(folder), ranks)
 
 
 def checked_weights(reader: CheckpointReader, ranks: Ranks) -> Tensors:
-    """Return all weights of a checkpoint, of which those in its base are verified. Collective.
-
-    Raises:
-        CheckpointError: If the base is missing, corrupted or not that of the checkpoint.
-    """
+    """Return all weights of a checkpoint, of which those in its base are verified. Collective."""
     base = reader.manifest.base
     if base is None:
         return reader

@@ -17,13 +17,7 @@ _NAN = np.uint16(0x7FC0)
 
 
 def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
-    """Cast `data` from dtype `source` to dtype `target`, rounding to nearest.
-
-    Both dtypes are safetensors' names.
-
-    Raises:
-        UsageError: If a finite value of the tensor `name` exceeds the range of float16.
-    """
+    """Cast `data` from one dtype of safetensors to another; UsageError beyond float16's range."""
     if source == target:
         return data
     values = _widened(data) if source == "BF16" else np.frombuffer(data, _DTYPES[source])

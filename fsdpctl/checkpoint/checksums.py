@@ -44,11 +44,7 @@ class Checksums:
         metadata: dict[str, str],
         read: Callable[[TensorEntry], Iterator[memoryview]],
     ) -> None:
-        """Write a file of tensors, with the bytes that `read` yields of each.
-
-        Raises:
-            CheckpointError: If the reference implementation cannot open it.
-        """
+        """Write a file of tensors, with the bytes that `read` yields of each, and open it."""
         header = make_header(entries, metadata)
         whole = xxhash.xxh3_128(header)
 
@@ -76,11 +72,7 @@ class ExportedDirectory:
     """An exported directory whose files have the recorded names and sizes."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the checksums, and check everything except the bytes of the files.
-
-        Raises:
-            CheckpointError: If a file is missing, truncated or unexpected.
-        """
+        """Read the checksums, and check everything except the bytes of the files."""
         self.folder = folder
         where = f"{folder / CHECKSUMS}: corrupted"
         sealed = read_sealed(folder, CHECKSUMS, CHECKSUMS_FORMAT)
@@ -96,11 +88,7 @@ class ExportedDirectory:
         return {"files": len(files), "bytes": sum(each.size for each in files.values())}
 
     def verify(self) -> Iterator[int]:
-        """Verify every byte; yield, often, the bytes verified since the last time.
-
-        Raises:
-            CheckpointError: If a checksum does not match; the message names the file.
-        """
+        """Verify every byte; yield, often, the bytes verified since; an error names the file."""
         for name, info in self._content.files.items():
             path, whole = self.folder / name, xxhash.xxh3_128()
             descriptor = open_regular(path, CheckpointError)

@@ -67,10 +67,6 @@ def consolidate(
 
     `dtype` is float32, bfloat16 or float16; None keeps that of the master weights. A file larger
     than `max_file_bytes` gets no further tensor. Adapters are merged in float32.
-
-    Raises:
-        UsageError: If the destination exists, or there are adapters that are not to be merged.
-        CheckpointError: If a checksum does not match.
     """
     destination = destination.resolve()  # the target of a symbolic link, not the link
     with new_export(destination, reader.folder, overwrite=overwrite) as folder:
@@ -181,16 +177,9 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def shard_weights(source: Tensors, destination: Path, *, num_files: int, about: About) -> int:
-    """Write the checkpoint `destination`, which appears complete or not at all.
+    """Write the checkpoint `destination`, complete or not at all; return the bytes of the weights.
 
     Each of `num_files` files gets an equal share of every tensor, in its dtype.
-
-    Returns:
-        The bytes of the weights.
-
-    Raises:
-        UsageError: If the destination exists or cannot be written.
-        CheckpointError: If the source is corrupted.
     """
     destination = destination.resolve()
     if destination.exists():

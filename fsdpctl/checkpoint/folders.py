@@ -84,12 +84,7 @@ def way_on(damaged: Path) -> str:
 
 
 def find_checkpoint(source: Path) -> Path:
-    """Return the checkpoint in a run directory or checkpoints directory, or `source` itself.
-
-    Raises:
-        UsageError: If there is none.
-        CheckpointError: If there are only incomplete ones.
-    """
+    """Return the newest checkpoint in a run directory or a checkpoints directory, or `source`."""
     if not source.is_dir():
         if source.exists():
             raise UsageError(f"{source}: expected a directory, got a file")
@@ -134,11 +129,7 @@ def _checkpoints_in(source: Path) -> Path:
 
 
 def point_to(link: Path, target: Path) -> None:
-    """Make `link` a symbolic link to `target` in the same directory, in one atomic step.
-
-    Raises:
-        OSError: If it cannot be created, or is a directory.
-    """
+    """Make `link` a symbolic link to `target` in the same directory, in one atomic step."""
     scratch = link.with_name(f"{link.name}.tmp-{os.getpid()}")
     scratch.unlink(missing_ok=True)
     scratch.symlink_to(os.path.relpath(target, link.parent))
@@ -158,12 +149,7 @@ def naming(folder: Path, source: str) -> Iterator[None]:
 
 
 def copy_checkpoint(source: CheckpointReader, folder: Path) -> None:
-    """Copy a checkpoint and verify every byte; the copy appears complete or not at all.
-
-    Raises:
-        CheckpointError: If it is corrupted.
-        OSError: If it cannot be copied.
-    """
+    """Copy a checkpoint and verify every byte; the copy appears complete or not at all."""
     with new_directory(folder) as scratch, naming(scratch, str(source)):
         source.copy_files(scratch)
         copy = CheckpointReader(scratch)
@@ -194,11 +180,7 @@ def doomed(complete: Sequence[Path], keep: CheckpointConfig, spared: Collection[
 
 
 def remove_old(checkpoints: Path, keep: CheckpointConfig, spared: Collection[str] = ()) -> None:
-    """Delete the checkpoints that `keep` does not keep, except those named in `spared`.
-
-    Raises:
-        OSError: If one cannot be deleted.
-    """
+    """Delete the checkpoints that `keep` does not keep, except those named in `spared`."""
     for folder in doomed(complete_checkpoints(checkpoints), keep, spared):
         # If the deletion is interrupted, `remove_unfinished` deletes the rest.
         leaving = folder.with_name(f"{folder.name}.tmp-removed")

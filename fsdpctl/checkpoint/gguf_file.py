@@ -72,10 +72,6 @@ def write_gguf(
     """Write the file `destination`, or model.gguf in that directory, complete or not at all.
 
     `dtype` is F32, F16 or BF16 for matrices; vectors are F32. Adapters are merged in float32.
-
-    Raises:
-        UsageError: If the file exists, the model is not supported, or `gguf` is not installed.
-        CheckpointError: If a checksum does not match.
     """
     if destination.suffix != ".gguf":
         destination = destination / "model.gguf"

@@ -47,13 +47,8 @@ _NO_MERGES = ["\u0100 \u0100"]
 def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab_size: int) -> str:
     """Add a byte-level BPE tokenizer, made of `files` by name, to a GGUF file.
 
-    Rows of the model's embedding without a token get placeholder tokens.
-
-    Returns:
-        A note on it, if the file has no tokenizer or one that may differ, or an empty string.
-
-    Raises:
-        UsageError: If the tokenizer's files are invalid.
+    Rows of the model's embedding without a token get placeholder tokens. Returns a note on it, if
+    the file has no tokenizer or one that may differ, or an empty string.
     """
     why, saved, name = "the run's tokenizer is unknown", dict[str, bytes](), ""
     about: dict[str, Any] = {}

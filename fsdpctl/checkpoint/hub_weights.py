@@ -17,12 +17,7 @@ from fsdpctl.plan.layout import Span
 
 
 def from_hub(stored: Tensors, model: ModelConfig) -> Tensors:
-    """Return the weights under the names in memory, from those of a Hugging Face directory.
-
-    Raises:
-        CheckpointError: If the weights are not of this model.
-        UsageError: If transformers converts them in a way that is not supported.
-    """
+    """Return the weights under the names in memory, from those of a Hugging Face directory."""
     module = build_plain(model)
     compositions = {}
     for name, found in stored_parts(module, stored.names(PARAMETER)).items():
@@ -40,11 +35,7 @@ def from_hub(stored: Tensors, model: ModelConfig) -> Tensors:
 
 
 def to_hub(weights: Tensors, model: ModelConfig) -> Tensors:
-    """Return the weights as transformers writes them to files, from the names in memory.
-
-    Raises:
-        UsageError: If transformers converts them in a way that is not supported.
-    """
+    """Return the weights as transformers writes them to files, from the names in memory."""
     module = build_plain(model)
     shapes = stored_names(module)
     compositions = {}
@@ -74,11 +65,7 @@ def float32_names(model: ModelConfig) -> frozenset[str]:
 
 
 def check_equal(weights: Tensors, name: str, copy: str) -> None:
-    """Check that two stored tensors that the model ties are equal.
-
-    Raises:
-        CheckpointError: If they differ.
-    """
+    """Refuse two stored tensors that the model ties and that differ."""
     keys = [tensor_key(PARAMETER, each) for each in (name, copy)]
     shapes = [weights.info(key).shape for key in keys]
     chunks = zip(*(weights.read(key) for key in keys), strict=True)

@@ -120,13 +120,7 @@ def load_checkpoint(
     """Load this rank's shards and states, reading only the elements that it holds. Collective.
 
     `weights` are those of the checkpoint and of its base, if it has one. Without an optimizer, its
-    states stay unread.
-
-    Returns:
-        The progress of the run.
-
-    Raises:
-        CheckpointError: If the checkpoint is corrupted or of a different model.
+    states stay unread. Returns the progress of the run.
     """
     _load_model(weights or reader, model)
     progress = reader.manifest.progress
@@ -147,11 +141,7 @@ def state_kinds(reader: CheckpointReader) -> set[str]:
 
 @torch.no_grad()
 def load_weights(source: Tensors, model: Sharded) -> None:
-    """Load this rank's shards from full weights, reading only what it holds. Collective.
-
-    Raises:
-        CheckpointError: If the weights are corrupted or of a different model.
-    """
+    """Load this rank's shards from full weights, reading only what it holds. Collective."""
     _load_model(source, model)
     model.broadcast_updated_params()
 
@@ -240,11 +230,7 @@ def empty_like(info: TensorInfo) -> Tensor:
 
 
 def check_weights(source: Tensors, module: nn.Module) -> None:
-    """Check that `source` has the tensors of `module`, which may be on the meta device.
-
-    Raises:
-        CheckpointError: If one is missing, unexpected, or of a different shape.
-    """
+    """Refuse weights that are not those of `module`, which may be on the meta device."""
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
     _check_shapes(quantized_as(source, module), PARAMETER, shapes)
     buffers = persistent_buffers(module)

@@ -99,11 +99,7 @@ def spans_to_json(stored: Mapping[str, StoredSpan]) -> str:
 
 
 def spans_from_json(text: str, where: str) -> dict[str, StoredSpan]:
-    """Parse the text of `spans_to_json`.
-
-    Raises:
-        CheckpointError: If the text is invalid; the message begins with `where`.
-    """
+    """Parse the text of `spans_to_json`; messages begin with `where`."""
     stored = parse_json(text, dict[str, tuple[int, int, str]], where, CheckpointError)
     try:
         return {
@@ -207,11 +203,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the checkpoint in `folder`.
-
-    Raises:
-        CheckpointError: If it is missing, corrupted, or of an unsupported version.
-    """
+    """Read the manifest of the checkpoint in `folder`."""
     where = f"{folder / MANIFEST}: corrupted"
     manifest = as_type(read_sealed(folder), Manifest, where, CheckpointError)
     _check(manifest, where)

@@ -24,9 +24,6 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: boo
     """Return the full weights of a checkpoint without adapters, as other tools expect them.
 
     Adapters are merged if `merges`; `dtype` is that of merged weights, None as stored.
-
-    Raises:
-        UsageError: If there are adapters and `merges` is False, or none and it is True.
     """
     weights = whole_weights(reader)
     has_adapters = any(map(is_adapter, weights.names(PARAMETER)))

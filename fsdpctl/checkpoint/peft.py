@@ -42,12 +42,7 @@ class PeftAdapters(FileTensors):
     """The adapters in a PEFT directory, under fsdpctl's names."""
 
     def __init__(self, folder: Path, names: Collection[str]) -> None:
-        """Read the header; `names` are those of the model's adapters, in its order.
-
-        Raises:
-            UsageError: If there are no adapters, or of an unsupported kind.
-            CheckpointError: If the file is corrupted.
-        """
+        """Read the header; `names` are those of the model's adapters, in its order."""
         path = folder / ADAPTER_WEIGHTS
         if not path.is_file():
             raise UsageError(f"model.lora.path={folder}: {ADAPTER_WEIGHTS} not found")
@@ -62,11 +57,7 @@ class PeftAdapters(FileTensors):
         )
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that these are the adapters of a model, by name and shape.
-
-        Raises:
-            UsageError: If one is missing, unexpected, or of a different shape.
-        """
+        """Refuse adapters that are not those of a model, by name and shape."""
         where = f"model.lora.path={self.folder}"
         for name, shape in shapes.items():
             if name not in self._found:
@@ -102,15 +93,7 @@ def _model_name(name: str, folder: Path) -> str:
 
 
 def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool = False) -> int:
-    """Write the adapters of a checkpoint to a directory that `peft` opens.
-
-    Returns:
-        The bytes of the adapters.
-
-    Raises:
-        UsageError: If the destination exists, or there are no adapters.
-        CheckpointError: If a checksum does not match.
-    """
+    """Write the adapters of a checkpoint to a directory that `peft` opens; return their bytes."""
     destination = destination.resolve()
     weights = whole_weights(reader)
     names = weights.names(PARAMETER)

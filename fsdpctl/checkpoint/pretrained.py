@@ -38,10 +38,6 @@ def open_weights(model: ModelConfig, folder: Path | None = None, above: int = 0)
     """Open the weights in `model.path`, or in `folder` if they were found before.
 
     They are the base of a checkpoint, itself the base of another, and so on, `above` in all.
-
-    Raises:
-        UsageError: If there are none.
-        CheckpointError: If a file is missing or corrupted.
     """
     folder = folder or weights_folder(model)
     if is_hugging_face(folder):
@@ -50,21 +46,13 @@ def open_weights(model: ModelConfig, folder: Path | None = None, above: int = 0)
 
 
 def whole_weights(reader: CheckpointReader, above: int = 0) -> Tensors:
-    """Return all weights of a checkpoint, including those in its base.
-
-    Raises:
-        CheckpointError: If the base is missing or corrupted.
-    """
+    """Return all weights of a checkpoint, including those in its base."""
     base = reader.manifest.base
     return reader if base is None else Overlay(reader, open_base(base, reader, above + 1))
 
 
 def open_base(base: BaseInfo, reader: CheckpointReader, above: int = 1) -> Tensors:
-    """Open the weights that a checkpoint leaves to its `base`.
-
-    Raises:
-        CheckpointError: If they are missing or corrupted.
-    """
+    """Open the weights that a checkpoint leaves to its `base`."""
     folder = Path(base.path)
     if above > _MOST_BASES:
         raise CheckpointError(
@@ -121,12 +109,7 @@ def attached_files(reader: CheckpointReader) -> dict[str, bytes]:
 
 
 def _hugging_face_weights(folder: Path, model: ModelConfig) -> Tensors:
-    """Open the weights in a Hugging Face directory, in one safetensors file or several.
-
-    Raises:
-        UsageError: If there are no safetensors files.
-        CheckpointError: If one is missing, truncated or invalid.
-    """
+    """Open the weights in a Hugging Face directory, in one safetensors file or several."""
     from fsdpctl.checkpoint.hub_weights import from_hub  # imports torch
 
     files = _files_of_weights(folder)

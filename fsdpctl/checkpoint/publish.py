@@ -53,24 +53,14 @@ def lack_of_space(folder: Path, nbytes: int) -> str:
 
 
 def check_space(destination: Path, nbytes: int) -> None:
-    """Check that `nbytes` fit next to `destination`.
-
-    Raises:
-        UsageError: If they do not.
-    """
+    """Check that `nbytes` fit next to `destination`; UsageError if they do not."""
     if lack := lack_of_space(destination.parent, nbytes):
         raise UsageError(f"{destination}: {lack}")
 
 
 @contextmanager
 def new_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Yield a directory to write into, which becomes the new `folder` if the block succeeds.
-
-    With `replaces`, it may exist.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Yield a directory that becomes `folder` if the block succeeds; it may exist if `replaces`."""
     scratch = folder.with_name(f"{folder.name}.tmp-{token_hex(4)}")  # ids repeat in containers
     try:
         scratch.mkdir(parents=True)
@@ -81,11 +71,7 @@ def new_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 
 def put_in_place(scratch: Path, folder: Path, *, replaces: bool = False) -> None:
-    """Make the directory `scratch`, whose files are on the disk, appear as `folder`.
-
-    Raises:
-        OSError: If that fails; an existing `folder` is unchanged.
-    """
+    """Make the synced directory `scratch` appear as `folder`, which stays if that fails."""
     sync(scratch)
     if replaces and folder.exists():
         aside = folder.with_name(f"{folder.name}.old-{token_hex(4)}")
@@ -108,11 +94,7 @@ def write_manifest(
     tensors: Mapping[str, TensorInfo],
     world_size: int,
 ) -> None:
-    """Write the attachments and the manifest of the tensor files in `folder`.
-
-    Raises:
-        OSError: If one cannot be written.
-    """
+    """Write the attachments and the manifest of the tensor files in `folder`."""
     attached = {
         name: FileInfo(len(content), checksum(content))
         for name, content in about.attachments.items()
@@ -157,9 +139,6 @@ def new_export(destination: Path, source: Path, *, overwrite: bool) -> Iterator[
     """Yield a directory to write into, which becomes `destination` if the block succeeds.
 
     `source` is the checkpoint that is exported; `overwrite` replaces an earlier export.
-
-    Raises:
-        UsageError: If the destination exists or cannot be written.
     """
     check_destination(destination, overwrite=overwrite)
     _check_outside(source.resolve(), destination)
@@ -168,11 +147,7 @@ def new_export(destination: Path, source: Path, *, overwrite: bool) -> Iterator[
 
 
 def check_destination(destination: Path, *, overwrite: bool) -> None:
-    """Check that `destination` does not exist, or is an earlier export to overwrite.
-
-    Raises:
-        UsageError: If it may not be written.
-    """
+    """Check that `destination` does not exist, or is an earlier export to overwrite."""
     if destination.exists() and not destination.is_dir():
         raise UsageError(f"{destination}: expected a directory, got a file")
     if not destination.is_dir() or not any(destination.iterdir()):

@@ -40,11 +40,7 @@ class QuantizedTensors:
         return self._source.names(kind)
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a full tensor.
-
-        Raises:
-            CheckpointError: If a weight to be quantized has another shape.
-        """
+        """Return the shape and dtype of a full tensor."""
         stored, shape = self._source.info(key), self._shapes.get(parameter_name(key))
         if shape is None or stored.dtype == _BYTES:
             return stored

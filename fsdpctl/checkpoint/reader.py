@@ -47,11 +47,7 @@ class CheckpointReader:
     """A complete checkpoint: every file exists with its size, and every tensor is covered."""
 
     def __init__(self, folder: Path) -> None:
-        """Open `folder` and check everything except the tensors' bytes.
-
-        Raises:
-            CheckpointError: If a file is missing, truncated, changed or unexpected.
-        """
+        """Open `folder` and check everything except the tensors' bytes."""
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
         self._parts: dict[str, list[StoredPart]] = {key: [] for key in self.manifest.tensors}
@@ -75,11 +71,7 @@ class CheckpointReader:
         return sorted(key.removeprefix(prefix) for key in self._parts if key.startswith(prefix))
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a full tensor, as `read` yields it.
-
-        Raises:
-            CheckpointError: If the checkpoint does not have it.
-        """
+        """Return the shape and dtype of a full tensor, as `read` yields it."""
         stored = self._stored_info(key)
         return stored if self._remainder_of(key) is None else TensorInfo(stored.shape, "F32")
 
@@ -99,9 +91,6 @@ class CheckpointReader:
         Weights that are stored in two parts are put together, which is exact in float32.
         Chunks are verified before they are yielded, and only those with requested elements are
         read. Each chunk reuses the memory of the one before.
-
-        Raises:
-            CheckpointError: If a checksum does not match, or the tensor is too short.
         """
         numel = self._stored_info(key).numel
         span = span or Span(0, numel)
@@ -131,11 +120,7 @@ class CheckpointReader:
         return lower if kind == PARAMETER and lower in self.manifest.tensors else None
 
     def attachment(self, name: str) -> bytes | None:
-        """Return a file that comes with the model, such as tokenizer.json; None if not attached.
-
-        Raises:
-            CheckpointError: If it is corrupted.
-        """
+        """Return a file that comes with the model, such as tokenizer.json; None if not attached."""
         known = self.manifest.attachments.get(name)
         if known is None:
             return None
@@ -146,11 +131,7 @@ class CheckpointReader:
         return content
 
     def verify(self) -> Iterator[int]:
-        """Verify every byte; yield, often, the bytes verified since the last time.
-
-        Raises:
-            CheckpointError: If a checksum does not match.
-        """
+        """Verify every byte; yield, often, the bytes verified since the last time."""
         for name in self.manifest.attachments:
             self.attachment(name)
         for key, info in self.manifest.tensors.items():
@@ -158,11 +139,7 @@ class CheckpointReader:
                 yield len(data)
 
     def copy_files(self, folder: Path) -> None:
-        """Copy the files of the checkpoint to an existing directory.
-
-        Raises:
-            OSError: If one cannot be copied.
-        """
+        """Copy the files of the checkpoint to an existing directory."""
         for name in (*self.manifest.files, *self.manifest.attachments, MANIFEST):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.folder / name, folder / name)

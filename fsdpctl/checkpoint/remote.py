@@ -53,11 +53,7 @@ class StoredFile:
         return StoredFile(self.store, f"{self.url}/{name}", f"{self.path}/{name}")
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return a range of its bytes.
-
-        Raises:
-            CheckpointError: If the store does not answer, or the file is shorter.
-        """
+        """Return a range of its bytes; CheckpointError if there is no answer, or a shorter file."""
         return read_range(self.store, self.path, (start, stop), self.url, CheckpointError)
 
     def size(self) -> int:
@@ -135,11 +131,7 @@ class RemoteReader(CheckpointReader):
     """A complete checkpoint in a store. Of its files, headers and sizes are in a directory here."""
 
     def __init__(self, place: StoredFile) -> None:
-        """Fetch everything except the tensors' bytes, and check it.
-
-        Raises:
-            CheckpointError: If a file is missing, truncated, changed or unexpected.
-        """
+        """Fetch everything except the tensors' bytes, and check it."""
         self._place = place
         folder = Path(mkdtemp(prefix="fsdpctl-checkpoint-"))
         finalize(self, rmtree, folder, ignore_errors=True)
@@ -205,11 +197,7 @@ class RemoteReader(CheckpointReader):
 
 
 def fetch_manifest(place: StoredFile, folder: Path) -> Manifest:
-    """Fetch the manifest of the checkpoint at `place` into a directory, and read it.
-
-    Raises:
-        CheckpointError: If it is missing or corrupted.
-    """
+    """Fetch the manifest of the checkpoint at `place` into a directory, and read it."""
     file = place.inside(MANIFEST)
     size = file.size()
     if size > MOST_BYTES:

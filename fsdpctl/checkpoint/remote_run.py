@@ -42,11 +42,7 @@ class StoredCheckpoint:
         return self.place.url
 
     def open(self) -> RemoteReader:
-        """Open it.
-
-        Raises:
-            CheckpointError: If it is corrupted.
-        """
+        """Open it; CheckpointError if it is corrupted."""
         return RemoteReader(self.place)
 
 
@@ -54,11 +50,7 @@ class RemoteCheckpoints:
     """The checkpoints of a run in an object store, each in a directory of its step."""
 
     def __init__(self, url: str, where: str = "") -> None:
-        """Open the store of a URL; errors of the URL begin with `where`.
-
-        Raises:
-            UsageError: If the driver of the store is missing.
-        """
+        """Open the store of a URL; errors of the URL begin with `where`."""
         self.url = url.rstrip("/")
         store, path = open_store(self.url, where or self.url)
         if hasattr(store, "auto_mkdir"):  # of a file system, which needs directories
@@ -82,19 +74,11 @@ class RemoteCheckpoints:
         return dict(zip(steps, TRANSFERS.map(StoredFile.exists, manifests), strict=True))
 
     def complete(self) -> list[Path]:
-        """Return the names of the complete checkpoints, oldest first.
-
-        Raises:
-            UsageError: If the store does not list them.
-        """
+        """Return the names of the complete checkpoints, oldest first."""
         return [name for name, is_whole in self._found().items() if is_whole]
 
     def newest(self) -> "StoredCheckpoint | None":
-        """Return the newest complete checkpoint, if any.
-
-        Raises:
-            CheckpointError: If its manifest is corrupted; the message suggests an older one.
-        """
+        """Return the newest complete checkpoint, if any; an error suggests an older one."""
         found = self.complete()
         if not found:
             return None
@@ -109,11 +93,7 @@ class RemoteCheckpoints:
         return StoredCheckpoint(place, step_of(found[-1]), manifest)
 
     def open(self, name: str) -> RemoteReader:
-        """Open a checkpoint of the run.
-
-        Raises:
-            CheckpointError: If it is incomplete or corrupted.
-        """
+        """Open a checkpoint of the run; CheckpointError if it is incomplete or corrupted."""
         return RemoteReader(self._root.inside(name))
 
     def named(self, run: str) -> "RemoteCheckpoints":
@@ -121,21 +101,13 @@ class RemoteCheckpoints:
         return RemoteCheckpoints(f"{self.url.rpartition('/')[0]}/{run}")
 
     def check_writable(self) -> None:
-        """Write a file and delete it.
-
-        Raises:
-            UsageError: If the store does not allow it.
-        """
+        """Write a file and delete it; UsageError if the store does not allow it."""
         probe = self._root.inside("write-check")
         asked(probe.url, lambda: probe.store.pipe_file(probe.path, b"fsdpctl"), UsageError)
         probe.remove()
 
     def upload(self, folder: Path, share: Callable[[float], None] = lambda share: None) -> None:
-        """Upload a complete checkpoint, unless it is there; `share` gets the part that is done.
-
-        Raises:
-            FsdpctlError: If the store does not take it; it is then incomplete there.
-        """
+        """Upload a complete checkpoint, unless it is there; `share` gets the part that is done."""
         place = self._root.inside(folder.name)
         here, manifest = folder / MANIFEST, place.inside(MANIFEST)
         if manifest.exists():
@@ -160,11 +132,7 @@ class RemoteCheckpoints:
             raise
 
     def remove_old(self, keep: CheckpointConfig, spared: str) -> None:
-        """Delete the checkpoints that `keep` does not keep, and incomplete ones before `spared`.
-
-        Raises:
-            FsdpctlError: If the store does not allow it.
-        """
+        """Delete the checkpoints that `keep` does not keep, and incomplete ones before `spared`."""
         found = self._found()
         whole = [each for each, is_whole in found.items() if is_whole]
         parts = [
@@ -177,11 +145,7 @@ class RemoteCheckpoints:
 
 
 def remote_of(config: Config) -> RemoteCheckpoints | None:
-    """Return the checkpoints of a run in its object store, below the name of its directory.
-
-    Raises:
-        UsageError: If the driver of the store is missing.
-    """
+    """Return the checkpoints of a run in its object store, below the name of its directory."""
     url, run_dir = config.checkpoint.remote, config.train.run_dir
     if url is None or run_dir is None:
         return None
@@ -190,12 +154,7 @@ def remote_of(config: Config) -> RemoteCheckpoints | None:
 
 
 def open_checkpoint(source: str) -> CheckpointReader:
-    """Open the newest checkpoint of a run, or a checkpoint: of a path here or a URL.
-
-    Raises:
-        UsageError: If there is none.
-        CheckpointError: If it is incomplete or corrupted.
-    """
+    """Open the newest checkpoint of a run, or a checkpoint: of a path here or a URL."""
     if not is_remote(source):
         return CheckpointReader(find_checkpoint(Path(source).expanduser()))
     above, _, name = source.rstrip("/").rpartition("/")
@@ -241,11 +200,7 @@ def _upload_file(path: Path, file: StoredFile, advance: Advance = lambda count: 
 
 
 def _difference(path: Path, file: StoredFile, advance: Advance = lambda count: None) -> str:
-    """Return how a file in the store differs from one here; empty if it is the same.
-
-    Raises:
-        CheckpointError: If the store does not answer.
-    """
+    """Return how a file in the store differs from one here; CheckpointError without an answer."""
     size = path.stat().st_size
 
     def compare(part: tuple[str, int, int]) -> bool:

@@ -94,10 +94,7 @@ def write_checkpoint(
     """Write a new checkpoint to `folder`, which appears complete or not at all. Collective.
 
     All ranks share its file system. `on_bytes` is called with the bytes that this rank has written
-    since the last call.
-
-    Raises:
-        FsdpctlError: If a rank cannot write; nothing is left behind.
+    since the last call. Raises FsdpctlError on all ranks if one of them cannot write.
     """
     parts = ranks.gather_objects((uuid.uuid4().hex[:8], snapshot.num_bytes))
     scratch = folder.with_name(f"{folder.name}.tmp-{parts[0][0]}")

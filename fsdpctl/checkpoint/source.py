@@ -19,11 +19,7 @@ class Tensors(Protocol):
         ...
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a full tensor.
-
-        Raises:
-            CheckpointError: If the source does not have the tensor.
-        """
+        """Return the shape and dtype of a full tensor."""
         ...
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
@@ -54,11 +50,7 @@ class FileTensors:
         return sorted(self._found) if kind == PARAMETER else []
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a weight.
-
-        Raises:
-            CheckpointError: If it is missing, or is quantized.
-        """
+        """Return the shape and dtype of a weight."""
         file, entry = self._entry(key)
         if entry.dtype not in (*FLOATS, "I64"):  # integers of buffers
             raise CheckpointError(

@@ -64,11 +64,7 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> 
 
 
 def write_tensor_file(path: Path, header: bytes, chunks: Iterable[memoryview]) -> int:
-    """Write a new file and flush it to the disk; return its size in bytes.
-
-    Raises:
-        CheckpointError: If the reference implementation cannot open it.
-    """
+    """Write a new file and flush it to the disk; return its size in bytes."""
     with new_file(path) as file:
         file.write(memoryview(header))
         for chunk in chunks:
@@ -78,11 +74,7 @@ def write_tensor_file(path: Path, header: bytes, chunks: Iterable[memoryview]) -
 
 
 def check_by_reference(path: Path) -> None:
-    """Check types, overlaps, gaps and the file's length with the reference implementation.
-
-    Raises:
-        CheckpointError: If it rejects the file.
-    """
+    """Refuse a file that the reference implementation rejects, as for overlaps and gaps."""
     try:
         with safe_open(path, framework="numpy"):
             pass
@@ -159,9 +151,6 @@ class TensorFile:
         """Yield the bytes `[start, stop)` of a tensor, CHUNK_BYTES at a time.
 
         Each chunk reuses the memory of the one before.
-
-        Raises:
-            CheckpointError: If the file cannot be read, or has become shorter.
         """
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 0))))
         descriptor = open_regular(self.path, CheckpointError)
@@ -188,11 +177,7 @@ def header_bytes(prefix: bytes) -> int:
 
 
 def open_tensor_file(path: Path) -> TensorFile:
-    """Read the header of a file and check the file's length.
-
-    Raises:
-        CheckpointError: If the file is missing, truncated or invalid.
-    """
+    """Read the header of a file and check the file's length."""
     descriptor = open_regular(path, CheckpointError)
     with refusing(path, CheckpointError), open(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size

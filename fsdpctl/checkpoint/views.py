@@ -43,11 +43,7 @@ class ComposedTensors:
         return sorted(name for name, of in self._names.items() if of == kind)
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a tensor.
-
-        Raises:
-            CheckpointError: If it is missing, or its parts are incomplete or of different dtypes.
-        """
+        """Return the shape and dtype of a tensor."""
         if key not in self._made:
             return self._source.info(key)  # raises, and names the tensor
         made = self._made[key]

@@ -18,11 +18,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 
 def plain_name(name: object, pattern: str, where: str, refusal: Refusal) -> str:
-    """Return `name` if it is a file name without a directory and matches `pattern`.
-
-    Raises:
-        FsdpctlError: Of type `refusal`, if it isn't.
-    """
+    """Return `name`; raise `refusal` unless it is a plain file name that matches `pattern`."""
     if isinstance(name, str) and _PLAIN.fullmatch(name) and re.fullmatch(pattern, name):
         return name
     raise refusal(f"{where}: {str(name)[:80]!r} is not the name of such a file")
@@ -39,14 +35,11 @@ def nearest_path(path: str) -> str:
 
 
 def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> int:
-    """Open a regular file and return its descriptor. A named pipe never blocks.
+    """Open a regular file and return its descriptor, or raise `refusal`. No named pipe blocks.
 
     Symbolic links may lead to the same directory and, in a snapshot in the cache of
     huggingface_hub, to the files of its repository. With `follows`, for a path that the user typed,
     they may lead anywhere.
-
-    Raises:
-        FsdpctlError: Of type `refusal`, if the file is missing, not regular, or elsewhere.
     """
     try:
         real, flags = path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -66,11 +59,7 @@ def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = F
 
 
 def check_inside(files: Iterable[Path], folder: Path, where: str) -> None:
-    """Check that no file found below a directory is a link that leads out of it.
-
-    Raises:
-        UsageError: If one is; the message begins with `where`.
-    """
+    """Refuse a file found below a directory that is a link out of it; `where` begins messages."""
     root = Path(os.path.realpath(folder))
     for file in files:
         if file.is_symlink() and not _stays_inside(root, real := Path(os.path.realpath(file))):
@@ -90,11 +79,7 @@ def _stays_inside(folder: Path, real: Path) -> bool:
 
 
 def read_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> bytes:
-    """Read a regular file of at most `MOST_BYTES`, opened by `open_regular`.
-
-    Raises:
-        FsdpctlError: Of type `refusal`, if the file can't be opened or is larger.
-    """
+    """Read a regular file of at most `MOST_BYTES`, opened by `open_regular`, or raise `refusal`."""
     with open(open_regular(path, refusal, follows=follows), "rb") as file:
         if os.fstat(file.fileno()).st_size > MOST_BYTES:
             raise refusal(f"{path}: larger than the limit of {MOST_BYTES >> 20:,} MiB")
@@ -113,15 +98,12 @@ def read_text_file(path: Path, refusal: Refusal = UsageError, *, follows: bool =
 
 
 def open_own(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
-    """Open or create a file that fsdpctl writes, and follow no link.
+    """Open or create a file that fsdpctl writes; OSError if it is a link or has another one.
 
     Args:
         path: Its last `folders` directories must not be links either.
         mode: "ab", "ab+" or "wb".
         folders: 0 for a file in the run directory, which may be a link.
-
-    Raises:
-        OSError: If it can't be opened, is a link, has another hard link, or isn't regular.
     """
     access = (os.O_RDWR if "+" in mode else os.O_WRONLY) | (os.O_APPEND if "a" in mode else 0)
     *above, name = path.parts[-1 - folders :]
@@ -172,12 +154,7 @@ def refusing(
 
 
 def last_line(path: Path, start: int = 0) -> str:
-    """Return the last line with text of a log, from the byte `start` on; empty without any.
-
-    Raises:
-        UsageError: If the file can't be opened.
-        OSError: If it can't be read.
-    """
+    """Return the last line with text of a log, from the byte `start` on; empty without any."""
     with open(open_regular(path), "rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - _LAST_BYTES))
         lines = file.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
@@ -209,11 +186,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
 
 
 def replace(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a file whole, as `replacing`. Text is encoded in UTF-8.
-
-    Raises:
-        OSError: If the file can't be written.
-    """
+    """Write a file whole, as `replacing`. Text is encoded in UTF-8."""
     with replacing(path, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 

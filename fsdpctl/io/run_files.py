@@ -34,9 +34,6 @@ def check_own(run_dir: Path) -> None:
 
     The directory itself may be a link. Files of the user are not looked at, and neither are those
     that wandb writes. The content of a checkpoint is checked where it is read.
-
-    Raises:
-        UsageError: If one is; the message names it.
     """
     for each in _entries(run_dir):
         if each.name in _WHOLE or each.name.startswith(_SNAPSHOT):
@@ -47,11 +44,7 @@ def check_own(run_dir: Path) -> None:
 
 
 def check_is_no_file(run_dir: Path) -> None:
-    """Check that a run directory doesn't exist, or is a directory whose files are its own.
-
-    Raises:
-        UsageError: If it is a file, or one of its files is a link or a special file.
-    """
+    """Check that a run directory does not exist, or is one whose files are its own."""
     if run_dir.exists() and not run_dir.is_dir():
         raise UsageError(f"train.run_dir={run_dir}: expected a directory, got a file")
     check_own(run_dir)
@@ -61,9 +54,6 @@ def check_steps(checkpoints: Path) -> None:
     """Check that the only link in a checkpoints directory is the one to the newest of them.
 
     Whatever has the name of a checkpoint, or of an interrupted save, is a directory.
-
-    Raises:
-        UsageError: If there is another.
     """
     for each in _entries(checkpoints):
         if each.is_symlink() and not (_LINK.fullmatch(each.name) and STEP.fullmatch(_read(each))):

@@ -27,12 +27,7 @@ POOL = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
 
 
 def is_remote(path: str, where: str = "") -> bool:
-    """Return whether a path is in an object store, such as s3://BUCKET/NAME.
-
-    Raises:
-        UsageError: If it is a URL of another kind, or has a secret; the message begins with
-            `where`, else with the path.
-    """
+    """Return whether a path is in a store, as s3://BUCKET/NAME; UsageError for other URLs."""
     url = _URL.match(path)
     if url is None or path.startswith(_HUB):
         return False
@@ -47,12 +42,7 @@ def is_remote(path: str, where: str = "") -> bool:
 
 
 def open_store(url: str, where: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL, and the path there.
-
-    Raises:
-        UsageError: If the store is not one of STORES, or its driver is missing; the message begins
-            with `where`.
-    """
+    """Return fsspec's file system of a URL, and the path there; `where` begins messages."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
 
     if not is_remote(url, where):
@@ -65,12 +55,9 @@ def open_store(url: str, where: str) -> tuple[Any, str]:
 
 
 def asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> Any:
-    """Return the answer of a store, after several attempts if need be.
+    """Return the answer of a store, after several attempts if need be, or raise `refusal`.
 
-    The cause of an error is the driver's.
-
-    Raises:
-        FsdpctlError: Of type `refusal`, if it does not answer, or answers that it will not.
+    The cause of the error is the driver's.
     """
     for number in range(_TRIES):
         try:
@@ -88,11 +75,7 @@ def asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> 
 def read_range(
     store: Any, path: str, span: tuple[int, int], url: str, refusal: Refusal = FsdpctlError
 ) -> bytes:
-    """Return bytes of a file in a store; an answer that is too short is asked for again.
-
-    Raises:
-        FsdpctlError: As `asked`; also if the file is shorter.
-    """
+    """Return bytes of a file, as `asked`; an answer that is too short is asked for again."""
     start, stop = span
 
     def ask() -> bytes:

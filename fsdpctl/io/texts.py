@@ -37,12 +37,9 @@ def escaped(text: str) -> str:
 
 
 def refuse_secret(text: str, where: str, *, strict: bool = True) -> None:
-    """Check that a setting or an argument has no URL with a password, a token or a signature.
+    """Refuse a setting or an argument that has a URL with a password, a token or a signature.
 
     If strict, refuse users without a password and all queries too; commands may have them.
-
-    Raises:
-        UsageError: If it has; the message begins with `where` and quotes nothing.
     """
     if _SECRET.search(text) or (strict and _ABOUT_USER.search(text)):
         raise UsageError(

@@ -23,11 +23,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
 def read_json(
     path: Path, schema: type[T], *, refusal: Refusal = UsageError, follows: bool = False
 ) -> T:
-    """Read a JSON file, with the limits of `read_regular` and the checks of `parse_json`.
-
-    Raises:
-        FsdpctlError: Of type `refusal`; the message begins with the path.
-    """
+    """Read a JSON file, with the limits of `read_regular` and the checks of `parse_json`."""
     text = read_text_file(path, refusal, follows=follows)
     return parse_json(text, schema, str(path), refusal)
 
@@ -43,17 +39,7 @@ def parse_json(
     """Decode JSON into a value of the type `schema`.
 
     msgspec decodes faster, but accepts duplicate keys, of which the last one wins.
-
-    Args:
-        text: The JSON; bytes are UTF-8.
-        schema: Any type that msgspec supports; it converts no text to numbers or the like.
-        where: The location that messages begin with.
-        refusal: The type of error to raise.
-        finite: Reject infinite numbers and NaN, which JSON doesn't have.
-
-    Raises:
-        FsdpctlError: Of type `refusal`, if the text isn't JSON, is nested too deeply, has a
-            duplicate key, or has another type.
+    Messages begin with `where`. If `finite`, infinite numbers and NaN are refused: JSON has none.
     """
     numbers: dict[str, Any] = {}
     if finite:
@@ -71,11 +57,7 @@ def parse_json(
 
 
 def as_type(content: object, schema: type[T], where: str, refusal: Refusal = UsageError) -> T:
-    """Convert `content`, made of built-in types, to the type `schema`.
-
-    Raises:
-        FsdpctlError: Of type `refusal`, if the types differ.
-    """
+    """Convert `content`, made of built-in types, to the type `schema`, or raise `refusal`."""
     try:
         return msgspec.convert(content, schema)
     except ValueError as error:  # another type, or text that isn't valid Unicode
@@ -85,11 +67,7 @@ def as_type(content: object, schema: type[T], where: str, refusal: Refusal = Usa
 def check_version(
     content: Mapping[str, Any], expected: tuple[str, int], what: str, where: str, refusal: Refusal
 ) -> None:
-    """Check the format and version that a document of fsdpctl declares.
-
-    Raises:
-        FsdpctlError: Of type `refusal`, if they differ from `expected`.
-    """
+    """Raise `refusal` unless a document of fsdpctl declares the `expected` format and version."""
     format_name, version = expected
     if content.get("format") != format_name:
         raise refusal(f"{where}: not {what}")
@@ -150,11 +128,7 @@ class _Loader(yaml.BaseLoader):
 
 
 def read_yaml(path: Path) -> object:
-    """Read a YAML file. All scalars are text, also numbers, true and null.
-
-    Raises:
-        UsageError: If the file isn't YAML, is too large or too deep, or has aliases.
-    """
+    """Read a YAML file without aliases. All scalars are text, also numbers, true and null."""
     return parse_yaml(read_text_file(path, follows=True), str(path))
 
 

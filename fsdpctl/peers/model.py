@@ -110,11 +110,7 @@ class PeerModel(nn.Module):
 
     @torch.no_grad()
     def check_replicas(self) -> None:
-        """Compare the checksums of replicated parameters. Collective.
-
-        Raises:
-            EngineError: If a parameter differs; the message names it and the rank.
-        """
+        """Compare replicas by checksum; EngineError names a parameter that differs. Collective."""
         if self._runner.num_copies == 1:
             return
         sums = [as_integers(shard.master).sum(dtype=torch.int64) for shard in self._shards]

@@ -161,9 +161,6 @@ class Journal:
         """Continue the record of a run, and remove entries after `step`.
 
         With `shows`, rank 0 (`is_main`) shows the progress and writes to experiment loggers.
-
-        Raises:
-            UsageError: If metrics.jsonl is corrupted or cannot be written.
         """
         assert config.train.steps is not None
         self.run_dir, self._step = run_dir, step
@@ -187,11 +184,7 @@ class Journal:
         self.progress.say(line)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append an object to metrics.jsonl, and send its numbers to the experiment loggers.
-
-        Raises:
-            FsdpctlError: If the file cannot be written.
-        """
+        """Append an object to metrics.jsonl, and send its numbers to the experiment loggers."""
         if self._metrics is not None:
             self._metrics.write(line)
             if "loss" in line:
@@ -216,11 +209,7 @@ class Journal:
                 self._metrics.write({"step": self._step, "warning": message})
 
     def check_in_place(self) -> None:
-        """Check on rank 0 that the run directory still exists.
-
-        Raises:
-            FsdpctlError: If it was deleted or moved, or metrics.jsonl was.
-        """
+        """Raise FsdpctlError on rank 0 if the run directory or metrics.jsonl has been removed."""
         if self._metrics is not None and not self._metrics.is_in_place:
             is_there = (self.run_dir / RUN_CONFIG).is_file()
             lost = self.run_dir / METRICS if is_there else self.run_dir

@@ -17,11 +17,7 @@ _STATES = {None: None, "float32": torch.float32, "int8": torch.int8}
 
 
 def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:
-    """Return the optimizer over the model's shards.
-
-    Raises:
-        UsageError: If no optimizer has this name.
-    """
+    """Return the optimizer over the model's shards; UsageError if no optimizer has this name."""
     about = config.optimizer
     return MAKERS[get_optimizer(about.name).name](about, model)
 

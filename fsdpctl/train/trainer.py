@@ -62,12 +62,7 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train to the last step.
-
-        Raises:
-            StoppedError: If a stop was requested; with checkpoints, the run is saved.
-            NonFiniteError: If a step was rejected and the run cannot continue.
-        """
+        """Train to the last step; StoppedError or NonFiniteError if the run ends before."""
         with self._running():
             self._act(RequestFlags())  # validates if an earlier start still owes it
             while self.step < self.total_steps:
@@ -169,11 +164,7 @@ class Trainer:
         self._each(lambda callback: callback.launched(self))
 
     def _report(self, keep: int) -> RequestFlags:
-        """Report all launched steps except the newest `keep`; return what was requested in them.
-
-        Raises:
-            NonFiniteError: If a step was rejected and the run is to end with it.
-        """
+        """Report all launched steps except the newest `keep`; return what was requested in them."""
         requested = RequestFlags()
         while len(self._queue) > keep:
             RANK_STATUS.at("step results")
@@ -195,11 +186,7 @@ class Trainer:
         return requested
 
     def _act(self, requested: RequestFlags) -> None:
-        """Do what is due after this step and what was requested, together.
-
-        Raises:
-            StoppedError: If the run is to stop.
-        """
+        """Do what is due after this step and what was requested; StoppedError if it is to stop."""
         for each in self._callbacks:
             requested = each.act(self, requested)
         self._acted = self.step

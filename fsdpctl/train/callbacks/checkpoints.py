@@ -139,12 +139,7 @@ class Checkpoints(Callback):
         return requested
 
     def save(self, run: "Trainer", *, was_requested: bool = False) -> None:
-        """Save the current state, unless this step is saved. Collective.
-
-        Raises:
-            FsdpctlError: If the previous checkpoint could not be written, or replicas of the model
-                differ.
-        """
+        """Save this step unless it is saved; FsdpctlError if the last save failed. Collective."""
         if self._saved_step != run.step:
             began, model = time.perf_counter(), run.parts.model
             self.finish(run)
@@ -194,11 +189,7 @@ class Checkpoints(Callback):
         self.idle(run)
 
     def idle(self, run: "Trainer") -> None:
-        """Report a checkpoint that has become complete, and remove the request for it.
-
-        Raises:
-            FsdpctlError: If it could not be written.
-        """
+        """Report a checkpoint that has become complete, and remove the request for it."""
         saved = self._current
         if saved is not None and saved.done.done():
             self._current = None
@@ -219,11 +210,7 @@ class Checkpoints(Callback):
             run.requests.done(SAVE)
 
     def end(self, run: "Trainer", error: BaseException | None) -> None:
-        """Wait for uploads and the user's command, on ranks that end together.
-
-        Raises:
-            CheckpointError: If training is complete and its checkpoint could not be uploaded.
-        """
+        """Wait for uploads and the user's command, on ranks that end together; check uploads."""
         if is_joint(error):
             self._journal.check_in_place()
             RANK_STATUS.at(FINISHING)

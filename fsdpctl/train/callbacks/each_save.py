@@ -132,11 +132,7 @@ class EachSave:
             say(f"waiting for {_KEYS[self._name]}: {seconds:.0f} s so far{share}")
 
     def check_uploaded(self) -> None:
-        """Check that the newest checkpoint is in the store.
-
-        Raises:
-            CheckpointError: If it isn't.
-        """
+        """Check that the newest checkpoint is in the store; CheckpointError if it isn't."""
         newest = self._newest_upload
         if newest is not None and newest.outcome == "failed":
             raise CheckpointError(f"{newest.line}; to retry, run it again")

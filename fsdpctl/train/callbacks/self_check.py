@@ -73,11 +73,7 @@ class SelfCheck(Callback):
             self._tokens = done.figures.tokens
 
     def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
-        """Check everything.
-
-        Raises:
-            SelfCheckError: If something is wrong, unless it is only to be printed.
-        """
+        """Check everything; SelfCheckError if something is wrong that is not only to be printed."""
         if not run.is_due(self):
             return requested
         began, is_first, found = time.perf_counter(), run.step == self._at, list[str]()
