@@ -160,7 +160,7 @@ def main(given: IO[bytes], made: IO[bytes]) -> None:
 def _replies(setup: TemplateSetup, chats: list[Chat]) -> Iterator[ChatSamples | str]:
     try:
         _limit(resource.RLIMIT_CPU, time.process_time() + setup.most_seconds)
-        work = prepare(setup)
+        work = _prepare(setup)
         yield ""
         for chat in chats:
             _limit(resource.RLIMIT_CPU, time.process_time() + setup.seconds_for(chat))
@@ -171,7 +171,7 @@ def _replies(setup: TemplateSetup, chats: list[Chat]) -> Iterator[ChatSamples | 
         yield full if is_full else str(error)
 
 
-def prepare(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
+def _prepare(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
     """Compile the template, and return the function that renders a chat with it."""
     plain = Renderer(setup.template, setup.special_tokens, setup.date)
     with_tools = plain
