@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdpctl.cli.config_args import ConfigArguments, RanksPerNode, configured, normalized
-from fsdpctl.cli.console import add_row, new_table, note, say, show_table
+from fsdpctl.cli.console import note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import refusing
@@ -157,13 +157,9 @@ def _show(rows: "list[Row]") -> None:
     from fsdpctl.tools.compare.row import columns
 
     shown = columns(rows)
-    table = new_table(
-        *(column.title for column in shown),
-        right=[column.title for column in shown if not column.is_text],
-    )
-    for cells in zip(*(column.cells for column in shown), strict=True):
-        add_row(table, *cells)
-    show_table(table)
+    rows_of_cells = zip(*(each.cells for each in shown), strict=True)
+    numbers = [each.title for each in shown if not each.is_text]
+    show_table([each.title for each in shown], rows_of_cells, right=numbers)
     for line in (*failures(rows), *losses(rows)):
         say(line)
 

@@ -2,11 +2,11 @@
 
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rich.cells import cell_len
 from rich.panel import Panel
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from fsdpctl.io.console import PatientConsole
@@ -14,6 +14,8 @@ from fsdpctl.io.texts import one_line, printable
 
 _HEAD = 8  # characters of the subject of a line
 _GAP, _FEW_WORDS = 2, 2  # between columns; blanks of a cell that is a name or a number, at most
+_NOTHING = ("", "-")  # cells
+_MANY_ROWS = 1000
 _LONGEST = 2000  # characters of a message that quotes a rejected value
 
 out = PatientConsole(highlight=False, soft_wrap=True)
@@ -66,114 +68,81 @@ def fail(message: str) -> None:
     err.print(shown)
 
 
-def new_table(*columns: str, right: Collection[str] = ()) -> Table:
-    """Return an empty table in the style of all commands; the columns `right` are aligned there."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column in right else "left"
-        table.add_column(Text(one_line(column)), justify=justify)
-    return table
+class _Column(NamedTuple):
+    texts: list[str]  # the head and the cells
+    is_right: bool  # whether they are aligned there
+    least: int  # the width if its texts wrap at words
+    most: int
 
 
-def add_row(table: Table, *cells: str) -> None:
-    """Add a row of cells that may quote other files: their text is printed verbatim."""
-    table.add_row(*(Text(one_line(cell)) for cell in cells))
+def show_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()
+) -> None:
+    """Print a table to standard output, without empty columns; those named `right` align there.
 
-
-def show_table(table: Table) -> None:
-    """Print a table to standard output, without empty columns.
-
-    On a terminal, texts wrap at words; if that is too little, the columns that are left follow
-    below, with the first one repeated. Elsewhere, a table has its full width.
+    Cells may quote other files: they are printed verbatim. On a terminal, texts wrap at words; if
+    that is too little, the columns that are left follow below, with the first one repeated.
+    Elsewhere, a table has its full width, and so has one that would take rich minutes. Without a
+    name, there is no head.
     """
-    filled = [column for column in table.columns if _texts(column, header=False)]
-    if filled:
-        filled[0].no_wrap = True
-    if not out.is_terminal:
-        heads = [[str(each.header)] if table.show_header else [] for each in filled]
-        cells = [map(str, each._cells) for each in filled]
-        right = [number for number, each in enumerate(filled) if each.justify == "right"]
-        show_columns([[*a, *b] for a, b in zip(heads, cells, strict=True)], right)
+    filled: list[_Column] = []
+    for name, *cells in zip(head, *rows, strict=True):
+        texts = [one_line(each) for each in (name, *cells)]
+        known = [each for each in texts if each.strip() not in _NOTHING]
+        if not set(known) & set(texts[1:]):
+            continue
+        wraps = bool(filled) and any(each.count(" ") >= _FEW_WORDS for each in texts[1:])
+        words = [word for each in known for word in (each.split() if wraps else [each])]
+        widths = (max(map(cell_len, each)) for each in (words, known))
+        filled.append(_Column(texts, name in right, *widths))
+    if out.is_terminal and filled and len(filled[0].texts) <= _MANY_ROWS:
+        for number, part in enumerate(_parts(filled, out.width)):
+            shown = _of_columns(part, out.width, has_head=any(head))
+            out.print(*([""] if number else []), shown, sep="\n", soft_wrap=False, crop=False)
         return
-    for number, part in enumerate(_parts(filled, out.width)):
-        shown = _of_columns(part, table, out.width)
-        out.print(*([""] if number else []), shown, sep="\n", soft_wrap=False, crop=False)
-
-
-def show_columns(columns: Iterable[Sequence[str]], right: Collection[int] = ()) -> None:
-    """Print columns of texts, the first of which are their heads, in their full width."""
     padded = []
-    for number, column in enumerate(columns):
-        texts = [one_line(each) for each in column]
-        widths = [len(each) if each.isascii() else cell_len(each) for each in texts]
-        widest = max(widths)
-        blanks = [" " * (widest - each) for each in widths]
-        pairs = zip(blanks, texts, strict=True)
-        padded.append([a + b if number in right else b + a for a, b in pairs])
+    for each in filled:
+        blanks = [" " * (max(map(cell_len, each.texts)) - cell_len(text)) for text in each.texts]
+        pairs = zip(blanks, each.texts, strict=True)
+        padded.append([a + b if each.is_right else b + a for a, b in pairs][not any(head) :])
     emit("\n".join((" " * _GAP).join(row).rstrip() for row in zip(*padded, strict=True)))
 
 
-def _texts(column: Column, *, header: bool = True) -> list[str]:
-    """Return the cells of a column that are not empty, by default with its header."""
-    cells = [column.header, *column._cells] if header else column._cells
-    texts = [each.plain if isinstance(each, Text) else str(each) for each in cells]
-    return [each for each in texts if each.strip() not in ("", "-")]
-
-
-def _least(column: Column) -> int:
-    """Return the width of a column whose texts are wrapped at words."""
-    words = (
-        word for text in _texts(column) for word in (text.split() if _wraps(column) else [text])
-    )
-    return max((cell_len(word) for word in words), default=0)
-
-
-def _wraps(column: Column) -> bool:
-    """Return whether a column has texts rather than names and numbers."""
-    return not column.no_wrap and any(
-        text.count(" ") >= _FEW_WORDS for text in _texts(column, header=False)
-    )
-
-
-def _parts(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
+def _parts(columns: Sequence[_Column], width: int) -> Iterator[list[_Column]]:
     """Divide columns so that each part fits into `width`; all have the first column."""
-    if not columns:
-        return
-    first, rest = columns[0], columns[1:]
-    part, used = [first], _least(first)
+    first, *rest = columns
+    part, used = [first], first.least
     for column in rest:
-        more = _least(column) + _GAP
+        more = column.least + _GAP
         if len(part) > 1 and used + more > width:
             yield part
-            part, used = [first], _least(first)
+            part, used = [first], first.least
         part.append(column)
         used += more
     yield part
 
 
-def _of_columns(columns: Sequence[Column], like: Table, width: int) -> Table:
-    wanted = [max(map(cell_len, _texts(column)), default=0) for column in columns]
-    widths = [_least(column) for column in columns]
+def _of_columns(columns: Sequence[_Column], width: int, *, has_head: bool) -> Table:
+    """Return a table of at most `width`, if texts allow it."""
+    widths = [each.least for each in columns]
     free = width - sum(widths) - _GAP * (len(columns) - 1)
-    while free > 0 and widths != wanted:  # the text that lacks most gets more
-        lacking = max(range(len(widths)), key=lambda each: wanted[each] - widths[each])
-        more = min(free, max(1, (wanted[lacking] - widths[lacking]) // 4))
+    while free > 0 and widths != [each.most for each in columns]:  # what lacks most gets more
+        lacking = max(range(len(widths)), key=lambda each: columns[each].most - widths[each])
+        more = min(free, max(1, (columns[lacking].most - widths[lacking]) // 4))
         widths[lacking], free = widths[lacking] + more, free - more
-    table = Table(box=None, pad_edge=False, header_style="bold", show_header=like.show_header)
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=has_head)
     for column, own in zip(columns, widths, strict=True):
-        table.add_column(column.header, justify=column.justify, width=own)
-    for row in zip(*(column._cells for column in columns), strict=True):
-        table.add_row(*row)
+        justify: Literal["left", "right"] = "right" if column.is_right else "left"
+        table.add_column(Text(column.texts[0]), justify=justify, width=own)
+    if not has_head:
+        table.columns[0].style = "bold"
+    for row in zip(*(column.texts[1:] for column in columns), strict=True):
+        table.add_row(*map(Text, row))
     return table
 
 
 def show_panel(title: str, lines: list[str]) -> None:
     """Print a boxed report of a failure to standard error."""
-    PatientConsole(highlight=False, stderr=True).print(
-        Panel(
-            Text(printable("\n".join(lines))),
-            title=Text(title),
-            title_align="left",
-            border_style="red",
-        )
-    )
+    text, head = Text(printable("\n".join(lines))), Text(title)
+    panel = Panel(text, title=head, title_align="left", border_style="red")
+    PatientConsole(highlight=False, stderr=True).print(panel)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fsdpctl.cli.config_args import ConfigArguments, composed_from, configured
-from fsdpctl.cli.console import note, say, show_table
+from fsdpctl.cli.console import note, say
 from fsdpctl.cli.estimate_text import (
-    breakdown_table,
     conclusions,
     fit_line,
     heading,
-    strategies_table,
+    show_breakdown,
+    show_strategies,
 )
 from fsdpctl.cli.from_others import asked_from, show_translation
 from fsdpctl.cli.many_files import files_of, show_verdicts
@@ -145,7 +145,7 @@ def _draw(estimates: list["RunEstimate"], fits: list["Fit"], folder: Path) -> No
 def _show_all(estimates: list["RunEstimate"], fits: list["Fit"]) -> None:
     for line in heading(estimates[0]):
         say(line)
-    show_table(strategies_table(estimates))
+    show_strategies(estimates)
     shown = {each.config.strategy.name for each in estimates}
     engine = estimates[0].config.engine.name
     known = strategies_of(engine)
@@ -160,7 +160,7 @@ def _show_all(estimates: list["RunEstimate"], fits: list["Fit"]) -> None:
 def _show_one(estimator: "Estimator", found: "RunEstimate", fits: list["Fit"]) -> None:
     for line in heading(found):
         say(line)
-    show_table(breakdown_table(found))
+    show_breakdown(found)
     say()
     for line in conclusions(found):
         say(line)
@@ -177,9 +177,7 @@ def _show_one(estimator: "Estimator", found: "RunEstimate", fits: list["Fit"]) -
         from fsdpctl.launch.check_fit import change_lines
 
         changes = advice(estimator, found.plan)
-        for line in change_lines(changes):
-            say(line)
-        for line in _fits_with(estimator, changes, fits):
+        for line in (*change_lines(changes), *_fits_with(estimator, changes, fits)):
             say(line)
 
 

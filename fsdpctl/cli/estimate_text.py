@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
-from fsdpctl.cli.console import new_table
+from fsdpctl.cli.console import show_table
 from fsdpctl.io.units import format_bytes
 
 if TYPE_CHECKING:
@@ -17,7 +15,6 @@ _VERDICTS = {
     "thrashes": "fits only if the allocator repeatedly empties its cache, which is slow",
     "too_large": "does not fit",
 }
-_SHORT_VERDICTS = {"too_large": _VERDICTS["too_large"]}
 
 
 def heading(first: "RunEstimate") -> list[str]:
@@ -52,42 +49,40 @@ def heading(first: "RunEstimate") -> list[str]:
 
 
 def _trained(estimate: "RunEstimate") -> str:
-    active, trained = estimate.num_active, estimate.num_trained
-    parts = ["" if active == estimate.num_params else f", {active:,} active"]
-    return "".join([*parts, "" if trained == estimate.num_params else f", {trained:,} trained"])
+    counts = {"active": estimate.num_active, "trained": estimate.num_trained}
+    parts = [
+        f", {count:,} {what}" for what, count in counts.items() if count != estimate.num_params
+    ]
+    return "".join(parts)
 
 
-def strategies_table(estimates: list["RunEstimate"]) -> Table:
-    """Return the memory at the peak, a row for each strategy."""
+def show_strategies(estimates: list["RunEstimate"]) -> None:
+    """Print the memory at the peak, a row for each strategy."""
     parts = [
         name
         for name in estimates[0].step.breakdown
         if name != "rounding" and any(each.step.breakdown[name] for each in estimates)
     ]
     names = [name.replace("_", " ") for name in [*parts, "allocated", "reserved", "margin"]]
-    table = new_table("strategy", *names, "", right=names)
+    rows = []
     for each in estimates:
         cells = [format_bytes(each.step.breakdown[name]) for name in parts]
-        totals = [
-            format_bytes(each.allocated),
-            format_bytes(each.peak_reserved),
-            format_bytes(each.margin),
-        ]
-        verdict = _SHORT_VERDICTS.get(each.verdict, each.verdict)
-        table.add_row(each.config.strategy.name, *cells, *totals, verdict)
-    return table
+        cells += map(format_bytes, (each.allocated, each.peak_reserved, each.margin))
+        verdict = each.verdict if each.verdict != "too_large" else _VERDICTS["too_large"]
+        rows.append((each.config.strategy.name, *cells, verdict))
+    show_table(("strategy", *names, ""), rows, right=names)
 
 
-def breakdown_table(found: "RunEstimate") -> Table:
-    """Return the memory at the peak, a row for each purpose."""
-    title = f"{found.config.strategy.name}, per rank at the peak"
-    table = new_table(title, "", "largest tensors", right=("",))
+def show_breakdown(found: "RunEstimate") -> None:
+    """Print the memory at the peak, a row for each purpose."""
+    rows = []
     for name, nbytes in found.step.breakdown.items():
         largest = [each for each in found.step.peak.largest if each.category == name]
         named = [f"{each.count} x {each.what}, {format_bytes(each.nbytes)}" for each in largest[:2]]
-        table.add_row(name.replace("_", " "), format_bytes(nbytes), "; ".join(named))
-    table.add_row("allocated", format_bytes(found.allocated), f"peak at: {found.step.peak.when}")
-    return table
+        rows.append((name.replace("_", " "), format_bytes(nbytes), "; ".join(named)))
+    rows.append(("allocated", format_bytes(found.allocated), f"peak at: {found.step.peak.when}"))
+    title = f"{found.config.strategy.name}, per rank at the peak"
+    show_table((title, "", "largest tensors"), rows, right=("",))
 
 
 def conclusions(found: "RunEstimate") -> list[str]:

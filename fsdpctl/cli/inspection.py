@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fsdpctl.cli.checkpoint import Source, opened_checkpoint
-from fsdpctl.cli.console import add_row, emit, new_table, say, show_columns, show_table
+from fsdpctl.cli.console import emit, say, show_table
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.texts import one_line
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 _PARAMETER, _REMAINDER = "model", "remainder"  # the kinds of weights
 _SHOWN_FILES = 16
-_MANY_ROWS = 1000
-_NUMBERS = ("bytes", "tensors")  # columns
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -54,17 +52,9 @@ def _described(reader: "CheckpointReader") -> dict[str, Any]:
 
 
 def _show(columns: tuple[str, ...], rows: list[list[str]]) -> None:
-    if not rows:
-        return
-    say()
-    if len(rows) > _MANY_ROWS:  # a table of rich takes minutes
-        right = [number for number, name in enumerate(columns) if name in _NUMBERS]
-        show_columns(zip(columns, *rows, strict=True), right)
-        return
-    table = new_table(*columns, right=_NUMBERS)
-    for row in rows:
-        add_row(table, *row)
-    show_table(table)
+    if rows:
+        say()
+        show_table(columns, rows, right=("bytes", "tensors"))
 
 
 def _rows_of_files(reader: "CheckpointReader") -> list[list[str]]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdpctl.cli.console import add_row, emit, new_table, out, say, show_table
+from fsdpctl.cli.console import emit, out, say, show_table
 from fsdpctl.config.keys import Key, value_in
 from fsdpctl.config.recipe import choices_of, first_comment, package_folder, recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
@@ -71,30 +71,32 @@ def _described(section: str, default: Config) -> dict[str, Any]:
 
 
 def _list_everything(default: Config) -> None:
-    groups = new_table("group", "options (default first)")
-    for group in GROUPS:
-        first = getattr(default, group).name
-        others = [each for each in choices_of(group) if each != first]
-        add_row(groups, group, ", ".join([first, *others]))
-    show_table(groups)
+    firsts = {group: getattr(default, group).name for group in GROUPS}
+    groups = [
+        (group, ", ".join(dict.fromkeys([first, *choices_of(group)])))
+        for group, first in firsts.items()
+    ]
+    show_table(("group", "options (default first)"), groups)
     say(f"\nsections without options: {', '.join(s for s in SECTIONS if s not in GROUPS)}")
-    recipes = new_table("recipe", "purpose")
-    for name in recipe_names():
-        add_row(recipes, name, first_comment(package_folder("recipes") / f"{name}.yaml"))
     say()
-    show_table(recipes)
+    folder = package_folder("recipes")
+    recipes = [(name, first_comment(folder / f"{name}.yaml")) for name in recipe_names()]
+    show_table(("recipe", "purpose"), recipes)
     say("\n`fsdpctl list GROUP` shows the options and keys of a group.")
 
 
 def _list_section(section: str, default: Config) -> None:
     found, part = _keys_of(section), getattr(default, section.split(".")[0])
     if section in GROUPS:
-        choices = new_table("option", "description")
-        for choice in choices_of(section):
-            file = package_folder("conf") / section / f"{choice}.yaml"
-            marked = f"{choice} (default)" if choice == part.name else choice
-            add_row(choices, marked, first_comment(file))
-        show_table(choices)
+        folder = package_folder("conf") / section
+        choices = [
+            (
+                f"{each} (default)" if each == part.name else each,
+                first_comment(folder / f"{each}.yaml"),
+            )
+            for each in choices_of(section)
+        ]
+        show_table(("option", "description"), choices)
         if not found:
             return
         say()
@@ -103,10 +105,8 @@ def _list_section(section: str, default: Config) -> None:
             say(f"{name}={_default(key, part)}")
             say(f"    {key.meaning} ({key.allowed})")
         return
-    keys = new_table("key", "default", "allowed", "meaning")
-    for name, key in found.items():
-        add_row(keys, name, _default(key, part), key.allowed, key.meaning)
-    show_table(keys)
+    keys = ((name, _default(key, part), key.allowed, key.meaning) for name, key in found.items())
+    show_table(("key", "default", "allowed", "meaning"), keys)
 
 
 def _default(key: Key, part: object) -> str:

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from fsdpctl.cli.console import add_row, emit, new_table, say, show_table
+from fsdpctl.cli.console import emit, say, show_table
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.texts import one_line
 
 if TYPE_CHECKING:
     from fsdpctl.tools.status import Newest, Status
@@ -37,10 +34,7 @@ def status(
     if as_json:
         emit(json.dumps(asdict(found), indent=2))
         return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, text in _rows(found):
-        table.add_row(Text(name, style="bold"), Text(one_line(text)))
-    show_table(table)
+    show_table(("", ""), _rows(found))
 
 
 def _newest_run() -> Path:
@@ -178,25 +172,24 @@ def _show(found: "TwoRuns") -> None:
     say(f"A       {found.a}")
     say(f"B       {found.b}")
     say()
-    show_table(_losses(found))
-    for line in _steps(found):
-        say(line)
+    _show_losses(found)
+    loss = found.series["loss"]
+    for name, count in (("A", loss.only_a), ("B", loss.only_b)):
+        if count:
+            say(f"{count:,} steps only in {name}")
     say()
     for name, keys in (("configuration", found.configuration), ("environment", found.environment)):
         if keys:
             rows = [[x.key, x.a or _NOT_SET, x.b or _NOT_SET] for x in keys]
-            show_table(_table((name, "A", "B"), rows))
+            show_table((name, "A", "B"), rows)
         else:
             say(f"{name}s are equal")
         say()
-    say(
-        f"differ  {'; '.join(found.differences)}"
-        if found.differences
-        else "equal   everything compared"
-    )
+    differ = "; ".join(found.differences)
+    say(f"differ  {differ}" if differ else "equal   everything compared")
 
 
-def _losses(found: "TwoRuns") -> Table:
+def _show_losses(found: "TwoRuns") -> None:
     rows = []
     for each in found.series.values():
         if not each.compared:
@@ -210,18 +203,4 @@ def _losses(found: "TwoRuns") -> Table:
                 [each.name, f"{each.compared:,}", f"{each.num_different:,} differ", at, largest]
             )
     head = ("metric", "steps", "", "first difference", "largest difference")
-    return _table(head, rows, right=("steps",))
-
-
-def _steps(found: "TwoRuns") -> Iterator[str]:
-    loss = found.series["loss"]
-    for name, count in (("A", loss.only_a), ("B", loss.only_b)):
-        if count:
-            yield f"{count:,} steps only in {name}"
-
-
-def _table(head: tuple[str, ...], rows: list[list[str]], right: tuple[str, ...] = ()) -> Table:
-    table = new_table(*head, right=right)
-    for row in rows:
-        add_row(table, *row)
-    return table
+    show_table(head, rows, right=("steps",))
