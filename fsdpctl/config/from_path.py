@@ -107,12 +107,12 @@ def _check_weights(
     """Check that no setting contradicts the weights."""
     of_lora = LORA_KEYS if "model.lora.rank" in words else ()
     for name in (*(each for each in _SIZES if each not in _FREE), *of_lora):
-        value = KEYS[name].default if name not in words else KEYS[name].parse(words[name])
-        text = given.get(name, changed.get(name)) if name in _SIZES else given.get(name)
-        if text is not None and value != KEYS[name].parse(text):
+        text, known = {**changed, **given}.get(name, ""), words.get(name)
+        value = KEYS[name].default if known is None else KEYS[name].parse(known)
+        if text and value != KEYS[name].parse(text):
             raise UsageError(
                 f"{name}={text}: conflicts with the weights in {where} of "
-                f"{words.get(name, 'another value')}; set model.init=random to ignore them"
+                f"{known or 'another value'}; set model.init=random to ignore them"
             )
 
 

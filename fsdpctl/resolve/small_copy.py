@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -25,7 +25,8 @@ _SHRUNK = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "intermediate_size": 64,
     "moe_intermediate_size": 32, "ffn_dim": 64, "shared_expert_intermediate_size": 32,
     "ffn_hidden_size": 64, "n_inner": 64, "num_experts": 16, "num_local_experts": 16,
-    "n_routed_experts": 16, "n_positions": 512, "max_position_embeddings": 1 << 16,
+    "n_routed_experts": 16,
+    "moe_num_experts": 16, "n_positions": 512, "max_position_embeddings": 1 << 16,
 }  # fmt: skip
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -48,15 +49,14 @@ def meta_copy(model: ModelConfig) -> nn.Module:
 def _made(model: ModelConfig) -> nn.Module:
     content = content_of(model)
     told = read_configuration(content, CONFIG_OF).to_dict()  # with what the file leaves out
-    sizes = {name: told.get(name) for name in _SHRUNK}
-    small = {name: min(size, _SHRUNK[name]) for name, size in sizes.items() if type(size) is int}
     few = {name: None for name in _TOKENS if told.get(name) is not None}
-    content = {**content, **small, **few}
-    for each in (*_narrow(content), content):
-        shrunk = replace(model, config_json=canonical(each))
+    content = {**content, **_shrunk(told), **few}
+    for narrows in (True, False):
         try:
+            found = _narrow(content) if narrows else content
+            shrunk = replace(model, config_json=canonical(found))
             module = _cut(shrunk, "meta")
-            if each is not content:
+            if narrows:
                 _run(module)
             break
         except Exception:  # a family whose sizes depend on these, whose code raises what it likes
@@ -67,13 +67,24 @@ def _made(model: ModelConfig) -> nn.Module:
     return module
 
 
-def _narrow(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the same with narrow heads, if that makes the residual stream narrower."""
+def _narrow(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same with narrow heads, if that makes the residual stream narrower."""
     config = read_configuration(content, CONFIG_OF)
-    heads, width = (getattr(config, each, None) for each in ("num_attention_heads", "hidden_size"))
-    if type(heads) is int and type(width) is int and width > heads * _OF_A_HEAD:
-        sizes = {"hidden_size": heads * _OF_A_HEAD, "head_dim": _OF_A_HEAD}
-        yield resized(content, sizes, CONFIG_OF)
+    head = min(getattr(config, "head_dim", None) or _OF_A_HEAD, _OF_A_HEAD)
+    width = min(config.num_attention_heads * head, config.hidden_size)
+    narrow = resized(content, {"hidden_size": width}, CONFIG_OF)
+    return resized(narrow, {"head_dim": head}, CONFIG_OF)  # if it does not follow
+
+
+def _shrunk(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return smaller sizes, also in nested configurations."""
+    found: dict[str, Any] = {}
+    for name, value in told.items():
+        if isinstance(value, dict) and (inner := _shrunk(value)):
+            found[name] = {**value, **inner}
+        elif name in _SHRUNK and type(value) is int:
+            found[name] = min(value, _SHRUNK[name])
+    return found
 
 
 @torch.no_grad()
