@@ -1,13 +1,10 @@
 """Configurations of decoders, as transformers reads them from a config.json."""
 
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from importlib.metadata import version
-from importlib.util import find_spec
 from inspect import getattr_static
 from types import FunctionType
 from typing import Any
@@ -26,7 +23,6 @@ _NOT_THE_MODELS = (
     "id2label", "label2id", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
 _METHODS = (FunctionType, classmethod, staticmethod, dict)  # of transformers' classes, and tables
-_OLDEST = (5, 20)  # version of transformers
 # Our keys, and the attributes of a configuration of transformers; the first that is set counts.
 NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -153,9 +149,8 @@ def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool
         own_code: Whether the directory comes with code of its own, which is never run.
 
     Raises:
-        UsageError: If transformers is missing, or does not know the model or its values.
+        UsageError: If transformers does not know the model or its values.
     """
-    check_installed(where)
     import transformers
     from transformers.models.auto import configuration_auto, modeling_auto
 
@@ -213,21 +208,6 @@ def _silent(logging: Any) -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
-
-
-def check_installed(where: str) -> None:
-    """Check that transformers is installed, in a version whose conversion tables are understood.
-
-    Raises:
-        UsageError: If it isn't; the message begins with `where`.
-    """
-    way_on = "install fsdpctl again"
-    if find_spec("transformers") is None:
-        raise UsageError(f"{where}: package transformers not found; {way_on}")
-    found = version("transformers")
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < _OLDEST:
-        oldest = ".".join(map(str, _OLDEST))
-        raise UsageError(f"{where}: transformers {found}: expected {oldest} or later; {way_on}")
 
 
 def _special_float(content: dict[str, Any]) -> Any:

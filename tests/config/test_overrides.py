@@ -12,7 +12,7 @@ from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_w
 from fsdpctl.errors import UsageError
 
 ROPE = "model.overrides.rope_scaling"
-LLAMA = {
+LLAMA: dict[str, object] = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
 }  # fmt: skip

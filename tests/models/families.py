@@ -48,7 +48,6 @@ FAMILIES = {
         **_SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     ),
     "llama yarn": LlamaConfig(**_SIZES, rope_parameters=_YARN),
-    "llama wide heads": LlamaConfig(**_SIZES, head_dim=20),
     "llama gelu": LlamaConfig(**_SIZES, hidden_act="gelu_pytorch_tanh"),
     "mistral": MistralConfig(**_SIZES),
     "mistral window": MistralConfig(**_SIZES, sliding_window=9),
@@ -66,20 +65,9 @@ FAMILIES = {
         sliding_window=9,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "gemma3 stretched": Gemma3TextConfig(
-        **_SIZES,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=9,
-        rope_parameters={
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-        },
-    ),
     "phi3": Phi3Config(**_SIZES, pad_token_id=0),
     "phi3 window": Phi3Config(**_SIZES, pad_token_id=0, sliding_window=9),
     "gpt2": GPT2Config(**_GPT2),
-    "gpt2 relu": GPT2Config(**_GPT2, activation_function="relu", n_inner=100),
     "gpt2 untied": GPT2Config(**_GPT2, tie_word_embeddings=False),
 }
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.models.cache import Cache
 from fsdpctl.train.callbacks.sample import Sampling, generate
 from tests.models.decoders import drawn
 
@@ -29,18 +28,6 @@ def made(name: str) -> torch.nn.Module:
         for param in module.parameters():
             param.mul_(4)  # so that what it says depends on what it was given
     return module
-
-
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_one_token_at_a_time_gives_the_same_logits(name):
-    model, tokens = made(name), torch.randint(VOCABULARY, (2, 20))
-    cache = Cache()
-    parts = [model(tokens[:, :9], cache=cache)]
-    for place in range(9, 20):
-        assert len(cache) == place
-        parts.append(model(tokens[:, place : place + 1], cache=cache))
-    torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -245,7 +245,7 @@ def test_initial_weights_depend_on_seed_and_name_alone(tmp_path):
     assert torch.equal(drawn["model.norm.weight"][0], torch.ones(32))
 
 
-# ---- our own module beside that of transformers ------------------------------------------
+# ---- generation --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,6 @@ SMALL = ["model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=
 VARIANTS = {
     "tied": [],
     "untied": ["model.overrides.tie_word_embeddings=false"],
-    "one kv head each": ["model.num_kv_heads=4"],
-    "wide heads": ["model.head_dim=16"],
     "llama3 rope": [
         "model.overrides.rope_theta=500",
         *(f"model.overrides.rope_scaling.{word}" for word in (

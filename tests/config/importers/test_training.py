@@ -463,6 +463,17 @@ def test_values_that_turn_something_off_or_are_lists_are_named(tool, changes, ke
     assert [line for line in lines if key in line and not line.startswith("not needed")]
 
 
+def test_changes_of_the_model_are_kept():
+    rope = {"rope_type": "yarn", "short_factor": [1.0, 2.0]}
+    changes = {"rope_theta": 1e6, "rope_scaling": rope}
+    found = dict(converted("axolotl", {**AXOLOTL, "overrides_of_model_config": changes}).words)
+    assert {name: text for name, text in found.items() if "overrides" in name} == {
+        "model.overrides.rope_theta": "1000000.0",
+        "model.overrides.rope_scaling.rope_type": "yarn",
+        "model.overrides.rope_scaling.short_factor": '["1.0", "2.0"]',
+    }
+
+
 def test_text_is_not_packed():
     entry = {"pretraining_dataset": [{"path": "rows.jsonl", "type": "pretrain"}]}
     content = {key: value for key, value in AXOLOTL.items() if key != "datasets"}
