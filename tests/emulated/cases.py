@@ -27,6 +27,7 @@ PRECISIONS = {
     "fp32": Precision(),
     "bf16": Precision(param_dtype=BF16),
     "bf16_true": Precision(BF16, BF16, BF16),  # of a model in bf16
+    "24 bits": Precision(BF16, torch.float32, BF16, has_remainders=True),
 }
 STEPS = 3
 
@@ -194,7 +195,7 @@ def every_case() -> list[Case]:
         for name, row in STRATEGIES.items()
         if row.shards_optimizer
         for offload in ("states", "states,gradients")
-        for precision in ("fp32", "bf16")
+        for precision in ("fp32", "bf16", "24 bits")
         for window in ("one", "every")
     ]
     able = [
@@ -210,6 +211,7 @@ def every_case() -> list[Case]:
                 ("states,params", "fp32", "every"),
                 ("all", "fp32", "one"),
                 ("all", "bf16", "every"),
+                ("all", "24 bits", "every"),
             )
         ]
         found += [replace(rests, four_bits=True, precision=each) for each in ("fp32", "bf16")]
