@@ -42,11 +42,7 @@ def plan_batches(
     num_micro_batches: int | None = None,
     context_parallel: int = 1,
 ) -> BatchPlan:
-    """Complete the sizes so that every sample of the global batch is processed once.
-
-    Raises:
-        UsageError: If there are fewer samples than ranks, or the sizes conflict.
-    """
+    """Complete the sizes so that every sample of the global batch is processed once."""
     groups = world_size // context_parallel
     each = "rank" if context_parallel == 1 else f"{context_parallel} ranks"
     if not groups:

@@ -19,11 +19,7 @@ class Offload(Flag):
 
     @classmethod
     def parse(cls, text: str) -> "Offload":
-        """Return the states that a word, or a list of words with or without brackets, names.
-
-        Raises:
-            UsageError: If a word is unknown, or there are gradients without states to step.
-        """
+        """Return the states that a word, or a list of words with or without brackets, names."""
         words = [each.strip().upper() for each in text.strip("[] ").split(",")]
         if not all(each in cls.__members__ for each in words):
             raise UsageError(
@@ -56,11 +52,7 @@ class Offload(Flag):
         return ""
 
     def check_rests(self, *, trains_all: bool) -> None:
-        """Check that some parameters rest on the host if they may.
-
-        Raises:
-            UsageError: If all are trained, and their master weights are on the device.
-        """
+        """Check that some parameters rest on the host if they may."""
         if self is Offload.PARAMS and trains_all:
             raise UsageError(
                 "strategy.offload=params: trained parameters rest on the host with their master "

@@ -109,11 +109,7 @@ class OwnerMap:
         return sum(span.numel for span in self.spans_of(rank).values()) / sum(self.sizes)
 
     def fitted_to(self, sizes: Sequence[int], world_size: int) -> "OwnerMap":
-        """Return this map for blocks of the given sizes; one that cuts blocks fits only its own.
-
-        Raises:
-            UsageError: If it is for other blocks or another number of ranks.
-        """
+        """Return this map for blocks of the given sizes; one that cuts blocks fits only its own."""
         if (self.num_blocks, self.world_size) != (len(sizes), world_size):
             raise UsageError(
                 f"owner_map: expected {len(sizes)} blocks on {world_size} ranks, got "
@@ -158,11 +154,7 @@ def _whole_blocks(owners: Sequence[int], world_size: int, sizes: Sequence[int] |
 
 
 def make_owner_map(name: str, sizes: Sequence[int], world_size: int) -> OwnerMap:
-    """Return the owner map called `name` for blocks of the given sizes.
-
-    Raises:
-        UsageError: If the name is unknown.
-    """
+    """Return the owner map called `name` for blocks of the given sizes."""
     if name == "even":
         return OwnerMap.even(sizes, world_size)
     if name == "round_robin":

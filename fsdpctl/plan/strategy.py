@@ -80,11 +80,7 @@ STRATEGIES_ELSEWHERE = {
 
 
 def get_strategy(name: str) -> Strategy:
-    """Return the strategy called `name`, here or in other tools.
-
-    Raises:
-        UsageError: If the name is unknown.
-    """
+    """Return the strategy called `name`, here or in other tools."""
     name = STRATEGIES_ELSEWHERE.get(name.lower(), name)
     if name not in STRATEGIES:
         known = ", ".join(STRATEGIES)
@@ -93,11 +89,7 @@ def get_strategy(name: str) -> Strategy:
 
 
 def with_resharding(name: str, reshards: bool) -> Strategy:
-    """Return the strategy like `name` that frees parameters after forward, or keeps them.
-
-    Raises:
-        UsageError: If there isn't such a strategy, or it has nothing to free.
-    """
+    """Return the strategy like `name` that frees parameters after forward, or keeps them."""
     like = get_strategy(name)
     if not like.shards_params:
         raise UsageError(
@@ -164,12 +156,7 @@ def effective_strategy(
 
 
 def ranks_per_copy(strategy: Strategy, world_size: int, dp_shard_size: int | None) -> int:
-    """Return how many ranks share one replica of the model.
-
-    Raises:
-        UsageError: If `dp_shard_size` does not divide the number of ranks, or the strategy has no
-            replicas.
-    """
+    """Return how many ranks share one replica of the model."""
     if not strategy.replicates:
         if dp_shard_size is not None:
             raise UsageError(
@@ -204,11 +191,7 @@ def strategies_of(engine: str) -> list[str]:
 
 
 def check_strategy(engine: str, strategy: Strategy) -> None:
-    """Check that an engine supports a strategy.
-
-    Raises:
-        UsageError: If it does not.
-    """
+    """Check that an engine supports a strategy."""
     can = strategies_of(engine)
     if strategy.name not in can:
         raise UsageError(

@@ -154,9 +154,6 @@ def divide(
     """Divide the units over the ranks, of which `copy_size` share a replica if any do.
 
     All ranks may share the memory of one machine, and parameters may rest on the host.
-
-    Raises:
-        UsageError: If the owner map is unknown, or for other blocks or ranks.
     """
     effective, parts = effective_strategy(
         strategy,
@@ -180,9 +177,6 @@ def lay_out(
     """Return the flat buffers of every unit, cut into `num_parts` parts of `shares` each.
 
     The blocks of `owner_map` are the flat buffers in order.
-
-    Raises:
-        UsageError: If the owner map is unknown, or for other blocks or ranks.
     """
     if owner_map == "even":
         return {
@@ -246,9 +240,6 @@ def divide_into_units(
 
     `classes` are the module classes to make units of; None finds the repeated blocks. Input
     `embedding` and output `head` are given by name, if the model names them.
-
-    Raises:
-        UsageError: If the model has no module of `classes`.
     """
     kinds: dict[str, UnitKind] = {block.name: "block" for block in _checked_blocks(module, classes)}
     if embedding is not None:

@@ -72,11 +72,7 @@ class CachingAllocator:
         self._small, self._large = self._pools_of(0)
 
     def allocate(self, key: int, nbytes: int) -> None:
-        """Take at least `nbytes`, to be freed as `key`.
-
-        Raises:
-            DeviceFullError: If the device has no more.
-        """
+        """Take at least `nbytes`, to be freed as `key`."""
         size = -(-nbytes // _ROUNDING) * _ROUNDING or _ROUNDING
         if key in self._streams:
             pool = self._pools_of(self._streams[key])[size > _SMALL]

@@ -91,11 +91,7 @@ class UnevenStepError(ValueError):
 
 
 def replay(script: Script, allocator: CachingAllocator) -> None:
-    """Replay steps until one needs nothing new.
-
-    Raises:
-        DeviceFullError: If the allocator runs out of memory.
-    """
+    """Replay steps until one needs nothing new."""
     before = (-1, -1)  # peaks
     for number in range(_MOST_STEPS + 1):
         for key, nbytes in script.operations(number):
@@ -125,9 +121,6 @@ def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Pea
     """Return the moment at which most is allocated, usually in a step that is not the first.
 
     Requests are rounded up to multiples of `rounding` bytes.
-
-    Raises:
-        UnevenStepError: If memory is freed that is not allocated.
     """
     live: dict[int, int] = {}
     total = most = 0

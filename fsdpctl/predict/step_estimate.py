@@ -107,9 +107,6 @@ def estimate_steps(
     """Replay `steps`, which record in `recorder`, until they need nothing new.
 
     On `device` cpu, requests are not rounded. `draws`: the model is initialized on the device.
-
-    Raises:
-        UnevenStepError: If a step frees memory twice.
     """
     on_cuda = device == "cuda"
     with without_gc():
