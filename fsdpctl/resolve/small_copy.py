@@ -28,7 +28,7 @@ _SHRUNK = {
     "n_routed_experts": 16,
     "moe_num_experts": 16, "n_positions": 512, "max_position_embeddings": 1 << 16,
 }  # fmt: skip
-_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 
 
 def small_copy(model: ModelConfig, device: torch.device = torch.device("cpu")) -> Any:
@@ -49,7 +49,7 @@ def meta_copy(model: ModelConfig) -> nn.Module:
 def _made(model: ModelConfig) -> nn.Module:
     content = content_of(model)
     told = read_configuration(content, CONFIG_OF).to_dict()  # with what the file leaves out
-    few = {name: None for name in _TOKENS if told.get(name) is not None}
+    few = {name: token for name, token in _TOKENS.items() if told.get(name) is not None}
     content = {**content, **_shrunk(told), **few}
     for narrows in (True, False):
         try:
