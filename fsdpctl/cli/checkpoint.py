@@ -92,7 +92,11 @@ def consolidate_checkpoint(
             f"{option}: not valid with --format peft, which keeps adapters as they are"
         )
     if format == "peft":
-        _write_peft(source, destination, overwrite=overwrite)
+        from fsdpctl.checkpoint.peft import write_peft
+
+        reader = opened_checkpoint(source)
+        count = write_peft(reader, destination, overwrite=overwrite)
+        say(f"{destination}: adapters, {count:,} bytes, of step {reader.manifest.progress.step}")
         return
     from fsdpctl.checkpoint.base import checked_weights
     from fsdpctl.checkpoint.cast import EXPORT_DTYPES
@@ -117,14 +121,6 @@ def consolidate_checkpoint(
     say(f"{exported.path}: {size}, of step {reader.manifest.progress.step}")
     for line in exported.notes:
         say(line)
-
-
-def _write_peft(source: str, destination: Path, *, overwrite: bool) -> None:
-    from fsdpctl.checkpoint.peft import write_peft
-
-    reader = opened_checkpoint(source)
-    count = write_peft(reader, destination, overwrite=overwrite)
-    say(f"{destination}: adapters, {count:,} bytes, of step {reader.manifest.progress.step}")
 
 
 def shard_checkpoint(

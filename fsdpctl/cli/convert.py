@@ -54,10 +54,11 @@ def convert(
 
 def converted(source: Path, words: list[str]) -> "ConvertedRecipe":
     """Return the recipe for a file of another tool, with settings of the command line."""
+    import torch
+
     from fsdpctl.config.compose import checked_settings
     from fsdpctl.config.importers.read import read_others
     from fsdpctl.config.importers.recipe import convert as to_recipe
-    from fsdpctl.resolve.machine import ranks_here
 
-    typed = checked_settings(words)
-    return to_recipe(read_others(source.expanduser()), dict(typed), ranks_here())
+    typed, ranks = dict(checked_settings(words)), max(1, torch.cuda.device_count())
+    return to_recipe(read_others(source.expanduser()), typed, ranks)

@@ -184,9 +184,8 @@ def _show_samples(opened: "Opened") -> None:
         return
     chats = opened.data.train
     marked = "in color" if out.is_terminal and not out.no_color else "in brackets"
-    for number, text in enumerate(
-        preview(chats, opened.data.tokenizer, color=marked == "in color"), start=1
-    ):
+    texts = preview(chats, opened.data.tokenizer, color=marked == "in color")
+    for number, text in enumerate(texts, start=1):
         say(f"\nsample {number}, trained text {marked}:")
         out.print(text)
     say("\nlengths of samples:")

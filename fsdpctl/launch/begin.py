@@ -153,9 +153,6 @@ def _decided(
     return Decision(ranking.best.selection, tuple(describe_ranking(ranking)))
 
 
-# ---- output ------------------------------------------------------------------------------
-
-
 def describe_ranking(ranking: Ranking) -> Iterator[str]:
     """Yield the selection, its reason, and the runner-up; or what is missing if nothing fits."""
     if not ranking.ranked:
@@ -205,5 +202,5 @@ def _held(candidate: Candidate) -> str:
 
 def _probed(ranking: Ranking) -> str:
     count = sum(each.measured is not None for each in ranking.ranked) + len(ranking.failures)
-    results = [f"{ranking.best.measured:.3g} s/step measured, {count} candidates"]
-    return f"{'; '.join([*results, *ranking.failures])}; {ranking.probing:.0f} s in total"
+    result = f"{ranking.best.measured:.3g} s/step measured, {count} candidates"
+    return "; ".join([result, *ranking.failures, f"{ranking.probing:.0f} s in total"])

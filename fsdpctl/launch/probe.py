@@ -87,16 +87,13 @@ def _probe(config: Config, settings: str, assets: Mapping[str, bytes]) -> float 
     """Return the seconds of a step, or the reason of a failure."""
     try:
         failure = short_run(config, settings, assets, "all candidates were probed")
-        return failure or _step_seconds(Path(str(config.train.run_dir)) / METRICS)
+        lines = read_metrics(Path(str(config.train.run_dir)) / METRICS) if not failure else ()
+        seconds = [line.seconds or 0.0 for line in lines if line.is_step]
+        return failure or median(seconds[len(seconds) // 4 :])
     except (InterruptError, StoppedError):
         raise
     except FsdpctlError as error:
         return str(error)
-
-
-def _step_seconds(metrics: Path) -> float:
-    seconds = [line.seconds or 0.0 for line in read_metrics(metrics) if line.is_step]
-    return median(seconds[len(seconds) // 4 :])
 
 
 def short_run(config: Config, settings: str, assets: Mapping[str, bytes], what: str) -> str | None:

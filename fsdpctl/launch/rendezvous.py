@@ -9,6 +9,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -232,13 +233,11 @@ class TimeoutStore:
         self._call(lambda: self._store.wait(keys, most), most.total_seconds() + 1)
 
     def _call(self, call: Callable[[], T], seconds: float) -> T:
-        if self._is_lost:
-            raise StoreLostError("the store of the nodes does not answer")
-        try:
-            return within(seconds, call)
-        except TimeoutError:
-            self._is_lost = True
-            raise StoreLostError("the store of the nodes does not answer") from None
+        if not self._is_lost:
+            with suppress(TimeoutError):
+                return within(seconds, call)
+        self._is_lost = True
+        raise StoreLostError("the store of the nodes does not answer")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:

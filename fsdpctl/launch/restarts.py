@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import LOST, UsageError
 from fsdpctl.io.activity import DISPLAY
+from fsdpctl.io.run_files import LOGS, METRICS, RUN_CONFIG
 from fsdpctl.launch.begin import Begun
 from fsdpctl.launch.local import launch_workers
 from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Outcome
 from fsdpctl.resolve.settle import settle
-from fsdpctl.run.directory import LOGS, METRICS, changes, look, prepare_restart
+from fsdpctl.run.directory import changes, look, prepare_restart
 from fsdpctl.run.metrics import last_step, went_on
 from fsdpctl.train.callbacks.reporting import RESTART, Restart
 from fsdpctl.train.requests import take_stop

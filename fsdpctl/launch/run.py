@@ -55,9 +55,6 @@ def run(
     return train_with_restarts(found, talk.say), found.run_dir
 
 
-# ---- one of several nodes ----------------------------------------------------------------
-
-
 def _as_node(
     config: "Config", where: Place, begin: "Begin", talk: Talk
 ) -> "tuple[Outcome, Path] | None":
@@ -134,9 +131,6 @@ def silence_torch_of_lost_peers() -> None:
         import torch  # noqa: F401  # reads the variable
 
         del os.environ[name]
-
-
-# ---- one rank of another launcher --------------------------------------------------------
 
 
 def _as_rank(

@@ -51,11 +51,6 @@ def placed_here(config: Config, where: Place | None = None) -> Config:
     )
 
 
-def ranks_here() -> int:
-    """Return the number of CUDA devices, at least 1."""
-    return max(1, torch.cuda.device_count())
-
-
 def placed_on_cluster(config: Config) -> Config:
     """Fill in device, ranks and memory for `cluster`, which need not exist.
 

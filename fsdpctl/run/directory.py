@@ -37,7 +37,6 @@ from fsdpctl.config.serialize import (
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT, LOCK, OVERRIDES, RUNS, check_is_no_file, check_own
-from fsdpctl.io.run_files import LOG as LOG
 from fsdpctl.io.run_files import LOGS as LOGS
 from fsdpctl.io.run_files import METRICS as METRICS
 from fsdpctl.resolve.attention_kernel import with_run_kernel

@@ -43,16 +43,11 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
     """Append a start and drop the oldest ones. Failures are ignored."""
     with contextlib.suppress(OSError):
-        starts = [*_readable(run_dir), start]
-        text = json.dumps({"starts": starts[-MAX_STARTS:]}, indent=1)
+        starts: list[Mapping[str, Any]] = []
+        with contextlib.suppress(UsageError):  # unreadable for everyone
+            starts += read_starts(run_dir)
+        text = json.dumps({"starts": [*starts, start][-MAX_STARTS:]}, indent=1)
         replace(run_dir / ENVIRONMENT, f"{text}\n")
-
-
-def _readable(run_dir: Path) -> list[dict[str, Any]]:
-    try:
-        return read_starts(run_dir)
-    except UsageError:
-        return []  # unreadable for everyone
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,9 @@ def _peak(config: Config, device: torch.device) -> tuple[float | None, str]:
     if config.precision.param_dtype != "bfloat16":
         return None, f"peak FLOP/s known for bfloat16 only, not {config.precision.param_dtype}"
     name = torch.cuda.get_device_name(device)
-    peak = peak_flops(name)
-    return peak, f"no peak FLOP/s known for {name}" if peak is None else f"{name} in bfloat16"
+    if (gpu := known_gpu(name)) is None:
+        return None, f"no peak FLOP/s known for {name}"
+    return gpu.peak, f"{name} in bfloat16"
 
 
 def _num_frozen(module: Any) -> int:
@@ -90,9 +91,3 @@ def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
         num_params -= model.max_seq_len * model.hidden_size
     heads = model.num_heads * (model.head_dim or model.hidden_size // model.num_heads)
     return 6 * num_params + 12 * model.num_layers * heads * seq_len
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOP/s in bf16 of a device by its name, or None if unknown."""
-    gpu = known_gpu(device_name)
-    return None if gpu is None else gpu.peak

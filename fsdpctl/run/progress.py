@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fsdpctl.run.step_metrics import PeakMemory, StepMetrics
 
 _GIB = 1 << 30
-_MIB = 1 << 20
 
 
 def format_seconds(seconds: float) -> str:

@@ -55,28 +55,10 @@ def bars(axes: Any, lengths: Sequence[float], **style: Any) -> None:
     axes.barh(range(len(lengths)), lengths, height=_THICK, **style)
 
 
-def stacked(axes: Any, stacks: Sequence[tuple[str, str, list[float]]]) -> list[float]:
-    """Draw stacked bars from parts with label, color and lengths; return the bars' lengths."""
-    left = [0.0] * len(stacks[0][2])
-    for label, color, lengths in stacks:
-        if any(lengths):
-            bars(axes, lengths, left=left, color=color, label=label)
-        left = [start + length for start, length in zip(left, lengths, strict=True)]
-    return left
-
-
 def annotate(axes: Any, x: float, place: int, text: str, color: str = "black") -> None:
     """Write a text to the right of `x` at the position of a bar."""
     axes.annotate(
         text, (x, place), xytext=(6, 0), textcoords="offset points", va="center", color=color
-    )
-
-
-def mark(axes: Any, points: Sequence[tuple[float, int]], label: str, color: str) -> None:
-    """Mark values at the positions of bars."""
-    values, places = zip(*points, strict=True)
-    axes.scatter(
-        values, places, marker="|", s=420, linewidth=2.4, color=color, label=label, zorder=3
     )
 
 
@@ -167,15 +149,18 @@ def _step(found: "RunEstimate") -> Any:
 def _strategies(estimates: Sequence["RunEstimate"]) -> Any:
     names = [each.config.strategy.name for each in estimates]
     figure, axes = bar_axes("Memory at the peak", _title(estimates[0]), names)
-    stacks = [
-        (name.replace("_", " "), color, [each.step.breakdown[name] / _GIB for each in estimates])
-        for name, color in MEMORY.items()
-    ]
-    longest = max(stacked(axes, stacks))
-    reserved = [(each.peak_reserved / _GIB, place) for place, each in enumerate(estimates)]
-    mark(axes, reserved, "reserved", "black")
+    left = [0.0] * len(estimates)
+    for name, color in MEMORY.items():
+        lengths = [each.step.breakdown[name] / _GIB for each in estimates]
+        if any(lengths):
+            bars(axes, lengths, left=left, color=color, label=name.replace("_", " "))
+        left = [start + length for start, length in zip(left, lengths, strict=True)]
+    axes.scatter(
+        [each.peak_reserved / _GIB for each in estimates], range(len(estimates)), marker="|", s=420,
+        linewidth=2.4, color="black", label="reserved", zorder=3,
+    )  # fmt: skip
     limit = estimates[0].available / _GIB
-    if limit < 2 * longest:
+    if limit < 2 * max(left):
         axes.axvline(limit, color="black", linewidth=1, linestyle="--", label=_limit(estimates[0]))
     axes.set_xlabel("GiB per rank")
     outer_legend(axes)

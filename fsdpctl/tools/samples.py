@@ -6,16 +6,14 @@ from pathlib import Path
 
 from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.config.model_path import CHECKPOINTS
-from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open import open_data
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.batch import plan_batches
+from fsdpctl.io.run_files import CHECKPOINTS, METRICS
 from fsdpctl.plan.context import context_groups
-from fsdpctl.resolve.machine import world_size
-from fsdpctl.run.directory import METRICS, read_config
+from fsdpctl.resolve.settle import settle
+from fsdpctl.run.directory import read_config
 from fsdpctl.run.metrics import RejectedRecord, read_metrics
 
 
@@ -53,12 +51,14 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
         }
         numbers = bad.samples
     else:
-        batches = _batches(config, data)
+        plan = settle(config).batches
+        batches = Batches(
+            data.train.rows(config.train.seq_len), plan, config.train.seed, data.vocab_size
+        )
         position = after - config.train.global_batch_size
         if position < 0:
             raise UsageError(f"{run_dir / METRICS}: corrupted: {after} samples after step {step}")
         numbers = batches.numbers(position)
-        plan = batches.plan
         ranks = {
             each: tuple(group)
             for group in context_groups(plan.world_size, plan.context_parallel)
@@ -97,18 +97,6 @@ def _check_data(run_dir: Path, data: DataSet) -> None:
     known = CheckpointReader(newest).manifest.progress.data_fingerprint
     if known not in ("", data.fingerprint):
         raise UsageError(f"--run {run_dir}: the data has changed since the run")
-
-
-def _batches(config: Config, data: DataSet) -> Batches:
-    train = config.train
-    plan = plan_batches(
-        train.global_batch_size,
-        world_size(config),
-        micro_batch_size=train.micro_batch_size,
-        num_micro_batches=config.accumulation.steps,
-        context_parallel=train.context_parallel,
-    )
-    return Batches(data.train.rows(train.seq_len), plan, train.seed, data.vocab_size)
 
 
 def _texts(data: DataSet, seq_len: int, numbers: list[int]) -> Iterator[str]:

@@ -11,13 +11,12 @@ from statistics import median
 
 from fsdpctl.checkpoint.folders import complete_checkpoints, passed_over, step_of
 from fsdpctl.checkpoint.manifest import read_manifest
-from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import KEYS
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import last_line
-from fsdpctl.io.run_files import LOGS, METRICS, check_own
+from fsdpctl.io.run_files import CHECKPOINTS, LOGS, METRICS, RUN_CONFIG, check_own
 from fsdpctl.io.untrusted import MIB
 from fsdpctl.run.environment import read_starts
 from fsdpctl.run.heartbeat import FAILED, RUNNING, STOPPED, HeartbeatRecord, read_heartbeat
@@ -221,17 +220,15 @@ def _newest(run_dir: Path, now: float) -> Newest | None:
     expected = {
         name: info.size for name, info in (*manifest.files.items(), *manifest.attachments.items())
     }
-    files = ((folder / name, size) for name, size in expected.items())
-    wrong = next((x for x, size in files if not x.is_file() or x.stat().st_size != size), None)
+    files = ((name, folder / name, size) for name, size in expected.items())
+    wrong = next((n for n, x, size in files if not x.is_file() or x.stat().st_size != size), "")
     return Newest(
         path=str(folder),
         step=step_of(folder),
         age_seconds=max(0.0, now - (folder / MANIFEST).stat().st_mtime),
         num_bytes=sum(expected.values()),
         owes_validation=manifest.progress.owes_validation,
-        problem=""
-        if wrong is None
-        else f"{wrong.relative_to(folder)}: missing or of the wrong size",
+        problem=f"{wrong}: missing or of the wrong size" if wrong else "",
     )
 
 

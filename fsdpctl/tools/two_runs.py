@@ -9,10 +9,9 @@ from typing import Any
 
 from msgspec import UNSET
 
-from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
-from fsdpctl.io.run_files import METRICS, check_own
+from fsdpctl.io.run_files import METRICS, RUN_CONFIG, check_own
 from fsdpctl.run.environment import read_starts
 from fsdpctl.run.metrics import read_metrics
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.recipe import known_gpu
 from fsdpctl.optim.record import StepFigures
-from fsdpctl.run.flops import ModelFlops, describe_flops, flops_per_token, model_flops, peak_flops
+from fsdpctl.run.flops import ModelFlops, describe_flops, flops_per_token, model_flops
 from fsdpctl.run.progress import RunProgress
 from fsdpctl.run.step_metrics import PeakMemory, StepMetrics, StepTimes
 from fsdpctl.train.assemble import make_model
@@ -75,7 +76,8 @@ def test_the_mfu_is_shown_if_the_peak_of_the_device_is_known(capsys):
     ],
 )
 def test_peaks_are_found_by_device_name(name, peak):
-    assert peak_flops(name) == peak
+    gpu = known_gpu(name)
+    assert (gpu and gpu.peak) == peak
 
 
 def test_flops_are_counted_as_in_torchtitan():
