@@ -1,17 +1,18 @@
 """`fsdpctl consolidate-checkpoint` and `shard-checkpoint`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.remote_run import open_checkpoint
 from fsdpctl.cli.console import note, say
 from fsdpctl.config.keys import parse_bytes
+from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.activity import doing
-
-if TYPE_CHECKING:
-    from fsdpctl.checkpoint.reader import CheckpointReader
 
 _MOST_FILES = 1 << 16
 _FORMATS = ("hf", "gguf", "peft")
@@ -29,19 +30,14 @@ Source = Annotated[
 
 def found_checkpoint(source: Path) -> Path:
     """Return the checkpoint in SRC, and print which incomplete ones were skipped."""
-    from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
-
     found = find_checkpoint(source)
     for line in passed_over_in(source):
         note(line)
     return found
 
 
-def opened_checkpoint(source: str) -> "CheckpointReader":
+def opened_checkpoint(source: str) -> CheckpointReader:
     """Open the checkpoint in SRC, which may be in an object store."""
-    from fsdpctl.checkpoint.remote_run import open_checkpoint
-    from fsdpctl.config.sources import is_remote
-
     return open_checkpoint(source if is_remote(source) else str(found_checkpoint(Path(source))))
 
 

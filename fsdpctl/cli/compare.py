@@ -13,11 +13,10 @@ from fsdpctl.cli.console import note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import refusing
-from fsdpctl.tools.compare.row import NOT_REACHED, OK, REFUSED
+from fsdpctl.tools.compare.row import NOT_REACHED, OK, REFUSED, Row, columns
 
 if TYPE_CHECKING:
     from fsdpctl.tools.compare.measure import MeasuredComparison
-    from fsdpctl.tools.compare.row import Row
     from fsdpctl.tools.compare.simulate import SimulatedComparison
     from fsdpctl.tools.compare.vary import Variant
 
@@ -152,9 +151,8 @@ def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> "list[V
     return found
 
 
-def _show(rows: "list[Row]") -> None:
+def _show(rows: list[Row]) -> None:
     from fsdpctl.tools.compare.order import failures, losses
-    from fsdpctl.tools.compare.row import columns
 
     shown = columns(rows)
     rows_of_cells = zip(*(each.cells for each in shown), strict=True)

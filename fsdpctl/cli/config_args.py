@@ -2,18 +2,16 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from fsdpctl.cli.console import note, say
+from fsdpctl.config.compose import Composed, First, compose_config
+from fsdpctl.config.keys import Key
 from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError
-
-if TYPE_CHECKING:
-    from fsdpctl.config.compose import Composed, First
-    from fsdpctl.config.keys import Key
 
 
 def completions(incomplete: str) -> list[str]:
@@ -26,7 +24,7 @@ def completions(incomplete: str) -> list[str]:
     return [f"{name}={each}" for each in values if f"{name}={each}".startswith(incomplete)]
 
 
-def _values_of(key: "Key | None") -> list[str]:
+def _values_of(key: Key | None) -> list[str]:
     if key is None:
         return []
     truths = ["true", "false"] if key.type == "true or false" else []
@@ -105,14 +103,12 @@ def composed_from(
     *,
     quiet: bool = False,
     converted: Sequence[tuple[str, str]] | None = None,
-    first: "First | None" = None,
-) -> "Composed":
+    first: First | None = None,
+) -> Composed:
     """Compose the configuration; print the ignored keys of the recipe unless `quiet`.
 
     `converted` and `first` are those of `compose_config`.
     """
-    from fsdpctl.config.compose import compose_config
-
     settings, recipe = normalized(config)
     composed = compose_config(list(settings or []), recipe, converted=converted, first=first)
     for name in () if quiet else composed.dropped:

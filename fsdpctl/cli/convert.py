@@ -1,17 +1,18 @@
 """`fsdpctl convert`: a recipe from another tool's configuration; `train --from` uses it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
 from fsdpctl.cli.console import emit, note
+from fsdpctl.config.compose import checked_settings
+from fsdpctl.config.importers.read import read_others
+from fsdpctl.config.importers.recipe import ConvertedRecipe, recipe_text
+from fsdpctl.config.importers.recipe import convert as to_recipe
 from fsdpctl.errors import UsageError
 from fsdpctl.io.texts import escaped
-
-if TYPE_CHECKING:
-    from fsdpctl.config.importers.recipe import ConvertedRecipe
 
 Source = Annotated[
     Path,
@@ -33,8 +34,6 @@ def convert(
     The recipe sets what the file describes: model, data, lengths, batch, optimizer, schedule, LoRA
     and sharding. Comments list what it leaves out, with the reason.
     """
-    from fsdpctl.config.importers.recipe import recipe_text
-
     words = normalized(ConfigArguments(settings)).settings or []
     recipe = converted(source, words)
     text = escaped(recipe_text(recipe, source.name))  # of values; comments are printable
@@ -52,13 +51,9 @@ def convert(
         note(f"missing: {why}")
 
 
-def converted(source: Path, words: list[str]) -> "ConvertedRecipe":
+def converted(source: Path, words: list[str]) -> ConvertedRecipe:
     """Return the recipe for a file of another tool, with settings of the command line."""
     import torch
-
-    from fsdpctl.config.compose import checked_settings
-    from fsdpctl.config.importers.read import read_others
-    from fsdpctl.config.importers.recipe import convert as to_recipe
 
     typed, ranks = dict(checked_settings(words)), max(1, torch.cuda.device_count())
     return to_recipe(read_others(source.expanduser()), typed, ranks)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fsdpctl.cli.config_args import ConfigArguments, normalized
 from fsdpctl.cli.console import say, show_table
+from fsdpctl.config.importers.read import read_others
 from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -14,11 +15,9 @@ if TYPE_CHECKING:
 
 def asked_from(file: Path, asked: ConfigArguments) -> "ImportedConfig":
     """Return the configuration of another tool in `file`, with settings from the command line."""
-    from fsdpctl.config.importers.read import read_others
-
     words = typed_beside(file, asked)
     translation = read_others(file.expanduser())
-    from fsdpctl.estimate.from_others import completed
+    from fsdpctl.estimate.from_others import completed  # imports torch, after the file is read
 
     return completed(translation, words)
 

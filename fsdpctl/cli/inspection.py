@@ -4,17 +4,17 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from fsdpctl.checkpoint.checksums import ExportedDirectory
+from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.cli.checkpoint import Source, opened_checkpoint
 from fsdpctl.cli.console import emit, say, show_table
+from fsdpctl.config.sealed import CHECKSUMS
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.texts import one_line
-
-if TYPE_CHECKING:
-    from fsdpctl.checkpoint.reader import CheckpointReader
 
 _PARAMETER, _REMAINDER = "model", "remainder"  # the kinds of weights
 _SHOWN_FILES = 16
@@ -38,7 +38,7 @@ def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
     _show(("configuration", ""), [[name, text] for name, text in manifest.config.items()])
 
 
-def _described(reader: "CheckpointReader") -> dict[str, Any]:
+def _described(reader: CheckpointReader) -> dict[str, Any]:
     """Return the manifest, and the file and span of each part of a tensor."""
     content: dict[str, Any] = json.loads(reader.manifest.to_json())
     for key, about in content["tensors"].items():
@@ -57,7 +57,7 @@ def _show(columns: tuple[str, ...], rows: list[list[str]]) -> None:
         show_table(columns, rows, right=("bytes", "tensors"))
 
 
-def _rows_of_files(reader: "CheckpointReader") -> list[list[str]]:
+def _rows_of_files(reader: CheckpointReader) -> list[list[str]]:
     counts = Counter(
         part.file.path.name for key in reader.manifest.tensors for part in reader.parts(key)
     )
@@ -68,7 +68,7 @@ def _rows_of_files(reader: "CheckpointReader") -> list[list[str]]:
     return rows if left <= 0 else [*rows[:_SHOWN_FILES], [f"and {left} more", "", ""]]
 
 
-def _rows_of_tensors(reader: "CheckpointReader") -> list[list[str]]:
+def _rows_of_tensors(reader: CheckpointReader) -> list[list[str]]:
     rows = []
     tensors = reader.manifest.tensors.items()
     for key, info in sorted(tensors, key=lambda each: (not _is_weight(each[0]), each[0])):
@@ -84,7 +84,7 @@ def _is_weight(key: str) -> bool:
     return key.startswith(f"{_PARAMETER}/")
 
 
-def _summary(reader: "CheckpointReader") -> Iterator[str]:
+def _summary(reader: CheckpointReader) -> Iterator[str]:
     manifest = reader.manifest
     progress, tensors = manifest.progress, manifest.tensors
     kinds = Counter(key.split("/")[0] for key in tensors)
@@ -110,8 +110,6 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
 
     The exit code is 4 if one does not match.
     """
-    from fsdpctl.config.sealed import CHECKSUMS
-
     if (Path(source) / CHECKSUMS).exists():
         _verify_export(Path(source), as_json=as_json)
         return
@@ -136,8 +134,6 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
 
 
 def _verify_export(folder: Path, *, as_json: bool) -> None:
-    from fsdpctl.checkpoint.checksums import ExportedDirectory
-
     found = ExportedDirectory(folder)
     counts = found.counts()
     with doing("verifying", BYTES, counts["bytes"]) as advance:

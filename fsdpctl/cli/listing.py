@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from fsdpctl.cli.console import emit, out, say, show_table
+from fsdpctl.config.compose import default_config
 from fsdpctl.config.keys import Key, value_in
 from fsdpctl.config.recipe import choices_of, first_comment, package_folder, recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
@@ -23,8 +24,6 @@ def list_choices(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List settings, options and recipes."""
-    from fsdpctl.config.compose import default_config
-
     default = default_config()
     if as_json:
         sections = list(SECTIONS) if group is None else [group]

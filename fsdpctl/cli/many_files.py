@@ -8,6 +8,7 @@ from typing import Any
 from fsdpctl.cli.config_args import ConfigArguments
 from fsdpctl.cli.console import emit, say
 from fsdpctl.cli.from_others import asked_from, typed_beside
+from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.units import format_bytes
@@ -42,8 +43,6 @@ def show_verdicts(
     files: Sequence[Path], asked: ConfigArguments, *, as_json: bool, require_fit: bool
 ) -> int:
     """Estimate each file with the settings of the command line; return the exit code."""
-    from fsdpctl.config.compose import compose_config
-
     compose_config(typed_beside(files[0], asked))
     verdicts = set()
     for number, file in enumerate(files, start=1):

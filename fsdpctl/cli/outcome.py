@@ -3,16 +3,14 @@
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from fsdpctl.cli.console import fail, say, show_panel
 from fsdpctl.errors import LOST, UsageError
-from fsdpctl.launch.outcome import COMPILE_FAILED
-
-if TYPE_CHECKING:
-    from fsdpctl.launch.outcome import Failure, Outcome
+from fsdpctl.io.units import format_bytes
+from fsdpctl.launch.outcome import COMPILE_FAILED, Failure, Outcome
+from fsdpctl.run.heartbeat import record_cause
 
 TOO_EARLY = "stopped before there was anything to save"
 AGAIN = "run the same command to resume from the last checkpoint"
@@ -21,7 +19,7 @@ _SELF_EXPLANATORY = (2, 4, 76, 77)  # exit codes whose message needs no panel
 _LAST_LINES = 12
 
 
-def report_exit(outcome: "Outcome", run_dir: Path) -> None:
+def report_exit(outcome: Outcome, run_dir: Path) -> None:
     """Print how the training ended, and exit with the code for it."""
     cause = outcome.cause
     stopped = 130 if outcome.stop_signal == signal.SIGINT else _SAVED
@@ -63,9 +61,7 @@ def _next_options(run_dir: Path) -> tuple[str, str]:
     return " --chat" * (config.data.name == "chat"), " --merge" * has_adapters
 
 
-def _show_failure(cause: "Failure | None", run_dir: Path, outcome: "Outcome") -> None:
-    from fsdpctl.run.heartbeat import record_cause
-
+def _show_failure(cause: Failure | None, run_dir: Path, outcome: Outcome) -> None:
     record_cause(run_dir, outcome.reason)
     title, lines = "ranks hang", [f"cause  {outcome.reason}"]
     if cause is None:
@@ -84,7 +80,7 @@ def _show_failure(cause: "Failure | None", run_dir: Path, outcome: "Outcome") ->
     show_panel(title, lines)
 
 
-def _about(cause: "Failure", run_dir: Path, outcome: "Outcome") -> list[str]:
+def _about(cause: Failure, run_dir: Path, outcome: Outcome) -> list[str]:
     log, lines = run_dir / "logs" / f"rank-{cause.rank:05d}.log", []
     if cause.waited_in_vain:
         silent = ", ".join(map(str, outcome.silent_ranks))
@@ -106,7 +102,6 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     """Return the estimate and the available memory; if that was too little, changes that fit."""
     from fsdpctl.estimate.advice import advice
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.io.units import format_bytes
     from fsdpctl.launch.check_fit import change_lines
     from fsdpctl.resolve.settle import settle
     from fsdpctl.run.directory import read_config
@@ -126,7 +121,7 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     ]
 
 
-def _hint(cause: "Failure") -> str:
+def _hint(cause: Failure) -> str:
     if cause.out_of_memory:
         return f"use fewer ranks per node, or a smaller micro-batch; {AGAIN}"
     if cause.exit_code == -signal.SIGKILL:

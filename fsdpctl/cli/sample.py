@@ -10,9 +10,14 @@ from typing import Annotated
 
 import typer
 
+from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.cli.checkpoint import found_checkpoint
 from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
 from fsdpctl.cli.console import emit, note, out, say
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.hub_cache import cached_model
+from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.peft import notes_on_adapters
 from fsdpctl.io.activity import DISPLAY
 from fsdpctl.io.texts import printable
 
@@ -42,8 +47,6 @@ def sample(  # noqa: PLR0913  # each is an option
 
     With --chat and without --prompt, each line of standard input is a user message.
     """
-    from fsdpctl.config.hub_cache import cached_model
-    from fsdpctl.config.model_path import is_hugging_face
     from fsdpctl.tools.sample import ChatSession, sample_text
     from fsdpctl.train.callbacks.sample import Sampling
 
@@ -67,8 +70,6 @@ def _show(pieces: Iterable[str]) -> None:
 
 
 def _note_adapters(source: Path) -> None:
-    from fsdpctl.config.peft import notes_on_adapters
-
     for line in notes_on_adapters(str(source), None):
         note(line)
 
@@ -92,10 +93,6 @@ def evaluate(
     A run or checkpoint is evaluated on its own data, unless data=… is set:
     `fsdpctl evaluate runs/latest data=text data.path=other.txt data.val_fraction=0`.
     """
-    from fsdpctl.checkpoint.folders import find_checkpoint
-    from fsdpctl.config.compose import compose_config
-    from fsdpctl.config.hub_cache import cached_model
-    from fsdpctl.config.model_path import is_hugging_face
     from fsdpctl.resolve.run import open_run
     from fsdpctl.tools.evaluate import evaluate_run, words_of
 

@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fsdpctl.cli.console import emit, say, show_table
 from fsdpctl.errors import FsdpctlError, UsageError
-
-if TYPE_CHECKING:
-    from fsdpctl.tools.status import Newest, Status
-    from fsdpctl.tools.two_runs import TwoRuns
+from fsdpctl.io.run_files import LATEST, RUNS
+from fsdpctl.io.units import format_bytes
+from fsdpctl.run.progress import format_seconds
+from fsdpctl.tools.status import Newest, Status, read_status
+from fsdpctl.tools.two_runs import TwoRuns
+from fsdpctl.tools.two_runs import compare_runs as compare
 
 _MOST_NAMED = 5  # runs
 _NOT_SET = "not set"
@@ -28,8 +30,6 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the state and progress of a run."""
-    from fsdpctl.tools.status import read_status
-
     found = read_status(_newest_run() if run is None else run)
     if as_json:
         emit(json.dumps(asdict(found), indent=2))
@@ -39,9 +39,6 @@ def status(
 
 def _newest_run() -> Path:
     """Return the directory that runs/latest links to; UsageError if the link does not exist."""
-    from fsdpctl.checkpoint.folders import LATEST
-    from fsdpctl.io.run_files import RUNS
-
     latest = Path(RUNS, LATEST)
     if latest.is_dir():
         return Path(RUNS, Path(os.path.realpath(latest)).name)
@@ -51,9 +48,7 @@ def _newest_run() -> Path:
     raise UsageError(f"{latest}: not found; pass a run directory{known}")
 
 
-def _rows(found: "Status") -> Iterator[tuple[str, str]]:
-    from fsdpctl.io.units import format_bytes
-
+def _rows(found: Status) -> Iterator[tuple[str, str]]:
     yield "run", found.run
     yield "state", _state(found)
     yield "step", _step(found)
@@ -83,9 +78,7 @@ def _rows(found: "Status") -> Iterator[tuple[str, str]]:
         yield "warning", text
 
 
-def _estimated(found: "Status") -> Iterator[tuple[str, str]]:
-    from fsdpctl.io.units import format_bytes
-
+def _estimated(found: Status) -> Iterator[tuple[str, str]]:
     known = found.estimate
     if known is None:
         return
@@ -100,7 +93,7 @@ def _estimated(found: "Status") -> Iterator[tuple[str, str]]:
         yield "estimated", f"{format_bytes(known.peak_reserved_bytes)} peak on the fullest rank{of}"
 
 
-def _speed(found: "Status") -> str:
+def _speed(found: Status) -> str:
     each = found.tokens_per_second_per_rank
     shared = each is not None and each != found.tokens_per_second
     ranks = f", {each:,.0f} per rank" if shared else ""
@@ -108,9 +101,7 @@ def _speed(found: "Status") -> str:
     return f"{found.tokens_per_second:,.0f} tok/s{ranks}{mfu} (median of recent steps)"
 
 
-def _state(found: "Status") -> str:
-    from fsdpctl.run.progress import format_seconds
-
+def _state(found: Status) -> str:
     if found.state in ("running", "starting") and found.heartbeat_age_seconds is not None:
         age = format_seconds(found.heartbeat_age_seconds)
         return f"{found.state} on {found.host}, process {found.pid}, heartbeat {age} ago"
@@ -119,9 +110,7 @@ def _state(found: "Status") -> str:
     return f"{found.state}: {found.message}" if found.message else found.state
 
 
-def _step(found: "Status") -> str:
-    from fsdpctl.run.progress import format_seconds
-
+def _step(found: Status) -> str:
     text = str(found.step)
     if found.total_steps:
         text += f" of {found.total_steps} ({found.step / found.total_steps:.1%})"
@@ -132,10 +121,7 @@ def _step(found: "Status") -> str:
     return text
 
 
-def _checkpoint(newest: "Newest") -> str:
-    from fsdpctl.io.units import format_bytes
-    from fsdpctl.run.progress import format_seconds
-
+def _checkpoint(newest: Newest) -> str:
     return (
         f"step {newest.step}, {format_seconds(newest.age_seconds)} ago, "
         f"{format_bytes(newest.num_bytes)}, {newest.problem or 'complete'}"
@@ -157,8 +143,6 @@ def compare_runs(
 
     Compares losses, settings, and the environments of the newest starts.
     """
-    from fsdpctl.tools.two_runs import compare_runs as compare
-
     found = compare(run_a, run_b)
     if as_json:
         emit(json.dumps(found.to_dict(), indent=2))
@@ -168,7 +152,7 @@ def compare_runs(
         raise FsdpctlError(f"{run_a} and {run_b} differ: {'; '.join(found.differences)}")
 
 
-def _show(found: "TwoRuns") -> None:
+def _show(found: TwoRuns) -> None:
     say(f"A       {found.a}")
     say(f"B       {found.b}")
     say()
@@ -189,7 +173,7 @@ def _show(found: "TwoRuns") -> None:
     say(f"differ  {differ}" if differ else "equal   everything compared")
 
 
-def _show_losses(found: "TwoRuns") -> None:
+def _show_losses(found: TwoRuns) -> None:
     rows = []
     for each in found.series.values():
         if not each.compared:

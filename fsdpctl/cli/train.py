@@ -14,13 +14,18 @@ from fsdpctl.cli.config_args import (
     normalized,
 )
 from fsdpctl.cli.console import emit, note, out, say
+from fsdpctl.cli.convert import converted
 from fsdpctl.cli.outcome import TOO_EARLY, report_exit
+from fsdpctl.config.auto import Selection, filled, left_open
+from fsdpctl.config.compose import Composed, First
+from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import words_to_type, words_to_yaml
 from fsdpctl.errors import SignalError, StoppedError, UsageError
 from fsdpctl.io.activity import Talk, is_first
+from fsdpctl.launch.paths import check_paths
+from fsdpctl.launch.run import run, silence_torch_of_lost_peers
 
 if TYPE_CHECKING:
-    from fsdpctl.config.compose import Composed, First
-    from fsdpctl.config.schema import Config
     from fsdpctl.launch.begin import Decision
     from fsdpctl.resolve.run import Opened
     from fsdpctl.run.directory import Look
@@ -64,13 +69,11 @@ def train(
 
 
 def _composed(
-    config: ConfigArguments, source: Path | None, first: "First | None"
-) -> "tuple[Composed, ConfigArguments]":
+    config: ConfigArguments, source: Path | None, first: First | None
+) -> tuple[Composed, ConfigArguments]:
     """Compose the configuration, of another tool's file if given; quietly without `first`."""
     if source is None:
         return composed_from(config, quiet=first is None, first=first), config
-    from fsdpctl.cli.convert import converted
-
     if config.recipe is not None:
         raise UsageError(f"--from {source}: conflicts with the recipe {config.recipe}; pass one")
     recipe = converted(source, list(config.settings or []))
@@ -83,22 +86,16 @@ def _composed(
     return composed, config
 
 
-def _begin(resume: str, config: "Config", recipe: str | None) -> None:
+def _begin(resume: str, config: Config, recipe: str | None) -> None:
     """Check what needs no torch, whose import takes seconds, and print what follows."""
-    from fsdpctl.launch.paths import check_paths
-
     check_paths(config, recipe, resume)
     if config.launch.nnodes > 1:
-        from fsdpctl.launch.run import silence_torch_of_lost_peers
-
         silence_torch_of_lost_peers()  # before anything imports torch
     if is_first() and not config.launch.node_rank:
         say("opening the model and the data")
 
 
-def _train(composed: "Composed", settings: list[str], resume: str) -> None:
-    from fsdpctl.launch.run import run
-
+def _train(composed: Composed, settings: list[str], resume: str) -> None:
     try:
         found = run(composed, settings, resume, Talk(say, note))
         if found is not None:
@@ -109,11 +106,8 @@ def _train(composed: "Composed", settings: list[str], resume: str) -> None:
         raise StoppedError(TOO_EARLY) from None
 
 
-def _print_config(composed: "Composed", resume: str) -> None:
+def _print_config(composed: Composed, resume: str) -> None:
     """Print the configuration; lines about the selection go to standard error."""
-    from fsdpctl.config.auto import Selection, filled, left_open
-    from fsdpctl.config.serialize import words_to_type, words_to_yaml
-
     config = composed.config
     if left_open(config):
         from fsdpctl.launch.begin import decide_on_cluster
@@ -133,9 +127,8 @@ def _print_config(composed: "Composed", resume: str) -> None:
     emit(words_to_yaml(words_to_type(config)).rstrip())
 
 
-def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]":
+def _opened(composed: Composed, resume: str) -> "tuple[Opened, Look, Decision]":
     """Open a run without the launcher's variables: it may be shown where no launcher runs."""
-    from fsdpctl.config.auto import left_open
     from fsdpctl.launch.begin import decide, decide_on_cluster
     from fsdpctl.resolve.machine import LOCAL
     from fsdpctl.resolve.run import open_run
@@ -149,7 +142,7 @@ def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]
     return opened, seen, decide(opened, seen, note)
 
 
-def _dry_run(composed: "Composed", resume: str) -> None:
+def _dry_run(composed: Composed, resume: str) -> None:
     opened, seen, decision = _opened(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.launch.check_fit import check_fits

@@ -66,9 +66,7 @@ def launch_workers(
         )
     assert launch.nproc_per_node is not None
     _make_room_for_files(launch.nproc_per_node)
-    own, interface = (
-        (0, interface_of(loopback())) if nodes is None else (nodes.own, nodes.interface)
-    )
+    own, interface = (nodes.own, nodes.interface) if nodes else (0, interface_of(loopback()))
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
     # For the workers' files: the run's own directory may be full, or deleted.
     with (

@@ -218,10 +218,8 @@ def checkpoint_blocks(
 def prepare_blocks(module: nn.Module, config: Config) -> None:
     """Chunk, checkpoint and compile the blocks of `module` as configured."""
     chunk_feed_forward(module, config.train.mlp_chunk_tokens or 0)
-    blocks, about = (
-        list(map(module.get_submodule, block_names(module))),
-        config.activation_checkpointing,
-    )
+    blocks = list(map(module.get_submodule, block_names(module)))
+    about = config.activation_checkpointing
     if about.name != "none":
         # Imported by the first checkpointed call, it would hold that call's arguments for a while.
         import_module("torch._dynamo")

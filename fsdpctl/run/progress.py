@@ -87,8 +87,7 @@ class RunProgress:
         if self._live is not None and self._task is not None:
             note = (
                 f"loss {metrics.figures.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  "
-                f"{_mfu(metrics)}"
-                f"{_memory(metrics.memory)}{saving}"
+                f"{_mfu(metrics)}{_memory(metrics.memory)}{saving}"
             )
             self._live.update(self._task, completed=metrics.step, note=note)
         elif is_due or self._done_here == 1:
@@ -125,15 +124,11 @@ class RunProgress:
 
 def _figures(metrics: "StepMetrics") -> str:
     figures = metrics.figures
+    each = f" ({metrics.tokens_per_second_per_rank:,.0f} per rank)" if metrics.num_ranks > 1 else ""
     return (
         f"loss {figures.loss:.3f}  grad_norm {figures.grad_norm:.2f}  lr {metrics.lr:.2g}  "
-        f"{_speed(metrics)}  {_mfu(metrics)}".rstrip()
+        f"{metrics.tokens_per_second:,.0f} tok/s{each}  {_mfu(metrics)}".rstrip()
     )
-
-
-def _speed(metrics: "StepMetrics") -> str:
-    each = f" ({metrics.tokens_per_second_per_rank:,.0f} per rank)" if metrics.num_ranks > 1 else ""
-    return f"{metrics.tokens_per_second:,.0f} tok/s{each}"
 
 
 def _mfu(metrics: "StepMetrics") -> str:

@@ -56,10 +56,8 @@ class StepClock:
             waited = waits()
             spent[phase] += max(0.0, seconds_between(start, end) - waited)
             exposed += waited
-        total, known = (
-            seconds_between(self._began, self._last),
-            exposed if self._knows_waits else None,
-        )
+        total = seconds_between(self._began, self._last)
+        known = exposed if self._knows_waits else None
         return StepTimes(total, exposed_communication=known, **spent)
 
 

@@ -35,8 +35,8 @@ _WORK = (
     "fsdpctl.checkpoint.gguf_file.write_gguf",
     "fsdpctl.checkpoint.peft.write_peft",
     "fsdpctl.tools.samples.samples_of_step",
-    "fsdpctl.tools.status.read_status",
-    "fsdpctl.tools.two_runs.compare_runs",
+    "fsdpctl.cli.status.read_status",
+    "fsdpctl.cli.status.compare",
 )
 _PLACEHOLDERS = {"SEED": "1", "COUNT": "1"}
 _VALUED = ("--nproc-per-node", "-m", "-n", "-f")  # options of launchers, with a value
