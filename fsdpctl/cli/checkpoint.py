@@ -5,11 +5,17 @@ from typing import Annotated, Any
 
 import typer
 
+from fsdpctl.checkpoint.cast import EXPORT_DTYPES
 from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
+from fsdpctl.checkpoint.publish import About, check_destination
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import open_checkpoint
 from fsdpctl.cli.console import note, say
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.hub_cache import cached_model
 from fsdpctl.config.keys import parse_bytes
+from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.serialize import config_words, model_words_only
 from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.activity import doing
@@ -82,12 +88,10 @@ def consolidate_checkpoint(
     format = format or ("gguf" if destination.suffix == ".gguf" else "hf")
     if format != "hf" and max_file_size is not None:
         raise UsageError("--max-file-size: only valid with --format hf")
-    if format == "peft" and (merge or dtype is not None):
-        option = "--merge" if merge else "--dtype"
-        raise UsageError(
-            f"{option}: not valid with --format peft, which keeps adapters as they are"
-        )
     if format == "peft":
+        if merge or dtype is not None:
+            option = "--merge" if merge else "--dtype"
+            raise UsageError(f"{option}: not valid with --format peft, which keeps adapters as is")
         from fsdpctl.checkpoint.peft import write_peft
 
         reader = opened_checkpoint(source)
@@ -95,10 +99,8 @@ def consolidate_checkpoint(
         say(f"{destination}: adapters, {count:,} bytes, of step {reader.manifest.progress.step}")
         return
     from fsdpctl.checkpoint.base import checked_weights
-    from fsdpctl.checkpoint.cast import EXPORT_DTYPES
     from fsdpctl.checkpoint.consolidate import consolidate
     from fsdpctl.checkpoint.gguf_file import write_gguf
-    from fsdpctl.checkpoint.publish import check_destination
     from fsdpctl.comm.base import Collectives
 
     limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
@@ -130,11 +132,6 @@ def shard_checkpoint(
     from fsdpctl.checkpoint.consolidate import shard_weights
     from fsdpctl.checkpoint.load import check_weights
     from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
-    from fsdpctl.checkpoint.publish import About
-    from fsdpctl.config.compose import compose_config
-    from fsdpctl.config.hub_cache import cached_model
-    from fsdpctl.config.model_path import is_hugging_face
-    from fsdpctl.config.serialize import config_words, model_words_only
     from fsdpctl.models.registry import build_model
 
     source = cached_model(source)
