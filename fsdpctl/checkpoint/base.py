@@ -100,7 +100,6 @@ class Ranks(Protocol):
 
     def gather_objects(self, value: T) -> list[T]:
         """Return every rank's value, in rank order."""
-        ...
 
 
 def base_info(folder: Path, weights: Tensors, ranks: Ranks) -> BaseInfo:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +79,14 @@ def consolidate(
         exports = _exports(weights, dtype, kept)
         check_space(destination, sum(each.entry.nbytes for each in exports))
         files = _split(exports, max_file_bytes)
+        of_name = {each.entry.name: each for each in exports}
+
+        def read(entry: TensorEntry) -> Iterator[memoryview]:
+            for _, data in weights.read(of_name[entry.name].key):
+                yield cast(data, of_name[entry.name].stored, entry.dtype, entry.name)
+                advance(len(data))
+
         with doing("exporting", BYTES, weight_bytes(weights)) as advance:
-            of_name = {each.entry.name: each for each in exports}
-            read = partial(_chunks, weights, advance, of_name)
             usual = (x for x in exports if x.stored in FLOATS and x.entry.name not in kept)
             notes = _write_folder(reader, folder, files, read, {x.entry.dtype for x in usual})
     total = sum(each.entry.nbytes for each in exports)
@@ -161,15 +165,6 @@ def _write_folder(
     write_assets(folder, attached)
     checksums.write(folder)
     return notes
-
-
-def _chunks(
-    weights: Tensors, advance: Advance, exports: Mapping[str, _Export], entry: TensorEntry
-) -> Iterator[memoryview]:
-    each = exports[entry.name]
-    for _, data in weights.read(each.key):
-        yield cast(data, each.stored, entry.dtype, entry.name)
-        advance(len(data))
 
 
 def _write_json(path: Path, content: object) -> None:

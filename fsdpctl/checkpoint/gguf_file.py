@@ -143,8 +143,7 @@ def _tensors(reader: Tensors, model: ModelConfig, dtype: str, library: Any) -> l
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None or info.dtype not in FLOATS:
             raise UsageError(f"--format gguf: tensor {name} ({info.dtype}) not supported")
-        is_head = reorders and name.endswith(_REORDERED)
-        rows = _head_dim(model) if is_head else 0
+        rows = _head_dim(model) if reorders and name.endswith(_REORDERED) else 0
         written = dtype if len(info.shape) > 1 else "F32"
         found.append(_Tensor(gguf_name, key, info, written, rows))
     return found
@@ -254,15 +253,10 @@ def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:
 
 
 def _chunks(weights: Tensors, advance: Advance, tensor: _Tensor) -> Iterator[memoryview]:
-    for data in _values(weights, tensor):
-        yield data
-        advance(len(data))
-
-
-def _values(weights: Tensors, tensor: _Tensor) -> Iterator[memoryview]:
     if not tensor.rows:
         for _, data in weights.read(tensor.key):
             yield cast(data, tensor.info.dtype, tensor.dtype, tensor.name)
+            advance(len(data))
         return
     size = ITEMSIZES[tensor.info.dtype]
     width = tensor.info.numel // tensor.info.shape[0]
@@ -272,3 +266,4 @@ def _values(weights: Tensors, tensor: _Tensor) -> Iterator[memoryview]:
         rows = np.frombuffer(read, np.uint8).reshape(2, tensor.rows // 2, width * size)
         together = np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
         yield cast(together.data, tensor.info.dtype, tensor.dtype, tensor.name)
+        advance(len(read))

@@ -1,6 +1,7 @@
 """Weights of models of transformers, between the names in memory and those on the Hub."""
 
 from itertools import accumulate
+from math import prod
 
 import torch
 from transformers.core_model_loading import build_glob_alternation
@@ -41,7 +42,7 @@ def to_hub(weights: Tensors, model: ModelConfig) -> Tensors:
     compositions = {}
     for name, whole in stored_parts(module, list(shapes)).items():
         key = tensor_key(BUFFER if whole.is_buffer else PARAMETER, name)
-        sizes = [_numel(shapes[part]) for part in whole.parts]
+        sizes = [prod(shapes[part]) for part in whole.parts]
         for part, size, stop in zip(whole.parts, sizes, accumulate(sizes), strict=True):
             compositions[part] = Composition(
                 shapes[part], (SourceRange(key, Span(stop - size, stop)),)
@@ -71,10 +72,3 @@ def check_equal(weights: Tensors, name: str, copy: str) -> None:
     chunks = zip(*(weights.read(key) for key in keys), strict=True)
     if shapes[0] != shapes[1] or any(one != other for (_, one), (_, other) in chunks):
         raise CheckpointError(f"{weights}: {copy} differs from {name}, but config.json ties them")
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -33,12 +33,10 @@ class OptimizerRun(Protocol):
     @property
     def shard(self) -> FlatShard:
         """The shard that contains it."""
-        ...
 
     @property
     def span(self) -> Span:
         """Its elements in the flat buffer."""
-        ...
 
 
 class ShardedOptimizer(Protocol):
@@ -46,15 +44,12 @@ class ShardedOptimizer(Protocol):
 
     def isolate(self, names: Collection[str]) -> None:
         """Step each of the named parameters separately from others."""
-        ...
 
     def create_states(self) -> None:
         """Create the states that the first step would create."""
-        ...
 
     def run_states(self) -> Iterator[tuple[OptimizerRun, dict[str, Tensor]]]:
         """Yield each run with its states: the scalar `step`, and moments; see `codes`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +79,11 @@ def optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[StatePiece]:
             inside = piece.in_flat.shift(-run.span.start)
             for name in moment_names(states):
                 moment = moment_of(states, name).window(inside)
-                if moment.scales is None:
-                    yield StatePiece(tensor_key(name, piece.param.name), piece, moment.values)
-                    continue
-                key = tensor_key(name + CODES, piece.param.name)
-                yield StatePiece(key, piece, moment.values)
-                key = tensor_key(name + SCALES, piece.param.name)
-                yield StatePiece(key, _in_blocks(piece), moment.scales)
+                kind = name if moment.scales is None else name + CODES
+                yield StatePiece(tensor_key(kind, piece.param.name), piece, moment.values)
+                if moment.scales is not None:
+                    key = tensor_key(name + SCALES, piece.param.name)
+                    yield StatePiece(key, _in_blocks(piece), moment.scales)
 
 
 def _in_blocks(piece: Piece) -> Piece:

@@ -12,11 +12,7 @@ from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.publish import WRITTEN, new_export
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import FileTensors
-from fsdpctl.checkpoint.tensor_file import (
-    TensorEntry,
-    open_tensor_file,
-    write_synced,
-)
+from fsdpctl.checkpoint.tensor_file import TensorEntry, open_tensor_file, write_synced
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import (
     ADAPTER_CONFIG,
@@ -48,13 +44,9 @@ class PeftAdapters(FileTensors):
             raise UsageError(f"model.lora.path={folder}: {ADAPTER_WEIGHTS} not found")
         file = open_tensor_file(path)
         ours = {theirs: name for name, theirs in names_in_peft(names).items()}
-        super().__init__(
-            folder,
-            {
-                ours.get(name) or _model_name(name, folder): (file, entry)
-                for name, entry in file.entries.items()
-            },
-        )
+        entries = file.entries.items()
+        found = {ours.get(x) or _model_name(x, folder): (file, entry) for x, entry in entries}
+        super().__init__(folder, found)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse adapters that are not those of a model, by name and shape."""

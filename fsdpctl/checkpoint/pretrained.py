@@ -4,12 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpctl.checkpoint.folders import find_checkpoint
-from fsdpctl.checkpoint.manifest import (
-    INDEX_JSON,
-    OF_THE_MODEL,
-    BaseInfo,
-    read_manifest,
-)
+from fsdpctl.checkpoint.manifest import INDEX_JSON, OF_THE_MODEL, BaseInfo, read_manifest
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import FileTensors, Overlay, Tensors
 from fsdpctl.checkpoint.tensor_file import TensorFile, open_tensor_file
@@ -104,8 +99,7 @@ def tokenizer_beside(folder: Path) -> str | None:
 
 def attached_files(reader: CheckpointReader) -> dict[str, bytes]:
     """Read all attachments of a checkpoint, by name."""
-    read = {name: reader.attachment(name) for name in reader.manifest.attachments}
-    return {name: content for name, content in read.items() if content is not None}
+    return {name: reader.attachment(name) or b"" for name in reader.manifest.attachments}
 
 
 def _hugging_face_weights(folder: Path, model: ModelConfig) -> Tensors:
@@ -151,8 +145,5 @@ def _files_of_index(index: Path) -> dict[str, TensorFile]:
 
 def _no_weights(folder: Path) -> str:
     others = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-    if others:
-        found = f"{others[0].name} is not supported; expected *.safetensors"
-    else:
-        found = "*.safetensors not found"
-    return f"{found}. Set model.init=random to train from scratch"
+    found = f"{others[0].name} is not supported; expected *.safetensors" if others else ""
+    return f"{found or '*.safetensors not found'}. Set model.init=random to train from scratch"

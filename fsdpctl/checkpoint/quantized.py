@@ -69,30 +69,18 @@ class QuantizedTensors:
             yield wanted, tensor_bytes(packed[within.start : within.stop])
 
 
-class DequantizedTensors:
-    """A source of packed weights as the float32 numbers that they are in training."""
-
-    def __init__(self, source: Tensors, shapes: Shapes, packing: Packing) -> None:
-        """Dequantize the parameters in `shapes`."""
-        self._source = QuantizedTensors(source, shapes, packing)
-        self._shapes, self._packing = shapes, packing
-
-    def __str__(self) -> str:
-        return str(self._source)
-
-    def names(self, kind: str) -> list[str]:
-        """Return the sorted names of the tensors of one kind."""
-        return self._source.names(kind)
+class DequantizedTensors(QuantizedTensors):
+    """The same source, of which these weights are the float32 numbers that they are in training."""
 
     def info(self, key: str) -> TensorInfo:
         """Return the shape and dtype of a full tensor."""
-        info, shape = self._source.info(key), self._shapes.get(parameter_name(key))
+        info, shape = super().info(key), self._shapes.get(parameter_name(key))
         return info if shape is None else TensorInfo(list(shape), _FLOATS)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
         """Yield the elements `span` of a flattened tensor in chunks."""
         if parameter_name(key) not in self._shapes:
-            yield from self._source.read(key, span)
+            yield from super().read(key, span)
             return
         numel = self.info(key).numel
         span = span or Span(0, numel)
@@ -100,7 +88,7 @@ class DequantizedTensors:
         size = self._packing.group_bytes
         within = Span(first * size, min(last * size, self._packing.packed_bytes(numel)))
         for bytes_there, weights in _groups_of(within, numel, self._packing):
-            data = b"".join(bytes(part) for _, part in self._source.read(key, bytes_there))
+            data = b"".join(bytes(part) for _, part in super().read(key, bytes_there))
             packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             values = self._packing.dequantize(packed, (weights.numel,), torch.float32)
             wanted = weights.intersect(span)

@@ -166,17 +166,6 @@ def open_checkpoint(source: str) -> CheckpointReader:
     return newest.open()
 
 
-class _Sent:
-    """Counts the bytes of an upload, of which fsspec tells the sum."""
-
-    def __init__(self, advance: Advance) -> None:
-        self._advance, self._last = advance, 0
-
-    def __call__(self, size: int | None, value: int, **others: object) -> None:
-        self._advance(value - self._last)
-        self._last = value
-
-
 def _upload_file(path: Path, file: StoredFile, advance: Advance = lambda count: None) -> None:
     """Upload a file until it is the same when read back; it may be there already."""
     from fsspec.callbacks import Callback  # type: ignore[import-untyped]  # takes 0.1 s
@@ -184,15 +173,16 @@ def _upload_file(path: Path, file: StoredFile, advance: Advance = lambda count: 
     if file.exists() and not _difference(path, file):
         advance(2 * path.stat().st_size)
         return
-    difference = ""
+    told = 0
+
+    def sent(size: int | None, value: int, **others: object) -> None:  # `value`: the sum so far
+        nonlocal told
+        advance(value - told)
+        told = value
+
     for _ in range(_ATTEMPTS):
-        put = partial(
-            file.store.put_file,
-            str(path),
-            file.path,
-            callback=Callback(hooks={"sent": _Sent(advance)}),
-        )
-        asked(file.url, put)
+        put = partial(file.store.put_file, str(path), file.path)
+        asked(file.url, partial(put, callback=Callback(hooks={"sent": sent})))
         difference = _difference(path, file, advance)
         if not difference:
             return

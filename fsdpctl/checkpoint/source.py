@@ -16,22 +16,18 @@ class Tensors(Protocol):
 
     def names(self, kind: str) -> list[str]:
         """Return the sorted names of the tensors of one kind."""
-        ...
 
     def info(self, key: str) -> TensorInfo:
         """Return the shape and dtype of a full tensor."""
-        ...
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
         """Yield the elements `span` of a flattened tensor in chunks; None reads all of them.
 
         Each chunk reuses the memory of the one before.
         """
-        ...
 
     def __str__(self) -> str:
         """Return the path to name in messages."""
-        ...
 
 
 class FileTensors:

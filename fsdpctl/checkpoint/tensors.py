@@ -10,20 +10,13 @@ from torch import Tensor
 
 from fsdpctl.plan.layout import round_up
 
-_ALIGNMENT = 64  # bytes
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_ALIGNMENT, _CHUNK_BYTES = 64, 1 << 30
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def tensor_bytes(values: Tensor) -> memoryview:
@@ -36,9 +29,6 @@ def tensor_bytes(values: Tensor) -> memoryview:
 def tensor_of(data: memoryview, dtype: str) -> Tensor:
     """Return writable bytes as a 1-D tensor without copying."""
     return torch.frombuffer(data, dtype=DTYPES[dtype])
-
-
-_CHUNK_BYTES = 1 << 30
 
 
 class Staging:

@@ -15,10 +15,6 @@ from fsdpctl.io.texts import printable
 class PatientConsole(Console):
     """A console that falls silent if its reader exits or the disk is full; the run continues."""
 
-    def __init__(self, *, stderr: bool = False, **about: Any) -> None:
-        """Create a console on standard output or standard error, with options of rich."""
-        super().__init__(stderr=stderr, **about)
-
     @property
     def file(self) -> IO[str]:
         """The stream that it prints to."""

@@ -129,14 +129,10 @@ class _Loader(yaml.BaseLoader):
 
 def read_yaml(path: Path) -> object:
     """Read a YAML file without aliases. All scalars are text, also numbers, true and null."""
-    return parse_yaml(read_text_file(path, follows=True), str(path))
-
-
-def parse_yaml(text: str, where: str) -> object:
-    """Decode YAML, as `read_yaml`; messages begin with `where`."""
+    text = read_text_file(path, follows=True)
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:
-        raise UsageError(f"{where}: nested too deeply") from None
+        raise UsageError(f"{path}: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
