@@ -118,9 +118,6 @@ class _FlatOptimizer:
         """Wrap `optimizer`, created with `model.flat_parameters()`.
 
         `create_states` creates the states `kinds`, and step counters if `counts`.
-
-        Raises:
-            UsageError: If it has other parameters.
         """
         self._optimizer, self._kinds, self._counts = optimizer, kinds, counts
         given = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -135,7 +132,6 @@ class _FlatOptimizer:
         """Do nothing: full shards are stepped."""
 
     def create_states(self) -> None:
-        """Create states of zeros."""
         for shard in self._shards:
             state = self._optimizer.state[shard.param]
             state.update({kind: torch.zeros_like(shard.param) for kind in self._kinds})
@@ -143,11 +139,7 @@ class _FlatOptimizer:
                 state[_STEP] = torch.zeros((), dtype=torch.float32)
 
     def run_states(self) -> Iterator[tuple[_FullShard, dict[str, Tensor]]]:
-        """Yield each shard with its states.
-
-        Raises:
-            UsageError: If a state does not have the shape of the shard.
-        """
+        """Yield each shard with its states, which must have its shape."""
         for shard in self._shards:
             state = self._optimizer.state[shard.param]
             found = {name: value for name, value in state.items() if isinstance(value, Tensor)}

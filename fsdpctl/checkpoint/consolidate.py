@@ -96,8 +96,6 @@ def consolidate(
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    """A tensor to export."""
-
     key: str
     stored: str  # its dtype in the checkpoint
     entry: TensorEntry  # its entry in the exported file

@@ -48,8 +48,6 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor to export."""
-
     name: str  # in GGUF
     key: str
     info: TensorInfo

@@ -103,7 +103,6 @@ def attached_files(reader: CheckpointReader) -> dict[str, bytes]:
 
 
 def _hugging_face_weights(folder: Path, model: ModelConfig) -> Tensors:
-    """Open the weights in a Hugging Face directory, in one safetensors file or several."""
     from fsdpctl.checkpoint.hub_weights import from_hub  # imports torch
 
     files = _files_of_weights(folder)

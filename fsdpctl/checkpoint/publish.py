@@ -159,7 +159,6 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
 
 
 def _is_of_an_export(file: Path) -> bool:
-    """Return whether an export has written this file."""
     if file.suffix != ".safetensors":
         return file.name in (INDEX_JSON, ADAPTER_CONFIG, CHECKSUMS, *ASSETS)
     try:

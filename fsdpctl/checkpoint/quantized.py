@@ -29,7 +29,6 @@ class QuantizedTensors:
     """A source of which some weights are quantized when they are read, unless they were before."""
 
     def __init__(self, source: Tensors, shapes: Shapes, packing: Packing) -> None:
-        """Quantize the parameters in `shapes`."""
         self._source, self._shapes, self._packing = source, shapes, packing
 
     def __str__(self) -> str:

@@ -202,7 +202,6 @@ class CheckpointReader:
 
 
 def _read_part(key: str, part: StoredPart, wanted: Span) -> Iterator[tuple[Span, memoryview]]:
-    """Yield the elements `wanted` of a part, in chunks."""
     size = ITEMSIZES[part.entry.dtype]
     per_chunk, offset = CHUNK_BYTES // size, part.stored.span.start
     inner = wanted.shift(-offset)

@@ -90,7 +90,6 @@ class _Blocks:
         self._held: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
 
     def read(self, file: StoredFile, number: int, file_size: int) -> bytes:
-        """Return a block of a file."""
         last = (file_size - 1) // self.size
         for each in range(number, min(number + _AHEAD, last) + 1):
             place = (file.path, each)
@@ -114,7 +113,6 @@ class _RemoteFile(TensorFile):
         return self.place.url
 
     def chunks(self, entry: TensorEntry, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes `[start, stop)` of a tensor, CHUNK_BYTES at a time."""
         first = self.data_start + entry.start
         for begin in range(start, stop, CHUNK_BYTES):
             end = min(begin + CHUNK_BYTES, stop)

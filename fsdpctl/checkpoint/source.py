@@ -34,7 +34,6 @@ class FileTensors:
     """Weights that are each stored in full in a safetensors file; nothing verifies their values."""
 
     def __init__(self, folder: Path, found: Mapping[str, tuple[TensorFile, TensorEntry]]) -> None:
-        """Read from `found`, which maps the names of weights to where they are stored."""
         self.folder = folder
         self._found = dict(found)
 

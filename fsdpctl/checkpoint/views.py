@@ -30,7 +30,6 @@ class ComposedTensors:
     """A source whose tensors are composed of those of another one, read by range."""
 
     def __init__(self, source: Tensors, compositions: Mapping[str, Composition]) -> None:
-        """Read from `source`; `compositions` are by name."""
         self._source = source
         self._made = {tensor_key(made.kind, name): made for name, made in compositions.items()}
         self._names = {name: made.kind for name, made in compositions.items()}

@@ -32,13 +32,11 @@ class _Patient:
         self._stream = stream  # None if the descriptor was closed before Python started
 
     def write(self, text: str) -> int:
-        """Write if possible."""
         DISPLAY.before_output(text)
         self._try("write", text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush if possible."""
         self._try("flush")
 
     def _try(self, name: str, *args: str) -> None:

@@ -28,10 +28,7 @@ class FullyShard:
     def __init__(
         self, module: nn.Module, setup: PeerSetup, world: Collectives, values: Values
     ) -> None:
-        """Shard `module` in place. Collective.
-
-        Its parameters become DTensors.
-        """
+        """Shard `module` in place: its parameters become DTensors. Collective."""
         device_type = values.device.type
         mesh = _mesh(device_type, world.size, setup.ranks_per_copy)
         shard = partial(fully_shard, mesh=mesh, mp_policy=_policy(setup))
@@ -139,7 +136,6 @@ class _Timed:
         self._collective, self._waits = collective, waits
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory to gather or reduce into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:

@@ -14,7 +14,6 @@ from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.comm.replica_check import as_integers, compare_replicas
 from fsdpctl.comm.shards import FlatShard, persistent_buffers
 from fsdpctl.comm.waits import Seconds
-from fsdpctl.errors import EngineError
 from fsdpctl.models.roles import parameter_roles
 from fsdpctl.peers.fully import FullyShard
 from fsdpctl.peers.replicated import Replicated
@@ -29,8 +28,6 @@ class PeerModel(nn.Module):
     Each parameter's local part is a shard, a view of the engine's memory, so that optimizers and
     checkpoints work as with fsdpctl's engine.
     """
-
-    can_prefetch = False  # from one step to the next
 
     def __init__(
         self,
@@ -119,10 +116,6 @@ class PeerModel(nn.Module):
         checksums = {name: (value,) for name, value in zip(names, found, strict=True)}
         compare_replicas(self.collectives, self._runner.place, checksums)
 
-    def prefetch_forward_params(self) -> None:
-        """Raise an error: PyTorch's engines don't gather ahead of a forward."""
-        raise EngineError("PyTorch's engines gather nothing from one step to the next")
-
     def peak_memory_bytes(self) -> int | None:
         """Return None: the memory of these engines is not counted."""
         return None
@@ -162,7 +155,6 @@ def _report_progress(name: str, block: nn.Module) -> None:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return the local part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -35,7 +35,6 @@ class Replicated:
     def __init__(
         self, module: nn.Module, setup: PeerSetup, world: Collectives, values: Values
     ) -> None:
-        """Wrap `module`. Collective."""
         if setup.compiles:
             import torch._dynamo
 

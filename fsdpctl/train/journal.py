@@ -37,7 +37,6 @@ class _TensorBoard:
         self._writer = SummaryWriter(folder, purge_step=step + 1, flush_secs=_FLUSH_SECONDS)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the values of a step."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
@@ -66,11 +65,9 @@ class _Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Send the values of a step."""
         self._run.log({"step": step, **figures})
 
     def close(self, *, well: bool) -> None:
-        """Send the remaining values."""
         self._run.finish(exit_code=0 if well else 1)
 
 
@@ -111,12 +108,9 @@ class Loggers(Callback):
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
         }
         if figures:
-            self._each(lambda each: each.log(line["step"], figures))
-
-    def _each(self, call: Callable[[Logger], None]) -> None:
-        for name, each in list(self._loggers.items()):
-            with self._dropping(name):
-                call(each)
+            for name, each in list(self._loggers.items()):
+                with self._dropping(name):
+                    each.log(line["step"], figures)
 
     def end(self, run: "Trainer", error: BaseException | None) -> None:
         """Send the remaining values for a limited time, shorter if an error is to be reported."""
@@ -136,7 +130,6 @@ class Loggers(Callback):
 
     @contextmanager
     def _dropping(self, name: str) -> Iterator[None]:
-        """Drop a logger that fails."""
         try:
             yield
         except Exception as error:

@@ -83,7 +83,6 @@ class RejectionRule:
     """The rule that accepts or rejects each step, with the same result on every rank."""
 
     def __init__(self, config: TrainConfig, done: Progress) -> None:
-        """Continue with the accepted steps of `done`."""
         self._config = config
         self.number = done.num_skips
         self.accepted = tuple(done.accepted)

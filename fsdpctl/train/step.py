@@ -69,16 +69,6 @@ class LaunchedStep:
     clock: StepClock
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The losses and tokens of all micro-batches of a step on this rank."""
-
-    loss_sum: Tensor  # over the target tokens; float64
-    tokens: int  # target tokens
-    nominal_tokens: int  # the number by which the losses were divided
-    by_source: Tensor | None  # losses and tokens, of a mixture
-
-
 def launch_step(
     parts: TrainingParts,
     step: int,
@@ -105,9 +95,9 @@ def launch_step(
     parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
     parts.optimizer.zero_grad()
     clock.lap("optimizer")
-    if step + 1 < config.train.steps and parts.model.can_prefetch and not is_traced:
-        # Overlaps with reporting, saving and loading before the next forward.
-        parts.model.prefetch_forward_params()
+    model, goes_on = parts.model, step + 1 < config.train.steps
+    if goes_on and not is_traced and isinstance(model, ShardedModel) and model.can_prefetch:
+        model.prefetch_forward_params()  # overlaps with what is between the steps
     after = samples + config.train.global_batch_size
     tokens = parts.train_batches.count_tokens(samples)
     return LaunchedStep(step + 1, after, tokens, record, limits, lr, clock)
@@ -126,15 +116,15 @@ def run_passes(
 
     The arguments are those of `launch_step`.
     """
-    share = _run_micro_steps(parts, step, samples, clock)
+    loss_sum, tokens, nominal, by_source = _run_micro_steps(parts, step, samples, clock)
     parts.model.sync_gradients()
     return record_step(
         parts.model,
-        loss_sum=share.loss_sum,
-        tokens=torch.full((), share.tokens, device=parts.device),  # does not wait for the device
-        nominal_tokens=share.nominal_tokens * parts.model.collectives.size,
+        loss_sum=loss_sum,
+        tokens=torch.full((), tokens, device=parts.device),  # does not wait for the device
+        nominal_tokens=nominal * parts.model.collectives.size,
         max_grad_norm=parts.config.optimizer.max_grad_norm,
-        own=replace(own(), by_source=share.by_source),
+        own=replace(own(), by_source=by_source),
         limits=limits,
     )
 
@@ -157,8 +147,14 @@ def finish_step(
     )
 
 
-def _run_micro_steps(parts: TrainingParts, step: int, samples: int, clock: StepClock) -> _Share:
-    """Run forward and backward of every micro-batch."""
+def _run_micro_steps(
+    parts: TrainingParts, step: int, samples: int, clock: StepClock
+) -> tuple[Tensor, int, int, Tensor | None]:
+    """Run forward and backward of every micro-batch.
+
+    Returns the sum of the losses of target tokens in float64, the number of these tokens, the one
+    by which losses were divided, and the losses and tokens of each source of a mixture.
+    """
     config, plan = parts.config, parts.train_batches.plan
     rank = parts.model.collectives.rank
     length = tokens_per_rank(config.train.seq_len, plan.context_parallel)
@@ -181,7 +177,7 @@ def _run_micro_steps(parts: TrainingParts, step: int, samples: int, clock: StepC
         loss_sum += loss.detach()
         tokens += int((batch.targets >= 0).sum())
         clock.lap("compute")
-    return _Share(loss_sum, tokens, nominal, sources.sums())
+    return loss_sum, tokens, nominal, sources.sums()
 
 
 def _reseed(*place: int) -> None:

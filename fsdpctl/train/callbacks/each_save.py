@@ -227,7 +227,6 @@ def _environment(variables: Mapping[str, str], folder: Path, step: int) -> dict[
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a command and its children by SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerAction, profile
 
 from fsdpctl.io.run_files import PROFILES
 from fsdpctl.train.callback import Callback
@@ -82,11 +82,7 @@ class Profiling(Callback):
             traced.export_chrome_trace(str(file))
             self._is_written = True
 
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
-            activities=activities,
             schedule=_schedule(run.total_steps - run.step, skipped),
             on_trace_ready=write,
         )

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -48,13 +49,11 @@ class Checks(Callback):
         """Compare the median step time with the predicted one."""
         if len(self._seconds) < _STEPS:
             self._seconds.append(done.times.total)
-            found = self.time() if len(self._seconds) == _STEPS else None
-            if found is not None:
-                message, values = found
-                run.journal.say(message)
-                run.journal.write({"step": done.step, **values})
+            if len(self._seconds) == _STEPS and (found := self._time()) is not None:
+                run.journal.say(found[0])
+                run.journal.write({"step": done.step, **found[1]})
 
-    def time(self) -> tuple[str, dict[str, Any]] | None:
+    def _time(self) -> tuple[str, dict[str, Any]] | None:
         """Return a message about the step time, and its values; None without a prediction."""
         estimate = self._estimate
         if estimate is None or estimate.predicted_step_seconds is None:
@@ -81,24 +80,16 @@ class Checks(Callback):
             physical = proportional_memory() if on_cpu else 0
             own = (engine or 0, memory.allocated or 0, memory.reserved, physical)
             largest = [max(values) for values in zip(*run.ranks.gather_objects(own), strict=True)]
-            found = self.memory(engine is not None, on_cpu, *largest)
-            if found is not None:
-                message, values = found
-                run.journal.say(message)
-                run.journal.write({"step": run.step, **values})
+            if (found := self._memory(engine is not None, on_cpu, largest)) is not None:
+                run.journal.say(found[0])
+                run.journal.write({"step": run.step, **found[1]})
         return requested
 
-    def memory(
-        self,
-        has_engine: bool,
-        on_cpu: bool,
-        engine: int,
-        allocated: int,
-        reserved: int,
-        proportional: int,
+    def _memory(
+        self, has_engine: bool, on_cpu: bool, largest: Sequence[int]
     ) -> tuple[str, dict[str, int]] | None:
         """Return a message about peak memory, and its values; None without an estimate of it."""
-        estimate = self._estimate
+        estimate, (engine, allocated, reserved, proportional) = self._estimate, largest
         if estimate is None:
             return None
         if not on_cpu:
@@ -176,7 +167,6 @@ class RunReporter(Callback):
     """The metrics of each step, the progress bar, and the peak memory of the engine."""
 
     def __init__(self, journal: Journal, checkpoints: Checkpoints | None) -> None:
-        """Report to `journal`; the bar shows the progress of `checkpoints`."""
         self._journal, self._checkpoints = journal, checkpoints
         self._restart = current_restart()
 

@@ -40,7 +40,6 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
-        """Begin after the tokens `before`."""
         self._tokenizer = tokenizer
         self._before, self._new = list(before), list[int]()
         self._num_returned = 0  # characters of the new tokens

@@ -18,7 +18,6 @@ class Validation(Callback):
     """The validation loss, every `train.eval_every` steps and after the last step."""
 
     def __init__(self, config: Config, *, has_data: bool) -> None:
-        """Validate as configured if there is data for it."""
         assert config.train.steps is not None
         self._every, self._last = config.train.eval_every, config.train.steps
         self._has_data = has_data
