@@ -103,10 +103,7 @@ class Ranks(Protocol):
 
 
 def base_info(folder: Path, weights: Tensors, ranks: Ranks) -> BaseInfo:
-    """Describe the base `weights` in `folder`. Collective: every rank reads a share of them.
-
-    The checksum does not depend on the number of ranks.
-    """
+    """Describe the base `weights`, equally for any number of ranks, which share it. Collective."""
     infos = {name: weights.info(tensor_key(PARAMETER, name)) for name in weights.names(PARAMETER)}
     chunks = [(name, span) for name, info in infos.items() for span in _chunks(info)]
     start, stop = (place * len(chunks) // ranks.size for place in (ranks.rank, ranks.rank + 1))

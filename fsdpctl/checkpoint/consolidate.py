@@ -170,10 +170,7 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def shard_weights(source: Tensors, destination: Path, *, num_files: int, about: About) -> int:
-    """Write the checkpoint `destination`, complete or not at all; return the bytes of the weights.
-
-    Each of `num_files` files gets an equal share of every tensor, in its dtype.
-    """
+    """Write a new checkpoint of files with equal shares; return the bytes of the weights."""
     destination = destination.resolve()
     if destination.exists():
         raise UsageError(f"{destination}: already exists")

@@ -166,10 +166,7 @@ def remove_unfinished(checkpoints: Path) -> None:
 
 
 def doomed(complete: Sequence[Path], keep: CheckpointConfig, spared: Collection[str]) -> list[Path]:
-    """Return the checkpoints that `keep` does not keep, except those named in `spared`.
-
-    `complete` are all of a run, oldest first.
-    """
+    """Return those of a run's checkpoints, oldest first, that neither `keep` nor `spared` keeps."""
     old = complete[: -keep.keep_last] if keep.keep_last else ()
     every = keep.keep_every
     return [

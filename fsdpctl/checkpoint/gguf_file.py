@@ -196,10 +196,7 @@ def _write(
 
 
 def _write_parameters(
-    writer: "gguf.GGUFWriter",
-    model: ModelConfig,
-    tensors: list[_Tensor],
-    reader: CheckpointReader,
+    writer: "gguf.GGUFWriter", model: ModelConfig, tensors: list[_Tensor], reader: CheckpointReader
 ) -> None:
     import gguf
 

@@ -91,10 +91,7 @@ def _add(writer: Any, about: Mapping[str, Any], files: Mapping[str, bytes], size
 
 
 def _splitter(about: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of a pre-tokenizer that gives the same tokens; empty if none does.
-
-    Compared are texts, and the tokens of the vocabulary next to others.
-    """
+    """Return llama.cpp's name of a pre-tokenizer with the same tokens of some texts, or ""."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     plain = {**about, "post_processor": None, "truncation": None, "padding": None}

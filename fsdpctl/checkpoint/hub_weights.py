@@ -51,10 +51,7 @@ def to_hub(weights: Tensors, model: ModelConfig) -> Tensors:
 
 
 def float32_names(model: ModelConfig) -> frozenset[str]:
-    """Return the tensors in files that transformers keeps in float32 in a model of 16 bits.
-
-    It has lists of names for that, and some modules create tensors in float32.
-    """
+    """Return the tensors in files that transformers keeps in float32 in a model of 16 bits."""
     with torch.device("meta"):
         half = built(model, torch.bfloat16)
     listed = build_glob_alternation([*half._get_dtype_plan(torch.float16), "$^"])[0]

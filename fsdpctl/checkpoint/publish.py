@@ -136,10 +136,7 @@ class Exported:
 
 @contextmanager
 def new_export(destination: Path, source: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a directory to write into, which becomes `destination` if the block succeeds.
-
-    `source` is the checkpoint that is exported; `overwrite` replaces an earlier export.
-    """
+    """Yield a directory to export `source` to; the block's success makes it `destination`."""
     check_destination(destination, overwrite=overwrite)
     _check_outside(source.resolve(), destination)
     with refusing(destination), new_directory(destination, replaces=overwrite) as folder:

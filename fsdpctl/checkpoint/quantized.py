@@ -51,10 +51,7 @@ class QuantizedTensors:
         return TensorInfo([self._packing.packed_bytes(stored.numel)], _BYTES)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span` of a flattened tensor in chunks.
-
-        Of the weights, only the groups are read whose bytes are in `span`.
-        """
+        """Yield the elements `span`; of the weights, only groups with bytes in it are read."""
         stored = self._source.info(key)
         if parameter_name(key) not in self._shapes or stored.dtype == _BYTES:
             yield from self._source.read(key, span)

@@ -21,10 +21,7 @@ class Tensors(Protocol):
         """Return the shape and dtype of a full tensor."""
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span` of a flattened tensor in chunks; None reads all of them.
-
-        Each chunk reuses the memory of the one before.
-        """
+        """Yield the elements `span`, or all, in chunks that reuse the memory of the one before."""
 
     def __str__(self) -> str:
         """Return the path to name in messages."""

@@ -148,10 +148,7 @@ class TensorFile:
         return str(self.path)
 
     def chunks(self, entry: TensorEntry, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes `[start, stop)` of a tensor, CHUNK_BYTES at a time.
-
-        Each chunk reuses the memory of the one before.
-        """
+        """Yield the bytes `[start, stop)` of a tensor; a chunk reuses the memory of the last."""
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 0))))
         descriptor = open_regular(self.path, CheckpointError)
         with refusing(self.path, CheckpointError), open(descriptor, "rb", buffering=0) as file:

@@ -87,10 +87,7 @@ class Display:
         self._stream: IO[str] | None = None  # None: nothing is shown
 
     def start(self, stream: IO[str] | None, what: str) -> None:
-        """Show activities on `stream` from now on, unless the process is quiet.
-
-        `what` is shown whenever nothing else is done, until `started` or `stop`.
-        """
+        """Show activities on `stream` unless quiet; `what`, if there is none, until `started`."""
         if stream is None or os.environ.get(QUIET):
             return
         with self._lock:

@@ -100,10 +100,8 @@ def read_text_file(path: Path, refusal: Refusal = UsageError, *, follows: bool =
 def open_own(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
     """Open or create a file that fsdpctl writes; OSError if it is a link or has another one.
 
-    Args:
-        path: Its last `folders` directories must not be links either.
-        mode: "ab", "ab+" or "wb".
-        folders: 0 for a file in the run directory, which may be a link.
+    Its last `folders` directories must not be links either; a run directory may be one. `mode` is
+    "ab", "ab+" or "wb".
     """
     access = (os.O_RDWR if "+" in mode else os.O_WRONLY) | (os.O_APPEND if "a" in mode else 0)
     *above, name = path.parts[-1 - folders :]

@@ -55,10 +55,7 @@ def open_store(url: str, where: str) -> tuple[Any, str]:
 
 
 def asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> Any:
-    """Return the answer of a store, after several attempts if need be, or raise `refusal`.
-
-    The cause of the error is the driver's.
-    """
+    """Return the answer of a store, or raise `refusal` from its error after several attempts."""
     for number in range(_TRIES):
         try:
             return ask()

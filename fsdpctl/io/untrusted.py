@@ -36,10 +36,9 @@ def parse_json(
     *,
     finite: bool = True,
 ) -> T:
-    """Decode JSON into a value of the type `schema`.
+    """Decode JSON into the type `schema`, or raise `refusal`; `finite` refuses infinity and NaN.
 
     msgspec decodes faster, but accepts duplicate keys, of which the last one wins.
-    Messages begin with `where`. If `finite`, infinite numbers and NaN are refused: JSON has none.
     """
     numbers: dict[str, Any] = {}
     if finite:

@@ -84,10 +84,7 @@ class PeerModel(nn.Module):
             shard.grad = None if grad is None else _own(grad).view(-1)
 
     def absent_everywhere(self) -> frozenset[str]:
-        """Return the names of the trainable parameters that had a gradient on no rank.
-
-        These engines require that each parameter is used by all ranks or by none.
-        """
+        """Return the trainable parameters without a gradient, which are the same on all ranks."""
         return frozenset(
             each.name
             for each in self._runner.locals
@@ -127,10 +124,7 @@ class PeerModel(nn.Module):
 def peer_model(
     module: nn.Module, setup: PeerSetup, device: torch.device, draw: Draw | None
 ) -> PeerModel:
-    """Let one of PyTorch's engines train `module`. Collective.
-
-    `draw` initializes an unsharded parameter; None: zeros, to be overwritten.
-    """
+    """Let one of PyTorch's engines train `module`; without `draw`, parameters are 0. Collective."""
     world = collectives_for(device)
     roles = parameter_roles(module)  # before `fully_shard` replaces the classes of modules
     values = Values(module, device, setup.master_dtype, draw)

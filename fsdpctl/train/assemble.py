@@ -208,10 +208,7 @@ def make_trainer(
 def _load(
     config: Config, run_dir: Path, world: World, ranks: ObjectExchange
 ) -> tuple[TrainingParts, Progress, BaseInfo | None]:
-    """Make the objects of a run, and load its newest checkpoint or its first weights.
-
-    Returns the objects, the progress, and the model with weights that checkpoints leave out.
-    """
+    """Return the objects of a run, its progress, and the base that its checkpoints leave out."""
     train, data = config.train, _data(config)
     plan = plan_batches(
         train.global_batch_size,
@@ -261,16 +258,9 @@ def _data(config: Config) -> DataSet:
 
 
 def _fill(
-    config: Config,
-    model: TrainedModel,
-    optimizer: Optimizer,
-    data: DataSet,
-    newest: Path | None,
+    config: Config, model: TrainedModel, optimizer: Optimizer, data: DataSet, newest: Path | None
 ) -> tuple[Progress, BaseInfo | None]:
-    """Load the newest checkpoint or pretrained weights, if any.
-
-    Returns the progress, and the model with the weights that checkpoints leave out, if any.
-    """
+    """Load the newest checkpoint or pretrained weights; return the progress and any base."""
     if newest is not None:
         return _resume(newest, config, model, optimizer, data)
     if not config.model.is_pretrained:

@@ -34,10 +34,7 @@ class Callback:
         """Handle the metrics of a completed step; steps come in order. Not collective."""
 
     def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
-        """Do what is due or requested between steps. Collective.
-
-        Returns `requested`, and what was requested in the meantime.
-        """
+        """Do what is due or requested; return what has been requested by its end. Collective."""
         return requested
 
     def idle(self, run: "Trainer") -> None:

@@ -185,10 +185,7 @@ class Journal:
             self.loggers.line(line)
 
     def record(self, line: dict[str, Any], message: str = "") -> None:
-        """Print a message and append an object.
-
-        A full disk is ignored: it fails the run where training writes.
-        """
+        """Print a message and append an object; a full disk fails the run where training writes."""
         if message:
             self.say(message)
         with suppress(FsdpctlError, ValueError):  # ValueError: the file is closed

@@ -202,10 +202,7 @@ def early_request(run_dir: Path, seconds: float | None, started: float) -> str |
 
 
 def _is_left_over(run_dir: Path, name: str) -> bool:
-    """Return whether the file is older than this start, which rewrote the configuration.
-
-    Both times come from the same file system.
-    """
+    """Return whether the file is older than this start, which rewrote the configuration there."""
     with contextlib.suppress(OSError):
         return (run_dir / name).stat().st_mtime_ns < (run_dir / RUN_CONFIG).stat().st_mtime_ns
     return False

@@ -112,10 +112,7 @@ def run_passes(
     limits: Limits = Limits(),
     own: Callable[[], LocalStepStats] = LocalStepStats,
 ) -> StepRecord:
-    """Run the passes of a step, reduce their gradients and return its record. Collective.
-
-    The arguments are those of `launch_step`.
-    """
+    """Run the passes of a step, as `launch_step`; return its record with gradients. Collective."""
     loss_sum, tokens, nominal, by_source = _run_micro_steps(parts, step, samples, clock)
     parts.model.sync_gradients()
     return record_step(

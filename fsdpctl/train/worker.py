@@ -81,10 +81,7 @@ def _handle_signals(wait_for_all: Callable[[], None]) -> None:
 
 
 def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
-    """Until a step is completed, end this rank, and thereby the others, on a stop request.
-
-    These requests are not signals, and the training thread may compile or wait for a long time.
-    """
+    """Until a step is completed, end all ranks on a STOP file or at the time limit."""
     from fsdpctl.errors import StoppedError
     from fsdpctl.train.requests import early_request
 
@@ -166,10 +163,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def serve_watchdog() -> None:
-    """Publish this rank's status, write stacks to standard error on SIGUSR2, and answer queries.
-
-    Does nothing without a watchdog of fsdpctl's launcher.
-    """
+    """Publish this rank's status, write stacks on SIGUSR2, and answer a launcher's queries."""
     from fsdpctl.comm.rank_status import RANK_STATUS
 
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # also while a thread holds Python
@@ -198,10 +192,7 @@ def main() -> None:
 
 
 def become_rank(run_dir: Path, store: "Store") -> None:
-    """Train in this process, which another launcher has started as rank `RANK`.
-
-    Rank 0 has prepared the run directory. The ranks meet in `store`.
-    """
+    """Train as rank `RANK` of another launcher, in a prepared run; ranks meet in `store`."""
     tie_to_launcher()
     _work(run_dir, store)
 

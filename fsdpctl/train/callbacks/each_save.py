@@ -89,10 +89,7 @@ class EachSave:
         remote: RemoteCheckpoints | None = None,
         words: Sequence[str] = (),
     ) -> None:
-        """Prepare to upload to `remote`, and to run the program and arguments `words`, if any.
-
-        `report` is called in the thread.
-        """
+        """Prepare to upload to `remote` and to run `words`, if any; a thread calls `report`."""
         self._keep, self._run_dir, self._report = keep, run_dir, report
         self._remote, self._words = remote, words
         self._log = run_dir / LOGS / LOG
@@ -121,10 +118,7 @@ class EachSave:
             remove_old(self._run_dir / CHECKPOINTS, self._keep, busy)
 
     def wait(self, say: Callable[[str], None]) -> None:
-        """Wait for the uploads; for commands at most for the time of one, others fail.
-
-        `say` is called regularly with a message.
-        """
+        """Wait for uploads, and for commands at most for the time of one; `say` how long."""
         began = self._ended = time.monotonic()
         while self._last is not None and not wait([self._last], _REPORT_INTERVAL).done:
             share = f", {self._share:.0%}" if self._name == UPLOAD else ""

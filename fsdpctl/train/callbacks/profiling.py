@@ -83,8 +83,7 @@ class Profiling(Callback):
             self._is_written = True
 
         self._profile = profile(
-            schedule=_schedule(run.total_steps - run.step, skipped),
-            on_trace_ready=write,
+            schedule=_schedule(run.total_steps - run.step, skipped), on_trace_ready=write
         )
         self._profile.start()
         run.is_traced = True
@@ -111,10 +110,7 @@ def watch_allocations(device: torch.device) -> None:
 
 
 def keep_snapshot(error: BaseException, run_dir: Path, rank: int) -> None:
-    """Write a snapshot if `error` is out-of-memory, and add the file's path to the error.
-
-    A failure to write it is ignored: the error itself matters more.
-    """
+    """Write a snapshot, if possible, of an out-of-memory `error`, and name its file there."""
     if not isinstance(error, torch.OutOfMemoryError):
         return
     path = run_dir / f"memory-snapshot-rank-{rank:05d}.bin"
