@@ -72,15 +72,12 @@ def test_a_model_without_one_of_its_buffers_is_named_before_it_is_converted(tmp_
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("family", "kept"),
-    [
-        ("deepseek_v3", "e_score_correction_bias"),  # of a list for any dtype, a buffer
-        ("ernie4_5_moe", "mlp.gate.weight"),  # the same, parameters
-        ("olmo_hybrid", "A_log"),  # created in float32
-        ("gpt_oss", "input_layernorm.weight"),  # of a list for float16
-    ],
-)
+@pytest.mark.parametrize(("family", "kept"), [
+    ("deepseek_v3", "e_score_correction_bias"),  # of a list for any dtype, a buffer
+    ("ernie4_5_moe", "mlp.gate.weight"),  # the same, parameters
+    ("olmo_hybrid", "A_log"),  # created in float32
+    ("gpt_oss", "input_layernorm.weight"),  # of a list for float16
+])  # fmt: skip
 def test_what_transformers_keeps_in_float32_is_exported_in_float32(family, kept, dtype, tmp_path):
     consolidate(sharded(family, tmp_path), tmp_path / "out", dtype=dtype)
     make: Any = hf.AutoModelForCausalLM

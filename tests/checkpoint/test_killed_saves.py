@@ -12,11 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from fsdpctl.checkpoint.folders import (
-    newest_checkpoint,
-    passed_over,
-    remove_unfinished,
-)
+from fsdpctl.checkpoint.folders import newest_checkpoint, passed_over, remove_unfinished
 from fsdpctl.checkpoint.load import load_checkpoint
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.reader import CheckpointReader

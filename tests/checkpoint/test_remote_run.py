@@ -172,22 +172,15 @@ def test_another_checkpoint_of_the_step_is_replaced(run):
     assert files_of(folder.name) == {each.name: each.read_bytes() for each in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "said"),
-    [
-        ("rank-00000.safetensors", lambda old: old[:-1], "truncated or corrupted"),
-        (
-            "rank-00000.safetensors",
-            lambda old: old[:-1] + bytes([old[-1] ^ 1]),
-            "the checksum of .* does not",
-        ),
-        ("rank-00000.safetensors", lambda old: old[:20] + b"?" + old[21:], "corrupted"),
-        ("tokenizer.json", lambda old: b"?" + old[1:], "corrupted: does not match"),
-        (MANIFEST, lambda old: old[:100], "corrupted"),
-        (MANIFEST, None, "FileNotFoundError"),
-        ("tokenizer.json", None, "FileNotFoundError"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "said"), [
+    ("rank-00000.safetensors", lambda old: old[:-1], "truncated or corrupted"),
+    ("rank-00000.safetensors", lambda old: old[:-1] + bytes([old[-1] ^ 1]),
+     "the checksum of .* does not"),
+    ("rank-00000.safetensors", lambda old: old[:20] + b"?" + old[21:], "corrupted"),
+    ("tokenizer.json", lambda old: b"?" + old[1:], "corrupted: does not match"),
+    (MANIFEST, lambda old: old[:100], "corrupted"), (MANIFEST, None, "FileNotFoundError"),
+    ("tokenizer.json", None, "FileNotFoundError"),
+])  # fmt: skip
 def test_what_is_damaged_there_is_named_by_its_url(run, tmp_path, name, change, said):
     there, folder = RemoteCheckpoints(URL), folders(run)[0]
     upload(there, folder)

@@ -97,8 +97,7 @@ def test_a_checkpoint_survives_any_change_of_ranks_and_strategy_bit_for_bit(tmp_
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world_size"),
-    [("full_shard", 2), ("no_shard", 2), ("hybrid_shard_optimizer", 4)],
+    ("strategy", "world_size"), [("full_shard", 2), ("no_shard", 2), ("hybrid_shard_optimizer", 4)]
 )
 @distributed()
 def test_training_resumes_bit_for_bit(

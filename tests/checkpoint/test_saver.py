@@ -112,16 +112,13 @@ def fake_checkpoints(folder: Path, *steps: int) -> list[Path]:
     return made
 
 
-@pytest.mark.parametrize(
-    "keep, left",
-    [
-        (CheckpointConfig(keep_last=2), [50, 60]),
-        (CheckpointConfig(keep_last=0), [10, 20, 30, 40, 50, 60]),
-        (CheckpointConfig(keep_last=1, keep_every=20), [20, 40, 60]),
-        (CheckpointConfig(keep_last=2, keep_every=30), [30, 50, 60]),
-        (CheckpointConfig(keep_last=9), [10, 20, 30, 40, 50, 60]),
-    ],
-)
+@pytest.mark.parametrize("keep, left", [
+    (CheckpointConfig(keep_last=2), [50, 60]),
+    (CheckpointConfig(keep_last=0), [10, 20, 30, 40, 50, 60]),
+    (CheckpointConfig(keep_last=1, keep_every=20), [20, 40, 60]),
+    (CheckpointConfig(keep_last=2, keep_every=30), [30, 50, 60]),
+    (CheckpointConfig(keep_last=9), [10, 20, 30, 40, 50, 60]),
+])  # fmt: skip
 def test_which_checkpoints_are_kept(tmp_path, keep, left):
     fake_checkpoints(tmp_path, 10, 20, 30, 40, 50, 60)
     (tmp_path / "step-00000070").mkdir()  # not complete: not counted, not touched

@@ -51,17 +51,12 @@ def test_duplicate_alternatives_are_merged():
     assert labels("strategy=no_shard,no_shard") == ["strategy=no_shard"]
 
 
-@pytest.mark.parametrize(
-    ("word", "part"),
-    [
-        ("strategy=full_shard,no_shrad", "did you mean no_shard?"),
-        ("strategy=full_shard,", "empty alternative"),
-        ("train.micro_batch_size=1,x", "train.micro_batch_size=x"),
-        ("train.steps=5,6", "--steps"),
-        ("train.run_dir=here", "not supported by compare"),
-        ("strateg=a,b", "did you mean strategy?"),
-    ],
-)
+@pytest.mark.parametrize(("word", "part"), [
+    ("strategy=full_shard,no_shrad", "did you mean no_shard?"),
+    ("strategy=full_shard,", "empty alternative"),
+    ("train.micro_batch_size=1,x", "train.micro_batch_size=x"), ("train.steps=5,6", "--steps"),
+    ("train.run_dir=here", "not supported by compare"), ("strateg=a,b", "did you mean strategy?"),
+])  # fmt: skip
 def test_mistakes_are_reported_before_anything_runs(word, part):
     with pytest.raises(UsageError) as caught:
         labels(word)

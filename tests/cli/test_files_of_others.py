@@ -120,18 +120,14 @@ def test_settings_of_a_manifest_that_are_no_text_are_refused(here, config):
 # ---- secrets -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "words", [
-        ("train", "data=tokens", "data.path=ftp://user:S3CR3T@127.0.0.1:9/t.bin"),
-        ("train", "data.vla_path=s3://user:S3CR3T@bucket/t.bin"),
-        ("train", "--resume", "s3://user:S3CR3T@bucket/x"),
-        ("train", "--reume=https://h/x?sig=S3CR3T"),
-        ("estimate-memory", "checkpoint.remote=https://h/x?token=S3CR3T"),
-        ("tokenize", "https://:S3CR3T@host/t", "t.bin"),
-        ("inspect-checkpoint", "s3://b/x?X-Amz-Credential=S3CR3T"),
-        ("s3://user:S3CR3T@bucket", "x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    ("train", "data=tokens", "data.path=ftp://user:S3CR3T@127.0.0.1:9/t.bin"),
+    ("train", "data.vla_path=s3://user:S3CR3T@bucket/t.bin"),
+    ("train", "--resume", "s3://user:S3CR3T@bucket/x"), ("train", "--reume=https://h/x?sig=S3CR3T"),
+    ("estimate-memory", "checkpoint.remote=https://h/x?token=S3CR3T"),
+    ("tokenize", "https://:S3CR3T@host/t", "t.bin"),
+    ("inspect-checkpoint", "s3://b/x?X-Amz-Credential=S3CR3T"), ("s3://user:S3CR3T@bucket", "x"),
+])  # fmt: skip
 def test_a_secret_on_the_command_line_is_neither_printed_nor_written(
     here, monkeypatch, capfd, words
 ):

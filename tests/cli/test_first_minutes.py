@@ -49,14 +49,10 @@ def test_a_file_of_settings_is_a_recipe(tmp_path):
     assert (code, "none.yaml: no such file" in said) == (2, True)
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        ["--train.steps=7", "--optimizer.lr=1e-4"],
-        ["--train.steps", "7", "--optimizer.lr", "1e-4"],
-        ["train.steps=7", "--optimizer.lr=1e-4"],
-    ],
-)
+@pytest.mark.parametrize("typed", [
+    ["--train.steps=7", "--optimizer.lr=1e-4"], ["--train.steps", "7", "--optimizer.lr", "1e-4"],
+    ["train.steps=7", "--optimizer.lr=1e-4"],
+])  # fmt: skip
 def test_keys_may_have_dashes(typed):
     found = printed(*typed, "--strategy=no_shard", "--model", "gpt2")
     assert (found["train.steps"], found["optimizer.lr"]) == ("7", "0.0001")
@@ -76,45 +72,35 @@ def test_ranks_are_said_as_in_torchrun():
     assert (code, "given twice" in said) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("data_parallel_shard_degree=8", "strategy.dp_shard_size"),
-        ("fsdp_size=8", "strategy.dp_shard_size"),
-        ("cutoff_len=8", "train.seq_len"),
-        ("warmup_ratio=0.1", "lr_scheduler.warmup_ratio"),
-        ("val_set_size=0.1", "data.val_fraction"),
-        ("base_model=x", "use model=hf and model.path"),
-        ("--activation_checkpoint.mode=full", "use activation_checkpointing"),
-        ("wandb_project=x", "use log.wandb_project"),
-        ("num_nodes=2", "launch.nnodes"),
-        ("tp_size=2", "tensor parallelism"),
-        ("lora_r=8", "use model.lora.rank"),
-        ("lora_target_modules=x", "use model.lora.targets"),
-        ("unfrozen_parameters=x", "use model.trainable=REGEX"),
-        ("qlora=true", "use model.lora.rank=16 and model.base_dtype=nf4"),
-        ("load_in_4bit=true", "use model.lora.rank=16 and model.base_dtype=nf4"),
-        ("load_in_8bit=true", "use model.lora.rank=16 and model.base_dtype=int8"),
-        ("tp_size=2", "does not support tensor parallelism"),
-        ("optimizer_cpu_offload=true", "use strategy.offload=states,gradients"),
-        ("sample_packing=true", "use data.packing"),
-        ("report_to=wandb", "use log.wandb=true"),
-        ("push_to_hub=true", "uploads"),
-        ("resume_from_checkpoint=x", "--resume PATH"),
-        ("fp16=true", "precision=bf16"),
-    ],
-)
+@pytest.mark.parametrize(("word", "said"), [
+    ("data_parallel_shard_degree=8", "strategy.dp_shard_size"),
+    ("fsdp_size=8", "strategy.dp_shard_size"), ("cutoff_len=8", "train.seq_len"),
+    ("warmup_ratio=0.1", "lr_scheduler.warmup_ratio"), ("val_set_size=0.1", "data.val_fraction"),
+    ("base_model=x", "use model=hf and model.path"),
+    ("--activation_checkpoint.mode=full", "use activation_checkpointing"),
+    ("wandb_project=x", "use log.wandb_project"), ("num_nodes=2", "launch.nnodes"),
+    ("tp_size=2", "tensor parallelism"), ("lora_r=8", "use model.lora.rank"),
+    ("lora_target_modules=x", "use model.lora.targets"),
+    ("unfrozen_parameters=x", "use model.trainable=REGEX"),
+    ("qlora=true", "use model.lora.rank=16 and model.base_dtype=nf4"),
+    ("load_in_4bit=true", "use model.lora.rank=16 and model.base_dtype=nf4"),
+    ("load_in_8bit=true", "use model.lora.rank=16 and model.base_dtype=int8"),
+    ("tp_size=2", "does not support tensor parallelism"),
+    ("optimizer_cpu_offload=true", "use strategy.offload=states,gradients"),
+    ("sample_packing=true", "use data.packing"), ("report_to=wandb", "use log.wandb=true"),
+    ("push_to_hub=true", "uploads"), ("resume_from_checkpoint=x", "--resume PATH"),
+    ("fp16=true", "precision=bf16"),
+])  # fmt: skip
 def test_words_of_others_are_answered(word, said):
     code, answer = invoke("train", word)
     assert (code, said in answer) == (2, True), answer
 
 
-@pytest.mark.parametrize(
-    ("word", "ours"),
-    [("zero1", "shard_optimizer"), ("ZeRO3", "full_shard"), ("fsdp", "full_shard"),
-     ("hsdp", "hybrid_shard"), ("hpz", "hybrid_shard_optimizer"), ("ddp", "no_shard"),
-     ("ZeRO++", "hybrid_shard_optimizer"), ("full_shard", "full_shard")],
-)  # fmt: skip
+@pytest.mark.parametrize(("word", "ours"), [
+    ("zero1", "shard_optimizer"), ("ZeRO3", "full_shard"), ("fsdp", "full_shard"),
+    ("hsdp", "hybrid_shard"), ("hpz", "hybrid_shard_optimizer"), ("ddp", "no_shard"),
+    ("ZeRO++", "hybrid_shard_optimizer"), ("full_shard", "full_shard"),
+])  # fmt: skip
 def test_strategies_are_known_by_their_other_names(word, ours):
     assert printed(f"strategy={word}")["strategy"] == ours
 
@@ -128,38 +114,33 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
     assert "also unknown: sequence_len (use train.seq_len), adapter (use model.lora" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "ours"),
-    [(["reshard_after_forward=false"], "shard_grad_op"),
-     (["reshard_after_forward=True"], "full_shard"),
-     (["strategy=hsdp", "strategy.reshard_after_forward=false"], "hybrid_shard_grad_op"),
-     (["strategy=zero2", "reshard_after_forward=true"], "full_shard"),
-     (["--recipe=llama3_8b_8xh100", "reshard_after_forward=false"], "shard_grad_op")],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "ours"), [
+    (["reshard_after_forward=false"], "shard_grad_op"),
+    (["reshard_after_forward=True"], "full_shard"),
+    (["strategy=hsdp", "strategy.reshard_after_forward=false"], "hybrid_shard_grad_op"),
+    (["strategy=zero2", "reshard_after_forward=true"], "full_shard"),
+    (["--recipe=llama3_8b_8xh100", "reshard_after_forward=false"], "shard_grad_op"),
+])  # fmt: skip
 def test_reshard_after_forward_chooses_the_strategy(words, ours):
     assert printed(*words)["strategy"] == ours
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [(["reshard_after_forward=maybe"], "expected true, false"),
-     (["strategy=no_shard", "reshard_after_forward=false"], "always unsharded"),
-     (["strategy=nonsense", "reshard_after_forward=false"], "expected one of")],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "said"), [
+    (["reshard_after_forward=maybe"], "expected true, false"),
+    (["strategy=no_shard", "reshard_after_forward=false"], "always unsharded"),
+    (["strategy=nonsense", "reshard_after_forward=false"], "expected one of"),
+])  # fmt: skip
 def test_reshard_after_forward_says_what_it_can(words, said):
     code, answer = invoke("train", *words, "--dry-run")
     assert (code, said in answer) == (2, True), answer
 
 
-@pytest.mark.parametrize(
-    ("word", "known", "said"),
-    [
-        ("h100_80", ["a100_80", "h100", "h200"], "h100"),
-        ("launch.rdzv", ["launch.device", "launch.rdzv_endpoint"], "launch.rdzv_endpoint"),
-        ("strat", ["data", "strategy"], "strategy"),
-        ("early_stop", ["train.steps", "train.eval_every"], ""),
-    ],
-)
+@pytest.mark.parametrize(("word", "known", "said"), [
+    ("h100_80", ["a100_80", "h100", "h200"], "h100"),
+    ("launch.rdzv", ["launch.device", "launch.rdzv_endpoint"], "launch.rdzv_endpoint"),
+    ("strat", ["data", "strategy"], "strategy"),
+    ("early_stop", ["train.steps", "train.eval_every"], ""),
+])  # fmt: skip
 def test_the_nearest_spelling_is_near(word, known, said):
     assert nearest(word, known) == (f"; did you mean {said}?" if said else "")
 
@@ -269,13 +250,10 @@ def test_an_inspection_begins_with_a_summary_and_weights(tmp_path):
     assert said[2] == "optimizer states: none"
 
 
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [
-        (1, "1 file skipped: 0.dat (not UTF-8 at byte 1)"),
-        (3, "3 files skipped: 0.dat (not UTF-8 at byte 1), 1.dat (not UTF-8 at byte 1) and 1 more"),
-    ],
-)
+@pytest.mark.parametrize(("count", "said"), [
+    (1, "1 file skipped: 0.dat (not UTF-8 at byte 1)"),
+    (3, "3 files skipped: 0.dat (not UTF-8 at byte 1), 1.dat (not UTF-8 at byte 1) and 1 more"),
+])  # fmt: skip
 def test_one_file_is_no_files(words, tmp_path, count, said):
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -320,22 +298,12 @@ def test_the_choices_are_there_for_programs():
     assert (code, "did you mean strategy?" in said) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        (
-            "strategy=hy",
-            [
-                "strategy=hybrid_shard",
-                "strategy=hybrid_shard_grad_op",
-                "strategy=hybrid_shard_optimizer",
-            ],
-        ),
-        ("train.on_", ["train.on_nonfinite="]),
-        ("train.compile=", ["train.compile=true", "train.compile=false"]),
-        ("nothing=", []),
-    ],
-)
+@pytest.mark.parametrize(("typed", "offered"), [
+    ("strategy=hy", ["strategy=hybrid_shard", "strategy=hybrid_shard_grad_op",
+     "strategy=hybrid_shard_optimizer"]),
+    ("train.on_", ["train.on_nonfinite="]),
+    ("train.compile=", ["train.compile=true", "train.compile=false"]), ("nothing=", []),
+])  # fmt: skip
 def test_words_are_completed_from_the_schema(typed, offered):
     assert completions(typed) == offered
 

@@ -237,16 +237,13 @@ def test_heads_of_gpt2_are_set_by_one_key(world, monkeypatch):
     assert code == 0, said
 
 
-@pytest.mark.parametrize(
-    ("code", "words", "said"),
-    [
-        (0, ["list", "strategy"], ""),
-        (1, ["compare-runs", "one", "two", "--assert-equal"], "fsdpctl: "),
-        (2, ["train", "train.stepz=3"], "fsdpctl: train.stepz: no such key; did you mean"),
-        (3, [*BEGINNINGS["run"], "launch.device=cpu", "cluster.memory=2MiB"], "2.0 MiB available"),
-        (4, ["verify-checkpoint", "cut"], "fsdpctl: cut"),
-    ],
-)
+@pytest.mark.parametrize(("code", "words", "said"), [
+    (0, ["list", "strategy"], ""),
+    (1, ["compare-runs", "one", "two", "--assert-equal"], "fsdpctl: "),
+    (2, ["train", "train.stepz=3"], "fsdpctl: train.stepz: no such key; did you mean"),
+    (3, [*BEGINNINGS["run"], "launch.device=cpu", "cluster.memory=2MiB"], "2.0 MiB available"),
+    (4, ["verify-checkpoint", "cut"], "fsdpctl: cut"),
+])  # fmt: skip
 def test_a_command_ends_with_its_exit_code(world, code, words, said):
     """In a process of its own. The others: 75, 76 and 130 in test_run.py, 77 in test_self_check."""
     shutil.copytree(world / "ckpt" / "step-00000001", world / "cut", dirs_exist_ok=True)
@@ -256,15 +253,10 @@ def test_a_command_ends_with_its_exit_code(world, code, words, said):
     assert code == 0 or len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("typed", "kept", "is_quiet"),
-    [
-        ("train -q a=1", "train a=1", True),
-        ("--quiet train", "train", True),
-        ("train", "train", False),
-        ("sample m --prompt -q", "sample m --prompt -q", False),
-    ],
-)
+@pytest.mark.parametrize(("typed", "kept", "is_quiet"), [
+    ("train -q a=1", "train a=1", True), ("--quiet train", "train", True),
+    ("train", "train", False), ("sample m --prompt -q", "sample m --prompt -q", False),
+])  # fmt: skip
 def test_quiet_may_have_any_place_and_is_no_prompt(monkeypatch, typed, kept, is_quiet):
     seen: list[list[str]] = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -283,14 +275,10 @@ def words(tmp_path, monkeypatch):
     return [*TINY, f"data.path={make_text(tmp_path)}", "train.steps=10"]
 
 
-@pytest.mark.parametrize(
-    ("count", "fraction", "said"),
-    [
-        (533, 0, "1,599 tokens are too few to train on; expected"),
-        (534, 0.02, "1,570 tokens are too few to train on (data.val_fraction=0.02 keeps 32 more"),
-    ],
-    ids=["whole", "shared"],
-)
+@pytest.mark.parametrize(("count", "fraction", "said"), [
+    (533, 0, "1,599 tokens are too few to train on; expected"),
+    (534, 0.02, "1,570 tokens are too few to train on (data.val_fraction=0.02 keeps 32 more"),
+], ids=["whole", "shared"])  # fmt: skip
 def test_too_little_data_is_refused_unless_the_length_is_set(
     words, tmp_path, count, fraction, said
 ):
@@ -356,11 +344,10 @@ def test_list_shows_a_key_or_the_keys_of_a_subsection(name):
     assert all(each["name"].startswith(name) for each in json.loads(said)[0]["keys"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["consolidate-checkpoint", "inspect-checkpoint", "verify-checkpoint", "sample", "tokenize",
-     "train", "list"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "consolidate-checkpoint", "inspect-checkpoint", "verify-checkpoint", "sample", "tokenize",
+    "train", "list",
+])  # fmt: skip
 def test_every_command_has_a_help_text(name):
     code, said = invoke(name, "--help")
     assert code == 0

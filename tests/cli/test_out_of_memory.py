@@ -14,13 +14,10 @@ from fsdpctl.resolve.machine import placed_here
 WORDS = ["model.vocab_size=256", "cluster.memory=0.75", "train.seq_len=2048"]
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "message"),
-    [
-        (1, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"),
-        pytest.param(-9, "", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("exit_code", "message"), [
+    (1, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"),
+    pytest.param(-9, "", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_panel_says_what_was_needed_and_what_would_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], exit_code: int, message: str
 ) -> None:

@@ -318,10 +318,7 @@ def test_a_file_stops_every_node(tmp_path):
 def test_non_finite_steps_exit_with_76(tmp_path):
     run = Run(tmp_path)
     more = ["optimizer.lr=1e30", "lr_scheduler.warmup_steps=0", "optimizer.max_grad_norm=0"]
-    for action, advice in (
-        ("stop", "train.on_nonfinite=skip"),
-        ("skip", "train.max_skips=3"),
-    ):
+    for action, advice in (("stop", "train.on_nonfinite=skip"), ("skip", "train.max_skips=3")):
         about = ["train.max_skips=3", f"train.on_nonfinite={action}", f"train.run_dir=of-{action}"]
         result = fsdpctl("train", *run.words(40, *more, *about), cwd=tmp_path)
         assert result.returncode == 76, result.stderr

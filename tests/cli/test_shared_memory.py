@@ -32,16 +32,13 @@ def test_a_run_says_that_its_ranks_cannot_share_memory(tmp_path: Path) -> None:
     assert "ranks do not share memory: not supported on " in found.stdout + found.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ([], "full_shard (ZeRO-3, FSDP) (ranks share memory: runs as shard_optimizer)"),
-        (["strategy=shard_optimizer"], "shard_optimizer (ZeRO-1), sharing memory"),
-        (["launch.share_memory=false"], "full_shard (ZeRO-3, FSDP)"),
-        (["launch.nnodes=2"], "full_shard (ZeRO-3, FSDP)"),
-        (["engine=fsdp2"], "full_shard (ZeRO-3, FSDP)"),
-    ],
-)
+@pytest.mark.parametrize(("words", "text"), [
+    ([], "full_shard (ZeRO-3, FSDP) (ranks share memory: runs as shard_optimizer)"),
+    (["strategy=shard_optimizer"], "shard_optimizer (ZeRO-1), sharing memory"),
+    (["launch.share_memory=false"], "full_shard (ZeRO-3, FSDP)"),
+    (["launch.nnodes=2"], "full_shard (ZeRO-3, FSDP)"),
+    (["engine=fsdp2"], "full_shard (ZeRO-3, FSDP)"),
+])  # fmt: skip
 def test_the_first_lines_say_whether_ranks_share_memory(words: list[str], text: str) -> None:
     config = compose_config(["launch.device=cpu", "launch.nproc_per_node=2", *words]).config
     assert _strategy(config, 2 * config.launch.nnodes) == text

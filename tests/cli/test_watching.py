@@ -35,17 +35,13 @@ def script(folder: Path, text: str) -> Path:
 # ---- before anything starts ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("checkpoint.after_save=no-such-program", "program no-such-program not found"),
-        ("checkpoint.after_save=sh 'x", "no closing quotation"),
-        ("checkpoint.after_save=", "expected text"),
-        ("checkpoint.after_save_timeout=0", "expected a number from 1 to 1000000"),
-        ("log.tensorboard=yes", "expected true or false"),
-        ("log=wandb", "a section, not a key"),
-    ],
-)
+@pytest.mark.parametrize(("word", "said"), [
+    ("checkpoint.after_save=no-such-program", "program no-such-program not found"),
+    ("checkpoint.after_save=sh 'x", "no closing quotation"),
+    ("checkpoint.after_save=", "expected text"),
+    ("checkpoint.after_save_timeout=0", "expected a number from 1 to 1000000"),
+    ("log.tensorboard=yes", "expected true or false"), ("log=wandb", "a section, not a key"),
+])  # fmt: skip
 def test_an_invalid_setting_is_one_line_and_creates_nothing(tmp_path, word, said):
     run = tmp_path / "run"
     code, answer = invoke(

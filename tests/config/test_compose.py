@@ -58,65 +58,53 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
     assert compose_config([f"train.steps={text}"]).config.train.steps == steps
 
 
-@pytest.mark.parametrize(
-    ("word", "parts"),
-    [
-        ("train.steps=1.5", ["train.steps=1.5", "whole number"]),
-        ("train.steps=nan", ["train.steps=nan"]),
-        ("train.steps=inf", ["train.steps=inf"]),
-        ("train.steps=", ["train.steps="]),
-        ("optimizer.lr=fast", ["optimizer.lr=fast", "number"]),
-        ("train.compile=maybe", ["true or false"]),
-        ("num_layers=3", ["did you mean model.num_layers?"]),
-        ("+train.extra=3", ["+train.extra", "adding and removing keys is not supported"]),
-        ("~optimizer", ["adding and removing keys is not supported"]),
-        ("model@x=llama_tiny", ["adding and removing keys is not supported"]),
-        ("hydra.run.dir=x", ["settings of Hydra are not supported"]),
-        ("strategy=full_shart", ["did you mean full_shard?", "no_shard"]),
-        ("strategy=zero4", ["did you mean zero3?", "full_shard"]),
-        ("learning_rate=1", ["use optimizer.lr"]),
-        ("gradient_accumulation_steps=4", ["use accumulation.steps"]),
-        ("accumulation=4", ["no such option", "every, last"]),
-        ("lora=true", ["use model.lora.rank=16"]),
-        ("model.lora=true", ["section", "fsdpctl list model"]),
-        ("model.lora.ranks=3", ["did you mean model.lora.rank?"]),
-        ("model.lora.rank=0", ["a whole number from 1"]),
-        ("model.lora.path=x", ["only valid with model=hf"]),
-        ("train=3", ["section"]),
-        ("steps", ["KEY=VALUE", "train.steps"]),
-        ("=3", ["KEY=VALUE"]),
-        ("", ["KEY=VALUE"]),
-        ("data.path=caf\udce9", ["not valid UTF-8"]),
-        ("--resume=x", ["--resume VALUE"]),
-        ("train.seed=99999999999999999999", ["train.seed"]),
-        ("train.epochs=0", ["train.epochs"]),
-        ("--lr=3", ["KEY=VALUE", "optimizer.lr"]),
-        ("checkpoint.interval=5", ["use checkpoint.every"]),
-        ("checkpoint.enable=true", ["use checkpoint.every"]),
-        ("model.name=llama3", ["use model; `fsdpctl list model`"]),
-        ("optimizer.name=AdamW", ["use optimizer; `fsdpctl list optimizer`"]),
-        ("float8.recipe=rowwise", ["does not support fp8"]),
-        ("validation.enable=true", ["use train.eval_every"]),
-        ("parallelism.enable_async_tensor_parallel=true", ["not support tensor parallelism"]),
-        ("comm.init_timeout_seconds=9", ["not needed: launch.timeout"]),
-        ("adapter=qlora", ["model.lora.rank=16", "model.base_dtype=nf4 for QLoRA"]),
-        ("gradient_clipping=1", ["use optimizer.max_grad_norm"]),
-        ("trust_remote_code=true", ["which it never executes"]),
-        ("special_tokens.pad_token=x", ["not needed: padding"]),
-        ("liger_rope=true", ["does not support third-party kernels"]),
-        ("load-in-4bit=true", ["model.base_dtype=nf4"]),
-        ("--tensor-model-parallel-size", ["does not support tensor parallelism"]),
-        ("parallelism_config_tp_size=2", ["does not support tensor parallelism"]),
-        ("--use-qlora", ["model.base_dtype=nf4"]),
-        ("Train.Steps=2", ["use train.steps"]),
-        ("data.path=", ["data.path=: empty; expected a path"]),
-        ("data.packing=x", ["expected true, false or auto"]),
-        ("model=llama4", ["no such option; model=hf model.path=DIR loads another model (gpt2,"]),
-        ("tt.toml", ["TOML files, such as torchtitan's, are not read"]),
-        ("job.config_file=tt.toml", ["TOML files, such as torchtitan's, are not read"]),
-        ("launch.nproc_per_node=0", ["from 1"]),
-    ],
-)
+@pytest.mark.parametrize(("word", "parts"), [
+    ("train.steps=1.5", ["train.steps=1.5", "whole number"]),
+    ("train.steps=nan", ["train.steps=nan"]), ("train.steps=inf", ["train.steps=inf"]),
+    ("train.steps=", ["train.steps="]), ("optimizer.lr=fast", ["optimizer.lr=fast", "number"]),
+    ("train.compile=maybe", ["true or false"]),
+    ("num_layers=3", ["did you mean model.num_layers?"]),
+    ("+train.extra=3", ["+train.extra", "adding and removing keys is not supported"]),
+    ("~optimizer", ["adding and removing keys is not supported"]),
+    ("model@x=llama_tiny", ["adding and removing keys is not supported"]),
+    ("hydra.run.dir=x", ["settings of Hydra are not supported"]),
+    ("strategy=full_shart", ["did you mean full_shard?", "no_shard"]),
+    ("strategy=zero4", ["did you mean zero3?", "full_shard"]),
+    ("learning_rate=1", ["use optimizer.lr"]),
+    ("gradient_accumulation_steps=4", ["use accumulation.steps"]),
+    ("accumulation=4", ["no such option", "every, last"]),
+    ("lora=true", ["use model.lora.rank=16"]),
+    ("model.lora=true", ["section", "fsdpctl list model"]),
+    ("model.lora.ranks=3", ["did you mean model.lora.rank?"]),
+    ("model.lora.rank=0", ["a whole number from 1"]),
+    ("model.lora.path=x", ["only valid with model=hf"]), ("train=3", ["section"]),
+    ("steps", ["KEY=VALUE", "train.steps"]), ("=3", ["KEY=VALUE"]), ("", ["KEY=VALUE"]),
+    ("data.path=caf\udce9", ["not valid UTF-8"]), ("--resume=x", ["--resume VALUE"]),
+    ("train.seed=99999999999999999999", ["train.seed"]), ("train.epochs=0", ["train.epochs"]),
+    ("--lr=3", ["KEY=VALUE", "optimizer.lr"]), ("checkpoint.interval=5", ["use checkpoint.every"]),
+    ("checkpoint.enable=true", ["use checkpoint.every"]),
+    ("model.name=llama3", ["use model; `fsdpctl list model`"]),
+    ("optimizer.name=AdamW", ["use optimizer; `fsdpctl list optimizer`"]),
+    ("float8.recipe=rowwise", ["does not support fp8"]),
+    ("validation.enable=true", ["use train.eval_every"]),
+    ("parallelism.enable_async_tensor_parallel=true", ["not support tensor parallelism"]),
+    ("comm.init_timeout_seconds=9", ["not needed: launch.timeout"]),
+    ("adapter=qlora", ["model.lora.rank=16", "model.base_dtype=nf4 for QLoRA"]),
+    ("gradient_clipping=1", ["use optimizer.max_grad_norm"]),
+    ("trust_remote_code=true", ["which it never executes"]),
+    ("special_tokens.pad_token=x", ["not needed: padding"]),
+    ("liger_rope=true", ["does not support third-party kernels"]),
+    ("load-in-4bit=true", ["model.base_dtype=nf4"]),
+    ("--tensor-model-parallel-size", ["does not support tensor parallelism"]),
+    ("parallelism_config_tp_size=2", ["does not support tensor parallelism"]),
+    ("--use-qlora", ["model.base_dtype=nf4"]), ("Train.Steps=2", ["use train.steps"]),
+    ("data.path=", ["data.path=: empty; expected a path"]),
+    ("data.packing=x", ["expected true, false or auto"]),
+    ("model=llama4", ["no such option; model=hf model.path=DIR loads another model (gpt2,"]),
+    ("tt.toml", ["TOML files, such as torchtitan's, are not read"]),
+    ("job.config_file=tt.toml", ["TOML files, such as torchtitan's, are not read"]),
+    ("launch.nproc_per_node=0", ["from 1"]),
+])  # fmt: skip
 def test_errors_are_one_line_with_a_suggestion(word, parts):
     with pytest.raises(UsageError) as caught:
         compose_config([word])
@@ -125,14 +113,11 @@ def test_errors_are_one_line_with_a_suggestion(word, parts):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "lr_scheduler.warmup_ratio=0", "lr_scheduler.warmup_ratio=1", "train.max_skips=0",
-        "launch.time_limit=1", "optimizer.weight_decay=0",
-        "data.val_fraction=0", "checkpoint.keep_last=0", "train.eval_every=0",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("word", [
+    "lr_scheduler.warmup_ratio=0", "lr_scheduler.warmup_ratio=1", "train.max_skips=0",
+    "launch.time_limit=1", "optimizer.weight_decay=0", "data.val_fraction=0",
+    "checkpoint.keep_last=0", "train.eval_every=0",
+])  # fmt: skip
 def test_the_least_values_that_make_sense_are_allowed(word):
     name, _, text = word.partition("=")
     section, key = name.split(".")
@@ -215,23 +200,16 @@ def test_the_command_line_overrides_the_recipe(recipe):
     assert (config.train.steps, config.train.epochs) == (7, None)
 
 
-@pytest.mark.parametrize(
-    ("content", "word"),
-    [
-        ("- a\n", "mapping"),
-        ("train.steps: [1, 2]\n", "expected a plain value"),
-        ("a: b: c\n", "not YAML"),
-        ("train.steps: null\n", "whole number"),
-        ("a: &a {b: *a}\n", "not YAML"),
-        ("train.steps: 3\ntrain: {steps: 4}\n", "given twice"),
-        ("train.stepz: 3\n", "did you mean train.steps?"),
-        ("defaults: {model: x}\n", "defaults.model"),
-        ("base_model: x\nlr: 1\n", "axolotl; pass it as --from"),
-        ("distributed_type: FSDP\n", "a file of accelerate"),
-        ("optimizer: adamw8bit\nmodel: y\n", "(adamw, muon, sgd)$"),
-        ("".join(f"a{number}: x\n" for number in range(20)), "a4, a5 and 14 more"),
-    ],
-)
+@pytest.mark.parametrize(("content", "word"), [
+    ("- a\n", "mapping"), ("train.steps: [1, 2]\n", "expected a plain value"),
+    ("a: b: c\n", "not YAML"), ("train.steps: null\n", "whole number"),
+    ("a: &a {b: *a}\n", "not YAML"), ("train.steps: 3\ntrain: {steps: 4}\n", "given twice"),
+    ("train.stepz: 3\n", "did you mean train.steps?"), ("defaults: {model: x}\n", "defaults.model"),
+    ("base_model: x\nlr: 1\n", "axolotl; pass it as --from"),
+    ("distributed_type: FSDP\n", "a file of accelerate"),
+    ("optimizer: adamw8bit\nmodel: y\n", "(adamw, muon, sgd)$"),
+    ("".join(f"a{number}: x\n" for number in range(20)), "a4, a5 and 14 more"),
+])  # fmt: skip
 def test_an_invalid_recipe_is_rejected(tmp_path, content, word):
     file = tmp_path / "r.yaml"
     file.write_text(content)

@@ -73,14 +73,10 @@ def test_the_error_has_the_command_that_downloads_a_model(cache):
         compose_config(["model=hf", f"model.path={NAME}"])
 
 
-@pytest.mark.parametrize(
-    ("names", "missing"),
-    [
-        (["model.safetensors"], "config.json"),
-        (["config.json"], "model.safetensors"),
-        (["config.json", "model.safetensors.index.json", "model-1.safetensors"], "model-2"),
-    ],
-)
+@pytest.mark.parametrize(("names", "missing"), [
+    (["model.safetensors"], "config.json"), (["config.json"], "model.safetensors"),
+    (["config.json", "model.safetensors.index.json", "model-1.safetensors"], "model-2"),
+])  # fmt: skip
 def test_an_incomplete_model_is_rejected(names, missing, cache):
     fill(cache, *names)
     with pytest.raises(

@@ -70,19 +70,16 @@ def test_a_configuration_with_overrides_is_read_again(tmp_path):
         compose_config([], str(file))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("rms_norm_ep=1", "rms_norm_ep: no such key; did you mean rms_norm_eps?"),
-        ("rope_scaling.facto=1", "rope_scaling.facto: no such key; did you mean factor?"),
-        ("rope_scaling=1 model.overrides.rope_scaling.factor=2", "conflicts with another"),
-        ("hidden_act=3", "hidden_act 3: expected text"),
-        ("rms_norm_eps=-1", "rms_norm_eps -1: expected a number of at least 0"),
-        ("model_type=lama", "model_type lama: not a causal decoder"),
-        ("_attn_implementation=x", "no such key"),
-        ("num_hidden_layers=3 model.num_layers=2 model.overrides.pad_token_id=3e9", "3000000000"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("rms_norm_ep=1", "rms_norm_ep: no such key; did you mean rms_norm_eps?"),
+    ("rope_scaling.facto=1", "rope_scaling.facto: no such key; did you mean factor?"),
+    ("rope_scaling=1 model.overrides.rope_scaling.factor=2", "conflicts with another"),
+    ("hidden_act=3", "hidden_act 3: expected text"),
+    ("rms_norm_eps=-1", "rms_norm_eps -1: expected a number of at least 0"),
+    ("model_type=lama", "model_type lama: not a causal decoder"),
+    ("_attn_implementation=x", "no such key"),
+    ("num_hidden_layers=3 model.num_layers=2 model.overrides.pad_token_id=3e9", "3000000000"),
+])  # fmt: skip
 def test_what_transformers_does_not_know_is_refused(words, said):
     with pytest.raises(UsageError, match="^model") as caught:
         compose_config(f"model.overrides.{words}".split())

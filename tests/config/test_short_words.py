@@ -6,31 +6,23 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["cluster=4xa100_80"], ("a100_80", 4, 1)),
-        (["cluster=16xh100"], ("h100", 8, 2)),
-        (["cluster=1×t4"], ("t4", 1, 1)),
-        (["cluster=h100"], ("h100", None, 1)),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    (["cluster=4xa100_80"], ("a100_80", 4, 1)), (["cluster=16xh100"], ("h100", 8, 2)),
+    (["cluster=1×t4"], ("t4", 1, 1)), (["cluster=h100"], ("h100", None, 1)),
+])  # fmt: skip
 def test_a_number_of_gpus_of_a_cluster_sets_the_ranks(words, expected):
     config = compose_config(words).config
     launch = config.launch
     assert (config.cluster.name, launch.nproc_per_node, launch.nnodes) == expected
 
 
-@pytest.mark.parametrize(
-    ("recipe", "words", "expected"),
-    [
-        ("llama3_405b_16384xh100", ["cluster=8xh100"], (8, 1)),
-        ("llama3_70b_64xh100", ["cluster=4xh100"], (4, 1)),
-        ("llama3_405b_16384xh100", ["cluster=32xh200"], (8, 4)),
-        ("llama3_405b_16384xh100", ["cluster=h200"], (None, 2048)),
-        ("llama3_405b_16384xh100", ["cluster=h200", "launch.nnodes=3"], (None, 3)),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "words", "expected"), [
+    ("llama3_405b_16384xh100", ["cluster=8xh100"], (8, 1)),
+    ("llama3_70b_64xh100", ["cluster=4xh100"], (4, 1)),
+    ("llama3_405b_16384xh100", ["cluster=32xh200"], (8, 4)),
+    ("llama3_405b_16384xh100", ["cluster=h200"], (None, 2048)),
+    ("llama3_405b_16384xh100", ["cluster=h200", "launch.nnodes=3"], (None, 3)),
+])  # fmt: skip
 def test_a_number_of_gpus_replaces_the_nodes_of_a_recipe(recipe, words, expected):
     launch = compose_config(words, recipe).config.launch
     assert (launch.nproc_per_node, launch.nnodes) == expected
@@ -43,15 +35,11 @@ def test_nodes_on_the_command_line_override_the_number_of_gpus_of_a_recipe(tmp_p
     assert (launch.nproc_per_node, launch.nnodes) == (8, 4)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["cluster=12xh100"], "a multiple of it: a node of h100 has 8 GPUs"),
-        (["cluster=4xh100", "launch.nproc_per_node=2"], "conflicts with launch.nproc_per_node"),
-        (["cluster=4xnothing"], "no such option"),
-        (["meta-llama/Llama-2-13b"], "expected KEY=VALUE"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["cluster=12xh100"], "a multiple of it: a node of h100 has 8 GPUs"),
+    (["cluster=4xh100", "launch.nproc_per_node=2"], "conflicts with launch.nproc_per_node"),
+    (["cluster=4xnothing"], "no such option"), (["meta-llama/Llama-2-13b"], "expected KEY=VALUE"),
+])  # fmt: skip
 def test_mistakes_in_short_forms_are_named(words, message):
     with pytest.raises(UsageError, match=message):
         compose_config(words)
@@ -64,13 +52,10 @@ def test_a_name_on_the_hub_is_a_model(words, tmp_path, monkeypatch):
     assert (config.name, config.path, config.num_layers) == ("hf", "Qwen/Qwen3-8B", 36)
 
 
-@pytest.mark.parametrize(
-    ("path", "option"),
-    [
-        ("a.txt", "text"), ("a.jsonl", "chat"), ("a.json.gz", "chat"), ("a.parquet", "chat"),
-        ("a.bin", "tokens"), ("texts", "text"), ("chats", "chat"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "option"), [
+    ("a.txt", "text"), ("a.jsonl", "chat"), ("a.json.gz", "chat"), ("a.parquet", "chat"),
+    ("a.bin", "tokens"), ("texts", "text"), ("chats", "chat"),
+])  # fmt: skip
 def test_the_kind_of_data_follows_from_its_path(path, option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder, file in (("texts", "a.md"), ("chats", "a.jsonl"), ("chats", "b.parquet")):

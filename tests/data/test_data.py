@@ -160,19 +160,14 @@ def test_files_directories_and_globs(tmp_path):
     assert read(tmp_path / "**" / "t*.txt")[0] == (b"two\n",)
 
 
-@pytest.mark.parametrize(
-    ("make", "word"),
-    [
-        (lambda path: None, "not found; expected a file"),
-        (lambda path: path.write_bytes(b""), "no text found"),
-        (lambda path: path.write_bytes(b"\0\1\2\xff"), "binary, expected UTF-8 text"),
-        (
-            lambda path: path.write_bytes(b"abc\xff"),
-            "not UTF-8 at byte 4; convert it, for example with iconv",
-        ),
-        (lambda path: path.mkdir(), "no text found"),
-    ],
-)
+@pytest.mark.parametrize(("make", "word"), [
+    (lambda path: None, "not found; expected a file"),
+    (lambda path: path.write_bytes(b""), "no text found"),
+    (lambda path: path.write_bytes(b"\0\1\2\xff"), "binary, expected UTF-8 text"),
+    (lambda path: path.write_bytes(b"abc\xff"),
+     "not UTF-8 at byte 4; convert it, for example with iconv"),
+    (lambda path: path.mkdir(), "no text found"),
+])  # fmt: skip
 def test_missing_empty_and_binary_files_are_rejected(tmp_path, make, word):
     path = tmp_path / "x"
     make(path)
@@ -214,22 +209,16 @@ def _spoil(path, **changes):
     path.with_suffix(".json").write_text(json.dumps(header | changes))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "word"),
-    [
-        (lambda path: path.unlink(), "no such token file"),
-        (
-            lambda path: path.with_suffix(".json").unlink(),
-            "the header t.json is missing; `fsdpctl tok",
-        ),
-        (lambda path: path.with_suffix(".json").write_text("{"), "not JSON"),
-        (lambda path: path.with_suffix(".json").write_text("{}"), "not the header"),
-        (lambda path: path.write_bytes(b"abc"), "3 bytes"),
-        (lambda path: _spoil(path, dtype="int3"), "int3"),
-        (lambda path: _spoil(path, num_tokens=99), "99 tokens"),
-        (lambda path: (path.write_bytes(b""), _spoil(path, num_tokens=0)), "contains no tokens"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "word"), [
+    (lambda path: path.unlink(), "no such token file"),
+    (lambda path: path.with_suffix(".json").unlink(), "the header t.json is missing; `fsdpctl tok"),
+    (lambda path: path.with_suffix(".json").write_text("{"), "not JSON"),
+    (lambda path: path.with_suffix(".json").write_text("{}"), "not the header"),
+    (lambda path: path.write_bytes(b"abc"), "3 bytes"),
+    (lambda path: _spoil(path, dtype="int3"), "int3"),
+    (lambda path: _spoil(path, num_tokens=99), "99 tokens"),
+    (lambda path: (path.write_bytes(b""), _spoil(path, num_tokens=0)), "contains no tokens"),
+])  # fmt: skip
 def test_corrupted_token_files_are_rejected(tmp_path, spoil, word):
     path = tmp_path / "t.bin"
     write_token_file(path, np.arange(9, dtype=np.uint16), ByteTokenizer(), num_bytes=9)
@@ -262,18 +251,12 @@ def test_a_directory_without_a_tokenizer_is_rejected(tmp_path):
         open_data(config)
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"truncation": {"max_length": 3, "stride": 0, "strategy": "LongestFirst",
-                        "direction": "Right"}},
-        {"padding": {
-            "strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None,
-            "pad_id": 3, "pad_type_id": 0, "pad_token": "<end>",
-        }},
-    ],
-    ids=["truncation", "padding"],
-)  # fmt: skip
+@pytest.mark.parametrize("limits", [
+    {"truncation": {"max_length": 3, "stride": 0, "strategy": "LongestFirst",
+     "direction": "Right"}},
+    {"padding": {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None,
+     "pad_id": 3, "pad_type_id": 0, "pad_token": "<end>"}},
+], ids=["truncation", "padding"])  # fmt: skip
 def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(
     tmp_path, monkeypatch, word_tokenizer, limits
 ):

@@ -314,10 +314,9 @@ def numbered(count, word):
     return [{"messages": say(f"{word} {n}", "yes")} for n in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("typed", "counts"),
-    [({}, (30, 9)), ({"val_fraction": 0.0}, (30, 0)), ({"val_path": "other.jsonl"}, (30, 4))],
-)
+@pytest.mark.parametrize(("typed", "counts"), [
+    ({}, (30, 9)), ({"val_fraction": 0.0}, (30, 0)), ({"val_path": "other.jsonl"}, (30, 4)),
+])  # fmt: skip
 def test_chats_are_validated_on_files_that_are_called_so(tmp_path, monkeypatch, typed, counts):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

@@ -121,14 +121,11 @@ def test_samples_that_are_fetched_together_share_a_question_about_their_file(buc
     assert 1 <= asked["/bucket/train_0.bin"] < 18
 
 
-@pytest.mark.parametrize(
-    ("listed", "single"),
-    [
-        ({"ETag": '"a"', "LastModified": 1}, {"ETag": '"a"', "LastModified": 2}),  # s3fs
-        ({"etag": "a", "updated": "x"}, {"etag": '"a"', "updated": "y"}),
-        ({"created": 5.25}, {"created": datetime.fromtimestamp(5.25, tz=UTC)}),
-    ],
-)
+@pytest.mark.parametrize(("listed", "single"), [
+    ({"ETag": '"a"', "LastModified": 1}, {"ETag": '"a"', "LastModified": 2}),  # s3fs
+    ({"etag": "a", "updated": "x"}, {"etag": '"a"', "updated": "y"}),
+    ({"created": 5.25}, {"created": datetime.fromtimestamp(5.25, tz=UTC)}),
+])  # fmt: skip
 def test_a_listing_and_an_answer_about_the_same_file_have_the_same_version(listed, single):
     assert remote._version(listed) == remote._version(single)
     changed = {name: f"{value}+" for name, value in single.items()}

@@ -120,26 +120,23 @@ def test_shards_are_one_stream_in_the_order_of_their_names(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "word"),
-    [
-        (lambda at: write_llm_c(at / "a.bin", count=1000), "cut: expected 1000 tokens"),
-        (lambda at: write_llm_c(at / "a.bin", version=3), "is missing"),
-        (lambda at: os.truncate(write_megatron(at / "a.bin"), 998), "cut"),
-        (lambda at: os.truncate(write_megatron(at / "a.bin").with_suffix(".idx"), 70), "idx: cut"),
-        (lambda at: write_megatron(at / "a.bin", version=2), "not supported"),
-        (lambda at: write_megatron(at / "a.bin", documents=(0, 2, 5)), "its documents are not"),
-        (lambda at: write_megatron(at / "a.bin", documents=(1, 2, 6)), "its documents are not"),
-        (lambda at: write_megatron(at / "a.bin", documents=(0, 4, 2, 6)), "its documents are not"),
-        (lambda at: write_megatron(at / "a.bin", documents=(0,)), "its documents are not"),
-        (lambda at: os.truncate(write_datatrove(at / "a.ds"), 500), "cut: expected 999"),
-        (lambda at: os.truncate(f"{write_datatrove(at / 'a.ds')}.index", 9), "index: cut"),
-        (lambda at: np.save(at / "a.npy", np.zeros((3, 3))), "expected a 1-D array"),
-        (lambda at: (at / "a.bin").write_bytes(b""), "is missing"),
-        (lambda at: (write_llm_c(at / "a.bin"), write_numpy(at / "b.npy")), "expected 50257"),
-        (lambda at: write_raw(at / "test.bin"), "no files to train on, but test.bin"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "word"), [
+    (lambda at: write_llm_c(at / "a.bin", count=1000), "cut: expected 1000 tokens"),
+    (lambda at: write_llm_c(at / "a.bin", version=3), "is missing"),
+    (lambda at: os.truncate(write_megatron(at / "a.bin"), 998), "cut"),
+    (lambda at: os.truncate(write_megatron(at / "a.bin").with_suffix(".idx"), 70), "idx: cut"),
+    (lambda at: write_megatron(at / "a.bin", version=2), "not supported"),
+    (lambda at: write_megatron(at / "a.bin", documents=(0, 2, 5)), "its documents are not"),
+    (lambda at: write_megatron(at / "a.bin", documents=(1, 2, 6)), "its documents are not"),
+    (lambda at: write_megatron(at / "a.bin", documents=(0, 4, 2, 6)), "its documents are not"),
+    (lambda at: write_megatron(at / "a.bin", documents=(0,)), "its documents are not"),
+    (lambda at: os.truncate(write_datatrove(at / "a.ds"), 500), "cut: expected 999"),
+    (lambda at: os.truncate(f"{write_datatrove(at / 'a.ds')}.index", 9), "index: cut"),
+    (lambda at: np.save(at / "a.npy", np.zeros((3, 3))), "expected a 1-D array"),
+    (lambda at: (at / "a.bin").write_bytes(b""), "is missing"),
+    (lambda at: (write_llm_c(at / "a.bin"), write_numpy(at / "b.npy")), "expected 50257"),
+    (lambda at: write_raw(at / "test.bin"), "no files to train on, but test.bin"),
+])  # fmt: skip
 def test_damaged_and_unlike_files_are_named(tmp_path, spoil, word):
     spoil(tmp_path)
     with pytest.raises(UsageError, match=word):

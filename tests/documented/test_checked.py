@@ -79,36 +79,30 @@ def test_a_wrong_setting_in_a_sentence_is_found() -> None:
     assert wrong_settings("".join(f"`{each}`, " for each in wrong)) == wrong
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("`fsdpctl train train.stepz=2`", "train.steps"),
-        ("`fsdpctl train model=llama3_1c --dry-run`", "llama3_1b"),
-        ("    fsdpctl train --dry-runs", "--dry-runs"),
-        ("    fsdpctl train --recipe quik", "quik"),
-        ("```\n$ fsdpctl train \\\n    train.steps=many   # soon\n```", "train.steps=many"),
-        ("| do | `fsdpctl train model.trainable=a\\|b modle=hf` |", "modle"),
-        ("`fsdpctl estimate-memory --fit microbatch`", "micro_batch"),
-        ("`fsdpctl estimate-memory --from run.yml clustr=h100`", "clustr"),
-        ("`fsdpctl compare strategy=full_shard,zero --simulate`", "zero"),
-        ("`fsdpctl compare --step 3`", "--step"),
-        ("`fsdpctl data runs/latest --step 3`", "runs/latest"),
-        ("`fsdpctl data\n--run runs/a --rank 1`", "--step"),
-        ("`fsdpctl evaluate runs/a data.file=other.txt`", "data.file"),
-        ("`fsdpctl evaluates runs/a`", "evaluates"),
-        ("`fsdpctl sample runs/a --top-p 2`", "top-p"),
-        ("`fsdpctl consolidate-checkpoint runs/a x --format ggml`", "gguf"),
-        ("`fsdpctl --versions`", "--versions"),
-        ("    torchrun --nproc-per-node 2 -m fsdpctl train launch=envs", "launch=env"),
-        ("    torchrun --nproc 2 docs/examples/conv_net.py", "--nproc"),
-        ("    python docs/examples/conv_net.py --step a", "not accepted"),
-        ("`python -m benchmarks.step_tim`", "not found"),
-        ("`make tests`", "tests"),
-        ("    pip install 'fsdpctl[arrow]'", "arrow"),
-        ("    sbatch examples/slurm/train.sbatch --recipes x", "--recipes"),
-        ("    kubectl apply -f examples/kubernetes/jobs.yaml", "not found"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("`fsdpctl train train.stepz=2`", "train.steps"),
+    ("`fsdpctl train model=llama3_1c --dry-run`", "llama3_1b"),
+    ("    fsdpctl train --dry-runs", "--dry-runs"), ("    fsdpctl train --recipe quik", "quik"),
+    ("```\n$ fsdpctl train \\\n    train.steps=many   # soon\n```", "train.steps=many"),
+    ("| do | `fsdpctl train model.trainable=a\\|b modle=hf` |", "modle"),
+    ("`fsdpctl estimate-memory --fit microbatch`", "micro_batch"),
+    ("`fsdpctl estimate-memory --from run.yml clustr=h100`", "clustr"),
+    ("`fsdpctl compare strategy=full_shard,zero --simulate`", "zero"),
+    ("`fsdpctl compare --step 3`", "--step"),
+    ("`fsdpctl data runs/latest --step 3`", "runs/latest"),
+    ("`fsdpctl data\n--run runs/a --rank 1`", "--step"),
+    ("`fsdpctl evaluate runs/a data.file=other.txt`", "data.file"),
+    ("`fsdpctl evaluates runs/a`", "evaluates"), ("`fsdpctl sample runs/a --top-p 2`", "top-p"),
+    ("`fsdpctl consolidate-checkpoint runs/a x --format ggml`", "gguf"),
+    ("`fsdpctl --versions`", "--versions"),
+    ("    torchrun --nproc-per-node 2 -m fsdpctl train launch=envs", "launch=env"),
+    ("    torchrun --nproc 2 docs/examples/conv_net.py", "--nproc"),
+    ("    python docs/examples/conv_net.py --step a", "not accepted"),
+    ("`python -m benchmarks.step_tim`", "not found"), ("`make tests`", "tests"),
+    ("    pip install 'fsdpctl[arrow]'", "arrow"),
+    ("    sbatch examples/slurm/train.sbatch --recipes x", "--recipes"),
+    ("    kubectl apply -f examples/kubernetes/jobs.yaml", "not found"),
+])  # fmt: skip
 def test_a_wrong_command_line_is_found(
     text: str, said: str, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

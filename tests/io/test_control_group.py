@@ -14,21 +14,16 @@ def _large_machine(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
 
 
-@pytest.mark.parametrize(
-    ("line", "files", "gib"),
-    [
-        ("0::/a/b", {"a/b/memory.max": "max", "a/memory.max": 4 * GIB}, 4),
-        ("0::/a/b", {"a/b/memory.max": 2 * GIB, "a/memory.max": 4 * GIB}, 2),
-        ("0::/", {"memory.max": 3 * GIB}, 3),
-        ("0::/not/seen/in/a/container", {"memory.max": 3 * GIB}, 3),
-        ("0::/a", {"a/memory.max": 100 * GIB}, 64),
-        ("0::/a", {"a/memory.max": "max"}, 64),
-        ("4:cpu,memory:/a", {"memory/a/memory.limit_in_bytes": 5 * GIB}, 5),
-        ("4:memory:/a", {"memory/memory.limit_in_bytes": 9223372036854771712}, 64),
-        ("4:cpu:/a", {"memory/a/memory.limit_in_bytes": 5 * GIB}, 64),
-        (None, {}, 64),
-    ],
-)
+@pytest.mark.parametrize(("line", "files", "gib"), [
+    ("0::/a/b", {"a/b/memory.max": "max", "a/memory.max": 4 * GIB}, 4),
+    ("0::/a/b", {"a/b/memory.max": 2 * GIB, "a/memory.max": 4 * GIB}, 2),
+    ("0::/", {"memory.max": 3 * GIB}, 3),
+    ("0::/not/seen/in/a/container", {"memory.max": 3 * GIB}, 3),
+    ("0::/a", {"a/memory.max": 100 * GIB}, 64), ("0::/a", {"a/memory.max": "max"}, 64),
+    ("4:cpu,memory:/a", {"memory/a/memory.limit_in_bytes": 5 * GIB}, 5),
+    ("4:memory:/a", {"memory/memory.limit_in_bytes": 9223372036854771712}, 64),
+    ("4:cpu:/a", {"memory/a/memory.limit_in_bytes": 5 * GIB}, 64), (None, {}, 64),
+])  # fmt: skip
 def test_the_least_limit_counts(line, files, gib, tmp_path):
     root, own = tmp_path / "cgroup", tmp_path / "own"
     if line is not None:

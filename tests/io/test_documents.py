@@ -22,36 +22,23 @@ def nested(levels: int) -> str:
     return "[" * levels + "]" * levels
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (nested(100_000), "deeper than 64"),
-        (nested(MOST_DEEP + 1), "deeper than 64"),
-        ('{"a": ' * 70 + "1" + "}" * 70, "deeper than 64"),
-        ('{"a": 1, "a": 1}', "a appears twice"),
-        ('{"b": {"a": 1, "a": 2}}', "a appears twice"),
-        ("NaN", "not a number"),
-        ("[-Infinity]", "not a number"),
-        ("1e999", "number too large"),
-        ("9" * 5000, "not JSON"),
-        ("{", "not JSON"),
-        (b"\xff", "not JSON"),
-        ("\ud800", "not as expected|not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    (nested(100_000), "deeper than 64"), (nested(MOST_DEEP + 1), "deeper than 64"),
+    ('{"a": ' * 70 + "1" + "}" * 70, "deeper than 64"), ('{"a": 1, "a": 1}', "a appears twice"),
+    ('{"b": {"a": 1, "a": 2}}', "a appears twice"), ("NaN", "not a number"),
+    ("[-Infinity]", "not a number"), ("1e999", "number too large"), ("9" * 5000, "not JSON"),
+    ("{", "not JSON"), (b"\xff", "not JSON"), ("\ud800", "not as expected|not JSON"),
+])  # fmt: skip
 def test_malformed_json_is_rejected(text, said):
     with pytest.raises(CheckpointError, match=said) as caught:
         parse_json(text, dict, "where.json", CheckpointError)
     assert str(caught.value).startswith("where.json: ")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"width": "3"}, {"width": 3.0}, {"width": True}, {"width": None}, {}, [], 3,
-        {"width": 1, "name": 2}, {"width": 1, "name": None},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("content", [
+    {"width": "3"}, {"width": 3.0}, {"width": True}, {"width": None}, {}, [], 3,
+    {"width": 1, "name": 2}, {"width": 1, "name": None},
+])  # fmt: skip
 def test_types_are_not_converted(content):
     with pytest.raises(UsageError, match="not as expected"):
         parse_json(json.dumps(content), Shape, "x")
@@ -75,17 +62,11 @@ def test_large_and_undecodable_files_are_rejected(tmp_path):
         read_json(file, dict)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a: 1\nb: 2\na: 3\n", "a appears twice"),
-        ("a: {b: 1, b: 2}\n", "b appears twice"),
-        ("a: &a x\nb: *a\n", "line 2: aliases are not supported"),
-        ("a: " + nested(3000), "nested too deeply"),
-        ("a: [", "not YAML"),
-        ("a: \x01", "not YAML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("a: 1\nb: 2\na: 3\n", "a appears twice"), ("a: {b: 1, b: 2}\n", "b appears twice"),
+    ("a: &a x\nb: *a\n", "line 2: aliases are not supported"),
+    ("a: " + nested(3000), "nested too deeply"), ("a: [", "not YAML"), ("a: \x01", "not YAML"),
+])  # fmt: skip
 def test_malformed_yaml_is_rejected(tmp_path, text, said):
     file = tmp_path / "x.yaml"
     file.write_text(text)

@@ -9,14 +9,10 @@ from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import open_regular, plain_name, read_regular, replace, replacing
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../x.json", "/etc/x.json", "a/b.json", "..", ".", "", ".hidden.json", "a\0b.json",
-        "a b.json",
-        "x" * 300 + ".json", "-rf.json", "x.JSON\n", "x.py", None, 3, "..json/..", "a\\b.json",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "../x.json", "/etc/x.json", "a/b.json", "..", ".", "", ".hidden.json", "a\0b.json", "a b.json",
+    "x" * 300 + ".json", "-rf.json", "x.JSON\n", "x.py", None, 3, "..json/..", "a\\b.json",
+])  # fmt: skip
 def test_only_plain_names_that_match_are_accepted(name):
     with pytest.raises(CheckpointError, match="where: .* is not the name of such a file"):
         plain_name(name, r".*\.json", "where", CheckpointError)

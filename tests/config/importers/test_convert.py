@@ -153,13 +153,10 @@ def test_values_of_automodel(tmp_path):
     assert [name for name in names if chosen.matches(f"layers.0.x.{name}")] == names[1:4]
 
 
-@pytest.mark.parametrize(
-    ("peft", "message"),
-    [
-        ("exclude_modules: ['*.q_proj'], target_modules: ['*_proj']", "conflicts with target_mod"),
-        ("exclude_modules: ['*.q_proj'], match_all_linear: true", "conflicts with target_modules"),
-    ],
-)
+@pytest.mark.parametrize(("peft", "message"), [
+    ("exclude_modules: ['*.q_proj'], target_modules: ['*_proj']", "conflicts with target_mod"),
+    ("exclude_modules: ['*.q_proj'], match_all_linear: true", "conflicts with target_modules"),
+])  # fmt: skip
 def test_modules_of_automodel_that_conflict_are_refused(peft, message, tmp_path):
     file = tmp_path / "file.yaml"
     text = (FILES / "automodel-hsdp.yaml").read_text()

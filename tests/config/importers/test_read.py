@@ -136,16 +136,13 @@ def test_the_command_line_overrides_the_file():
     assert ours.engine.name == "fsdpctl"  # fully_shard has no such strategy
 
 
-@pytest.mark.parametrize(
-    ("word", "reason"),
-    [
-        ("model.lora.rank=8", "model.lora.rank=8: requires engine=fsdpctl"),
-        ("model.trainable=norm", "model.trainable=norm: requires engine=fsdpctl"),
-        ("train.context_parallel=2", "train.context_parallel=2: requires engine=fsdpctl"),
-        ("optimizer.state_dtype=int8", "optimizer.state_dtype=int8: requires engine=fsdpctl"),
-        ("strategy=shard_optimizer", "strategy=shard_optimizer not supported"),
-    ],
-)
+@pytest.mark.parametrize(("word", "reason"), [
+    ("model.lora.rank=8", "model.lora.rank=8: requires engine=fsdpctl"),
+    ("model.trainable=norm", "model.trainable=norm: requires engine=fsdpctl"),
+    ("train.context_parallel=2", "train.context_parallel=2: requires engine=fsdpctl"),
+    ("optimizer.state_dtype=int8", "optimizer.state_dtype=int8: requires engine=fsdpctl"),
+    ("strategy=shard_optimizer", "strategy=shard_optimizer not supported"),
+])  # fmt: skip
 def test_the_rules_decide_the_engine_of_a_file(word, reason):
     found = asked("axolotl-full.yaml", word)
     assert (found.composed.config.engine.name, reason in found.own_engine) == ("fsdpctl", True)
@@ -214,22 +211,15 @@ def test_models_are_found_in_directories_and_in_the_hub_cache(tmp_path):
         asked(written(tmp_path, text))
 
 
-@pytest.mark.parametrize(
-    ("name", "choice"),
-    [
-        ("meta-llama/Llama-3.1-8B-Instruct", "llama3_8b"),
-        ("NousResearch/Meta-Llama-3-8B", "llama3_8b"),
-        ("meta-llama/Llama-3.3-70B-Instruct", "llama3_70b"),
-        ("meta-llama/Llama-3.2-1B", "llama3_1b"),
-        ("NousResearch/Llama-2-7b-hf", "llama2_7b"),
-        ("Qwen/Qwen3-4B-Instruct-2507", "qwen3_4b"),
-        ("openai-community/gpt2", "gpt2"),
-        ("casperhansen/llama-3-70b-fp16", "llama3_70b"),
-        ("meta-llama/Llama-3.2-3B", "hf"),
-        ("unsloth/Meta-Llama-3.1-8B-bnb-4bit", None),
-        ("openai-community/gpt2-xl", "hf"),
-    ],
-)
+@pytest.mark.parametrize(("name", "choice"), [
+    ("meta-llama/Llama-3.1-8B-Instruct", "llama3_8b"),
+    ("NousResearch/Meta-Llama-3-8B", "llama3_8b"),
+    ("meta-llama/Llama-3.3-70B-Instruct", "llama3_70b"), ("meta-llama/Llama-3.2-1B", "llama3_1b"),
+    ("NousResearch/Llama-2-7b-hf", "llama2_7b"), ("Qwen/Qwen3-4B-Instruct-2507", "qwen3_4b"),
+    ("openai-community/gpt2", "gpt2"), ("casperhansen/llama-3-70b-fp16", "llama3_70b"),
+    ("meta-llama/Llama-3.2-3B", "hf"), ("unsloth/Meta-Llama-3.1-8B-bnb-4bit", None),
+    ("openai-community/gpt2-xl", "hf"),
+])  # fmt: skip
 def test_known_names_on_the_hub_become_options(tmp_path, name, choice):
     file = written(tmp_path, f"base_model: {name}\nmicro_batch_size: 1\nsequence_len: 512\n")
     if choice is None:
@@ -247,29 +237,23 @@ def test_options_for_known_names_exist():
     assert "model" in GROUPS
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ("", {"precision": "bf16", "activation_checkpointing": "none"}),
-        ("sample_packing: false", {"data": "python_stdlib"}),
-        ("bf16: false", {"precision": "fp32"}),
-        ("bfloat16: true", {"precision": "bf16_true"}),
-        ("fp16: true", {"precision": "bf16"}),
-        ("optimizer: sgd", {"optimizer": "sgd", "engine": "fsdpctl"}),
-        ("adapter: lora\nlora_r: 4", {"engine": "fsdpctl"}),
-        ("gradient_checkpointing: true", {"activation_checkpointing": "full"}),
-        ("gradient_checkpointing: offload_disk", {"activation_checkpointing": "full"}),
-        ("gradient_checkpointing: offload", {"engine": "fsdpctl"}),
-        ("optimizer: muon", {"optimizer": "adamw"}),
-        ("batch_size: 8", {}),
-        ("fsdp_config:\n  sharding_strategy: '2'", {"strategy": "shard_grad_op"}),
-        ("fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD", {"strategy": "no_shard"}),
-        ("fsdp_version: 2", {"precision": "bf16_true"}),  # its masters are those that it loads
-        ("fsdp_config:\n  activation_checkpointing: true", {"activation_checkpointing": "full"}),
-        ("dp_replicate_size: 4\ndp_shard_size: 2", {"strategy": "hybrid_shard"}),
-        ("deepspeed:\n  zero_optimization:\n    stage: 1", {"strategy": "shard_optimizer"}),
-    ],
-)
+@pytest.mark.parametrize(("lines", "words"), [
+    ("", {"precision": "bf16", "activation_checkpointing": "none"}),
+    ("sample_packing: false", {"data": "python_stdlib"}), ("bf16: false", {"precision": "fp32"}),
+    ("bfloat16: true", {"precision": "bf16_true"}), ("fp16: true", {"precision": "bf16"}),
+    ("optimizer: sgd", {"optimizer": "sgd", "engine": "fsdpctl"}),
+    ("adapter: lora\nlora_r: 4", {"engine": "fsdpctl"}),
+    ("gradient_checkpointing: true", {"activation_checkpointing": "full"}),
+    ("gradient_checkpointing: offload_disk", {"activation_checkpointing": "full"}),
+    ("gradient_checkpointing: offload", {"engine": "fsdpctl"}),
+    ("optimizer: muon", {"optimizer": "adamw"}), ("batch_size: 8", {}),
+    ("fsdp_config:\n  sharding_strategy: '2'", {"strategy": "shard_grad_op"}),
+    ("fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD", {"strategy": "no_shard"}),
+    ("fsdp_version: 2", {"precision": "bf16_true"}),  # its masters are those that it loads
+    ("fsdp_config:\n  activation_checkpointing: true", {"activation_checkpointing": "full"}),
+    ("dp_replicate_size: 4\ndp_shard_size: 2", {"strategy": "hybrid_shard"}),
+    ("deepspeed:\n  zero_optimization:\n    stage: 1", {"strategy": "shard_optimizer"}),
+])  # fmt: skip
 def test_values_of_axolotl(tmp_path, lines, words):
     config = asked(written(tmp_path, f"{AXOLOTL}{lines}\n")).composed.config
     for section, name in words.items():
@@ -300,18 +284,13 @@ def test_reductions_of_fsdp_are_in_the_dtype_of_the_computation(tmp_path):
         assert config.precision.reduce_dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("text", "targets"),
-    [
-        (r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|down|q|v)_proj",
-         "[q_proj,v_proj,up_proj,down_proj]"),
-        (r".*\.self_attn\.(q|k)_proj", "[q_proj,k_proj]"),
-        ("q_proj", "[q_proj]"),
-        ("(q|k)_proj", None),  # of a whole name
-        (r"(?!.*vision)model\.layers\.\d+\..*\.(?:q|up)_proj", "[q_proj,up_proj]"),
-        ("(q", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "targets"), [
+    (r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|down|q|v)_proj",
+     "[q_proj,v_proj,up_proj,down_proj]"),
+    (r".*\.self_attn\.(q|k)_proj", "[q_proj,k_proj]"), ("q_proj", "[q_proj]"),
+    ("(q|k)_proj", None),  # of a whole name
+    (r"(?!.*vision)model\.layers\.\d+\..*\.(?:q|up)_proj", "[q_proj,up_proj]"), ("(q", None),
+])  # fmt: skip
 @pytest.mark.parametrize("tool", ["axolotl", "trl"])
 def test_expressions_of_layers_become_names(tmp_path, tool, text, targets):
     head = (
@@ -334,14 +313,10 @@ def test_an_expression_of_some_blocks_is_reported(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("typed", "engine", "program"),
-    [
-        ((), "fsdp2", "transformers_foreach"),
-        (("engine.program=fsdpctl",), "fsdp2", "fsdpctl"),
-        (("engine=fsdpctl",), "fsdpctl", "fsdpctl"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "engine", "program"), [
+    ((), "fsdp2", "transformers_foreach"), (("engine.program=fsdpctl",), "fsdp2", "fsdpctl"),
+    (("engine=fsdpctl",), "fsdpctl", "fsdpctl"),
+])  # fmt: skip
 def test_torchs_default_optimizer_is_that_of_torchs_engines(tmp_path, typed, engine, program):
     file = written(tmp_path, f"{AXOLOTL}optimizer: adamw_torch\n")
     config = asked(file, *typed).composed.config
@@ -362,8 +337,7 @@ PLUGIN = "plugins:\n  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPl
 
 
 @pytest.mark.parametrize(
-    ("lines", "chunk"),
-    [("", 0), (PLUGIN, None), (f"{PLUGIN}\ncut_cross_entropy: false", 0)],
+    ("lines", "chunk"), [("", 0), (PLUGIN, None), (f"{PLUGIN}\ncut_cross_entropy: false", 0)]
 )
 def test_the_plugin_of_a_loss_is_on_unless_its_key_is_off(tmp_path, lines, chunk):
     config = asked(written(tmp_path, f"{AXOLOTL}{lines}\n")).composed.config
@@ -393,27 +367,23 @@ def test_axolotl_without_fsdp_is_unsharded(tmp_path):
     assert config.precision.name == "bf16"
 
 
-@pytest.mark.parametrize(
-    ("lines", "part"),
-    [
-        ("rl: dpo", "rl: dpo: trains on preferences"),
-        ("tensor_parallel_size: 2", "does not support tensor parallelism"),
-        ("context_parallel_size: few", "expected a whole number"),
-        ("qat:\n  weight_dtype: int4", "quantization-aware training needs more memory"),
-        ("adapter: lora\nlora_modules_to_save: [lm_head]", "trains full layers in addition"),
-        ("adapter: ia3", "expected lora or qlora"),
-        ("optimizer: ademamix", "unknown optimizer states"),
-        ("unfrozen_parameters: ['.*']", "model.trainable=REGEX"),
-        ("sequence_len: many", "train.seq_len=many"),
-        ("gradient_accumulation_steps: 0", "expected at least 1, got 0"),
-        ("gradient_accumulation_steps: few", "expected a whole number"),
-        ("fsdp_config:\n  fsdp_sharding_strategy: HALF", "expected full_shard"),
-        ("fsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP", "gathers the whole model at once"),
-        ("dp_replicate_size: 3", "does not divide the 8 ranks"),
-        ("deepspeed:\n  zero_optimization:\n    stage: 5", "expected 0 to 3"),
-        ("sequence_len: 8\nsequence_len: 9", "appears twice"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "part"), [
+    ("rl: dpo", "rl: dpo: trains on preferences"),
+    ("tensor_parallel_size: 2", "does not support tensor parallelism"),
+    ("context_parallel_size: few", "expected a whole number"),
+    ("qat:\n  weight_dtype: int4", "quantization-aware training needs more memory"),
+    ("adapter: lora\nlora_modules_to_save: [lm_head]", "trains full layers in addition"),
+    ("adapter: ia3", "expected lora or qlora"), ("optimizer: ademamix", "unknown optimizer states"),
+    ("unfrozen_parameters: ['.*']", "model.trainable=REGEX"),
+    ("sequence_len: many", "train.seq_len=many"),
+    ("gradient_accumulation_steps: 0", "expected at least 1, got 0"),
+    ("gradient_accumulation_steps: few", "expected a whole number"),
+    ("fsdp_config:\n  fsdp_sharding_strategy: HALF", "expected full_shard"),
+    ("fsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP", "gathers the whole model at once"),
+    ("dp_replicate_size: 3", "does not divide the 8 ranks"),
+    ("deepspeed:\n  zero_optimization:\n    stage: 5", "expected 0 to 3"),
+    ("sequence_len: 8\nsequence_len: 9", "appears twice"),
+])  # fmt: skip
 def test_training_that_cannot_be_estimated_is_rejected(tmp_path, lines, part):
     file = written(tmp_path, f"{AXOLOTL}{lines}\n")
     with pytest.raises(UsageError) as caught:
@@ -423,23 +393,20 @@ def test_training_that_cannot_be_estimated_is_rejected(tmp_path, lines, part):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "part"),
-    [
-        ("run.py", "import os; os._exit(9)", "expected the YAML file of axolotl"),
-        ("run.toml", "x = 1", "TOML files, such as torchtitan's, are not read"),
-        ("run.yaml", "model: llama3_8b\nstrategy: full_shard\n", "--recipe"),
-        ("run.yaml", "model_name_or_path: x\nstage: sft\n", "a file of LLaMA-Factory"),
-        ("run.yaml", "- a\n- b\n", "expected a mapping"),
-        ("run.yaml", "distributed_type: MEGATRON_LM\n", "expected NO, FSDP"),
-        ("run.yaml", "compute_environment: AMAZON_SAGEMAKER\n", "expected LOCAL_MACHINE"),
-        ("run.yaml", "distributed_type: FSDP\nnum_processes: 3\nnum_machines: 2\n",
-         "same number of ranks"),
-        ("run.yaml", "distributed_type: FSDP\nparallelism_config:\n"
-         "  parallelism_config_tp_size: 2\n", "tensor parallelism"),
-        ("gone.yaml", None, "No such file"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "text", "part"), [
+    ("run.py", "import os; os._exit(9)", "expected the YAML file of axolotl"),
+    ("run.toml", "x = 1", "TOML files, such as torchtitan's, are not read"),
+    ("run.yaml", "model: llama3_8b\nstrategy: full_shard\n", "--recipe"),
+    ("run.yaml", "model_name_or_path: x\nstage: sft\n", "a file of LLaMA-Factory"),
+    ("run.yaml", "- a\n- b\n", "expected a mapping"),
+    ("run.yaml", "distributed_type: MEGATRON_LM\n", "expected NO, FSDP"),
+    ("run.yaml", "compute_environment: AMAZON_SAGEMAKER\n", "expected LOCAL_MACHINE"),
+    ("run.yaml", "distributed_type: FSDP\nnum_processes: 3\nnum_machines: 2\n",
+     "same number of ranks"),
+    ("run.yaml", "distributed_type: FSDP\nparallelism_config:\n"
+     "  parallelism_config_tp_size: 2\n", "tensor parallelism"),
+    ("gone.yaml", None, "No such file"),
+])  # fmt: skip
 def test_unsupported_files_are_rejected(tmp_path, name, text, part):
     file = tmp_path / name
     if text is not None:
@@ -483,13 +450,10 @@ def test_files_are_never_executed(tmp_path):
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "ao_adamw_8bit",
-        "adamw_torch_fp8", "ao_adamw_fp8",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "ao_adamw_8bit",
+    "adamw_torch_fp8", "ao_adamw_fp8",
+])  # fmt: skip
 def test_optimizers_in_eight_bits(tmp_path, name):
     found = asked(written(tmp_path, f"{AXOLOTL}optimizer: {name}\n"))
     about = found.composed.config.optimizer
@@ -498,30 +462,25 @@ def test_optimizers_in_eight_bits(tmp_path, name):
     assert found.composed.config.engine.name == "fsdpctl"
 
 
-@pytest.mark.parametrize(
-    ("lines", "left_out"),
-    [
-        ("optimizer: ao_adamw_4bit", {"optimizer"}),
-        ("optimizer: lion_8bit", {"optimizer"}),
-        ("load_in_4bit: true", {"load_in_4bit"}),
-        ("load_in_8bit: true", {"load_in_8bit"}),
-        ("adapter: lora\nlora_r: 4\nload_in_8bit: true", set()),
-        ("liger_glu_activation: true", {"liger_glu_activation"}),
-        ("liger_glu_activation: true\ngradient_checkpointing: true", set()),
-        ("adapter: lora\nlora_mlp_kernel: true\ngradient_checkpointing: true", set()),
-        ("adapter: lora\nload_in_4bit: true\nbnb_config_kwargs:\n  x: 1", set()),
-        ("adapter: lora\ngptq: true", set()),
-        ("activation_offloading: true", {"activation_offloading"}),
-        ("activation_offloading: true\ngradient_checkpointing: true", set()),
-        ("gradient_checkpointing: offload_disk", set()),
-        ("deepspeed:\n  zero_optimization:\n    stage: 0\n    offload_optimizer:\n"
-         "      device: cpu", {"deepspeed.zero_optimization.offload_optimizer.device"}),
-        ("deepspeed:\n  zero_optimization:\n    stage: 2\n    offload_optimizer:\n"
-         "      device: cpu", set()),
-        ("optimizer: muon", {"optimizer"}),
-        ("optimizer: muon\ndeepspeed:\n  zero_optimization:\n    stage: 1", set()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("lines", "left_out"), [
+    ("optimizer: ao_adamw_4bit", {"optimizer"}), ("optimizer: lion_8bit", {"optimizer"}),
+    ("load_in_4bit: true", {"load_in_4bit"}), ("load_in_8bit: true", {"load_in_8bit"}),
+    ("adapter: lora\nlora_r: 4\nload_in_8bit: true", set()),
+    ("liger_glu_activation: true", {"liger_glu_activation"}),
+    ("liger_glu_activation: true\ngradient_checkpointing: true", set()),
+    ("adapter: lora\nlora_mlp_kernel: true\ngradient_checkpointing: true", set()),
+    ("adapter: lora\nload_in_4bit: true\nbnb_config_kwargs:\n  x: 1", set()),
+    ("adapter: lora\ngptq: true", set()),
+    ("activation_offloading: true", {"activation_offloading"}),
+    ("activation_offloading: true\ngradient_checkpointing: true", set()),
+    ("gradient_checkpointing: offload_disk", set()),
+    ("deepspeed:\n  zero_optimization:\n    stage: 0\n    offload_optimizer:\n      device: cpu",
+     {"deepspeed.zero_optimization.offload_optimizer.device"}),
+    ("deepspeed:\n  zero_optimization:\n    stage: 2\n    offload_optimizer:\n      device: cpu",
+     set()),
+    ("optimizer: muon", {"optimizer"}),
+    ("optimizer: muon\ndeepspeed:\n  zero_optimization:\n    stage: 1", set()),
+])  # fmt: skip
 def test_what_estimates_leave_out(tmp_path, lines, left_out):
     found = asked(written(tmp_path, f"{AXOLOTL}{lines}\n"))
     assert {row.key for row in found.translation.excluded} == left_out

@@ -243,37 +243,31 @@ def test_other_schedules_are_refused_by_name_unless_one_is_typed(name):
     assert dict(converted("axolotl", content, lr_scheduler="constant").words)["lr_scheduler"]
 
 
-@pytest.mark.parametrize(
-    ("tool", "changes", "message"),
-    [
-        ("axolotl", {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "Diffusion"),
-        ("axolotl", {"plugins": ["a.b.KDPlugin"], "kd_alpha": 0.5}, "KDPlugin"),
-        ("axolotl", {"processor_type": "AutoProcessor"}, "processor_type"),
-        ("axolotl", {"use_eaft": True}, "use_eaft"),
-        ("axolotl", {"optimizer": "lion"}, "optimizer: lion: expected AdamW"),
-        ("axolotl", {"val_set_size": 500}, "val_set_size: 500: a number of samples"),
-        ("TRL", {"loss_type": "dft"}, "loss_type: dft: another loss"),
-        ("TRL", {"truncation_mode": "keep_end"}, "truncation_mode: keep_end"),
-        ("Automodel", {"dllm": {"a": 1}}, "dllm: trains something else"),
-        ("Automodel", {"teacher_model": "x"}, "teacher_model: trains something else"),
-        ("Automodel", {"loss_fn": {"_target_": "x.KDLoss"}}, "another loss"),
-        ("Automodel", {"model": {"_target_": "x.NeMoAutoDiffusionPipeline",
-                                 "pretrained_model_name_or_path": "x"}}, "causal language model"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tool", "changes", "message"), [
+    ("axolotl", {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "Diffusion"),
+    ("axolotl", {"plugins": ["a.b.KDPlugin"], "kd_alpha": 0.5}, "KDPlugin"),
+    ("axolotl", {"processor_type": "AutoProcessor"}, "processor_type"),
+    ("axolotl", {"use_eaft": True}, "use_eaft"),
+    ("axolotl", {"optimizer": "lion"}, "optimizer: lion: expected AdamW"),
+    ("axolotl", {"val_set_size": 500}, "val_set_size: 500: a number of samples"),
+    ("TRL", {"loss_type": "dft"}, "loss_type: dft: another loss"),
+    ("TRL", {"truncation_mode": "keep_end"}, "truncation_mode: keep_end"),
+    ("Automodel", {"dllm": {"a": 1}}, "dllm: trains something else"),
+    ("Automodel", {"teacher_model": "x"}, "teacher_model: trains something else"),
+    ("Automodel", {"loss_fn": {"_target_": "x.KDLoss"}}, "another loss"),
+    ("Automodel", {"model": {"_target_": "x.NeMoAutoDiffusionPipeline",
+     "pretrained_model_name_or_path": "x"}}, "causal language model"),
+])  # fmt: skip
 def test_what_trains_something_else_is_refused(tool, changes, message):
     with pytest.raises(UsageError, match=message):
         converted(tool, {**TOOLS[tool][1], **changes})
 
 
-@pytest.mark.parametrize(
-    ("tool", "changes"),
-    [
-        ("axolotl", {"lora_target_linear": None, "lora_target_modules": ["q_proj", "lm_head"]}),
-        ("axolotl", {"lora_target_linear": None, "lora_target_modules": "embed_tokens"}),
-        ("TRL", {"lora_target_modules": ["q_proj", "model.embed_tokens"]}),
-    ],
-)
+@pytest.mark.parametrize(("tool", "changes"), [
+    ("axolotl", {"lora_target_linear": None, "lora_target_modules": ["q_proj", "lm_head"]}),
+    ("axolotl", {"lora_target_linear": None, "lora_target_modules": "embed_tokens"}),
+    ("TRL", {"lora_target_modules": ["q_proj", "model.embed_tokens"]}),
+])  # fmt: skip
 def test_adapters_of_the_head_and_the_embeddings_are_refused_by_name(tool, changes):
     with pytest.raises(UsageError, match=r"(lm_head|embed_tokens): has no adapters here"):
         settings(tool, **changes)
@@ -291,15 +285,11 @@ def test_keys_of_a_data_set_that_are_not_followed_are_named():
     assert found == {f"datasets[].{name}" for name in names}
 
 
-@pytest.mark.parametrize(
-    ("tool", "changes"),
-    [
-        ("axolotl", {"train_on_eos": "none"}),
-        ("axolotl", {"shuffle_merged_datasets": False}),
-        ("TRL", {"average_tokens_across_devices": False}),
-        ("Automodel", {"dataloader": {"shuffle": False}}),
-    ],
-)
+@pytest.mark.parametrize(("tool", "changes"), [
+    ("axolotl", {"train_on_eos": "none"}), ("axolotl", {"shuffle_merged_datasets": False}),
+    ("TRL", {"average_tokens_across_devices": False}),
+    ("Automodel", {"dataloader": {"shuffle": False}}),
+])  # fmt: skip
 def test_a_value_that_turns_a_default_off_changes_the_training(tool, changes):
     def named(more: dict[str, Any]) -> list[str]:
         lines = converted(tool, {**TOOLS[tool][1], **more}).left_out
@@ -323,16 +313,12 @@ def test_data_sets_of_automodel_that_write_prompts_need_other_data(target):
     assert target.rpartition(".")[2] in dict(recipe.missing)["data.path"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "rows", "train_on"),
-    [
-        ({}, {"messages": []}, "all"),
-        ({"assistant_only_loss": True}, {"messages": []}, "assistant"),
-        ({}, {"prompt": "a", "completion": "b"}, "assistant"),
-        ({"completion_only_loss": False}, {"prompt": "a", "completion": "b"}, "all"),
-        ({}, {"text": "a"}, "all"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "rows", "train_on"), [
+    ({}, {"messages": []}, "all"), ({"assistant_only_loss": True}, {"messages": []}, "assistant"),
+    ({}, {"prompt": "a", "completion": "b"}, "assistant"),
+    ({"completion_only_loss": False}, {"prompt": "a", "completion": "b"}, "all"),
+    ({}, {"text": "a"}, "all"),
+])  # fmt: skip
 def test_the_tokens_that_trl_trains_on_depend_on_its_rows(changes, rows, train_on):
     Path("rows.jsonl").write_text(json.dumps(rows) + "\n")
     assert settings("TRL", **changes)["data.train_on"] == train_on
@@ -351,10 +337,9 @@ def test_the_shorter_of_steps_and_epochs_is_trained(tmp_path):
     assert (words["train.steps"], words.get("train.epochs")) == ("100", None)
 
 
-@pytest.mark.parametrize(
-    ("content", "clip"), [({}, "0"), ({"gradient_clipping": 0.5}, "0.5"),
-                          ({"gradient_clipping": "auto"}, "1.0")],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "clip"), [
+    ({}, "0"), ({"gradient_clipping": 0.5}, "0.5"), ({"gradient_clipping": "auto"}, "1.0"),
+])  # fmt: skip
 def test_a_file_of_deepspeed_decides_the_clipping(content, clip):
     about = {"zero_optimization": {"stage": 2}, **content}
     Path("zero.json").write_text(json.dumps(about))
@@ -381,50 +366,43 @@ def test_a_recipe_is_read_back_as_it_was_converted(tmp_path):
         assert read_recipe(file) == recipe.words
 
 
-@pytest.mark.parametrize(
-    ("tool", "changes", "expected"),
-    [
-        ("axolotl", {"max_steps": "1_000"}, {"train.steps": "1000"}),
-        ("TRL", {"max_steps": "100.0"}, {"train.steps": "100"}),
-        ("TRL", {"max_steps": -1}, {"train.epochs": "3"}),
-        ("TRL", {"warmup_ratio": 0.1, "warmup_steps": 5}, {"lr_scheduler.warmup_steps": "5"}),
-        ("TRL", {"warmup_ratio": 0.1, "warmup_steps": 0}, {"lr_scheduler.warmup_ratio": "0.1"}),
-        ("TRL", {"use_rslora": True}, {"model.lora.rslora": "true"}),
-        ("TRL", {"lr_scheduler_type": "cosine_with_min_lr",
-                 "lr_scheduler_kwargs": '{"min_lr_rate": 0.2}'},
-         {"lr_scheduler.min_lr_ratio": "0.2"}),
-        ("axolotl", {"deepspeed": {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.2}},
-         {"optimizer.max_grad_norm": "0.2"}),
-        ("axolotl", {"test_datasets": "null"}, {"data.val_fraction": "0"}),
-        ("Automodel", {"peft": {"alpha": 16}}, {"model.lora.rank": "8"}),
-        ("Automodel", {"peft": {"match_all_linear": True}}, {"model.lora.targets": "all_linear"}),
-        ("Automodel", {"peft": {"target_modules": ["q_proj"]}}, {"model.lora.rank": "8"}),
-        ("Automodel", {"peft": None}, {"model.lora.rank": None}),
-        ("Automodel", {"step_scheduler": {"max_steps": 10}}, {"train.global_batch_size": "32"}),
-        ("Automodel", {"step_scheduler": {"max_steps": 10, "num_epochs": None}},
-         {"train.steps": "10", "train.epochs": None}),
-        ("Automodel", {"optimizer": {"betas": "(0.8, 0.9)"}},
-         {"optimizer.beta1": "0.8", "optimizer.beta2": "0.9"}),
-        ("Automodel", {"optimizer": {"_target_": "torch.optim.SGD", "momentum": 0.9}},
-         {"optimizer": "sgd", "optimizer.momentum": "0.9", "optimizer.weight_decay": "0"}),
-        ("Automodel", {"optimizer": {"lr": 1e-4}, "lr_scheduler": {"max_lr": 2e-4}},
-         {"optimizer.lr": "0.0002", "lr_scheduler.start_lr_ratio": "0.05"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tool", "changes", "expected"), [
+    ("axolotl", {"max_steps": "1_000"}, {"train.steps": "1000"}),
+    ("TRL", {"max_steps": "100.0"}, {"train.steps": "100"}),
+    ("TRL", {"max_steps": -1}, {"train.epochs": "3"}),
+    ("TRL", {"warmup_ratio": 0.1, "warmup_steps": 5}, {"lr_scheduler.warmup_steps": "5"}),
+    ("TRL", {"warmup_ratio": 0.1, "warmup_steps": 0}, {"lr_scheduler.warmup_ratio": "0.1"}),
+    ("TRL", {"use_rslora": True}, {"model.lora.rslora": "true"}),
+    ("TRL", {"lr_scheduler_type": "cosine_with_min_lr",
+     "lr_scheduler_kwargs": '{"min_lr_rate": 0.2}'}, {"lr_scheduler.min_lr_ratio": "0.2"}),
+    ("axolotl", {"deepspeed": {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.2}},
+     {"optimizer.max_grad_norm": "0.2"}),
+    ("axolotl", {"test_datasets": "null"}, {"data.val_fraction": "0"}),
+    ("Automodel", {"peft": {"alpha": 16}}, {"model.lora.rank": "8"}),
+    ("Automodel", {"peft": {"match_all_linear": True}}, {"model.lora.targets": "all_linear"}),
+    ("Automodel", {"peft": {"target_modules": ["q_proj"]}}, {"model.lora.rank": "8"}),
+    ("Automodel", {"peft": None}, {"model.lora.rank": None}),
+    ("Automodel", {"step_scheduler": {"max_steps": 10}}, {"train.global_batch_size": "32"}),
+    ("Automodel", {"step_scheduler": {"max_steps": 10, "num_epochs": None}}, {"train.steps": "10",
+     "train.epochs": None}),
+    ("Automodel", {"optimizer": {"betas": "(0.8, 0.9)"}}, {"optimizer.beta1": "0.8",
+     "optimizer.beta2": "0.9"}),
+    ("Automodel", {"optimizer": {"_target_": "torch.optim.SGD", "momentum": 0.9}},
+     {"optimizer": "sgd", "optimizer.momentum": "0.9", "optimizer.weight_decay": "0"}),
+    ("Automodel", {"optimizer": {"lr": 1e-4}, "lr_scheduler": {"max_lr": 2e-4}},
+     {"optimizer.lr": "0.0002", "lr_scheduler.start_lr_ratio": "0.05"}),
+])  # fmt: skip
 def test_values_are_read_in_every_form_that_the_tool_reads(tool, changes, expected):
     words = dict(converted(tool, {**TOOLS[tool][1], **changes}).words)
     assert {key: words.get(key) for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("tool", "changes", "name"),
-    [
-        ("TRL", {"learning_rate": "${LR}"}, "optimizer.lr"),
-        ("axolotl", {"num_epochs": "${E}"}, "train.epochs"),
-        ("TRL", {"optim": "stable_adamw"}, "optimizer"),
-        ("axolotl", {"lora_target_linear": None}, "model.lora.targets"),
-    ],
-)
+@pytest.mark.parametrize(("tool", "changes", "name"), [
+    ("TRL", {"learning_rate": "${LR}"}, "optimizer.lr"),
+    ("axolotl", {"num_epochs": "${E}"}, "train.epochs"),
+    ("TRL", {"optim": "stable_adamw"}, "optimizer"),
+    ("axolotl", {"lora_target_linear": None}, "model.lora.targets"),
+])  # fmt: skip
 def test_a_recipe_without_a_value_that_decides_is_not_accepted_by_train(tool, changes, name):
     recipe = converted(tool, {**TOOLS[tool][1], **changes})
     assert name in dict(recipe.missing)
@@ -432,32 +410,26 @@ def test_a_recipe_without_a_value_that_decides_is_not_accepted_by_train(tool, ch
     assert name in dict(converted(tool, {**TOOLS[tool][1], **changes}, **{name: "adamw"}).words)
 
 
-@pytest.mark.parametrize(
-    ("tool", "changes", "message"),
-    [
-        ("Automodel", {"recipe": {"_target_": "x.kd.KnowledgeDistillationRecipe"}}, "expected Tr"),
-        ("Automodel", {"peft": {"target_modules": ["*lm_head"]}}, "lm_head: has no adapters"),
-        ("axolotl", {"lora_target_modules": ["lm_head"]}, "lm_head: has no adapters here"),
-        ("axolotl", {"plugins": ["my.LigerKD"]}, "plugins: LigerKD"),
-        ("TRL", {"optim": "galore_adamw_8bit"}, "optim: galore_adamw_8bit: expected AdamW"),
-        ("TRL", {"max_steps": "${N}"}, "max_steps: .*expected a whole number; set train.steps"),
-        ("TRL", {"lr_scheduler_type": "cosine_with_min_lr"}, "requires min_lr"),
-    ],
-)
+@pytest.mark.parametrize(("tool", "changes", "message"), [
+    ("Automodel", {"recipe": {"_target_": "x.kd.KnowledgeDistillationRecipe"}}, "expected Tr"),
+    ("Automodel", {"peft": {"target_modules": ["*lm_head"]}}, "lm_head: has no adapters"),
+    ("axolotl", {"lora_target_modules": ["lm_head"]}, "lm_head: has no adapters here"),
+    ("axolotl", {"plugins": ["my.LigerKD"]}, "plugins: LigerKD"),
+    ("TRL", {"optim": "galore_adamw_8bit"}, "optim: galore_adamw_8bit: expected AdamW"),
+    ("TRL", {"max_steps": "${N}"}, "max_steps: .*expected a whole number; set train.steps"),
+    ("TRL", {"lr_scheduler_type": "cosine_with_min_lr"}, "requires min_lr"),
+])  # fmt: skip
 def test_values_of_any_form_that_train_something_else_are_refused(tool, changes, message):
     with pytest.raises(UsageError, match=message):
         converted(tool, {**TOOLS[tool][1], **changes})
 
 
-@pytest.mark.parametrize(
-    ("tool", "changes", "key"),
-    [
-        ("axolotl", {"peft_layers_to_transform": [0]}, "peft_layers_to_transform"),
-        ("axolotl", {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
-        ("TRL", {"chat_template_kwargs": {"a": 0}}, "chat_template_kwargs"),
-        ("TRL", {}, "router_aux_loss_coef=0.001"),
-    ],
-)
+@pytest.mark.parametrize(("tool", "changes", "key"), [
+    ("axolotl", {"peft_layers_to_transform": [0]}, "peft_layers_to_transform"),
+    ("axolotl", {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ("TRL", {"chat_template_kwargs": {"a": 0}}, "chat_template_kwargs"),
+    ("TRL", {}, "router_aux_loss_coef=0.001"),
+])  # fmt: skip
 def test_values_that_turn_something_off_or_are_lists_are_named(tool, changes, key):
     lines = converted(tool, {**TOOLS[tool][1], **changes}).left_out
     assert [line for line in lines if key in line and not line.startswith("not needed")]
@@ -491,15 +463,10 @@ def test_keys_of_deepspeed_that_change_the_training_are_named():
     assert [line for line in lines if line.startswith("curriculum_learning.enabled")]
 
 
-@pytest.mark.parametrize(
-    ("family", "targets"),
-    [
-        ("gpt2", "c_attn"),
-        ("gpt_neox", "query_key_value"),
-        ("qwen3", "q_proj,v_proj"),
-        ("mamba", None),
-    ],
-)
+@pytest.mark.parametrize(("family", "targets"), [
+    ("gpt2", "c_attn"), ("gpt_neox", "query_key_value"), ("qwen3", "q_proj,v_proj"),
+    ("mamba", None),
+])  # fmt: skip
 def test_adapters_of_trl_without_targets_have_those_of_peft(family, targets):
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps({"model_type": family}))
@@ -518,15 +485,12 @@ def test_a_value_that_is_missing_may_be_typed_over_a_written_recipe(tmp_path):
         compose_config([typed[0], typed[2]], str(file))
 
 
-@pytest.mark.parametrize(
-    ("tool", "changes", "expected"),
-    [
-        ("TRL", {"dataset_name": "org/rows"}, "data.train_on"),
-        ("Automodel", {"dataset": {"_target_": CHAT}}, "train.seq_len"),
-        ("axolotl", {"lora_target_linear": None, "lora_target_modules": r"layers\.\d+\.q_proj",
-                     "lora_target_parameters": ["experts.gate_up_proj"]}, "model.lora.targets"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tool", "changes", "expected"), [
+    ("TRL", {"dataset_name": "org/rows"}, "data.train_on"),
+    ("Automodel", {"dataset": {"_target_": CHAT}}, "train.seq_len"),
+    ("axolotl", {"lora_target_linear": None, "lora_target_modules": r"layers\.\d+\.q_proj",
+     "lora_target_parameters": ["experts.gate_up_proj"]}, "model.lora.targets"),
+])  # fmt: skip
 def test_what_the_file_alone_does_not_tell_is_asked_for(tool, changes, expected):
     assert expected in dict(converted(tool, {**TOOLS[tool][1], **changes}).missing)
 

@@ -18,18 +18,12 @@ LOOP = (
 )
 
 
-@pytest.mark.parametrize(
-    ("written", "shown"),
-    [
-        ("{{ c.function.arguments }}", TEXT),
-        ("{{ c.function.arguments | tojson }}", json.dumps(json.loads(TEXT))),
-        (
-            "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
-            "{{ c.function.arguments | tojson }}{% endif %}",
-            TEXT,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("written", "shown"), [
+    ("{{ c.function.arguments }}", TEXT),
+    ("{{ c.function.arguments | tojson }}", json.dumps(json.loads(TEXT))),
+    ("{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+     "{{ c.function.arguments | tojson }}{% endif %}", TEXT),
+])  # fmt: skip
 def test_json_text_reaches_a_template_in_the_form_that_it_takes(written, shown, tmp_path):
     call = {"type": "function", "function": {"name": "f", "arguments": TEXT}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}

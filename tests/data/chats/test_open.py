@@ -104,10 +104,7 @@ def test_keys_are_named_once_per_file(tmp_path):
         assert (
             found.notes[:2]
             == found.about_files
-            == (
-                f"{path}: messages, with {expected}",
-                f"{path}: ignored: {ignored}",
-            )
+            == (f"{path}: messages, with {expected}", f"{path}: ignored: {ignored}")
         )
 
 
@@ -178,16 +175,13 @@ def test_rows_are_counted_while_they_are_read(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"path": None}, "data=chat: data.path is required"),
-        ({"tokenizer": None}, "requires a model's tokenizer"),
-        ({"tokenizer": "bytes"}, "requires a model's tokenizer"),
-        ({"val_path": "x.jsonl"}, "data.val_path=x.jsonl: not found"),
-        ({"template": "x.jinja"}, "x.jinja: No such file"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"path": None}, "data=chat: data.path is required"),
+    ({"tokenizer": None}, "requires a model's tokenizer"),
+    ({"tokenizer": "bytes"}, "requires a model's tokenizer"),
+    ({"val_path": "x.jsonl"}, "data.val_path=x.jsonl: not found"),
+    ({"template": "x.jinja"}, "x.jinja: No such file"),
+])  # fmt: skip
 def test_errors_name_what_is_missing(change, said, tmp_path):
     tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml")
     file = write_lines(tmp_path / "a.jsonl", numbered(1))

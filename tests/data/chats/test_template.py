@@ -113,16 +113,11 @@ def test_templates_cannot_reach_private_attributes(source):
     assert rendered("{{ ''['__class__'] }}") == ""  # a constant, undefined
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("{% for", "line 1 of the template"),
-        ("{% if x %}", "Unexpected end of template"),
-        ("{{ x | nothing }}", "nothing"),
-        ("{% break %}", "outside loop"),
-        ("{% do x %}", "unknown tag"),
-    ],
-)
+@pytest.mark.parametrize(("source", "said"), [
+    ("{% for", "line 1 of the template"), ("{% if x %}", "Unexpected end of template"),
+    ("{{ x | nothing }}", "nothing"), ("{% break %}", "outside loop"),
+    ("{% do x %}", "unknown tag"),
+])  # fmt: skip
 def test_invalid_templates_are_rejected(source, said, tmp_path):
     with pytest.raises(UsageError, match=f"tokenizer_config.json: chat_template: .*{said}"):
         opened(tmp_path, "chatml", [{"messages": TALK}], source)
