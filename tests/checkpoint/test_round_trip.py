@@ -74,13 +74,9 @@ def saves(rank: int, world_size: int, folder: str, strategy: str, source: str) -
 
 
 CHAIN = [
-    ("full_shard", 2),
-    ("no_shard", 3),
-    ("shard_grad_op", 1),
-    ("full_shard", 4),
-    ("hybrid_shard_optimizer", 4),
-    ("no_shard", 2),
-]
+    ("full_shard", 2), ("no_shard", 3), ("shard_grad_op", 1), ("full_shard", 4),
+    ("hybrid_shard_optimizer", 4), ("no_shard", 2),
+]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -27,12 +27,9 @@ from fsdpctl.resolve.settle import settle
 from tests.cli.run import TINY, command, environment, fsdpctl, invoke, make_text
 
 OPEN = [
-    "strategy=auto",
-    "activation_checkpointing=auto",
-    "prefetch=auto",
-    "train.micro_batch_size=auto",
-    "launch.share_memory=false",
-]
+    "strategy=auto", "activation_checkpointing=auto", "prefetch=auto",
+    "train.micro_batch_size=auto", "launch.share_memory=false",
+]  # fmt: skip
 H100 = [
     *(word for word in TINY[:-1] if "batch_size" not in word), "model.vocab_size=256",
     "cluster=h100", "launch.nnodes=2", "train.global_batch_size=64",

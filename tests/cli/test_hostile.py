@@ -247,20 +247,14 @@ def test_a_damaged_manifest_is_damage_by_every_way_in(checkpoint, tmp_path, byte
 # ---- directories of others -------------------------------------------------------------------
 
 CONFIGS = {
-    "deep": DEEP,
-    "list": b"[]",
-    "layers 1e6": {"num_hidden_layers": 10**6},
-    "layers 1e10": {"num_hidden_layers": 10**10},
-    "layers of text": {"num_hidden_layers": "many"},
-    "layers of layers": {"num_hidden_layers": [1]},
-    "wide": {"hidden_size": 10**15},
+    "deep": DEEP, "list": b"[]", "layers 1e6": {"num_hidden_layers": 10**6},
+    "layers 1e10": {"num_hidden_layers": 10**10}, "layers of text": {"num_hidden_layers": "many"},
+    "layers of layers": {"num_hidden_layers": [1]}, "wide": {"hidden_size": 10**15},
     "infinite": b'{"model_type": "llama", "hidden_size": Infinity}',
     "twice": b'{"model_type": "llama", "model_type": "gpt2"}',
-    "rope of a list": {"rope_scaling": [1]},
-    "rope of text": {"rope_parameters": "long"},
-    "vocabulary of 2^53": {"vocab_size": 1 << 53},
-    "family of a list": {"model_type": ["llama"]},
-}
+    "rope of a list": {"rope_scaling": [1]}, "rope of text": {"rope_parameters": "long"},
+    "vocabulary of 2^53": {"vocab_size": 1 << 53}, "family of a list": {"model_type": ["llama"]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", some_of(CONFIGS))

@@ -23,12 +23,8 @@ STEPS = 150
 
 def words(folder: Path, *more: str) -> list[str]:
     given = [
-        *TINY,
-        f"data.path={make_text(folder)}",
-        f"train.steps={STEPS}",
-        "train.run_dir=run",
-        *more,
-    ]
+        *TINY, f"data.path={make_text(folder)}", f"train.steps={STEPS}", "train.run_dir=run", *more,
+    ]  # fmt: skip
     return [f"{name}={value}" for name, value in dict(w.split("=", 1) for w in given).items()]
 
 

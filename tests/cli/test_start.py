@@ -20,12 +20,9 @@ from fsdpctl.run.directory import read_config
 from tests.cli.run import make_text
 
 SMALL = [
-    "data=text",
-    "model.num_layers=2",
-    "launch.device=cpu",
-    "launch.nproc_per_node=2",
+    "data=text", "model.num_layers=2", "launch.device=cpu", "launch.nproc_per_node=2",
     "launch.nproc_min=1",
-]
+]  # fmt: skip
 QUIET = Talk(lambda line: None, lambda line: None)
 PACKAGE = str(Path(begin.__code__.co_filename).parent.parent)
 

@@ -115,10 +115,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "config as a dict": {"config": {"eos_token": {**CALL, "content": "</s>"}}},
     "map": {"special_map": {"eos_token": "</s>"}},
     "map over config": {"config": {"eos_token": "<s>"}, "special_map": {"eos_token": "</s>"}},
-    "a new token": {"config": {"eos_token": "<new>"}},
-    "nowhere": {},
-    "no config": {"config": None},
-}
+    "a new token": {"config": {"eos_token": "<new>"}}, "nowhere": {}, "no config": {"config": None},
+}  # fmt: skip
 ADDED: dict[str, dict[str, Any]] = {
     "decoder": {"config": {"added_tokens_decoder": {"NEXT": CALL}}},
     "additional": {"config": {"additional_special_tokens": ["<call>"]}},

@@ -273,29 +273,18 @@ def test_a_path_that_names_files_reads_them(tmp_path):
 
 
 CONTENT = {
-    '{"text": "a"}\n{"text": "b"}\n': "chat",
-    '\ufeff\n {"url": "u", "text": "a"}': "chat",
-    '{"id": 1}\n\n{"id": 2}': "chat",
-    '[ {"messages": []}]': "chat",
-    '{"text": "' + "a" * 70_000: "chat",
-    '[{"id": 1, "text": "' + "a" * 70_000: "chat",
-    '{"text": }\n{"text": "b"}': "chat",
-    "": "text",
-    '{"name": "package", "version": 1}': "text",
-    '{\n "text": "a"\n}': "text",
-    '[{"id": 1}]': "chat",
+    '{"text": "a"}\n{"text": "b"}\n': "chat", '\ufeff\n {"url": "u", "text": "a"}': "chat",
+    '{"id": 1}\n\n{"id": 2}': "chat", '[ {"messages": []}]': "chat",
+    '{"text": "' + "a" * 70_000: "chat", '[{"id": 1, "text": "' + "a" * 70_000: "chat",
+    '{"text": }\n{"text": "b"}': "chat", "": "text", '{"name": "package", "version": 1}': "text",
+    '{\n "text": "a"\n}': "text", '[{"id": 1}]': "chat",
     '[\n {\n  "document": "' + "a" * 70_000: "chat",
     '{"id": 1, "text": "' + "a" * 70_000 + '", "messages": 1}\n': "chat",
     '{ "id": "' + "a" * 70_000 + '"}\n{"id": "b"}\n': "chat",
-    '{\n "data": "' + "a" * 70_000: "text",
-    "[" + "1, " * 70_000: "text",
-    "[]": "text",
-    '{"version": 1, "data": [{"text": "a"}]}': "text",
-    "{}\nif (a) {\n}": "text",
-    "[1, 2]": "text",
-    "[section]\nkey = 1": "text",
-    "{" * 5000: "text",
-}
+    '{\n "data": "' + "a" * 70_000: "text", "[" + "1, " * 70_000: "text", "[]": "text",
+    '{"version": 1, "data": [{"text": "a"}]}': "text", "{}\nif (a) {\n}": "text", "[1, 2]": "text",
+    "[section]\nkey = 1": "text", "{" * 5000: "text",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("content", CONTENT, ids=range(len(CONTENT)))

@@ -83,15 +83,13 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "no model": {"model": None},
 }  # fmt: skip
 CONFIGS: dict[str, str] = {
-    "not JSON": "{",
-    "a list": "[]",
-    "an end that is a number": '{"eos_token": 5}',
+    "not JSON": "{", "a list": "[]", "an end that is a number": '{"eos_token": 5}',
     "a lone surrogate": '{"eos_token": "\\ud800"}',
     "a surrogate in a token": '{"extra_special_tokens": ["\\udfff"]}',
     "foreign code": '{"auto_map": {"AutoTokenizer": ["x.Slow", "x.Fast"]}, "tokenizer_class": "X"}',
     "another file": '{"fast_tokenizer_files": ["../tokenizer.5.0.0.json"]}',
     "a template that is a number": '{"chat_template": [3]}',
-}
+}  # fmt: skip
 
 
 def _refused(folder: Path) -> str:

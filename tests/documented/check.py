@@ -23,21 +23,14 @@ from tests.documented.lines import ROOT, Line
 
 # Where a command has read all options and settings, and would begin to work.
 _WORK = (
-    "fsdpctl.cli.train._train",
-    "fsdpctl.cli.train._dry_run",
-    "fsdpctl.estimate.search.estimates_of",
-    "fsdpctl.cli.compare._comparison",
-    "fsdpctl.resolve.run.open_run",
-    "fsdpctl.tools.sample.sample_text",
-    "fsdpctl.tools.sample.ChatSession",
-    "fsdpctl.checkpoint.consolidate.consolidate",
-    "fsdpctl.checkpoint.consolidate.shard_weights",
-    "fsdpctl.checkpoint.gguf_file.write_gguf",
-    "fsdpctl.checkpoint.peft.write_peft",
-    "fsdpctl.tools.samples.samples_of_step",
-    "fsdpctl.cli.status.read_status",
-    "fsdpctl.cli.status.compare",
-)
+    "fsdpctl.cli.train._train", "fsdpctl.cli.train._dry_run",
+    "fsdpctl.estimate.search.estimates_of", "fsdpctl.cli.compare._comparison",
+    "fsdpctl.resolve.run.open_run", "fsdpctl.tools.sample.sample_text",
+    "fsdpctl.tools.sample.ChatSession", "fsdpctl.checkpoint.consolidate.consolidate",
+    "fsdpctl.checkpoint.consolidate.shard_weights", "fsdpctl.checkpoint.gguf_file.write_gguf",
+    "fsdpctl.checkpoint.peft.write_peft", "fsdpctl.tools.samples.samples_of_step",
+    "fsdpctl.cli.status.read_status", "fsdpctl.cli.status.compare",
+)  # fmt: skip
 _PLACEHOLDERS = {"SEED": "1", "COUNT": "1"}
 _VALUED = ("--nproc-per-node", "-m", "-n", "-f")  # options of launchers, with a value
 

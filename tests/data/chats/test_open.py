@@ -82,11 +82,8 @@ def test_keys_are_named_once_per_file(tmp_path):
     tool = {"name": "f", "parameters": {}}
     call = {"function": {"name": "f", "arguments": {"wei": 10**21}}}
     row: dict[str, Any] = {
-        "messages": say("a", "b"),
-        "source": "x",
-        "system_prompt": "be kind",
-        "functions": [tool],
-    }
+        "messages": say("a", "b"), "source": "x", "system_prompt": "be kind", "functions": [tool],
+    }  # fmt: skip
     row["messages"][0]["weird\n"] = 1
     row["messages"][1] |= {"tool_calls": [call], "loss": True}
     rows = [row, *numbered(3)]

@@ -88,22 +88,13 @@ def test_templates_have_the_variables_of_transformers():
 
 
 BREAKOUTS = [
-    "{{ messages.__class__ }}",
-    "{{ messages.__class__.__mro__ }}",
-    "{{ '{0.__class__}'.format(messages) }}",
-    "{{ messages | attr('__class__') }}",
-    "{{ raise_exception.__globals__ }}",
-    "{{ strftime_now.__self__ }}",
-    "{{ dict.__init__ }}",
-    "{{ namespace(__init__=1) }}",
-    "{{ messages.append(1) }}",
-    "{{ messages[0].update({'role': 'x'}) }}",
-    "{% include 'x' %}",
-    "{% import 'x' as y %}",
-    "{{ lipsum.__globals__ }}",
-    "{{ self.__init__ }}",
-    "{{ cycler.__init__.__globals__ }}",
-]
+    "{{ messages.__class__ }}", "{{ messages.__class__.__mro__ }}",
+    "{{ '{0.__class__}'.format(messages) }}", "{{ messages | attr('__class__') }}",
+    "{{ raise_exception.__globals__ }}", "{{ strftime_now.__self__ }}", "{{ dict.__init__ }}",
+    "{{ namespace(__init__=1) }}", "{{ messages.append(1) }}",
+    "{{ messages[0].update({'role': 'x'}) }}", "{% include 'x' %}", "{% import 'x' as y %}",
+    "{{ lipsum.__globals__ }}", "{{ self.__init__ }}", "{{ cycler.__init__.__globals__ }}",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("source", BREAKOUTS)
