@@ -23,7 +23,7 @@ LAYERS = [
     {"errors"},
     {"io", "plan"},
     {"config", "predict"},
-    {"comm", "models", "data"},
+    {"comm", "models", "data", "importers"},
     {"engine", "peers", "optim", "checkpoint"},
     {"resolve"},
     {"estimate"},
@@ -34,7 +34,7 @@ LAYERS = [
     {"cli"},
 ]
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
-WITHOUT_TORCH = ["errors", "io", "plan", "config", "predict", "cli"]
+WITHOUT_TORCH = ["errors", "io", "plan", "config", "importers", "predict", "cli"]
 # Modules that consolidate, inspect and verify a checkpoint, or look at a run.
 TOOLS_WITHOUT_TORCH = [
     "fsdpctl.checkpoint.consolidate",

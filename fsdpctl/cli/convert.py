@@ -8,10 +8,10 @@ import typer
 from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
 from fsdpctl.cli.console import emit, note
 from fsdpctl.config.compose import checked_settings
-from fsdpctl.config.importers.read import read_others
-from fsdpctl.config.importers.recipe import ConvertedRecipe, recipe_text
-from fsdpctl.config.importers.recipe import convert as to_recipe
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.read import read_others
+from fsdpctl.importers.recipe import ConvertedRecipe, recipe_text
+from fsdpctl.importers.recipe import convert as to_recipe
 from fsdpctl.io.texts import escaped
 
 Source = Annotated[

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from fsdpctl.cli.config_args import ConfigArguments, normalized
 from fsdpctl.cli.console import say, show_table
-from fsdpctl.config.importers.read import read_others
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.read import read_others
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.from_others import ImportedConfig

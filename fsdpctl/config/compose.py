@@ -11,7 +11,6 @@ from typing import Any
 
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_model, with_model
 from fsdpctl.config.hub_models import hub_models
-from fsdpctl.config.importers.source_config import NO_TOML
 from fsdpctl.config.keys import Value
 from fsdpctl.config.overrides import gathered
 from fsdpctl.config.recipe import (
@@ -25,6 +24,7 @@ from fsdpctl.config.recipe import (
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import to_config
 from fsdpctl.config.short_words import expanded, names_model, resharding, with_own_strategy
+from fsdpctl.config.source_config import NO_TOML
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsdpctl
-from fsdpctl.config.importers.source_config import NO_TOML, SourceConfig, tool_of
 from fsdpctl.config.schema import GROUPS, KEYS
+from fsdpctl.config.source_config import NO_TOML, SourceConfig, tool_of
 from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.io.files import nearest_path, read_text_file
 from fsdpctl.io.untrusted import read_yaml

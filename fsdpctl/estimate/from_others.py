@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from fsdpctl.config.compose import Composed, compose_config
-from fsdpctl.config.importers.translation import (
+from fsdpctl.config.keys import value_in
+from fsdpctl.config.schema import GROUPS, KEYS, SIZES, Config
+from fsdpctl.errors import UsageError
+from fsdpctl.importers.translation import (
     RankDegrees,
     SourceBatch,
     Translation,
     TranslationRow,
     settings_of,
 )
-from fsdpctl.config.keys import value_in
-from fsdpctl.config.schema import GROUPS, KEYS, SIZES, Config
-from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.machine import placed_on_cluster, sample_groups, world_size
 from fsdpctl.resolve.rules import checked

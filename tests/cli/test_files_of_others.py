@@ -18,9 +18,9 @@ import yaml
 from fsdpctl.checkpoint.folders import remove_unfinished
 from fsdpctl.cli import app, inspection
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.importers.recipe import ConvertedRecipe, recipe_text
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.recipe import ConvertedRecipe, recipe_text
 from fsdpctl.io.run_files import METRICS, RUN_CONFIG
 from fsdpctl.tools.samples import samples_of_step
 from tests.cli.run import invoke, make_text

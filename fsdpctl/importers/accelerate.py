@@ -1,6 +1,8 @@
 """Translation of the YAML file of `accelerate config`: the ranks, and how they shard."""
 
-from fsdpctl.config.importers.shared import (
+from fsdpctl.config.source_config import SourceConfig, SourceKey
+from fsdpctl.errors import UsageError
+from fsdpctl.importers.shared import (
     UNUSED_OF_FSDP,
     check_degrees,
     deepspeed_file,
@@ -8,15 +10,13 @@ from fsdpctl.config.importers.shared import (
     read_fsdp,
     read_zero,
 )
-from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
-from fsdpctl.config.importers.training import TrainingRows
-from fsdpctl.config.importers.translation import (
+from fsdpctl.importers.training import TrainingRows
+from fsdpctl.importers.translation import (
     RankDegrees,
     SourceBatch,
     Translation,
     TranslationRow,
 )
-from fsdpctl.errors import UsageError
 
 _UNUSED = (
     "compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank",

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.data_files import option_of_data
-from fsdpctl.config.importers.defaults import OF_DEEPSPEED, Defaults
-from fsdpctl.config.importers.source_config import SourceKey, as_whole
-from fsdpctl.config.importers.translation import Translation, TranslationRow
 from fsdpctl.config.schema import KEYS
+from fsdpctl.config.source_config import SourceKey, as_whole
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.defaults import OF_DEEPSPEED, Defaults
+from fsdpctl.importers.translation import Translation, TranslationRow
 
 # The names of transformers' TrainingArguments, which axolotl and TRL share, and ours.
 _PLAIN = {

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.hub_models import hub_models
-from fsdpctl.config.importers.source_config import SourceKey
-from fsdpctl.config.importers.translation import Translation
 from fsdpctl.config.model_path import model_words
 from fsdpctl.config.overrides import OVERRIDES
+from fsdpctl.config.source_config import SourceKey
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.translation import Translation
 from fsdpctl.io.run_files import CONFIG_JSON
 
 # Names on the Hub without their owner. They match in full, so that quantized models and models of

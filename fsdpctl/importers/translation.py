@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.schema import GROUPS, KEYS
+from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.config.synonyms import NOT_NEEDED, NOT_SUPPORTED, SYNONYMS
 
 # Settings of fsdpctl that affect the memory estimate; a section includes all of its keys.

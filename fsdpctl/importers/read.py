@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from fsdpctl.config.importers.accelerate import read_accelerate
-from fsdpctl.config.importers.automodel import read_automodel
-from fsdpctl.config.importers.axolotl import read_axolotl
-from fsdpctl.config.importers.source_config import NO_TOML, SourceConfig, tool_of
-from fsdpctl.config.importers.translation import Translation
-from fsdpctl.config.importers.trl import read_trl
 from fsdpctl.config.schema import GROUPS, SECTIONS
+from fsdpctl.config.source_config import NO_TOML, SourceConfig, tool_of
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.accelerate import read_accelerate
+from fsdpctl.importers.automodel import read_automodel
+from fsdpctl.importers.axolotl import read_axolotl
+from fsdpctl.importers.translation import Translation
+from fsdpctl.importers.trl import read_trl
 from fsdpctl.io.untrusted import read_yaml
 
 _READERS = {

@@ -2,10 +2,12 @@
 
 import re
 
-from fsdpctl.config.importers.automodel_training import read_training
-from fsdpctl.config.importers.defaults import CHANGES_AUTOMODEL
-from fsdpctl.config.importers.models import map_model, map_overrides
-from fsdpctl.config.importers.shared import (
+from fsdpctl.config.source_config import SourceConfig, SourceKey
+from fsdpctl.errors import UsageError
+from fsdpctl.importers.automodel_training import read_training
+from fsdpctl.importers.defaults import CHANGES_AUTOMODEL
+from fsdpctl.importers.models import map_model, map_overrides
+from fsdpctl.importers.shared import (
     TOO_HIGH,
     check_degrees,
     check_heads,
@@ -13,9 +15,7 @@ from fsdpctl.config.importers.shared import (
     read_context,
     read_optimizer,
 )
-from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
-from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
-from fsdpctl.errors import UsageError
+from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation
 
 _RECIPES = (
     "TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForNextTokenPrediction", ""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from textwrap import wrap
 
-from fsdpctl.config.importers.defaults import HARMLESS
-from fsdpctl.config.importers.source_config import SourceKey
-from fsdpctl.config.importers.translation import Translation, TranslationRow
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, SIZES
+from fsdpctl.config.source_config import SourceKey
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.defaults import HARMLESS
+from fsdpctl.importers.translation import Translation, TranslationRow
 
 _WIDTH = 96
 # What a translation sets so that an estimate is that of the other tool.

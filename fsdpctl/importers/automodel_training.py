@@ -3,10 +3,10 @@
 import re
 
 from fsdpctl.config.data import CHAT
-from fsdpctl.config.importers.defaults import AUTOMODEL
-from fsdpctl.config.importers.source_config import SourceKey, as_whole
-from fsdpctl.config.importers.training import TrainingRows, ratio
-from fsdpctl.config.importers.translation import Translation
+from fsdpctl.config.source_config import SourceKey, as_whole
+from fsdpctl.importers.defaults import AUTOMODEL
+from fsdpctl.importers.training import TrainingRows, ratio
+from fsdpctl.importers.translation import Translation
 
 _STEPS, _RATES = "step_scheduler.", "lr_scheduler."
 _PLAIN = {

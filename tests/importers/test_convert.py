@@ -6,12 +6,12 @@ import pytest
 
 from fsdpctl.cli.convert import convert as convert_command
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.importers.read import read_others
-from fsdpctl.config.importers.recipe import ConvertedRecipe, convert, recipe_text
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.selection import NameFilter
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.from_others import completed
+from fsdpctl.importers.read import read_others
+from fsdpctl.importers.recipe import ConvertedRecipe, convert, recipe_text
 
 FILES = Path(__file__).parent / "files"
 

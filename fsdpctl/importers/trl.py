@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpctl.config.data import CHAT
-from fsdpctl.config.importers.defaults import CHANGES_TRL, TRL
-from fsdpctl.config.importers.models import map_model
-from fsdpctl.config.importers.shared import (
+from fsdpctl.config.source_config import SourceConfig, SourceKey
+from fsdpctl.errors import UsageError
+from fsdpctl.importers.defaults import CHANGES_TRL, TRL
+from fsdpctl.importers.models import map_model
+from fsdpctl.importers.shared import (
     deepspeed_file,
     keep_base_wide,
     quantized,
@@ -14,16 +16,14 @@ from fsdpctl.config.importers.shared import (
     read_targets,
     read_zero,
 )
-from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
-from fsdpctl.config.importers.training import (
+from fsdpctl.importers.training import (
     TrainingRows,
     add_schedule,
     has_completions,
     is_fraction,
     read_hugging_face_training,
 )
-from fsdpctl.config.importers.translation import SourceBatch, Translation
-from fsdpctl.errors import UsageError
+from fsdpctl.importers.translation import SourceBatch, Translation
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import read_json
 

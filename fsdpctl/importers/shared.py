@@ -7,10 +7,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
-from fsdpctl.config.importers.translation import Translation
+from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.config.synonyms import NOT_SUPPORTED
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.translation import Translation
 from fsdpctl.io.untrusted import read_json
 from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.strategy import get_strategy

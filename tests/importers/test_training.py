@@ -11,16 +11,16 @@ import torch
 from transformers import get_scheduler
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.importers import defaults
-from fsdpctl.config.importers.automodel import read_automodel
-from fsdpctl.config.importers.axolotl import read_axolotl
-from fsdpctl.config.importers.recipe import ConvertedRecipe, convert, recipe_text
-from fsdpctl.config.importers.source_config import SourceConfig
-from fsdpctl.config.importers.translation import Translation
-from fsdpctl.config.importers.trl import read_trl
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import KEYS, LrSchedulerConfig
+from fsdpctl.config.source_config import SourceConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.importers import defaults
+from fsdpctl.importers.automodel import read_automodel
+from fsdpctl.importers.axolotl import read_axolotl
+from fsdpctl.importers.recipe import ConvertedRecipe, convert, recipe_text
+from fsdpctl.importers.translation import Translation
+from fsdpctl.importers.trl import read_trl
 from fsdpctl.optim.schedule import lr_factor
 
 Reader = Callable[[SourceConfig], Translation]

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdpctl.config.data import CHAT
-from fsdpctl.config.importers.defaults import AXOLOTL
-from fsdpctl.config.importers.source_config import SourceKey
-from fsdpctl.config.importers.training import (
+from fsdpctl.config.source_config import SourceKey
+from fsdpctl.importers.defaults import AXOLOTL
+from fsdpctl.importers.training import (
     NO_LIMIT,
     TrainingRows,
     add_schedule,
@@ -14,7 +14,7 @@ from fsdpctl.config.importers.training import (
     is_fraction,
     read_hugging_face_training,
 )
-from fsdpctl.config.importers.translation import Translation
+from fsdpctl.importers.translation import Translation
 
 _FEWEST = 2  # steps: axolotl makes a warmup of one step two
 _FLOOR = "lr_scheduler.warmup_steps"

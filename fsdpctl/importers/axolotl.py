@@ -2,10 +2,12 @@
 
 from fnmatch import fnmatchcase
 
-from fsdpctl.config.importers.axolotl_training import read_training
-from fsdpctl.config.importers.defaults import CHANGES_AXOLOTL
-from fsdpctl.config.importers.models import map_model, map_overrides
-from fsdpctl.config.importers.shared import (
+from fsdpctl.config.source_config import SourceConfig, SourceKey
+from fsdpctl.errors import UsageError
+from fsdpctl.importers.axolotl_training import read_training
+from fsdpctl.importers.defaults import CHANGES_AXOLOTL
+from fsdpctl.importers.models import map_model, map_overrides
+from fsdpctl.importers.shared import (
     OF_FSDP,
     TOO_HIGH,
     UNUSED_OF_FSDP,
@@ -22,9 +24,7 @@ from fsdpctl.config.importers.shared import (
     read_targets,
     read_zero,
 )
-from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
-from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
-from fsdpctl.errors import UsageError
+from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation
 
 # Keys with which the estimate would be for another kind of training.
 _OTHER_TRAININGS = {
