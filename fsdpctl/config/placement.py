@@ -18,8 +18,8 @@ class EngineConfig:
     program: str = key(
         OURS,
         "estimates only: program whose memory is estimated; torchtitan: keeps logits in float32 "
-        "during the next pass; transformers_foreach: torch's default AdamW; "
-        "transformers_reentrant: FSDP 1 with reentrant checkpoints",
+        "during the next pass; transformers: norms of its modules, with _foreach torch's default "
+        "AdamW, with _reentrant FSDP 1 with reentrant checkpoints",
         choices=tuple(PROGRAMS),
     )
 

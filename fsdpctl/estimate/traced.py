@@ -206,7 +206,7 @@ class TracedModel:
         """
 
         self._model, chunk_tokens = config.model, config.train.mlp_chunk_tokens or 0
-        plain_norms = False  # true for programs that compute the norms of transformers
+        plain_norms = config.engine.facts.plain_norms
         built = _built(config.model, chunk_tokens, plain_norms)
         self.units, self.num_trained = built.units, built.num_trained
         self.num_params, self.num_active = built.num_params, built.num_active

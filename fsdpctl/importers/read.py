@@ -16,6 +16,7 @@ _READERS = {
     "axolotl": read_axolotl, "accelerate": read_accelerate, "TRL": read_trl,
     "Automodel": read_automodel,
 }  # fmt: skip
+_FUSED_NORMS = ("liger_rms_norm", "use_liger_kernel")
 # Keys by which files of further tools are known.
 _NOT_READ = {
     "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "actor_rollout_ref": "verl",
@@ -41,7 +42,11 @@ def read_others(path: Path) -> Translation:
     ) is not None:
         raise UsageError(f"{path}: a file of {other}: not supported; {_EXPECTED}")
     if (tool := tool_of(source)) is not None:
-        return _READERS[tool](source)
+        fused = any(each.key in _FUSED_NORMS and each.is_on for each in source.peek())
+        found = _READERS[tool](source)
+        if tool != "Automodel" and not fused and "engine.program" not in found.settings:
+            found.map(None, "engine.program=transformers", default="(norms of transformers)")
+        return found
     keys = {each.key for each in source.peek()}
     if keys and all(each.split(".")[0] in (*GROUPS, *SECTIONS) for each in keys):
         raise UsageError(f"{path}: is a recipe of fsdpctl; pass it as --recipe {path}")

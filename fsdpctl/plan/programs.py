@@ -11,13 +11,14 @@ class Program:
     keeps_logits: bool = False  # in float32, until the next pass has made its own
     # Inputs of recomputed blocks with frozen weights, and their gradients, until backward ends.
     keeps_inputs: bool = False
+    plain_norms: bool = False  # of transformers' modules, which keep more tensors than torch's
 
 
 OURS = "fsdpctl"
 PROGRAMS = {
     OURS: Program(),
     "torchtitan": Program(keeps_logits=True),
-    "transformers": Program(),
-    "transformers_foreach": Program(steps_at_once=False),
-    "transformers_reentrant": Program(keeps_inputs=True),
+    "transformers": Program(plain_norms=True),
+    "transformers_foreach": Program(steps_at_once=False, plain_norms=True),
+    "transformers_reentrant": Program(keeps_inputs=True, plain_norms=True),
 }
