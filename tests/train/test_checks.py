@@ -40,7 +40,7 @@ def test_without_an_estimate_nothing_is_compared(tmp_path):
         checks = Checks(folder, 0)
         checks._seconds = [1.0] * 3
         assert checks.time() is None
-    assert checks.memory(True, True, MIB, 0, MIB, MIB) is None
+    assert checks.memory(True, True, [MIB, 0, MIB, MIB]) is None
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_peak_memory_is_compared_with_the_estimate(tmp_path, on_cpu, message):
         "peak_reserved_bytes": 6 * MIB,
     }
     checks = Checks(kept(tmp_path, **peaks), 0)
-    found = checks.memory(True, on_cpu, MIB, 2 * MIB, 8 * MIB, 5 * MIB)
+    found = checks.memory(True, on_cpu, [MIB, 2 * MIB, 8 * MIB, 5 * MIB])
     assert found is not None
     assert found[0] == f"memory: {message}"
     sizes = [MIB, MIB, 8 * MIB, 5 * MIB] if on_cpu else [2 * MIB, 4 * MIB, 8 * MIB, 6 * MIB]

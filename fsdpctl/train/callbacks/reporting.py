@@ -49,11 +49,11 @@ class Checks(Callback):
         """Compare the median step time with the predicted one."""
         if len(self._seconds) < _STEPS:
             self._seconds.append(done.times.total)
-            if len(self._seconds) == _STEPS and (found := self._time()) is not None:
+            if len(self._seconds) == _STEPS and (found := self.time()) is not None:
                 run.journal.say(found[0])
                 run.journal.write({"step": done.step, **found[1]})
 
-    def _time(self) -> tuple[str, dict[str, Any]] | None:
+    def time(self) -> tuple[str, dict[str, Any]] | None:
         """Return a message about the step time, and its values; None without a prediction."""
         estimate = self._estimate
         if estimate is None or estimate.predicted_step_seconds is None:
@@ -80,12 +80,12 @@ class Checks(Callback):
             physical = proportional_memory() if on_cpu else 0
             own = (engine or 0, memory.allocated or 0, memory.reserved, physical)
             largest = [max(values) for values in zip(*run.ranks.gather_objects(own), strict=True)]
-            if (found := self._memory(engine is not None, on_cpu, largest)) is not None:
+            if (found := self.memory(engine is not None, on_cpu, largest)) is not None:
                 run.journal.say(found[0])
                 run.journal.write({"step": run.step, **found[1]})
         return requested
 
-    def _memory(
+    def memory(
         self, has_engine: bool, on_cpu: bool, largest: Sequence[int]
     ) -> tuple[str, dict[str, int]] | None:
         """Return a message about peak memory, and its values; None without an estimate of it."""
