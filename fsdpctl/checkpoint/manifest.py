@@ -167,9 +167,7 @@ class Progress:
     optimizer_step: Count = 0  # of every parameter that `optimizer_steps` does not name
     optimizer_steps: dict[str, Count] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # values of a custom training loop
-    param_groups: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # optimizer options of a custom training loop
+    param_groups: list[dict[str, Any]] = field(default_factory=list)  # of its optimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,12 +37,9 @@ _TIED = (
     "os.execvp(sys.argv[1], sys.argv[1:])"
 )
 # A command that itself starts ranks would take these variables for its own.
-_RANK_VARIABLES = frozenset(
-    (
-        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
-        "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
-        "FSDPCTL_LAUNCHER",
-    )
+_RANK_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 
 

@@ -157,18 +157,13 @@ class Restart:
         return {"step": step, "restart": {**asdict(self), "seconds_to_next_step": seconds}}
 
 
-def current_restart() -> Restart | None:
-    """Return the restart that started this worker, or None."""
-    text = os.environ.get(RESTART)
-    return None if text is None else msgspec.json.decode(text, type=Restart)
-
-
 class RunReporter(Callback):
     """The metrics of each step, the progress bar, and the peak memory of the engine."""
 
     def __init__(self, journal: Journal, checkpoints: Checkpoints | None) -> None:
         self._journal, self._checkpoints = journal, checkpoints
-        self._restart = current_restart()
+        text = os.environ.get(RESTART)  # of the restart that started this worker
+        self._restart = msgspec.json.decode(text, type=Restart) if text else None
 
     def begin(self, run: "Trainer") -> None:
         """Show the progress bar."""
