@@ -218,12 +218,10 @@ def _write_parameters(
     writer.add_layer_norm_rms_eps(about.rms_norm_eps)
     writer.add_vocab_size(int(model.vocab_size or 0))
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[matrices.pop()]])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
