@@ -28,13 +28,14 @@ from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.recipe import known_gpu
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.models.registry import build_plain
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.blocks import checkpoint_block
 from fsdpctl.resolve.small_copy import allocate
-from fsdpctl.run.flops import ModelFlops, flops_per_token, peak_flops
+from fsdpctl.run.flops import ModelFlops, flops_per_token
 
 WARM_UP = 4
 BYTES_OF_STATE = 8  # of a parameter: value, gradient and two moments in bf16
@@ -171,7 +172,8 @@ def _num_params(size: Size) -> int:
 def _mfu(size: Size, speeds: dict[str, float]) -> dict[str, float | None]:
     """Return the share of the chip's peak, counted as torchtitan counts it."""
     per_token = flops_per_token(_config(size), _num_params(size), size.length)
-    flops = ModelFlops(per_token, peak_flops(torch.cuda.get_device_name()))
+    gpu = known_gpu(torch.cuda.get_device_name())
+    flops = ModelFlops(per_token, None if gpu is None else gpu.peak)
     return {name: flops.utilization(speed) for name, speed in speeds.items()}
 
 

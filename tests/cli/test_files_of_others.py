@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from fsdpctl.checkpoint.folders import remove_unfinished
-from fsdpctl.cli import app, inspection
+from fsdpctl.cli import app, console
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
@@ -339,7 +339,9 @@ def test_what_has_the_name_of_a_checkpoint_is_a_directory(run, here, name, kind)
 def test_many_tensors_are_printed_as_few_are(here, monkeypatch):
     make_checkpoint(here / "ck")
     few = invoke("inspect-checkpoint", "ck")
-    monkeypatch.setattr(inspection, "_MANY_ROWS", 3)
+    monkeypatch.setattr(console.PatientConsole, "is_terminal", True)
+    monkeypatch.setattr(console.out, "_width", 1000)
+    monkeypatch.setattr(console, "_MANY_ROWS", 1)
     assert invoke("inspect-checkpoint", "ck") == few
     assert few[1].count("model/") > 3
 
