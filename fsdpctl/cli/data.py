@@ -57,7 +57,7 @@ def data(
         int | None, typer.Option(min=0, help="Show the samples of this rank only, if known.")
     ] = None,
 ) -> None:
-    """Show the training samples of one step, and why it was rejected, if it was."""
+    """Show the training samples of one step."""
     from fsdpctl.tools.samples import samples_of_step
 
     found = samples_of_step(run, step)
