@@ -21,6 +21,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.recipe import ConvertedRecipe, recipe_text
+from fsdpctl.io.console import PatientConsole
 from fsdpctl.io.run_files import METRICS, RUN_CONFIG
 from fsdpctl.tools.samples import samples_of_step
 from tests.cli.run import invoke, make_text
@@ -339,7 +340,7 @@ def test_what_has_the_name_of_a_checkpoint_is_a_directory(run, here, name, kind)
 def test_many_tensors_are_printed_as_few_are(here, monkeypatch):
     make_checkpoint(here / "ck")
     few = invoke("inspect-checkpoint", "ck")
-    monkeypatch.setattr(console.PatientConsole, "is_terminal", True)
+    monkeypatch.setattr(PatientConsole, "is_terminal", True)
     monkeypatch.setattr(console.out, "_width", 1000)
     monkeypatch.setattr(console, "_MANY_ROWS", 1)
     assert invoke("inspect-checkpoint", "ck") == few
