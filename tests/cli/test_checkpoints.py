@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdpctl.checkpoint.tensor_file import open_tensor_file
-from tests.cli.run import figures, fsdpctl, invoke, make_text
+from tests.cli.run import figures, fsdpctl, make_text
 from tests.models.families import save_model
 
 RUN = ["train.seq_len=16", "train.global_batch_size=8", "train.steps=6", "checkpoint.every=2",
@@ -167,24 +167,3 @@ def test_both_ways_to_save_give_the_same_checkpoints(trained, mode):
         for name in (mode, "run")
     )
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-
-
-MISTAKES = {
-    "--format": (["consolidate-checkpoint", "x", "y", "--format", "ggf"], "did you mean gguf"),
-    "--max-file-size": (
-        ["consolidate-checkpoint", "x", "y", "--format", "gguf", "--max-file-size", "1GB"],
-        "only valid with --format hf",
-    ),
-    "shard": (["shard-checkpoint", "org/name", "y"], "hf download org/name"),
-    "weights": (["train", "model.weights=x"], "use model=hf and model.path"),
-    "hub": (["estimate-memory", "model=org/name"], "hf download org/name"),
-    "mode": (["train", "checkpoint.mode=later"], "async, sync"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_reported_in_one_line(name):
-    typed, answer = MISTAKES[name]
-    code, said = invoke(*typed)
-    assert code == 2
-    assert answer in said

@@ -70,12 +70,12 @@ def test_a_directory_that_is_not_empty_is_rejected(tmp_path):
     assert "not an empty directory" in said
 
 
-@pytest.mark.parametrize("steps", ["3", "x", "0", "1e9"])
-def test_an_invalid_length_is_rejected(steps):
-    code, said = invoke("compare", "--steps", steps)
-    assert code == 2
-    assert "--steps" in said
-    assert "from 4" in said
+@pytest.mark.parametrize("option", ["--steps=3", "--steps=x", "--steps=1e9", "--rounds=0",
+                                    "--rounds=x", "--rounds=1e9"])  # fmt: skip
+def test_an_invalid_length_or_number_of_rounds_is_rejected(option):
+    name = option.partition("=")[0]
+    code, said = invoke("compare", option)
+    assert (code, name in said, f"from {4 if name == '--steps' else 1}" in said) == (2, True, True)
 
 
 def test_settings_that_no_variant_supports_are_an_error(tmp_path, monkeypatch):
@@ -84,12 +84,6 @@ def test_settings_that_no_variant_supports_are_an_error(tmp_path, monkeypatch):
     assert code == 2
     assert "data.path=/no/such: not found" in said
     assert f"{len(STRATEGIES) - 1} more variants" in said
-
-
-@pytest.mark.parametrize("rounds", ["0", "x", "1e9"])
-def test_an_invalid_number_of_rounds_is_rejected(rounds):
-    code, said = invoke("compare", "--rounds", rounds)
-    assert (code, "--rounds" in said, "from 1" in said) == (2, True, True)
 
 
 def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():

@@ -90,25 +90,6 @@ def test_more_ranks_than_samples_are_supported():
     assert json.loads(text)["world_size"] == 512
 
 
-@pytest.mark.parametrize(("words", "part"), [
-    (["clutser=h100"], "did you mean cluster?"), (["cluster.memory=0"], "cluster.memory=0"),
-    (["cluster.memory=80QB"], "a size such as 80GB"),
-    (["cluster.memory=GiB"], "cluster.memory=GiB"), (["cluster=h1000"], "did you mean h100?"),
-    (["engine=ddp"], "expected no_shard"), (["engine=fsdp2", "strategy=no_shard"], "full_shard"),
-    (["--fit", "batch"], "micro_batch, seq_len, model"),
-    (["launch.allocator=cuda"], "expandable, native"),
-    (["strategy=hybrid_shard", "strategy.dp_shard_size=3"], "must divide the 8 ranks"),
-    (["strategy.owner_map=balanced"], "only valid with strategy=shard_optimizer"),
-    (["model.num_heads=5"], "must divide"), (["--recipe", "nothing"], "nothing"),
-])  # fmt: skip
-def test_mistakes_are_reported_in_one_line(words, part):
-    hardware = [] if words[0].startswith("cluster=") else H100[1:]
-    code, said = invoke("estimate-memory", H100[0], *hardware, *words)
-    assert code == 2
-    assert part in said
-    assert "\n" not in said.strip()
-
-
 def test_a_configuration_of_another_tool_is_translated_and_estimated():
     words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h200"]
     code, text = invoke("estimate-memory", *words)

@@ -354,17 +354,6 @@ def test_a_token_file_is_what_its_header_says(tokens, tmp_path, case):
 # ---- configurations --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "word"), [
-    ("train.steps: 1\ntrain.steps: 2\n", "train.steps appears twice"),
-    ("train.steps: 1\ntrain: {steps: 2}\n", "given twice"),
-    ("a: &a {x: 1}\nb: *a\n", "aliases are not supported"), ("model: " * 3000 + "x", "not YAML"),
-])  # fmt: skip
-def test_a_recipe_is_plain_words(tmp_path, text, word):
-    (tmp_path / "r.yaml").write_text(text)
-    code, said = invoke("train", "--recipe", str(tmp_path / "r.yaml"), "--print-config")
-    assert (code, word in said) == (2, True), said
-
-
 @pytest.mark.parametrize("word", [
     "model.num_layers=1e5", "train.global_batch_size=1e9", "model.vocab_size=9007199254740992",
     "model.hidden_size=1e15", "train.seq_len=1e12", "launch.nproc_per_node=1e9",

@@ -35,21 +35,6 @@ def script(folder: Path, text: str) -> Path:
 # ---- before anything starts ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("word", "said"), [
-    ("checkpoint.after_save=no-such-program", "program no-such-program not found"),
-    ("checkpoint.after_save=sh 'x", "no closing quotation"),
-    ("checkpoint.after_save=", "expected text"),
-    ("checkpoint.after_save_timeout=0", "expected a number from 1 to 1000000"),
-    ("log.tensorboard=yes", "expected true or false"), ("log=wandb", "a section, not a key"),
-])  # fmt: skip
-def test_an_invalid_setting_is_one_line_and_creates_nothing(tmp_path, word, said):
-    run = tmp_path / "run"
-    code, answer = invoke(
-        "train", *TINY, f"data.path={make_text(tmp_path)}", f"train.run_dir={run}", word
-    )
-    assert (code, said in answer, run.exists()) == (2, True, False), answer
-
-
 def test_a_recipe_cannot_set_a_command(tmp_path):
     recipe = tmp_path / "theirs.yaml"
     recipe.write_text("checkpoint:\n  after_save: touch it\n")

@@ -104,6 +104,21 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
     ("tt.toml", ["TOML files, such as torchtitan's, are not read"]),
     ("job.config_file=tt.toml", ["TOML files, such as torchtitan's, are not read"]),
     ("launch.nproc_per_node=0", ["from 1"]),
+    ("data_parallel_shard_degree=8", ["strategy.dp_shard_size"]),
+    ("fsdp_size=8", ["strategy.dp_shard_size"]), ("cutoff_len=8", ["train.seq_len"]),
+    ("warmup_ratio=0.1", ["lr_scheduler.warmup_ratio"]), ("wandb_project=x", ["log.wandb_project"]),
+    ("val_set_size=0.1", ["data.val_fraction"]), ("base_model=x", ["use model=hf and model.path"]),
+    ("--activation_checkpoint.mode=full", ["use activation_checkpointing"]),
+    ("num_nodes=2", ["launch.nnodes"]), ("tp_size=2", ["does not support tensor parallelism"]),
+    ("lora_r=8", ["use model.lora.rank"]), ("lora_target_modules=x", ["use model.lora.targets"]),
+    ("unfrozen_parameters=x", ["use model.trainable=REGEX"]),
+    ("qlora=true", ["use model.lora.rank=16 and model.base_dtype=nf4"]),
+    ("load_in_4bit=true", ["use model.lora.rank=16 and model.base_dtype=nf4"]),
+    ("load_in_8bit=true", ["use model.lora.rank=16 and model.base_dtype=int8"]),
+    ("optimizer_cpu_offload=true", ["use strategy.offload=states,gradients"]),
+    ("sample_packing=true", ["use data.packing"]), ("report_to=wandb", ["use log.wandb=true"]),
+    ("push_to_hub=true", ["uploads"]), ("resume_from_checkpoint=x", ["--resume PATH"]),
+    ("fp16=true", ["precision=bf16"]),
 ])  # fmt: skip
 def test_errors_are_one_line_with_a_suggestion(word, parts):
     with pytest.raises(UsageError) as caught:
