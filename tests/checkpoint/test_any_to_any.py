@@ -131,14 +131,3 @@ def saved(request, tmp_path_factory):
 def test_every_pair(saved, ranks):
     dtype, folder = saved
     load_all(world_size=ranks, folder=folder, dtype=dtype, strategies=list(STRATEGIES))
-
-
-@pytest.mark.slow
-def test_some_pairs(tmp_path):
-    sources = {2: ["full_shard", "shard_optimizer"], 3: ["no_shard"]}
-    sources[4] = ["hybrid_shard_optimizer"]
-    targets = {1: ["full_shard"], 4: ["hybrid_shard", "hybrid_shard_optimizer"]}
-    for ranks, strategies in sources.items():
-        save_all(world_size=ranks, folder=tmp_path, dtype="float64", strategies=strategies)
-    for ranks, strategies in targets.items():
-        load_all(world_size=ranks, folder=tmp_path, dtype="float64", strategies=strategies)

@@ -32,7 +32,7 @@ from tests.checkpoint.test_round_trip import save, saves, trained, whole_tensors
 @pytest.mark.slow
 def test_a_reader_that_knows_only_the_document_reads_the_same(tmp_path):
     folder = tmp_path / "c"
-    saves(world_size=3, folder=str(folder), strategy="full_shard", source="")
+    saves(world_size=3, folder=folder)
     for key, values in whole_tensors(folder).items():
         assert np.array_equal(read_tensor(folder, key), values.numpy()), key
     file = folder / rank_file(1)

@@ -62,34 +62,8 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 @distributed()
-def saves(rank: int, world_size: int, folder: str, strategy: str, source: str) -> None:
-    """Train, or load from `source`, then save."""
-    if source:
-        model, optimizer = trained(strategy, steps=0)
-        progress = load_checkpoint(CheckpointReader(Path(source)), model, optimizer)
-        assert progress.samples == 10
-    else:
-        model, optimizer = trained(strategy)
-    save(Path(folder), model, optimizer)
-
-
-CHAIN = [
-    ("full_shard", 2), ("no_shard", 3), ("shard_grad_op", 1), ("full_shard", 4),
-    ("hybrid_shard_optimizer", 4), ("no_shard", 2),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_checkpoint_survives_any_change_of_ranks_and_strategy_bit_for_bit(tmp_path):
-    previous = ""
-    for number, (strategy, ranks) in enumerate(CHAIN):
-        folder = tmp_path / f"c{number}"
-        saves(world_size=ranks, folder=str(folder), strategy=strategy, source=previous)
-        previous = str(folder)
-    first, last = whole_tensors(tmp_path / "c0"), whole_tensors(Path(previous))
-    assert first.keys() == last.keys()
-    assert any(key.startswith("exp_avg/") for key in first)
-    assert all(torch.equal(first[key], last[key]) for key in first)
+def saves(rank: int, world_size: int, folder: Path) -> None:
+    save(folder, *trained("full_shard"))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +79,8 @@ def test_training_resumes_bit_for_bit(
     save(folder / "c", model, optimizer)
     train_on(model, optimizer, 3)
     resumed, its_optimizer = trained(strategy, steps=0)
-    load_checkpoint(CheckpointReader(folder / "c"), resumed, its_optimizer)
+    progress = load_checkpoint(CheckpointReader(folder / "c"), resumed, its_optimizer)
+    assert progress.samples == 10
     train_on(resumed, its_optimizer, 3)
     assert largest_difference(model.state_dict(), resumed.state_dict()) == 0.0
 
@@ -113,7 +88,7 @@ def test_training_resumes_bit_for_bit(
 @pytest.fixture
 def checkpoint(tmp_path):
     folder = tmp_path / "step-00000002"
-    saves(world_size=2, folder=str(folder), strategy="full_shard", source="")
+    saves(world_size=2, folder=folder)
     return folder
 
 

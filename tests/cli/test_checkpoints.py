@@ -143,7 +143,9 @@ def test_a_run_with_an_incomplete_newest_checkpoint_reports_it_and_resumes(run, 
 def test_a_run_with_a_corrupted_newest_checkpoint_names_it_and_the_next_step(run, trained):
     newest = run / "checkpoints" / "step-00000006"
     flip(newest / "rank-00001.safetensors", "model/lm_head.weight")
+    metrics = (run / "metrics.jsonl").read_bytes()
     said = resume(run, trained, code=4)
+    assert (run / "metrics.jsonl").read_bytes() == metrics
     assert "rank-00001.safetensors: corrupted: the checksum of model/lm_head.weight" in said
     before = run / "checkpoints" / "step-00000004"
     assert "--resume run/checkpoints/step-00000004 starts a new run" in said

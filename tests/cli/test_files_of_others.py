@@ -20,9 +20,9 @@ from fsdpctl.cli import app, console
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.recipe import ConvertedRecipe, recipe_text
 from fsdpctl.io.console import PatientConsole
 from fsdpctl.io.run_files import METRICS, RUN_CONFIG
+from fsdpctl.io.texts import printable
 from fsdpctl.tools.samples import samples_of_step
 from tests.cli.run import invoke, make_text
 from tests.hostile import TINY_MODEL, make_checkpoint, reseal
@@ -156,19 +156,12 @@ def test_a_secret_in_a_recipe_or_manifest_is_not_printed(here):
         (here / "r.yaml").write_text(f"data: tokens\ndata.path: {url}\n")
         code, said = invoke("train", "--recipe", "./r.yaml", "--print-config")
         assert code == 2
-        assert "S3CR3T" not in app_text(said)
+        assert "S3CR3T" not in printable(said)
     make_checkpoint(here / "ck")
     path = {"data.path": "s3://u:S3CR3T@b/x"}
     reseal(here / "ck", lambda content: content["config"].update(path))
     code, said = invoke("train", "model=hf", "model.path=ck", "--dry-run")
     assert "S3CR3T" not in said
-
-
-def app_text(message: str) -> str:
-    """Return a message as the command line prints it."""
-    from fsdpctl.io.texts import printable
-
-    return printable(message)
 
 
 # ---- names ---------------------------------------------------------------------------------
@@ -211,11 +204,6 @@ def test_words_of_convert_are_those_of_train(here, word):
         assert word.partition("=")[0] in said
     code, said = invoke("convert", "x.yaml", "train.steps=1", "train.steps=2")
     assert (code, "given twice" in said) == (2, True)
-
-
-def test_a_recipe_without_odd_names_is_unchanged():
-    recipe = ConvertedRecipe("axolotl", (), ("a=b: c",), ())
-    assert recipe_text(recipe, "x.yaml").startswith("# Converted from x.yaml (axolotl) by fsdpctl.")
 
 
 # ---- runs ----------------------------------------------------------------------------------

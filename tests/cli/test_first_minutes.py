@@ -7,6 +7,7 @@ import pytest
 
 from fsdpctl.cli.config_args import completions
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import nearest
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.tools.compare.vary import distinct, variants
@@ -200,7 +201,7 @@ def test_another_value_is_said_to_begin_a_new_run(tmp_path, monkeypatch):
     file = make_text(tmp_path)
     words = ["data=text", f"data.path={file}", "train.seq_len=16"]
     resolved = ["data.tokenizer=bytes", "model.vocab_size=256", "optimizer.lr=0.25"]
-    (first / "config.yaml").write_text(invoke("train", *words, *resolved, "--print-config")[1])
+    (first / "config.yaml").write_text(config_to_yaml(compose_config([*words, *resolved]).config))
     Path("runs/latest").symlink_to("llama_tiny-abcdef")
     said = dry_run(*words, "optimizer.lr=0.5", "precision=fp32")
     assert "to continue from its state, pass --resume runs/llama_tiny-abcdef" in said

@@ -39,7 +39,7 @@ def start(folder: Path, steps: int = LONG, *more: str, **about: Any) -> subproce
     )  # fmt: skip
 
 
-def wait_for(what: Callable[[], object], seconds: float = 60) -> None:
+def wait_for(what: Callable[[], object], seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
@@ -56,7 +56,7 @@ def ranks_of(process: "subprocess.Popen[str] | int") -> list[psutil.Process]:
     return psutil.Process(pid).children()
 
 
-def ended(process: "subprocess.Popen[str]", seconds: float = 60) -> tuple[int, str]:
+def ended(process: "subprocess.Popen[str]", seconds: float = 240) -> tuple[int, str]:
     out, _ = process.communicate(timeout=seconds)
     return process.returncode, out or ""
 

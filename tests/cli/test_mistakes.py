@@ -85,6 +85,7 @@ TABLE = [
     ("text data.path=fifo", "data.path=fifo: not a regular file"),
     ("text data.path=/proc/self/mem", "/proc/self/mem: Input/output error"),
     ("text data.path=empty.txt", "data.path=empty.txt: no text found"),
+    ("text data.path=latin.txt", "not UTF-8 at byte 4; convert it, for example with iconv"),
     ("text data.path=x.pdf", "data.path=x.pdf: a PDF; convert it, for example with pdftotext"),
     ("text data.path=x.zip", "data.path=x.zip: compressed; unpack it"),
     ("text data.path=x.png", "data.path=x.png: an image"),
@@ -192,6 +193,7 @@ def world(tmp_path_factory):
         "recipe.yaml": "train.steps: 7\n", "unknown.yml": "a: 1\n",
         "axolotl.yml": "base_model: x\nlearning_rate: 1e-4\ndatasets: [{path: x, type: alpaca}]\n",
     }  # fmt: skip
+    (folder / "latin.txt").write_bytes(b"abc\xff")
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.run import TINY, command, environment, figures, fsdpctl, make_text
+from tests.cli.test_interruptions import ended, wait_for
 
 pytestmark = pytest.mark.slow
 LONG = 100_000
@@ -107,18 +108,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float | N
     code, said = ended(run.start(40))
     assert code == 0, said
     return figures(run.dir)
-
-
-def wait_for(what: Callable[[], object], seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def ended(process: "subprocess.Popen[str]", seconds: float = 240) -> tuple[int, str]:
-    out, _ = process.communicate(timeout=seconds)
-    return process.returncode, out or ""
 
 
 def ask(way: str, run: Run, process: "subprocess.Popen[str]") -> None:

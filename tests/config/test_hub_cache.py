@@ -66,13 +66,6 @@ def test_the_name_of_a_revision_may_be_a_path(cache):
         local_model(f"{NAME}@v2")
 
 
-def test_the_error_has_the_command_that_downloads_a_model(cache):
-    with pytest.raises(
-        UsageError, match=r"model.path=org/tiny-model: .*`hf download org/tiny-model`"
-    ):
-        compose_config(["model=hf", f"model.path={NAME}"])
-
-
 @pytest.mark.parametrize(("names", "missing"), [
     (["model.safetensors"], "config.json"), (["config.json"], "model.safetensors"),
     (["config.json", "model.safetensors.index.json", "model-1.safetensors"], "model-2"),

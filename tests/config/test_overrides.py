@@ -75,7 +75,7 @@ def test_a_configuration_with_overrides_is_read_again(tmp_path):
     ("rope_scaling.facto=1", "rope_scaling.facto: no such key; did you mean factor?"),
     ("rope_scaling=1 model.overrides.rope_scaling.factor=2", "conflicts with another"),
     ("hidden_act=3", "hidden_act 3: expected text"),
-    ("rms_norm_eps=-1", "rms_norm_eps -1: expected a number of at least 0"),
+    ("rms_norm_eps=x", "rms_norm_eps x: expected a number"),
     ("model_type=lama", "model_type lama: not a causal decoder"),
     ("_attn_implementation=x", "no such key"),
     ("num_hidden_layers=3 model.num_layers=2 model.overrides.pad_token_id=3e9", "3000000000"),

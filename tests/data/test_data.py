@@ -160,21 +160,6 @@ def test_files_directories_and_globs(tmp_path):
     assert read(tmp_path / "**" / "t*.txt")[0] == (b"two\n",)
 
 
-@pytest.mark.parametrize(("make", "word"), [
-    (lambda path: None, "not found; expected a file"),
-    (lambda path: path.write_bytes(b""), "no text found"),
-    (lambda path: path.write_bytes(b"\0\1\2\xff"), "binary, expected UTF-8 text"),
-    (lambda path: path.write_bytes(b"abc\xff"),
-     "not UTF-8 at byte 4; convert it, for example with iconv"),
-    (lambda path: path.mkdir(), "no text found"),
-])  # fmt: skip
-def test_missing_empty_and_binary_files_are_rejected(tmp_path, make, word):
-    path = tmp_path / "x"
-    make(path)
-    with pytest.raises(UsageError, match=word):
-        read(path)
-
-
 def _numbered(count: int) -> FileTokenizer:
     """Return a tokenizer of `count` words."""
     vocabulary = {f"w{number}": number for number in range(count)}
@@ -242,13 +227,6 @@ def test_tokens_of_a_tokenizer_json_end_documents_and_are_cached(
     assert len(list((tmp_path / "cache" / "fsdpctl").glob("text-*"))) == 1
     assert open_data(config).fingerprint == first.fingerprint
     assert (first.vocab_size, first.val) == (4, None)
-
-
-def test_a_directory_without_a_tokenizer_is_rejected(tmp_path):
-    (tmp_path / "t").write_text("text")
-    config = DataConfig(name="text", path=str(tmp_path / "t"), tokenizer=str(tmp_path))
-    with pytest.raises(UsageError, match="tokenizer.json not found"):
-        open_data(config)
 
 
 @pytest.mark.parametrize("limits", [

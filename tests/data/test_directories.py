@@ -3,8 +3,6 @@
 import json
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from fsdpctl.config.compose import compose_config
@@ -367,17 +365,6 @@ def test_files_that_turn_out_not_to_be_text_are_not_counted_as_used(tmp_path):
         open_data(DataConfig("text", str(tmp_path)))
 
 
-def test_an_array_of_other_columns_is_refused_with_its_keys(tmp_path):
-    (tmp_path / "a.json").write_text(NAMED["COLUMNS"])
-    (tmp_path / "README.md").write_text("# Texts")
-    for path in (tmp_path, tmp_path / "a.json"):
-        assert option_of_data(str(path)) == "chat"
-        with pytest.raises(UsageError, match="unknown format with keys document, summary"):
-            open_data(DataConfig("text", str(path)))
-        with pytest.raises(UsageError, match="unknown format with keys document, summary"):
-            tokenize_files(str(path), Output(tmp_path / "t.bin"), ByteTokenizer())
-
-
 def test_text_and_tokenize_read_the_rows_that_chats_do(tmp_path):
     rows = [{"text": "a b", "label": 1}, {"text": ""}, {"text": None}, {"text": "c", "label": 0}]
     write_lines(tmp_path / "train.jsonl", rows)
@@ -410,13 +397,3 @@ def test_text_and_tokenize_refuse_rows_with_prompts(tmp_path):
         write_lines(tmp_path / "rows/a.jsonl", [row, row])
         with pytest.raises(UsageError, match=f"line 1: {kind}; expected `text`"):
             open_data(DataConfig("text", str(tmp_path / "rows")))
-
-
-def test_the_cache_of_a_map_is_not_tokenized(tmp_path):
-    table = pa.table({"text": ["ab", "c"]})
-    for name in ("data-00000-of-00001.arrow", "cache-12.arrow", "tmpabcdefgh"):
-        with pa.ipc.new_stream(tmp_path / name, table.schema) as out:
-            out.write_table(table)
-    pq.write_table(table, tmp_path / "test.parquet")
-    done = tokenize_files(str(tmp_path), Output(tmp_path / "t.bin"), ByteTokenizer())
-    assert done.tokens == 3

@@ -168,7 +168,7 @@ def test_a_path_with_an_equals_sign_is_a_path_if_it_is_there(tmp_path, monkeypat
 @pytest.mark.parametrize(("text", "word"), [
     ("a.txt:1,b.txt", "b.txt has no share"), ("a.txt:0,b.txt:1", "expected a share above 0"),
     ("a.txt:1:-2,b.txt:1", "expected a share above 0, or epochs"),
-    ("a.txt:nan,b.txt:1", "expected a share above 0"),
+    ("a.txt:nan,b.txt:1", "expected a share above 0"), ("[]", "expected at least one file"),
 ])  # fmt: skip
 def test_a_mistake_in_a_mixture_is_named(text, word):
     with pytest.raises(UsageError, match=word):

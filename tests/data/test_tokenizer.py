@@ -77,11 +77,6 @@ def test_tokens_are_those_of_transformers_in_every_layout(every, tmp_path):
     assert len(refused) < 5, refused
 
 
-HOSTILE: dict[str, dict[str, Any]] = {
-    "repeats the text": {"post_processor": {"type": "TemplateProcessing", "pair": [],
-        "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 300, "special_tokens": {}}},
-    "no model": {"model": None},
-}  # fmt: skip
 CONFIGS: dict[str, str] = {
     "not JSON": "{", "a list": "[]", "an end that is a number": '{"eos_token": 5}',
     "a lone surrogate": '{"eos_token": "\\ud800"}',
@@ -102,14 +97,14 @@ def _refused(folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("case", [*HOSTILE, *CONFIGS])
+@pytest.mark.parametrize("case", ["no model", *CONFIGS])
 def test_a_damaged_or_hostile_tokenizer_is_refused_in_one_line(tmp_path, case):
     folder = write_layout(tmp_path / "tok", Layout("hostile"))
     file = folder / "tokenizer.json"
-    if case in HOSTILE:
-        file.write_text(json.dumps(json.loads(file.read_text()) | HOSTILE[case]))
-    else:
+    if case in CONFIGS:
         (folder / "tokenizer_config.json").write_text(CONFIGS[case])
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"model": None}))
     _refused(folder)
 
 
@@ -120,7 +115,7 @@ def test_nothing_outside_the_directory_is_read(tmp_path):
               "gguf_file": str(outside / "vocab.json")}  # fmt: skip
     folder = write_layout(tmp_path / "tok", Layout("tok", config=config))
     (folder / "tokenizer.json").unlink()
-    assert "not found" in _refused(folder)
+    assert "tokenizer.json not found" in _refused(folder)
     for name in ("tokenizer.json", "added_tokens.json", "additional_chat_templates"):
         (folder / name).symlink_to(outside / "vocab.json")
         assert "link" in _refused(folder)

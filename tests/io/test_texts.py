@@ -66,11 +66,11 @@ def test_other_urls_and_paths_are_accepted_and_printed_as_they_are(text):
 
 
 def test_the_search_takes_no_time():
-    began = time.monotonic()
+    began = time.process_time()
     for text in ("://" * 30_000, "://" + "?" * 60_000, "://a:" + "b" * 60_000, ":/a" * 30_000):
         printable(text)
         refuse_secret(text, "x")
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize(

@@ -78,17 +78,6 @@ def test_errors_name_the_file_and_the_line(line, tmp_path):
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(("content", "said"), [
-    (b"", "empty; expected at least one row"),
-    (gzip.compress(GOOD, mtime=0)[:-9], "line .: cannot be read"),
-])  # fmt: skip
-def test_files_in_no_supported_format_are_rejected(content, said, tmp_path):
-    file = tmp_path / "chats.jsonl"
-    file.write_bytes(content)
-    with pytest.raises(UsageError, match=f"chats.jsonl.*{said}"):
-        rows_of(file)
-
-
 def test_files_have_shares_or_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl", "c,d:1.jsonl"):
@@ -107,20 +96,6 @@ def test_files_have_shares_or_not(tmp_path, monkeypatch):
         f"{tmp_path}/b.jsonl",
     ]
     assert [each.share for each in sources_of(whole).train] == [0.75, 0.25]
-
-
-@pytest.mark.parametrize(("text", "said"), [
-    ("x.jsonl", "data.path=x.jsonl: not found"),
-    ("a.jsonl:1,x.jsonl:2", "data.path=x.jsonl: not found"),
-    ("a.jsonl:1,b.jsonl", "b.jsonl has no share; give a share for all files or none"),
-    ("a.jsonl:0,b.jsonl:1", "expected a share above 0"), ("[]", "expected at least one file"),
-])  # fmt: skip
-def test_invalid_lists_of_files_are_rejected(text, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.jsonl", "b.jsonl"):
-        (tmp_path / name).write_text("x")
-    with pytest.raises(UsageError, match=said):
-        sources_of(text)
 
 
 # The text of axolotl's documentation of `type: alpaca`, whose answer it tokenizes apart.
