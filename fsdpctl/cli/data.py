@@ -57,14 +57,7 @@ def data(
         int | None, typer.Option(min=0, help="Show the samples of this rank only, if known.")
     ] = None,
 ) -> None:
-<<<<<<< HEAD
     """Show the training samples of one step."""
-=======
-    """Show the training samples of one step.
-
-    Also says why it was rejected, if it was.
-    """
->>>>>>> 99d8b6f5 (The help of data begins as the table of commands has it)
     from fsdpctl.tools.samples import samples_of_step
 
     found = samples_of_step(run, step)

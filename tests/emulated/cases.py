@@ -69,13 +69,10 @@ class Case:
         if half == 1:
             offload &= Offload.PARAMS  # states are refused where every rank has all of them
         sharding = Sharding(
-            self.strategy,
-            dp_shard_size=half or None,
-            owner_map=self.owner_map,
-            prefetch=Prefetch(self.depth, self.depth),
-            precision=PRECISIONS[self.precision],
+            self.strategy, dp_shard_size=half or None, owner_map=self.owner_map,
+            prefetch=Prefetch(self.depth, self.depth), precision=PRECISIONS[self.precision],
             offload=offload,
-        )
+        )  # fmt: skip
         model = shard_model(net.to(device), sharding)
         model.overlap_param_gather = self.overlaps
         return model
@@ -106,12 +103,9 @@ class Case:
                         next_token_loss(model, batches[-1])
                 tokens = torch.full((), 15 * count, device=device)
                 record = record_step(
-                    model,
-                    loss_sum=loss_sum,
-                    tokens=tokens,
-                    nominal_tokens=15 * count * world_size,
+                    model, loss_sum=loss_sum, tokens=tokens, nominal_tokens=15 * count * world_size,
                     max_grad_norm=0.05,
-                )
+                )  # fmt: skip
                 optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
                 optimizer.zero_grad()
                 if model.can_prefetch:

@@ -78,11 +78,9 @@ def _done_at_once(self: NcclCollectives, done: torch.cuda.Event, result: Tensor)
 # ---- Waits that are missing before and after each kind of collective
 
 KINDS = {
-    "all_gather": (Case(), MAPPED, DDP),
-    "reduce_scatter": (Case(), MAPPED),
-    "start_all_reduce": (HYBRID, DDP),
-    "chain": (HYBRID, HPZ),
-}
+    "all_gather": (Case(), MAPPED, DDP), "reduce_scatter": (Case(), MAPPED),
+    "start_all_reduce": (HYBRID, DDP), "chain": (HYBRID, HPZ),
+}  # fmt: skip
 for _name, _cases in KINDS.items():
     for _case in _cases:
 

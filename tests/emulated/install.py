@@ -125,12 +125,9 @@ def _replace_varlen() -> None:
 
 
 _H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3 (emulated)",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
+    name="NVIDIA H100 80GB HBM3 (emulated)", major=9, minor=0, multi_processor_count=132,
     total_memory=0,
-)
+)  # fmt: skip
 
 
 def install():
@@ -144,36 +141,24 @@ def install():
     c = _load()
     _H100.total_memory = c.memory_info(0)[1]
     functions = {
-        "_has_cuda": True,
-        "_CudaStreamBase": _Stream,
-        "_CudaEventBase": _Event,
-        "_cuda_getDeviceCount": c.device_count,
-        "_cuda_getDevice": c.get_device,
-        "_cuda_setDevice": c.set_device,
-        "_cuda_exchangeDevice": c.exchange_device,
-        "_cuda_maybeExchangeDevice": c.exchange_device,
-        "_cuda_getCurrentStream": c.current_stream,
+        "_has_cuda": True, "_CudaStreamBase": _Stream, "_CudaEventBase": _Event,
+        "_cuda_getDeviceCount": c.device_count, "_cuda_getDevice": c.get_device,
+        "_cuda_setDevice": c.set_device, "_cuda_exchangeDevice": c.exchange_device,
+        "_cuda_maybeExchangeDevice": c.exchange_device, "_cuda_getCurrentStream": c.current_stream,
         "_cuda_getCurrentRawStream": lambda d: c.current_stream(d)[0],
-        "_cuda_getDefaultStream": lambda d: (0, d, 1),
-        "_cuda_setStream": c.set_stream,
-        "_cuda_synchronize": c.synchronize,
-        "_cuda_sleep": c.sleep,
-        "_cuda_init": lambda: None,
-        "_cuda_getArchFlags": lambda: "sm_90",
-        "_cuda_canDeviceAccessPeer": lambda a, b: True,
-        "_cuda_ipc_collect": lambda: None,
-        "_cuda_set_sync_debug_mode": c.set_sync_debug,
-        "_cuda_get_sync_debug_mode": c.get_sync_debug,
-        "_cuda_emptyCache": c.empty_cache,
+        "_cuda_getDefaultStream": lambda d: (0, d, 1), "_cuda_setStream": c.set_stream,
+        "_cuda_synchronize": c.synchronize, "_cuda_sleep": c.sleep, "_cuda_init": lambda: None,
+        "_cuda_getArchFlags": lambda: "sm_90", "_cuda_canDeviceAccessPeer": lambda a, b: True,
+        "_cuda_ipc_collect": lambda: None, "_cuda_set_sync_debug_mode": c.set_sync_debug,
+        "_cuda_get_sync_debug_mode": c.get_sync_debug, "_cuda_emptyCache": c.empty_cache,
         "_cuda_memoryStats": _memory_stats,
         "_cuda_resetPeakMemoryStats": torch._C._accelerator_resetPeakStats,
         "_cuda_resetAccumulatedMemoryStats": torch._C._accelerator_resetAccumulatedStats,
         "_cuda_getAllocatorBackend": lambda: "native",
-        "_cuda_isCurrentStreamCapturing": lambda: False,
-        "_cuda_getCompiledVersion": lambda: 13000,
+        "_cuda_isCurrentStreamCapturing": lambda: False, "_cuda_getCompiledVersion": lambda: 13000,
         "_cuda_record_memory_history": lambda *_, **__: None,
         "_cuda_memorySnapshot": lambda *_: _snapshot(c.memory_blocks()),
-    }
+    }  # fmt: skip
     for name, value in functions.items():
         setattr(torch._C, name, value)
     # If torch has a kernel for the CPU and one for all devices, the former: values are the CPU's.
@@ -183,10 +168,8 @@ def install():
     cuda: Any = torch.cuda
     streams = importlib.reload(torch.cuda.streams)  # its classes have the new bases
     cuda.Stream, cuda.Event, cuda.ExternalStream = (
-        streams.Stream,
-        streams.Event,
-        streams.ExternalStream,
-    )
+        streams.Stream, streams.Event, streams.ExternalStream,
+    )  # fmt: skip
     cuda._exchange_device = cuda._maybe_exchange_device = c.exchange_device
     cuda._lazy_init = lambda: None
     cuda._initialized = True

@@ -1,13 +1,16 @@
 """Small modules with awkward shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.plan.strategy import STRATEGIES
 
 WIDE = 401  # words, with which the embedding has 30 times what a block has
 
@@ -59,6 +62,14 @@ def make_net(*, tied: bool, dtype: torch.dtype = torch.float32, vocab: int = 17)
     return OddNet(tied=tied, vocab=vocab).to(dtype)
 
 
+def sharded(
+    strategy: str, *, tied: bool = True, dtype: torch.dtype = torch.float32, **more: Any
+) -> ShardedModel:
+    """The network on four ranks, in two copies where the strategy has copies."""
+    size = 2 if STRATEGIES[strategy].replicates else None
+    return shard_model(make_net(tied=tied, dtype=dtype), strategy, dp_shard_size=size, **more)
+
+
 def next_token_loss(module: nn.Module, tokens: Tensor) -> Tensor:
     """Mean cross entropy of predicting the next token."""
     logits = module(tokens[:, :-1])
@@ -73,6 +84,30 @@ def token_batches(steps: int, ranks: int, micro_steps: int = 1) -> list[list[lis
         return torch.randint(0, 17, (3, 6), generator=generator)
 
     return [[[batch() for _ in range(micro_steps)] for _ in range(ranks)] for _ in range(steps)]
+
+
+def one_step(
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Tensor,
+    loss: Callable[[nn.Module, Tensor], Tensor] = next_token_loss,
+) -> None:
+    loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def gradients_beside(
+    model: ShardedModel, whole: Mapping[str, Tensor | None]
+) -> Iterator[tuple[Tensor, Tensor, str]]:
+    """What this rank has of reduced gradients, the same elements of whole ones, and the name."""
+    for shard in model.flat_shards():
+        for piece in shard.held_pieces():
+            values, grad, part = whole[piece.param.name], shard.grad, piece.in_param
+            assert values is not None
+            assert grad is not None
+            theirs = values.flatten()[part.start : part.stop]
+            yield shard.view(grad, piece.in_flat), theirs, piece.param.name
 
 
 def backward_window(

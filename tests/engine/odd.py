@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -246,9 +247,12 @@ def freeze_all_but_vectors(net: OddNet) -> None:
 
 
 def partly_frozen(freeze: Callable[[OddNet], None]) -> OddNet:
-    net = token_net(tied=False)
-    freeze(net)
+    freeze(net := token_net(tied=False))
     return net
+
+
+_frozen_below = partial(partly_frozen, freeze_below)
+_little_trained = partial(partly_frozen, freeze_all_but_vectors)
 
 
 @torch.no_grad()
@@ -283,27 +287,20 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "odd shapes": Kind(lambda: token_net(tied=False), token_batches, next_token_loss),
     "tied embedding": Kind(lambda: token_net(tied=True), token_batches, next_token_loss),
-    "frozen below": Kind(lambda: partly_frozen(freeze_below), token_batches, next_token_loss),
-    "little trained": Kind(
-        lambda: partly_frozen(freeze_all_but_vectors), token_batches, next_token_loss
-    ),
+    "frozen below": Kind(_frozen_below, token_batches, next_token_loss),
+    "little trained": Kind(_little_trained, token_batches, next_token_loss),
     "in four bits": Kind(in_four_bits, token_batches, next_token_loss),
     "mixed": Kind(lambda: Stack(TiedInside, InPlace, Frozen, Buffered, Detached)),
-    "tied across": Kind(TiedAcross),
-    "adapted": Kind(lambda: Stack(Adapted)),
-    "never used": Kind(lambda: Stack(Never)),
-    "used on some ranks": Kind(lambda: Stack(Spare)),
+    "tied across": Kind(TiedAcross), "adapted": Kind(lambda: Stack(Adapted)),
+    "never used": Kind(lambda: Stack(Never)), "used on some ranks": Kind(lambda: Stack(Spare)),
     "output used on some ranks": Kind(SideOutputs),
-    "graph on some ranks": Kind(
-        lambda: Stack(Leading, Leading, OddBlock, OddBlock), loss=frozen_loss
-    ),
+    "graph on some ranks": Kind(lambda: Stack(*[Leading] * 2, *[OddBlock] * 2), loss=frozen_loss),
     "used later": Kind(lambda: Stack(Spare), late_batches),
     "called twice": Kind(lambda: Wayward([0, 1, 0, 1, 2, 3])),
     "reordered": Kind(lambda: Wayward([3, 2, 1, 0])),
-    "skipped": Kind(lambda: Wayward([2, 0, 3, 3])),
-    "recomputed": Kind(lambda: recomputing("full")),
+    "skipped": Kind(lambda: Wayward([2, 0, 3, 3])), "recomputed": Kind(lambda: recomputing("full")),
     "recomputed selectively": Kind(lambda: recomputing("selective")),
     "checkpointed outside": Kind(lambda: Wayward([0, 1, 2, 3], checkpoints="plain")),
     "checkpointed re-entrantly": Kind(lambda: Wayward([1, 0, 2, 3], checkpoints="reentrant")),
     "partly re-entrantly": Kind(partly_reentrant, token_batches, next_token_loss),
-}
+}  # fmt: skip

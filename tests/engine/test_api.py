@@ -2,34 +2,21 @@
 
 import copy
 import pickle
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import fsdpctl
 from fsdpctl.errors import EngineError, UsageError
+from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed, in_turn
 from tests.engine.events import gathered_nbytes
-from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.models import make_net, next_token_loss, one_step, sharded, token_batches
 from tests.engine.test_parity import largest_difference
+from tests.matrix import WHOLE
 from tests.reference import train_reference
-
-STRATEGIES = [
-    "full_shard",
-    "shard_optimizer",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("no_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_grad_op")
-    ),
-]
-
-
-def one_step(model: fsdpctl.ShardedModel, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    next_token_loss(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def test_every_public_name_exists_and_is_documented():
@@ -37,43 +24,45 @@ def test_every_public_name_exists_and_is_documented():
         assert getattr(fsdpctl, name).__doc__
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:1] + STRATEGIES[2:])
-@distributed(world_size=2)
-@in_turn(reduce=["every", "last"])
+@WHOLE
+@distributed(world_size=4)
 def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(
-    rank: int, world_size: int, strategy: str, reduce: str
+    rank: int, world_size: int, whole: bool
 ) -> None:
-    whole = token_batches(2, world_size, micro_steps=3)
-    partial = token_batches(1, world_size, micro_steps=2)
-    batches = [*whole, *partial]
+    batches = token_batches(2, world_size, micro_steps=3) + token_batches(1, world_size, 2)
     expected = train_reference(make_net(tied=True, dtype=torch.float64), next_token_loss, batches)
-    net = make_net(tied=True, dtype=torch.float64)
-    model = fsdpctl.shard_model(net, strategy)
-    optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
-    accumulator = fsdpctl.GradAccumulator(model, steps=3, reduce=reduce)  # type: ignore[arg-type]
-    for of_ranks in batches:
-        for batch in of_ranks[rank]:
-            assert not accumulator.ready
-            with accumulator.micro_step():
-                next_token_loss(model, batch).backward()
-        accumulator.sync()
-        assert accumulator.ready
-        optimizer.step()
-        optimizer.zero_grad()
-        accumulator.ready = False
-    assert largest_difference(model.state_dict(), expected) <= 1e-12
+    strategies = list(STRATEGIES) if whole else ["full_shard", "hybrid_shard_optimizer"]
+    for strategy, reduce in product(strategies, ("every", "last")):
+        model = sharded(strategy, dtype=torch.float64)
+        optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
+        accumulator = fsdpctl.GradAccumulator(model, steps=3, reduce=reduce)
+        for of_ranks in batches:
+            for batch in of_ranks[rank]:
+                assert not accumulator.ready
+                with accumulator.micro_step():
+                    next_token_loss(model, batch).backward()
+            accumulator.sync()
+            assert accumulator.ready
+            optimizer.step()
+            optimizer.zero_grad()
+            accumulator.ready = False
+        assert largest_difference(model.state_dict(), expected) <= 1e-12, (strategy, reduce)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(world_size=2)
+@distributed(world_size=4)
+@in_turn(strategy=list(STRATEGIES))
 def test_state_dict_and_load_state_dict_use_full_tensors(
     rank: int, world_size: int, strategy: str
 ) -> None:
-    model = fsdpctl.shard_model(make_net(tied=True), strategy)
+    model, plain = sharded(strategy), make_net(tied=True)
+    assert largest_difference(model.state_dict(), plain.state_dict()) == 0.0
     other = {name: value + 1 for name, value in make_net(tied=True).state_dict().items()}
     other["head.weight"] = other["embed.weight"]
     model.load_state_dict(other)
     assert largest_difference(model.state_dict(), other) == 0.0
+    plain.load_state_dict(other)
+    batch = token_batches(1, 1)[0][0][0]
+    assert torch.equal(model(batch), plain(batch))
     with pytest.raises(EngineError, match="norm.weight is missing"):
         model.load_state_dict({k: v for k, v in other.items() if k != "norm.weight"})
     with pytest.raises(EngineError, match="unknown nrom.weight; did you mean norm.weight?"):
@@ -82,12 +71,12 @@ def test_state_dict_and_load_state_dict_use_full_tensors(
         model.load_state_dict({**other, "norm.weight": torch.zeros(3)})
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(world_size=2)
+@distributed(world_size=4)
+@in_turn(strategy=list(STRATEGIES))
 def test_full_parameters_are_unsharded_and_writable(
     rank: int, world_size: int, strategy: str
 ) -> None:
-    model = fsdpctl.shard_model(make_net(tied=True), strategy)
+    model = sharded(strategy)
     expected = make_net(tied=True).state_dict()
     with model.full_parameters():
         assert torch.equal(model.module.get_parameter("embed.weight"), expected["embed.weight"])
@@ -98,6 +87,8 @@ def test_full_parameters_are_unsharded_and_writable(
         model.module.get_parameter("norm.weight").fill_(float(rank + 3))
     assert (model.state_dict()["norm.weight"] == 3.0).all()
     model(token_batches(1, 1)[0][0][0])
+    model.check_replicas()
+    assert (model.unwrap().get_parameter("norm.weight") == 3.0).all()
 
 
 @distributed(world_size=2)
@@ -113,8 +104,8 @@ def test_full_parameters_free_the_memory_of_what_a_forward_gathered(
         assert gathered_nbytes(model) == at_rest
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
+@in_turn(strategy=list(STRATEGIES))
 def test_unwrap_returns_the_plain_module(rank: int, world_size: int, strategy: str) -> None:
     net = make_net(tied=True)
     model = fsdpctl.shard_model(net, strategy)
@@ -129,38 +120,28 @@ def test_unwrap_returns_the_plain_module(rank: int, world_size: int, strategy: s
     plain.to(torch.float64)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(world_size=2)
-def test_any_elementwise_optimizer_works_on_flat_parameters(
+@distributed(world_size=4)
+@in_turn(strategy=list(STRATEGIES))
+def test_any_elementwise_optimizer_and_clipping_count_each_element_once(
     rank: int, world_size: int, strategy: str
 ) -> None:
-    batches = token_batches(3, world_size)
-    model = fsdpctl.shard_model(make_net(tied=True), strategy)
+    model, plain = sharded(strategy), make_net(tied=True)
     optimizer = torch.optim.SGD(model.flat_parameters(), lr=0.1, momentum=0.9)
-    plain = make_net(tied=True)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for of_ranks in batches:
-        one_step(model, optimizer, of_ranks[rank][0])
+    for of_ranks in token_batches(3, world_size):
+        next_token_loss(model, of_ranks[rank][0]).backward()
+        norm = fsdpctl.clip_grad_norm_(model, 0.05)
         for other in of_ranks:
             (next_token_loss(plain, other[0]) / world_size).backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        assert float(norm) == pytest.approx(float(expected), rel=1e-5)
+        assert float(norm) > 0.05
+        assert float(fsdpctl.clip_grad_norm_(model, 1.0)) == pytest.approx(0.05, rel=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
         reference.step()
         reference.zero_grad()
     assert largest_difference(model.state_dict(), plain.state_dict()) <= 1e-6
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(world_size=2)
-def test_clipping_returns_the_norm_and_scales(rank: int, world_size: int, strategy: str) -> None:
-    model = fsdpctl.shard_model(make_net(tied=True), strategy)
-    batches = token_batches(1, world_size)[0]
-    next_token_loss(model, batches[rank][0]).backward()
-    norm = fsdpctl.clip_grad_norm_(model, 0.01)
-    plain = make_net(tied=True)
-    for batch in batches:
-        (next_token_loss(plain, batch[0]) / world_size).backward()
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    assert float(norm) == pytest.approx(float(expected), rel=1e-5)
-    assert float(fsdpctl.clip_grad_norm_(model, 1.0)) == pytest.approx(0.01, rel=1e-3)
 
 
 @distributed(world_size=2)
@@ -178,26 +159,26 @@ def test_an_impossible_prefetch_raises_an_error(rank: int, world_size: int) -> N
         expected.prefetch_forward_params()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(world_size=2)
-def test_update_shards_writes_in_place_and_checks_the_length(
-    rank: int, world_size: int, strategy: str
+@distributed(world_size=4)
+@in_turn(strategy=list(STRATEGIES), bf16=[False, True])
+def test_written_shards_reach_every_replica(
+    rank: int, world_size: int, strategy: str, bf16: bool
 ) -> None:
-    model = fsdpctl.shard_model(make_net(tied=True), strategy)
+    model = sharded(strategy, precision=fsdpctl.Precision(torch.bfloat16 if bf16 else None))
     numel = sum(shard.master.numel() for shard in model.flat_shards())
-    with pytest.raises(EngineError, match=rf"shape \[{numel}\], as .* shards have, got \[3\]"):
+    said = rf"shape \[{numel}\], as this rank's shards have, got \[3\]"
+    with pytest.raises(EngineError, match=said):
         model.update_shards(torch.zeros(3))
     model.update_shards(torch.full((numel,), 2.0))
     assert all((value == 2.0).all() for value in model.state_dict().values())
+    plain = make_net(tied=True).to(torch.bfloat16 if bf16 else torch.float32)
+    with torch.no_grad():
+        for param in [*model.flat_parameters(), *plain.parameters()]:
+            param.fill_(0.5)
     model.broadcast_updated_params()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(world_size=2)
-def test_memory_matches_the_strategy(rank: int, world_size: int, strategy: str) -> None:
-    model = fsdpctl.shard_model(make_net(tied=False), strategy)
-    share = 1 if strategy == "no_shard" else 2
-    assert model.shard_memory_bytes() * share == model.replicated_memory_bytes()
+    batch = token_batches(1, 1)[0][0][0]
+    assert torch.equal(model(batch), plain(batch))
+    model.check_replicas()
 
 
 @pytest.mark.parametrize(
@@ -241,9 +222,7 @@ SLIPS = {
         lambda model: fsdpctl.ShardedAdamW(model, param_groups=[{"params": []}]), "names of param",
     ),
     "shards of a list": (lambda model: model.update_shards([0.0]), "expected a 1-D tensor"),
-    "a scaler": (
-        lambda model: scaled_step(model), "use bf16, which needs no scaling",
-    ),
+    "a scaler": (lambda model: scaled_step(model), "use bf16, which needs no scaling"),
     "an average": (lambda model: torch.optim.swa_utils.AveragedModel(model), "copying the model"),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,14 @@ from fsdpctl.plan.schedule import EventKind
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed, in_turn
 from tests.engine.events import recording
-from tests.engine.models import OddBlock, make_net, next_token_loss, token_batches
+from tests.engine.models import (
+    OddBlock,
+    gradients_beside,
+    make_net,
+    next_token_loss,
+    one_step,
+    token_batches,
+)
 from tests.engine.odd import Leading, Stack, Wayward, square_loss
 from tests.engine.test_failures import as_tensor
 from tests.engine.test_parity import largest_difference
@@ -83,12 +91,8 @@ def test_several_backwards_and_several_forwards_add_up(
             model = shard_model(Wayward(order), strategy)
             backwards(model)
             grads = {name: p.grad for name, p in plain.named_parameters()}
-            for shard in model.flat_shards():
-                for piece in shard.held_pieces():
-                    ours = shard.view(as_tensor(shard.grad), piece.in_flat)
-                    whole = as_tensor(grads[piece.param.name]).flatten()
-                    theirs = whole[piece.in_param.start : piece.in_param.stop]
-                    assert torch.allclose(ours, theirs, atol=1e-7)
+            for ours, theirs, _ in gradients_beside(model, grads):
+                assert torch.allclose(ours, theirs, atol=1e-7)
 
 
 @distributed(world_size=2)
@@ -135,9 +139,7 @@ def test_evaluation_between_forward_and_backward_changes_nothing(
         model(batch)
     loss.backward()
     for ours, theirs in zip(model.flat_shards(), plain.flat_shards(), strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        assert torch.equal(ours.grad, theirs.grad)
+        assert torch.equal(as_tensor(ours.grad), as_tensor(theirs.grad))
 
 
 class _Hidden:
@@ -176,9 +178,7 @@ def test_padding_stays_zero(rank: int, world_size: int) -> None:
     model = shard_model(make_net(tied=True), "full_shard")
     optimizer = ShardedAdamW(model, lr=1e-2)
     for of_ranks in token_batches(5, world_size):
-        next_token_loss(model, of_ranks[rank][0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        one_step(model, optimizer, of_ranks[rank][0])
     for shard in model.flat_shards():
         for gap in shard.layout.padding:
             inside = gap.intersect(shard.held)
@@ -192,7 +192,7 @@ def test_states_are_sharded(rank: int, world_size: int) -> None:
     optimizer = ShardedAdamW(model, lr=1e-2)
     next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
     total = sum(shard.layout.numel for shard in model.flat_shards())
-    assert sum(shard.master.numel() for shard in model.flat_shards()) * 2 == total
+    assert model.shard_memory_bytes() * 2 == model.replicated_memory_bytes() == 4 * total
     assert sum(s.grad.numel() for s in model.flat_shards() if s.grad is not None) * 2 == total
     optimizer.step()
     steps = 4 * len(optimizer.runs)
@@ -244,20 +244,8 @@ def test_an_owner_map_with_another_strategy_is_an_error():
         shard_model(make_net(tied=True), "full_shard", owner_map="balanced")
 
 
-def test_without_a_process_group_it_runs_as_one_rank():
-    batches = token_batches(3, 1)
-    expected = train_reference(make_net(tied=True), next_token_loss, batches)
-    model = shard_model(make_net(tied=True), "full_shard")
-    optimizer = ShardedAdamW(model, lr=1e-2)
-    for of_ranks in batches:
-        next_token_loss(model, of_ranks[0][0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert largest_difference(model.state_dict(), expected) == 0.0
-
-
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @distributed(world_size=2)
+@in_turn(param_dtype=[None, torch.bfloat16])
 def test_nothing_is_left_in_the_padding_of_unsharded_gradients(
     rank: int, world_size: int, param_dtype: torch.dtype | None
 ) -> None:
@@ -272,18 +260,16 @@ def test_nothing_is_left_in_the_padding_of_unsharded_gradients(
         model.drop_gradients()
 
 
-@pytest.mark.parametrize(
-    ("called", "owner_map"),
-    [
-        (True, "even"),
-        (False, "round_robin"),
-        pytest.param(True, "round_robin", marks=pytest.mark.slow),
-        pytest.param(False, "even", marks=pytest.mark.slow),
+@distributed(world_size=4)
+@in_turn(
+    called=[True, False],
+    strategy__owners=[
+        ("shard_optimizer", "even"), ("shard_optimizer", "round_robin"),
+        ("hybrid_shard_optimizer", "even"),
     ],
-)
-@distributed(world_size=2)
+)  # fmt: skip
 def test_updates_that_arrive_late_change_nothing(
-    rank: int, world_size: int, owner_map: str, called: bool
+    rank: int, world_size: int, called: bool, strategy: str, owners: str
 ) -> None:
     """Also where a unit is not called as a module, which the first forward shows."""
     found = []
@@ -292,20 +278,24 @@ def test_updates_that_arrive_late_change_nothing(
         if not called:
             block = net.blocks[2]
             net.blocks[2] = Called(block)
-        precision = Precision(torch.bfloat16)
-        model = shard_model(net, "shard_optimizer", owner_map=owner_map, precision=precision)
+        has_copies = STRATEGIES[strategy].replicates
+        precision = Precision(torch.bfloat16 if called or not has_copies else None)
+        sharding = Sharding(strategy, owner_map=owners, precision=precision)
+        if has_copies:
+            sharding = replace(sharding, dp_shard_size=2)
+        model = shard_model(net, sharding)
         model.overlap_param_gather = overlaps
         optimizer = ShardedAdamW(model, lr=1e-2)
         for number, of_ranks in enumerate(token_batches(4, world_size)):
-            next_token_loss(model, of_ranks[rank][0]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            one_step(model, optimizer, of_ranks[rank][0])
+            if number == 0 and has_copies:
+                model.prefetch_forward_params()
             if number == 1:
                 model.check_replicas()
             if number == 2:
                 with torch.no_grad():
                     next_token_loss(model, of_ranks[rank][0])
-        assert bool(model._runtime.param_sync._arriving) == overlaps
+        assert any(model._runtime.param_sync._arriving.values()) == overlaps
         found.append(model.state_dict())
     assert largest_difference(*found) == 0.0
 

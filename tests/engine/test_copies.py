@@ -10,31 +10,17 @@ from torch import Tensor
 
 import fsdpctl
 from fsdpctl.comm.base import Collectives, Gathering
-from fsdpctl.errors import EngineError, UsageError
+from fsdpctl.errors import UsageError
 from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy, with_resharding
 from tests.distributed import distributed, in_turn
 from tests.engine.events import gathered_nbytes, recording
-from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.models import make_net, next_token_loss, one_step, sharded, token_batches
 from tests.engine.test_parity import largest_difference
-from tests.matrix import fast
 from tests.reference import train_reference
 
 SHARED = "hybrid_shard_optimizer"
-HYBRIDS = fast(SHARED, slow=["hybrid_shard", "hybrid_shard_grad_op"])
 K = EventKind
-
-
-def copies_of_two(
-    *, strategy: str = SHARED, tied: bool = True, **more: Any
-) -> fsdpctl.ShardedModel:
-    return fsdpctl.shard_model(make_net(tied=tied), strategy, dp_shard_size=2, **more)
-
-
-def one_step(model: fsdpctl.ShardedModel, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    next_token_loss(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -68,127 +54,11 @@ def test_no_such_strategy_keeps_parameters_until_backward():
         with_resharding(SHARED, False)
 
 
-@pytest.mark.parametrize("strategy", HYBRIDS)
-@distributed(world_size=4)
-def test_full_weights_are_loaded_and_returned(rank: int, world_size: int, strategy: str) -> None:
-    model = copies_of_two(strategy=strategy)
-    batch, expected = token_batches(1, 1)[0][0][0], make_net(tied=True).state_dict()
-    assert largest_difference(model.state_dict(), expected) == 0.0
-    other = {name: value + 1 for name, value in expected.items()}
-    model.load_state_dict(other)
-    assert largest_difference(model.state_dict(), other) == 0.0
-    plain = make_net(tied=True)
-    plain.load_state_dict(other)
-    assert torch.equal(model(batch), plain(batch))
-    with model.full_parameters(writeback=True), torch.no_grad():
-        embedding = model.module.get_parameter("embed.weight")
-        assert torch.equal(embedding, other["embed.weight"])
-        embedding.fill_(float(rank + 3))
-    assert (model.state_dict()["head.weight"] == 3.0).all()
-    model.check_replicas()
-    unwrapped = model.unwrap()
-    assert (unwrapped.get_parameter("embed.weight") == 3.0).all()
-
-
-@pytest.mark.parametrize("strategy", HYBRIDS)
-@distributed(world_size=4)
-@in_turn(bf16=[False, True])
-def test_written_shards_reach_every_replica(
-    rank: int, world_size: int, strategy: str, bf16: bool
-) -> None:
-    precision = fsdpctl.Precision(torch.bfloat16 if bf16 else None)
-    model = copies_of_two(strategy=strategy, precision=precision)
-    numel = sum(shard.master.numel() for shard in model.flat_shards())
-    with pytest.raises(EngineError, match=rf"shape \[{numel}\], as this rank's"):
-        model.update_shards(torch.zeros(3))
-    model.update_shards(torch.full((numel,), 2.0))
-    assert all((value == 2.0).all() for value in model.state_dict().values())
-    with torch.no_grad():
-        for flat in model.flat_parameters():
-            flat.fill_(0.5)
-    model.broadcast_updated_params()
-    plain = make_net(tied=True).to(torch.bfloat16 if bf16 else torch.float32)
-    with torch.no_grad():
-        for param in plain.parameters():
-            param.fill_(0.5)
-    batch = token_batches(1, 1)[0][0][0]
-    assert torch.equal(model(batch), plain(batch))
-    model.check_replicas()
-
-
-@pytest.mark.parametrize("strategy", HYBRIDS)
-@distributed(world_size=4)
-def test_any_elementwise_optimizer_and_clipping_count_each_element_once(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    batches = token_batches(3, world_size)
-    model, plain = copies_of_two(strategy=strategy), make_net(tied=True)
-    optimizer = torch.optim.SGD(model.flat_parameters(), lr=0.1, momentum=0.9)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for of_ranks in batches:
-        next_token_loss(model, of_ranks[rank][0]).backward()
-        norm = fsdpctl.clip_grad_norm_(model, 0.05)
-        for other in of_ranks:
-            (next_token_loss(plain, other[0]) / world_size).backward()
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-        assert float(norm) == pytest.approx(float(expected), rel=1e-5)
-        assert float(norm) > 0.05
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step()
-        reference.zero_grad()
-    assert largest_difference(model.state_dict(), plain.state_dict()) <= 1e-6
-
-
-@pytest.mark.parametrize("strategy", HYBRIDS)
-@pytest.mark.parametrize("reduce", fast("last", slow=["every"]))
-@distributed(world_size=4)
-def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(
-    rank: int, world_size: int, strategy: str, reduce: str
-) -> None:
-    batches = token_batches(2, world_size, micro_steps=3) + token_batches(1, world_size, 2)
-    net = make_net(tied=True, dtype=torch.float64)
-    expected = train_reference(make_net(tied=True, dtype=torch.float64), next_token_loss, batches)
-    model = fsdpctl.shard_model(net, strategy, dp_shard_size=2)
-    optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
-    accumulator = fsdpctl.GradAccumulator(model, steps=3, reduce=reduce)  # type: ignore[arg-type]
-    for of_ranks in batches:
-        for batch in of_ranks[rank]:
-            with accumulator.micro_step():
-                next_token_loss(model, batch).backward()
-        accumulator.sync()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert largest_difference(model.state_dict(), expected) <= 1e-12
-
-
-@pytest.mark.parametrize("bf16", fast(True, slow=[False]))
-@distributed(world_size=4)
-def test_updates_that_arrive_late_change_nothing(rank: int, world_size: int, bf16: bool) -> None:
-    found = []
-    for overlaps in (False, True):
-        model = copies_of_two(precision=fsdpctl.Precision(torch.bfloat16 if bf16 else None))
-        model.overlap_param_gather = overlaps
-        optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
-        for number, of_ranks in enumerate(token_batches(4, world_size)):
-            one_step(model, optimizer, of_ranks[rank][0])
-            if number == 0:
-                model.prefetch_forward_params()
-            if number == 1:
-                model.check_replicas()
-            if number == 2:
-                with torch.no_grad():
-                    next_token_loss(model, of_ranks[rank][0])
-        assert any(model._runtime.param_sync._arriving.values()) == overlaps
-        found.append(model.state_dict())
-    assert largest_difference(*found) == 0.0
-
-
 @distributed(world_size=4)
 def test_after_a_backward_that_failed_the_next_step_is_right(rank: int, world_size: int) -> None:
     first, second = token_batches(2, world_size)
     expected = train_reference(make_net(tied=True), next_token_loss, [second])
-    model = copies_of_two()
+    model = sharded(SHARED)
     optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
 
     def fail(*about: object) -> None:
@@ -239,7 +109,7 @@ def test_only_gradients_and_updates_are_sent_between_replicas(
     rank: int, world_size: int, bf16: bool
 ) -> None:
     """A rank's part of them; and over all ranks next to nothing."""
-    model = copies_of_two(precision=fsdpctl.Precision(torch.bfloat16 if bf16 else None))
+    model = sharded(SHARED, precision=fsdpctl.Precision(torch.bfloat16 if bf16 else None))
     optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
     batch = token_batches(1, world_size)[0][rank][0]
     one_step(model, optimizer, batch)
@@ -296,7 +166,7 @@ def test_frozen_parameters_are_sent_once(rank: int, world_size: int) -> None:
 def test_a_rank_has_a_quarter_of_the_masters_and_half_of_the_parameters(
     rank: int, world_size: int
 ) -> None:
-    model = copies_of_two(precision=fsdpctl.Precision(torch.bfloat16))
+    model = sharded(SHARED, precision=fsdpctl.Precision(torch.bfloat16))
     optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
     one_step(model, optimizer, token_batches(1, world_size)[0][rank][0])
     assert model.shard_memory_bytes() * 4 == model.replicated_memory_bytes()

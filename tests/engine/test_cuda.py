@@ -74,12 +74,10 @@ def forced(
     nccl = collectives(device)
     specs = divide_module(net, None)
     runtime = build_runtime(
-        net,
-        Division(specs, lay_out(specs, 1), row),
-        make_mesh(nccl, device, nccl.size),
+        net, Division(specs, lay_out(specs, 1), row), make_mesh(nccl, device, nccl.size),
         Source(device),
         Sharding(prefetch=prefetch or Prefetch(), precision=precision or Precision()),
-    )
+    )  # fmt: skip
     return ShardedModel(net, runtime, row)
 
 

@@ -16,7 +16,7 @@ from fsdpctl.plan.schedule import Event
 from fsdpctl.plan.schedule import EventKind as K
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
-from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.models import make_net, next_token_loss, one_step, token_batches
 from tests.engine.test_parity import largest_difference
 from tests.matrix import WHOLE, cases
 
@@ -28,9 +28,7 @@ def steps_with_accident(model: ShardedModel, rank: int, accident: int | None) ->
             with pytest.raises(ZeroDivisionError):
                 next_token_loss(model, of_ranks[rank][0]).backward()
             optimizer.zero_grad()
-        next_token_loss(model, of_ranks[rank][0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        one_step(model, optimizer, of_ranks[rank][0])
 
 
 class _Breaks(torch.autograd.Function):

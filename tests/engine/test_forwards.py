@@ -15,7 +15,7 @@ from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import Event, EventKind
 from tests.distributed import distributed
 from tests.engine.events import recording
-from tests.engine.models import OddNet, make_net, token_batches
+from tests.engine.models import OddNet, gradients_beside, make_net, token_batches
 from tests.engine.test_failures import as_tensor
 from tests.matrix import fast
 
@@ -86,13 +86,8 @@ def hidden_states(module: nn.Module, batches: list[Tensor], rank: int) -> None:
 
 
 LOSSES: list[Loss] = [
-    together,
-    first_of_two,
-    one_by_one,
-    kept_from_before,
-    within_a_checkpoint,
-    hidden_states,
-]
+    together, first_of_two, one_by_one, kept_from_before, within_a_checkpoint, hidden_states,
+]  # fmt: skip
 
 
 def _plain_gradients(loss: Loss, batches: list[list[Tensor]]) -> dict[str, Tensor]:
@@ -117,12 +112,8 @@ def test_gradients_are_those_of_one_process(rank: int, world_size: int, strategy
         model = shard_model(make_net(tied=False), strategy)
         loss(model, batches[rank], rank)
         model.sync_gradients()
-        for shard in model.flat_shards():
-            for piece in shard.held_pieces():
-                ours = shard.view(as_tensor(shard.grad), piece.in_flat)
-                theirs = expected[piece.param.name].flatten()
-                part = theirs[piece.in_param.start : piece.in_param.stop]
-                assert torch.allclose(ours, part, atol=1e-6), (loss.__name__, piece.param.name)
+        for ours, theirs, name in gradients_beside(model, expected):
+            assert torch.allclose(ours, theirs, atol=1e-6), (loss.__name__, name)
 
 
 def _reductions_before_the_last_block(events: list[Event]) -> int:

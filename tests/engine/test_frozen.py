@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.plan.schedule import EventKind, Prefetch
+from fsdpctl.plan.schedule import EventKind as K
+from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed, in_turn
@@ -27,10 +28,8 @@ def freeze_blocks_and_embedding(net: OddNet) -> None:
 
 
 FREEZES: list[Callable[[OddNet], None]] = [
-    freeze_below,
-    freeze_all_but_vectors,
-    freeze_blocks_and_embedding,
-]
+    freeze_below, freeze_all_but_vectors, freeze_blocks_and_embedding,
+]  # fmt: skip
 PRECISIONS = {
     Precision(): Itemsizes(4, 4, 4),
     Precision(torch.bfloat16): Itemsizes(2, 4, 4),
@@ -62,13 +61,7 @@ def test_units_before_the_first_trained_one_are_gathered_once(rank: int, world_s
             next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
         for unit in ("embed", "blocks.0", "blocks.1"):
             of_unit = [each.kind for each in events if each.unit == unit and not each.buffer]
-            assert of_unit == [
-                EventKind.GATHER,
-                EventKind.READY,
-                EventKind.FORWARD,
-                EventKind.RELEASE,
-                EventKind.LEAVE,
-            ]
+            assert of_unit == [K.GATHER, K.READY, K.FORWARD, K.RELEASE, K.LEAVE]
 
 
 @distributed(world_size=4)
@@ -108,7 +101,7 @@ def test_the_buffers_of_a_unit_are_one_launch_over_nccl(rank: int, world_size: i
         patch.setattr(dist.distributed_c10d, "_coalescing_manager", counted)
         with recording(model) as events:
             loss = next_token_loss(model, token_batches(1, world_size)[0][rank][0])
-        gathers = [each.unit for each in events if each.kind is EventKind.GATHER]
+        gathers = [each.unit for each in events if each.kind is K.GATHER]
     units = model._runtime.units
     assert len(launches) == sum(len(units[name].buffers) == 2 for name in gathers) > 0
     expected = next_token_loss(make_net(tied=False), token_batches(1, world_size)[0][rank][0])

@@ -16,7 +16,7 @@ from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.events import recording
-from tests.engine.models import WIDE, make_net, next_token_loss, token_batches
+from tests.engine.models import WIDE, make_net, next_token_loss, one_step, token_batches
 from tests.engine.nccl import Stream, nccl_path
 from tests.engine.test_parity import largest_difference
 from tests.engine.test_trace import planned_events, recorded_events
@@ -82,9 +82,7 @@ def test_units_larger_than_a_block_are_reduced_in_pieces(
             model = shard_model(net, strategy, dp_shard_size=_half(strategy))
             optimizer = ShardedAdamW(model, lr=1e-2)
             for of_ranks in batches:
-                next_token_loss(model, of_ranks[rank][0]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                one_step(model, optimizer, of_ranks[rank][0])
             difference = largest_difference(model.state_dict(), expected)
             assert difference <= 1e-6, (strategy, tied)
             planned = planned_events(

@@ -12,18 +12,21 @@ from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Prefetch
 from tests.distributed import distributed, in_turn
-from tests.engine.models import OddBlock, OddNet, next_token_loss, token_batches
+from tests.engine.models import OddBlock, OddNet, next_token_loss, one_step, token_batches
 from tests.engine.odd import Batches, Spare, Stack, TiedAcross, float_batches, square_loss
 from tests.engine.test_parity import largest_difference
 from tests.reference import train_reference
 
 
-def train(model: ShardedModel, rank: int, batches: Batches) -> None:
+def train(
+    model: ShardedModel,
+    rank: int,
+    batches: Batches,
+    loss: Callable[[nn.Module, Tensor], Tensor] = square_loss,
+) -> None:
     optimizer = ShardedAdamW(model, lr=1e-2)
     for of_ranks in batches:
-        square_loss(model, of_ranks[rank][0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        one_step(model, optimizer, of_ranks[rank][0], loss)
 
 
 @distributed(world_size=2)
@@ -117,11 +120,7 @@ def test_a_loss_that_does_not_come_from_the_output(
     batches = float_batches(3, world_size)
     expected = train_reference(SideOutput(), loss, batches)
     model = shard_model(SideOutput(), strategy)
-    optimizer = ShardedAdamW(model, lr=1e-2)
-    for of_ranks in batches:
-        loss(model, of_ranks[rank][0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, rank, batches, loss)
     assert largest_difference(model.state_dict(), expected) == 0.0
 
 
@@ -222,23 +221,18 @@ def test_embeddings_of_every_kind_equal_one_process(
     expected = train_reference(make(), next_token_loss, batches)
     torch.manual_seed(0)
     model = shard_model(make(), "full_shard")
-    optimizer = ShardedAdamW(model, lr=1e-2)
-    for of_ranks in batches:
-        next_token_loss(model, of_ranks[rank][0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, rank, batches, next_token_loss)
     assert largest_difference(model.state_dict(), expected) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
+@distributed(world_size=2)
+@in_turn(
+    kind__said=[
         (ByForward, r"blocks.0.\w+ computes with its weight, which is not gathered"),
         (InParts, "blocks.1.up computes with its weight"),
         (Rescales, "writes to its own parameters in forward"),
-    ],
+    ]
 )
-@distributed(world_size=2)
 def test_parameters_that_are_not_gathered_are_named(
     rank: int, world_size: int, kind: type[Stack], said: str
 ) -> None:

@@ -43,6 +43,8 @@ OWNED = ["shard_optimizer", *(f"shard_optimizer {each}" for each in OWNER_MAPS[1
 make_net_tied = partial(make_net, tied=True)
 BF16 = Precision(torch.bfloat16)
 SPLIT = Precision(BF, torch.float32, BF, has_remainders=True)
+# Precisions, whether the first micro-batch's gradients are held, and a step that is skipped.
+VARIED = [(Precision(), True, 2), (BF16, False, None), (Precision(BF, BF, BF), False, 1)]
 
 
 def _tokens(rank: int, step: int, part: int = 0) -> Tensor:
@@ -65,11 +67,7 @@ def _trained(  # noqa: PLR0913  # the options of a case
     """Losses, weights and states after a few steps of two micro-batches with clipping."""
     name, _, owners = strategy.partition(" ")
     sharding = Sharding(
-        name,
-        dp_shard_size=size,
-        owner_map=owners or "even",
-        precision=precision,
-        offload=offload,
+        name, dp_shard_size=size, owner_map=owners or "even", precision=precision, offload=offload
     )
     model = shard_model(module(), sharding)
     model.overlap_param_gather = True
@@ -85,12 +83,9 @@ def _trained(  # noqa: PLR0913  # the options of a case
             total += loss.detach()
         model.sync_gradients()
         record = record_step(
-            model,
-            loss_sum=total if step != skipped else total * torch.nan,
-            tokens=torch.tensor(2),
-            nominal_tokens=2 * model.collectives.size,
-            max_grad_norm=0.5,
-        )
+            model, loss_sum=total if step != skipped else total * torch.nan, tokens=torch.tensor(2),
+            nominal_tokens=2 * model.collectives.size, max_grad_norm=0.5,
+        )  # fmt: skip
         optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
         optimizer.zero_grad()
         scheduler.step()
@@ -133,42 +128,21 @@ def _with_unused() -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@distributed(timeout=300)
+@distributed(timeout=600)
 @in_turn(
-    mode=["states", GRADIENTS],
+    mode__precision__holds__skipped=[
+        *((mode, *each) for mode in ("states", GRADIENTS) for each in VARIED),
+        ("states,params", *VARIED[0]), *(("all", *each) for each in VARIED[1:]),
+    ],
     module=[make_net_tied, _recomputed, _in_part, _with_unused],
     strategy=["full_shard", "shard_grad_op", *OWNED, *HYBRIDS],
-    precision__holds__skipped=[
-        (Precision(), True, 2),
-        (BF16, False, None),
-        (Precision(BF, BF, BF), False, 1),
-    ],
-)
+)  # fmt: skip
 def test_same_bits_of_every_kind(
     rank: int, world_size: int, strategy: str, mode: str, **case: Any
 ) -> None:
-    if strategy in HYBRIDS:
-        if world_size % 2 or world_size == 2:
-            return
-        case["size"] = 2
-    _check_alike(rank, mode, strategy=strategy, **case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@distributed(timeout=300)
-@in_turn(
-    mode__precision__holds__skipped=[
-        ("states,params", Precision(), True, 2),
-        ("all", BF16, False, None),
-        ("all", Precision(BF, BF, BF), False, 1),
-    ],
-    module=[make_net_tied, _recomputed, _in_part, _with_unused],
-    strategy=[name for name, row in STRATEGIES.items() if row.can_offload_params],
-)
-def test_same_bits_of_every_kind_with_parameters_on_the_host(
-    rank: int, world_size: int, strategy: str, mode: str, **case: Any
-) -> None:
+    in_parts = strategy in STRATEGIES and STRATEGIES[strategy].can_offload_params
+    if mode in ("states,params", "all") and not in_parts:
+        return
     if strategy in HYBRIDS:
         if world_size != 4:
             return
@@ -180,14 +154,12 @@ def test_same_bits_of_every_kind_with_parameters_on_the_host(
 @distributed()
 @in_turn(
     mode__module=[
-        ("params", _in_part),
-        ("params", in_four_bits),
-        ("all", in_four_bits),
+        ("params", _in_part), ("params", in_four_bits), ("all", in_four_bits),
         ("states,params", _recomputed),
     ],
     strategy=["full_shard", "shard_grad_op"],
     precision=[Precision(), BF16],
-)
+)  # fmt: skip
 def test_same_bits_of_parameters_that_rest_on_the_host(
     rank: int, world_size: int, mode: str, **case: Any
 ) -> None:
@@ -351,11 +323,7 @@ NARROW = Precision(BF, BF, BF, has_remainders=True)
         ("all", "full_shard", {**CODED, "precision": NARROW}),
         ("states", "shard_optimizer contiguous", CODED),
         ("states", "full_shard", {"precision": SPLIT, "module": in_four_bits}),
-        (
-            "states",
-            "full_shard",
-            {"state_dtype": F32, "precision": Precision(BF, BF, BF)},
-        ),
+        ("states", "full_shard", {"state_dtype": F32, "precision": Precision(BF, BF, BF)}),
     ],
 )
 def test_same_bits_of_compressed_states(

@@ -116,12 +116,10 @@ def run(strategy: str, prefetch: Prefetch, clock: Clock, **more: Any) -> Clock:
     collectives, row = DelayedCollectives(clock), get_strategy(strategy)
     specs = divide_module(net, ["Block"])
     runtime = build_runtime(
-        net,
-        Division(specs, lay_out(specs, 1), row),
-        make_mesh(collectives, torch.device("cpu"), collectives.size),
-        Source(torch.device("cpu")),
+        net, Division(specs, lay_out(specs, 1), row),
+        make_mesh(collectives, torch.device("cpu"), collectives.size), Source(torch.device("cpu")),
         Sharding(prefetch=prefetch, precision=Precision(), **more),
-    )
+    )  # fmt: skip
     model = ShardedModel(net, runtime, row)
     model(torch.ones(2, 8)).sum().backward()
     return clock

@@ -190,12 +190,10 @@ def test_use_after_unwrap_raises_an_error():
 @distributed(world_size=2)
 @in_turn(
     kind__strategy__refused=[
-        ("LBFGS", "full_shard", True),
-        ("LBFGS", "no_shard", False),
-        ("Adafactor", "no_shard", True),
-        ("SGD", "full_shard", False),
+        ("LBFGS", "full_shard", True), ("LBFGS", "no_shard", False),
+        ("Adafactor", "no_shard", True), ("SGD", "full_shard", False),
     ]
-)
+)  # fmt: skip
 def test_optimizers_that_are_not_elementwise_are_refused(
     rank: int, world_size: int, kind: str, strategy: str, refused: bool
 ) -> None:

@@ -19,7 +19,7 @@ from fsdpctl.optim.record import record_step
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
-from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.models import make_net, next_token_loss, one_step, token_batches
 from tests.engine.nccl import nccl_path
 from tests.engine.odd import KINDS, Batches, Kind
 from tests.matrix import HALF, WHOLE, cases, fast, half_of
@@ -145,7 +145,7 @@ def test_equals_one_process_in_every_case(
     check(rank, (Case(sharding, *each, world_size) for each in product(KINDS, WINDOWS)))
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "hybrid_shard"])
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard", "hybrid_shard"])
 def test_one_rank_equals_one_process(strategy: str) -> None:
     windows = ("one", "last", "partial")
     sharding = (strategy, "even")
@@ -163,12 +163,9 @@ def test_clipping_equals_one_process(rank: int, world_size: int, whole: bool) ->
         for of_ranks in batches:
             next_token_loss(model, of_ranks[rank][0]).backward()
             record = record_step(
-                model,
-                loss_sum=torch.zeros(()),
-                tokens=torch.tensor(15),
-                nominal_tokens=15 * world_size,
-                max_grad_norm=0.05,
-            )
+                model, loss_sum=torch.zeros(()), tokens=torch.tensor(15),
+                nominal_tokens=15 * world_size, max_grad_norm=0.05,
+            )  # fmt: skip
             assert record.figures().grad_norm > 0.05
             optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
             optimizer.zero_grad()
@@ -182,10 +179,8 @@ def test_replicas_of_any_size_equal_one_process(
 ) -> None:
     for strategy in HYBRIDS:
         batches = token_batches(STEPS, world_size)
-        net = make_net(tied=True, dtype=torch.float64)
-        expected = train_reference(
-            make_net(tied=True, dtype=torch.float64), next_token_loss, batches
-        )
+        net, plain = (make_net(tied=True, dtype=torch.float64) for _ in range(2))
+        expected = train_reference(plain, next_token_loss, batches)
         model = shard_model(net, strategy, dp_shard_size=dp_shard_size)
         train(model, rank, batches, KINDS["tied embedding"], "one")
         assert largest_difference(model.state_dict(), expected) <= 1e-12
@@ -231,7 +226,5 @@ def test_equal_parts_in_another_order_go_to_their_owners(rank: int, world_size: 
         model = shard_model(net, "shard_optimizer", owner_map=swapped)
         optimizer = ShardedAdamW(model, lr=1e-2)
         for of_ranks in batches:
-            next_token_loss(model, of_ranks[rank][0]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            one_step(model, optimizer, of_ranks[rank][0])
         assert largest_difference(model.state_dict(), expected) <= 1e-6

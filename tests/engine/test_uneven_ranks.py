@@ -9,6 +9,7 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.plan.schedule import Prefetch
 from tests.distributed import distributed
+from tests.engine.models import gradients_beside
 from tests.matrix import fast
 
 WIDTH, DEPTH = 24, 9
@@ -50,12 +51,8 @@ def loss_of(model: nn.Module, rank: int, uses: int, cut: int) -> Tensor:
 
 
 def check_gradients(model: ShardedModel, expected: dict[str, Tensor], rtol: float = 1e-5) -> None:
-    for shard in model.flat_shards():
-        for piece in shard.layout.pieces(shard.owned):
-            part = expected[piece.param.name].flatten()[piece.in_param.start : piece.in_param.stop]
-            assert shard.grad is not None
-            found = shard.view(shard.grad, piece.in_flat)
-            torch.testing.assert_close(found, part, rtol=rtol, atol=rtol / 10)
+    for found, part, _ in gradients_beside(model, expected):
+        torch.testing.assert_close(found, part, rtol=rtol, atol=rtol / 10)
 
 
 def mean_gradients(losses_of: list[list[tuple[int, int, int]]]) -> dict[str, Tensor]:
@@ -104,13 +101,8 @@ def test_a_rank_may_hold_gradients_back_that_others_do_not_have(rank: int, world
                 check_gradients(model, expected, rtol)
             else:
                 norm = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
-                for shard in model.flat_shards():
-                    for piece in shard.layout.pieces(shard.owned):
-                        whole = expected[piece.param.name].flatten()
-                        part = whole[piece.in_param.start : piece.in_param.stop]
-                        assert shard.grad is not None
-                        found = shard.view(shard.grad, piece.in_flat)
-                        assert (found - part).norm() <= rtol * norm
+                for found, part, _ in gradients_beside(model, expected):
+                    assert (found - part).norm() <= rtol * norm
 
 
 @distributed(world_size=2)
@@ -124,9 +116,7 @@ def test_a_loss_of_root_parameters_alone_is_reduced(rank: int, world_size: int) 
     model(torch.ones(1, WIDTH), -1)
     scale = model.module.get_parameter("scale")
     (scale * (rank + 1.0)).sum().backward()
-    for shard in model.flat_shards():
-        for piece in shard.layout.pieces(shard.owned):
-            assert shard.grad is not None
-            expected = 1.5 if piece.param.name == "scale" else 0.0
-            found = shard.view(shard.grad, piece.in_flat)
-            torch.testing.assert_close(found, torch.full_like(found, expected))
+    of_all = {name: torch.zeros(each.shape) for name, each in WithScale().named_parameters()}
+    of_all["scale"] += 1.5
+    for found, part, _ in gradients_beside(model, of_all):
+        torch.testing.assert_close(found, part)

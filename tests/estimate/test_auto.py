@@ -30,11 +30,9 @@ from fsdpctl.resolve.settle import settle
 from tests.matrix import fast
 
 OPEN = [
-    "strategy=auto",
-    "activation_checkpointing=auto",
-    "prefetch=auto",
+    "strategy=auto", "activation_checkpointing=auto", "prefetch=auto",
     "train.micro_batch_size=auto",
-]
+]  # fmt: skip
 TOY = [
     "model.num_layers=2", "model.hidden_size=128", "model.intermediate_size=256",
     "model.num_heads=2", "model.num_kv_heads=2", "model.vocab_size=512", "train.seq_len=128",
@@ -288,20 +286,13 @@ def test_candidates_are_the_options_of_conf():
 @pytest.mark.parametrize(
     ("name", "cluster"),
     [
-        ("NVIDIA A100-SXM4-40GB", "a100_40"),
-        ("NVIDIA A100-SXM4-80GB", "a100_80"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100_pcie"),
-        ("NVIDIA H100 NVL", "h100_nvl"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 5090", "rtx5090"),
-        ("Tesla T4", "t4"),
-        ("Tesla K80", None),
+        ("NVIDIA A100-SXM4-40GB", "a100_40"), ("NVIDIA A100-SXM4-80GB", "a100_80"),
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA H100 NVL", "h100_nvl"), ("NVIDIA H200", "h200"), ("NVIDIA B200", "b200"),
+        ("NVIDIA L40S", "l40s"), ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"), ("Tesla T4", "t4"), ("Tesla K80", None),
     ],
-)
+)  # fmt: skip
 def test_devices_are_known_by_their_names(name, cluster):
     gpu = known_gpu(name)
     assert (gpu and gpu.cluster) == cluster

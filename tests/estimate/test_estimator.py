@@ -126,15 +126,13 @@ def test_the_largest_value_fits_and_the_next_does_not(what):
     draw = random.Random(what)
     for _ in range(4):
         words = [
-            "model=llama3_1b",
-            f"strategy={draw.choice(list(STRATEGIES))}",
-            f"cluster.memory={draw.choice(['24GiB', '40GB', '80GiB'])}",
-            "launch.device=cuda",
+            "model=llama3_1b", f"strategy={draw.choice(list(STRATEGIES))}",
+            f"cluster.memory={draw.choice(['24GiB', '40GB', '80GiB'])}", "launch.device=cuda",
             f"launch.nproc_per_node={draw.choice([2, 8])}",
             f"activation_checkpointing={draw.choice(['none', 'full'])}",
             f"train.seq_len={draw.choice([1024, 2048])}",
             f"launch.allocator={draw.choice(['native', 'expandable'])}",
-        ]
+        ]  # fmt: skip
         found = largest_that_fits(Estimator(), resolved(*words), what)
         if found.estimate is None:
             continue

@@ -104,13 +104,9 @@ def test_other_engines_hold_their_shards_and_no_states_of_frozen_parameters():
             return made
 
         part = estimate_memory(
-            frozen,
-            lambda: torch.empty(32, 64),
-            world_size=4,
-            loss_fn=torch.sum,
-            sharding=sharding,
+            frozen, lambda: torch.empty(32, 64), world_size=4, loss_fn=torch.sum, sharding=sharding,
             assumed=assumed,
-        )
+        )  # fmt: skip
         states = 8 * (256 * 8 + 8) // share
         assert part.breakdown["optimizer_states"] == pytest.approx(states, abs=6 * 512)
 
@@ -172,13 +168,9 @@ def test_unused_parameters_have_no_states(rank: int, world_size: int) -> None:
 
     peak, _ = watched_step(model, step)
     found = estimate_memory(
-        make,
-        lambda: torch.ones(3, 64),
-        world_size=world_size,
-        loss_fn=torch.sum,
-        sharding="no_shard",
-        assumed=ON_CPU,
-    )
+        make, lambda: torch.ones(3, 64), world_size=world_size, loss_fn=torch.sum,
+        sharding="no_shard", assumed=ON_CPU,
+    )  # fmt: skip
     assert found.peak_allocated == pytest.approx(peak, rel=0.01)
 
 

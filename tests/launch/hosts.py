@@ -36,12 +36,9 @@ class Hosts:
         """`fsdpctl` with these words on a host; what it says goes to one pipe."""
         return subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], sys.executable, "-m", "fsdpctl", *words],
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=env or environment(),
-        )
+        )  # fmt: skip
 
 
 def _ip(*words: str) -> None:

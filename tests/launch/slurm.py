@@ -88,9 +88,7 @@ def slurm(root: Path) -> Iterator[Slurm]:
             f"--pid-file={munge['pid']}", f"--log-file={munge['log']}",
             f"--seed-file={munge['seed']}",
         ],
-        ["slurmctld", "-c"],
-        ["slurmd", "-N", "n1"],
-        ["slurmd", "-N", "n2"],
+        ["slurmctld", "-c"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"],
     ]  # fmt: skip
     try:
         for words in begin:

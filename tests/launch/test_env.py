@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.run import environment, figures, fsdpctl, make_text
-from tests.launch.test_nodes import SMALL, free_endpoint
+from tests.cli.run import environment, figures, make_text
+from tests.launch.test_nodes import SMALL, alone, free_endpoint
 
 pytestmark = pytest.mark.slow
 _SECONDS = 180
@@ -26,18 +26,11 @@ def _torchrun(folder: Path, options: list[str], *more: str) -> "subprocess.Popen
     )  # fmt: skip
 
 
-def _undisturbed(folder: Path) -> Path:
-    words = [*SMALL, f"data.path={make_text(folder)}", f"train.run_dir={folder / 'one'}"]
-    done = fsdpctl("train", *words, "train.steps=30", "launch.nproc_per_node=2", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "one"
-
-
 def test_torchrun_starts_ranks(tmp_path):
     started = _torchrun(tmp_path, ["--nproc-per-node=2"], "train.steps=30")
     said, _ = started.communicate(timeout=_SECONDS)
     assert started.returncode == 0, said
-    assert figures(tmp_path / "run") == figures(_undisturbed(tmp_path))
+    assert figures(tmp_path / "run") == alone(tmp_path, 2, "train.steps=30")
     assert said.count("validation loss") == len([1 for *_, val in figures(tmp_path / "run") if val])
     again = _torchrun(tmp_path, ["--nproc-per-node=2"], "train.steps=30")
     said, _ = again.communicate(timeout=_SECONDS)
@@ -54,7 +47,7 @@ def test_each_of_two_nodes_may_have_a_torchrun(tmp_path):
     ]
     said = [each.communicate(timeout=_SECONDS)[0] for each in started]
     assert [each.returncode for each in started] == [0, 0], said
-    assert figures(tmp_path / "run") == figures(_undisturbed(tmp_path))
+    assert figures(tmp_path / "run") == alone(tmp_path, 2, "train.steps=30")
 
 
 def test_an_invalid_setting_ends_all_ranks(tmp_path):

@@ -44,6 +44,15 @@ def free_endpoint() -> str:
     return f"{LOOPBACK}:{port}"
 
 
+def alone(folder: Path, ranks: int, *words: str) -> list[Any]:
+    """The figures of the same run on one machine."""
+    run = folder / "one"
+    typed = [*SMALL, f"data.path={make_text(folder)}", f"train.run_dir={run}", *words]
+    done = fsdpctl("train", *typed, f"launch.nproc_per_node={ranks}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return figures(run)
+
+
 def launches(nodes: int, endpoint: str) -> list[LaunchConfig]:
     return [
         LaunchConfig(
@@ -189,17 +198,15 @@ OWN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.9", "fd00::9", "fe80::9%eth0
 @pytest.mark.parametrize(
     ("endpoint", "known", "own", "expected"),
     [
-        ("[::1]:1", [("::1", 1, 0, 0)], OWN, "::1"),
-        ("[fd00::1]:1", [V6], OWN, "fd00::1"),
+        ("[::1]:1", [("::1", 1, 0, 0)], OWN, "::1"), ("[fd00::1]:1", [V6], OWN, "fd00::1"),
         ("[fe80::1%lo]:1", [("fe80::1", 1, 0, 1)], OWN, "fe80::1%lo"),
-        ("host:1", [V6, V4], OWN, "10.0.0.1"),
-        ("host:1", [V6], OWN, "fd00::1"),
+        ("host:1", [V6, V4], OWN, "10.0.0.1"), ("host:1", [V6], OWN, "fd00::1"),
         ("host:1", [V4, V6], {"lo": OWN["lo"], "eth0": ["fd00::9"]}, "fd00::1"),
         ("host:1", [("127.0.1.1", 1)], OWN, "10.0.0.9"),
         ("host:1", [("::1", 1, 0, 0)], OWN, "fd00::9"),
         ("host:1", [("127.0.1.1", 1)], {"lo": ["127.0.0.1"], "eth0": ["fd00::9"]}, "fd00::9"),
     ],
-)
+)  # fmt: skip
 def test_an_endpoint_may_be_of_either_family(
     monkeypatch: pytest.MonkeyPatch, endpoint: str, known: Any, own: Any, expected: str
 ) -> None:
@@ -276,14 +283,9 @@ def test_several_hosts_train_like_one_machine(
     with hosts(nodes) as found:
         ends = _ended(_start(found, tmp_path, *words, f"launch.nproc_per_node={ranks}"))
     assert [code for code, _ in ends] == [0] * nodes, ends
-    alone = [f"data.path={make_text(tmp_path)}", f"launch.nproc_per_node={nodes * ranks}"]
     if strategy.startswith("hybrid"):
-        alone.append(f"strategy.dp_shard_size={ranks}")  # a copy on each host
-    done = fsdpctl(
-        "train", *SMALL, *words, *alone, f"train.run_dir={tmp_path / 'one'}", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert figures(tmp_path / "run") == figures(tmp_path / "one")
+        words.append(f"strategy.dp_shard_size={ranks}")  # a copy on each host
+    assert figures(tmp_path / "run") == alone(tmp_path, nodes * ranks, *words)
 
 
 def _wait_for_a_step(run_dir: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.run.metrics import last_step
-from tests.cli.run import figures, fsdpctl, make_text
+from tests.cli.run import figures, make_text
 from tests.launch.slurm import Slurm, slurm
-from tests.launch.test_nodes import SMALL, free_endpoint
+from tests.launch.test_nodes import SMALL, alone, free_endpoint
 
 pytestmark = pytest.mark.slow
 _SCRIPT = Path(__file__).parent.parent.parent / "examples" / "slurm" / "train.sbatch"
@@ -46,15 +46,7 @@ def test_both_launchers_train_normally(tmp_path, tasks, more):
         started = cluster.start("srun", "--overcommit", *tasks, *command, cwd=tmp_path)
         said, _ = started.communicate(timeout=_SECONDS)
     assert started.returncode == 0, said
-    alone = [
-        *SMALL,
-        f"data.path={make_text(tmp_path)}",
-        "train.steps=30",
-        f"train.run_dir={tmp_path / 'one'}",
-    ]
-    done = fsdpctl("train", *alone, "launch.nproc_per_node=2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert figures(tmp_path / "run") == figures(tmp_path / "one")
+    assert figures(tmp_path / "run") == alone(tmp_path, 2, "train.steps=30")
 
 
 def _submit(cluster: Slurm, folder: Path) -> str:

@@ -202,11 +202,8 @@ def test_the_recorder_identifies_the_rank_that_is_behind(rank, world_size):
 
 @pytest.mark.parametrize(
     ("line", "file", "count"),
-    [
-        ("0::/a/b", "a/b/memory.events", 3),
-        ("4:memory:/a", "memory/a/memory.oom_control", 3),
-    ],
-)
+    [("0::/a/b", "a/b/memory.events", 3), ("4:memory:/a", "memory/a/memory.oom_control", 3)],
+)  # fmt: skip
 def test_out_of_memory_kills_are_counted(tmp_path, line, file, count):
     root = tmp_path / "cgroup"
     (root / file).parent.mkdir(parents=True)

@@ -38,11 +38,9 @@ def _again(layer: LoraLinear) -> Callable[[Tensor], Tensor]:
 
 
 _WAYS: dict[str, Callable[[LoraLinear], Callable[[Tensor], Tensor]]] = {
-    "plain": lambda layer: layer,
-    "recomputed": _again,
-    "compiled": torch.compile,
+    "plain": lambda layer: layer, "recomputed": _again, "compiled": torch.compile,
     "compiled and recomputed": lambda layer: torch.compile(_again(layer)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch about itself

@@ -40,13 +40,9 @@ def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
 def save_large_model(folder: Path) -> int:
     """Save a model, and return its bytes."""
     config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=BLOCKS,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-    )
+        vocab_size=256, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=BLOCKS,
+        num_attention_heads=8, num_key_value_heads=8,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     size: int = sum(param.nbytes for param in model.parameters())

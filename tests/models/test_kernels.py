@@ -77,19 +77,13 @@ def test_float32_never_falls_back_to_the_math_kernel(window, packs, kv_heads):
 @pytest.mark.parametrize(
     ("kernel", "window", "packs", "expected"),
     [
-        (None, None, False, FLASH),
-        (None, WINDOW, False, VARLEN),
-        (None, None, True, VARLEN),
-        (None, WINDOW, True, VARLEN),
-        ("flash3", None, False, FLASH),
-        ("cudnn", None, False, CUDNN),
-        ("cudnn", WINDOW, False, VARLEN),
-        ("cudnn", None, True, VARLEN),
-        ("efficient", None, False, EFFICIENT),
-        ("efficient", WINDOW, False, EFFICIENT),
+        (None, None, False, FLASH), (None, WINDOW, False, VARLEN), (None, None, True, VARLEN),
+        (None, WINDOW, True, VARLEN), ("flash3", None, False, FLASH), ("cudnn", None, False, CUDNN),
+        ("cudnn", WINDOW, False, VARLEN), ("cudnn", None, True, VARLEN),
+        ("efficient", None, False, EFFICIENT), ("efficient", WINDOW, False, EFFICIENT),
         ("efficient", None, True, EFFICIENT),
     ],
-)
+)  # fmt: skip
 def test_two_byte_dtypes_run_in_the_selected_kernel_or_the_next_one(
     kernel, window, packs, expected
 ):
@@ -136,10 +130,8 @@ def preferred() -> list[SDPBackend]:
 def test_only_the_fallbacks_of_a_kernel_replace_it():
     before = preferred()
     flash, efficient, math = (
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    )
+        SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+    )  # fmt: skip
     with using("cudnn"):
         assert preferred() == [SDPBackend.CUDNN_ATTENTION, flash, efficient, math]
     with using("flash"):

@@ -21,17 +21,14 @@ from tests.models.tiny import make_tiny
         ("gpt_oss", "other", ["router.weight", "embed_tokens.weight"]),
         ("jamba", "vector", ["A_log", "mamba.D", "conv1d.bias"]),
         ("jamba", "other", ["conv1d.weight", "router.weight"]),
-        ("rwkv", "vector", ["time_mix_key"]),
-        ("xlnet", "other", ["rel_attn.q", "rel_attn.o"]),
-        ("xlnet", "vector", ["rel_attn.r_w_bias"]),
-        ("phimoe", "other", ["router.weight"]),
-        ("llama4_text", "other", ["router.weight"]),
-        ("qwen2_moe", "other", ["mlp.gate.weight"]),
+        ("rwkv", "vector", ["time_mix_key"]), ("xlnet", "other", ["rel_attn.q", "rel_attn.o"]),
+        ("xlnet", "vector", ["rel_attn.r_w_bias"]), ("phimoe", "other", ["router.weight"]),
+        ("llama4_text", "other", ["router.weight"]), ("qwen2_moe", "other", ["mlp.gate.weight"]),
         ("deepseek_v4", "other", ["o_a_proj.weight", "attn_hc.fn"]),
         ("gpt2", "matrix", ["c_attn.weight", "c_proj.weight"]),
         ("gpt2", "other", ["wpe.weight", "wte.weight"]),
     ],
-)
+)  # fmt: skip
 def test_roles_follow_the_modules(family, role, names):
     model = make_tiny("causal", family)
     roles = parameter_roles(model)

@@ -1,6 +1,6 @@
 """Muon on owned matrices is torch's Muon in one process, to the bit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -42,11 +42,9 @@ from tests.reference import PaddedAdamW, train_reference
 
 LR = 1e-2
 SHARDINGS = [
-    ("shard_optimizer", "matrices"),
-    ("no_shard", "even"),
-    ("shard_optimizer", "round_robin"),
+    ("shard_optimizer", "matrices"), ("no_shard", "even"), ("shard_optimizer", "round_robin"),
     ("shard_optimizer", "contiguous"),
-]
+]  # fmt: skip
 ODD = ["tied embedding", "used on some ranks", "never used", "recomputed", "used later"]
 WINDOWS = {"one": 1, "last": 3}
 
@@ -57,26 +55,20 @@ def is_matrix(name: str, param: Tensor) -> bool:
     return ("blocks." in name or ".layers." in name or ".h." in name) and param.ndim > 1
 
 
-def whole(name: str, param: Tensor) -> list[Tensor]:
-    return [param]
+def matrices(param: Tensor) -> list[Tensor]:
+    """Those of several experts, or a parameter itself."""
+    return list(param) if param.ndim == 3 else [param]
 
 
 class TorchMuon:
     """torch.optim.Muon over the matrices in parameters of blocks, and AdamW over the others."""
 
     def __init__(
-        self,
-        params: dict[str, nn.Parameter],
-        lr: float,
-        weight_decay: float,
-        *,
-        matrices_of: Callable[[str, Tensor], list[Tensor]] = whole,
-        **muon: Any,
+        self, params: dict[str, nn.Parameter], lr: float, weight_decay: float, **muon: Any
     ) -> None:
-        self._matrices_of = matrices_of
         self._params = {name: p for name, p in params.items() if is_matrix(name, p)}
         self._copies = {
-            name: [nn.Parameter(each.detach().clone().contiguous()) for each in self._cut(name, p)]
+            name: [nn.Parameter(each.detach().clone().contiguous()) for each in matrices(p)]
             for name, p in self._params.items()
         }
         copies = [each for of_param in self._copies.values() for each in of_param]
@@ -85,19 +77,16 @@ class TorchMuon:
         rest = {name: p for name, p in params.items() if name not in self._params}
         self._adamw = PaddedAdamW(rest, lr, weight_decay)
 
-    def _cut(self, name: str, values: Tensor) -> list[Tensor]:
-        return self._matrices_of(name, values)
-
     @torch.no_grad()
     def step(self, gradients: dict[str, Tensor]) -> None:
         for name, copies in self._copies.items():
             gradient = gradients.get(name)
-            pieces = [None] * len(copies) if gradient is None else self._cut(name, gradient)
+            pieces = [None] * len(copies) if gradient is None else matrices(gradient)
             for copy, piece in zip(copies, pieces, strict=True):
                 copy.grad = None if piece is None else piece.clone().contiguous()
         self._muon.step()
         for name, param in self._params.items():
-            for target, copy in zip(self._cut(name, param), self._copies[name], strict=True):
+            for target, copy in zip(matrices(param), self._copies[name], strict=True):
                 target.copy_(copy)
         self._adamw.step(gradients)
 
@@ -140,11 +129,6 @@ DECODERS = {
     "qwen3": ["model.overrides.model_type=qwen3"],
 }
 HEADS, WIDTH, HIDDEN = 4, 16, 80
-
-
-def experts(name: str, values: Tensor) -> list[Tensor]:
-    """The matrices in the parameters of experts."""
-    return list(values) if values.ndim == 3 else [values]
 
 
 def decoder_config(words: list[str], ranks: int, strategy: str = "shard_optimizer") -> Config:
@@ -195,10 +179,7 @@ def test_fused_parameters_are_whole_matrices(rank: int, world_size: int, whole: 
         found = model.state_dict()
         about = config.optimizer
         reference = partial(
-            TorchMuon,
-            momentum=about.momentum,
-            nesterov=about.nesterov,
-            ns_steps=about.ns_steps,
+            TorchMuon, momentum=about.momentum, nesterov=about.nesterov, ns_steps=about.ns_steps
         )
         plain = drawn(decoder_config(DECODERS[name], world_size))
         wanted = train_reference(plain, decoder_loss, batches, make_optimizer=reference)
@@ -213,10 +194,8 @@ def test_a_run_resumes_bit_for_bit_elsewhere(rank: int, world_size: int, tmp_pat
         make_net(tied=True), next_token_loss, batches, make_optimizer=TorchMuon
     )
     ways = [
-        ("shard_optimizer", "matrices"),
-        ("no_shard", "even"),
-        ("shard_optimizer", "contiguous"),
-    ]
+        ("shard_optimizer", "matrices"), ("no_shard", "even"), ("shard_optimizer", "contiguous"),
+    ]  # fmt: skip
     for number, (strategy, owner_map) in enumerate(ways):
         model = shard_model(make_net(tied=True), strategy, owner_map=owner_map)
         optimizer = ShardedMuon(model, lr=LR)
@@ -270,12 +249,8 @@ def test_experts_are_matrices_of_their_own_and_routers_are_not() -> None:
     train(model, optimizer, [of_ranks[0] for of_ranks in batches], KINDS["recomputed"].loss)
     stepped = {run.alone.name for run, _ in optimizer.runs if run.alone is not None}
     assert stepped == {f"blocks.{i}.{n}" for i in (0, 1) for n in ("experts", "down.weight")}
-    wanted = train_reference(
-        plain,
-        KINDS["recomputed"].loss,
-        batches,
-        make_optimizer=partial(TorchMuon, matrices_of=experts),
-    )
+    loss = KINDS["recomputed"].loss
+    wanted = train_reference(plain, loss, batches, make_optimizer=TorchMuon)
     assert largest_difference(model.state_dict(), wanted) == 0.0
 
 
@@ -317,10 +292,6 @@ def test_matrices_go_whole_to_ranks_with_like_work() -> None:
         assert max(work) <= sum(work) / ranks + largest
 
 
-def resolved(config: Config) -> None:
-    checked(placed_on_cluster(config))
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -338,7 +309,7 @@ def test_what_muon_cannot_do_is_rejected_first(words: list[str], said: str) -> N
     usual_words = [f"{name}={value}" for name, value in usual.items() if name not in given]
     config = compose_config([*words, *usual_words]).config
     with pytest.raises(UsageError, match=said):
-        resolved(config)
+        checked(placed_on_cluster(config))
 
 
 def test_a_model_without_matrices_or_with_cut_ones_is_rejected() -> None:

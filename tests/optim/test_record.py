@@ -13,7 +13,7 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.record import record_step, sum_of_squares
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
-from tests.engine.models import OddNet, make_net
+from tests.engine.models import OddNet, gradients_beside, make_net
 from tests.matrix import WHOLE, fast
 
 IGNORED = -100
@@ -76,20 +76,12 @@ def test_the_gradient_is_that_of_the_mean_over_all_target_tokens(
                 loss_sum += loss.detach()
                 count += int((targets != IGNORED).sum())
             record = record_step(
-                model,
-                loss_sum=loss_sum,
-                tokens=torch.tensor(count),
-                nominal_tokens=NOMINAL * world_size,
-                max_grad_norm=0.0,
-            )
+                model, loss_sum=loss_sum, tokens=torch.tensor(count),
+                nominal_tokens=NOMINAL * world_size, max_grad_norm=0.0,
+            )  # fmt: skip
             assert record.figures().grad_norm == pytest.approx(norm, rel=1e-12)
-            for shard in model.flat_shards():
-                assert shard.grad is not None
-                for piece in shard.held_pieces():
-                    ours = shard.view(shard.grad, piece.in_flat) / record.grad_scale
-                    whole_grad = expected[piece.param.name].flatten()
-                    theirs = whole_grad[piece.in_param.start : piece.in_param.stop]
-                    assert float((ours - theirs).abs().max()) <= 1e-12
+            for ours, theirs, _ in gradients_beside(model, expected):
+                assert float((ours / record.grad_scale - theirs).abs().max()) <= 1e-12
 
 
 def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16() -> None:

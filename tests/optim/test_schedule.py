@@ -12,16 +12,14 @@ from fsdpctl.optim.schedule import lr_factor, warmup_steps
 THEIRS = LrSchedulerConfig(start_lr_ratio=0.0, min_lr_ratio=0.0, reaches_min=False)
 LINEAR = replace(THEIRS, name="wsd", decay_ratio=1.0)
 CASES: dict[str, tuple[LrSchedulerConfig, dict]] = {
-    "linear": (LINEAR, {}),
-    "cosine": (replace(THEIRS, name="cosine"), {}),
+    "linear": (LINEAR, {}), "cosine": (replace(THEIRS, name="cosine"), {}),
     "cosine_with_min_lr": (replace(THEIRS, min_lr_ratio=0.3), {"min_lr_rate": 0.3}),
     "constant": (replace(THEIRS, name="constant"), {}),
     "constant_with_warmup": (replace(THEIRS, name="constant"), {}),
     "warmup_stable_decay": (
-        replace(THEIRS, name="wsd", decay_ratio=0.25, decay_type="cosine"),
-        {"num_decay_steps": 10},
+        replace(THEIRS, name="wsd", decay_ratio=0.25, decay_type="cosine"), {"num_decay_steps": 10},
     ),
-}
+}  # fmt: skip
 
 
 def rates_of_transformers(name: str, warmup: int, steps: int, more: dict) -> list[float]:

@@ -18,17 +18,15 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.rules import checked
 from tests.distributed import distributed
-from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.models import make_net, next_token_loss, one_step, token_batches
 from tests.engine.test_parity import largest_difference
 from tests.matrix import fast
 
 STEPS, LR, DECAY = 4, 0.05, 0.1
 BF16, F32 = torch.bfloat16, torch.float32
 NARROW = [
-    Precision(BF16, BF16, BF16),
-    Precision(F32, F32, BF16),
-    Precision(F32, F32, torch.float16),
-]
+    Precision(BF16, BF16, BF16), Precision(F32, F32, BF16), Precision(F32, F32, torch.float16),
+]  # fmt: skip
 
 
 def expected(momentum: float, ranks: int) -> dict[str, torch.Tensor]:
@@ -47,12 +45,6 @@ def expected(momentum: float, ranks: int) -> dict[str, torch.Tensor]:
     return copy.deepcopy(module.state_dict())
 
 
-def step(model, optimizer: ShardedSGD, batch: torch.Tensor) -> None:
-    next_token_loss(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("momentum", fast(0.9, slow=[0.0]))
 @distributed(world_size=2, timeout=120)
 def test_every_strategy_equals_one_process(rank: int, world_size: int, momentum: float) -> None:
@@ -61,10 +53,8 @@ def test_every_strategy_equals_one_process(rank: int, world_size: int, momentum:
         model = shard_model(make_net(tied=True, dtype=torch.float64), strategy)
         optimizer = ShardedSGD(model, lr=LR, momentum=momentum, weight_decay=DECAY)
         for of_ranks in token_batches(STEPS, world_size):
-            step(model, optimizer, of_ranks[rank][0])
-        trained = model.state_dict()
-        found = {name: trained[name] for name in wanted if name in trained}
-        assert largest_difference(found, {name: wanted[name] for name in found}) <= 1e-12, strategy
+            one_step(model, optimizer, of_ranks[rank][0])
+        assert largest_difference(model.state_dict(), wanted) <= 1e-12, strategy
 
 
 @distributed(world_size=2)
@@ -74,16 +64,14 @@ def test_it_resumes_from_a_checkpoint(rank: int, world_size: int, tmp_path: Path
     model = shard_model(make_net(tied=True, dtype=torch.float64), "full_shard")
     optimizer = ShardedSGD(model, lr=LR, weight_decay=DECAY)
     for of_ranks in batches[:2]:
-        step(model, optimizer, of_ranks[rank][0])
+        one_step(model, optimizer, of_ranks[rank][0])
     save_checkpoint(tmp_path / "c", model, optimizer)
     again = shard_model(make_net(tied=True, dtype=torch.float64), "shard_optimizer")
     optimizer = ShardedSGD(again, lr=LR, weight_decay=DECAY)
     load_checkpoint(tmp_path / "c", again, optimizer)
     for of_ranks in batches[2:]:
-        step(again, optimizer, of_ranks[rank][0])
-    trained = again.state_dict()
-    found = {name: trained[name] for name in wanted if name in trained}
-    assert largest_difference(found, {name: wanted[name] for name in found}) <= 1e-12
+        one_step(again, optimizer, of_ranks[rank][0])
+    assert largest_difference(again.state_dict(), wanted) <= 1e-12
 
 
 def test_a_first_step_that_is_skipped_leaves_momenta_of_zero():
@@ -116,13 +104,11 @@ def train(model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int, **sc
 @pytest.mark.parametrize(
     "options",
     [
-        {"momentum": 0.0},
-        {"momentum": 0.9},
-        {"momentum": 0.9, "weight_decay": 0.1},
+        {"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.1},
         {"momentum": 0.0, "weight_decay": 0.1, "maximize": True},
         {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
     ],
-)
+)  # fmt: skip
 def test_masters_of_16_bits_have_the_bits_of_torch(precision, options):
     """Of tensors of full vectors; torch rounds the elements behind these once more."""
     model = narrow(precision, "no_shard", 64)

@@ -45,10 +45,8 @@ def random_config(
         shared = draw.choice([1, 1, *(n for n in (2, 3, 4) if on_gloo and ranks % n == 0)])
         shares = str(on_gloo and draw.random() < 0.5).lower()
         words = [
-            *_run(draw, ranks, shared, shares),
-            *_model(draw),
-            *_sharding(draw, ranks, strategies),
-        ]
+            *_run(draw, ranks, shared, shares), *_model(draw), *_sharding(draw, ranks, strategies),
+        ]  # fmt: skip
         words += [*_long(draw), *optimizer]
         if on_gloo and draw.random() < 0.6:
             words += [f"strategy.offload={draw.choice(OFFLOADS)}"]
@@ -65,20 +63,16 @@ def _run(draw: random.Random, ranks: int, shared: int, shares: str) -> list[str]
     steps, micro = draw.choice([1, 1, 2, 3, 4]), draw.choice([1, 2, 3])
     length = draw.choice([16, 33, 64, 128])
     words = [
-        f"launch.nproc_per_node={ranks}",
-        "launch.device=cpu",
-        f"launch.share_memory={shares}",
+        f"launch.nproc_per_node={ranks}", "launch.device=cpu", f"launch.share_memory={shares}",
         f"prefetch={draw.choice(['none', 'backward', 'both'])}",
         f"precision={draw.choice(['fp32', 'bf16', 'bf16_true'])}",
         f"activation_checkpointing={draw.choice(['none', 'selective', 'full'])}",
-        f"accumulation={draw.choice(['every', 'last'])}",
-        f"accumulation.steps={steps}",
-        f"train.seq_len={length}",
-        f"train.micro_batch_size={micro}",
+        f"accumulation={draw.choice(['every', 'last'])}", f"accumulation.steps={steps}",
+        f"train.seq_len={length}", f"train.micro_batch_size={micro}",
         f"train.context_parallel={shared}",
         f"train.global_batch_size={ranks // shared * micro * steps}",
         f"train.loss_chunk_tokens={draw.choice([0, 0, 24])}",
-    ]
+    ]  # fmt: skip
     if draw.random() < 0.3:
         words += [f"prefetch.{way}={draw.randint(0, 2)}" for way in ("forward", "backward")]
     if draw.random() < 0.3 and length >= 64:  # masks of short ones depend on their lengths

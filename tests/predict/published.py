@@ -147,13 +147,11 @@ _4B, _32B, _30B = "Qwen3-4B", "Qwen3-32B", "Qwen3-30B-A3B"
 _WHOLE, _PLAIN = "train.loss_chunk_tokens=0", "engine.program=transformers"
 _OF_LOGITS = "computes entropy and accuracy of all logits, which counts in a small model"
 _HUB = (
-    _hub(_4B, 8, 32768, _FLASH2, 4321, 24.9),
-    _hub(_4B, 8, 32768, _FLASH3, 6783, more=", flash3"),
+    _hub(_4B, 8, 32768, _FLASH2, 4321, 24.9), _hub(_4B, 8, 32768, _FLASH3, 6783, more=", flash3"),
     _hub(_4B, 16, 16384, f"{_FLASH2} {_WHOLE}", 5703, 43.4, more=", all logits")._replace(
         differs=_OF_LOGITS
     ),
-    _hub(_32B, 16, 32768, _FLASH3, 1450),
-    _hub(_32B, 32, 32768, _FLASH3, 1441, 63.0),
+    _hub(_32B, 16, 32768, _FLASH3, 1450), _hub(_32B, 32, 32768, _FLASH3, 1441, 63.0),
     _hub(_32B, 16, 16384, _FLASH2, 1356, 59.7),
     _hub(_32B, 16, 16384, _FLASH3, 1693, more=", flash3"),
     _hub(_32B, 32, 16384, _FLASH2, 1344, 44.3),
@@ -213,11 +211,9 @@ _TUNE = (
 _CHUNKED = "train.loss_chunk_tokens=1024"  # eight of them
 
 _QWEN = {
-    "1.8B": (24, 2048, 5504, 16, 151936),
-    "7B": (32, 4096, 11008, 32, 151936),
-    "14B": (40, 5120, 13696, 40, 152064),
-    "72B": (80, 8192, 24576, 64, 152064),
-}
+    "1.8B": (24, 2048, 5504, 16, 151936), "7B": (32, 4096, 11008, 32, 151936),
+    "14B": (40, 5120, 13696, 40, 152064), "72B": (80, 8192, 24576, 64, 152064),
+}  # fmt: skip
 _ADAPTED = (
     ("1.8B", "auto", {2048: 1.7, 4096: 3.3, 8192: 6.8}),
     ("1.8B", "nf4", {2048: 2.0, 4096: 3.4, 8192: 6.5}),
@@ -230,49 +226,26 @@ _ADAPTED = (
 
 PUBLISHED = (
     Step("8B, 8 H100, eager", f"{_8B} {_500_W} {_SELECTIVE} {_batch(2, 8)}", 5762, _TITAN),
-    Step(
-        "8B, 8 H100, compiled",
-        f"{_8B} {_500_W} {_SELECTIVE} {_COMPILED} {_batch(2, 8)}",
-        6667,
-        _TITAN,
-    ),
-    Step(
-        "8B, 128 H100, eager",
-        f"{_8B} {_500_W} {_SELECTIVE} launch.nnodes=16 {_batch(2, 128)}",
-        5605,
-        _TITAN,
-    ),
-    Step(
-        "8B, 128 H100, compiled",
-        f"{_8B} {_500_W} {_SELECTIVE} {_COMPILED} launch.nnodes=16 {_batch(2, 128)}",
-        6514,
-        _TITAN,
-    ),
+    Step("8B, 8 H100, compiled", f"{_8B} {_500_W} {_SELECTIVE} {_COMPILED} {_batch(2, 8)}", 6667,
+         _TITAN),
+    Step("8B, 128 H100, eager", f"{_8B} {_500_W} {_SELECTIVE} launch.nnodes=16 {_batch(2, 128)}",
+         5605, _TITAN),
+    Step("8B, 128 H100, compiled",
+         f"{_8B} {_500_W} {_SELECTIVE} {_COMPILED} launch.nnodes=16 {_batch(2, 128)}", 6514,
+         _TITAN),
     Step(
         "8B, 8 H100, all recomputed",
         f"{_8B} cluster=h100 {_FULL} {_COMPILED} {_batch(1, 8)}",  # of 2026: torch's own choice
         7006,
         "torchtitan 27aa49077",
     ),
-    Step(
-        "8B, 64 A100",
-        f"{_8B} {_8_A100} {_SELECTIVE} launch.nnodes=8 {_batch(1, 64)}",
-        2973,
-        "torchtitan docs/performance.md, 2024",
-    ),
-    Step(
-        "70B, 64 A100",
-        f"model=llama3_70b engine=fsdp2 train.seq_len=8192 {_8_A100} {_FULL} launch.nnodes=8 "
-        f"{_batch(1, 64)}",
-        323,
-        "torchtitan docs/performance.md, 2024",
-    ),
-    Step(
-        "8B, 8 A100, compiled",
-        f"{_8B} {_8_A100} {_SELECTIVE} {_COMPILED} {_batch(1, 8)}",
-        2930,
-        "pytorch/torchtitan#929",
-    ),
+    Step("8B, 64 A100", f"{_8B} {_8_A100} {_SELECTIVE} launch.nnodes=8 {_batch(1, 64)}", 2973,
+         "torchtitan docs/performance.md, 2024"),
+    Step("70B, 64 A100",
+         f"model=llama3_70b engine=fsdp2 train.seq_len=8192 {_8_A100} {_FULL} launch.nnodes=8 "
+         f"{_batch(1, 64)}", 323, "torchtitan docs/performance.md, 2024"),
+    Step("8B, 8 A100, compiled", f"{_8B} {_8_A100} {_SELECTIVE} {_COMPILED} {_batch(1, 8)}", 2930,
+         "pytorch/torchtitan#929"),
     Step("MPT-1B, 8 H100", f"{_mpt(24, 2048, 16)} {_GRAD_OP} {_H100} {_batch(14, 8)}", 45455,
          _MOSAIC),
     Step("MPT-3B, 128 H100",
@@ -294,20 +267,12 @@ PUBLISHED = (
     Step("MPT-7B, 8 A100", f"{_MPT_7B} {_8_A100} {_batch(6, 8, 2)}", 4641, _MOSAIC),
     Step("MPT-70B, 64 A100", f"{_MPT_70B} {_8_A100} {_FULL} launch.nnodes=8 {_batch(8, 64, 4)}",
          410, _MOSAIC),
-    Step(
-        "Llama-2-7B, 96 H100, hybrid",
-        f"model=llama2_7b {_LLAMA2} strategy=hybrid_shard {_H100} {_800_GBIT_A_NODE} "
-        f"launch.nnodes=12 {_batch(2, 96)}",
-        9600,
-        _FMS,
-    ),
-    Step(
-        "Llama-2-7B, 128 A100, hybrid",
-        f"model=llama2_7b {_LLAMA2} strategy=hybrid_shard {_8_A100} {_400_GBIT_A_NODE} "
-        f"launch.nnodes=16 {_batch(2, 128)}",
-        4550,
-        _FMS,
-    ),
+    Step("Llama-2-7B, 96 H100, hybrid",
+         f"model=llama2_7b {_LLAMA2} strategy=hybrid_shard {_H100} {_800_GBIT_A_NODE} "
+         f"launch.nnodes=12 {_batch(2, 96)}", 9600, _FMS),
+    Step("Llama-2-7B, 128 A100, hybrid",
+         f"model=llama2_7b {_LLAMA2} strategy=hybrid_shard {_8_A100} {_400_GBIT_A_NODE} "
+         f"launch.nnodes=16 {_batch(2, 128)}", 4550, _FMS),
     Step(
         "Llama-2-13B, 96 H100",  # which layers are recomputed is not said: ours
         f"{_LLAMA2_13B} {_LLAMA2} {_SELECTIVE} {_H100} {_800_GBIT_A_NODE} launch.nnodes=12 "
@@ -315,32 +280,20 @@ PUBLISHED = (
         4850,
         _FMS,
     ),
-    Step(
-        "Llama-2-70B, 96 H100",
-        f"model=llama3_70b model.vocab_size=32000 {_LLAMA2} {_SELECTIVE} {_H100} "
-        f"{_800_GBIT_A_NODE} launch.nnodes=12 {_batch(2, 96)}",
-        890,
-        _FMS,
-    ),
-    Step(
-        "Llama-2-70B, 128 A100",
-        f"model=llama3_70b model.vocab_size=32000 {_LLAMA2} {_SELECTIVE} {_8_A100} "
-        f"{_400_GBIT_A_NODE} launch.nnodes=16 {_batch(2, 128)}",
-        410,
-        _FMS,
-    ),
+    Step("Llama-2-70B, 96 H100",
+         f"model=llama3_70b model.vocab_size=32000 {_LLAMA2} {_SELECTIVE} {_H100} "
+         f"{_800_GBIT_A_NODE} launch.nnodes=12 {_batch(2, 96)}", 890, _FMS),
+    Step("Llama-2-70B, 128 A100",
+         f"model=llama3_70b model.vocab_size=32000 {_LLAMA2} {_SELECTIVE} {_8_A100} "
+         f"{_400_GBIT_A_NODE} launch.nnodes=16 {_batch(2, 128)}", 410, _FMS),
     Step(
         "8B, 4 GB200, compiled",
         f"{_8B} cluster=b200 cluster.flops=2500 {_COMPILED} launch.nproc_per_node=4 {_batch(1, 4)}",
         17158,
         "torchtitan 58b034444",
     ),
-    Step(
-        "8B, 8 H200",
-        f"{_8B} {_GRAD_OP} cluster=h200 model.attention=flash3 {_batch(1, 8)}",
-        8955,
-        "ml-engineering insights",
-    ),
+    Step("8B, 8 H200", f"{_8B} {_GRAD_OP} cluster=h200 model.attention=flash3 {_batch(1, 8)}", 8955,
+         "ml-engineering insights"),
     Step("8B, 1 H200, all recomputed",
          f"{_KEMPNER_8B} launch.nproc_per_node=1 {_batch(2, 1, 4)}", 10471, _KEMPNER),
     Step("8B, 2 H200, all recomputed",
@@ -350,23 +303,15 @@ PUBLISHED = (
     Step("8B, 32 H200, all recomputed",
          f"{_KEMPNER_8B} launch.nproc_per_node=4 launch.nnodes=8 {_batch(4, 32, 4)}", 9293,
          "KempnerForge benchmarks/config_validation"),
-    Step(
-        "15B, 8 H200, all recomputed, eager",
-        "model=llama3_8b model.num_layers=40 model.hidden_size=5120 model.num_heads=40 "
-        "model.intermediate_size=17920 engine=fsdp2 cluster=h200 train.seq_len=4096 "
-        f"precision.master_dtype=bfloat16 {_FULL} launch.nproc_per_node=4 launch.nnodes=2 "
-        f"{_batch(4, 8, 4)}",
-        4426,
-        _KEMPNER,
-    ),
-    Step(
-        "1.4B, 1 H200",
-        "model=llama3_8b model.num_layers=16 model.hidden_size=2048 model.intermediate_size=7168 "
-        "model.num_heads=32 model.head_dim=64 engine=fsdp2 cluster=h200 train.seq_len=4096 "
-        f"launch.nproc_per_node=1 {_batch(2, 1)}",
-        50258,
-        "own measurement with torch 2.11, 2026",
-    ),
+    Step("15B, 8 H200, all recomputed, eager",
+         "model=llama3_8b model.num_layers=40 model.hidden_size=5120 model.num_heads=40 "
+         "model.intermediate_size=17920 engine=fsdp2 cluster=h200 train.seq_len=4096 "
+         f"precision.master_dtype=bfloat16 {_FULL} launch.nproc_per_node=4 launch.nnodes=2 "
+         f"{_batch(4, 8, 4)}", 4426, _KEMPNER),
+    Step("1.4B, 1 H200",
+         "model=llama3_8b model.num_layers=16 model.hidden_size=2048 model.intermediate_size=7168 "
+         "model.num_heads=32 model.head_dim=64 engine=fsdp2 cluster=h200 train.seq_len=4096 "
+         f"launch.nproc_per_node=1 {_batch(2, 1)}", 50258, "own measurement with torch 2.11, 2026"),
     Step("MPT-760M, 8 H100", f"{_MPT_760M} {_H100} {_batch(24, 8, 2)}", 63147, _MOSAIC),
     Step("MPT-760M, 32 H100", f"{_MPT_760M} {_H100} launch.nnodes=4 {_batch(24, 32)}", 67971,
          _MOSAIC),
@@ -378,32 +323,21 @@ PUBLISHED = (
     *(each for name, dtype, found in _ADAPTED for each in _qwen(name, _QWEN[name], dtype, found)),
     *_mosaic(_KERNEL, _LONG),
     *_HUB,
-    Step(
-        "DeepSeek 16B, 8 H100, 2 ranks share a sample",
-        "model=hf model.path=deepseek-ai/DeepSeek-V2-Lite model.init=random cluster=h100 "
-        f"cluster.flops=811 cluster.memory_bandwidth=2400 model.attention=efficient {_FULL} "
-        "train.context_parallel=2 train.seq_len=4096 train.micro_batch_size=8 "
-        f"train.global_batch_size=32 {_WHOLE}",
-        6030,
-        "torchtitan b109f7d71, 2025",
-    ),
-    Step(
-        f"{_30B}, 8 B200, compiled",
-        f"model=hf model.path=Qwen/{_30B} model.init=random engine=fsdp2 cluster=8xb200 "
-        f"{_COMPILED} {_SELECTIVE} train.seq_len=8192 {_batch(8, 8)}",
-        19450,
-        "mlc-ai/pith-train#79, 2026",
-    ),
+    Step("DeepSeek 16B, 8 H100, 2 ranks share a sample",
+         "model=hf model.path=deepseek-ai/DeepSeek-V2-Lite model.init=random cluster=h100 "
+         f"cluster.flops=811 cluster.memory_bandwidth=2400 model.attention=efficient {_FULL} "
+         "train.context_parallel=2 train.seq_len=4096 train.micro_batch_size=8 "
+         f"train.global_batch_size=32 {_WHOLE}", 6030, "torchtitan b109f7d71, 2025"),
+    Step(f"{_30B}, 8 B200, compiled",
+         f"model=hf model.path=Qwen/{_30B} model.init=random engine=fsdp2 cluster=8xb200 "
+         f"{_COMPILED} {_SELECTIVE} train.seq_len=8192 {_batch(8, 8)}", 19450,
+         "mlc-ai/pith-train#79, 2026"),
     *(_on_host(length, speed) for length, speed in _ON_HOST.items()),
     *_ANSWER,
     Step("8B, LoRA, 1 H100", f"model=llama3_8b {_AUTOMODEL}", 12473, "Automodel 507bfb751, 2025"),
-    Step(
-        "Qwen2.5-7B, LoRA, 1 H100",
-        f"model=hf model.path=Qwen/Qwen2.5-7B model.init=random {_AUTOMODEL}",
-        14110,
-        "Automodel 507bfb751, 2025",
-        "adapters in one kernel",
-    ),
+    Step("Qwen2.5-7B, LoRA, 1 H100",
+         f"model=hf model.path=Qwen/Qwen2.5-7B model.init=random {_AUTOMODEL}", 14110,
+         "Automodel 507bfb751, 2025", "adapters in one kernel"),
     Step("3B, 1 A100", f"{_TUNE} {_WHOLE}", 7075, "torchtune 1814feb17, 2024"),
     Step("3B, 1 A100, compiled", f"{_TUNE} {_COMPILED} {_WHOLE}", 8998,
          "torchtune 1814feb17, 2024"),

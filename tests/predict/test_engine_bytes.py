@@ -48,13 +48,9 @@ def planned(
     row, size = effective_strategy(STRATEGIES[strategy], ranks // copies, ranks)
     owner_map = owner_map if ranks > 1 else "even"
     plan = TrainingPlan(
-        unit_order(units),
-        lay_out(units, size, owner_map, shares=row.shares(copies)),
-        row,
-        SIZES[bf16],
-        Prefetch(1, 1),
-        reduces,
-    )
+        unit_order(units), lay_out(units, size, owner_map, shares=row.shares(copies)), row,
+        SIZES[bf16], Prefetch(1, 1), reduces,
+    )  # fmt: skip
     return estimate(plan, RankPlace(0, size, copies, Transport.GLOO))
 
 

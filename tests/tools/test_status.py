@@ -173,18 +173,16 @@ def test_a_checkpoint_of_the_wrong_size_is_reported(tmp_path):
 # ---- corrupted and hostile files -------------------------------------------------------------
 
 DAMAGE = {
-    "no line": (METRICS, b'{"step": 1}\nnothing\n'),
-    "another type": (METRICS, b'{"step": "1"}\n'),
+    "no line": (METRICS, b'{"step": 1}\nnothing\n'), "another type": (METRICS, b'{"step": "1"}\n'),
     "not Unicode": (METRICS, b'{"step": 1, "warning": "\xff"}\n'),
     "infinite": (METRICS, b'{"step": 1, "val_loss": 1e999}\n'),
     "deep": (METRICS, b'{"step": 1, "restart": ' + b"[" * 9999 + b"]" * 9999 + b"}\n"),
-    "no heartbeat": (HEARTBEAT, b"{}"),
-    "a large heartbeat": (HEARTBEAT, b" " * (1 << 17)),
+    "no heartbeat": (HEARTBEAT, b"{}"), "a large heartbeat": (HEARTBEAT, b" " * (1 << 17)),
     "starts of another type": (ENVIRONMENT, b'{"starts": [1]}'),
     "no configuration": (RUN_CONFIG, b"- 1"),
     "no number of steps": (RUN_CONFIG, b"train.steps: many"),
     "a number of steps that is too large": (RUN_CONFIG, b"train.steps: 1e300"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", DAMAGE)

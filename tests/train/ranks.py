@@ -45,11 +45,9 @@ def _large_gradient(loss: Tensor) -> Tensor:
 
 
 PLANTED: dict[str, Callable[[Tensor], Tensor]] = {
-    "loss": lambda loss: loss * float("nan"),
-    "gradient": _BadGradient.apply,
-    "loss spike": lambda loss: loss * 100,
-    "gradient spike": _large_gradient,
-}
+    "loss": lambda loss: loss * float("nan"), "gradient": _BadGradient.apply,
+    "loss spike": lambda loss: loss * 100, "gradient spike": _large_gradient,
+}  # fmt: skip
 
 
 def words(folder: Path, ranks: int, *more: str) -> list[str]:

@@ -9,12 +9,7 @@ from transformers import AutoTokenizer
 
 from fsdpctl.run.directory import read_config
 from tests.cli.run import figures, fsdpctl
-from tests.train.chats import (
-    make_chat_model,
-    make_chats,
-    opened_by_transformers,
-    plain_losses,
-)
+from tests.train.chats import make_chat_model, make_chats, opened_by_transformers, plain_losses
 
 pytestmark = pytest.mark.slow
 STEPS = 8
@@ -48,13 +43,16 @@ def losses(run: Path) -> list[float]:
     return [loss for _, loss, _ in figures(run) if loss is not None]
 
 
+def check_losses(folder: Path, run: Path) -> list[float]:
+    expected = plain_losses(opened_by_transformers(folder / "model"), read_config(run), STEPS)
+    assert losses(run) == pytest.approx(expected, rel=1e-5)
+    return expected
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gemma3", "phi3", "gpt2"])
 def test_losses_are_those_of_a_plain_loop(tmp_path, family, ranks):
-    run = trained(tmp_path, family, ranks)
-    config = read_config(run)
-    expected = plain_losses(opened_by_transformers(tmp_path / "model"), config, STEPS)
-    assert losses(run) == pytest.approx(expected, rel=1e-5)
+    expected = check_losses(tmp_path, trained(tmp_path, family, ranks))
     assert expected[-1] < expected[0]
 
 
@@ -69,18 +67,13 @@ def test_losses_are_those_of_a_plain_loop(tmp_path, family, ranks):
 def test_decoders_of_transformers_train_on_chats(tmp_path, family, packs):
     """Also where documents that share a sequence would see one another."""
     run = trained(tmp_path, family, 2, "model=hf")
-    config = read_config(run)
-    assert config.data.packing is (None if packs else False)
-    expected = plain_losses(opened_by_transformers(tmp_path / "model"), config, STEPS)
-    assert losses(run) == pytest.approx(expected, rel=1e-5)
+    assert read_config(run).data.packing is (None if packs else False)
+    check_losses(tmp_path, run)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_losses_are_those_of_a_plain_loop_without_packing(tmp_path, ranks):
-    run = trained(tmp_path, "qwen3", ranks, "data.packing=false")
-    config = read_config(run)
-    expected = plain_losses(opened_by_transformers(tmp_path / "model"), config, STEPS)
-    assert losses(run) == pytest.approx(expected, rel=1e-5)
+    check_losses(tmp_path, trained(tmp_path, "qwen3", ranks, "data.packing=false"))
 
 
 def test_a_run_resumes_in_its_second_epoch_with_other_ranks(tmp_path):

@@ -60,10 +60,8 @@ def test_without_an_estimate_nothing_is_compared(tmp_path):
 )
 def test_peak_memory_is_compared_with_the_estimate(tmp_path, on_cpu, message):
     peaks = {
-        "peak_engine_bytes": MIB,
-        "peak_allocated_bytes": 4 * MIB,
-        "peak_reserved_bytes": 6 * MIB,
-    }
+        "peak_engine_bytes": MIB, "peak_allocated_bytes": 4 * MIB, "peak_reserved_bytes": 6 * MIB,
+    }  # fmt: skip
     checks = Checks(kept(tmp_path, **peaks), 0)
     found = checks.memory(True, on_cpu, [MIB, 2 * MIB, 8 * MIB, 5 * MIB])
     assert found is not None

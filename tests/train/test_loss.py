@@ -14,6 +14,7 @@ from fsdpctl.resolve.run import open_run
 from fsdpctl.resolve.settle import settle
 from tests.cli.run import TINY, make_text
 from tests.distributed import distributed
+from tests.engine.models import gradients_beside
 from tests.models.decoders import drawn
 
 VOCAB, LENGTH = 64, 25
@@ -75,15 +76,9 @@ def test_a_sharded_model_computes_its_loss_in_chunks(rank: int, world_size: int)
             (sum(alone(*batch(each)) for each in range(world_size)) / world_size).backward()
             model = shard_model(decoder(tied=tied), strategy)
             model(*batch(rank), 7).backward()
-            for shard in model.flat_shards():
-                gradients = dict(alone.named_parameters())
-                for piece in shard.held_pieces():
-                    expected = gradients[piece.param.name].grad
-                    assert expected is not None
-                    assert shard.grad is not None
-                    part = expected.flatten()[piece.in_param.start : piece.in_param.stop]
-                    found = shard.view(shard.grad, piece.in_flat)
-                    torch.testing.assert_close(found, part, rtol=1e-5, atol=1e-7)
+            gradients = {name: each.grad for name, each in alone.named_parameters()}
+            for found, part, _ in gradients_beside(model, gradients):
+                torch.testing.assert_close(found, part, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

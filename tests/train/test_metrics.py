@@ -3,8 +3,9 @@
 import errno
 import json
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import UNSET
@@ -14,32 +15,41 @@ from fsdpctl.run.metrics import MetricsFile, last_step, read_metrics, was_valida
 from tests.run.runs import REJECTED
 
 
-def test_lines_after_the_checkpoint_are_removed(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"st')
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def write(path: Path, *lines: dict[str, Any], end: str = "") -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_after_the_checkpoint_are_removed(path: Path):
+    write(path, *({"step": step} for step in range(1, 6)), end='{"st')
     file = MetricsFile(path, 3)
     file.write({"step": 4, "loss": 1.0})
     file.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "loss": 1.0}]
+    assert read(path) == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "loss": 1.0}]
 
 
-def test_a_file_with_a_corrupted_line_is_not_changed(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
+def test_a_file_with_a_corrupted_line_is_not_changed(path: Path):
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(UsageError, match=r"metrics.jsonl, line 2: corrupted"):
         MetricsFile(path, 3)
     assert len(path.read_text().splitlines()) == 3
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").mkdir()
+def test_a_file_that_cannot_be_written_is_named(path: Path):
+    path.mkdir()
     with pytest.raises(UsageError, match=r"metrics.jsonl: " + os.strerror(errno.EISDIR)):
-        MetricsFile(tmp_path / "metrics.jsonl", 0)
+        MetricsFile(path, 0)
 
 
-def test_the_reader_distinguishes_missing_from_non_finite_values(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
+def test_the_reader_distinguishes_missing_from_non_finite_values(path: Path):
     path.write_text('{"step": 1, "loss": null, "grad_norm": 2}\n{"step": 1, "val_loss": 3.5}\n{"st')
     step, validation = read_metrics(path)
     assert (step.loss, step.grad_norm, step.val_loss) == (None, 2.0, UNSET)
@@ -47,79 +57,63 @@ def test_the_reader_distinguishes_missing_from_non_finite_values(tmp_path: Path)
     assert (step.is_step, validation.is_step) == (True, False)
 
 
-def test_lines_of_several_threads_stay_whole(tmp_path: Path):
-    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+def test_lines_of_several_threads_stay_whole(path: Path):
+    file = MetricsFile(path, 0)
     line = {"step": 1, "warning": "x" * 20_000}  # more than is written at once
 
-    def write() -> None:
-        for _ in range(50):
-            file.write(line)
-
-    threads = [threading.Thread(target=write) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(file.write, [line] * 200))
     file.close()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(each) for each in lines] == [line] * 200
+    assert read(path) == [line] * 200
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
-def test_a_full_disk_is_named(tmp_path: Path):
-    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+def test_a_full_disk_is_named(path: Path):
+    file = MetricsFile(path, 0)
     os.dup2(os.open("/dev/full", os.O_WRONLY), file._file.fileno())
     with pytest.raises(FsdpctlError, match=r"metrics.jsonl: " + os.strerror(errno.ENOSPC)):
         file.write({"step": 1})
     file.close()
 
 
-def test_rejected_steps_are_not_removed(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
+def test_rejected_steps_are_not_removed(path: Path):
     bad = {"step": 5, "rejected_step": REJECTED}
     lines = [{"step": 4, "loss": 1.0}, {"step": 5, "loss": None}, bad]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(path, *lines)
     file = MetricsFile(path, 3)
     file.write({"step": 4, "loss": 2.0})
     assert file.is_in_place
     file.close()
-    kept = [json.loads(line) for line in path.read_text().splitlines()]
-    assert kept == [bad, {"step": 4, "loss": 2.0}]
+    assert read(path) == [bad, {"step": 4, "loss": 2.0}]
 
 
-def test_the_longest_earlier_save_is_known(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
+def test_the_longest_earlier_save_is_known(path: Path):
     new = MetricsFile(path, 0)
     new.close()
     assert new.seconds_to_save == 0.0
     lines = [{"step": step, "checkpoint_write_seconds": step / 2} for step in (3, 9, 5)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(path, *lines)
     later = MetricsFile(path, 4)
     later.close()
     assert later.seconds_to_save == 4.5  # of a step that is cut off, too
 
 
-def test_a_finite_validation_loss_is_found(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
+def test_a_finite_validation_loss_is_found(path: Path):
     assert not was_validated(path, 20)
     lines = [
-        {"step": 20, "val_loss": 1.5},
-        {"step": 40, "loss": 2.0},
-        {"step": 40, "val_loss": None},
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        {"step": 20, "val_loss": 1.5}, {"step": 40, "loss": 2.0}, {"step": 40, "val_loss": None},
+    ]  # fmt: skip
+    write(path, *lines)
     assert was_validated(path, 20)
     assert not was_validated(path, 40)
 
 
-def test_the_last_step_is_the_newest_whatever_follows_it(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
+def test_the_last_step_is_the_newest_whatever_follows_it(path: Path):
     path.write_text('{"step": 40, "loss": 1.0}\n{"step": 25, "after_save": "done"}\n{"st')
     assert last_step(path) == 40
 
 
-def test_a_restart_made_progress_if_it_is_recorded(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
+def test_a_restart_made_progress_if_it_is_recorded(path: Path):
     assert not went_on(path, 1)
     path.write_text('{"step": 30, "loss": 1.0}\n')
     assert not went_on(path, 1)

@@ -53,17 +53,15 @@ def dequantized_base(typed: list[str], folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("family", "ranks", "more"),
     [
-        ("llama", 1, []),
-        ("llama", 2, ["accumulation=last", "accumulation.steps=2"]),
+        ("llama", 1, []), ("llama", 2, ["accumulation=last", "accumulation.steps=2"]),
         ("llama", 3, ["model.lora.rslora=true", "train.loss_chunk_tokens=10"]),
         ("gpt2", 2, ["strategy=shard_optimizer"]),
         ("qwen3 tied", 3, ["strategy=shard_grad_op", "activation_checkpointing=full"]),
         ("llama", 2, ["model=hf", "activation_checkpointing=selective"]),
-        ("llama", 2, ["model.base_dtype=int8"]),
-        ("llama", 2, ["model.base_dtype=float32"]),
+        ("llama", 2, ["model.base_dtype=int8"]), ("llama", 2, ["model.base_dtype=float32"]),
         ("gpt2", 3, ["model.base_dtype=int8", "strategy=shard_optimizer"]),
     ],
-)
+)  # fmt: skip
 def test_losses_are_those_of_peft_on_the_dequantized_base(tmp_path, family, ranks, more):
     typed = words(tmp_path, ranks, FOUR_BITS, *more, family=family)
     expected = losses_of_peft(resolved(typed), dequantized_base(typed, tmp_path))
@@ -131,8 +129,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_stopped_run_resumes_at_any_number_of_ranks(tmp_path, trained, ranks):
     shutil.copytree(trained["folder"] / "base", tmp_path / "base")
-    first = [word for word in words(tmp_path, 2, FOUR_BITS) if not word.startswith("train.steps")]
-    run([*first, "train.steps=3"], 2, tmp_path / "first")
+    run(words(tmp_path, 2, FOUR_BITS, "train.steps=3"), 2, tmp_path / "first")
     resumed = run(words(tmp_path, ranks, FOUR_BITS), ranks, tmp_path / "resumed")
     assert losses(tmp_path) == pytest.approx(trained["losses"], abs=1e-5)
     for name, value in trained["state"].items():
@@ -201,7 +198,6 @@ def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
     config = compose_config([*given, "model.lora.targets=q_proj"]).config
 
     def load() -> None:
-
         model = make_model(config, torch.device("cpu"), empty=True)
         load_weights(weights_in_model_path(config.model, model.module, 0), model)
 

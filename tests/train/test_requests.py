@@ -95,12 +95,9 @@ def touch(path: Path, later: float) -> None:
 def collector(folder: Path, *, is_main: bool = True, by_signal: bool = False) -> RequestCollector:
     (folder / RUN_CONFIG).touch()
     return RequestCollector(
-        folder,
-        TimeLimit(None, 0.0, 0.0),
-        is_main=is_main,
-        stop_requested=lambda: by_signal,
+        folder, TimeLimit(None, 0.0, 0.0), is_main=is_main, stop_requested=lambda: by_signal,
         check=lambda: None,
-    )
+    )  # fmt: skip
 
 
 def test_a_signal_and_the_check_of_the_directory_do_not_depend_on_files(tmp_path, monkeypatch):

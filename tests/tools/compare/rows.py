@@ -19,20 +19,13 @@ def round_at(speed: float, **about: Any) -> Round:
     """Return the summary of a run at `speed` tokens per second with 1,000 tokens per step."""
     seconds = 1000 / speed
     figures: dict[str, Any] = {
-        "run_dir": None,
-        "tokens_per_second": speed,
-        "tokens_per_second_quartiles": (0.9 * speed, 1.1 * speed),
-        "step_seconds": seconds,
-        "compute_seconds": 0.7 * seconds,
-        "exposed_communication_seconds": 0.2 * seconds,
-        "optimizer_seconds": 0.08 * seconds,
-        "data_seconds": 0.02 * seconds,
-        "mfu": None,
-        "peak_engine_bytes": 9 * MIB,
-        "peak_tensor_bytes": None,
-        "peak_reserved_bytes": None,
+        "run_dir": None, "tokens_per_second": speed,
+        "tokens_per_second_quartiles": (0.9 * speed, 1.1 * speed), "step_seconds": seconds,
+        "compute_seconds": 0.7 * seconds, "exposed_communication_seconds": 0.2 * seconds,
+        "optimizer_seconds": 0.08 * seconds, "data_seconds": 0.02 * seconds, "mfu": None,
+        "peak_engine_bytes": 9 * MIB, "peak_tensor_bytes": None, "peak_reserved_bytes": None,
         "final_loss": 2.5,
-    }
+    }  # fmt: skip
     return Round(**{**figures, **about})
 
 

@@ -9,11 +9,9 @@ from tests.tools.compare.rows import measured, of
 def test_the_parts_of_a_step_add_up_to_it():
     (row,) = of(measured("a", 100, 90, 107))
     parts = (
-        row.compute_seconds,
-        row.exposed_communication_seconds,
-        row.optimizer_seconds,
+        row.compute_seconds, row.exposed_communication_seconds, row.optimizer_seconds,
         row.data_seconds,
-    )
+    )  # fmt: skip
     assert sum(each or 0 for each in parts) == pytest.approx(row.step_seconds)
 
 

@@ -12,12 +12,9 @@ from tests.tools.compare.rows import failed, measured, of
 def predicted(name: str, low: float, speed: float, high: float, ranks: int | None = None) -> Row:
     spread = low, high
     return Row(
-        {"strategy": name},
-        name,
-        tokens_per_second=speed,
-        tokens_per_second_spread=spread,
+        {"strategy": name}, name, tokens_per_second=speed, tokens_per_second_spread=spread,
         world_size=ranks,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
