@@ -33,6 +33,14 @@ def begin(folder: Path, *more: str) -> "subprocess.Popen[str]":
     return process
 
 
+def goes_on(process: "subprocess.Popen[str]", folder: Path, reason: str) -> None:
+    said, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    assert reason in said
+    train(folder, "cpu", "cpu", STEPS)
+    assert_close(folder / "run", folder / "cpu")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
 def test_a_run_that_was_ended_goes_on(tmp_path: Path, number: signal.Signals, code: int) -> None:
     process = begin(tmp_path, "train.steps=200")
@@ -50,21 +58,13 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, number: signal.Signals, co
 def test_a_rank_that_is_killed_is_started_again(tmp_path: Path) -> None:
     process = begin(tmp_path, STEPS, "launch.max_restarts=1")
     _workers(process)[1].kill()
-    said, _ = process.communicate(timeout=180)
-    assert process.returncode == 0, said
-    assert "killed by signal 9 (SIGKILL); 2 ranks resume at step " in said
-    train(tmp_path, "cpu", "cpu", STEPS)
-    assert_close(tmp_path / "run", tmp_path / "cpu")
+    goes_on(process, tmp_path, "killed by signal 9 (SIGKILL); 2 ranks resume at step ")
 
 
 def test_a_rank_that_stands_still_is_named_and_started_again(tmp_path: Path) -> None:
     process = begin(tmp_path, STEPS, "launch.max_restarts=1", "launch.hang_timeout=6")
     _workers(process)[0].send_signal(signal.SIGSTOP)
-    said, _ = process.communicate(timeout=180)
-    assert process.returncode == 0, said
-    assert "no progress for more than launch.hang_timeout=6 s: rank 0" in said
-    train(tmp_path, "cpu", "cpu", STEPS)
-    assert_close(tmp_path / "run", tmp_path / "cpu")
+    goes_on(process, tmp_path, "no progress for more than launch.hang_timeout=6 s: rank 0")
 
 
 def test_hosts_with_a_device_each_have_the_losses_of_cpu_ranks(tmp_path: Path) -> None:

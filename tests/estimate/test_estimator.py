@@ -60,14 +60,6 @@ def test_a_memory_limit_changes_only_the_verdict():
     assert (plain.verdict, limited.verdict) == ("fits", "too_large")
 
 
-def test_with_some_limit_a_run_fits_only_by_emptying_the_cache():
-    words = [*H100, "activation_checkpointing=selective", "launch.allocator=native"]
-    found = estimated(*words)
-    needed = found.peak_reserved - (found.peak_reserved - found.allocated) // 8 + found.outside.high
-    assert found.peak_reserved > found.allocated * 1.05
-    assert estimated(*words, f"cluster.memory={needed / 2**30}").verdict == "thrashes"
-
-
 @matrix(model=["llama3_8b", "gpt2"], mode=["none", "selective", "full"])
 def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
     words = [f"model={model}", "model.num_layers=7", "cluster=h100", "train.seq_len=512"]

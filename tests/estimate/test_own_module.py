@@ -1,5 +1,7 @@
 """`fsdpctl.estimate_memory` matches real runs of any module."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,7 +10,7 @@ import fsdpctl
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.own_module import estimate_memory
 from tests.distributed import distributed
-from tests.engine.models import OddNet, next_token_loss
+from tests.engine.models import OddNet, one_step
 from tests.predict.watch import watched_step
 
 ON_CPU = fsdpctl.Assumed(device="cpu")
@@ -20,13 +22,7 @@ def test_a_module_that_is_not_a_decoder(rank: int, world_size: int) -> None:
     model = fsdpctl.shard_model(net, "full_shard")
     optimizer = fsdpctl.ShardedAdamW(model)
     batch = torch.randint(0, 17, (20, 31))
-
-    def step() -> None:
-        next_token_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    peak, _ = watched_step(model, step)
+    peak, _ = watched_step(model, partial(one_step, model, optimizer, batch))
     found = estimate_memory(
         lambda: OddNet(tied=True, num_blocks=9),
         lambda: torch.empty(batch.shape[0], batch.shape[1] - 1, dtype=torch.int64),
@@ -160,15 +156,11 @@ def test_unused_parameters_have_no_states(rank: int, world_size: int) -> None:
 
     model = fsdpctl.shard_model(make(), "no_shard")
     optimizer = fsdpctl.ShardedAdamW(model)
-
-    def step() -> None:
-        model(torch.ones(3, 64)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    ones = torch.ones(3, 64)
+    step = partial(one_step, model, optimizer, ones, lambda module, x: module(x).sum())
     peak, _ = watched_step(model, step)
     found = estimate_memory(
-        make, lambda: torch.ones(3, 64), world_size=world_size, loss_fn=torch.sum,
+        make, lambda: ones, world_size=world_size, loss_fn=torch.sum,
         sharding="no_shard", assumed=ON_CPU,
     )  # fmt: skip
     assert found.peak_allocated == pytest.approx(peak, rel=0.01)

@@ -12,16 +12,16 @@ import psutil
 import pytest
 
 from fsdpctl.run.metrics import last_step
-from tests.cli.run import TINY, environment, figures, fsdpctl, make_text
+from tests.cli.run import environment, figures, make_text
 from tests.launch.hosts import hosts
-from tests.launch.test_nodes import _ended, _start
+from tests.launch.test_nodes import SMALL, _ended, _start, alone
 
 pytestmark = pytest.mark.slow
 _SECONDS = 180
 
 
 def _begin(folder: Path, *words: str) -> "subprocess.Popen[str]":
-    given = [*TINY, f"data.path={make_text(folder)}", f"train.run_dir={folder / 'run'}", *words]
+    given = [*SMALL, f"data.path={make_text(folder)}", f"train.run_dir={folder / 'run'}", *words]
     return subprocess.Popen(
         [sys.executable, "-m", "fsdpctl", "train", *given],
         cwd=folder, env=environment(), text=True,
@@ -45,13 +45,6 @@ def _workers(launcher: "subprocess.Popen[str]") -> list[psutil.Process]:
     return found
 
 
-def _undisturbed(folder: Path, ranks: int, *words: str) -> Path:
-    given = [*TINY, f"data.path={make_text(folder)}", f"train.run_dir={folder / 'whole'}", *words]
-    done = fsdpctl("train", *given, f"launch.nproc_per_node={ranks}", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "whole"
-
-
 def test_a_killed_rank_costs_only_steps(tmp_path):
     words = ["train.steps=120", "launch.max_restarts=2"]
     started = _begin(tmp_path, *words)
@@ -62,8 +55,14 @@ def test_a_killed_rank_costs_only_steps(tmp_path):
     assert "restart 1 of 2: rank 1" in said
     assert "killed by signal 9 (SIGKILL); 2 ranks resume at step 25" in said
     assert (tmp_path / "run" / "logs" / "restart-1").is_dir()
-    whole = _undisturbed(tmp_path, 2, "train.steps=120")
-    assert sorted(figures(tmp_path / "run"), key=str) == sorted(figures(whole), key=str)
+    whole = alone(tmp_path, 2, "train.steps=120")
+    assert sorted(figures(tmp_path / "run"), key=str) == sorted(whole, key=str)
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (line,) = [line["restart"] for line in lines if "restart" in line]
+    assert line["number"] == 1
+    assert line["lost_steps"] >= 5
+    assert 0 < line["seconds_to_next_step"] < _SECONDS
+    assert "killed by signal 9" in line["reason"]
 
 
 def test_a_hung_rank_is_named_and_restarted(tmp_path):
@@ -125,17 +124,3 @@ def test_a_run_continues_without_a_lost_node(tmp_path):
     assert [ends[0][0], ends[2][0]] == [0, 0], ends
     assert "2 ranks resume at step 25" in ends[0][1]
     assert last_step(tmp_path / "run" / "metrics.jsonl") == 300
-
-
-def test_a_restart_is_recorded_in_the_metrics(tmp_path):
-    started = _begin(tmp_path, "train.steps=60", "launch.max_restarts=1")
-    _wait_for_step(tmp_path, 30)
-    _workers(started)[0].kill()
-    said, _ = started.communicate(timeout=_SECONDS)
-    assert started.returncode == 0, said
-    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    (line,) = [line["restart"] for line in lines if "restart" in line]
-    assert line["number"] == 1
-    assert line["lost_steps"] >= 5
-    assert 0 < line["seconds_to_next_step"] < _SECONDS
-    assert "killed by signal 9" in line["reason"]

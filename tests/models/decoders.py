@@ -1,6 +1,7 @@
 """Tiny directories of the causal decoders of transformers, as they are on the Hub."""
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.checkpoint.load import load_weights
-from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, Progress, tensor_key
 from fsdpctl.checkpoint.pretrained import open_weights
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensors import tensor_of
 from fsdpctl.config.any_decoder import read_configuration, words_of_content
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_words
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
@@ -142,6 +147,15 @@ def compose(folder: Path, *words: str) -> Config:
     if not any(word.startswith("precision=") for word in words):
         fixed.append("precision=fp32")
     return compose_config([*fixed, *words]).config
+
+
+def saved(
+    model: ShardedModel, config: Config, folder: Path, assets: Mapping[str, bytes] | None = None
+) -> CheckpointReader:
+    """A checkpoint of a model without its optimizer."""
+    about, ranks = About(Progress(1), config_words(config), assets or {}), model.collectives
+    write_checkpoint(folder, take_snapshot(model, None, ranks.rank, about), ranks)
+    return CheckpointReader(folder)
 
 
 def load(config: Config, strategy: str = "full_shard") -> ShardedModel:

@@ -12,15 +12,11 @@ from transformers.models.auto import modeling_auto
 from fsdpctl.checkpoint.base import first_weights
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.load import check_weights, load_weights
-from fsdpctl.checkpoint.manifest import PARAMETER, Progress, tensor_key
+from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
-from fsdpctl.checkpoint.publish import About
-from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.serialize import config_words
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.norms import fuse_norms
@@ -33,6 +29,7 @@ from fsdpctl.train.assemble import make_model
 from fsdpctl.train.callbacks.sample import Sampling, generate
 from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
+from tests.engine.models import one_step
 from tests.engine.test_parity import largest_difference
 from tests.matrix import fast
 from tests.models.decoders import (
@@ -45,6 +42,7 @@ from tests.models.decoders import (
     our_loss,
     plain_module,
     save_decoder,
+    saved,
     their_loss,
 )
 from tests.reference import train_reference
@@ -84,9 +82,7 @@ def trains_as_transformers(rank: int, world_size: int, folder: Path, family: str
         model = shard_model(module, strategy)
         optimizer = ShardedAdamW(model, lr=1e-2)
         for of_ranks in batches:
-            exact_loss(model, of_ranks[rank][0]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            one_step(model, optimizer, of_ranks[rank][0], exact_loss)
         trained = model.state_dict()
         ours, others = ({n: state[n] for n in names} for state in (trained, expected))
         allowed = 1e-4 if family in SHARES_IN_FLOAT32 else 1e-12
@@ -171,10 +167,8 @@ def test_export_has_the_names_of_the_hub(tmp_path):
     save_decoder("qwen3_moe", tmp_path / "in")
     config = compose(tmp_path / "in")
     model = load(config)
-    about = About(Progress(1), config_words(config), assets_beside(tmp_path / "in"))
     folder = tmp_path / "step-00000001"
-    write_checkpoint(folder, take_snapshot(model, None, 0, about), model.collectives)
-    consolidate(CheckpointReader(folder), tmp_path / "out")
+    consolidate(saved(model, config, folder, assets_beside(tmp_path / "in")), tmp_path / "out")
     before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("in", "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -254,21 +248,12 @@ def test_initial_weights_depend_on_seed_and_name_alone(tmp_path):
 def test_cached_generation_equals_running_all_tokens(family, tmp_path):
     save_decoder(family, tmp_path)
     module = plain_module(tmp_path)
-    texts = [
-        list(
-            generate(
-                module,
-                [1, 2, 3],
-                range(8),
-                context=32,
-                sampling=Sampling(0, temperature=0),
-                device=CPU,
-                caches=caches,
-            )
-        )
+    about: dict[str, Any] = {"context": 32, "sampling": Sampling(0, temperature=0), "device": CPU}
+    one, other = (
+        list(generate(module, [1, 2, 3], range(8), **about, caches=caches))
         for caches in (True, False)
-    ]
-    assert texts[0] == texts[1]
+    )
+    assert one == other
 
 
 # ---- adapters ----------------------------------------------------------------------------
@@ -288,14 +273,10 @@ def test_adapters_are_those_of_peft(tmp_path):
     assert all(".lora_" in name and "expert" not in name for name in names)
     optimizer = make_optimizer(config, model)
     for ((batch,),) in batches_of(3, 1):
-        our_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    about = About(Progress(1), config_words(config), assets_beside(tmp_path / "in"))
-    folder = tmp_path / "step-00000001"
-    write_checkpoint(folder, take_snapshot(model, None, 0, about), model.collectives)
-    consolidate(CheckpointReader(folder), tmp_path / "merged", merges=True)
-    write_peft(CheckpointReader(folder), tmp_path / "adapters")
+        one_step(model, optimizer, batch, our_loss)
+    reader = saved(model, config, tmp_path / "step-00000001", assets_beside(tmp_path / "in"))
+    consolidate(reader, tmp_path / "merged", merges=True)
+    write_peft(reader, tmp_path / "adapters")
     tokens = batches_of(1, 1, seed=9)[0][0][0]
     ours = model(tokens)
     merged = load_decoder(tmp_path / "merged")(tokens).logits

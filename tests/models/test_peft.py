@@ -12,17 +12,12 @@ from torch import Tensor
 from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.load import load_weights
-from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.peft import write_peft
-from fsdpctl.checkpoint.publish import About
-from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_words, notes_on_adapters
-from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.train.assemble import make_model
-from tests.models.decoders import CPU, compose, load_decoder, save_decoder
+from tests.models.decoders import CPU, compose, load_decoder, save_decoder, saved
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -78,11 +73,10 @@ def test_logits_are_those_of_peft(bases, tmp_path, family, about):
     load_weights(weights_in_model_path(config.model, build_model(config.model), 0), model)
     model.train(False)
     assert (model(tokens()) - expected).abs().max() <= 1e-5
-    saved = About(Progress(1), config_words(config), {})
-    write_checkpoint(tmp_path / "step", take_snapshot(model, None, 0, saved), model.collectives)
-    consolidate(CheckpointReader(tmp_path / "step"), tmp_path / "merged", merges=True)
+    reader = saved(model, config, tmp_path / "step")
+    consolidate(reader, tmp_path / "merged", merges=True)
     assert (load_decoder(tmp_path / "merged")(tokens()).logits - expected).abs().max() <= 1e-5
-    write_peft(CheckpointReader(tmp_path / "step"), tmp_path / "again")
+    write_peft(reader, tmp_path / "again")
     again = peft.PeftModel.from_pretrained(load_decoder(bases / family), tmp_path / "again")
     assert (again(tokens()).logits - expected).abs().max() <= 1e-5
 

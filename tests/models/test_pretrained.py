@@ -10,47 +10,29 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fsdpctl.checkpoint.consolidate import consolidate
-from fsdpctl.checkpoint.load import load_weights
-from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.checkpoint.pretrained import assets_beside, open_weights, tokenizer_beside
-from fsdpctl.checkpoint.publish import About
-from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.pretrained import assets_beside, tokenizer_beside
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.config.any_decoder import content_of, read_configuration
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import config_words
 from fsdpctl.data.tokenizer import open_tokenizer
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
+from tests.models import decoders
+from tests.models.decoders import CPU, compose, saved
 from tests.models.families import FAMILIES, save_model, tokens
 
-CPU = torch.device("cpu")
+
+def load(path: Path) -> ShardedModel:
+    return decoders.load(compose(path))
 
 
-def compose(path: Path, *words: str) -> Config:
-    fixed = ["model=hf", f"model.path={path}", "precision=fp32"]
-    return compose_config([*fixed, *words]).config
-
-
-def load(path: Path, *words: str) -> ShardedModel:
-    config = compose(path, *words)
-    model = make_model(config, CPU, empty=True)
-    load_weights(open_weights(config.model), model)
-    return model
-
-
-def export(model: ShardedModel, path: Path, folder: Path) -> None:
+def export(model: ShardedModel, path: Path, folder: Path, dtype: str | None = None) -> None:
     """Save a checkpoint and consolidate it, as a run of the model in `path` does."""
-    ranks = model.collectives
-    about = About(Progress(1), config_words(compose(path)), assets_beside(path))
-    write_checkpoint(folder / "step-00000001", take_snapshot(model, None, ranks.rank, about), ranks)
-    if ranks.rank == 0:
-        consolidate(CheckpointReader(folder / "step-00000001"), folder / "hf")
+    reader = saved(model, compose(path), folder / "step-00000001", assets_beside(path))
+    if model.collectives.rank == 0:
+        consolidate(reader, folder / "hf", dtype=dtype)
 
 
 @torch.no_grad()
@@ -114,12 +96,7 @@ def test_after_training_transformers_computes_what_we_compute(
 def test_a_directory_in_two_files_with_bf16_keeps_its_bytes(tmp_path):
     save_model("llama", tmp_path / "in", torch.bfloat16, max_shard_size="60KB")
     assert (tmp_path / "in" / "model.safetensors.index.json").is_file()
-    model = load(tmp_path / "in")
-    ranks = model.collectives
-    about = About(Progress(1), config_words(compose(tmp_path / "in")))
-    folder = tmp_path / "step-00000001"
-    write_checkpoint(folder, take_snapshot(model, None, 0, about), ranks)
-    consolidate(CheckpointReader(folder), tmp_path / "hf", dtype="bfloat16")
+    export(load(tmp_path / "in"), tmp_path / "in", tmp_path, "bfloat16")
     before, after = weights(tmp_path / "in"), weights(tmp_path / "hf")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

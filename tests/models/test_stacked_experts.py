@@ -12,15 +12,10 @@ from torch import Tensor
 from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.load import load_weights
-from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.peft import write_peft
-from fsdpctl.checkpoint.publish import About
-from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.config.peft import ADAPTER_CONFIG, adapter_words
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import config_words
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import UsageError
 from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
@@ -38,6 +33,7 @@ from tests.models.decoders import (
     load_decoder,
     our_loss,
     save_decoder,
+    saved,
     their_loss,
 )
 
@@ -50,12 +46,6 @@ def loaded(config: Config, strategy: str = "no_shard") -> ShardedModel:
     model = make_model(config, CPU, strategy=strategy, empty=True)
     load_weights(weights_in_model_path(config.model, build_model(config.model), 0), model)
     return model
-
-
-def saved(model: ShardedModel, config: Config, folder: Path) -> CheckpointReader:
-    about = About(Progress(1), config_words(config), {})
-    write_checkpoint(folder, take_snapshot(model, None, 0, about), model.collectives)
-    return CheckpointReader(folder)
 
 
 def write_adapters(base: Path, folder: Path, layer: str, matrices: list[str]) -> None:

@@ -9,17 +9,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.folders import find_checkpoint
-from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import config_words
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.train.assemble import make_model
+from tests.models.decoders import saved
 
 SMALL = ["model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48",
          "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=auto",
@@ -46,8 +43,7 @@ def make_checkpoint(folder: Path, words: list[str]) -> tuple[Config, ShardedMode
     known = {word.split("=")[0]: word for word in [*SMALL, *words]}
     config = compose_config(list(known.values())).config
     model = make_model(config, torch.device("cpu"))
-    about = About(Progress(1), config_words(config), ByteTokenizer().files())
-    write_checkpoint(folder, take_snapshot(model, None, 0, about), model.collectives)
+    saved(model, config, folder, ByteTokenizer().files())
     return config, model
 
 

@@ -8,6 +8,7 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
 from tests.distributed import distributed
+from tests.engine.models import one_step
 from tests.engine.test_parity import largest_difference
 from tests.models.tiny import LEFT_OUT, TASKS, batch_of, loss_of, make_tiny
 from tests.reference import train_reference
@@ -42,9 +43,7 @@ def test_models_of_transformers_train_as_in_one_process(
         model = shard_model(make_tiny(task, family), strategy)
         optimizer = ShardedAdamW(model, lr=1e-2)
         for of_ranks in batches:
-            loss_of(model, of_ranks[rank][0]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            one_step(model, optimizer, of_ranks[rank][0], loss_of)
         trained = model.state_dict()
         ours, theirs = ({n: state[n] for n in names} for state in (trained, expected))
         assert largest_difference(ours, theirs) <= 1e-12, strategy

@@ -78,7 +78,7 @@ def test_a_full_disk_is_named(path: Path):
 
 def test_rejected_steps_are_not_removed(path: Path):
     bad = {"step": 5, "rejected_step": REJECTED}
-    lines = [{"step": 4, "loss": 1.0}, {"step": 5, "loss": None}, bad]
+    lines: list[dict[str, Any]] = [{"step": 4, "loss": 1.0}, {"step": 5, "loss": None}, bad]
     write(path, *lines)
     file = MetricsFile(path, 3)
     file.write({"step": 4, "loss": 2.0})
@@ -91,7 +91,9 @@ def test_the_longest_earlier_save_is_known(path: Path):
     new = MetricsFile(path, 0)
     new.close()
     assert new.seconds_to_save == 0.0
-    lines = [{"step": step, "checkpoint_write_seconds": step / 2} for step in (3, 9, 5)]
+    lines: list[dict[str, Any]] = [
+        {"step": step, "checkpoint_write_seconds": step / 2} for step in (3, 9, 5)
+    ]
     write(path, *lines)
     later = MetricsFile(path, 4)
     later.close()
@@ -100,7 +102,7 @@ def test_the_longest_earlier_save_is_known(path: Path):
 
 def test_a_finite_validation_loss_is_found(path: Path):
     assert not was_validated(path, 20)
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"step": 20, "val_loss": 1.5}, {"step": 40, "loss": 2.0}, {"step": 40, "val_loss": None},
     ]  # fmt: skip
     write(path, *lines)
