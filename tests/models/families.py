@@ -72,6 +72,10 @@ FAMILIES = {
 }
 
 
+FEW = ["mistral window", "gemma3", "gpt2", "qwen3"]  # of each kind of attention, for fast tests
+OTHERS = [each for each in FAMILIES if each not in FEW]
+
+
 def save_model(
     family: str, folder: Path, dtype: torch.dtype = torch.float32, **about: Any
 ) -> PreTrainedModel:

@@ -14,12 +14,11 @@ from fsdpctl.models.row_documents import Lengths, make_documents
 from fsdpctl.plan.context import ContextParallel, context_groups, heads_per_rank, tokens_per_rank
 from fsdpctl.resolve.decoder_check import as_ranks
 from tests.matrix import fast
-from tests.models.families import FAMILIES, VOCABULARY, save_model
+from tests.models.families import FEW, OTHERS, VOCABULARY, save_model
 from tests.models.test_packed import gradients, opened, summed
 
 LENGTH = 48
 PACKED = ((5, 1, 17, 25), (30, 1, 1, 16))
-FEW = ["mistral window", "gemma3", "gpt2", "qwen3"]
 CPU = torch.device("cpu")
 
 
@@ -51,7 +50,7 @@ def shared_gradients(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("packed", [None, PACKED])
-@pytest.mark.parametrize("family", fast(*FEW, slow=[each for each in FAMILIES if each not in FEW]))
+@pytest.mark.parametrize("family", fast(*FEW, slow=OTHERS))
 def test_gradients_are_those_of_whole_rows(tmp_path, family, packed, ranks):
     save_model(family, tmp_path)
     model = opened(tmp_path).double()

@@ -18,8 +18,8 @@ from fsdpctl.models.row_documents import make_documents, spans
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.small_copy import allocate
-from tests.matrix import matrix
-from tests.models.families import FAMILIES, LENGTH, VOCABULARY, save_model
+from tests.matrix import fast
+from tests.models.families import FEW, LENGTH, OTHERS, VOCABULARY, save_model
 
 LENGTHS = ((5, 1, 17, 25), (30, 1, 1, 16))  # rows of 48
 CPU = torch.device("cpu")
@@ -66,7 +66,8 @@ def opened(folder: Path) -> Any:
     return model
 
 
-@matrix(family=list(FAMILIES), kernel=["cpu", "mask"])
+@pytest.mark.parametrize("kernel", ["cpu", "mask"])
+@pytest.mark.parametrize("family", fast(*FEW, slow=OTHERS))
 def test_a_packed_row_equals_its_documents_alone(tmp_path, family, kernel):
     theirs = save_model(family, tmp_path)
     ours = opened(tmp_path)

@@ -19,9 +19,10 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
+from tests.matrix import fast
 from tests.models import decoders
 from tests.models.decoders import CPU, compose, saved
-from tests.models.families import FAMILIES, save_model, tokens
+from tests.models.families import FAMILIES, FEW, OTHERS, save_model, tokens
 
 
 def load(path: Path) -> ShardedModel:
@@ -54,7 +55,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", fast(*FEW, slow=OTHERS))
 def test_in_and_out_is_byte_identical_and_computes_the_same(family, tmp_path):
     theirs = save_model(family, tmp_path / "in")
     ours = load(tmp_path / "in")
