@@ -1,5 +1,6 @@
 """Training on ranks forked from this process, with planted losses and gradients."""
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import FsdpctlError
+from fsdpctl.io.run_files import METRICS
 from fsdpctl.resolve.run import open_run
 from fsdpctl.resolve.settle import settle
 from fsdpctl.run.assets import collect_assets
@@ -60,6 +62,11 @@ def words(folder: Path, ranks: int, *more: str) -> list[str]:
     ]  # fmt: skip
     last = dict(word.split("=", 1) for word in given)
     return [f"{name}={value}" for name, value in last.items()]
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """What a run wrote to its metrics."""
+    return [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
 
 
 def resolved(typed: list[str]) -> Config:

@@ -1,6 +1,5 @@
 """The end of a run, which callbacks share, and its journal."""
 
-import json
 import shutil
 import time
 from dataclasses import replace
@@ -22,6 +21,7 @@ from fsdpctl.train.journal import Journal
 from fsdpctl.train.trainer import Trainer
 from tests.checkpoint.test_saver import fake_checkpoints
 from tests.distributed import distributed
+from tests.train.ranks import lines
 
 RUN = cast(Trainer, SimpleNamespace())
 
@@ -34,10 +34,6 @@ def configured(**about: Any) -> Config:
 def journal_in(folder: Path, config: Config, step: int = 0, *, rank: int = 0) -> Journal:
     (folder / LOGS).mkdir(exist_ok=True)
     return Journal(config, folder, step, is_main=rank == 0, shows=rank == 0)
-
-
-def recorded(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +64,7 @@ def test_ranks_end_together_once_the_command_is_done(
         record = read_heartbeat(tmp_path)
         assert record is not None
         assert (record.state, record.message) == (state, "" if error is None else str(error))
-        assert [line.get("after_save") for line in recorded(tmp_path)] == [None, "done"]
+        assert [line.get("after_save") for line in lines(tmp_path)] == [None, "done"]
     journal.close()
 
 
@@ -83,7 +79,7 @@ def test_a_rank_that_fails_alone_does_not_wait(rank: int, world_size: int, tmp_p
     assert (record.state, record.message) == ("failed", "RuntimeError: planted")
 
 
-def test_values_reach_the_loggers_and_a_failed_logger_is_recorded(tmp_path, monkeypatch, capsys):
+def test_values_reach_the_loggers_and_a_failed_logger_is_lines(tmp_path, monkeypatch, capsys):
     def fail(run_dir: Path, step: int) -> Any:
         raise ValueError("no room")
 
@@ -95,10 +91,10 @@ def test_values_reach_the_loggers_and_a_failed_logger_is_recorded(tmp_path, monk
     journal.write({"step": 6, "loss": 1.0})
     warning = "log.tensorboard: no room; the run continues without it"
     assert warning in capsys.readouterr().out
-    assert recorded(tmp_path) == [{"step": 5, "warning": warning}, {"step": 6, "loss": 1.0}]
+    assert lines(tmp_path) == [{"step": 5, "warning": warning}, {"step": 6, "loss": 1.0}]
     assert sent == [{"step": 6, "loss": 1.0}]
     journal.warn("odd")
-    assert recorded(tmp_path)[-1] == {"step": 6, "warning": "odd"}
+    assert lines(tmp_path)[-1] == {"step": 6, "warning": "odd"}
     journal.close()
     journal.warn("late")  # of a thread, after the end
 

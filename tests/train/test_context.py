@@ -1,6 +1,5 @@
 """Runs whose ranks share samples have the losses of runs whose ranks have their own."""
 
-import json
 import random
 import shutil
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from tests.cli.run import TINY, invoke
 from tests.distributed import distributed
 from tests.matrix import fast
 from tests.train.chats import make_chat_model, make_chats
-from tests.train.ranks import made, words
+from tests.train.ranks import lines, made, words
 
 STEPS = 3
 SHARED = "train.context_parallel"
@@ -34,8 +33,8 @@ def train_each(rank: int, world_size: int, runs: Sequence[list[str]]) -> None:
 
 
 def figures(run_dir: Path) -> list[tuple[float, float, int]]:
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [(each["loss"], each["grad_norm"], each["tokens"]) for each in lines if "loss" in each]
+    steps = (each for each in lines(run_dir) if "loss" in each)
+    return [(each["loss"], each["grad_norm"], each["tokens"]) for each in steps]
 
 
 def run_words(folder: Path, ranks: int, shared: int, *more: str, key: str = SHARED) -> list[str]:

@@ -1,6 +1,5 @@
 """Training on tokens of which flags exclude some from the loss."""
 
-import json
 import math
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.train.loss import describe_validation, validation_loss
 from tests.distributed import distributed
-from tests.train.ranks import CPU, made, words
+from tests.train.ranks import CPU, lines, made, words
 
 COUNT = 64 * 12 * 4  # the samples of four steps
 
@@ -45,8 +44,7 @@ def refused(rank: int, world_size: int, typed: list[str], folder: str) -> None:
 
 
 def steps(folder: Path) -> list[dict[str, float]]:
-    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    return [each for each in lines if "grad_norm" in each]
+    return [each for each in lines(folder / "run") if "grad_norm" in each]
 
 
 def test_the_tokens_of_a_step_that_are_trained_on_are_counted(tmp_path):

@@ -78,8 +78,7 @@ def test_a_full_disk_is_named(path: Path):
 
 def test_rejected_steps_are_not_removed(path: Path):
     bad = {"step": 5, "rejected_step": REJECTED}
-    lines: list[dict[str, Any]] = [{"step": 4, "loss": 1.0}, {"step": 5, "loss": None}, bad]
-    write(path, *lines)
+    write(path, {"step": 4, "loss": 1.0}, {"step": 5, "loss": None}, bad)
     file = MetricsFile(path, 3)
     file.write({"step": 4, "loss": 2.0})
     assert file.is_in_place
@@ -91,10 +90,7 @@ def test_the_longest_earlier_save_is_known(path: Path):
     new = MetricsFile(path, 0)
     new.close()
     assert new.seconds_to_save == 0.0
-    lines: list[dict[str, Any]] = [
-        {"step": step, "checkpoint_write_seconds": step / 2} for step in (3, 9, 5)
-    ]
-    write(path, *lines)
+    write(path, *({"step": n, "checkpoint_write_seconds": n / 2} for n in (3, 9, 5)))
     later = MetricsFile(path, 4)
     later.close()
     assert later.seconds_to_save == 4.5  # of a step that is cut off, too
@@ -102,10 +98,8 @@ def test_the_longest_earlier_save_is_known(path: Path):
 
 def test_a_finite_validation_loss_is_found(path: Path):
     assert not was_validated(path, 20)
-    lines: list[dict[str, Any]] = [
-        {"step": 20, "val_loss": 1.5}, {"step": 40, "loss": 2.0}, {"step": 40, "val_loss": None},
-    ]  # fmt: skip
-    write(path, *lines)
+    validated = {"step": 20, "val_loss": 1.5}, {"step": 40, "val_loss": None}
+    write(path, validated[0], {"step": 40, "loss": 2.0}, validated[1])
     assert was_validated(path, 20)
     assert not was_validated(path, 40)
 

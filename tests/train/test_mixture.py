@@ -5,10 +5,7 @@ import json
 import pytest
 
 from tests.cli.run import TINY, figures, fsdpctl, make_text
-
-
-def lines_of(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+from tests.train.ranks import lines
 
 
 @pytest.mark.slow
@@ -39,10 +36,10 @@ def test_a_mixture_is_reported_by_source_and_resumes_to_the_bit(tmp_path):
     train("two", 40, 2)
     pairs = zip(figures(tmp_path / "two"), figures(tmp_path / "whole"), strict=True)
     assert all(a[1] == pytest.approx(b[1], rel=1e-5) for a, b in pairs if a[1] is not None)
-    steps = {line["step"]: line for line in lines_of(tmp_path / "whole") if "loss" in line}
+    steps = {line["step"]: line for line in lines(tmp_path / "whole") if "loss" in line}
     assert steps[40]["tokens/words"] + steps[40]["tokens/less"] == 40 * 8 * 16
     assert steps[40]["epochs/less"] <= 2
-    last = next(line for line in lines_of(tmp_path / "whole")[::-1] if "val_loss" in line)
+    last = next(line for line in lines(tmp_path / "whole")[::-1] if "val_loss" in line)
     found = fsdpctl("evaluate", "whole", "--json", cwd=tmp_path)
     by_source = json.loads(found.stdout)["loss_by_source"]
     assert by_source["less"] == pytest.approx(last["val_loss/less"], rel=1e-5)

@@ -1,6 +1,5 @@
 """A non-finite or spiking step on one rank: all ranks reject it, and it is recorded."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from fsdpctl.train.rejected_steps import LEAST, WINDOW, RejectionRule
 from tests.cli.run import invoke
 from tests.matrix import fast, matrix
 from tests.reference import train_reference
-from tests.train.ranks import CPU, Plants, resolved, train, words
+from tests.train.ranks import CPU, Plants, lines, resolved, train, words
 
 STEPS, BAD = 10, 6  # the batch of step 7; the newest checkpoint before it is that of step 4
 
@@ -56,19 +55,13 @@ def reference(typed: list[str], batches: list[int]) -> dict[str, Tensor]:
     return train_reference(module, loss_of, places)
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
 def recorded(folder: Path) -> list[dict[str, Any]]:
-    found = [line for line in lines(folder) if "rejected_step" in line]
+    found = [line for line in lines(folder / "run") if "rejected_step" in line]
     return [{"step": each["step"], **each["rejected_step"]} for each in found]
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [line["step"] for line in lines(folder) if "loss" in line]
+    return [line["step"] for line in lines(folder / "run") if "loss" in line]
 
 
 def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
@@ -98,7 +91,7 @@ def test_the_weights_are_those_of_one_process_without_the_rejected_step(tmp_path
     assert found["grad_norm"] == "nan"
     assert set(found["rank_samples"]) < set(found["samples"])
     assert len(found["samples"]) == 12
-    last = next(line for line in lines(tmp_path) if line["step"] == STEPS and "loss" in line)
+    (last,) = (x for x in lines(tmp_path / "run") if x["step"] == STEPS and "loss" in x)
     assert last["samples"] == 12 * STEPS
 
 

@@ -1,6 +1,5 @@
 """The check of the first step: each planted mistake is named, and a correct run passes."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,7 +25,7 @@ from tests.distributed import distributed
 from tests.matrix import fast
 from tests.models.decoders import save_decoder
 from tests.train.chats import make_chat_model, make_chats
-from tests.train.ranks import made, words
+from tests.train.ranks import lines, made, words
 
 LAYER = "model.layers.1"
 
@@ -111,9 +110,8 @@ def check(rank: int, world_size: int, typed: list[str], folder: str, names: list
         found = _found(typed, f"{folder}/{name}", plant())
         assert expected in found, (name, found)
     assert not _found(typed, f"{folder}/none", mock.patch.dict({}))
-    lines = Path(f"{folder}/none/metrics.jsonl").read_text().splitlines()
-    written = [line for line in map(json.loads, lines) if "self_check" in line]
-    assert [each["self_check"] for each in written] == [[]]
+    written = [each["self_check"] for each in lines(Path(folder, "none")) if "self_check" in each]
+    assert written == [[]]
 
 
 def test_mistakes_are_found(tmp_path):
@@ -182,8 +180,7 @@ def check_unchanged(rank: int, world_size: int, typed: list[str], folder: str) -
             last = dict(word.split("=", 1) for word in [*typed, *more.split()])
             settings = [f"{key}={value}" for key, value in last.items()]
             assert not _found(settings, f"{folder}/{number}", mock.patch.dict({})), name
-        lines = Path(f"{folder}/{number}/metrics.jsonl").read_text().splitlines()
-        written = [each for each in map(json.loads, lines) if "self_check" in each]
+        written = [each for each in lines(Path(folder, str(number))) if "self_check" in each]
         found = [each["step"] for each in written if "changed no weight" in str(each)]
         assert found == expected, name
 
