@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.plan.layout import Span
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
 from tests.engine.models import WIDE, make_net, next_token_loss, token_batches
 from tests.engine.nccl import nccl_path
 from tests.engine.odd import KINDS
@@ -96,14 +95,14 @@ def finds_faults(rank: int, world_size: int, transport: str) -> None:
             assert is_right == is_unused, (transport, window, function)
 
 
-@pytest.mark.parametrize("transport", [SHARED, NCCL])
 @distributed(world_size=2)
+@in_turn(transport=[SHARED, NCCL])
 def test_the_same_buffers_are_sent(rank: int, world_size: int, transport: str) -> None:
     sends_as_over_gloo(rank, world_size, transport)
 
 
-@pytest.mark.parametrize("transport", [GLOO, SHARED, NCCL])
 @distributed(world_size=2)
+@in_turn(transport=[GLOO, SHARED, NCCL])
 def test_a_fault_in_making_them_is_found(rank: int, world_size: int, transport: str) -> None:
     finds_faults(rank, world_size, transport)
 

@@ -213,10 +213,8 @@ def test_a_ranking_is_described_by_selection_reason_and_runner_up():
 def test_there_is_a_runner_up_if_anything_else_fits():
     of_modes = ranking("activation_checkpointing=auto")
     assert [c.selection.activation_checkpointing for c in of_modes.ranked] == [
-        "none",
-        "selective",
-        "full",
-    ]
+        "none", "selective", "full",
+    ]  # fmt: skip
     of_prefetch = ranking("prefetch=auto")
     assert {c.selection.prefetch.name for c in of_prefetch.ranked} == {"none", "backward", "both"}
     seconds = [each.seconds for each in of_prefetch.ranked[1:]]

@@ -160,7 +160,7 @@ def test_unused_parameters_have_no_states(rank: int, world_size: int) -> None:
     step = partial(one_step, model, optimizer, ones, lambda module, x: module(x).sum())
     peak, _ = watched_step(model, step)
     found = estimate_memory(
-        make, lambda: ones, world_size=world_size, loss_fn=torch.sum,
+        make, lambda: torch.ones(3, 64), world_size=world_size, loss_fn=torch.sum,
         sharding="no_shard", assumed=ON_CPU,
     )  # fmt: skip
     assert found.peak_allocated == pytest.approx(peak, rel=0.01)

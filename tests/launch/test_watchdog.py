@@ -48,11 +48,8 @@ def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path):
     pulse.wait(begins=True)
     first, second, third = beats_in(tmp_path / "pages")
     assert (second.count, second.step, second.place, second.waits) == (
-        2,
-        7,
-        "forward blocks.3",
-        True,
-    )
+        2, 7, "forward blocks.3", True,
+    )  # fmt: skip
     assert first.count == third.count == 0
     assert first.step is None
 

@@ -24,7 +24,7 @@ from fsdpctl.predict.training_plan import held_masters
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
 from tests.predict.test_properties import Free, Instant, Plain, on
 from tests.train_step import train_step
 
@@ -227,8 +227,8 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("words", CASES)
 @distributed(2)
+@in_turn(words=CASES)
 def test_the_engine_copies_the_bytes_that_are_priced(rank: int, world_size: int, words: str):
     words = f"cluster=h100 launch.device=cpu {words}"
     config = planned(words).config
