@@ -1,10 +1,8 @@
 """`auto` in every command: the selection, what a run keeps of it, and probes."""
 
 import json
-import os
 import signal
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +22,8 @@ from fsdpctl.launch.probe import probed, worth_probing
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import Opened, open_run
 from fsdpctl.resolve.settle import settle
-from tests.cli.run import TINY, command, environment, fsdpctl, invoke, make_text
+from tests.cli.run import TINY, fsdpctl, invoke, make_text
+from tests.cli.test_interruptions import start, wait_for
 
 OPEN = [
     "strategy=auto", "activation_checkpointing=auto", "prefetch=auto",
@@ -178,37 +177,21 @@ def _recomputing(candidate, mode):
 
 @pytest.mark.slow
 def test_an_interrupted_probe_leaves_no_process_behind(tmp_path):
-    given = words(tmp_path, *OPEN)
-    process = subprocess.Popen(
-        command("train", *given),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
+    more = ["launch.nproc_per_node=2", "launch.device=cpu", *OPEN]
+    process = start(tmp_path, 6, *more, stderr=subprocess.PIPE)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("probing 1/"):
             break
-    children = _children(process.pid)
-    os.kill(process.pid, signal.SIGINT)
+    running = psutil.Process(process.pid)
+    wait_for(lambda: len(running.children(recursive=True)) >= 2)
+    children = running.children(recursive=True)
+    process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted" in rest
-    assert not [each for each in children if psutil.pid_exists(each)]
+    assert not [each for each in children if each.is_running()]
     assert not (tmp_path / "run" / "config.yaml").exists()
-
-
-def _children(pid: int) -> list[int]:
-    """Return its ranks, once they run."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        found = [each.pid for each in psutil.Process(pid).children(recursive=True)]
-        if len(found) >= 2:
-            return found
-        time.sleep(0.1)
-    raise AssertionError("no ranks came")
 
 
 @pytest.mark.slow

@@ -21,8 +21,9 @@ pytestmark = pytest.mark.slow
 LONG = 100_000
 
 
-def words(folder: Path, steps: int) -> list[str]:
-    return [*TINY, f"data.path={make_text(folder)}", "train.run_dir=run", f"train.steps={steps}"]
+def words(folder: Path, steps: int, *more: str) -> list[str]:
+    data = f"data.path={make_text(folder)}"
+    return [*TINY, data, "train.run_dir=run", f"train.steps={steps}", *more]
 
 
 def heard() -> None:
@@ -34,7 +35,7 @@ def heard() -> None:
 def start(folder: Path, steps: int = LONG, *more: str, **about: Any) -> subprocess.Popen[str]:
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **about}
     return subprocess.Popen(
-        command("train", *words(folder, steps), *more), cwd=folder, text=True, env=environment(),
+        command("train", *words(folder, steps, *more)), cwd=folder, text=True, env=environment(),
         preexec_fn=heard, **streams,
     )  # fmt: skip
 

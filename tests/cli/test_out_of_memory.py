@@ -1,7 +1,5 @@
 """The panel of a run that ran out of memory."""
 
-from pathlib import Path
-
 import pytest
 
 from fsdpctl.cli.outcome import _show_failure
@@ -18,9 +16,7 @@ WORDS = ["model.vocab_size=256", "cluster.memory=0.75", "train.seq_len=2048"]
     (1, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"),
     pytest.param(-9, "", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_the_panel_says_what_was_needed_and_what_would_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], exit_code: int, message: str
-) -> None:
+def test_the_panel_says_what_was_needed_and_what_would_fit(tmp_path, capsys, exit_code, message):
     config = placed_here(compose_config(WORDS).config)
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(config))
     failure = Failure(1, "here", exit_code, message, 0)

@@ -27,6 +27,11 @@ QUIET = Talk(lambda line: None, lambda line: None)
 PACKAGE = str(Path(begin.__code__.co_filename).parent.parent)
 
 
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 def calls_of(run: Callable[[], object]) -> Counter[str]:
     """Call `run`; return the calls of the package's functions, by name."""
     calls: Counter[str] = Counter()
@@ -43,10 +48,7 @@ def calls_of(run: Callable[[], object]) -> Counter[str]:
     return calls
 
 
-def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path, monkeypatch):
     estimator._traced.clear()
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
     composed = compose_config(words)
@@ -70,7 +72,6 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(
 def test_a_restart_on_fewer_ranks_prints_what_changed_and_a_start_by_hand_what_you_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "train.steps=9"]
     words += ["launch.max_restarts=2", "train.micro_batch_size=4"]
     fewer = ["launch.nproc_per_node was 2, is 1", "accumulation.steps was 2, is 4"]
@@ -100,10 +101,7 @@ def changed_in(lines: list[str]) -> list[str]:
     return sorted(found, reverse=True)
 
 
-def test_a_start_that_fails_leaves_no_directory_and_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_start_that_fails_leaves_no_directory_and_no_lock(tmp_path, monkeypatch):
     there = tmp_path / "there"
     there.mkdir()
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "strategy=auto", "cluster.memory=0.2"]
@@ -115,10 +113,7 @@ def test_a_start_that_fails_leaves_no_directory_and_no_lock(
     assert list(there.iterdir()) == []
 
 
-def test_a_run_in_use_is_rejected_before_anything_is_selected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_in_use_is_rejected_before_anything_is_selected(tmp_path, monkeypatch):
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
     begun = begin(compose_config(words), words, "auto", QUIET)
     assert begun is not None

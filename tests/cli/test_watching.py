@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.run.heartbeat import lock_run_dir
-from tests.cli.run import TINY, fsdpctl, invoke, make_text
-from tests.cli.test_interruptions import ended, has_stepped, start, wait_for
-
-
-def words(folder: Path, steps: int, *more: str) -> list[str]:
-    return [
-        *TINY, f"data.path={make_text(folder)}", "train.run_dir=run", f"train.steps={steps}", *more,
-    ]  # fmt: skip
+from tests.cli.run import fsdpctl, invoke
+from tests.cli.test_interruptions import ended, has_stepped, start, wait_for, words
 
 
 def status(folder: Path) -> dict[str, object]:

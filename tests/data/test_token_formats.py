@@ -143,19 +143,10 @@ def test_damaged_and_unlike_files_are_named(tmp_path, spoil, word):
         open_token_files(str(tmp_path))
 
 
-def _cut(path):
-    os.truncate(path, 1100)
-
-
-def _overwrite(path):
-    write_llm_c(path, TOKENS[::-1])
-
-
-def _replace(path):
-    os.replace(write_llm_c(path.with_name("b.bin"), TOKENS[::-1]), path)
-
-
-@pytest.mark.parametrize("change", [_cut, _overwrite, _replace])
+@pytest.mark.parametrize("change", [
+    lambda path: os.truncate(path, 1100), lambda path: write_llm_c(path, TOKENS[::-1]),
+    lambda path: os.replace(write_llm_c(path.with_name("b.bin"), TOKENS[::-1]), path),
+], ids=["cut", "overwritten", "replaced"])  # fmt: skip
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, change):
     path = write_llm_c(tmp_path / "a.bin")
     os.utime(path, ns=(0, 10**18))

@@ -35,9 +35,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("source", dict.fromkeys(line.source for line in LINES))
-def test_every_command_line_is_accepted(
-    source: str, inputs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_line_is_accepted(source, inputs, monkeypatch):
     monkeypatch.chdir(inputs)
     for line in LINES:
         if line.source == source and line.text not in _checked:
@@ -103,9 +101,7 @@ def test_a_wrong_setting_in_a_sentence_is_found() -> None:
     ("    sbatch examples/slurm/train.sbatch --recipes x", "--recipes"),
     ("    kubectl apply -f examples/kubernetes/jobs.yaml", "not found"),
 ])  # fmt: skip
-def test_a_wrong_command_line_is_found(
-    text: str, said: str, inputs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_command_line_is_found(text, said, inputs, monkeypatch):
     monkeypatch.chdir(inputs)
     (command,) = in_page(f"Some text:\n\n{text}\n\nMore of it.\n")
     problem = problem_of(Line("a page", command))

@@ -46,9 +46,7 @@ def test_the_command_line_runs(line: Line, inputs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_fine_tuning_commands_run_one_after_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fine_tuning_commands_run_one_after_another(tmp_path, monkeypatch):
     """The merged model generates the same text as the run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_chat_model(tmp_path / "my_model", "qwen3")

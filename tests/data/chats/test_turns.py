@@ -16,31 +16,21 @@ from tests.data.chats.opened import opened, trained_of, trained_texts
 
 TALK = say("hello", "good \nday", "why", "because")
 # What has a loss: of each sample, of each answer, with the token that ends it.
+ENDS = {
+    "<|im_end|>": "chatml smollm2 qwen25 phi4", " </s>": "llama2", "<|eot_id|>": "llama3 llama32",
+    "</s>": "mistral_v1 mistral_v3 mistral_v7 zephyr", "<end_of_turn>": "gemma2 gemma3",
+    "<|end|>": "phi3 phi4_mini", "<｜end▁of▁sentence｜>": "deepseek_r1",
+}  # fmt: skip
 EXPECTED = {
-    "chatml": [["good \nday<|im_end|>", "because<|im_end|>"]],
-    "smollm2": [["good \nday<|im_end|>", "because<|im_end|>"]],
-    "llama2": [["good \nday </s>", "because </s>"]],
-    "llama3": [["good \nday<|eot_id|>", "because<|eot_id|>"]],
-    "llama32": [["good \nday<|eot_id|>", "because<|eot_id|>"]],
-    "qwen25": [["good \nday<|im_end|>", "because<|im_end|>"]],
-    "qwen3": [
-        ["<think>\n\n</think>\n\ngood \nday<|im_end|>"],
-        ["<think>\n\n</think>\n\nbecause<|im_end|>"],
-    ],
-    "mistral_v1": [["good \nday</s>", "because</s>"]],
-    "mistral_v3": [["good \nday</s>", "because</s>"]],
-    "mistral_v7": [["good \nday</s>", "because</s>"]],
-    "gemma2": [["good \nday<end_of_turn>", "because<end_of_turn>"]],
-    "gemma3": [["good \nday<end_of_turn>", "because<end_of_turn>"]],
-    "phi3": [["good \nday<|end|>", "because<|end|>"]],
-    "phi4": [["good \nday<|im_end|>", "because<|im_end|>"]],
-    "phi4_mini": [["good \nday<|end|>", "because<|end|>"]],
-    "zephyr": [["good \nday</s>", "because</s>"]],
-    "deepseek_r1": [["good \nday<｜end▁of▁sentence｜>", "because<｜end▁of▁sentence｜>"]],
-    "gpt_oss": [
-        ["<|channel|>final<|message|>good \nday<|return|>"],
-        ["<|channel|>final<|message|>because<|return|>"],
-    ],
+    name: [[f"good \nday{end}", f"because{end}"]]
+    for end, names in ENDS.items()
+    for name in names.split()
+} | {
+    name: [[f"{before}good \nday{end}"], [f"{before}because{end}"]]
+    for name, before, end in (
+        ("qwen3", "<think>\n\n</think>\n\n", "<|im_end|>"),
+        ("gpt_oss", "<|channel|>final<|message|>", "<|return|>"),
+    )
 }
 
 
