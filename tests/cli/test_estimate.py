@@ -9,7 +9,7 @@ import pytest
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.cli.run import invoke
 
-OTHERS = Path(__file__).parent.parent / "config" / "importers" / "files"
+OTHERS = Path(__file__).parent.parent / "importers" / "files"
 H100 = ["model=llama3_8b", "cluster=h100"]
 
 

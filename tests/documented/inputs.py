@@ -23,7 +23,7 @@ _FAMILIES = {
     "gpt_oss": ("gpt-oss-120b",),
 }
 _TEXTS = ("FILE", "FILES", "other.txt", "shakespeare.txt", "my_files/a.txt", "my_text/a.txt")
-_OTHERS = Path(__file__).parent.parent / "config" / "importers" / "files"
+_OTHERS = Path(__file__).parent.parent / "importers" / "files"
 _AXOLOTL = (
     "base_model: DIR\ndatasets:\n  - path: chats.jsonl\n    type: chat_template\n"
     "adapter: lora\nlora_r: 4\nlora_alpha: 8\nlora_target_linear: true\nsequence_len: 64\n"

@@ -21,6 +21,7 @@ _ELSEWHERE = {
         "optimizer.name", "checkpoint.enable", "checkpoint.interval", "checkpoint.keep_latest_k",
         "strategy=zero1",
     },
+    "docs/long-samples.md": {"model.overrides.rope_scaling"},
     "docs/memory-model.md": {"cluster=4xa100_80"},
     "docs/python-api.md": {"model.has_pending_prefetch", "model.config", "model.generate"},
     "docs/training.md": {"model=mine"},

@@ -24,7 +24,7 @@ from tests.cli.run import invoke
 _FINAL = (UsageError, DoesNotFitError, NonFiniteError, SelfCheckError)  # repeating is of no use
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
-OTHERS = Path(__file__).parent.parent / "config" / "importers" / "files"
+OTHERS = Path(__file__).parent.parent / "importers" / "files"
 
 # What a cluster sets on the second of two nodes.
 _VARIABLES = {
