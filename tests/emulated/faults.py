@@ -15,11 +15,11 @@ from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.comm.base import AsyncHostCopy, Handle, InPlace
 from fsdpctl.comm.host import Copier, Job
 from fsdpctl.comm.nccl import NcclCollectives
+from fsdpctl.engine import host_gradients
 from fsdpctl.engine.gradients import GradientReducer
-from fsdpctl.engine.host_gradients import HostGradients, Ring
+from fsdpctl.engine.host_gradients import Ring
 from fsdpctl.engine.host_inputs import SentInput
 from fsdpctl.engine.host_params import HostParams
-from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.param_sync import ParamSync
 from fsdpctl.engine.unit import ShardedUnit, Slot
@@ -47,6 +47,21 @@ def fault(*of: Case) -> Callable[[Plant], Plant]:
         for case in of:
             FAULTS[f"{plant.__name__}, {case.strategy}"] = case, plant
         return plant
+
+    return named
+
+
+def instead(owner: Any, name: str, *of: Case) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What is decorated runs instead of `owner.name`, which it is given first."""
+
+    def named(wrong: Callable[..., Any]) -> Callable[..., Any]:
+        def plant() -> None:
+            right = getattr(owner, name)
+            setattr(owner, name, lambda *given, **more: wrong(right, *given, **more))
+
+        for case in of:
+            FAULTS[f"{wrong.__name__}, {case.strategy}"] = case, plant
+        return wrong
 
     return named
 
@@ -98,36 +113,21 @@ for _name, _cases in KINDS.items():
 # ---- States on the host
 
 
-def _copies_at_once(self: Copier, target: Tensor, source: Tensor, stream: Any, _: Any) -> Any:
-    return _copy(self, target, source, stream, None)
+@instead(Copier, "copy", STATES, ALL, INPUTS, PARAMS, STEPPED_FP32)
+def no_wait_before_copies_to_and_from_the_host(right: Any, *given: Any) -> Any:
+    return right(*given[:-1], None)
 
 
-_copy = Copier.copy
+@instead(HostStates, "_fetch", STATES)
+def the_host_reads_a_gradient_before_it_has_arrived(right: Any, self: Any, *given: Any) -> Any:
+    return right(self, *given)[0], None
 
 
-@fault(STATES, ALL, INPUTS, PARAMS, STEPPED_FP32)
-def no_wait_before_copies_to_and_from_the_host() -> None:
-    _replace(Copier, "copy", _copies_at_once)
-
-
-@fault(STATES)
-def the_host_reads_a_gradient_before_it_has_arrived() -> None:
-    right = HostStates._fetch
-
-    def wrong(self: HostStates, *given: Any) -> tuple[Any, None]:
-        return right(self, *given)[0], None
-
-    _replace(HostStates, "_fetch", wrong)
-
-
-@fault(STATES)
-def a_unit_is_gathered_before_the_host_has_sent_it() -> None:
-    right = Job.end
-
-    def wrong(self: Job, ready: Any = None, error: Any = None) -> None:
-        right(self, None, error)
-
-    _replace(Job, "end", wrong)
+@instead(Job, "end", STATES)
+def a_unit_is_gathered_before_the_host_has_sent_it(
+    right: Any, self: Job, ready: Any = None, error: Any = None
+) -> None:
+    right(self, None, error)
 
 
 @fault(STATES, STEPPED, STEPPED_FP32)
@@ -142,217 +142,151 @@ def a_unit_does_not_wait_for_the_host() -> None:
     _replace(Job, "wait", _nothing)
 
 
-@fault(STATES)
-def a_pinned_buffer_is_reused_before_the_device_has_read_it() -> None:
-    right = Ring.take
-
-    def wrong(self: Ring, *given: Any) -> tuple[int, Tensor]:
-        self._busy, self._next = [None] * len(self._busy), 0
-        return right(self, *given)
-
-    _replace(Ring, "take", wrong)
+@instead(Ring, "take", STATES)
+def a_pinned_buffer_is_reused_before_the_device_has_read_it(
+    right: Any, self: Ring, *given: Any
+) -> Any:
+    self._busy, self._next = [None] * len(self._busy), 0
+    return right(self, *given)
 
 
 @fault(ALL)
 def a_gradient_is_freed_before_it_has_left() -> None:
-    _replace(HostGradients, "_wait", staticmethod(_nothing))
+    _replace(host_gradients, "wait_for", _nothing)
 
 
 # ---- Parameters on the host
 
 
-@fault(PARAMS, STEPPED_FP32)
-def a_unit_is_gathered_before_its_part_has_arrived() -> None:
-    right = HostParams.send
-
-    def wrong(self: HostParams, *given: Any) -> None:
-        right(self, *given)
-
-    _replace(HostParams, "send", wrong)
+@instead(HostParams, "send", PARAMS, STEPPED_FP32)
+def a_unit_is_gathered_before_its_part_has_arrived(right: Any, self: Any, *given: Any) -> None:
+    right(self, *given)
 
 
-@fault(PARAMS, STEPPED_FP32)
-def a_part_is_sent_while_its_place_is_in_use() -> None:
-    right = HostParams.send
-
-    def wrong(self: HostParams, *given: Any) -> Any:
-        with mock.patch.object(Copier, "mark", _nothing):
-            return right(self, *given)
-
-    _replace(HostParams, "send", wrong)
+@instead(HostParams, "send", PARAMS, STEPPED_FP32)
+def a_part_is_sent_while_its_place_is_in_use(right: Any, self: HostParams, *given: Any) -> Any:
+    with mock.patch.object(Copier, "mark", _nothing):
+        return right(self, *given)
 
 
-@fault(BETWEEN)
-def the_host_steps_what_the_device_still_reads() -> None:
-    right = HostStates._run
-
-    def wrong(self: HostStates, steps: Any, *given: Any) -> None:
-        for step in steps:
-            step.buffer.shard.param.detach().mul_(1.0)
-        right(self, steps, *given)
-
-    _replace(HostStates, "_run", wrong)
+@instead(HostStates, "_run", BETWEEN)
+def the_host_steps_what_the_device_still_reads(
+    right: Any, self: HostStates, steps: Any, *given: Any
+) -> None:
+    for step in steps:
+        step.buffer.shard.param.detach().mul_(1.0)
+    right(self, steps, *given)
 
 
-@fault(BETWEEN)
-def masters_are_read_while_the_device_copies_them() -> None:
-    right = cases.written
-
-    def wrong(model: ShardedModel, batch: Tensor) -> None:
-        with mock.patch.object(HostParams, "settle", _nothing):
-            right(model, batch)
-
-    vars(cases)["written"] = wrong
+@instead(cases, "written", BETWEEN)
+def masters_are_read_while_the_device_copies_them(right: Any, *given: Any) -> None:
+    with mock.patch.object(HostParams, "settle", _nothing):
+        right(*given)
 
 
-@fault(STEPPED)
-def new_parameters_are_not_cast() -> None:
-    right = HostStates._step
-
-    def wrong(self: HostStates, step: Any, *given: Any) -> Any:
-        before = step.sent().clone()
-        ready = right(self, step, *given)
-        if torch.cuda.current_device() == 0 and step.buffer.whole.is_cuda:
-            step.sent().copy_(before)
-        return ready
-
-    _replace(HostStates, "_step", wrong)
+@instead(HostStates, "_step", STEPPED)
+def new_parameters_are_not_cast(right: Any, self: HostStates, step: Any, *given: Any) -> Any:
+    before = step.sent().clone()
+    ready = right(self, step, *given)
+    if torch.cuda.current_device() == 0 and step.buffer.whole.is_cuda:
+        step.sent().copy_(before)
+    return ready
 
 
-@fault(PARAMS)
-def units_rest_in_the_same_memory() -> None:
-    def wrong(self: HostParams, numel: int, dtype: torch.dtype) -> Tensor:
-        found = self._free[numel, dtype]
-        return found[0] if found[0].is_pinned() else found.pop()
-
-    _replace(HostParams, "take", wrong)
+@instead(HostParams, "take", PARAMS)
+def units_rest_in_the_same_memory(_right: Any, self: Any, *about: Any) -> Any:
+    found = self._free[about]
+    return found[0] if found[0].is_pinned() else found.pop()
 
 
-@fault(PARAMS)
-def a_part_lands_in_the_place_of_another_rank() -> None:
-    right = HostParams.send
-
-    def wrong(self: HostParams, target: Tensor, part: Tensor) -> Any:
-        return right(self, target, part.flip(0) if target.is_cuda else part)
-
-    _replace(HostParams, "send", wrong)
+@instead(HostParams, "send", PARAMS)
+def a_part_lands_in_the_place_of_another_rank(
+    right: Any, self: HostParams, target: Tensor, part: Tensor
+) -> Any:
+    return right(self, target, part.flip(0) if target.is_cuda else part)
 
 
-@fault(PARAMS)
-def the_host_waits_for_a_copy() -> None:
-    def wrong(self: HostParams, target: Tensor, part: Tensor) -> None:
-        target.copy_(part)
-
-    _replace(HostParams, "send", wrong)
+@instead(HostParams, "send", PARAMS)
+def the_host_waits_for_a_copy(_right: Any, self: HostParams, target: Tensor, part: Tensor) -> None:
+    target.copy_(part)
 
 
 # ---- Inputs of blocks on the host
 
 
-@fault(INPUTS)
-def an_input_is_freed_before_it_has_left() -> None:
-    right = SentInput.__exit__
-
-    def wrong(self: SentInput, *about: Any) -> None:
-        self._left = None
-        right(self, *about)
-
-    _replace(SentInput, "__exit__", wrong)
+@instead(SentInput, "__exit__", INPUTS)
+def an_input_is_freed_before_it_has_left(right: Any, self: SentInput, *about: Any) -> None:
+    self._left = None
+    right(self, *about)
 
 
-@fault(INPUTS)
-def a_block_is_recomputed_before_its_input_has_arrived() -> None:
-    right = SentInput._taken
-
-    def wrong(self: SentInput) -> Tensor:
-        self.fetch()
-        assert self._ahead is not None
-        self._ahead = self._ahead[0], None
-        return right(self)
-
-    _replace(SentInput, "_taken", wrong)
+@instead(SentInput, "_taken", INPUTS)
+def a_block_is_recomputed_before_its_input_has_arrived(right: Any, self: SentInput) -> Any:
+    self.fetch()
+    assert self._ahead is not None
+    self._ahead = self._ahead[0], None
+    return right(self)
 
 
 # ---- Streams and memory
 
 
-@fault(Case())
-def own_part_is_copied_on_another_stream() -> None:
-    right = NcclCollectives.all_gather
-
-    def wrong(self: NcclCollectives, buffers: Sequence[Any]) -> Handle:
-        for each in buffers:
-            if each.shard is not None:
-                with torch.cuda.stream(self.reduce_stream):
-                    self._own(each).copy_(each.shard)
-        return right(self, [replace(each, shard=None) for each in buffers])
-
-    _replace(NcclCollectives, "all_gather", wrong)
+@instead(NcclCollectives, "all_gather", Case())
+def own_part_is_copied_on_another_stream(right: Any, self: Any, buffers: Sequence[Any]) -> Any:
+    for each in buffers:
+        if each.shard is not None:
+            with torch.cuda.stream(self.reduce_stream):
+                self._own(each).copy_(each.shard)
+    return right(self, [replace(each, shard=None) for each in buffers])
 
 
-@fault(Case(), ZERO1)
-def the_optimizer_runs_on_a_stream_of_its_own() -> None:
-    right = ShardedAdamW.step
-
-    def wrong(self: ShardedAdamW, *given: Any, **more: Any) -> Any:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            return right(self, *given, **more)
-
-    _replace(ShardedAdamW, "step", wrong)
+@instead(ShardedAdamW, "step", Case(), ZERO1)
+def the_optimizer_runs_on_a_stream_of_its_own(
+    right: Any, self: ShardedAdamW, *given: Any, **more: Any
+) -> Any:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return right(self, *given, **more)
 
 
-@fault(Case())
-def a_unit_is_used_before_its_gather_ends() -> None:
-    def wrong(self: ShardedUnit) -> None:
-        self._gather = None
-
-    _replace(ShardedUnit, "_wait", wrong)
+@instead(ShardedUnit, "_wait", Case())
+def a_unit_is_used_before_its_gather_ends(_right: Any, self: ShardedUnit) -> None:
+    self._gather = None
 
 
-@fault(HYBRID)
-def gradients_go_before_the_second_collective_has_read_them() -> None:
-    right = NcclCollectives.chain
-
-    def wrong(self: NcclCollectives, *given: Any) -> tuple[Handle, Handle]:
-        return Handle(lambda: torch.empty(0)), right(self, *given)[1]
-
-    _replace(NcclCollectives, "chain", wrong)
+@instead(NcclCollectives, "chain", HYBRID)
+def gradients_go_before_the_second_collective_has_read_them(
+    right: Any, self: NcclCollectives, *given: Any
+) -> Any:
+    return Handle(lambda: torch.empty(0)), right(self, *given)[1]
 
 
-@fault(DDP)
-def a_collective_works_on_memory_that_goes_at_once() -> None:
-    def wrong(self: NcclCollectives, values: Tensor) -> Handle:
-        copy = values.clone()
-        self.reduce_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.reduce_stream):
-            dist.all_reduce(copy, group=self.reduce_group)
-        return Handle(lambda: values)
-
-    _replace(NcclCollectives, "start_all_reduce", wrong)
-
-
-@fault(Case())
-def a_slot_lies_on_another_device() -> None:
-    right = Slot.__init__
-
-    def wrong(self: Slot, name: str, memory: Tensor, **more: Any) -> None:
-        if memory.is_cuda:
-            memory = memory.to(torch.device("cuda", (memory.device.index or 0) + 1))
-        right(self, name, memory, **more)
-
-    _replace(Slot, "__init__", wrong)
+@instead(NcclCollectives, "start_all_reduce", DDP)
+def a_collective_works_on_memory_that_goes_at_once(
+    _right: Any, self: NcclCollectives, values: Tensor
+) -> Handle:
+    copy = values.clone()
+    self.reduce_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(self.reduce_stream):
+        dist.all_reduce(copy, group=self.reduce_group)
+    return Handle(lambda: values)
 
 
-@fault(Case())
-def a_device_has_no_index() -> None:
-    right = Case.train
+@instead(Slot, "__init__", Case())
+def a_slot_lies_on_another_device(
+    right: Any, self: Slot, name: str, memory: Tensor, **more: Any
+) -> None:
+    if memory.is_cuda:
+        memory = memory.to(torch.device("cuda", (memory.device.index or 0) + 1))
+    right(self, name, memory, **more)
 
-    def wrong(self: Case, rank: int, world_size: int, device: torch.device) -> Tensor:
-        if device.type == "cuda":
-            torch.cuda.set_device(0)  # as in a process that does not choose one
-        return right(self, rank, world_size, torch.device(device.type))
 
-    _replace(Case, "train", wrong)
+@instead(Case, "train", Case())
+def a_device_has_no_index(
+    right: Any, self: Case, rank: int, world_size: int, device: torch.device
+) -> Any:
+    if device.type == "cuda":
+        torch.cuda.set_device(0)  # as in a process that does not choose one
+    return right(self, rank, world_size, torch.device(device.type))
 
 
 @fault(HPZ)
@@ -379,15 +313,10 @@ def events_are_never_waited_for() -> None:
 # ---- The host
 
 
-@fault(Case())
-def figures_are_read_before_they_have_arrived() -> None:
-    right = AsyncHostCopy.__init__
-
-    def wrong(self: AsyncHostCopy, values: Tensor) -> None:
-        right(self, values)
-        self._ready = None
-
-    _replace(AsyncHostCopy, "__init__", wrong)
+@instead(AsyncHostCopy, "__init__", Case())
+def figures_are_read_before_they_have_arrived(right: Any, self: Any, values: Tensor) -> None:
+    right(self, values)
+    self._ready = None
 
 
 @fault(Case())
@@ -403,105 +332,70 @@ def a_saver_reads_before_its_copies_are_done() -> None:
     _within(Staging, "copies", torch.cuda, "synchronize", _nothing)
 
 
-@fault(SAVES)
-def a_saver_copies_while_the_optimizer_writes() -> None:
-    right = Staging.copies
-
-    def wrong(self: Staging, tensors: Sequence[Tensor]) -> list[Tensor]:
-        if not tensors[0].is_cuda:
-            return right(self, tensors)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            copies = [each.to("cpu", non_blocking=True) for each in tensors]
-        for each in tensors:
-            each.mul_(1.0)
-        return copies
-
-    _replace(Staging, "copies", wrong)
+@instead(Staging, "copies", SAVES)
+def a_saver_copies_while_the_optimizer_writes(
+    right: Any, self: Staging, tensors: Sequence[Tensor]
+) -> Any:
+    if not tensors[0].is_cuda:
+        return right(self, tensors)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        copies = [each.to("cpu", non_blocking=True) for each in tensors]
+    for each in tensors:
+        each.mul_(1.0)
+    return copies
 
 
-@fault(Case(), DDP)
-def the_host_waits_in_a_step() -> None:
-    right = record.sum_of_squares
-
-    def wrong(model: Any) -> Tensor:
-        found = right(model)
-        found.item()
-        return found
-
-    _replace(record, "sum_of_squares", wrong)
+@instead(record, "sum_of_squares", Case(), DDP)
+def the_host_waits_in_a_step(right: Any, model: Any) -> Any:
+    found = right(model)
+    found.item()
+    return found
 
 
-@fault(Case())
-def the_record_is_made_on_the_host() -> None:
-    right = record.sum_of_squares
-    _replace(record, "sum_of_squares", lambda model: right(model).cpu())
+@instead(record, "sum_of_squares", Case())
+def the_record_is_made_on_the_host(right: Any, model: Any) -> Any:
+    return right(model).cpu()
 
 
 # ---- Values
 
 
-@fault(Case(), HYBRID)
-def a_gradient_counts_twice() -> None:
-    right = GradientReducer._add_gradient
+@instead(GradientReducer, "_add_gradient", Case(), HYBRID)
+def a_gradient_counts_twice(right: Any, self: Any, flat: Any) -> None:
+    if flat.mean.is_cuda:
+        flat.mean.mul_(2)
+    right(self, flat)
 
-    def wrong(self: Any, flat: Any) -> None:
-        if flat.mean.is_cuda:
-            flat.mean.mul_(2)
+
+@instead(NcclCollectives, "reduce_scatter", Case())
+def gradients_are_not_reduced(_right: Any, self: Any, whole: Tensor, parts: Any) -> InPlace:
+    own = parts[self.rank]
+    return InPlace(Handle(lambda: whole[own.start : own.stop]))
+
+
+@instead(GradientReducer, "__init__", Case())
+def gradients_are_summed_instead_of_averaged(
+    right: Any, self: GradientReducer, units: Any, mesh: Any, *given: Any
+) -> None:
+    right(self, units, mesh, *given)
+    if isinstance(mesh.shard, NcclCollectives):
+        self._scales = (1.0, 1.0)
+
+
+@instead(NcclCollectives, "all_gather", Case())
+def parts_lie_off_by_some_elements(right: Any, self: Any, buffers: Sequence[Any]) -> Any:
+    moved = [None if each.shard is None else each.shard.roll(1) for each in buffers]
+    rolled = [replace(each, shard=shard) for each, shard in zip(buffers, moved, strict=True)]
+    return right(self, rolled)
+
+
+@instead(Case, "model", Case(precision="bf16"))
+def gathers_are_in_fp32(right: Any, self: Case, device: torch.device, world_size: int) -> Any:
+    on_device = device.type == "cuda"
+    return right(replace(self, precision="fp32") if on_device else self, device, world_size)
+
+
+@instead(GradientReducer, "_add_gradient", Case(window="every"))
+def the_second_micro_batch_is_forgotten(right: Any, self: Any, flat: Any) -> None:
+    if flat.buffer.shard.grad is None or not flat.mean.is_cuda:
         right(self, flat)
-
-    _replace(GradientReducer, "_add_gradient", wrong)
-
-
-@fault(Case())
-def gradients_are_not_reduced() -> None:
-    def wrong(self: NcclCollectives, whole: Tensor, parts: Any) -> InPlace:
-        own = parts[self.rank]
-        return InPlace(Handle(lambda: whole[own.start : own.stop]))
-
-    _replace(NcclCollectives, "reduce_scatter", wrong)
-
-
-@fault(Case())
-def gradients_are_summed_instead_of_averaged() -> None:
-    right = GradientReducer.__init__
-
-    def wrong(self: GradientReducer, units: Any, mesh: Any, *given: Any) -> None:
-        right(self, units, mesh, *given)
-        if isinstance(mesh.shard, NcclCollectives):
-            self._scales = (1.0, 1.0)
-
-    _replace(GradientReducer, "__init__", wrong)
-
-
-@fault(Case())
-def parts_lie_off_by_some_elements() -> None:
-    right = NcclCollectives.all_gather
-
-    def wrong(self: NcclCollectives, buffers: Sequence[Any]) -> Handle:
-        moved = [None if each.shard is None else each.shard.roll(1) for each in buffers]
-        rolled = [replace(each, shard=shard) for each, shard in zip(buffers, moved, strict=True)]
-        return right(self, rolled)
-
-    _replace(NcclCollectives, "all_gather", wrong)
-
-
-@fault(Case(precision="bf16"))
-def gathers_are_in_fp32() -> None:
-    right = Case.model
-
-    def wrong(self: Case, device: torch.device, world_size: int) -> Any:
-        on_device = device.type == "cuda"
-        return right(replace(self, precision="fp32") if on_device else self, device, world_size)
-
-    _replace(Case, "model", wrong)
-
-
-@fault(Case(window="every"))
-def the_second_micro_batch_is_forgotten() -> None:
-    right = GradientReducer._add_gradient
-
-    def wrong(self: Any, flat: Any) -> None:
-        if flat.buffer.shard.grad is None or not flat.mean.is_cuda:
-            right(self, flat)
-
-    _replace(GradientReducer, "_add_gradient", wrong)
