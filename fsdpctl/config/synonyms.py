@@ -160,7 +160,8 @@ SYNONYMS = _by_name(
         "strategy.offload=all": "cpu_offload fsdp_offload_params offload offload_policy",
         "strategy.offload=params": "offload_param offload_params param_offload",
         "strategy.offload=states,gradients": (
-            "offload_optimizer optim_cpu_offload optimizer_cpu_offload optimizer_offload"
+            "offload_optimizer optim_cpu_offload optimizer_cpu_offload optimizer.offload "
+            "optimizer_offload"
         ),
         "train.compile": "compile torch_compile compile.enable",
         "train.epochs": "epochs num_epochs num_train_epochs",
@@ -194,6 +195,7 @@ NOT_NEEDED = _by_name(
     {
         "a message is trained on with the token that ends it": "train_on_eos",
         "AdamW steps in one kernel": "foreach optimizer.fused",
+        "all models are modules of transformers": "model.module",
         "checkpoints can be read on any number of ranks": "fsdp_state_dict_type",
         "documents are concatenated or packed, without padding": "pad_to_sequence_len",
         "data needs no worker processes": "dataloader_num_workers num_workers",
