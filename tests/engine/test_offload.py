@@ -33,7 +33,7 @@ from tests.distributed import distributed, in_turn
 from tests.engine.events import recording
 from tests.engine.models import make_net, next_token_loss
 from tests.engine.odd import freeze_all_but_vectors, in_four_bits
-from tests.matrix import fast
+from tests.matrix import WHOLE, cases, fast
 
 STEPS = 4
 BF, F32 = torch.bfloat16, torch.float32
@@ -150,20 +150,21 @@ def test_same_bits_of_every_kind(
     _check_alike(rank, mode, strategy=strategy, **case)
 
 
+@WHOLE
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed()
-@in_turn(
-    mode__module=[
+def test_same_bits_of_parameters_that_rest_on_the_host(
+    rank: int, world_size: int, whole: bool
+) -> None:
+    modes = [
         ("params", _in_part), ("params", in_four_bits), ("all", in_four_bits),
         ("states,params", _recomputed),
-    ],
-    strategy=["full_shard", "shard_grad_op"],
-    precision=[Precision(), BF16],
-)  # fmt: skip
-def test_same_bits_of_parameters_that_rest_on_the_host(
-    rank: int, world_size: int, mode: str, **case: Any
-) -> None:
-    _check_alike(rank, mode, holds=True, **case)
+    ]  # fmt: skip
+    for (mode, module), strategy, precision in cases(
+        modes, ["full_shard", "shard_grad_op"], [Precision(), BF16], whole=whole
+    ):
+        about: dict[str, Any] = {"module": module, "strategy": strategy, "precision": precision}
+        _check_alike(rank, mode, holds=True, **about)
 
 
 @distributed(2)
