@@ -26,7 +26,7 @@ def setup(template=template_of("chatml"), most_bytes=2 << 30, seconds=10.0):
 
 
 def test_replies_of_several_processes_are_in_order(monkeypatch):
-    monkeypatch.setattr(running, "_BATCH", 2000)
+    monkeypatch.setattr(running, "_BATCH", 4000)
     chats = [(Chat(say("a", str(number)), [True, True]), f"line {number}") for number in range(150)]
     texts = [made.samples[0].text for made in rendered(setup(), "t", chats)]
     assert texts == [
