@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fsdpctl.config.keys import key
 from fsdpctl.plan.attention_kernels import ARCHITECTURES
-from fsdpctl.plan.programs import OURS, PROGRAMS, Program
+from fsdpctl.plan.programs import OURS, PROGRAMS, ProgramFacts
 
 _MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times the largest clusters
 
@@ -24,7 +24,7 @@ class EngineConfig:
     )
 
     @property
-    def facts(self) -> Program:
+    def facts(self) -> ProgramFacts:
         """The facts about the program."""
         return PROGRAMS[self.program]
 

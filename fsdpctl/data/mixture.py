@@ -70,7 +70,7 @@ def _period(shares: Sequence[float]) -> NDArray[np.intp]:
     return found
 
 
-class Schedule:
+class ShareSchedule:
     """Which source each position of a run is from."""
 
     def __init__(self, sizes: Sequence[int], shares: Sequence[float], caps: Counts) -> None:
@@ -189,14 +189,14 @@ class MixedRows:
         return self.of_part[0].emptiness
 
     @cached_property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> ShareSchedule:
         """The source of each position of a run."""
         sizes = [len(each) for each in self.of_part]
         epochs = [-1.0 if each.epochs is None else each.epochs for each in self.parts]
         caps = [
             -1 if n < 0 else max(1, int(n * size)) for n, size in zip(epochs, sizes, strict=True)
         ]
-        return Schedule(sizes, [each.share for each in self.parts], np.array(caps))
+        return ShareSchedule(sizes, [each.share for each in self.parts], np.array(caps))
 
     def __len__(self) -> int:
         """Return the samples of all sources."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ProgramFacts:
     """The facts about a program that an estimate depends on."""
 
     steps_at_once: bool = True  # AdamW in one kernel; else with a copy of the second moments
@@ -16,9 +16,9 @@ class Program:
 
 OURS = "fsdpctl"
 PROGRAMS = {
-    OURS: Program(),
-    "torchtitan": Program(keeps_logits=True),
-    "transformers": Program(plain_norms=True),
-    "transformers_foreach": Program(steps_at_once=False, plain_norms=True),
-    "transformers_reentrant": Program(keeps_inputs=True, plain_norms=True),
+    OURS: ProgramFacts(),
+    "torchtitan": ProgramFacts(keeps_logits=True),
+    "transformers": ProgramFacts(plain_norms=True),
+    "transformers_foreach": ProgramFacts(steps_at_once=False, plain_norms=True),
+    "transformers_reentrant": ProgramFacts(keeps_inputs=True, plain_norms=True),
 }

@@ -32,7 +32,7 @@ from fsdpctl.io.activity import Talk
 from fsdpctl.io.run_files import CHECKPOINTS, LOGS, RUN_CONFIG
 from fsdpctl.launch import begin
 from fsdpctl.run.directory import Standing, look, prepare_run_dir
-from fsdpctl.train.callbacks.each_save import EachSave, Outcome
+from fsdpctl.train.callbacks.each_save import EachSave, SaveOutcome
 from tests.hostile import TINY_MODEL, make_checkpoint, reseal
 from tests.run.test_heartbeat import wait_for
 
@@ -282,7 +282,7 @@ def test_no_fault_makes_a_checkpoint_that_is_wrong_or_lost(run, tmp_path, monkey
 
 
 def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monkeypatch):
-    told: list[Outcome] = []
+    told: list[SaveOutcome] = []
     uploads = EachSave(
         CheckpointConfig(keep_last=0), run, told.append, remote=RemoteCheckpoints(URL)
     )
@@ -321,7 +321,7 @@ def test_the_end_of_a_run_says_how_much_is_uploaded(run, monkeypatch):
 
 
 def test_the_command_follows_the_upload_of_its_checkpoint(run):
-    told: list[Outcome] = []
+    told: list[SaveOutcome] = []
     keep, remote = CheckpointConfig(keep_last=0), RemoteCheckpoints(URL)
     (run / LOGS).mkdir(exist_ok=True)
     work = EachSave(keep, run, told.append, remote=remote, words=["test", "-d"])
@@ -335,7 +335,7 @@ def test_the_command_follows_the_upload_of_its_checkpoint(run):
 
 
 def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypatch):
-    told: list[Outcome] = []
+    told: list[SaveOutcome] = []
     keep = CheckpointConfig(keep_last=1, keep_every=30)
     uploads = EachSave(keep, run, told.append, remote=RemoteCheckpoints(URL))
     gate = threading.Event()

@@ -65,6 +65,31 @@ def saves(rank: int, world_size: int, folder: Path) -> None:
     save(folder, *trained("full_shard"))
 
 
+@distributed()
+def saves_again(rank: int, world_size: int, source: Path, folder: Path, strategy: str) -> None:
+    model, optimizer = trained(strategy, steps=0)
+    assert load_checkpoint(CheckpointReader(source), model, optimizer).samples == 10
+    save(folder, model, optimizer)
+
+
+CHAIN = [
+    ("no_shard", 3), ("shard_grad_op", 1), ("full_shard", 4), ("hybrid_shard_optimizer", 4),
+    ("no_shard", 2),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_checkpoint_survives_any_change_of_ranks_and_strategy_bit_for_bit(tmp_path):
+    saves(world_size=2, folder=tmp_path / "0")
+    for number, (strategy, ranks) in enumerate(CHAIN):
+        source, folder = tmp_path / f"{number}", tmp_path / f"{number + 1}"
+        saves_again(world_size=ranks, source=source, folder=folder, strategy=strategy)
+    first, last = whole_tensors(tmp_path / "0"), whole_tensors(folder)
+    assert first.keys() == last.keys()
+    assert any(key.startswith("exp_avg/") for key in first)
+    assert all(torch.equal(first[key], last[key]) for key in first)
+
+
 @pytest.mark.parametrize(
     ("strategy", "world_size"), [("full_shard", 2), ("no_shard", 2), ("hybrid_shard_optimizer", 4)]
 )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fsdpctl.config.data import DataConfig
 from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture, Schedule
+from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture, ShareSchedule
 from fsdpctl.data.open import open_data
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
@@ -40,7 +40,7 @@ def mixture(epochs=(None,) * 5):
 def test_every_position_has_one_source_however_it_is_asked(sources, epochs, start, count):
     sizes = [size for size, _ in sources]
     caps = np.array([-1 if e is None else e * s for e, s in zip(epochs, sizes, strict=False)])
-    schedule = Schedule(sizes, [share for _, share in sources], caps)
+    schedule = ShareSchedule(sizes, [share for _, share in sources], caps)
     most = schedule.length or 14_000
     start, count = min(start, most - 1), min(count, most - min(start, most - 1))
     whole = schedule.sources(0, start + count)
@@ -51,7 +51,7 @@ def test_every_position_has_one_source_however_it_is_asked(sources, epochs, star
 
 
 def test_every_window_has_the_shares_within_one_sample():
-    schedule = Schedule(SIZES, SHARES, np.full(5, -1))
+    schedule = ShareSchedule(SIZES, SHARES, np.full(5, -1))
     found = schedule.sources(0, 3 * PERIOD)
     seen = np.cumsum(found[:, None] == np.arange(5), axis=0)
     windows = seen[PERIOD:] - seen[:-PERIOD]

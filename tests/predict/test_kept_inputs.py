@@ -88,7 +88,7 @@ def test_an_estimate_with_kept_inputs_has_two_hidden_states_of_each_later_block(
         found = (each for each in peak.largest if each.what == "kept input")
         return [(each.count, each.nbytes) for each in found]
 
-    count = 2 * 23 - 1
+    count = 2 * 22 - 1  # at the peak, in the second block: the first one's norms keep less
     keeps = ("engine.program=transformers_reentrant", "activation_checkpointing=full")
     assert kept_inputs(*keeps) == [(count, count * 8 * 2048 * 128 * 2)]
     assert kept_inputs(keeps[0]) == kept_inputs(keeps[1]) == []

@@ -17,7 +17,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import CHECKPOINTS, LOGS
 from fsdpctl.resolve.preflight import command_words
 from fsdpctl.train.callbacks import each_save
-from fsdpctl.train.callbacks.each_save import EachSave, Outcome
+from fsdpctl.train.callbacks.each_save import EachSave, SaveOutcome
 from tests.checkpoint.test_saver import fake_checkpoints
 from tests.cli.run import environment
 from tests.run.test_heartbeat import wait_for
@@ -31,9 +31,9 @@ def script(folder: Path, text: str) -> list[str]:
     return [str(file)]
 
 
-def made(folder: Path, words: list[str], **about: Any) -> tuple[EachSave, list[Outcome]]:
+def made(folder: Path, words: list[str], **about: Any) -> tuple[EachSave, list[SaveOutcome]]:
     """The runner, and what it will have told."""
-    told: list[Outcome] = []
+    told: list[SaveOutcome] = []
     (folder / LOGS).mkdir()
     keep = CheckpointConfig(**{"keep_last": 0, **about})
     return EachSave(keep, folder, told.append, words=words), told

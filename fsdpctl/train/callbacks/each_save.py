@@ -44,7 +44,7 @@ _RANK_VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SaveOutcome:
     """The outcome of the upload of a checkpoint, or of the command."""
 
     step: int
@@ -81,7 +81,7 @@ class EachSave:
         self,
         keep: CheckpointConfig,
         run_dir: Path,
-        report: Callable[[Outcome], None],
+        report: Callable[[SaveOutcome], None],
         *,
         remote: RemoteCheckpoints | None = None,
         words: Sequence[str] = (),
@@ -97,7 +97,7 @@ class EachSave:
         self._last: Future[None] | None = None
         self._name, self._share = UPLOAD, 0.0  # what it does, and the part of an upload
         self.upload_seconds = 0.0  # of the newest upload
-        self._newest_upload: Outcome | None = None
+        self._newest_upload: SaveOutcome | None = None
         self._ended = math.inf  # when training has ended
         self._late = 0.0  # seconds of commands since then
 
@@ -143,18 +143,18 @@ class EachSave:
         with suppress(OSError):
             self.remove_old()
 
-    def _uploaded(self, remote: RemoteCheckpoints, folder: Path, step: int) -> Outcome:
+    def _uploaded(self, remote: RemoteCheckpoints, folder: Path, step: int) -> SaveOutcome:
         every, began = self._keep.keep_every, time.monotonic()
         is_kept = not self._keep.keep_last or (every and step % every == 0)
         if step < self._latest and not is_kept:  # a slow store gets the newest
-            return Outcome(step, UPLOAD, "skipped")
+            return SaveOutcome(step, UPLOAD, "skipped")
         if not (folder / MANIFEST).exists():
-            return Outcome(step, UPLOAD, "failed", 0.0, "checkpoint deleted before its turn")
+            return SaveOutcome(step, UPLOAD, "failed", 0.0, "checkpoint deleted before its turn")
         try:
             remote.upload(folder, self._advance)
         except Exception as error:  # training continues, whatever it is
             why = f"not uploaded: {error}; the checkpoint is in {folder}"
-            return Outcome(step, UPLOAD, "failed", time.monotonic() - began, why)
+            return SaveOutcome(step, UPLOAD, "failed", time.monotonic() - began, why)
         finally:
             self.upload_seconds = time.monotonic() - began
         why = ""
@@ -162,17 +162,17 @@ class EachSave:
             remote.remove_old(self._keep, folder.name)
         except FsdpctlError as error:
             why = f"uploaded, but old checkpoints remain: {error}"
-        return Outcome(step, UPLOAD, "done", self.upload_seconds, why)
+        return SaveOutcome(step, UPLOAD, "done", self.upload_seconds, why)
 
     def _advance(self, share: float) -> None:
         self._share = share
 
-    def _commanded(self, words: Sequence[str], folder: Path, step: int) -> Outcome:
+    def _commanded(self, words: Sequence[str], folder: Path, step: int) -> SaveOutcome:
         began, left = time.monotonic(), self._keep.after_save_timeout - self._late
         if not (folder / MANIFEST).exists():
-            return Outcome(step, COMMAND, "failed", 0.0, "checkpoint deleted before its turn")
+            return SaveOutcome(step, COMMAND, "failed", 0.0, "checkpoint deleted before its turn")
         if left <= 0:
-            return Outcome(step, COMMAND, "failed", 0.0, "not started in time")
+            return SaveOutcome(step, COMMAND, "failed", 0.0, "not started in time")
         try:
             with open_own(self._log, "ab", folders=1) as log:
                 log.write(f"step {step}:\n".encode())
@@ -184,7 +184,7 @@ class EachSave:
                     env=_environment(os.environ, folder, step), start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
-            return Outcome(step, COMMAND, "failed", 0.0, f"cannot be started: {error.strerror}")
+            return SaveOutcome(step, COMMAND, "failed", 0.0, f"cannot be started: {error.strerror}")
         outcome, why = "done", ""
         try:
             code = process.wait(left)
@@ -197,7 +197,7 @@ class EachSave:
                 outcome, why = "failed", how + self._last_line(printed)
         now = time.monotonic()
         self._late += max(0.0, now - max(began, self._ended))
-        return Outcome(step, COMMAND, outcome, now - began, why)
+        return SaveOutcome(step, COMMAND, outcome, now - began, why)
 
     def _last_line(self, printed: int) -> str:
         """Return the last line of the output that begins at `printed`, and the log file."""
