@@ -74,7 +74,7 @@ def _config(size: Size) -> ModelConfig:
         f"model.num_layers={size.blocks}", f"model.hidden_size={size.width}",
         f"model.intermediate_size={size.hidden}", f"model.num_heads={size.heads}",
         f"model.num_kv_heads={size.kv_heads}", f"model.vocab_size={size.vocab}",
-        "model.tie_embeddings=false",
+        "model.overrides.tie_word_embeddings=false",
     ]  # fmt: skip
     return compose_config(words).config.model
 

@@ -53,7 +53,8 @@ def make_decoder(width: int, blocks: int, vocab: int) -> TransformersDecoder:
     words = [
         f"model.num_layers={blocks}", f"model.hidden_size={width}", f"model.vocab_size={vocab}",
         f"model.intermediate_size={width * 3}", f"model.num_heads={width // 64}",
-        f"model.num_kv_heads={width // 64}", "model.tie_embeddings=false", "model.init_std=0.02",
+        f"model.num_kv_heads={width // 64}", "model.overrides.tie_word_embeddings=false",
+        "model.overrides.initializer_range=0.02",
     ]  # fmt: skip
     config = compose_config(words).config.model
     model = build_plain(config)

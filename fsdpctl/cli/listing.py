@@ -38,7 +38,8 @@ def list_choices(
 
 def _unknown(group: str) -> str:
     expected = ", ".join(SECTIONS)
-    return f"{group}: no such group or key{hint(group, [*SECTIONS, *KEYS])} (expected {expected})"
+    known = [*SECTIONS, *(name for name, key in KEYS.items() if not key.instead)]
+    return f"{group}: no such group or key{hint(group, known)} (expected {expected})"
 
 
 def _keys_of(group: str) -> dict[str, Key]:

@@ -58,7 +58,18 @@ def merged(content: Mapping[str, Any], changes: str, where: str) -> dict[str, An
         given.setdefault(_ROPE, {})["rope_theta"] = given.pop("rope_theta")
     if given.get(named, "") is None:
         given[named] = {"rope_type": "default"}
-    return _merged(content, given, known, OVERRIDES)
+    found = _merged(content, given, known, OVERRIDES)
+    rope = found.get(named)
+    is_plain = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in (
+        None,
+        "default",
+    )
+    if is_plain and "factor" in (given.get(named) or {}):
+        raise UsageError(
+            f"{OVERRIDES}.{_OLD_ROPE}.factor: the model has no scaling; expected "
+            f"{OVERRIDES}.{_OLD_ROPE}.rope_type too, such as linear or yarn"
+        )
+    return found
 
 
 def _merged(

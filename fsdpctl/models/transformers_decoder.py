@@ -114,7 +114,7 @@ class _Projection(nn.Module):
 
 
 class TransformersDecoder(nn.Module):
-    """A causal language model of transformers with the interface of fsdpctl's decoders.
+    """A causal language model of transformers with the interface that fsdpctl's training loop uses.
 
     Its modules and parameters have the names that they have in transformers.
     """

@@ -71,6 +71,7 @@ def test_a_configuration_with_overrides_is_read_again(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "said"), [
+    ("rope_scaling.factor=32", "the model has no scaling; expected model.overrides.rope_scaling."),
     ("rms_norm_ep=1", "rms_norm_ep: no such key; did you mean rms_norm_eps?"),
     ("rope_scaling.facto=1", "rope_scaling.facto: no such key; did you mean factor?"),
     ("rope_scaling=1 model.overrides.rope_scaling.factor=2", "conflicts with another"),

@@ -46,11 +46,21 @@ RUNS = (
     f"fsdpctl consolidate-checkpoint runs/{_ADAPTED} adapters --format peft",
 )
 
+_LLAMA31 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
 
 def make_inputs(folder: Path) -> Path:
     """Write models, texts, chats, tokens, and configurations of ours and of other tools."""
     for family, names in _FAMILIES.items():
         model = make_chat_model(folder / family, family)
+        if family == "llama":  # scaled as Llama 3.1, whose factor the pages change
+            content = json.loads((model / "config.json").read_text())
+            content.pop("rope_parameters", None)
+            content |= {"rope_theta": 1e4, "rope_scaling": _LLAMA31}
+            (model / "config.json").write_text(json.dumps(content))
         for name in names:
             shutil.copytree(model, folder / name)
     deep = LlamaConfig.from_dict({**FAMILIES["llama"].to_dict(), "num_hidden_layers": _LAYERS})
