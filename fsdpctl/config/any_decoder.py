@@ -33,8 +33,6 @@ NAMES = {
     "head_dim": ("head_dim",),
     "vocab_size": ("vocab_size",),
     "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len"),
-    "init_std": ("initializer_range",),
-    "tie_embeddings": ("tie_word_embeddings",),
 }
 
 
@@ -61,13 +59,22 @@ def words_of_content(content: Mapping[str, Any], where: str) -> dict[str, str]:
         value = _value(config, theirs)
         if value is not None and value >= 0:  # negative: a default without a limit
             words[ours] = str(value).lower()
-    usual = {"num_kv_heads": words.get("num_heads", "1"), "tie_embeddings": "false"}
-    return {**usual, **words}
+    return {"num_kv_heads": words.get("num_heads", "1"), **words}
 
 
 def content_of(model: ModelConfig) -> dict[str, Any]:
     """Return the values of config.json that describe a model."""
     return parse_json(str(model.config_json), dict[str, Any], CONFIG_OF)
+
+
+@lru_cache(maxsize=8)
+def _configuration(text: str) -> Any:
+    return read_configuration(parse_json(text, dict[str, Any], CONFIG_OF), CONFIG_OF)
+
+
+def declared(model: ModelConfig, name: str) -> Any:
+    """Return a value of a model's config.json, or its default in transformers; None without one."""
+    return getattr(_configuration(str(model.config_json)), name, None)
 
 
 def family_of(model: ModelConfig) -> str:

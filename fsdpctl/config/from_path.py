@@ -26,8 +26,7 @@ from fsdpctl.io.untrusted import parse_json
 
 CONFIG_JSON = "model.config_json"
 _SIZES = tuple(f"model.{name}" for name in NAMES)
-# Sizes that weights do not determine.
-_FREE = ("model.max_seq_len", "model.init_std", "model.tie_embeddings")
+_FREE = "model.max_seq_len"  # which weights do not determine
 FROM_PATH = "hf"  # the option for a model that a directory describes
 
 
@@ -106,7 +105,7 @@ def _check_weights(
 ) -> None:
     """Check that no setting contradicts the weights."""
     of_lora = LORA_KEYS if "model.lora.rank" in words else ()
-    for name in (*(each for each in _SIZES if each not in _FREE), *of_lora):
+    for name in (*(each for each in _SIZES if each != _FREE), *of_lora):
         text, known = {**changed, **given}.get(name, ""), words.get(name)
         value = KEYS[name].default if known is None else KEYS[name].parse(known)
         if text and value != KEYS[name].parse(text):

@@ -99,17 +99,6 @@ class ModelConfig:
     max_seq_len: int = key(
         2048, "longest sequence that the exported model declares", minimum=1, maximum=MOST_TOKENS
     )
-    tie_embeddings: bool = key(
-        True,
-        "share the weight of input embedding and output head",
-        instead="model.overrides.tie_word_embeddings",
-    )
-    init_std: float = key(
-        0.06,
-        "standard deviation of the initial weights",
-        minimum=0,
-        instead="model.overrides.initializer_range",
-    )
     attention: str | None = key(
         None,
         "attention kernel; transformers: its own; auto: by the GPU",

@@ -88,5 +88,6 @@ def _merged(
             inner = dict.fromkeys([*here, *known.get(name, ())], known.get(name, ()))
             found[name] = _merged(here, value, inner, f"{place}.{name}")
         else:
-            found[name] = value
+            is_real = isinstance(content.get(name), float) and type(value) is int
+            found[name] = float(value) if is_real else value
     return found

@@ -106,11 +106,13 @@ SYNONYMS = _by_name(
             "layer_norm_epsilon rope_high_freq_factor rope_low_freq_factor sliding_window"
         ),
         "model.overrides.hidden_act": "activation",
+        "model.overrides.initializer_range": "init_std",
         "model.overrides.model_type=qwen3": "architecture qk_norm",
         "model.overrides.rope_scaling.factor": "rope_factor",
         "model.overrides.rope_scaling.original_max_position_embeddings": "rope_original_len",
         "model.overrides.rope_scaling.rope_type": "rope_scaling",
         "model.overrides.rope_theta": "rope_theta",
+        "model.overrides.tie_word_embeddings": "tie_embeddings",
         "model.num_heads": "n_head num_attention_heads",
         "model.num_kv_heads": "num_key_value_heads",
         "model.num_layers": "n_layer num_hidden_layers",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpctl.config.any_decoder import family_of
+from fsdpctl.config.any_decoder import declared, family_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.errors import UsageError
@@ -20,7 +20,7 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 DRAWN_ON_DEVICE = 1 << 24  # elements of a matrix from which a GPU draws it
 _DRAWN_AT_ONCE = 1 << 24
 
-# Families whose matrices all have the deviation `model.init_std`.
+# Families whose matrices all have the deviation `initializer_range`.
 _PLAIN = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
@@ -80,7 +80,7 @@ def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelCo
     if is_adapter(name):
         draw_adapter(name, whole, generator)
         return
-    std = config.init_std
+    std = float(declared(config, "initializer_range"))
     if family == "gpt2" and name.endswith("c_proj.weight"):
         std /= math.sqrt(2 * config.num_layers)  # projections into the residual stream
     if whole.is_cuda and whole.numel() >= DRAWN_ON_DEVICE:

@@ -47,8 +47,7 @@ from fsdpctl.run.metrics import was_validated
 _WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a start, not the run
 # They change the first weights, or the kernel, but not what a checkpoint means.
 _NOT_THE_MODELS = (
-    "model.path", "model.init", "model.init_std", "model.lora.path", "model.attention",
-    "model.overrides",
+    "model.path", "model.init", "model.lora.path", "model.attention", "model.overrides",
 )  # fmt: skip
 _MAY_CHANGE = ("optimizer.state_dtype",)  # on resume: checkpoints are read into any dtype
 _NOT_SET = "not set"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpctl.config.any_decoder import family_of
+from fsdpctl.config.any_decoder import declared, family_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.recipe import known_gpu
 from fsdpctl.config.schema import Config
@@ -85,7 +85,7 @@ def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
     Attention counts as if every token saw all `seq_len`; causal masking does not halve it.
     """
     assert model.vocab_size is not None
-    if not model.tie_embeddings:
+    if not declared(model, "tie_word_embeddings"):
         num_params -= model.vocab_size * model.hidden_size
     if family_of(model) == "gpt2":
         num_params -= model.max_seq_len * model.hidden_size

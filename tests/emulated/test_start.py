@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
+from fsdpctl.config.any_decoder import declared
 from fsdpctl.config.compose import compose_config
 from fsdpctl.models import registry
 from fsdpctl.train import assemble
@@ -39,7 +40,7 @@ def test_large_matrices_are_drawn_on_the_device_by_name(
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    assert one.float().std().item() == pytest.approx(MODEL.init_std, rel=0.05)
+    assert one.float().std().item() == pytest.approx(declared(MODEL, "initializer_range"), rel=0.05)
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing"):
         drawn("a.weight", 16)  # a small one does

@@ -84,7 +84,8 @@ def test_flops_are_counted_as_in_torchtitan():
     """57.9 GFLOP a token for Llama 3 8B at 8,192, which agrees with its log."""
     config = compose_config(["model=llama3_8b"]).config.model
     assert flops_per_token(config, 8_030_261_248, 8192) == pytest.approx(57.9e9, rel=1e-3)
-    tied = replace(config, tie_embeddings=True)
+    words = ["model=llama3_8b", "model.overrides.tie_word_embeddings=true"]
+    tied = compose_config(words).config.model
     without_head = 8_030_261_248 - 128_256 * 4096
     assert flops_per_token(tied, without_head, 8192) == flops_per_token(config, 8_030_261_248, 8192)
 
