@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _WIDTH = 8  # of the norms that are tried
-_known: dict[type, type | None] = {}
+_known: dict[tuple[object, ...], type | None] = {}
 
 
 class _Norm(nn.Module):
@@ -20,7 +20,7 @@ class _Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         norm: Any = self
-        return F.rms_norm(x, (x.shape[-1],), norm.weight, _epsilon_of(norm))
+        return F.rms_norm(x, (x.shape[-1],), getattr(norm, "weight", None), _epsilon_of(norm))
 
 
 class _NormPlusOne(nn.Module):
@@ -36,9 +36,11 @@ def fuse_norms(model: nn.Module) -> None:
     for each in model.modules():
         kind = type(each)
         if kind.__name__.endswith("RMSNorm"):
-            if kind not in _known:
-                _known[kind] = _fused(each)
-            each.__class__ = _known[kind] or kind
+            flags = (value for value in vars(each).values() if isinstance(value, bool))
+            like = (kind, *flags, *each._parameters)  # a class may have norms without weights
+            if like not in _known:
+                _known[like] = _fused(each)
+            each.__class__ = _known[like] or kind
 
 
 def _epsilon_of(norm: Any) -> Any:
@@ -47,19 +49,19 @@ def _epsilon_of(norm: Any) -> Any:
 
 def _fused(norm: nn.Module) -> type | None:
     """Return a class for norms like `norm` whose forward is the operator; None: another result."""
-    if [*norm._parameters] != ["weight"] or not isinstance(_epsilon_of(norm), float):
+    if not {*norm._parameters} <= {"weight"} or not isinstance(_epsilon_of(norm), float):
         return None
     kind = type(norm)
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         weight, x = (torch.randn(*n, _WIDTH, generator=generator) for n in ((), (2, 3)))
         tried = copy.copy(norm)
-        tried.__dict__["_parameters"] = {"weight": nn.Parameter(weight)}
+        tried.__dict__["_parameters"] = {name: nn.Parameter(weight) for name in norm._parameters}
         try:
             expected = tried(x)
         except Exception:  # it needs more than hidden states
             return None
-        for base in (_Norm, _NormPlusOne):
+        for base in (_Norm, _NormPlusOne)[: 1 + len(norm._parameters)]:
             made = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
             tried.__class__ = made
             if isinstance(expected, Tensor) and torch.allclose(tried(x), expected, atol=1e-6):

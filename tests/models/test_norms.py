@@ -13,7 +13,9 @@ from tests.matrix import fast
 from tests.models.decoders import drawn, save_decoder
 
 TOKENS = torch.arange(24).view(2, 12)
-FAMILIES = ["gemma3_text", "qwen3_moe", "gemma", "olmo2", "qwen3_next", "mixtral"]
+FAMILIES = [
+    "gemma4_text", "qwen3_moe", "gemma3_text", "gemma", "olmo2", "mixtral",
+]  # fmt: skip
 
 
 def kept(module: TransformersDecoder) -> int:
