@@ -20,7 +20,7 @@ class _Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         norm: Any = self
-        return F.rms_norm(x, (x.shape[-1],), getattr(norm, "weight", None), _epsilon_of(norm))
+        return F.rms_norm(x, (x.shape[-1],), norm._parameters.get("weight"), _epsilon_of(norm))
 
 
 class _NormPlusOne(nn.Module):

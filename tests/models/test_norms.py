@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaWeightlessRMSNorm
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.operators import operators_of
+from fsdpctl.models.norms import fuse_norms
 from fsdpctl.models.registry import build_plain
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from tests.matrix import fast
@@ -54,3 +56,12 @@ def test_results_are_the_same_with_less_memory(family, tmp_path):
             other.copy_(one.add_(0.1 * torch.randn_like(one)) if one.ndim < 2 else one)
     torch.testing.assert_close(ours(TOKENS), plain(TOKENS), rtol=0, atol=1e-5)
     assert kept(ours) < kept(plain)
+
+
+def test_a_norm_that_has_a_weight_without_using_it_is_fused_without():
+    norm = FalconMambaWeightlessRMSNorm(16, eps=1e-6)
+    x = torch.randn(2, 16)
+    expected = norm(x)
+    fuse_norms(norm)
+    assert type(norm) is not FalconMambaWeightlessRMSNorm
+    torch.testing.assert_close(norm(x), expected)
