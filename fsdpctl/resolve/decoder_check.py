@@ -32,9 +32,11 @@ from fsdpctl.resolve.small_copy import small_copy
 T = TypeVar("T")
 _LENGTHS = ((5, 9), (8, 6))  # tokens of the documents in two sequences
 _SHARED = 12  # tokens of each rank that shares a row
+_MOST_TOKENS = 512  # of a sample
 _WINDOW, _RANGE = 4, 7  # of layers with a window; of positions, before rotary embeddings change
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
 _RANGES = ("original_max_position_embeddings", "max_position_embeddings")
+_POSITIONS = ("n_positions", "max_position_embeddings")
 _SWITCHING = ("longrope", "'su'", "dynamic")  # types of rotary embeddings
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _TOLERANCE = 1e-4  # of the largest logit; float32 differs by 1e-6, documents that mix by 1e-3
@@ -238,19 +240,25 @@ def _tokens(module: TransformersDecoder, rows: int, length: int) -> Tensor:
 
 
 def _with_short_ranges(model: ModelConfig) -> ModelConfig:
-    """Return the model with windows, and ranges of positions, that short documents exceed."""
+    """Return the model with windows, and ranges of rotary positions, shorter than the samples."""
+
+    def sized(name: str, size: int) -> int:
+        if name in _WINDOWS:
+            return min(size, _WINDOW)
+        if name in _RANGES and switches:
+            return min(size, _RANGE)
+        return max(size, _MOST_TOKENS) if name in _POSITIONS else size
 
     def short(content: Mapping[str, Any]) -> dict[str, Any]:
-        switches = any(kind in str(content) for kind in _SWITCHING)
-        sizes = {**dict.fromkeys(_WINDOWS, _WINDOW), **dict.fromkeys(_RANGES, _RANGE)}
-        names = (*_WINDOWS, *(_RANGES if switches else ()))
         return {
             name: short(each) if isinstance(each, dict) else
-            min(each, sizes[name]) if name in names and type(each) is int else each
+            sized(name, each) if type(each) is int else each
             for name, each in content.items()
         }  # fmt: skip
 
-    return replace(model, config_json=canonical(short(content_of(model))))
+    content = content_of(model)
+    switches = any(kind in str(content) for kind in _SWITCHING)
+    return replace(model, config_json=canonical(short(content)))
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

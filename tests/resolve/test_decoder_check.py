@@ -67,6 +67,14 @@ def test_rotary_embeddings_that_depend_on_all_positions_are_those_of_full_rows(t
     check_shared_rows(shared(compose(tmp_path, "train.seq_len=31")))
 
 
+def test_few_learned_positions_suffice(tmp_path):
+    """Samples of the check are longer than what the model allows."""
+    save_decoder("gpt2", tmp_path, n_positions=8, attn_pdrop=0.0)
+    config = compose(tmp_path, "train.seq_len=8")
+    assert not check_decoder(config.model).problem
+    check_shared_rows(shared(config))
+
+
 def test_a_loss_over_full_rows_is_rejected(tmp_path):
     save_decoder("qwen3_moe", tmp_path, output_router_logits=True)
     with pytest.raises(UsageError, match=r"set model.router_aux_loss to global or none"):
