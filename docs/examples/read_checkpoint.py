@@ -12,12 +12,12 @@ CHUNK = 1 << 20
 DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": "u2", "I64": "i8", "I32": "i4", "U8": "u1"}
 
 
-def check(data: bytes, expected: str, what: str) -> None:  # noqa: D103
+def check(data: bytes, expected: str, what: str) -> None:
     if xxh3_128_hexdigest(data) != expected:
         raise ValueError(f"{what} is corrupted")
 
 
-def read_tensor(folder: Path, key: str) -> np.ndarray[Any, Any]:  # noqa: D103
+def read_tensor(folder: Path, key: str) -> np.ndarray[Any, Any]:
     text = (folder / "manifest.json").read_text(encoding="utf-8")
     manifest = json.loads(text)
     check(text.replace(manifest["xxh3"], "0" * 32).encode(), manifest["xxh3"], "manifest.json")

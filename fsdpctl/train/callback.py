@@ -1,13 +1,42 @@
 """The protocol between the training loop and everything that a run does besides its steps."""
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.comm.base import Collectives
 from fsdpctl.errors import NonFiniteError, SelfCheckError, StoppedError
 from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.train.requests import RequestFlags
+from fsdpctl.train.journal import Journal
+from fsdpctl.train.requests import RequestCollector, RequestFlags, RequestSync
+from fsdpctl.train.step import TrainingParts
 
-if TYPE_CHECKING:
-    from fsdpctl.train.trainer import Trainer
+
+class TrainingRun(Protocol):
+    """A run, as its callbacks see it."""
+
+    parts: TrainingParts
+    ranks: Collectives
+    journal: Journal
+    requests: RequestCollector
+    step: int  # launched optimizer steps
+    samples: int  # that they consumed
+    total_steps: int
+    lag: int  # steps that the host may launch ahead of the device
+    owes_validation: bool
+    is_ending: bool  # a stop was requested after the last step
+    is_traced: bool  # a profile is being recorded
+
+    def is_due(self, callback: "Callback") -> bool: ...
+
+    def save(self, *, was_requested: bool = False) -> None: ...
+
+    def idle(self) -> None: ...
+
+    def progress(self) -> Progress: ...
+
+    def handle_requests(self) -> None: ...
+
+    def request_sync(self, lag: int = 0) -> RequestSync: ...
 
 
 class Callback:
@@ -17,30 +46,30 @@ class Callback:
     all ranks call the hook at the same point, so that it may communicate.
     """
 
-    def begin(self, run: "Trainer") -> None:
+    def begin(self, run: TrainingRun) -> None:
         """Prepare for the first step of this start. Collective."""
 
-    def launched(self, run: "Trainer") -> None:
+    def launched(self, run: TrainingRun) -> None:
         """React to a launched step, without waiting for the device. Collective."""
 
-    def has_gradients(self, run: "Trainer") -> None:
+    def has_gradients(self, run: TrainingRun) -> None:
         """Look at the reduced gradients of a step before they are applied. Not collective."""
 
     def is_due(self, step: int) -> bool:
         """Return whether `act` has work after `step`: the same on all ranks."""
         return False
 
-    def step(self, run: "Trainer", done: StepMetrics) -> None:
+    def step(self, run: TrainingRun, done: StepMetrics) -> None:
         """Handle the metrics of a completed step; steps come in order. Not collective."""
 
-    def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
+    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
         """Do what is due or requested; return what has been requested by its end. Collective."""
         return requested
 
-    def idle(self, run: "Trainer") -> None:
+    def idle(self, run: TrainingRun) -> None:
         """Do cheap work between pieces of long work. Not collective."""
 
-    def end(self, run: "Trainer", error: BaseException | None) -> None:
+    def end(self, run: TrainingRun, error: BaseException | None) -> None:
         """Finish, even after a failure. Collective if `is_joint(error)`."""
 
 

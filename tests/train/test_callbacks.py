@@ -15,15 +15,15 @@ from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.io.run_files import LOGS, METRICS
 from fsdpctl.run.heartbeat import read_heartbeat
+from fsdpctl.train.callback import TrainingRun
 from fsdpctl.train.callbacks.checkpoints import Checkpoints
 from fsdpctl.train.callbacks.reporting import Heartbeat
 from fsdpctl.train.journal import Journal
-from fsdpctl.train.trainer import Trainer
 from tests.checkpoint.test_saver import fake_checkpoints
 from tests.distributed import distributed
 from tests.train.ranks import lines
 
-RUN = cast(Trainer, SimpleNamespace())
+RUN = cast(TrainingRun, SimpleNamespace())
 
 
 def configured(**about: Any) -> Config:
@@ -57,7 +57,7 @@ def test_ranks_end_together_once_the_command_is_done(
         journal.write({"step": 7, "loss": 1.0})
         folder = fake_checkpoints(tmp_path / "checkpoints", 7)[0]
         checkpoints._each_save.add(folder, 7)
-    for each in (checkpoints, journal.loggers, heartbeat):
+    for each in (checkpoints, heartbeat):
         each.end(RUN, error)
     assert time.monotonic() - began >= 0.2
     if rank == 0:
@@ -83,7 +83,7 @@ def test_values_reach_the_loggers_and_a_failed_logger_is_lines(tmp_path, monkeyp
     def fail(run_dir: Path, step: int) -> Any:
         raise ValueError("no room")
 
-    monkeypatch.setattr("fsdpctl.train.journal._TensorBoard", fail)
+    monkeypatch.setattr("fsdpctl.train.loggers._TensorBoard", fail)
     config = configured(log=replace(Config().log, tensorboard=True))
     journal = journal_in(tmp_path, config, 5)
     sent: list[Any] = []

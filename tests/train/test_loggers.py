@@ -4,7 +4,7 @@ import sys
 import threading
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,11 +16,9 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import TENSORBOARD, WANDB_ID
 from fsdpctl.resolve import preflight as besides
 from fsdpctl.resolve.preflight import check_preflight
-from fsdpctl.train import journal as loggers
-from fsdpctl.train.journal import Loggers
-from fsdpctl.train.trainer import Trainer
+from fsdpctl.train import loggers
+from fsdpctl.train.loggers import Loggers
 
-RUN = cast(Trainer, None)
 BOTH = replace(Config(), log=LogConfig(tensorboard=True, wandb=True))
 LINE = {"step": 3, "loss": 0.5, "mfu": None, "after_save": "done", "tokens": 7, "flag": True}
 
@@ -56,7 +54,7 @@ def test_loggers_get_the_numbers_of_each_line(tmp_path, tools):
     both = Loggers(BOTH, tmp_path, 0, pytest.fail)
     both.line(LINE)
     both.line({"step": 4, "warning": "odd"})
-    both.end(RUN, None)
+    both.close(well=True)
     assert [each.heard for each in tools] == [[(3, {"loss": 0.5, "tokens": 7}), "closed"]] * 2
 
 
@@ -72,7 +70,7 @@ def test_a_failing_logger_is_reported_once_and_the_other_continues(
     both = Loggers(BOTH, tmp_path, 0, said.append)
     both.line(LINE)
     both.line(LINE)
-    both.end(RUN, None)
+    both.close(well=True)
     assert len(said) == 1
     assert said[0].startswith("log.wandb: ")
     assert said[0].endswith("; the run continues without it")
@@ -85,7 +83,7 @@ def test_a_logger_that_does_not_close_is_abandoned(tmp_path, tools, monkeypatch)
     never = threading.Event()
     tools[1].close = lambda *, well: never.wait(5)
     said: list[str] = []
-    Loggers(BOTH, tmp_path, 0, said.append).end(RUN, None)
+    Loggers(BOTH, tmp_path, 0, said.append).close(well=True)
     assert said == ["log.wandb: not closed within 0.05 s, values may be missing"]
     never.set()
 
@@ -128,7 +126,7 @@ def test_all_starts_have_the_same_wandb_id(tmp_path, monkeypatch):
     secret = CheckpointConfig(after_save="./upload.sh --token secret")
     config = replace(Config(), log=LogConfig(wandb=True), checkpoint=secret)
     for well in (True, False):
-        Loggers(config, tmp_path, 0, pytest.fail).end(RUN, None if well else RuntimeError())
+        Loggers(config, tmp_path, 0, pytest.fail).close(well=well)
     first, second = begun
     assert ended == [0, 1]
     assert "secret" not in str(begun)
@@ -149,7 +147,7 @@ def test_tensorboard_drops_the_points_after_the_resumed_step(tmp_path):
         board = Loggers(config, tmp_path, begins, pytest.fail)
         for step in steps:
             board.line({"step": step, "loss": float(begins + step)})
-        board.end(RUN, None)
+        board.close(well=True)
     found = EventAccumulator(str(tmp_path / TENSORBOARD))
     found.Reload()
     points = [(each.step, each.value) for each in found.Scalars("loss")]
@@ -164,7 +162,7 @@ def test_wandb_offline_has_one_run_for_all_starts(tmp_path, monkeypatch):
     for begins in (0, 5):
         board = Loggers(config, tmp_path, begins, pytest.fail)
         board.line({"step": begins + 1, "loss": 1.0})
-        board.end(RUN, None)
+        board.close(well=True)
     number = (tmp_path / WANDB_ID).read_text().strip()
     kept = [each.name for each in (tmp_path / "wandb").glob("offline-run-*")]
     assert kept

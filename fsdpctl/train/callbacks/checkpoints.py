@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdpctl.checkpoint.folders import LATEST, complete_checkpoints, point_to, step_folder, step_of
 from fsdpctl.checkpoint.manifest import BaseInfo
@@ -22,13 +22,10 @@ from fsdpctl.io.run_files import CHECKPOINTS
 from fsdpctl.resolve.preflight import command_words
 from fsdpctl.run.assets import read_run_assets
 from fsdpctl.run.progress import format_seconds
-from fsdpctl.train.callback import Callback, is_joint
+from fsdpctl.train.callback import Callback, TrainingRun, is_joint
 from fsdpctl.train.callbacks.each_save import EachSave
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.requests import SAVE, RequestFlags
-
-if TYPE_CHECKING:
-    from fsdpctl.train.trainer import Trainer
 
 _REPORTED = 5.0  # seconds; a faster save is not worth a line
 _POLL_SECONDS = 0.5
@@ -111,13 +108,13 @@ class Checkpoints(Callback):
             return None
         return current.written / current.num_bytes if current.num_bytes else 1.0
 
-    def begin(self, run: "Trainer") -> None:
+    def begin(self, run: TrainingRun) -> None:
         """Begin with the checkpoint that the run resumes from, if any."""
         self._saved_step = run.step if run.step else -1
         for folder in complete_checkpoints(self._folder):  # whose upload may have been interrupted
             self._each_save.add(folder, step_of(folder), only_uploads=True)
 
-    def prepare(self, run: "Trainer") -> None:
+    def prepare(self, run: TrainingRun) -> None:
         """Allocate pinned host memory for the copies of the first save, in a thread."""
         if self._staging is not None:
             trained_only, parts = self._base is not None, run.parts
@@ -130,7 +127,7 @@ class Checkpoints(Callback):
         """Return whether there is a checkpoint after `step`."""
         return step == self._last or (self._every > 0 and step % self._every == 0)
 
-    def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
+    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
         """Save if due or requested; before the run ends, wait until the checkpoint is complete."""
         if requested.ends or requested.save or run.is_due(self):
             self.save(run, was_requested=requested.save)
@@ -138,7 +135,7 @@ class Checkpoints(Callback):
             self.finish(run)
         return requested
 
-    def save(self, run: "Trainer", *, was_requested: bool = False) -> None:
+    def save(self, run: TrainingRun, *, was_requested: bool = False) -> None:
         """Save this step unless it is saved; FsdpctlError if the last save failed. Collective."""
         if self._saved_step != run.step:
             began, model = time.perf_counter(), run.parts.model
@@ -182,13 +179,13 @@ class Checkpoints(Callback):
                 advance(int(100 * share) - int(100 * shown))
                 shown = share
 
-    def finish(self, run: "Trainer") -> None:
+    def finish(self, run: TrainingRun) -> None:
         """Wait until the checkpoint in progress is complete, and report it."""
         if self._current is not None:
             self._wait(self._current)
         self.idle(run)
 
-    def idle(self, run: "Trainer") -> None:
+    def idle(self, run: TrainingRun) -> None:
         """Report a checkpoint that has become complete, and remove the request for it."""
         saved = self._current
         if saved is not None and saved.done.done():
@@ -209,7 +206,7 @@ class Checkpoints(Callback):
             self._is_awaited = False
             run.requests.done(SAVE)
 
-    def end(self, run: "Trainer", error: BaseException | None) -> None:
+    def end(self, run: TrainingRun, error: BaseException | None) -> None:
         """Wait for uploads and the user's command, on ranks that end together; check uploads."""
         if is_joint(error):
             self._journal.check_in_place()

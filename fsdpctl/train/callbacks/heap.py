@@ -1,13 +1,9 @@
 """The heap of CPU ranks, which would grow with every step."""
 
 import ctypes
-from typing import TYPE_CHECKING
 
 from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.train.callback import Callback
-
-if TYPE_CHECKING:
-    from fsdpctl.train.trainer import Trainer
+from fsdpctl.train.callback import Callback, TrainingRun
 
 _EVERY = 20  # steps
 
@@ -24,7 +20,7 @@ class HeapTrim(Callback):
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
 
-    def step(self, run: "Trainer", done: StepMetrics) -> None:
+    def step(self, run: TrainingRun, done: StepMetrics) -> None:
         """Trim the heap, if this step is the one."""
         if self._trim is not None and done.step % _EVERY == 0:
             self._trim(0)

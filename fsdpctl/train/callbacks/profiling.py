@@ -7,18 +7,14 @@ since that slows down every allocation.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerAction, profile
 
 from fsdpctl.io.run_files import PROFILES
-from fsdpctl.train.callback import Callback
+from fsdpctl.train.callback import Callback, TrainingRun
 from fsdpctl.train.requests import PROFILE, RequestFlags
 from fsdpctl.train.step import TrainedModel
-
-if TYPE_CHECKING:
-    from fsdpctl.train.trainer import Trainer
 
 _TRACED = 3  # steps
 _SKIPPED = 2  # at a start: the first creates optimizer states, the second starts the tracer
@@ -43,12 +39,12 @@ class Profiling(Callback):
         self._profile: profile | None = None
         self._is_written = False
 
-    def begin(self, run: "Trainer") -> None:
+    def begin(self, run: TrainingRun) -> None:
         """Start the trace of a start."""
         if self._at_start:
             self._start(run, _SKIPPED)
 
-    def launched(self, run: "Trainer") -> None:
+    def launched(self, run: TrainingRun) -> None:
         """Count a step of the trace; once it is written, end it on all ranks."""
         if self._profile is None:
             return
@@ -58,20 +54,20 @@ class Profiling(Callback):
             run.ranks.barrier()  # the files of the other ranks are complete too
             run.requests.done(PROFILE)
 
-    def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
+    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
         """Start a requested trace."""
         if requested.profile and not run.is_traced and run.step < run.total_steps:
             self._start(run, _SKIPPED_LATER)
         return requested
 
-    def end(self, run: "Trainer", error: BaseException | None) -> None:
+    def end(self, run: TrainingRun, error: BaseException | None) -> None:
         """End a trace; of one in progress, write the part that exists."""
         if self._profile is not None:
             self._profile.stop()
             self._model.name_ranges(is_on=False)
         self._profile, self._is_written, run.is_traced = None, False, False
 
-    def _start(self, run: "Trainer", skipped: int) -> None:
+    def _start(self, run: TrainingRun, skipped: int) -> None:
         """Trace three steps after `skipped` ones, or all remaining steps if there are too few."""
         self._model.name_ranges(is_on=True)
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -22,14 +22,11 @@ from fsdpctl.io.units import format_bytes
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord
 from fsdpctl.run.saved_estimate import read_estimate
 from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory, proportional_memory
-from fsdpctl.train.callback import Callback, is_joint
+from fsdpctl.train.callback import Callback, TrainingRun, is_joint
 from fsdpctl.train.callbacks.checkpoints import Checkpoints
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.requests import RequestFlags
 from fsdpctl.train.step import Optimizer, TrainedModel
-
-if TYPE_CHECKING:
-    from fsdpctl.train.trainer import Trainer
 
 _STEPS = 3  # the first of which compiles and allocates; then the allocator has its size
 RESTART = "FSDPCTL_RESTART"  # in the environment
@@ -45,7 +42,7 @@ class Checks(Callback):
         self._at = first_step + _STEPS
         self._seconds: list[float] = []
 
-    def step(self, run: "Trainer", done: StepMetrics) -> None:
+    def step(self, run: TrainingRun, done: StepMetrics) -> None:
         """Compare the median step time with the predicted one."""
         if len(self._seconds) < _STEPS:
             self._seconds.append(done.times.total)
@@ -70,7 +67,7 @@ class Checks(Callback):
             "prediction_source": source,
         }
 
-    def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
+    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
         """Compare the memory of the fullest rank with the estimate."""
         if run.step == self._at:
             self._at = -1
@@ -165,11 +162,11 @@ class RunReporter(Callback):
         text = os.environ.get(RESTART)  # of the restart that started this worker
         self._restart = msgspec.json.decode(text, type=Restart) if text else None
 
-    def begin(self, run: "Trainer") -> None:
+    def begin(self, run: TrainingRun) -> None:
         """Show the progress bar."""
         self._journal.progress.start(compiles=run.parts.config.train.compile)
 
-    def step(self, run: "Trainer", done: StepMetrics) -> None:
+    def step(self, run: TrainingRun, done: StepMetrics) -> None:
         """Write and show the metrics; after the first step also what a restart cost."""
         rows, line = run.parts.train_batches.rows, done.to_line()
         if not isinstance(rows, MixedRows):
@@ -191,9 +188,10 @@ class RunReporter(Callback):
         share = None if self._checkpoints is None else self._checkpoints.share_written
         self._journal.progress.step(done, share)
 
-    def end(self, run: "Trainer", error: BaseException | None) -> None:
-        """Stop the bar; after the last step, record the peak memory of the fullest rank."""
+    def end(self, run: TrainingRun, error: BaseException | None) -> None:
+        """Stop the bar and loggers; after the last step, record peak memory of the fullest rank."""
         self._journal.progress.stop()
+        self._journal.loggers.close(well=is_joint(error))
         if error is None:
             own = engine_bytes(run.parts.model, run.parts.optimizer)
             peaks = [each for each in run.ranks.gather_objects(own) if each is not None]
@@ -220,11 +218,11 @@ class Heartbeat(Callback):
             self._write()
             threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
-    def step(self, run: "Trainer", done: StepMetrics) -> None:
+    def step(self, run: TrainingRun, done: StepMetrics) -> None:
         """Record a completed step."""
         self._set(done.step)
 
-    def end(self, run: "Trainer", error: BaseException | None) -> None:
+    def end(self, run: TrainingRun, error: BaseException | None) -> None:
         """Record the end. Ranks that end together first wait for rank 0, and time out otherwise."""
         if is_joint(error):
             self._ranks.gather_objects(0)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,11 +12,7 @@ from fsdpctl.io.activity import doing
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.kernels import without_cudnn
 from fsdpctl.models.layers import Decoder, evaluating
-from fsdpctl.train.callback import Callback
-
-if TYPE_CHECKING:
-    from fsdpctl.train.trainer import Trainer
-
+from fsdpctl.train.callback import Callback, TrainingRun
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the bytes of a character that is not complete
 
@@ -112,7 +107,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 class SampleText(Callback):
     """Generated text of `train.sample_tokens` tokens, or fewer if a stop is requested."""
 
-    def end(self, run: "Trainer", error: BaseException | None) -> None:
+    def end(self, run: TrainingRun, error: BaseException | None) -> None:
         """Print a sample after the last step."""
         if error is not None or not run.parts.config.train.sample_tokens:
             return
@@ -125,7 +120,7 @@ class SampleText(Callback):
         with doing("generating a sample (Ctrl-C skips it)"):
             self._sample(run)
 
-    def _sample(self, run: "Trainer") -> None:
+    def _sample(self, run: TrainingRun) -> None:
         config, data = run.parts.config, run.parts.data
         count, sync = config.train.sample_tokens, run.request_sync()
         number, has_ended = 0, False

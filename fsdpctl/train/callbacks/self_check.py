@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,14 +14,11 @@ from fsdpctl.errors import SelfCheckError
 from fsdpctl.io.activity import doing
 from fsdpctl.models.layers import evaluating
 from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.train.callback import Callback
+from fsdpctl.train.callback import Callback, TrainingRun
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.requests import RequestFlags
 from fsdpctl.train.small_run import compare_gradients, unused_units
 from fsdpctl.train.step import TrainedModel
-
-if TYPE_CHECKING:
-    from fsdpctl.train.trainer import Trainer
 
 _LEAK = {"float32": 1e-5, "bfloat16": 1e-3}  # of the loss of a document
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,7 +43,7 @@ class SelfCheck(Callback):
         self._before: list[Tensor] = []  # sums of the weights before the newest step
         self._lr = 0.0  # of the newest step, if it was applied
 
-    def has_gradients(self, run: "Trainer") -> None:
+    def has_gradients(self, run: TrainingRun) -> None:
         """Measure the gradients of the units, and sum the weights."""
         if self._awaits_change:
             self._before = _sums(run.parts.model)
@@ -66,13 +62,13 @@ class SelfCheck(Callback):
         """Return whether `step` is the one to check, or no weight has changed so far."""
         return step == self._at or self._awaits_change
 
-    def step(self, run: "Trainer", done: StepMetrics) -> None:
+    def step(self, run: TrainingRun, done: StepMetrics) -> None:
         """Keep the number of tokens in the loss, and the learning rate."""
         self._lr = done.lr if done.figures.was_applied else 0.0
         if done.step == self._at:
             self._tokens = done.figures.tokens
 
-    def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
+    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
         """Check everything; SelfCheckError if something is wrong that is not only to be printed."""
         if not run.is_due(self):
             return requested
@@ -94,7 +90,7 @@ class SelfCheck(Callback):
             run.journal.say(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
         return requested
 
-    def _warnings(self, run: "Trainer") -> Iterator[str]:
+    def _warnings(self, run: TrainingRun) -> Iterator[str]:
         """Yield whether a step that should change weights has changed none. Collective."""
         if not self._awaits_change or self._lr <= 0:
             return
@@ -107,7 +103,7 @@ class SelfCheck(Callback):
                 "changed no weight; set a higher optimizer.lr, or precision.master_dtype=float32"
             )
 
-    def _findings(self, run: "Trainer") -> Iterator[str]:
+    def _findings(self, run: TrainingRun) -> Iterator[str]:
         """Yield what is wrong, the same on every rank. Collective."""
         if not self._tokens:
             yield "no token of the step is trained on"
@@ -141,7 +137,7 @@ def _sums(model: TrainedModel) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _leaks(run: "Trainer") -> Iterator[str]:
+def _leaks(run: TrainingRun) -> Iterator[str]:
     """Yield whether a packed document sees another one in its sequence. Collective."""
     parts = run.parts
     if parts.config.data.packing is False:  # a sequence has one document, and padding after it

@@ -1,17 +1,12 @@
 """Validation at intervals and at the end of a run."""
 
-from typing import TYPE_CHECKING
-
 from fsdpctl.config.schema import Config
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.run.metrics import was_validated
-from fsdpctl.train.callback import Callback
+from fsdpctl.train.callback import Callback, TrainingRun
 from fsdpctl.train.loss import describe_validation, validation_loss
 from fsdpctl.train.requests import RequestFlags
-
-if TYPE_CHECKING:
-    from fsdpctl.train.trainer import Trainer
 
 
 class Validation(Callback):
@@ -23,7 +18,7 @@ class Validation(Callback):
         self._has_data = has_data
         self._is_owed = False  # an earlier start stopped before this step's validation
 
-    def begin(self, run: "Trainer") -> None:
+    def begin(self, run: TrainingRun) -> None:
         """Determine whether an earlier start owes a validation that no start has done since."""
         if run.owes_validation:
             metrics = run.parts.run_dir / METRICS
@@ -36,7 +31,7 @@ class Validation(Callback):
         every = self._every > 0 and step % self._every == 0
         return self._has_data and (every or step == self._last)
 
-    def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
+    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
         """Validate, unless a stop was requested or is requested in the meantime."""
         if not (self._is_owed or run.is_due(self)):
             return requested
@@ -47,7 +42,7 @@ class Validation(Callback):
             return requested
         return requested | self._validate(run)
 
-    def _validate(self, run: "Trainer") -> RequestFlags:
+    def _validate(self, run: TrainingRun) -> RequestFlags:
         parts, train, is_last = run.parts, run.parts.config.train, run.step == self._last
         assert parts.val_batches is not None
         at_most = train.final_eval_batches if is_last else train.eval_batches
