@@ -19,6 +19,7 @@ from tests.reference import train_reference
 
 
 def test_every_public_name_exists_and_is_documented():
+    assert {*fsdpctl.__all__} < {*dir(fsdpctl)}
     for name in fsdpctl.__all__:
         assert getattr(fsdpctl, name).__doc__
 
