@@ -1,15 +1,5 @@
 """The exceptions of fsdpctl, each with the exit code that the command line ends with.
 
-FsdpctlError            1   something failed
-├── UsageError          2   what the user typed or configured cannot work
-├── DoesNotFitError     3   the estimated memory exceeds what there is
-├── CheckpointError     4   a checkpoint is damaged or incomplete
-├── StoppedError       75   stopped on request, after saving what there was
-├── NonFiniteError     76   a loss or gradient was not finite, or a spike
-├── SelfCheckError     77   the first step was not what the configuration says
-├── InterruptError    130   stopped by Ctrl-C
-└── EngineError         1   the sharded model was used in a way it cannot serve
-
 SignalError, which ends a command that got a signal, has the codes of StoppedError and
 InterruptError. It derives from BaseException.
 """
@@ -18,6 +8,7 @@ import difflib
 import errno
 import signal
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 
 # Signals that request a run to save and stop.
 STOP_SIGNALS = (
@@ -27,52 +18,71 @@ LOST = "deleted or moved during the run"  # in the message about a run directory
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: of a disk, or of what is allowed there
 
 
+class ExitCode(IntEnum):
+    """How the command line or a rank ends; a rank's may also be a signal, as a negative number."""
+
+    FAILED = 1
+    USAGE = 2  # what the user typed or configured cannot work
+    DOES_NOT_FIT = 3  # the estimated memory exceeds what there is
+    DAMAGED = 4  # a checkpoint is damaged or incomplete
+    STOPPED = 75  # on request, after saving what there was
+    NON_FINITE = 76  # a loss or gradient was not finite, or a spike
+    SELF_CHECK = 77  # the first step was not what the configuration says
+    INTERRUPT = 130  # Ctrl-C
+
+
+# Of ranks: a restart would not help, or was not wanted; and the message needs no panel.
+FINAL = (
+    ExitCode.USAGE, ExitCode.DAMAGED, ExitCode.STOPPED, ExitCode.NON_FINITE, ExitCode.SELF_CHECK
+)  # fmt: skip
+
+
 class FsdpctlError(Exception):
     """Root of all errors that fsdpctl raises on purpose; the message is one line for the user."""
 
-    exit_code = 1
+    exit_code = ExitCode.FAILED
 
 
 class UsageError(FsdpctlError):
     """The command line or the configuration is invalid."""
 
-    exit_code = 2
+    exit_code = ExitCode.USAGE
 
 
 class DoesNotFitError(FsdpctlError):
     """The estimated memory of a run exceeds what its ranks or nodes have."""
 
-    exit_code = 3
+    exit_code = ExitCode.DOES_NOT_FIT
 
 
 class CheckpointError(FsdpctlError):
     """A checkpoint is corrupted, incomplete, or not in fsdpctl's format."""
 
-    exit_code = 4
+    exit_code = ExitCode.DAMAGED
 
 
 class StoppedError(FsdpctlError):
     """The run stopped on request, after saving."""
 
-    exit_code = 75
+    exit_code = ExitCode.STOPPED
 
 
 class NonFiniteError(FsdpctlError):
     """A loss or gradient was infinite, not a number, or far above the previous ones."""
 
-    exit_code = 76
+    exit_code = ExitCode.NON_FINITE
 
 
 class SelfCheckError(FsdpctlError):
     """The first step of a start was not what the configuration says."""
 
-    exit_code = 77
+    exit_code = ExitCode.SELF_CHECK
 
 
 class InterruptError(FsdpctlError):
     """The user pressed Ctrl-C."""
 
-    exit_code = 130
+    exit_code = ExitCode.INTERRUPT
 
 
 class SignalError(BaseException):

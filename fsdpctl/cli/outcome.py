@@ -7,22 +7,21 @@ from pathlib import Path
 import typer
 
 from fsdpctl.cli.console import fail, say, show_panel
-from fsdpctl.errors import LOST, UsageError
+from fsdpctl.errors import FINAL, LOST, ExitCode, UsageError
 from fsdpctl.io.units import format_bytes
 from fsdpctl.launch.outcome import COMPILE_FAILED, Failure, Outcome
 from fsdpctl.run.heartbeat import record_cause
 
 TOO_EARLY = "stopped before there was anything to save"
 AGAIN = "run the same command to resume from the last checkpoint"
-_SAVED = 75
-_SELF_EXPLANATORY = (2, 4, 76, 77)  # exit codes whose message needs no panel
 _LAST_LINES = 12
 
 
 def report_exit(outcome: Outcome, run_dir: Path) -> None:
     """Print how the training ended, and exit with the code for it."""
     cause = outcome.cause
-    stopped = 130 if outcome.stop_signal == signal.SIGINT else _SAVED
+    is_interrupt = outcome.stop_signal == signal.SIGINT
+    stopped = ExitCode.INTERRUPT if is_interrupt else ExitCode.STOPPED
     if outcome.was_stopped_at_start:
         fail(TOO_EARLY)
         raise typer.Exit(stopped)
@@ -36,18 +35,18 @@ def report_exit(outcome: Outcome, run_dir: Path) -> None:
         return
     if cause is None or outcome.hang:
         _show_failure(cause, run_dir, outcome)
-        raise typer.Exit(1)
-    if cause.exit_code == _SAVED:
+        raise typer.Exit(ExitCode.FAILED)
+    if cause.exit_code == ExitCode.STOPPED:
         fail(f"{cause.message}; run the same command to resume")
         raise typer.Exit(stopped)
-    if cause.exit_code in _SELF_EXPLANATORY:
+    if cause.exit_code in FINAL:
         fail(cause.message)
         raise typer.Exit(cause.exit_code)
     if outcome.stop_signal is not None and cause.exit_code == -signal.SIGKILL:
         fail(f"killed; {AGAIN}")
         raise typer.Exit(stopped)
     _show_failure(cause, run_dir, outcome)
-    raise typer.Exit(1)
+    raise typer.Exit(ExitCode.FAILED)
 
 
 def _next_options(run_dir: Path) -> tuple[str, str]:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.errors import STOP_SIGNALS, InterruptError, StoppedError
+from fsdpctl.errors import STOP_SIGNALS, ExitCode, InterruptError, StoppedError
 from fsdpctl.io.control_group import OWN, ROOT, memory_files
 
-_SAVED = StoppedError.exit_code
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
 _BROKEN = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL",
@@ -87,7 +86,9 @@ class Ended:
     @property
     def has_failed(self) -> bool:
         """Whether other nodes must stop; workers that saved after a request exit anyway."""
-        return self.stopped_early or any(each.exit_code != _SAVED for each in self.failures)
+        return self.stopped_early or any(
+            each.exit_code != ExitCode.STOPPED for each in self.failures
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class Outcome:
     def was_stopped_at_start(self) -> bool:
         """Whether a stop was requested before the ranks had anything to save."""
         at_once = any(each.was_killed and -each.exit_code in STOP_SIGNALS for each in self.failures)
-        saved = any(each.exit_code == _SAVED for each in self.failures)
+        saved = any(each.exit_code == ExitCode.STOPPED for each in self.failures)
         return self.stopped_early or (self.was_asked and at_once and not saved)
 
     @property

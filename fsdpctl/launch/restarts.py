@@ -9,7 +9,7 @@ from pathlib import Path
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_words
-from fsdpctl.errors import LOST, UsageError
+from fsdpctl.errors import FINAL, LOST, UsageError
 from fsdpctl.io.activity import DISPLAY
 from fsdpctl.io.run_files import LOGS, METRICS, RUN_CONFIG
 from fsdpctl.launch.begin import Begun
@@ -21,8 +21,6 @@ from fsdpctl.run.directory import changes, look, prepare_restart
 from fsdpctl.run.metrics import last_step, went_on
 from fsdpctl.train.callbacks.reporting import RESTART, Restart
 from fsdpctl.train.requests import take_stop
-
-_FINAL = (2, 4, 75, 76, 77)  # exit codes after which a restart would not help, or was not wanted
 
 Say = Callable[[str], None]
 
@@ -71,7 +69,7 @@ def _next_round(
     begun: Begun, outcome: Outcome, number: int, nodes: Nodes | None, say: Say
 ) -> RestartRound | None:
     cause = outcome.cause
-    if not outcome.has_failed or outcome.was_asked or (cause and cause.exit_code in _FINAL):
+    if not outcome.has_failed or outcome.was_asked or (cause and cause.exit_code in FINAL):
         return None
     if not (begun.run_dir / RUN_CONFIG).is_file() or (cause and LOST in cause.message):
         return None  # who removed the files shall hear of it
