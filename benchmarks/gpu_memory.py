@@ -33,7 +33,6 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.resolve.machine import world_size
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.train.assemble import make_module
 from fsdpctl.train.optimizers import make_optimizer
@@ -78,7 +77,7 @@ def resolved(words: list[str]) -> RunPlan:
 def measure(words: list[str]) -> dict[str, int]:
     """Return the memory that the steps of one configuration take."""
     config = resolved(words).config
-    with joined(world_size(config), fake=True) as nccl:
+    with joined(config.num_ranks, fake=True) as nccl:
         _train(config, nccl)
     return {
         "peak_allocated": torch.cuda.max_memory_allocated(),

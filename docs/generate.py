@@ -25,7 +25,6 @@ from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.predict.engine_bytes import estimate, timeline
 from fsdpctl.predict.recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.machine import world_size
 
 DOCS = Path(__file__).parent
 PAGES = tuple(page for page in sorted(DOCS.glob("*.md")) if "<!-- /" in page.read_text())
@@ -110,7 +109,7 @@ def replicas_table() -> str:
         found = estimator.estimate(plan_for_estimate(composed))
         placed = found.config
         sent = sent_in_step(placed, divide_module(build_model(placed.model), None), 1)
-        count = placed.strategy.dp_shard_size or world_size(placed)
+        count = placed.strategy.dp_shard_size or placed.num_ranks
         gib = (found.peak_reserved / GIB, sent.within / GIB, sent.between / GIB)
         reserved, within, between = (f"{each:.1f} GiB" for each in gib)
         rows.append(

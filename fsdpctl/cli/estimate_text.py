@@ -19,8 +19,6 @@ _VERDICTS = {
 
 def heading(first: "RunEstimate") -> list[str]:
     """Return lines with the configuration that is estimated."""
-    from fsdpctl.resolve.machine import world_size
-
     config, launch, precision = first.config, first.config.launch, first.config.precision
     nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
     batches, prefetch = first.batches, config.prefetch
@@ -34,7 +32,7 @@ def heading(first: "RunEstimate") -> list[str]:
     raised = f" (assumes train.global_batch_size={samples}, not {given})" if samples > given else ""
     return [
         f"model   {config.model.name}, {first.num_params:,} parameters{_trained(first)}",
-        f"ranks   {world_size(config)} on {launch.device}{nodes}, "
+        f"ranks   {config.num_ranks} on {launch.device}{nodes}, "
         f"{format_bytes(first.memory_bytes)} each (cluster={config.cluster.name}), "
         f"engine {config.engine.name}",
         f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "

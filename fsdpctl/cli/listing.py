@@ -7,7 +7,7 @@ import typer
 
 from fsdpctl.cli.console import emit, out, say, show_table
 from fsdpctl.config.compose import default_config
-from fsdpctl.config.keys import Key, value_in
+from fsdpctl.config.keys import Key
 from fsdpctl.config.recipe import choices_of, first_comment, package_folder, recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
@@ -51,17 +51,17 @@ def _keys_of(group: str) -> dict[str, Key]:
 
 
 def _described(section: str, default: Config) -> dict[str, Any]:
-    keys, part = _keys_of(section), getattr(default, section.split(".")[0])
+    keys = _keys_of(section)
     is_group = section in GROUPS
     return {
         "name": section,
-        "default": part.name if is_group else None,
+        "default": default.value(section) if is_group else None,
         "choices": choices_of(section) if is_group else [],
         "keys": [
             {
                 "name": name,
                 "type": key.type,
-                "default": _default(key, part),
+                "default": _default(key, default),
                 "allowed": key.allowed,
                 "meaning": key.meaning,
             }
@@ -86,12 +86,12 @@ def _list_everything(default: Config) -> None:
 
 
 def _list_section(section: str, default: Config) -> None:
-    found, part = _keys_of(section), getattr(default, section.split(".")[0])
+    found = _keys_of(section)
     if section in GROUPS:
         folder = package_folder("conf") / section
         choices = [
             (
-                f"{each} (default)" if each == part.name else each,
+                f"{each} (default)" if each == default.value(section) else each,
                 first_comment(folder / f"{each}.yaml"),
             )
             for each in choices_of(section)
@@ -102,12 +102,12 @@ def _list_section(section: str, default: Config) -> None:
         say()
     if out.is_terminal and out.width < _NARROW:
         for name, key in found.items():
-            say(f"{name}={_default(key, part)}")
+            say(f"{name}={_default(key, default)}")
             say(f"    {key.meaning} ({key.allowed})")
         return
-    keys = ((name, _default(key, part), key.allowed, key.meaning) for name, key in found.items())
+    keys = ((name, _default(key, default), key.allowed, key.meaning) for name, key in found.items())
     show_table(("key", "default", "allowed", "meaning"), keys)
 
 
-def _default(key: Key, part: object) -> str:
-    return key.text(value_in(part, key.name)) or "-"
+def _default(key: Key, default: Config) -> str:
+    return key.text(default.value(key.name)) or "-"

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Literal, get_args, get_type_hints
 
 from fsdpctl.errors import UsageError, nearest
@@ -181,11 +180,6 @@ def section_from(section: str, schema: type, values: Mapping[str, Value], **more
         elif name in values:
             content[field.name] = values[name]
     return schema(**content)
-
-
-def value_in(part: object, name: str) -> Any:
-    """Return the value of the key `name` in `part`, its section."""
-    return attrgetter(name.split(".", 1)[1])(part)
 
 
 _UNITS = {

@@ -4,8 +4,12 @@ Sections that are groups have a `name`: the selected option, which is a file in 
 for `auto` until a run resolves it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
+from typing import Any, Self
 
+from fsdpctl.config.any_decoder import NAMES, with_sizes
 from fsdpctl.config.data import DataConfig
 from fsdpctl.config.keys import Key, key, keys_of
 from fsdpctl.config.model import ModelConfig
@@ -235,6 +239,37 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     auto: AutoConfig = field(default_factory=AutoConfig)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of a placed configuration."""
+        assert self.launch.nproc_per_node is not None
+        return self.launch.nproc_per_node * self.launch.nnodes
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of ranks that share samples, of a placed configuration."""
+        return self.num_ranks // self.train.context_parallel
+
+    def value(self, key: str) -> Any:
+        """The value of a key, or the selected option of a group."""
+        return attrgetter(key if "." in key else f"{key}.name")(self)
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """The configuration with other values by key; None: auto, or not set."""
+        changed = self
+        for name, value in values.items():
+            section, _, word = name.partition(".")
+            if section == "model" and word in NAMES:  # its config.json has them too
+                changed = replace(changed, model=with_sizes(changed.model, **{word: value}))
+            else:
+                changed = _set(changed, [section, *(word or "name").split(".")], value)
+        return changed
+
+
+def _set(part: Any, path: list[str], value: Any) -> Any:
+    first, *rest = path
+    return replace(part, **{first: _set(getattr(part, first), rest, value) if rest else value})
 
 
 SECTIONS: dict[str, type] = {

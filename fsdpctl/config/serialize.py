@@ -2,11 +2,10 @@
 
 import json
 from collections.abc import Mapping
-from operator import attrgetter
 
 import yaml
 
-from fsdpctl.config.keys import Key, Value, section_from, value_in
+from fsdpctl.config.keys import Key, Value, section_from
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
@@ -83,12 +82,11 @@ def config_words(config: Config) -> dict[str, str]:
     """Return the configuration as settings by key, without keys that aren't set."""
     words = {}
     for section in SECTIONS:
-        part = getattr(config, section)
         if section in GROUPS:
-            words[section] = part.name
+            words[section] = config.value(section)
         for name, each in KEYS.items():
-            is_of_this = name.startswith(f"{section}.") and not _is_of_an_unused_section(part, name)
-            if is_of_this and (text := each.text(value_in(part, name))):
+            is_of_this = name.startswith(f"{section}.") and not _is_of_an_unused_part(config, name)
+            if is_of_this and (text := each.text(config.value(name))):
                 words[name] = text
     return words
 
@@ -99,11 +97,10 @@ def words_to_type(config: Config) -> dict[str, str]:
     return {name: text for name, text in words.items() if name in GROUPS or not KEYS[name].instead}
 
 
-def _is_of_an_unused_section(part: object, name: str) -> bool:
+def _is_of_an_unused_part(config: Config, name: str) -> bool:
     """Return whether a key is in a subsection that has only defaults."""
-    path = name.split(".")[1:-1]
-    inner = attrgetter(".".join(path))(part) if path else None
-    return inner is not None and inner == type(inner)()
+    part = name.rpartition(".")[0]
+    return "." in part and (inner := config.value(part)) == type(inner)()
 
 
 def words_for_others(config: Config) -> dict[str, str]:

@@ -20,13 +20,7 @@ from fsdpctl.estimate.hardware import ASSUMED
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
-from fsdpctl.resolve.machine import (
-    resolved_strategy,
-    sample_groups,
-    strategy_that_runs,
-    supported_strategies,
-    world_size,
-)
+from fsdpctl.resolve.machine import resolved_strategy, strategy_that_runs, supported_strategies
 from fsdpctl.resolve.settle import RunPlan, settle
 
 _MOST_PASSES = 8  # micro-batches per step up to which every number that divides the share is tried
@@ -131,7 +125,7 @@ def _effective(placed: Config, name: str) -> tuple[Strategy, int]:
 
 def _sizes(placed: Config) -> tuple[int, ...]:
     """Return micro-batch sizes: a rank's whole share, repeated halves, and other divisors."""
-    groups, asked = sample_groups(placed), placed.accumulation.steps
+    groups, asked = placed.num_groups, placed.accumulation.steps
     samples = placed.train.global_batch_size
     share = -(-samples // groups)
     found = {-(-share // (1 << times)) for times in range(share.bit_length() + 1)}
@@ -140,7 +134,7 @@ def _sizes(placed: Config) -> tuple[int, ...]:
         found = {-(-share // asked)}
         plan_batches(
             samples,
-            world_size(placed),
+            placed.num_ranks,
             micro_batch_size=min(found),
             num_micro_batches=asked,
             context_parallel=placed.train.context_parallel,

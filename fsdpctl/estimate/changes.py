@@ -5,13 +5,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdpctl.config.keys import value_in
 from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.plan.strategy import DDP, FSDPCTL, get_strategy, sharded_over_copies
-from fsdpctl.resolve.machine import sample_groups, world_size
 from fsdpctl.resolve.settle import RunPlan, settle
 
 _MOST_NODES = 1 << 10
@@ -58,20 +56,13 @@ def changed(plan: RunPlan, values: Values) -> RunPlan:
     Raises:
         UsageError: If they conflict with other settings.
     """
-    config = plan.asked
-    for key, value in values.items():
-        config = _set(config, (key if "." in key else f"{key}.name").split("."), value)
+    config = plan.asked.changed(values)
     return settle(replace(config, strategy=config.strategy.under(config.strategy.name)))
 
 
-def _set(part: Any, path: list[str], value: Any) -> Any:
-    first, *rest = path
-    return replace(part, **{first: _set(getattr(part, first), rest, value) if rest else value})
-
-
 def _unless_set(config: Config, key: str, *values: object) -> list[Values]:
-    part = getattr(config, key.split(".")[0])
-    return [{key: value} for value in values] if value_in(part, key) == KEYS[key].default else []
+    is_unset = config.value(key) == KEYS[key].default
+    return [{key: value} for value in values] if is_unset else []
 
 
 def _when(applies: bool, **values: Any) -> list[Values]:
@@ -92,7 +83,7 @@ def _chunked(plan: RunPlan) -> list[Values]:
 def _shared_out(plan: RunPlan) -> list[Values]:
     given = plan.config.strategy
     row = sharded_over_copies(get_strategy(given.name))
-    is_one = given.dp_shard_size == world_size(plan.config)
+    is_one = given.dp_shard_size == plan.config.num_ranks
     if row is None or plan.config.engine.name != FSDPCTL or is_one:
         return []
     return [{"strategy": row.name}]
@@ -186,7 +177,7 @@ def more_nodes(plan: RunPlan) -> Iterator[Change]:
     config = plan.config
     train, nodes = config.train, 2 * config.launch.nnodes
     while nodes <= _MOST_NODES:
-        groups = sample_groups(config) * nodes // config.launch.nnodes
+        groups = config.num_groups * nodes // config.launch.nnodes
         cost = f"{groups * train.context_parallel} ranks"
         values = {"launch.nnodes": nodes, **_passes_as_needed(plan)}
         if train.global_batch_size < groups:

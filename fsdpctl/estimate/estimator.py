@@ -35,7 +35,7 @@ from fsdpctl.resolve.amounts import with_enough_samples
 from fsdpctl.resolve.attention_kernel import kernel_of
 from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.decoder_check import with_decoder
-from fsdpctl.resolve.machine import placed_on_cluster, with_batch_size, world_size
+from fsdpctl.resolve.machine import placed_on_cluster, with_batch_size
 from fsdpctl.resolve.preflight import check_trained
 from fsdpctl.resolve.rules import checked
 from fsdpctl.resolve.settle import RunPlan, settle
@@ -258,7 +258,7 @@ def _simulate(config: Config, traced: TracedModel, program: Program, passes: int
 
 
 def _machine(config: Config, place: RankPlace) -> Machine:
-    ranks, nodes = world_size(config), config.launch.nnodes
+    ranks, nodes = config.num_ranks, config.launch.nnodes
     context = config.train.context_parallel
     size, on_node = place.size, ranks // nodes
     replicas = place.num_replicas

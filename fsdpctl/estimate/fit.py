@@ -1,10 +1,9 @@
 """The largest run that fits."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from fsdpctl.config.any_decoder import with_sizes
 from fsdpctl.config.model import MOST_LAYERS
 from fsdpctl.estimate.changes import (
     ACTIVATIONS_ON_HOST,
@@ -15,7 +14,6 @@ from fsdpctl.estimate.changes import (
 )
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.resolve.machine import sample_groups
 from fsdpctl.resolve.settle import RunPlan, settle
 
 FITTED = {
@@ -59,26 +57,19 @@ class Fit:
 
 def _valued(plan: RunPlan, what: str, value: int) -> RunPlan:
     """Return `plan` with another size, and the global batch that all ranks then process."""
-    asked, passes = plan.asked, plan.batches.num_micro_batches
-    samples = value * passes * sample_groups(plan.config)
-    train, accumulation = asked.train, replace(asked.accumulation, steps=passes)
-    if what == "seq_len":
-        return settle(replace(asked, train=replace(train, seq_len=value)))
-    if what == "model":
-        return settle(replace(asked, model=with_sizes(asked.model, num_layers=value)))
-    train = replace(train, micro_batch_size=value, global_batch_size=samples)
-    return settle(replace(asked, train=train, accumulation=accumulation))
+    values = {FITTED[what]: value}
+    if what == "micro_batch":
+        passes = plan.batches.num_micro_batches
+        samples = value * passes * plan.config.num_groups
+        values |= {"accumulation.steps": passes, "train.global_batch_size": samples}
+    return settle(plan.asked.changed(values))
 
 
 def largest_that_fits(estimator: Estimator, plan: RunPlan, what: str) -> Fit:
     """Find the largest micro-batch, length or number of blocks of a run."""
     config = plan.config
     most = _MOST.get(what, config.model.max_seq_len)
-    begin = {
-        "micro_batch": plan.batches.micro_batch_size,
-        "seq_len": config.train.seq_len,
-        "model": config.model.num_layers,
-    }[what]
+    begin = config.value(FITTED[what])
     found = Fit(FITTED[what], 0, 1, None, None)
     if what == "seq_len" and most >= _LENGTHS:
         found = _largest(estimator, plan, what, begin, most, multiple=_LENGTHS)

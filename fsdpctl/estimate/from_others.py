@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fsdpctl.config.compose import Composed, compose_config
-from fsdpctl.config.keys import value_in
 from fsdpctl.config.schema import GROUPS, KEYS, SIZES, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.translation import (
@@ -18,7 +17,7 @@ from fsdpctl.importers.translation import (
     settings_of,
 )
 from fsdpctl.plan.strategy import FSDPCTL
-from fsdpctl.resolve.machine import placed_on_cluster, sample_groups, world_size
+from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.rules import checked
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
@@ -57,10 +56,9 @@ class ImportedConfig:
 
 
 def _differs(composed: Composed, name: str, text: str) -> bool:
-    part = getattr(composed.config, name.split(".")[0])
+    value = composed.config.value(name)
     if name in GROUPS:
-        return bool(part.name != text)
-    value = value_in(part, name)
+        return bool(value != text)
     return bool(value != KEYS[name].parse(text)) and (value, text) != (None, "auto")
 
 
@@ -96,7 +94,7 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
     rows += _ranks(composed(rows), translation.degrees)
     placed = placed_on_cluster(composed(rows).config)
     if translation.degrees is not None:
-        rows.append(_arranged(translation, translation.degrees, world_size(placed)))
+        rows.append(_arranged(translation, translation.degrees, placed.num_ranks))
     if translation.batch is not None:
         rows += _batches(translation, translation.batch, typed, placed)
     found, own_engine = composed(rows), ""
@@ -188,7 +186,7 @@ def _batches(
     """Yield the batch sizes by the number of ranks, or of groups that share samples."""
     micro = _whole(typed.get("train.micro_batch_size")) or batch.micro or 1
     passes = _whole(typed.get("accumulation.steps")) or batch.accumulation or 1
-    groups = max(1, sample_groups(placed))
+    groups = max(1, placed.num_groups)
     each = "ranks" if placed.train.context_parallel == 1 else "groups of ranks"
     said = [str(value) for value in (batch.micro, batch.accumulation, batch.samples) if value]
     note = f"over {groups} {each}" if said else "assumed: not set in the file"

@@ -21,7 +21,7 @@ from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.kept_states import KeptStates
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.machine import owner_map_of, shares_memory, world_size
+from fsdpctl.resolve.machine import owner_map_of, shares_memory
 
 REPEATING = 3  # micro-steps; another one needs no more memory
 _REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
@@ -29,7 +29,7 @@ _REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
 
 def divide_run(config: Config, units: tuple[UnitSpec, ...]) -> Division:
     """Divide the units of a model for a resolved configuration."""
-    given, ranks = config.strategy, world_size(config)
+    given, ranks = config.strategy, config.num_ranks
     size = given.dp_shard_size or ranks
     return divide(
         units,
@@ -101,7 +101,7 @@ def plan_run(
         kept_states(config),
         config.strategy.on_host,
     )
-    ranks, device = world_size(config), str(config.launch.device)
+    ranks, device = config.num_ranks, str(config.launch.device)
     return plan, first_place(division, ranks, device, shares_memory=shares_memory(config))
 
 

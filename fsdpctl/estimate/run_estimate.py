@@ -8,7 +8,6 @@ from fsdpctl.estimate.planned_steps import item_sizes
 from fsdpctl.io.units import format_bytes
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.predict.step_estimate import StepEstimate
-from fsdpctl.resolve.machine import world_size
 from fsdpctl.resolve.settle import RunPlan
 
 _GIB = 1 << 30
@@ -78,9 +77,9 @@ class RunEstimate:
         """The bytes outside the allocator: the device's context, and communicators."""
         context = _CONTEXT[str(self.config.launch.device)]
         count = 0
-        if self.config.launch.device == "cuda" and world_size(self.config) > 1:
+        if self.config.launch.device == "cuda" and self.config.num_ranks > 1:
             size = self.config.strategy.dp_shard_size
-            count = 2 if size in (None, 1, world_size(self.config)) else 4
+            count = 2 if size in (None, 1, self.config.num_ranks) else 4
         return Range(
             context.low + count * _COMMUNICATOR.low, context.high + count * _COMMUNICATOR.high
         )
@@ -140,7 +139,7 @@ class RunEstimate:
         base = _HOST[str(self.config.launch.device)] + self.host_states
         if self.config.checkpoint.mode != "async":
             return base
-        return base + self.checkpoint_bytes // world_size(self.config)
+        return base + self.checkpoint_bytes // self.config.num_ranks
 
     @property
     def _ranks_per_node(self) -> int:
@@ -179,7 +178,7 @@ class RunEstimate:
             "num_parameters": self.num_params,
             "num_trained_parameters": self.num_trained,
             "num_active_parameters": self.num_active,
-            "world_size": world_size(config),
+            "world_size": config.num_ranks,
             "rank": self.rank,
             "micro_batch_size": self.batches.micro_batch_size,
             "num_micro_batches": self.batches.num_micro_batches,

@@ -21,7 +21,7 @@ from fsdpctl.io.units import format_bytes
 from fsdpctl.launch.check_fit import check_fits
 from fsdpctl.launch.run_lines import describe_run
 from fsdpctl.resolve.launchers import Place
-from fsdpctl.resolve.machine import LOCAL, placed_on_cluster, world_size
+from fsdpctl.resolve.machine import LOCAL, placed_on_cluster
 from fsdpctl.resolve.run import Opened, open_run
 from fsdpctl.resolve.settle import settle
 from fsdpctl.run.assets import collect_assets
@@ -168,7 +168,7 @@ def describe_ranking(ranking: Ranking) -> Iterator[str]:
 def _reason(ranking: Ranking) -> str:
     first = ranking.best
     fastest = min(ranking.ranked, key=lambda each: each.seconds)
-    ranks = world_size(first.estimate.config)
+    ranks = first.estimate.config.num_ranks
     among = f"of {ranking.count} combinations on {ranks} rank{'' if ranks == 1 else 's'}"
     reason = f"fastest {among} that fits"
     if first.measured is not None:

@@ -11,7 +11,6 @@ from fsdpctl.data.packing import DocumentSet, PackedRows
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.resolve.data import check_amount
-from fsdpctl.resolve.machine import sample_groups, world_size
 
 _STEPS, _EPOCHS = 1000, 3  # of a run whose length is not set: on text, and on conversations
 _WARMUP = "lr_scheduler.warmup_steps"
@@ -69,7 +68,7 @@ def with_enough_samples(config: Config, automatic: frozenset[str]) -> Config:
     if not automatic.issuperset(SIZES):
         return config
     micro, passes = train.micro_batch_size or 1, config.accumulation.steps or 1
-    size = max(train.global_batch_size, sample_groups(config) * micro * passes)
+    size = max(train.global_batch_size, config.num_groups * micro * passes)
     return replace(config, train=replace(train, global_batch_size=size))
 
 
@@ -77,7 +76,7 @@ def total_steps(config: Config, data: DataSet) -> int:
     """Return the number of steps of a run; UsageError if there is too little data for one."""
     train = config.train
     plan = plan_batches(
-        train.global_batch_size, world_size(config), context_parallel=train.context_parallel
+        train.global_batch_size, config.num_ranks, context_parallel=train.context_parallel
     )
     rows = data.train.rows(train.seq_len)
     batches = Batches(rows, plan, train.seed, data.vocab_size)

@@ -134,7 +134,7 @@ def strategy_that_runs(config: Config, row: Strategy, size: int | None) -> tuple
 
     `size` ranks share a replica; None: all.
     """
-    ranks = world_size(config)
+    ranks = config.num_ranks
     return effective_strategy(
         row,
         size or ranks,
@@ -149,17 +149,6 @@ def owner_map_of(config: Config) -> str:
     owners = config.strategy.owner_map or "even"
     cuts_matrices = owners == "even" and config.optimizer.name == MUON
     return MATRICES if cuts_matrices and shares_memory(config) else owners
-
-
-def world_size(config: Config) -> int:
-    """Return the number of ranks of a placed configuration."""
-    assert config.launch.nproc_per_node is not None
-    return config.launch.nproc_per_node * config.launch.nnodes
-
-
-def sample_groups(config: Config) -> int:
-    """Return the number of groups of ranks that share samples, for a placed configuration."""
-    return world_size(config) // config.train.context_parallel
 
 
 def _memory_here(device: str, ranks: int) -> float:
@@ -202,7 +191,7 @@ def supported_strategies(config: Config) -> list[str]:
 def resolved_strategy(config: Config) -> StrategyConfig:
     """Return the strategy with its sizes filled in for a placed configuration."""
     given = config.strategy
-    row, ranks = get_strategy(given.name), world_size(config)
+    row, ranks = get_strategy(given.name), config.num_ranks
     usual = MATRICES if config.optimizer.name == MUON else "even"
     owners = given.owner_map or (usual if row.has_owner_map else "even")
     if owners != "even" and not row.has_owner_map:

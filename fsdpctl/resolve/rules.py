@@ -18,12 +18,7 @@ from fsdpctl.plan.optimizers import ADAMW, OPTIMIZERS, OptimizerRow, get_optimiz
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, get_strategy
 from fsdpctl.resolve.attention_kernel import check_attention
-from fsdpctl.resolve.machine import (
-    may_share_memory,
-    resolved_strategy,
-    strategy_that_runs,
-    world_size,
-)
+from fsdpctl.resolve.machine import may_share_memory, resolved_strategy, strategy_that_runs
 
 
 class Rule(NamedTuple):
@@ -51,7 +46,7 @@ def checked(config: Config) -> Config:
 def _broken(config: Config) -> Iterator[str]:
     yield from _keys_of_others(config)
     sections = {name: getattr(config, name) for name in SECTIONS}
-    about = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "ranks": world_size(config)}
+    about = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "ranks": config.num_ranks}
     for rule in RULES:
         if found := rule.is_broken(config):
             yield rule.message.replace("{found}", str(found)).format(**sections, **about)
@@ -73,7 +68,7 @@ def _row(config: Config) -> OptimizerRow:
 
 def _divides(config: Config) -> bool:
     """Return whether several ranks run a strategy that is known, not `auto`."""
-    return config.strategy.name != AUTO and world_size(config) > 1
+    return config.strategy.name != AUTO and config.num_ranks > 1
 
 
 # What only fsdpctl's engine has, and whether a configuration asks for it.
@@ -102,7 +97,7 @@ def _cannot_offload(config: Config) -> str:
         return ""
     row = get_strategy(given.name)
     runs, _ = strategy_that_runs(config, row, given.dp_shard_size)
-    return given.on_host.refusal(row, runs, world_size(config))
+    return given.on_host.refusal(row, runs, config.num_ranks)
 
 
 def _is_uneven_on_nodes(config: Config) -> bool:
@@ -150,7 +145,7 @@ RULES = (
     ),
     Rule(
         _CONTEXT + "expected a divisor of the {ranks} ranks",
-        lambda c: world_size(c) % c.train.context_parallel > 0,
+        lambda c: c.num_ranks % c.train.context_parallel > 0,
     ),
     Rule(
         _CONTEXT + "expected a divisor or a multiple of the {launch.nproc_per_node} ranks of a "

@@ -8,7 +8,6 @@ from fsdpctl.config.schema import Config
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.chunks import loss_chunk_tokens, mlp_chunk_tokens
 from fsdpctl.resolve.decoder_check import check_shared_rows
-from fsdpctl.resolve.machine import sample_groups, world_size
 from fsdpctl.resolve.rules import checked
 
 
@@ -39,12 +38,12 @@ def settle(
     asked, config = config, checked(config)
     check_shared_rows(config)
     if selection is not None and MICRO_BATCH in names:
-        share = -(-config.train.global_batch_size // sample_groups(config))
+        share = -(-config.train.global_batch_size // config.num_groups)
         size = min(config.train.micro_batch_size or share, share)
         config = replace(config, train=replace(config.train, micro_batch_size=size))
     batches = plan_batches(
         config.train.global_batch_size,
-        world_size(config),
+        config.num_ranks,
         micro_batch_size=config.train.micro_batch_size,
         num_micro_batches=config.accumulation.steps,
         context_parallel=config.train.context_parallel,

@@ -108,11 +108,9 @@ def _saved(figure: Any, path: Path) -> Path:
 
 
 def _title(found: "RunEstimate") -> str:
-    from fsdpctl.resolve.machine import world_size
-
     config = found.config
     return (
-        f"{config.model.name}, {config.model.num_layers} blocks, on {world_size(config)} ranks, "
+        f"{config.model.name}, {config.model.num_layers} blocks, on {config.num_ranks} ranks, "
         f"{found.batches.micro_batch_size} x {config.train.seq_len} tokens per micro-batch"
     )
 

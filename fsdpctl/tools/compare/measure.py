@@ -25,7 +25,7 @@ from fsdpctl.io.run_files import METRICS
 from fsdpctl.launch.probe import short_run
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.data import notes_on_data
-from fsdpctl.resolve.machine import placed_on_cluster, world_size
+from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import Opened, open_run
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.assets import collect_assets
@@ -122,7 +122,7 @@ class MeasuredComparison:
         row = replace(
             row,
             strategy=config.strategy.name,
-            world_size=world_size(config),
+            world_size=config.num_ranks,
             sent_bytes_per_step=sent_in_step(config, units, passes).total,
         )
         if config.engine.name == FSDPCTL:

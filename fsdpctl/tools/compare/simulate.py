@@ -15,7 +15,6 @@ from fsdpctl.estimate.planned_steps import sent_in_step
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import choose
 from fsdpctl.predict.simulator import chrome_trace
-from fsdpctl.resolve.machine import world_size
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.flops import flops_per_token
 from fsdpctl.tools.compare.row import OK, REFUSED, TOO_LARGE, Row
@@ -139,7 +138,7 @@ def _with_times(row: Row, config: Config, step: StepPrediction, estimate: RunEst
     speed = step.tokens / step.seconds
     return replace(
         row,
-        world_size=world_size(config),
+        world_size=config.num_ranks,
         tokens_per_second=speed,
         step_seconds=step.seconds,
         error_band=band_of(estimate, step.seconds),
@@ -157,4 +156,4 @@ def _utilization(config: Config, speed: float, estimate: RunEstimate) -> float |
     if peak is None or estimate.num_trained < estimate.num_params:
         return None
     per_token = flops_per_token(config.model, estimate.num_active, config.train.seq_len)
-    return per_token * speed / (peak * _TERA * world_size(config))
+    return per_token * speed / (peak * _TERA * config.num_ranks)
