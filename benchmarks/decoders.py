@@ -58,9 +58,10 @@ from tests.train.chats import make_chat_model, make_chats
 
 _LIMIT = 300.0  # seconds of a command
 _IMPORTED = (  # by what runs in forks
-    "fsdpctl.cli.app", "fsdpctl.cli.estimate", "fsdpctl.cli.train", "fsdpctl.cli.checkpoint",
-    "fsdpctl.launch.begin", "fsdpctl.launch.run", "fsdpctl.train.worker", "fsdpctl.tools.evaluate",
-    "fsdpctl.checkpoint.consolidate", "torch._dynamo",
+    "fsdpctl.commands.app", "fsdpctl.commands.estimate", "fsdpctl.commands.train",
+    "fsdpctl.commands.checkpoint", "fsdpctl.launch.begin", "fsdpctl.launch.run",
+    "fsdpctl.train.worker", "fsdpctl.commands.evaluate", "fsdpctl.checkpoint.consolidate",
+    "torch._dynamo",
 )  # fmt: skip
 _SETTINGS = (
     "model=hf", "model.path=model", "data=chat", "data.path=chats.jsonl",

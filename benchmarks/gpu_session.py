@@ -122,7 +122,7 @@ def missing() -> Iterator[str]:
     if lacking:
         return
     try:
-        importlib.import_module("fsdpctl.cli.app")
+        importlib.import_module("fsdpctl.commands.app")
     except ImportError as error:
         yield f"fsdpctl: import failed: {error}"
     torch = importlib.import_module("torch")

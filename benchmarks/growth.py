@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.report import arguments, write_report
 from fsdpctl.run.metrics import last_step
-from tests.cli.run import environment
+from tests.commands.run import environment
 
 RANKS, SEQ_LEN = 2, 64
 FIRST, EVERY, WINDOW = 200, 1000, 100  # steps

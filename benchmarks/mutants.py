@@ -28,7 +28,7 @@ ROOMS = {
     "engine": ("engine", "optim", "peers"),
     "plan": ("plan", "engine", "predict", "memory", "timing"),
     "checkpoint": ("checkpoint",),
-    "config": ("config", "resolve", "cli/test_first_minutes.py", "cli/test_estimate.py"),
+    "config": ("config", "resolve", "commands/test_first_minutes.py", "commands/test_estimate.py"),
     "data": ("data", "chats"),
 }
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from docs import evidence, measured
 from docs.rooms import rooms_picture
-from fsdpctl.cli.app import app
+from fsdpctl.commands.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.estimator import Estimator, plan_for_estimate

@@ -26,7 +26,7 @@ def main() -> None:
     """Run the command line."""
     # Its warnings would precede the one line of an error; what matters in them is checked.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from fsdpctl.cli.app import main as run  # takes a moment
+    from fsdpctl.commands.app import main as run  # takes a moment
 
     run()
 

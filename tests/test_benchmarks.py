@@ -11,7 +11,7 @@ import pytest
 from benchmarks.report import PAIRS
 from docs import measured
 from tests import emulated
-from tests.cli.run import environment
+from tests.commands.run import environment
 
 ROOT = Path(__file__).parent.parent
 

@@ -13,7 +13,7 @@ from docs.generate import PAGES, PICTURE, RECIPES, draw, estimated_recipe, fille
 from fsdpctl.config.compose import compose_config
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.run import open_run
-from tests.cli.run import environment, invoke
+from tests.commands.run import environment, invoke
 from tests.hostile import make_checkpoint, make_hugging_face
 from tests.train.chats import make_chat_model, make_chats
 

@@ -9,7 +9,7 @@ import pytest
 from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.sealed import CHECKSUMS
-from tests.cli.run import invoke
+from tests.commands.run import invoke
 from tests.hostile import make_checkpoint, make_hugging_face
 
 

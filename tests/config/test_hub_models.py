@@ -7,7 +7,7 @@ from fsdpctl.config.hub_models import hub_models
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_plain
 from fsdpctl.resolve.run import open_run
-from tests.cli.run import invoke
+from tests.commands.run import invoke
 
 MODELS = hub_models()
 DISTINCT = {id(entry): name for name, entry in reversed(MODELS.items())}

@@ -14,7 +14,7 @@ from unittest import mock
 import typer
 from typer.testing import CliRunner
 
-from fsdpctl.cli.app import COMMANDS, app
+from fsdpctl.commands.app import COMMANDS, app
 from fsdpctl.config import compose
 from fsdpctl.config.recipe import choices_of, find_recipe, read_recipe, recipe_names
 from fsdpctl.config.schema import GROUPS
@@ -23,13 +23,13 @@ from tests.documented.lines import ROOT, Line
 
 # Where a command has read all options and settings, and would begin to work.
 _WORK = (
-    "fsdpctl.cli.train._train", "fsdpctl.cli.train._dry_run",
-    "fsdpctl.estimate.search.estimates_of", "fsdpctl.cli.compare._comparison",
-    "fsdpctl.resolve.run.open_run", "fsdpctl.tools.sample.sample_text",
-    "fsdpctl.tools.sample.ChatSession", "fsdpctl.checkpoint.consolidate.consolidate",
+    "fsdpctl.commands.train._train", "fsdpctl.commands.train._dry_run",
+    "fsdpctl.estimate.search.estimates_of", "fsdpctl.commands.compare.command._comparison",
+    "fsdpctl.resolve.run.open_run", "fsdpctl.commands.generation.sample_text",
+    "fsdpctl.commands.generation.ChatSession", "fsdpctl.checkpoint.consolidate.consolidate",
     "fsdpctl.checkpoint.consolidate.shard_weights", "fsdpctl.checkpoint.gguf_file.write_gguf",
-    "fsdpctl.checkpoint.peft.write_peft", "fsdpctl.tools.samples.samples_of_step",
-    "fsdpctl.cli.status.read_status", "fsdpctl.cli.status.compare",
+    "fsdpctl.checkpoint.peft.write_peft", "fsdpctl.commands.samples.samples_of_step",
+    "fsdpctl.commands.status.read_status", "fsdpctl.commands.status.compare",
 )  # fmt: skip
 _PLACEHOLDERS = {"SEED": "1", "COUNT": "1"}
 _VALUED = ("--nproc-per-node", "-m", "-n", "-f")  # options of launchers, with a value

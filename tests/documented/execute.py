@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.cli.run import environment
+from tests.commands.run import environment
 from tests.documented.lines import ROOT, Line
 from tests.launch.test_nodes import free_endpoint
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tests.cli.run import invoke, make_text
+from tests.commands.run import invoke, make_text
 from tests.documented.lines import Line
 from tests.hostile import make_checkpoint, make_hugging_face
 from tests.models.families import FAMILIES

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from fsdpctl.cli.app import COMMANDS
+from fsdpctl.commands.app import COMMANDS
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = ("fsdpctl", "make", "python", "pip", "torchrun", "sbatch", "srun", "kubectl", "sky")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.errors import DoesNotFitError
-from tests.cli.run import fsdpctl
+from tests.commands.run import fsdpctl
 from tests.documented.execute import ONLY_CHECKED, PACKAGES, execute, reason_to_only_check
 from tests.documented.inputs import RUNS, make_inputs, prepared
 from tests.documented.lines import ROOT, Line, documented_lines

@@ -14,7 +14,7 @@ from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.shared_samples import share_samples
-from tests.cli.run import TINY
+from tests.commands.run import TINY
 from tests.distributed import distributed
 from tests.matrix import fast
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests import emulated
-from tests.cli.run import command, figures
+from tests.commands.run import command, figures
 from tests.emulated.test_trainer import FP32, assert_close, environment, train
 from tests.launch.hosts import hosts
 from tests.launch.test_nodes import _ended

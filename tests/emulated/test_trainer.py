@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import emulated
-from tests.cli.run import command, figures
-from tests.cli.run import environment as usual_environment
+from tests.commands.run import command, figures
+from tests.commands.run import environment as usual_environment
 from tests.train.chats import make_chat_model, make_chats
 from tests.train.ranks import words
 

@@ -8,7 +8,7 @@ import torch
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.choices import Choices
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from tests.cli.run import invoke
+from tests.commands.run import invoke
 from tests.matrix import fast
 from tests.models.decoders import save_decoder
 

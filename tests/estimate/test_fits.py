@@ -2,6 +2,9 @@
 
 import pytest
 
+from fsdpctl.commands.compare.row import OK, TOO_LARGE
+from fsdpctl.commands.compare.simulate import SimulatedComparison
+from fsdpctl.commands.compare.vary import variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError, UsageError
 from fsdpctl.estimate.advice import advice
@@ -10,10 +13,7 @@ from fsdpctl.estimate.fit import largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import choose
 from fsdpctl.launch.check_fit import check_fits
-from fsdpctl.tools.compare.row import OK, TOO_LARGE
-from fsdpctl.tools.compare.simulate import SimulatedComparison
-from fsdpctl.tools.compare.vary import variants
-from tests.cli.run import invoke
+from tests.commands.run import invoke
 
 SMALL = ["model.num_layers=2", "train.seq_len=512", "train.global_batch_size=4",
          "launch.nproc_per_node=2", "cluster=h100"]  # fmt: skip

@@ -11,7 +11,7 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.estimator import plan_for_estimate
 from fsdpctl.estimate.planned_steps import SentBytes, sent_in_step
 from fsdpctl.models.registry import build_model
-from tests.cli.run import TINY, command, environment, make_text
+from tests.commands.run import TINY, command, environment, make_text
 
 FP32 = 4
 

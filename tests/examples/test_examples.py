@@ -19,7 +19,7 @@ from fsdpctl.errors import (
     UsageError,
 )
 from fsdpctl.resolve.launchers import place_of
-from tests.cli.run import invoke
+from tests.commands.run import invoke
 
 _FINAL = (UsageError, DoesNotFitError, NonFiniteError, SelfCheckError)  # repeating is of no use
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from tests.cli.run import TINY, environment, make_text
+from tests.commands.run import TINY, environment, make_text
 from tests.faults.cases import SAVES_EVERY, STEPS, VALIDATES_EVERY
 from tests.launch.hosts import Hosts
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fsdpctl.cli.app import app
+from fsdpctl.commands.app import app
 from fsdpctl.errors import FsdpctlError
 from tests.fuzz.mutations import damaged_bytes, damaged_json, damaged_value
 from tests.hostile import (

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.cli.run import environment
+from tests.commands.run import environment
 from tests.fuzz.mutations import damaged_bytes, damaged_json
 
 PARTS, CALLS = 8, 300

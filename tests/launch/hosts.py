@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.run import environment
+from tests.commands.run import environment
 
 
 class Hosts:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.run import environment
+from tests.commands.run import environment
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 _CONFIG = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.run import environment, figures, make_text
+from tests.commands.run import environment, figures, make_text
 from tests.launch.test_nodes import SMALL, alone, free_endpoint
 
 pytestmark = pytest.mark.slow

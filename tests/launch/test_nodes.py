@@ -30,7 +30,7 @@ from fsdpctl.launch.rendezvous import (
     split_endpoint,
 )
 from fsdpctl.resolve.launchers import endpoint_of
-from tests.cli.run import TINY, figures, fsdpctl, make_text
+from tests.commands.run import TINY, figures, fsdpctl, make_text
 from tests.launch.hosts import Hosts, hosts
 
 _SECONDS = 120

@@ -10,7 +10,7 @@ import pytest
 
 from fsdpctl.launch.nodes import connected_store
 from fsdpctl.launch.rendezvous import LOOPBACK, Rendezvous, bound_store
-from tests.cli.run import fsdpctl
+from tests.commands.run import fsdpctl
 from tests.test_architecture import package_sources
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from fsdpctl.run.metrics import last_step
-from tests.cli.run import environment, figures, make_text
+from tests.commands.run import environment, figures, make_text
 from tests.launch.hosts import hosts
 from tests.launch.test_nodes import SMALL, _ended, _start, alone
 

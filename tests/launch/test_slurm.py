@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.run.metrics import last_step
-from tests.cli.run import figures, make_text
+from tests.commands.run import figures, make_text
 from tests.launch.slurm import Slurm, slurm
 from tests.launch.test_nodes import SMALL, alone, free_endpoint
 

@@ -11,7 +11,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
-from tests.cli.run import invoke
+from tests.commands.run import invoke
 
 SMALL = ["model.vocab_size=64", "model.num_layers=2"]
 

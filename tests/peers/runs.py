@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.cli.run import figures
+from tests.commands.run import figures
 from tests.distributed import distributed
 from tests.train.ranks import made, words
 

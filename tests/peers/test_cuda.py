@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.run import fsdpctl
+from tests.commands.run import fsdpctl
 from tests.peers.runs import DDP, FSDP2, losses
 from tests.train.ranks import words
 

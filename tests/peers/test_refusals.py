@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.plan.strategy import ENGINES, STRATEGIES, strategies_of
-from tests.cli.run import invoke
+from tests.commands.run import invoke
 from tests.train.ranks import words
 
 

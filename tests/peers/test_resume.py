@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.run import fsdpctl
+from tests.commands.run import fsdpctl
 from tests.peers.runs import ALONE, DDP, FSDP2, HYBRID, TOLERANCE, begin, losses, train
 from tests.train.ranks import words
 

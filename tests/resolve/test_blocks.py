@@ -15,7 +15,7 @@ from fsdpctl.resolve.blocks import (
     compile_block,
     missing_compiler,
 )
-from tests.cli.run import TINY
+from tests.commands.run import TINY
 from tests.models.decoders import drawn
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"

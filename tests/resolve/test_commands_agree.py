@@ -16,7 +16,7 @@ from fsdpctl.plan.states import SPLIT, STATE_DTYPES
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.run import open_run
 from fsdpctl.resolve.settle import settle
-from tests.cli.run import TINY, make_text
+from tests.commands.run import TINY, make_text
 
 VALUES: dict[str, tuple[object, ...]] = {
     "engine": ("fsdpctl", "fsdp2", "ddp"),

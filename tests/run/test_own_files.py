@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.checkpoint.folders import find_checkpoint
+from fsdpctl.commands.run_status import read_status
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.files import open_own, replace
 from fsdpctl.io.run_files import _WHOLE, CHECKPOINTS, LATEST, LOGS, check_own
 from fsdpctl.run.directory import look
-from fsdpctl.tools.status import read_status
-from tests.cli.run import TINY, fsdpctl, invoke, make_text
+from tests.commands.run import TINY, fsdpctl, invoke, make_text
 from tests.hostile import everything_in
 from tests.run.runs import make_run, save
 

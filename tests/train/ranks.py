@@ -25,7 +25,7 @@ from fsdpctl.train.assemble import make_trainer
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.step import LaunchContext
 from fsdpctl.train.trainer import Trainer
-from tests.cli.run import TINY, make_text
+from tests.commands.run import TINY, make_text
 from tests.distributed import distributed
 
 CPU = torch.device("cpu")

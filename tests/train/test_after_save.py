@@ -19,7 +19,7 @@ from fsdpctl.resolve.preflight import command_words
 from fsdpctl.train.callbacks import each_save
 from fsdpctl.train.callbacks.each_save import EachSave, SaveOutcome
 from tests.checkpoint.test_saver import fake_checkpoints
-from tests.cli.run import environment
+from tests.commands.run import environment
 from tests.run.test_heartbeat import wait_for
 
 

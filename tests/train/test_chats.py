@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fsdpctl.run.directory import read_config
-from tests.cli.run import figures, fsdpctl
+from tests.commands.run import figures, fsdpctl
 from tests.train.chats import make_chat_model, make_chats, opened_by_transformers, plain_losses
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.resolve.run import open_run
 from fsdpctl.resolve.settle import settle
 from fsdpctl.train import loss as losses
-from tests.cli.run import TINY, invoke
+from tests.commands.run import TINY, invoke
 from tests.distributed import distributed
 from tests.matrix import fast
 from tests.train.chats import make_chat_model, make_chats

@@ -15,7 +15,7 @@ from fsdpctl.comm.world import RECORDED_COLLECTIVES
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.train.callback import Callback
 from fsdpctl.train.callbacks.heap import HeapTrim
-from tests.cli.run import environment
+from tests.commands.run import environment
 from tests.distributed import distributed
 from tests.train.ranks import made, words
 

@@ -30,7 +30,7 @@ from fsdpctl.plan.layout import Span
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.train.assemble import make_model
-from tests.cli.run import figures, invoke, make_text
+from tests.commands.run import figures, invoke, make_text
 from tests.distributed import distributed
 from tests.engine.events import recording
 from tests.matrix import fast

@@ -12,7 +12,7 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.run import open_run
 from fsdpctl.resolve.settle import settle
-from tests.cli.run import TINY, make_text
+from tests.commands.run import TINY, make_text
 from tests.distributed import distributed
 from tests.engine.models import gradients_beside
 from tests.models.decoders import drawn

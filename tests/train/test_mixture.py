@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.cli.run import TINY, figures, fsdpctl, make_text
+from tests.commands.run import TINY, figures, fsdpctl, make_text
 from tests.train.ranks import lines
 
 

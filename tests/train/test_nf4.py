@@ -18,7 +18,7 @@ from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.train.assemble import make_model
-from tests.cli.run import invoke
+from tests.commands.run import invoke
 from tests.distributed import distributed
 from tests.engine.events import recording
 from tests.matrix import fast

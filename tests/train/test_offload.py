@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.run.directory import changes, look
-from tests.cli.run import figures
+from tests.commands.run import figures
 from tests.distributed import distributed
 from tests.matrix import fast
 from tests.train import test_lora

@@ -18,7 +18,7 @@ from fsdpctl.plan.batch import plan_batches
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.rejected_steps import LEAST, WINDOW, RejectionRule
-from tests.cli.run import invoke
+from tests.commands.run import invoke
 from tests.matrix import fast, matrix
 from tests.reference import train_reference
 from tests.train.ranks import CPU, Plants, lines, resolved, train, words

@@ -20,7 +20,7 @@ from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.resolve import decoder_check
 from fsdpctl.train import assemble, loss, small_run, step
 from fsdpctl.train.callbacks import self_check
-from tests.cli.run import make_text
+from tests.commands.run import make_text
 from tests.distributed import distributed
 from tests.matrix import fast
 from tests.models.decoders import save_decoder

@@ -13,7 +13,7 @@ from fsdpctl.optim.record import Limits
 from fsdpctl.run.step_metrics import StepClock
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.step import run_passes
-from tests.cli.run import make_text
+from tests.commands.run import make_text
 from tests.distributed import distributed
 from tests.train.ranks import made, words
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.run import TINY, command, environment, make_text
+from tests.commands.run import TINY, command, environment, make_text
 
 # A stand-in for NCCL: ending the process group blocks, and so does a checkpoint's thread.
 PLANTED = """

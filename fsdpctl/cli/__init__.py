@@ -1,1 +1,0 @@
-"""Commands: each parses, calls one thing and prints what it returns."""

@@ -1,0 +1,239 @@
+"""The command line: its commands, and the exit codes of errors."""
+
+import contextlib
+import os
+import signal
+import sys
+from importlib import import_module
+from itertools import pairwise
+from types import FrameType
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperGroup
+
+from fsdpctl import __version__
+from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, SignalError, UsageError
+from fsdpctl.io.activity import DISPLAY, QUIET, is_first
+from fsdpctl.io.texts import refuse_secret
+
+
+class CommandInfo(NamedTuple):
+    """A command, whose module is imported when it runs or shows its own help."""
+
+    module: str  # in fsdpctl.commands
+    takes_settings: bool
+    help: str  # at most 50 characters
+    examples: tuple[str, ...] = ()  # command lines without `fsdpctl`
+    function: str = ""  # of the module; "": the command's name
+
+
+COMMANDS = {
+    "train": CommandInfo(
+        "train", True, "Train a model, or resume a run.",
+        ("train", "train model=hf model.path=DIR data.path=chats.jsonl model.lora.rank=16",
+         "train model=llama3_1b data=text data.path=my_text/ --dry-run"),
+    ),
+    "estimate-memory": CommandInfo(
+        "estimate", True, "Estimate peak memory per rank before a run.",
+        ("estimate-memory model=llama3_8b cluster=h100 --all-strategies",
+         "estimate-memory model=llama3_8b cluster=a100_80 --fit micro_batch"),
+    ),
+    "convert": CommandInfo(
+        "convert", True, "Write a recipe from another tool's file.",
+        ("convert run.yml --out recipe.yaml",),
+    ),
+    "status": CommandInfo("status", False, "Show the state and progress of a run.", ("status",)),
+    "compare": CommandInfo(
+        "compare.command", True, "Compare variants by short runs or simulation.",
+        ("compare strategy=full_shard,shard_optimizer,no_shard --steps 5",
+         "compare --simulate model=llama3_8b cluster=h100 strategy=full_shard,shard_grad_op"),
+    ),
+    "compare-runs": CommandInfo(
+        "status", False, "Show how two existing runs differ.", ("compare-runs runs/a runs/b",)
+    ),
+    "sample": CommandInfo(
+        "sample", False, "Generate text from a checkpoint or a model.",
+        ('sample runs/latest --prompt "Once upon a time"', 'sample my_model --chat --prompt "Hi"'),
+    ),
+    "evaluate": CommandInfo(
+        "sample", True, "Compute loss, perplexity and bits per byte.",
+        ("evaluate runs/latest", "evaluate DIR data=text data.path=other.txt data.val_fraction=0"),
+    ),
+    "consolidate-checkpoint": CommandInfo(
+        "checkpoint", False, "Export a checkpoint to Hugging Face, GGUF or PEFT.",
+        ("consolidate-checkpoint runs/latest my_model",
+         "consolidate-checkpoint runs/latest my_model --merge --dtype bfloat16"),
+    ),
+    "shard-checkpoint": CommandInfo(
+        "checkpoint", False, "Convert a Hugging Face model to a checkpoint.",
+        ("shard-checkpoint DIR my_checkpoint --world-size 8",),
+    ),
+    "inspect-checkpoint": CommandInfo(
+        "inspection", False, "Show a checkpoint's run, files and tensors.",
+        ("inspect-checkpoint runs/latest",),
+    ),
+    "verify-checkpoint": CommandInfo(
+        "inspection", False, "Verify the checksums of a checkpoint or an export.",
+        ("verify-checkpoint runs/latest",),
+    ),
+    "tokenize": CommandInfo(
+        "data", False, "Tokenize text into token files.",
+        ("tokenize my_text/ tokens.bin --tokenizer DIR",),
+    ),
+    "data": CommandInfo(
+        "data", False, "Show the training samples of one step.",
+        ("data --run runs/latest --step 10",),
+    ),
+    "list": CommandInfo(
+        "listing", False, "List settings, options and recipes.",
+        ("list", "list strategy", "list optimizer.lr"), "list_choices",
+    ),
+}  # fmt: skip
+# What users of other tools type.
+_ELSEWHERE = {
+    "export": "consolidate-checkpoint", "merge": "consolidate-checkpoint RUN DIR --merge",
+    "chat": "sample SRC --chat", "generate": "sample", "eval": "evaluate", "estimate":
+    "estimate-memory", "fit": "estimate-memory --fit micro_batch", "run": "train", "finetune":
+    "train", "resume": "train", "config": "list", "preprocess": "tokenize", "import": "convert",
+    "inspect": "inspect-checkpoint", "verify": "verify-checkpoint", "version": "--version",
+}  # fmt: skip
+_QUIET = ("-q", "--quiet")  # of every command
+_QUIETLY = "-q or --quiet shows no progress, only results, warnings and errors."
+_TEXTS = ("--prompt",)  # options whose value may be any text
+_HELP = {"help_option_names": ["-h", "--help"]}
+_WIDEST_HELP = 120  # columns
+
+
+class _Commands(TyperGroup):
+    """The commands, each of which is imported when it is requested."""
+
+    def __init__(self, **about: Any) -> None:
+        """Create the group, which lists the commands and suggests them for unknown ones."""
+        names: dict[str, Any] = dict.fromkeys(COMMANDS)
+        super().__init__(**{**about, "commands": names})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import and return a command; None if it is unknown."""
+        if (info := COMMANDS.get(cmd_name)) is None:
+            return None
+        alone = typer.Typer(rich_markup_mode=None, add_completion=False)
+        settings: dict[str, Any] = {**_HELP, "max_content_width": _WIDEST_HELP}
+        if info.takes_settings:
+            settings["ignore_unknown_options"] = True
+        module = import_module(f"fsdpctl.commands.{info.module}")
+        function = getattr(module, info.function or cmd_name.replace("-", "_"))
+        lines = "\n".join(f"  fsdpctl {each}" for each in info.examples)
+        epilog = f"\b\nExamples:\n{lines}\n\n{_QUIETLY}"
+        alone.command(cmd_name, context_settings=settings, epilog=epilog)(function)
+        return typer.main.get_command(alone)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of `args`; one of another tool is answered with ours."""
+        ours = _ELSEWHERE.get(args[0]) if args and args[0] not in COMMANDS else None
+        if ours is not None:
+            raise UsageError(f"{args[0]}: no such command; use fsdpctl {ours}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the table of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, info.help) for name, info in COMMANDS.items()])
+
+
+def print_version(wanted: bool) -> None:
+    """Print versions and devices, and exit."""
+    if not wanted:
+        return
+    import torch
+    from torch.cuda import nccl
+
+    from fsdpctl.commands.console import say
+
+    say(f"fsdpctl {__version__}")
+    say(f"python {sys.version.split()[0]}")
+    say(f"torch {torch.__version__}")
+    if torch.cuda.is_available():
+        say(f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, nccl.version()))}")
+        for index in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(index)
+            say(f"device {index}: {about.name}, {about.total_memory / (1 << 30):.0f} GiB")
+    else:
+        say("devices: CPU only")
+    raise typer.Exit
+
+
+# Errors of the command line itself: click's class, which newer versions of typer include.
+_ParserError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+app = typer.Typer(
+    name="fsdpctl",
+    cls=_Commands,
+    no_args_is_help=True,
+    context_settings={**_HELP, "max_content_width": _WIDEST_HELP},
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Train PyTorch models with fully sharded data parallelism.\n\n"
+    "`fsdpctl train` needs no settings: it trains a small model on text from this machine.",
+)
+
+
+@app.callback()
+def about(
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="Print the versions of fsdpctl, torch, CUDA and NCCL, and the devices.",
+        callback=print_version,
+        is_eager=True,
+    ),
+) -> None:
+    """Define the options that belong to no command."""
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SignalError(number)
+
+
+def _fail(message: str) -> None:
+    from fsdpctl.commands.console import fail  # takes a moment
+
+    fail(message)
+
+
+def main() -> None:
+    """Run the command line. An error is printed in one line; its kind sets the exit code."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _end)
+    typed = list(pairwise(["", *sys.argv[1:]]))
+    args = [each for before, each in typed if each not in _QUIET or before in _TEXTS] or ["--help"]
+    if len(args) < len(typed):
+        os.environ[QUIET] = "1"
+    try:
+        for before, each in typed:  # before anything quotes or records them
+            name = each.partition("://")[0].partition("=")[0]
+            if before not in _TEXTS and name not in _TEXTS:
+                refuse_secret(each, name, strict=False)
+        if is_first():
+            DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
+        code = app(args, standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except (FsdpctlError, SignalError) as error:
+        _fail(str(error))
+        sys.exit(error.exit_code)
+    except _ParserError as error:
+        _fail(error.format_message() if hasattr(error, "format_message") else str(error))
+        sys.exit(UsageError.exit_code)
+    except (MemoryError, RecursionError) as error:
+        is_deep = isinstance(error, RecursionError)
+        _fail("a file or directory is nested too deeply" if is_deep else "out of memory")
+        sys.exit(UsageError.exit_code)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        with contextlib.suppress(OSError):
+            _fail(f"{where}{error.strerror or error}")
+        sys.exit(UsageError.exit_code)
+    finally:
+        DISPLAY.stop()

@@ -1,0 +1,145 @@
+"""`fsdpctl consolidate-checkpoint` and `shard-checkpoint`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fsdpctl.checkpoint.cast import EXPORT_DTYPES
+from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
+from fsdpctl.checkpoint.publish import About, check_destination
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.remote_run import open_checkpoint
+from fsdpctl.commands.console import note, say
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.hub_cache import cached_model
+from fsdpctl.config.keys import parse_bytes
+from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.serialize import config_words, model_words_only
+from fsdpctl.config.sources import is_remote
+from fsdpctl.errors import UsageError, nearest
+from fsdpctl.io.activity import doing
+
+_MOST_FILES = 1 << 16
+_FORMATS = ("hf", "gguf", "peft")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SRC",
+        help="A run directory (its newest checkpoint), a checkpoints directory, or a checkpoint; "
+        "also in an object store.",
+    ),
+]
+
+
+def found_checkpoint(source: Path) -> Path:
+    """Return the checkpoint in SRC, and print which incomplete ones were skipped."""
+    found = find_checkpoint(source)
+    for line in passed_over_in(source):
+        note(line)
+    return found
+
+
+def opened_checkpoint(source: str) -> CheckpointReader:
+    """Open the checkpoint in SRC, which may be in an object store."""
+    return open_checkpoint(source if is_remote(source) else str(found_checkpoint(Path(source))))
+
+
+def consolidate_checkpoint(
+    source: Source,
+    destination: Annotated[
+        Path, typer.Argument(metavar="DST", help="A new directory; for gguf, a new file.")
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(_DTYPES),
+            help="Dtype of the exported weights; default: as saved, for gguf float32.",
+        ),
+    ] = None,
+    max_file_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="hf: size beyond which another file starts; default: 5GB."
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier export in DST.")
+    ] = False,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(_FORMATS),
+            help="hf: a directory for transformers. gguf: a file for llama.cpp. peft: a directory "
+            "of adapters only, for peft. Default: gguf if DST ends with it, else hf.",
+        ),
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="hf, gguf: merge adapters into the weights.")
+    ] = False,
+) -> None:
+    """Export a checkpoint to Hugging Face, GGUF or PEFT."""
+    for name, given, known in (("dtype", dtype, _DTYPES), ("format", format, _FORMATS)):
+        if given is not None and given not in known:
+            expected = ", ".join(known)
+            raise UsageError(f"--{name} {given}: expected {expected}{nearest(given, known)}")
+    format = format or ("gguf" if destination.suffix == ".gguf" else "hf")
+    if format != "hf" and max_file_size is not None:
+        raise UsageError("--max-file-size: only valid with --format hf")
+    if format == "peft":
+        if merge or dtype is not None:
+            option = "--merge" if merge else "--dtype"
+            raise UsageError(f"{option}: not valid with --format peft, which keeps adapters as is")
+        from fsdpctl.checkpoint.peft import write_peft
+
+        reader = opened_checkpoint(source)
+        count = write_peft(reader, destination, overwrite=overwrite)
+        say(f"{destination}: adapters, {count:,} bytes, of step {reader.manifest.progress.step}")
+        return
+    from fsdpctl.checkpoint.base import checked_weights
+    from fsdpctl.checkpoint.consolidate import consolidate
+    from fsdpctl.checkpoint.gguf_file import write_gguf
+    from fsdpctl.comm.base import Collectives
+
+    limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
+    if format == "hf":
+        check_destination(destination.resolve(), overwrite=overwrite)
+    reader = opened_checkpoint(source)
+    with doing("verifying the base model"):
+        checked_weights(reader, Collectives())
+    about: dict[str, Any] = {"overwrite": overwrite, "merges": merge}
+    if format == "gguf":
+        dtype = EXPORT_DTYPES[dtype or "float32"]
+        exported = write_gguf(reader, destination, dtype=dtype, **about)
+    else:
+        exported = consolidate(reader, destination, dtype=dtype, max_file_bytes=limit, **about)
+    size = f"{exported.num_tensors} tensors, {exported.num_bytes:,} bytes"
+    say(f"{exported.path}: {size}, of step {reader.manifest.progress.step}")
+    for line in exported.notes:
+        say(line)
+
+
+def shard_checkpoint(
+    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A Hugging Face directory.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new directory.")],
+    world_size: Annotated[
+        int, typer.Option(min=1, max=_MOST_FILES, help="Number of files to share the weights.")
+    ] = 1,
+) -> None:
+    """Convert a Hugging Face model to a checkpoint."""
+    from fsdpctl.checkpoint.consolidate import shard_weights
+    from fsdpctl.checkpoint.load import check_weights
+    from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
+    from fsdpctl.models.registry import build_model
+
+    source = cached_model(source)
+    if source.is_dir() and not is_hugging_face(source):
+        raise UsageError(f"{source}: not a Hugging Face directory: config.json not found")
+    config = compose_config(["model=hf", f"model.path={source}"]).config
+    weights = open_weights(config.model)
+    check_weights(weights, build_model(config.model))
+    about = About(config=model_words_only(config_words(config)), attachments=assets_beside(source))
+    total = shard_weights(weights, destination, num_files=world_size, about=about)
+    say(f"{destination}: {total:,} bytes of weights; train with model=hf model.path={destination}")

@@ -1,0 +1,170 @@
+"""`fsdpctl compare`."""
+
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdpctl.commands.compare.row import NOT_REACHED, OK, REFUSED, Row, columns
+from fsdpctl.commands.config_args import ConfigArguments, RanksPerNode, configured, normalized
+from fsdpctl.commands.console import note, say, show_table
+from fsdpctl.config.keys import Key
+from fsdpctl.errors import UsageError
+from fsdpctl.io.files import refusing
+
+if TYPE_CHECKING:
+    from fsdpctl.commands.compare.measure import MeasuredComparison
+    from fsdpctl.commands.compare.simulate import SimulatedComparison
+    from fsdpctl.commands.compare.vary import Variant
+
+_STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
+_ROUNDS = Key("--rounds", "whole number", 3, "", minimum=1, maximum=1_000)
+
+
+@configured
+def compare(
+    asked: ConfigArguments,
+    steps: Annotated[str, typer.Option(metavar="N", help="Steps of each run.")] = "20",
+    rounds: Annotated[
+        str, typer.Option(metavar="N", help="Runs of each variant, alternating with the others.")
+    ] = "3",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory to keep the runs in, with a page and JSON."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    nproc_per_node: RanksPerNode = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Predict for `cluster`, run nothing.")
+    ] = False,
+) -> None:
+    """Compare variants by short runs or simulation.
+
+    Prints a table of speed, memory and loss, the best variant first. Commas separate
+    alternatives, as in `strategy=full_shard,no_shard train.micro_batch_size=1,2`. Without any, all
+    strategies are compared. `--simulate cluster=h100 launch.nnodes=2,4,8` needs no GPU.
+    """
+    length, number = int(str(_STEPS.parse(steps))), int(str(_ROUNDS.parse(rounds)))
+    asked = normalized(asked, nproc_per_node)
+    found = _variants(asked, length, simulates=simulate)
+    how = _how(asked, length, number, simulates=simulate)
+    is_complete = False
+    with ExitStack() as stack:
+        folder = None if out is None else _new_folder(out.expanduser())
+        runs = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpctl-")))
+        comparison = _comparison(found, None if simulate else runs, number, is_kept=folder == runs)
+        try:
+            comparison.run()
+            is_complete = True
+        finally:  # the results so far, even if it is stopped
+            _report(comparison, how, folder, as_json=as_json, is_complete=is_complete)
+    rows = comparison.rows
+    failed = [row for row in rows if row.status != OK]
+    if len(failed) == len(found) or (failed and not simulate):  # a simulated one may lack memory
+        raise typer.Exit(1)
+
+
+def _how(
+    asked: ConfigArguments, length: int, num_rounds: int, *, simulates: bool
+) -> tuple[str, str]:
+    from fsdpctl.commands.compare.report import command_of
+
+    how = "simulation of the planned step on streams and links; nothing ran"
+    options = ["--simulate"]
+    if not simulates:
+        rounds = "1 run" if num_rounds == 1 else f"{num_rounds} rounds"
+        how = f"{rounds} of {length} steps per variant"
+        options = ["--steps", str(length), "--rounds", str(num_rounds)]
+    options += ["--recipe", asked.recipe] if asked.recipe else []
+    return how, command_of(asked.settings or [], options)
+
+
+def _comparison(
+    found: "list[Variant]", runs: Path | None, num_rounds: int, *, is_kept: bool
+) -> "MeasuredComparison | SimulatedComparison":
+    if runs is None:
+        from fsdpctl.commands.compare.simulate import SimulatedComparison
+
+        return SimulatedComparison(found)
+    from fsdpctl.commands.compare.measure import MeasuredComparison
+
+    return MeasuredComparison(found, runs, num_rounds=num_rounds, is_kept=is_kept, say=note)
+
+
+def _report(
+    comparison: "MeasuredComparison | SimulatedComparison",
+    how: tuple[str, str],
+    folder: Path | None,
+    *,
+    as_json: bool,
+    is_complete: bool,
+) -> None:
+    from fsdpctl.commands.compare.order import ordered
+    from fsdpctl.commands.compare.report import PAGE, describe, rows_as_json, write_report
+    from fsdpctl.commands.compare.simulate import SimulatedComparison
+
+    rows = ordered(comparison.rows)
+    if rows and all(row.status.startswith(REFUSED) for row in rows):
+        others = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
+        raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{others}")
+    if all(row.status == NOT_REACHED for row in rows):
+        return
+    is_predicted = isinstance(comparison, SimulatedComparison)
+    about = describe(
+        comparison.configs, rows, *how, is_predicted=is_predicted, is_complete=is_complete
+    )
+    if folder is not None:
+        with refusing(f"--out {folder}"):
+            write_report(rows, about, folder)
+            if isinstance(comparison, SimulatedComparison):
+                comparison.write_traces(folder)
+    if as_json:
+        say(rows_as_json(rows))
+    else:
+        _show(rows)
+    for line in comparison.notes if isinstance(comparison, SimulatedComparison) else ():
+        note(line)
+    if folder is not None:
+        note(f"written: {folder / PAGE}")
+
+
+def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> "list[Variant]":
+    """Return the variants to compare, and print which settings and combinations are ignored."""
+    from fsdpctl.commands.compare.vary import OVER_GLOO, distinct, possible, share_alike, variants
+    from fsdpctl.resolve.machine import placed_here, placed_on_cluster
+
+    words = list(asked.settings or [])
+    made = partial(variants, recipe=asked.recipe, steps=steps)
+    found = made(words)
+    if share_alike(found, placed_on_cluster if simulates else placed_here):
+        found = made([*words, OVER_GLOO])
+        note("over gloo: ranks that share memory (launch.share_memory) run all strategies alike")
+    found, lacking = possible(found)
+    found, same = distinct(found)
+    for line in (*lacking, *same):
+        note(line)
+    for name in {name for each in found for name in each.composed.dropped}:
+        note(f"recipe's {name} ignored: {name.split('.')[0]} is set on the command line")
+    return found
+
+
+def _show(rows: list[Row]) -> None:
+    from fsdpctl.commands.compare.order import failures, losses
+
+    shown = columns(rows)
+    rows_of_cells = zip(*(each.cells for each in shown), strict=True)
+    numbers = [each.title for each in shown if not each.is_text]
+    show_table([each.title for each in shown], rows_of_cells, right=numbers)
+    for line in (*failures(rows), *losses(rows)):
+        say(line)
+
+
+def _new_folder(folder: Path) -> Path:
+    with refusing(f"--out {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"--out {folder}: not an empty directory")
+    return folder

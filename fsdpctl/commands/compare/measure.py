@@ -1,0 +1,235 @@
+"""Comparison of variants by measurement, in rounds of short runs.
+
+Note: why rounds of complete runs. The speed of a machine drifts: it warms up, and other processes
+use it. In every round each variant runs once, from the beginning and for all steps, and every
+round begins with a different variant, so that this affects all variants alike. A run that is
+resumed instead would have to write and read a checkpoint per turn, and would warm up again anyway.
+Separate runs also show how much starts differ, and must end with the same loss.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, TypeVar
+
+from fsdpctl.commands.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Round, Row
+from fsdpctl.commands.compare.simulate import with_memory
+from fsdpctl.commands.compare.vary import Variant
+from fsdpctl.config.auto import left_open
+from fsdpctl.config.schema import Config
+from fsdpctl.engine.describe import divide_module
+from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.planned_steps import estimate_run, sent_in_step
+from fsdpctl.estimate.search import choose
+from fsdpctl.io.activity import doing
+from fsdpctl.io.run_files import METRICS
+from fsdpctl.launch.probe import short_run
+from fsdpctl.plan.strategy import FSDPCTL
+from fsdpctl.resolve.data import notes_on_data
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.run import Opened, open_run
+from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.run.assets import collect_assets
+from fsdpctl.run.metrics import read_metrics
+
+T = TypeVar("T")
+RUN_FOLDER = "runs"  # in the directory of a comparison
+_WARM_UP = 0.25  # share of the steps that are ignored
+_PARTS = ("compute_seconds", "exposed_communication_seconds", "optimizer_seconds", "data_seconds")
+_PEAKS = ("peak_engine_bytes", "peak_tensor_bytes", "peak_reserved_bytes")
+
+
+@dataclass(slots=True)
+class _VariantRuns:
+    """A variant and its runs."""
+
+    variant: Variant
+    row: Row  # with the results so far
+    plan: RunPlan | None = None
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class MeasuredComparison:
+    """A comparison by runs; its results are available at any time, also after an exception."""
+
+    def __init__(
+        self,
+        variants: Sequence[Variant],
+        folder: Path,
+        *,
+        num_rounds: int,
+        is_kept: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        """Prepare a comparison in an existing directory without running anything."""
+        self._folder, self._num_rounds, self._is_kept = folder, num_rounds, is_kept
+        self._say = say
+        self._estimator = Estimator()
+        self._variants = [_VariantRuns(each, each.row) for each in variants]
+
+    @property
+    def rows(self) -> list[Row]:
+        """A row for each variant, in their order."""
+        rows = [each.row for each in self._variants]
+        for number, row in enumerate(rows):
+            if row.status == OK and not row.rounds:
+                rows[number] = replace(row, status=NOT_REACHED)
+        return [summarized(row) for row in rows]
+
+    @property
+    def configs(self) -> list[Config]:
+        """The configuration of each variant, resolved if that succeeded."""
+        return [
+            each.plan.config if each.plan else each.variant.composed.config
+            for each in self._variants
+        ]
+
+    def run(self) -> None:
+        """Run every variant in every round; those that fail are skipped in later rounds."""
+        for each in self._variants:
+            self._prepare(each)
+        for number in range(self._num_rounds):
+            running = [each for each in self._variants if each.row.status == OK]
+            for place, each in enumerate(in_turn(running, number, self._num_rounds), start=1):
+                turn = f"round {number + 1}/{self._num_rounds}  {place}/{len(running)}"
+                self._say(f"{turn}  {each.row.label}")
+                with doing(f"running {each.row.label}"):
+                    self._run_once(each, number)
+
+    def _prepare(self, each: _VariantRuns) -> None:
+        try:
+            opened = open_run(each.variant.composed)
+            selection = None
+            if left_open(opened.config):
+                placed = placed_on_cluster(opened.config)
+                selection = choose(self._estimator, placed).best.selection
+            plan = settle(opened.config, selection)
+            about_data = notes_on_data(opened.config, opened.data)
+            if differs := [each for each in opened.notes if each not in about_data]:
+                raise UsageError(differs[0])  # the run would differ from the requested variant
+        except UsageError as error:
+            each.row = replace(each.row, status=f"{REFUSED}{error}")
+            return
+        each.plan = plan
+        each.assets = collect_assets(plan.config, opened.data)
+        each.row = self._estimated(each.row, opened, plan)
+
+    def _estimated(self, row: Row, opened: Opened, plan: RunPlan) -> Row:
+        config = plan.config
+        units, passes = divide_module(opened.module, None), plan.batches.num_micro_batches
+        row = replace(
+            row,
+            strategy=config.strategy.name,
+            world_size=config.num_ranks,
+            sent_bytes_per_step=sent_in_step(config, units, passes).total,
+        )
+        if config.engine.name == FSDPCTL:
+            engine = estimate_run(config, opened.module, passes)
+            row = replace(row, estimated_peak_engine_bytes=engine.peak_bytes)
+        try:
+            return with_memory(row, self._estimator.estimate(plan))
+        except UsageError:
+            return row  # the estimate does not support it, but it may run
+
+    def _run_once(self, each: _VariantRuns, number: int) -> None:
+        place = self._variants.index(each) + 1
+        run_dir = self._folder / RUN_FOLDER / f"{place:02d}" / f"round-{number + 1}"
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        assert each.plan is not None
+        config = each.plan.config
+        config = replace(config, train=replace(config.train, run_dir=str(run_dir)))
+        kept = str(run_dir.relative_to(self._folder)) if self._is_kept else None
+        try:
+            failure = short_run(config, each.row.label, each.assets, "all variants had run")
+            if failure is None:
+                rounds = (*each.row.rounds, round_of(run_dir, kept))
+                each.row = replace(each.row, rounds=rounds)
+                return
+        except (InterruptError, StoppedError):
+            raise
+        except UsageError as error:
+            each.row = replace(each.row, status=f"{REFUSED}{error}")
+            return
+        except FsdpctlError as error:
+            failure = str(error)
+        later = f"in round {number + 1}, " if number else ""
+        each.row = replace(each.row, status=f"{FAILED}{later}{failure}")
+
+
+def in_turn(variants: Sequence[T], number: int, num_rounds: int) -> list[T]:
+    """Return the order in a round; as far as possible, each begins with a different variant."""
+    first = number * max(len(variants) // num_rounds, 1) % max(len(variants), 1)
+    return [*variants[first:], *variants[:first]]
+
+
+def round_of(run_dir: Path, kept: str | None) -> Round:
+    """Summarize the metrics of the run in `run_dir`, kept as `kept`; FsdpctlError if too few."""
+    file = run_dir / METRICS
+    lines = list(read_metrics(file))
+    steps = [line for line in lines if line.is_step]
+    timed = steps[int(len(steps) * _WARM_UP) :]
+    if len(timed) < 2:
+        raise FsdpctlError(f"{file}: too few steps to measure their speed")
+    low, middle, high = quantiles(
+        (line.tokens_per_second or 0.0 for line in timed), n=4, method="inclusive"
+    )
+    step_seconds = median(line.seconds or 0.0 for line in timed)
+    last, ending = steps[-1], lines[-1]
+    on_device = last.peak_allocated_bytes is not None
+    return Round(
+        run_dir=kept,
+        tokens_per_second=middle,
+        tokens_per_second_quartiles=(low, high),
+        step_seconds=step_seconds,
+        mfu=_median([line.mfu for line in timed]),
+        peak_engine_bytes=ending.peak_engine_bytes,
+        peak_tensor_bytes=last.peak_allocated_bytes,
+        peak_reserved_bytes=last.peak_reserved_bytes if on_device else None,
+        final_loss=last.loss if isinstance(last.loss, float) else None,
+        **_parts_of(step_seconds, [(line.seconds or 0.0, asdict(line)) for line in timed]),
+    )
+
+
+def summarized(row: Row) -> Row:
+    """Summarize the rounds of a variant, if it has any."""
+    rounds = row.rounds
+    if not rounds:
+        return row
+    speeds = [each.tokens_per_second for each in rounds]
+    step_seconds = median(each.step_seconds for each in rounds)
+    found = _parts_of(step_seconds, [(each.step_seconds, asdict(each)) for each in rounds])
+    for name in _PEAKS:
+        known = [value for each in rounds if (value := getattr(each, name)) is not None]
+        found[name] = max(known, default=None)
+    return replace(
+        row,
+        tokens_per_second=median(speeds),
+        tokens_per_second_spread=(min(speeds), max(speeds))
+        if len(rounds) > 1
+        else rounds[0].tokens_per_second_quartiles,
+        step_seconds=step_seconds,
+        mfu=_median([each.mfu for each in rounds]),
+        final_loss=rounds[0].final_loss,
+        **found,
+    )
+
+
+def _parts_of(seconds: float, times: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Divide `seconds` in the ratio of the sums of parts: medians of parts would not add up.
+
+    A part that another one includes is unknown: None.
+    """
+    total = sum(step for step, _ in times)
+    spent = {name: [parts[name] for _, parts in times] for name in _PARTS}
+    return {
+        name: None if None in parts else seconds * sum(parts) / total
+        for name, parts in spent.items()
+    }
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """Return the median, or None unless all values are known."""
+    known = [value for value in values if value is not None]
+    return median(known) if len(known) == len(values) else None

@@ -1,0 +1,162 @@
+"""The files of a comparison: the rows as JSON, and a self-contained page with their conditions."""
+
+import base64
+import io
+import json
+import os
+import platform
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+from jinja2 import Environment, StrictUndefined
+
+from fsdpctl import __version__
+from fsdpctl.commands.compare.order import failures, losses
+from fsdpctl.commands.compare.row import OK, Row, columns, names_of
+from fsdpctl.commands.drawing import BLUE, SKY, annotate, bar_axes, bars
+from fsdpctl.config.schema import KEYS, Config
+
+JSON, PAGE = "compare.json", "compare.html"
+_GIB = 1 << 30
+_TEMPLATE = Path(__file__).with_name("page.html.j2")
+_DPI = 144
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonInfo:
+    """The conditions under which the rows of a report were obtained."""
+
+    what: str  # "measured" or "predicted"
+    subject: str  # the model, in a few words
+    where: str  # the machine, in a few words
+    how: str  # number and length of the runs
+    command: str
+    versions: dict[str, str]
+    machine: dict[str, str]
+    created_at: str  # UTC
+    is_complete: bool = True  # False: stopped early
+
+    @property
+    def title(self) -> str:
+        """The subject and the machine."""
+        return f"{self.subject}, {self.what} on {self.where}"
+
+
+def describe(
+    configs: Sequence[Config],
+    rows: Sequence[Row],
+    how: str,
+    command: str,
+    *,
+    is_predicted: bool,
+    is_complete: bool,
+) -> ComparisonInfo:
+    """Describe a comparison on this machine, or its prediction for a cluster."""
+    import torch
+
+    first = configs[0]
+    versions = {"fsdpctl": __version__, "torch": torch.__version__}
+    if is_predicted:
+        device = ", ".join(dict.fromkeys(each.cluster.name for each in configs))
+        specs = asdict(first.cluster).items()
+        machine = {n: str(v) for n, v in specs if v is not None and n != "name"}
+    else:
+        processor = _processor()
+        device = f"the CPU ({processor})"
+        versions["python"] = platform.python_version()
+        machine = {
+            "processor": f"{processor}, {os.cpu_count()} cores",
+            "memory": f"{psutil.virtual_memory().total / _GIB:.1f} GiB",
+            "system": platform.platform(terse=True),
+        }
+        if torch.cuda.is_available() and first.launch.device != "cpu":
+            device = torch.cuda.get_device_name()
+            versions["CUDA"] = str(torch.version.cuda)
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+            machine["devices"] = f"{torch.cuda.device_count()} x {device}"
+    models = ", ".join(dict.fromkeys(each.model.name for each in configs))
+    sizes = {row.world_size for row in rows if row.world_size}
+    ranks = f"{_range(sizes)} {'rank' if sizes == {1} else 'ranks'} of " if sizes else ""
+    return ComparisonInfo(
+        what="predicted" if is_predicted else "measured",
+        subject=f"{models}, {_range({each.train.seq_len for each in configs})} tokens per sample",
+        where=ranks + device,
+        how=how,
+        command=command,
+        versions=versions,
+        machine=machine,
+        created_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        is_complete=is_complete,
+    )
+
+
+def _range(values: set[int]) -> str:
+    least, most = min(values), max(values)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def command_of(words: Sequence[str], options: Sequence[str]) -> str:
+    """Return the command line without settings that are executed, which may be confidential."""
+    shown = []
+    for word in words:
+        key = KEYS.get(word.partition("=")[0])
+        if key is None or not key.is_executed:
+            shown.append(word)
+    return shlex.join(["fsdpctl", "compare", *shown, *options])
+
+
+def rows_as_json(rows: Sequence[Row]) -> str:
+    """Return the list of rows that `compare --json` prints."""
+    return json.dumps([asdict(row) for row in rows], indent=2)
+
+
+def write_report(rows: Sequence[Row], about: ComparisonInfo, folder: Path) -> None:
+    """Write all results, in the order of `rows`, into an existing directory."""
+    (folder / JSON).write_text(rows_as_json(rows) + "\n", encoding="utf-8")
+    (folder / PAGE).write_text(_page(rows, about), encoding="utf-8")
+
+
+def _page(rows: Sequence[Row], about: ComparisonInfo) -> str:
+    """Return one HTML file with everything in it, which loads nothing and runs nothing."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    ran = [row for row in rows if row.speed]
+    return template.render(
+        about=about,
+        columns=columns(rows),
+        kinds=["" if row.status == OK else "failed" for row in rows],
+        notes=[*failures(rows), *losses(rows)],
+        picture=_picture(ran, about.title) if ran else "",
+    )
+
+
+def _picture(rows: Sequence[Row], title: str) -> str:
+    labels = [" · ".join(row.varied.values()) or row.strategy for row in rows]
+    figure, axes = bar_axes("Throughput", title, labels, " · ".join(names_of(rows)))
+    bars(axes, [row.speed for row in rows], color=[BLUE, *[SKY] * (len(rows) - 1)])
+    for place, row in enumerate(rows):
+        low, high = row.spread
+        axes.errorbar(
+            row.speed, place, xerr=[[row.speed - low], [high - row.speed]],
+            color="black", capsize=4, linewidth=1.2,
+        )  # fmt: skip
+        annotate(axes, 0, place, f"{row.speed:,.0f}", "black" if place else "white")
+    axes.set_xlim(0, max(row.spread[1] for row in rows) * 1.04)
+    axes.set_xlabel("tokens per second, all ranks")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    content = io.BytesIO()
+    figure.savefig(content, dpi=_DPI)
+    return base64.b64encode(content.getvalue()).decode()

@@ -1,0 +1,159 @@
+"""Comparison of variants by prediction, on hardware that need not exist."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fsdpctl.commands.compare.row import OK, REFUSED, TOO_LARGE, Row
+from fsdpctl.commands.compare.vary import Variant
+from fsdpctl.config.auto import left_open
+from fsdpctl.config.compose import Composed
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.accuracy import SHORT, band_of
+from fsdpctl.estimate.advice import advice
+from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
+from fsdpctl.estimate.planned_steps import sent_in_step
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import choose
+from fsdpctl.predict.simulator import chrome_trace
+from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.run.flops import flops_per_token
+
+TRACES = "traces"  # in the directory of a comparison
+_SHORT_STEPS = (
+    "The host limits steps of GPUs below 100 ms and those of small models, and data sheets do not "
+    "describe it: such steps can take several times as long as predicted."
+)
+_TENTH = 0.1  # of a step
+_TERA = 1e12
+
+
+def with_memory(row: Row, estimate: RunEstimate) -> Row:
+    """Return `row` with its estimated memory, and the status that follows from it."""
+    status = f"{TOO_LARGE}{'; '.join(found)}" if (found := estimate.shortages) else OK
+    return replace(
+        row,
+        estimated_peak_tensor_bytes=estimate.allocated,
+        estimated_peak_reserved_bytes=estimate.peak_reserved,
+        memory_bytes=estimate.available,
+        status=status,
+    )
+
+
+@dataclass(slots=True)
+class _SimulatedVariant:
+    """A variant and its prediction."""
+
+    row: Row
+    composed: Composed
+    plan: RunPlan | None = None
+    step: StepPrediction | None = None
+    margin: int = 0  # bytes of memory that are left
+
+
+class SimulatedComparison:
+    """A comparison in which nothing runs."""
+
+    def __init__(self, variants: Sequence[Variant]) -> None:
+        self._estimator = Estimator()
+        self._variants = [_SimulatedVariant(each.row, each.composed) for each in variants]
+        self.notes: list[str] = []  # on the predictions, a line each
+
+    @property
+    def rows(self) -> list[Row]:
+        """A row for each variant, in their order."""
+        return [each.row for each in self._variants]
+
+    @property
+    def configs(self) -> list[Config]:
+        """The configuration of each variant, placed if that succeeded."""
+        return [each.plan.config if each.plan else each.composed.config for each in self._variants]
+
+    def run(self) -> None:
+        """Predict all variants."""
+        for each in self._variants:
+            try:
+                self._predict(each)
+            except UsageError as error:
+                each.row = replace(each.row, status=f"{REFUSED}{error}")
+        if all(each.row.status != OK for each in self._variants):
+            self._suggest()
+        steps = [each.step for each in self._variants if each.step is not None]
+        if any(s.seconds < SHORT or s.host_limited > _TENTH * s.seconds for s in steps):
+            self.notes.append(_SHORT_STEPS)
+
+    def _suggest(self) -> None:
+        """Add the variant that lacks least memory with the cheapest change that makes it fit."""
+        predicted = [number for number, each in enumerate(self._variants) if each.step is not None]
+        if not predicted:
+            return
+        number = max(predicted, key=lambda number: self._variants[number].margin)
+        nearest = self._variants[number]
+        assert nearest.plan is not None
+        changes = advice(self._estimator, nearest.plan)
+        if not changes:
+            return
+        change = changes[0][0]
+        changed = dict(word.split("=", 1) for word in change.words)
+        composed = replace(nearest.composed, config=change.plan.config)
+        row = Variant({**nearest.row.varied, **changed}, composed).row
+        self._variants.append(_SimulatedVariant(row, composed))
+        self._estimate(self._variants[-1], change.plan)
+        self.notes.append(f"no variant fits; added with the cheapest change that does: {row.label}")
+
+    def write_traces(self, folder: Path) -> None:
+        """Write the timeline of each predicted step for Perfetto, in a directory of its own."""
+        for number, each in enumerate(self._variants, start=1):
+            if each.step is not None:
+                (folder / TRACES).mkdir(exist_ok=True)
+                text = chrome_trace(each.step.simulated, f"predicted: {each.row.label}")
+                (folder / TRACES / f"{number:02d}.json").write_text(text, encoding="utf-8")
+
+    def _predict(self, each: _SimulatedVariant) -> None:
+        placed = placed_for_estimate(each.composed)
+        if placed.launch.device == "cpu":
+            raise UsageError(
+                "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or compare by "
+                "runs without --simulate"
+            )
+        if left_open(placed):
+            self._estimate(each, choose(self._estimator, placed).best.estimate.plan)
+        else:
+            self._estimate(each, settle(placed))
+
+    def _estimate(self, each: _SimulatedVariant, plan: RunPlan) -> None:
+        config = plan.config
+        each.row = replace(each.row, strategy=config.strategy.name)
+        estimate = self._estimator.estimate(plan)
+        step = self._estimator.predict(plan)
+        each.plan, each.step = plan, step
+        units = self._estimator.traced_model(plan).units
+        sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
+        row = replace(_with_times(each.row, config, step, estimate), sent_bytes_per_step=sent)
+        each.row, each.margin = with_memory(row, estimate), estimate.margin
+
+
+def _with_times(row: Row, config: Config, step: StepPrediction, estimate: RunEstimate) -> Row:
+    speed = step.tokens / step.seconds
+    return replace(
+        row,
+        world_size=config.num_ranks,
+        tokens_per_second=speed,
+        step_seconds=step.seconds,
+        error_band=band_of(estimate, step.seconds),
+        compute_seconds=step.compute,
+        exposed_communication_seconds=step.exposed_communication,
+        optimizer_seconds=step.optimizer,
+        mfu=_utilization(config, speed, estimate),
+    )
+
+
+def _utilization(config: Config, speed: float, estimate: RunEstimate) -> float | None:
+    peak = config.cluster.flops
+    if config.precision.param_dtype != "bfloat16":
+        peak = config.cluster.flops_fp32
+    if peak is None or estimate.num_trained < estimate.num_params:
+        return None
+    per_token = flops_per_token(config.model, estimate.num_active, config.train.seq_len)
+    return per_token * speed / (peak * _TERA * config.num_ranks)

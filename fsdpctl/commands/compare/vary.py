@@ -1,0 +1,150 @@
+"""Expansion of settings with commas into variants."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from fsdpctl.commands.compare.row import Row
+from fsdpctl.config.compose import Composed, compose_config
+from fsdpctl.config.recipe import find_recipe, read_recipe
+from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, Config, PrecisionConfig
+from fsdpctl.config.serialize import config_words
+from fsdpctl.errors import UsageError
+from fsdpctl.plan.strategy import STRATEGIES, strategies_of
+from fsdpctl.resolve.machine import shares_memory
+
+_COMMA = re.compile(r",(?![^\[]*\])")  # between alternatives: not within a list
+_SET_BY_COMPARE = dict.fromkeys(LENGTHS, "pass --steps to set the length of each run") | {
+    "train.run_dir": "pass --out to keep the runs"
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A configuration to compare with others."""
+
+    varied: dict[str, str]  # the settings that differ between variants
+    composed: Composed
+
+    @property
+    def row(self) -> Row:
+        """A row without results."""
+        config = self.composed.config
+        return Row(self.varied, config.strategy.name, config.engine.name)
+
+
+def variants(words: Sequence[str], recipe: str | None, *, steps: int) -> list[Variant]:
+    """Return every combination of the alternatives in `words`; without any, all strategies.
+
+    Commas separate alternatives of group options and numbers; in texts, such as paths, and within
+    brackets they have no meaning. If strategies vary, each variant ignores values that its strategy
+    does not use. If engines vary and no strategy is set, strategies vary too: none of PyTorch's
+    engines has all.
+
+    Raises:
+        UsageError: If a setting is unknown, or its value is invalid.
+    """
+    for word in words:
+        name = word.partition("=")[0]
+        if name in _SET_BY_COMPARE:
+            raise UsageError(f"{name}: not supported by compare; {_SET_BY_COMPARE[name]}")
+    alternatives = {
+        name: list(dict.fromkeys(_COMMA.split(text)))
+        for name, equals, text in (word.partition("=") for word in words)
+        if equals and _COMMA.search(text) and _has_alternatives(name)
+    }
+    for name, texts in alternatives.items():
+        if "" in texts:
+            raise UsageError(f"{name}={','.join(texts)}: empty alternative between commas")
+    names = [word.partition("=")[0] for word in words]
+    if len(names) != len(set(names)):  # raises an error that names both
+        compose_config(words, recipe)
+    given = [] if recipe is None else read_recipe(find_recipe(recipe))
+    between_engines = "engine" in alternatives and "strategy" not in dict(given)
+    if "strategy" not in names and (between_engines or not alternatives):
+        alternatives = {"strategy": list(STRATEGIES), **alternatives}
+    fixed = [word for word in words if word.partition("=")[0] not in alternatives]
+    return [
+        _variant(dict(zip(alternatives, values, strict=True)), fixed, recipe, steps)
+        for values in product(*alternatives.values())
+    ]
+
+
+OVER_GLOO = "launch.share_memory=false"
+
+
+def share_alike(found: Sequence[Variant], place: Callable[[Config], Config]) -> bool:
+    """Return whether strategies vary that would not differ, because ranks would share memory.
+
+    `place` is `placed_here`, or for simulations `placed_on_cluster`.
+    """
+    configs = [each.composed.config for each in found]
+    strategies = {each.strategy.name for each in configs}
+    return len(strategies) > 1 and any(
+        each.launch.share_memory is None
+        and shares_memory(place(replace(each, precision=PrecisionConfig())))
+        for each in configs
+    )
+
+
+def distinct(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
+    """Return the variants that run differently, and a line for each duplicate.
+
+    A strategy that keeps unsharded parameters gathers none, so prefetching has no effect on it.
+    """
+    kept: dict[frozenset[tuple[str, str]], Variant] = {}
+    lines = []
+    for each in found:
+        config = each.composed.config
+        name = config.strategy.name
+        gathers = name not in STRATEGIES or STRATEGIES[name].shards_params  # unknown: `auto`
+        words = frozenset(
+            (name, text)
+            for name, text in config_words(config).items()
+            if gathers or not name.startswith("prefetch")
+        )
+        first = kept.setdefault(words, each)
+        if first is not each:
+            lines.append(f"{each.row.label}: skipped, runs the same as {first.row.label}")
+    return list(kept.values()), lines
+
+
+def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
+    """Return the variants whose engine has their strategy, and a line about the others.
+
+    A single variant is kept, so that running it reports the error; UsageError if none is left.
+    """
+    if len(found) < 2:
+        return list(found), []
+    kept, lacking = [], dict[str, list[str]]()
+    for each in found:
+        engine, strategy = each.composed.config.engine.name, each.composed.config.strategy.name
+        if strategy not in STRATEGIES or strategy in strategies_of(engine):
+            kept.append(each)
+        elif strategy not in lacking.setdefault(engine, []):
+            lacking[engine].append(strategy)
+    problem = "; ".join(
+        f"engine={engine} does not support {', '.join(names)}" for engine, names in lacking.items()
+    )
+    if not kept:
+        raise UsageError(problem)
+    return kept, [f"skipped: {problem}"] if problem else []
+
+
+def _variant(
+    varied: dict[str, str], fixed: Sequence[str], recipe: str | None, steps: int
+) -> Variant:
+    words = [*fixed, *(f"{name}={text}" for name, text in varied.items())]
+    composed = compose_config([*words, f"train.steps={steps}"], recipe)
+    config = composed.config
+    if "strategy" in varied:
+        given = config.strategy
+        config = replace(config, strategy=given.under(given.name))
+    return Variant(varied, replace(composed, config=config))
+
+
+def _has_alternatives(name: str) -> bool:
+    if name in GROUPS:
+        return True
+    return name in KEYS and (KEYS[name].type != "text" or bool(KEYS[name].choices))

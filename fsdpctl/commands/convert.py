@@ -1,0 +1,59 @@
+"""`fsdpctl convert`: a recipe from another tool's configuration; `train --from` uses it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsdpctl.commands.config_args import ConfigArguments, Settings, normalized
+from fsdpctl.commands.console import emit, note
+from fsdpctl.config.compose import checked_settings
+from fsdpctl.errors import UsageError
+from fsdpctl.importers.read import read_others
+from fsdpctl.importers.recipe import ConvertedRecipe, recipe_text
+from fsdpctl.importers.recipe import convert as to_recipe
+from fsdpctl.io.texts import escaped
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE", help="Configuration of axolotl, accelerate, TRL or NeMo Automodel."
+    ),
+]
+
+
+def convert(
+    source: Source,
+    settings: Settings = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="RECIPE", help="File to write, which must not exist.")
+    ] = None,
+) -> None:
+    """Write a recipe from another tool's file.
+
+    The recipe sets what the file describes: model, data, lengths, batch, optimizer, schedule, LoRA
+    and sharding. Comments list what it leaves out, with the reason.
+    """
+    words = normalized(ConfigArguments(settings)).settings or []
+    recipe = converted(source, words)
+    text = escaped(recipe_text(recipe, source.name))  # of values; comments are printable
+    if out is None:
+        emit(text.rstrip("\n"))
+    else:
+        try:
+            with out.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            raise UsageError(f"--out {out}: already exists; choose another name") from None
+        run_it = "" if recipe.missing else f"; run it: fsdpctl train {out}"
+        note(f"{out}: {len(recipe.rows)} settings{run_it}")
+    for _, why in recipe.missing:
+        note(f"missing: {why}")
+
+
+def converted(source: Path, words: list[str]) -> ConvertedRecipe:
+    """Return the recipe for a file of another tool, with settings of the command line."""
+    import torch
+
+    typed, ranks = dict(checked_settings(words)), max(1, torch.cuda.device_count())
+    return to_recipe(read_others(source.expanduser()), typed, ranks)

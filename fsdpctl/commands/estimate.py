@@ -1,0 +1,195 @@
+"""`fsdpctl estimate-memory`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fsdpctl.commands.config_args import ConfigArguments, composed_from, configured
+from fsdpctl.commands.console import note, say
+from fsdpctl.commands.estimate_text import (
+    conclusions,
+    fit_line,
+    heading,
+    show_breakdown,
+    show_strategies,
+)
+from fsdpctl.commands.from_others import asked_from, show_translation
+from fsdpctl.commands.many_files import files_of, show_verdicts
+from fsdpctl.errors import DoesNotFitError, UsageError, nearest
+from fsdpctl.plan.strategy import STRATEGIES, strategies_of
+from fsdpctl.predict.memory_recorder import without_gc
+
+if TYPE_CHECKING:
+    from fsdpctl.estimate.candidates import Ranking
+    from fsdpctl.estimate.changes import Change
+    from fsdpctl.estimate.estimator import Estimator
+    from fsdpctl.estimate.fit import Fit
+    from fsdpctl.estimate.run_estimate import RunEstimate
+
+_FITTED = ("micro_batch", "seq_len", "model")
+
+
+@configured
+@without_gc()  # a quarter of a large estimate's time, for a hundredth of the memory
+def estimate_memory(
+    asked: ConfigArguments,
+    all_strategies: Annotated[
+        bool, typer.Option("--all-strategies", help="Estimate all strategies, one line each.")
+    ] = False,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(_FITTED),
+            help="Find the largest micro-batch, sequence length or number of blocks that fits.",
+        ),
+    ] = None,
+    require_fit: Annotated[
+        bool,
+        typer.Option("--require-fit", help="Exit with code 3 if the configuration does not fit."),
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory to write charts to.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    source: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Configuration file of another tool, as `convert` reads it; several or a "
+            "directory: a line for each.",
+        ),
+    ] = None,
+) -> None:
+    """Estimate peak memory per rank before a run.
+
+    Takes the settings of `train`, for hardware that need not exist: `cluster=h100 launch.nnodes=4`.
+    `auto` is resolved for `cluster`. `cluster.memory=80GiB` sets the memory of a rank.
+    """
+    if fit is not None and fit not in _FITTED:
+        expected = ", ".join(_FITTED)
+        raise UsageError(f"--fit {fit}: expected {expected}{nearest(fit, _FITTED)}")
+    files = files_of(source or [])
+    if files != (source or [])[:1]:
+        if all_strategies or fit or plot:
+            raise UsageError("--from: --all-strategies, --fit and --plot take a single file")
+        raise typer.Exit(show_verdicts(files, asked, as_json=as_json, require_fit=require_fit))
+    others = asked_from(files[0], asked) if files else None
+    composed = others.composed if others else composed_from(asked, quiet=as_json)
+    from fsdpctl.estimate.estimator import Estimator
+    from fsdpctl.estimate.search import estimates_of
+    from fsdpctl.launch.begin import describe_ranking
+
+    estimator = Estimator()
+    found = estimates_of(estimator, composed, every=all_strategies)
+    estimates = [each for each, _ in found]
+    fits = _fits(estimator, estimates, fit)
+    if plot is not None:
+        _draw(estimates, fits, plot)
+    if others is not None and not as_json:
+        show_translation(others)
+    if as_json:
+        entries = _entries(found, fits)
+        if others is not None:
+            entries = [{**entry, "from": others.to_dict()} for entry in entries]
+        say(json.dumps(entries if all_strategies else entries[0], indent=2))
+    elif all_strategies:
+        _show_all(estimates, fits)
+        for each, ranking in found:
+            if ranking is not None:
+                say(f"{each.config.strategy.name}: {next(describe_ranking(ranking))}")
+    else:
+        ranking = found[0][1]
+        for line in [] if ranking is None else describe_ranking(ranking):
+            say(line)
+        _show_one(estimator, estimates[0], fits)
+    if require_fit and not any(each.fits for each in estimates):
+        raise typer.Exit(DoesNotFitError.exit_code)
+
+
+def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | None) -> list["Fit"]:
+    if fit is None:
+        return []
+    from fsdpctl.estimate.fit import largest_that_fits
+
+    return [largest_that_fits(estimator, each.plan, fit) for each in estimates]
+
+
+def _entries(
+    found: "list[tuple[RunEstimate, Ranking | None]]", fits: "list[Fit]"
+) -> list[dict[str, Any]]:
+    entries = [
+        {**estimate.to_dict(), **({} if ranking is None else {"selected": ranking.to_dict()})}
+        for estimate, ranking in found
+    ]
+    for entry, largest in zip(entries, fits, strict=False):
+        entry["fit"] = largest.to_dict()
+    return entries
+
+
+def _draw(estimates: list["RunEstimate"], fits: list["Fit"], folder: Path) -> None:
+    from fsdpctl.commands.drawing import draw_estimates, draw_largest
+
+    fitted = [each.estimate for each in fits if each.estimate]
+    drawn = [*draw_estimates(estimates, folder), *draw_estimates(fitted, folder, "fit")]
+    for path in drawn:
+        note(f"written: {path}")
+    if len(fits) > 1 and any(each.estimate for each in fits):
+        names = [each.config.strategy.name for each in estimates]
+        note(f"written: {draw_largest(fits, names, folder)}")
+
+
+def _show_all(estimates: list["RunEstimate"], fits: list["Fit"]) -> None:
+    for line in heading(estimates[0]):
+        say(line)
+    show_strategies(estimates)
+    shown = {each.config.strategy.name for each in estimates}
+    engine = estimates[0].config.engine.name
+    known = strategies_of(engine)
+    if missing := [name for name in STRATEGIES if name not in known]:
+        say(f"engine={engine} does not support {', '.join(missing)}")
+    if refused := [name for name in known if name not in shown]:
+        say(f"other settings exclude {', '.join(refused)}; strategy={refused[0]} shows why")
+    for each, fit in zip(estimates, fits, strict=False):
+        say(f"{each.config.strategy.name}: {fit_line(fit)}")
+
+
+def _show_one(estimator: "Estimator", found: "RunEstimate", fits: list["Fit"]) -> None:
+    for line in heading(found):
+        say(line)
+    show_breakdown(found)
+    say()
+    for line in conclusions(found):
+        say(line)
+    if fits:
+        say(f"fit     {fit_line(fits[0])}")
+    if fits and fits[0].key == "train.seq_len" and fits[0].estimate is not None:
+        from fsdpctl.estimate.fit import longer_samples
+
+        for words, longer in longer_samples(estimator, found.plan, fits[0]):
+            say(f"longer  {fit_line(longer)}, with {' '.join(words)}")
+    nothing_fits = fits[0].estimate is None if fits else not found.fits
+    if nothing_fits:
+        from fsdpctl.estimate.advice import advice
+        from fsdpctl.launch.check_fit import change_lines
+
+        changes = advice(estimator, found.plan)
+        for line in (*change_lines(changes), *_fits_with(estimator, changes, fits)):
+            say(line)
+
+
+def _fits_with(
+    estimator: "Estimator", changes: list[tuple["Change", "RunEstimate"]], fits: list["Fit"]
+) -> Iterator[str]:
+    """Yield the largest size that fits with each change, if nothing fits without."""
+    from fsdpctl.estimate.fit import FITTED, largest_that_fits
+
+    for fit in fits:
+        (what,) = (name for name, key in FITTED.items() if key == fit.key)
+        for change, _ in changes:
+            if not any(word.startswith(f"{fit.key}=") for word in change.words):
+                found = largest_that_fits(estimator, change.plan, what)
+                yield f"fit     {fit_line(found)}, with {' '.join(change.words)}"

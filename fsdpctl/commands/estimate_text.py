@@ -1,0 +1,144 @@
+"""The lines and tables of `fsdpctl estimate-memory`."""
+
+from typing import TYPE_CHECKING
+
+from fsdpctl.commands.console import show_table
+from fsdpctl.io.units import format_bytes
+
+if TYPE_CHECKING:
+    from fsdpctl.estimate.fit import Fit
+    from fsdpctl.estimate.run_estimate import RunEstimate
+
+_LARGE_BUFFERS = 0.25  # of a device, from which plain sharding of experts is hard to justify
+_VERDICTS = {
+    "fits": "fits",
+    "thrashes": "fits only if the allocator repeatedly empties its cache, which is slow",
+    "too_large": "does not fit",
+}
+
+
+def heading(first: "RunEstimate") -> list[str]:
+    """Return lines with the configuration that is estimated."""
+    config, launch, precision = first.config, first.config.launch, first.config.precision
+    nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
+    batches, prefetch = first.batches, config.prefetch
+    shared = config.train.context_parallel
+    who = "rank" if shared == 1 else f"group of {shared} ranks"
+    recomputes = config.activation_checkpointing.name
+    recomputes += ", inputs in host memory" if config.activation_checkpointing.offload else ""
+    compiled = "; estimated without torch.compile" if config.train.compile else ""
+    base = "" if config.model.base_dtype is None else f", {config.model.base_dtype} linear layers"
+    samples, given = batches.global_batch_size, config.train.global_batch_size
+    raised = f" (assumes train.global_batch_size={samples}, not {given})" if samples > given else ""
+    return [
+        f"model   {config.model.name}, {first.num_params:,} parameters{_trained(first)}",
+        f"ranks   {config.num_ranks} on {launch.device}{nodes}, "
+        f"{format_bytes(first.memory_bytes)} each (cluster={config.cluster.name}), "
+        f"engine {config.engine.name}",
+        f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
+        f"{precision.master_dtype} master weights{base}",
+        f"step    {first.tokens_per_step:,} tokens{raised}: each {who} "
+        f"{batches.num_micro_batches} x {batches.micro_batch_size} samples of "
+        f"{config.train.seq_len}; accumulation {config.accumulation.name}; "
+        f"activation checkpointing {recomputes}{compiled}; "
+        f"prefetch {prefetch.forward} forward, {prefetch.backward} backward",
+        "",
+    ]
+
+
+def _trained(estimate: "RunEstimate") -> str:
+    counts = {"active": estimate.num_active, "trained": estimate.num_trained}
+    parts = [
+        f", {count:,} {what}" for what, count in counts.items() if count != estimate.num_params
+    ]
+    return "".join(parts)
+
+
+def show_strategies(estimates: list["RunEstimate"]) -> None:
+    """Print the memory at the peak, a row for each strategy."""
+    parts = [
+        name
+        for name in estimates[0].step.breakdown
+        if name != "rounding" and any(each.step.breakdown[name] for each in estimates)
+    ]
+    names = [name.replace("_", " ") for name in [*parts, "allocated", "reserved", "margin"]]
+    rows = []
+    for each in estimates:
+        cells = [format_bytes(each.step.breakdown[name]) for name in parts]
+        cells += map(format_bytes, (each.allocated, each.peak_reserved, each.margin))
+        verdict = each.verdict if each.verdict != "too_large" else _VERDICTS["too_large"]
+        rows.append((each.config.strategy.name, *cells, verdict))
+    show_table(("strategy", *names, ""), rows, right=names)
+
+
+def show_breakdown(found: "RunEstimate") -> None:
+    """Print the memory at the peak, a row for each purpose."""
+    rows = []
+    for name, nbytes in found.step.breakdown.items():
+        largest = [each for each in found.step.peak.largest if each.category == name]
+        named = [f"{each.count} x {each.what}, {format_bytes(each.nbytes)}" for each in largest[:2]]
+        rows.append((name.replace("_", " "), format_bytes(nbytes), "; ".join(named)))
+    rows.append(("allocated", format_bytes(found.allocated), f"peak at: {found.step.peak.when}"))
+    title = f"{found.config.strategy.name}, per rank at the peak"
+    show_table((title, "", "largest tensors"), rows, right=("",))
+
+
+def conclusions(found: "RunEstimate") -> list[str]:
+    """Return lines about the device, the host and the verdict."""
+    config, outside = found.config, found.outside
+    on_device = found.available - found.peak_reserved
+    lines = []
+    if config.launch.device == "cuda":
+        each = [f"{format_bytes(nbytes)} {name}" for name, nbytes in found.step.reserved.items()]
+        lines.append(
+            f"reserved by the allocator: {', '.join(each)}; launch.allocator="
+            f"{config.launch.allocator}"
+        )
+    buffers = sum(found.step.breakdown[name] for name in ("gathered_units", "reduce_buffers"))
+    if found.num_active < found.num_params and buffers > _LARGE_BUFFERS * found.memory_bytes:
+        lines.append(
+            f"experts {format_bytes(buffers)} of gathered units and reduce buffers do not shrink "
+            "with more ranks; expert parallelism would divide them, but fsdpctl does not have it"
+        )
+    if found.shared:
+        lines.append(
+            f"shared  {format_bytes(found.shared)}, once for all ranks, of which each counts its "
+            "share; as resident memory, each process shows all of it"
+        )
+    if found.packages:
+        lines.append(
+            f"kernels of {' and '.join(found.packages)} are assumed; without them, the code of "
+            "transformers takes far more memory and time"
+        )
+    lines += [
+        f"outside {format_bytes(outside.low)} to {format_bytes(outside.high)} (assumed): the "
+        "process" + (", its CUDA context, and NCCL" if config.launch.device == "cuda" else ""),
+        f"host    about {format_bytes(found.host_bytes)} of memory per worker{_on_node(found)}; a "
+        f"checkpoint takes {format_bytes(found.checkpoint_bytes)} of disk",
+        f"verdict {_VERDICTS[found.verdict]}: {format_bytes(abs(found.margin))} "
+        f"{'to spare' if found.margin >= 0 else 'missing'}"
+        f"{' per rank of host memory' if found.margin < on_device else ''}",
+    ]
+    return lines
+
+
+def _on_node(found: "RunEstimate") -> str:
+    if found.host_limit is None:
+        return ""
+    fits = "does not fit" if found.lacks_host_memory else "fits"
+    return (
+        f", {format_bytes(found.node_bytes)} of {format_bytes(found.host_limit)} per node ({fits})"
+    )
+
+
+def fit_line(found: "Fit") -> str:
+    """Return the largest size that fits, and how much memory the next one needs."""
+    over = "; ".join(found.next.shortages) if found.next else ""
+    if found.estimate is None:
+        return f"none: {found.key}=1 does not fit ({over})"
+    held = format_bytes(found.estimate.peak_reserved)
+    if found.key == "model.num_layers":
+        held += f", {found.estimate.num_params:,} parameters"
+    if found.next is None:
+        return f"{found.settings} ({held}), the maximum"
+    return f"{found.settings} ({held}); {found.value + found.multiple} does not fit ({over})"

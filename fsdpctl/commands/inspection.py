@@ -1,0 +1,145 @@
+"""`fsdpctl inspect-checkpoint` and `verify-checkpoint`."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fsdpctl.checkpoint.checksums import ExportedDirectory
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.commands.checkpoint import Source, opened_checkpoint
+from fsdpctl.commands.console import emit, say, show_table
+from fsdpctl.config.sealed import CHECKSUMS
+from fsdpctl.io.activity import BYTES, doing
+from fsdpctl.io.texts import one_line
+
+_PARAMETER, _REMAINDER = "model", "remainder"  # the kinds of weights
+_SHOWN_FILES = 16
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
+    """Show a checkpoint's run, files and tensors."""
+    reader = opened_checkpoint(source)
+    if as_json:
+        emit(json.dumps(_described(reader), indent=2))
+        return
+    manifest = reader.manifest
+    for line in _summary(reader):
+        say(one_line(line))
+    if manifest.attachments:
+        say(f"attached files: {', '.join(manifest.attachments)}")
+    _show(("file", "bytes", "tensors"), _rows_of_files(reader))
+    _show(("tensor", "shape", "dtype", "bytes", "files"), _rows_of_tensors(reader))
+    _show(("configuration", ""), [[name, text] for name, text in manifest.config.items()])
+
+
+def _described(reader: CheckpointReader) -> dict[str, Any]:
+    """Return the manifest, and the file and span of each part of a tensor."""
+    content: dict[str, Any] = json.loads(reader.manifest.to_json())
+    for key, about in content["tensors"].items():
+        about["bytes"] = reader.manifest.tensors[key].nbytes
+        about["spans"] = [
+            {"file": part.file.path.name, "start": part.stored.span.start,
+             "stop": part.stored.span.stop}
+            for part in reader.parts(key)
+        ]  # fmt: skip
+    return {"path": str(reader), "bytes": reader.num_bytes, **content}
+
+
+def _show(columns: tuple[str, ...], rows: list[list[str]]) -> None:
+    if rows:
+        say()
+        show_table(columns, rows, right=("bytes", "tensors"))
+
+
+def _rows_of_files(reader: CheckpointReader) -> list[list[str]]:
+    counts = Counter(
+        part.file.path.name for key in reader.manifest.tensors for part in reader.parts(key)
+    )
+    rows = [
+        [name, f"{info.size:,}", str(counts[name])] for name, info in reader.manifest.files.items()
+    ]
+    left = len(rows) - _SHOWN_FILES
+    return rows if left <= 0 else [*rows[:_SHOWN_FILES], [f"and {left} more", "", ""]]
+
+
+def _rows_of_tensors(reader: CheckpointReader) -> list[list[str]]:
+    rows = []
+    tensors = reader.manifest.tensors.items()
+    for key, info in sorted(tensors, key=lambda each: (not _is_weight(each[0]), each[0])):
+        names = [part.file.path.stem.removeprefix("rank-") for part in reader.parts(key)]
+        shown = ", ".join(str(int(name)) for name in names[:_SHOWN_FILES])
+        shown += f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else ""
+        shape = "x".join(map(str, info.shape)) or "scalar"
+        rows.append([key, shape, info.dtype, f"{info.nbytes:,}", shown])
+    return rows
+
+
+def _is_weight(key: str) -> bool:
+    return key.startswith(f"{_PARAMETER}/")
+
+
+def _summary(reader: CheckpointReader) -> Iterator[str]:
+    manifest = reader.manifest
+    progress, tensors = manifest.progress, manifest.tensors
+    kinds = Counter(key.split("/")[0] for key in tensors)
+    weights = [info for key, info in tensors.items() if _is_weight(key)]
+    dtypes = ", ".join(sorted({info.dtype for info in weights}))
+    dtypes += " with 8 more bits each" if _REMAINDER in kinds else ""
+    model = manifest.config.get("model", "a custom model")
+    yield f"{reader}: {model}, step {progress.step}, {progress.samples:,} samples"
+    numel = sum(info.numel for info in weights)
+    yield f"{numel:,} parameters in {len(weights)} tensors of {dtypes}"
+    states = [kind for kind in kinds if kind not in (_PARAMETER, "buffer", _REMAINDER)]
+    yield f"optimizer states: {', '.join(states) or 'none'}"
+    if manifest.base is not None:
+        yield f"base model (untrained weights): {manifest.base.path}"
+    yield (
+        f"{reader.num_bytes:,} bytes in {len(manifest.files)} files, written by "
+        f"{manifest.world_size} ranks with torch {manifest.versions.get('torch', 'unknown')}"
+    )
+
+
+def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
+    """Verify the checksums of a checkpoint or an export.
+
+    The exit code is 4 if one does not match.
+    """
+    if (Path(source) / CHECKSUMS).exists():
+        _verify_export(Path(source), as_json=as_json)
+        return
+    reader = opened_checkpoint(source)
+    with doing("verifying", BYTES, reader.num_bytes) as advance:
+        for count in reader.verify():
+            advance(count)
+    base = reader.manifest.base
+    if base is not None:
+        from fsdpctl.checkpoint.base import checked_weights
+        from fsdpctl.comm.base import Collectives
+
+        checked_weights(reader, Collectives())
+    tensors = len(reader.manifest.tensors)
+    if as_json:
+        about = {"path": str(reader), "tensors": tensors, "bytes": reader.num_bytes}
+        emit(json.dumps(about | {"verified": True}, indent=2))
+    else:
+        say(f"{reader}: {tensors} tensors, {reader.num_bytes:,} bytes verified")
+        if base is not None:
+            say(f"{base.path}: base model verified")
+
+
+def _verify_export(folder: Path, *, as_json: bool) -> None:
+    found = ExportedDirectory(folder)
+    counts = found.counts()
+    with doing("verifying", BYTES, counts["bytes"]) as advance:
+        for count in found.verify():
+            advance(count)
+    if as_json:
+        emit(json.dumps({"path": str(folder), **counts, "verified": True}, indent=2))
+    else:
+        say(f"{folder}: {counts['files']} files, {counts['bytes']:,} bytes verified")

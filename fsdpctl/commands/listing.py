@@ -1,0 +1,113 @@
+"""`fsdpctl list`."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from fsdpctl.commands.console import emit, out, say, show_table
+from fsdpctl.config.compose import default_config
+from fsdpctl.config.keys import Key
+from fsdpctl.config.recipe import choices_of, first_comment, package_folder, recipe_names
+from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
+from fsdpctl.config.synonyms import hint
+from fsdpctl.errors import UsageError
+
+_NARROW = 120  # columns of a terminal, below which each key has lines of its own
+
+
+def list_choices(
+    group: Annotated[
+        str | None,
+        typer.Argument(help="Group, section or key to list, as in `fsdpctl list model`."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List settings, options and recipes."""
+    default = default_config()
+    if as_json:
+        sections = list(SECTIONS) if group is None else [group]
+        found = [_described(each, default) for each in sections]
+        recipes = {"name": "recipe", "default": None, "choices": recipe_names(), "keys": []}
+        emit(json.dumps(found if group else [*found, recipes], indent=2))
+    elif group is None:
+        _list_everything(default)
+    else:
+        _list_section(group, default)
+
+
+def _unknown(group: str) -> str:
+    expected = ", ".join(SECTIONS)
+    known = [*SECTIONS, *(name for name, key in KEYS.items() if not key.instead)]
+    return f"{group}: no such group or key{hint(group, known)} (expected {expected})"
+
+
+def _keys_of(group: str) -> dict[str, Key]:
+    keys = {name: key for name, key in KEYS.items() if not key.instead}
+    found = {n: key for n, key in keys.items() if n == group or n.startswith(f"{group}.")}
+    if not found and group not in SECTIONS:
+        raise UsageError(_unknown(group))
+    return found
+
+
+def _described(section: str, default: Config) -> dict[str, Any]:
+    keys = _keys_of(section)
+    is_group = section in GROUPS
+    return {
+        "name": section,
+        "default": default.value(section) if is_group else None,
+        "choices": choices_of(section) if is_group else [],
+        "keys": [
+            {
+                "name": name,
+                "type": key.type,
+                "default": _default(key, default),
+                "allowed": key.allowed,
+                "meaning": key.meaning,
+            }
+            for name, key in keys.items()
+        ],
+    }
+
+
+def _list_everything(default: Config) -> None:
+    firsts = {group: getattr(default, group).name for group in GROUPS}
+    groups = [
+        (group, ", ".join(dict.fromkeys([first, *choices_of(group)])))
+        for group, first in firsts.items()
+    ]
+    show_table(("group", "options (default first)"), groups)
+    say(f"\nsections without options: {', '.join(s for s in SECTIONS if s not in GROUPS)}")
+    say()
+    folder = package_folder("recipes")
+    recipes = [(name, first_comment(folder / f"{name}.yaml")) for name in recipe_names()]
+    show_table(("recipe", "purpose"), recipes)
+    say("\n`fsdpctl list GROUP` shows the options and keys of a group.")
+
+
+def _list_section(section: str, default: Config) -> None:
+    found = _keys_of(section)
+    if section in GROUPS:
+        folder = package_folder("conf") / section
+        choices = [
+            (
+                f"{each} (default)" if each == default.value(section) else each,
+                first_comment(folder / f"{each}.yaml"),
+            )
+            for each in choices_of(section)
+        ]
+        show_table(("option", "description"), choices)
+        if not found:
+            return
+        say()
+    if out.is_terminal and out.width < _NARROW:
+        for name, key in found.items():
+            say(f"{name}={_default(key, default)}")
+            say(f"    {key.meaning} ({key.allowed})")
+        return
+    keys = ((name, _default(key, default), key.allowed, key.meaning) for name, key in found.items())
+    show_table(("key", "default", "allowed", "meaning"), keys)
+
+
+def _default(key: Key, default: Config) -> str:
+    return key.text(default.value(key.name)) or "-"

@@ -1,0 +1,139 @@
+"""The end of a training: its report, and the exit code."""
+
+import os
+import signal
+from pathlib import Path
+
+import typer
+
+from fsdpctl.commands.console import fail, say, show_panel
+from fsdpctl.errors import FINAL, LOST, ExitCode, UsageError
+from fsdpctl.io.units import format_bytes
+from fsdpctl.launch.outcome import COMPILE_FAILED, Failure, Outcome
+from fsdpctl.run.heartbeat import record_cause
+
+TOO_EARLY = "stopped before there was anything to save"
+AGAIN = "run the same command to resume from the last checkpoint"
+_LAST_LINES = 12
+
+
+def report_exit(outcome: Outcome, run_dir: Path) -> None:
+    """Print how the training ended, and exit with the code for it."""
+    cause = outcome.cause
+    is_interrupt = outcome.stop_signal == signal.SIGINT
+    stopped = ExitCode.INTERRUPT if is_interrupt else ExitCode.STOPPED
+    if outcome.was_stopped_at_start:
+        fail(TOO_EARLY)
+        raise typer.Exit(stopped)
+    if not outcome.has_failed:
+        chat, merge = _next_options(run_dir)
+        say(f"done: {run_dir}")
+        say(
+            f"next: fsdpctl sample {run_dir}{chat}, or fsdpctl consolidate-checkpoint {run_dir} "
+            f"DIR{merge}"
+        )
+        return
+    if cause is None or outcome.hang:
+        _show_failure(cause, run_dir, outcome)
+        raise typer.Exit(ExitCode.FAILED)
+    if cause.exit_code == ExitCode.STOPPED:
+        fail(f"{cause.message}; run the same command to resume")
+        raise typer.Exit(stopped)
+    if cause.exit_code in FINAL:
+        fail(cause.message)
+        raise typer.Exit(cause.exit_code)
+    if outcome.stop_signal is not None and cause.exit_code == -signal.SIGKILL:
+        fail(f"killed; {AGAIN}")
+        raise typer.Exit(stopped)
+    _show_failure(cause, run_dir, outcome)
+    raise typer.Exit(ExitCode.FAILED)
+
+
+def _next_options(run_dir: Path) -> tuple[str, str]:
+    from fsdpctl.run.directory import read_config
+
+    try:
+        config = read_config(run_dir)
+    except UsageError:
+        return "", ""
+    has_adapters = config.model.lora.rank is not None
+    return " --chat" * (config.data.name == "chat"), " --merge" * has_adapters
+
+
+def _show_failure(cause: Failure | None, run_dir: Path, outcome: Outcome) -> None:
+    record_cause(run_dir, outcome.reason)
+    title, lines = "ranks hang", [f"cause  {outcome.reason}"]
+    if cause is None:
+        title = "other nodes are unreachable"
+    elif not outcome.hang:
+        waited = "ranks timed out waiting for others"
+        title = waited if cause.waited_in_vain else f"rank {cause.rank} on {cause.host} failed"
+        lines = [f"cause  {cause.cause}"]
+    if outcome.silent_nodes:
+        nodes = ", ".join(map(str, outcome.silent_nodes))
+        lines.append(f"detail launcher of node {nodes} unreachable: exited, or disconnected")
+    if outcome.hang or cause is None:
+        lines += [f"hint   {AGAIN}", f"log    {run_dir / 'logs'}/rank-*.log (stack of each rank)"]
+    else:
+        lines += _about(cause, run_dir, outcome)
+    show_panel(title, lines)
+
+
+def _about(cause: Failure, run_dir: Path, outcome: Outcome) -> list[str]:
+    log, lines = run_dir / "logs" / f"rank-{cause.rank:05d}.log", []
+    if cause.waited_in_vain:
+        silent = ", ".join(map(str, outcome.silent_ranks))
+        lines.append(f"detail rank {cause.rank} waited; another rank may be the one that hangs")
+        lines += [f"       no message from rank {silent}"] if silent else []
+    last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
+    if len(last) > 1:
+        lines += ["", *last, ""]
+    lacked_memory = cause.out_of_memory or "out of memory" in cause.message.lower()
+    if cause.exit_code == -signal.SIGKILL or lacked_memory:
+        lines += [*_memory_report(run_dir, lacked_memory=lacked_memory), ""]
+    log = log if log.is_file() else run_dir / "logs" / "node-00000.log"
+    if LOST in cause.message and not (run_dir / "config.yaml").is_file():
+        return [*lines, f"hint   restore {run_dir}; without it, the same command begins again"]
+    return [*lines, f"hint   {_hint(cause)}", f"log    {log}"]
+
+
+def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
+    """Return the estimate and the available memory; if that was too little, changes that fit."""
+    from fsdpctl.estimate.advice import advice
+    from fsdpctl.estimate.estimator import Estimator
+    from fsdpctl.launch.check_fit import change_lines
+    from fsdpctl.resolve.settle import settle
+    from fsdpctl.run.directory import read_config
+
+    estimator = Estimator()
+    try:
+        found = estimator.estimate(settle(read_config(run_dir)))
+    except UsageError:
+        return []  # the configuration is corrupted; report the failure alone
+    lacks = lacked_memory or not found.fits
+    changes = change_lines(advice(estimator, found.plan, more_ranks=False)) if lacks else []
+    return [
+        f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
+        f"reserved; {format_bytes(found.memory_bytes)} available per rank",
+        f"peak   {found.step.peak.when}",
+        *changes,
+    ]
+
+
+def _hint(cause: Failure) -> str:
+    if cause.out_of_memory:
+        return f"use fewer ranks per node, or a smaller micro-batch; {AGAIN}"
+    if cause.exit_code == -signal.SIGKILL:
+        return (
+            "often the kernel, out of memory: use fewer ranks per node, or a smaller micro-batch; "
+            f"{AGAIN}"
+        )
+    if "could not be written" in cause.message:
+        return f"free disk space, or set another train.run_dir; {AGAIN}"
+    if cause.cause.startswith(COMPILE_FAILED):
+        return "set another compiler in CXX, or train.compile=false"
+    if "out of memory" in cause.message.lower():
+        return "use more ranks: each holds a smaller shard of the model"
+    if "timed out" in cause.message.lower():
+        return f"a rank hangs or exited: see {os.path.join('logs', 'rank-*.log')}; {AGAIN}"
+    return AGAIN

@@ -1,0 +1,196 @@
+"""`fsdpctl train`, and the report at its end."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdpctl.commands.config_args import (
+    ConfigArguments,
+    RanksPerNode,
+    composed_from,
+    configured,
+    normalized,
+)
+from fsdpctl.commands.console import emit, note, out, say
+from fsdpctl.commands.convert import converted
+from fsdpctl.commands.outcome import TOO_EARLY, report_exit
+from fsdpctl.config.auto import Selection, filled, left_open
+from fsdpctl.config.compose import Composed, First
+from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import words_to_type, words_to_yaml
+from fsdpctl.errors import SignalError, StoppedError, UsageError
+from fsdpctl.io.activity import Talk, is_first
+from fsdpctl.launch.paths import check_paths
+from fsdpctl.launch.run import run, silence_torch_of_lost_peers
+
+if TYPE_CHECKING:
+    from fsdpctl.launch.begin import Decision
+    from fsdpctl.resolve.run import Opened
+    from fsdpctl.run.directory import Look
+
+
+@configured
+def train(
+    asked: ConfigArguments,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|never|PATH",
+            help="auto: resume the run if it exists. never: start a new run in a new directory. "
+            "PATH: start a new run from the full state of that run or checkpoint.",
+        ),
+    ] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the run and show its units; train nothing.")
+    ] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the configuration and exit.")
+    ] = False,
+    nproc_per_node: RanksPerNode = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Another tool's file, as `convert` reads it."),
+    ] = None,
+) -> None:
+    """Train a model, or resume a run."""
+    config = normalized(asked, nproc_per_node)
+    first = None if print_config else partial(_begin, resume)
+    composed, config = _composed(config, source, first)
+    if print_config:
+        _print_config(composed, resume)
+    elif dry_run:
+        _dry_run(composed, resume)
+    else:
+        option = "--recipe" if source is None else "--from"
+        options = [f"{option} {config.recipe}"] if config.recipe else []
+        _train(composed, [*options, *(config.settings or [])], resume)
+
+
+def _composed(
+    config: ConfigArguments, source: Path | None, first: First | None
+) -> tuple[Composed, ConfigArguments]:
+    """Compose the configuration, of another tool's file if given; quietly without `first`."""
+    if source is None:
+        return composed_from(config, quiet=first is None, first=first), config
+    if config.recipe is not None:
+        raise UsageError(f"--from {source}: conflicts with the recipe {config.recipe}; pass one")
+    recipe = converted(source, list(config.settings or []))
+    for _, why in recipe.missing:
+        raise UsageError(f"{source}: {why}")
+    for line in recipe.left_out if first else ():
+        note(f"{source.name}: left out: {line}")
+    config = config._replace(recipe=str(source))
+    composed = composed_from(config, quiet=first is None, converted=recipe.words, first=first)
+    return composed, config
+
+
+def _begin(resume: str, config: Config, recipe: str | None) -> None:
+    """Check what needs no torch, whose import takes seconds, and print what follows."""
+    check_paths(config, recipe, resume)
+    if config.launch.nnodes > 1:
+        silence_torch_of_lost_peers()  # before anything imports torch
+    if is_first() and not config.launch.node_rank:
+        say("opening the model and the data")
+
+
+def _train(composed: Composed, settings: list[str], resume: str) -> None:
+    try:
+        found = run(composed, settings, resume, Talk(say, note))
+        if found is not None:
+            report_exit(*found)
+    except SignalError as error:
+        if error.exit_code != StoppedError.exit_code:
+            raise
+        raise StoppedError(TOO_EARLY) from None
+
+
+def _print_config(composed: Composed, resume: str) -> None:
+    """Print the configuration; lines about the selection go to standard error."""
+    config = composed.config
+    if left_open(config):
+        from fsdpctl.launch.begin import decide_on_cluster
+        from fsdpctl.resolve.machine import LOCAL
+        from fsdpctl.resolve.settle import settle
+
+        if config.cluster.name != LOCAL:
+            decision = decide_on_cluster(composed, note)
+            selection = decision.selection
+        else:
+            _, seen, decision = _opened(composed, resume)
+            selection = Selection.of(settle(seen.config, decision.selection).config)
+        for line in decision.lines:
+            note(line)
+        assert selection is not None
+        config = filled(config, selection)
+    emit(words_to_yaml(words_to_type(config)).rstrip())
+
+
+def _opened(composed: Composed, resume: str) -> "tuple[Opened, Look, Decision]":
+    """Open a run without the launcher's variables: it may be shown where no launcher runs."""
+    from fsdpctl.launch.begin import decide, decide_on_cluster
+    from fsdpctl.resolve.machine import LOCAL
+    from fsdpctl.resolve.run import open_run
+    from fsdpctl.run.directory import look
+
+    config = composed.config
+    opened = open_run(composed, (config.launch, None))
+    seen = look(opened.config, resume)
+    if config.cluster.name != LOCAL and seen.kept is None and left_open(config):
+        return opened, seen, decide_on_cluster(composed, note)
+    return opened, seen, decide(opened, seen, note)
+
+
+def _dry_run(composed: Composed, resume: str) -> None:
+    opened, seen, decision = _opened(composed, resume)
+    from fsdpctl.estimate.estimator import Estimator
+    from fsdpctl.launch.check_fit import check_fits
+    from fsdpctl.launch.run_lines import describe_run, describe_units
+    from fsdpctl.resolve.settle import settle
+
+    plan = settle(seen.config, decision.selection)
+    estimator = Estimator()
+    estimate = estimator.estimate(plan)
+    described = describe_run(opened, plan, seen, estimate)
+    for line in (*decision.lines, *described):
+        say(line)
+    say()
+    for line in describe_units(plan.config, opened.module):
+        say(line)
+    _show_samples(opened)
+    _check_large_token_files(opened)
+    say()
+    check_fits(estimate, estimator, say)
+    would = "it would run"
+    if (launcher := plan.config.launch.name) != "local":
+        would += f" within a job of launch={launcher}"
+    say(f"{would}; nothing was trained")
+
+
+def _show_samples(opened: "Opened") -> None:
+    """Print the first conversations as they are trained, and the lengths of all."""
+    from fsdpctl.data.chats.open import ChatSet
+    from fsdpctl.data.chats.preview import histogram, preview
+
+    if not isinstance(opened.data, ChatSet):
+        return
+    chats = opened.data.train
+    marked = "in color" if out.is_terminal and not out.no_color else "in brackets"
+    texts = preview(chats, opened.data.tokenizer, color=marked == "in color")
+    for number, text in enumerate(texts, start=1):
+        say(f"\nsample {number}, trained text {marked}:")
+        out.print(text)
+    say("\nlengths of samples:")
+    for line in histogram(chats):
+        say(line)
+
+
+def _check_large_token_files(opened: "Opened") -> None:
+    """Check files with a checksum that are too large to be read before every run."""
+    from fsdpctl.data.token_files import check_tokens
+    from fsdpctl.resolve.data import is_quick
+
+    for file in () if is_quick(opened.data.token_files) else opened.data.token_files:
+        if file.xxh3 is not None and file.is_local:
+            check_tokens(file, opened.config.model.vocab_size)

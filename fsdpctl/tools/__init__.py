@@ -1,1 +1,0 @@
-"""Commands on models and runs: compare, evaluate, sample, and inspect."""

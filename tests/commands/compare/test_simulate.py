@@ -1,0 +1,61 @@
+"""Simulated comparisons: a suggestion if none of the variants fits, and short steps."""
+
+from fsdpctl.commands.compare.row import OK, TOO_LARGE, columns
+from fsdpctl.commands.compare.simulate import SimulatedComparison
+from fsdpctl.commands.compare.vary import variants
+
+WORDS = ["model.num_layers=2", "strategy=no_shard,full_shard", "launch.nproc_per_node=2",
+         "train.seq_len=512", "train.global_batch_size=4", "cluster=h100"]  # fmt: skip
+
+
+def simulated(memory: str) -> SimulatedComparison:
+    words = [*WORDS, f"cluster.memory={memory}"]
+    found = SimulatedComparison(variants(words, None, steps=20))
+    found.run()
+    return found
+
+
+def test_the_cheapest_change_is_simulated():
+    found = simulated("1.99")  # of which context and communicators take up to 1.9
+    *given, suggested = found.rows
+    assert all(row.status.startswith(TOO_LARGE) for row in given)
+    assert suggested.status == OK
+    needed, available = suggested.estimated_peak_reserved_bytes, suggested.memory_bytes
+    assert needed is not None
+    assert available is not None
+    assert needed <= available
+    assert set(suggested.varied) > {"strategy"}
+    assert found.notes[0].startswith(
+        "no variant fits; added with the cheapest change that does: str"
+    )
+    added = list(suggested.varied)[-1]
+    (cells,) = (each.cells for each in columns(found.rows) if each.title == added)
+    assert cells == ("-", "-", suggested.varied[added])
+
+
+def test_nothing_is_added_if_a_variant_fits_or_nothing_would():
+    assert len(simulated("80").rows) == 2
+    assert [row.status == OK for row in simulated("0.01").rows] == [False, False]
+
+
+def test_missing_host_memory_is_in_the_status_of_a_variant():
+    words = [*WORDS[:1], "strategy=full_shard", *WORDS[2:], "strategy.offload=none,states"]
+    found = SimulatedComparison(variants([*words, "cluster.host_memory=6.008"], None, steps=20))
+    found.run()
+    fits, lacks = found.rows
+    assert fits.status == OK
+    assert lacks.status.startswith(TOO_LARGE)
+    assert lacks.status.endswith("GiB needed per node, 6.01 GiB available (cluster.host_memory)")
+
+
+def test_short_steps_of_gpus_have_a_note_and_too_few_samples_are_refused():
+    found = simulated("80")
+    (note,) = found.notes
+    assert note.startswith("The host limits steps of GPUs below 100 ms and those of small")
+    assert all((row.step_seconds or 1) < 0.1 for row in found.rows)
+    long = [*WORDS[1:4], "train.global_batch_size=1", "model=llama3_8b", "cluster=h200"]
+    others = SimulatedComparison(variants(long, None, steps=20))
+    others.run()
+    assert others.notes == []
+    refused = "=1: expected at least 2, one sample per rank"
+    assert all(row.status.endswith(refused) for row in others.rows)

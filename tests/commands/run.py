@@ -1,0 +1,59 @@
+"""Runs the command line as a person would: as a process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from fsdpctl.commands.app import app
+from fsdpctl.errors import FsdpctlError
+
+TINY = [
+    "model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48",
+    "model.num_heads=4", "model.num_kv_heads=2", "train.seq_len=16", "train.global_batch_size=8",
+    "train.eval_every=20", "train.sample_tokens=0", "checkpoint.every=25", "data=text",
+]  # fmt: skip
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    """In this process: the exit code, and what was printed or the one line that it fails with."""
+    result = CliRunner().invoke(app, list(words))
+    if isinstance(result.exception, FsdpctlError):
+        return result.exception.exit_code, str(result.exception)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "fsdpctl", *words]
+
+
+def fsdpctl(*words: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run to the end, with standard output and error as text."""
+    return subprocess.run(
+        command(*words), cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment()
+    )
+
+
+def environment() -> dict[str, str]:
+    paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent.parent.parent)]
+    path = os.pathsep.join(filter(None, paths))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def make_text(folder: Path) -> Path:
+    """A file with enough words to train on for a moment."""
+    file = folder / "words.txt"
+    file.write_text("".join(f"line {n} is {n * n % 97} and {n % 7}\n" for n in range(900)))
+    return file
+
+
+def figures(run_dir: Path) -> list[tuple[int, float | None, float | None]]:
+    """Step, loss and validation loss of every line that has one."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    found = [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines]
+    return [each for each in found if each[1:] != (None, None)]

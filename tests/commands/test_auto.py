@@ -1,0 +1,220 @@
+"""`auto` in every command: the selection, what a run keeps of it, and probes."""
+
+import json
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from fsdpctl.config.auto import left_open
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.serialize import config_to_yaml
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.candidates import Ranking
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.search import choose
+from fsdpctl.launch.begin import describe_ranking
+from fsdpctl.launch.probe import probed, worth_probing
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.run import Opened, open_run
+from fsdpctl.resolve.settle import settle
+from tests.commands.run import TINY, fsdpctl, invoke, make_text
+from tests.commands.test_interruptions import start, wait_for
+
+OPEN = [
+    "strategy=auto", "activation_checkpointing=auto", "prefetch=auto",
+    "train.micro_batch_size=auto", "launch.share_memory=false",
+]  # fmt: skip
+H100 = [
+    *(word for word in TINY[:-1] if "batch_size" not in word), "model.vocab_size=256",
+    "cluster=h100", "launch.nnodes=2", "train.global_batch_size=64",
+]  # fmt: skip
+NAMES = ("strategy", "activation_checkpointing", "prefetch", "train.micro_batch_size")
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    given = [f"data.path={make_text(folder)}", "train.steps=6", f"train.run_dir={folder / 'run'}"]
+    return [*TINY, *given, "launch.nproc_per_node=2", "launch.device=cpu", *more]
+
+
+def ranked(words: list[str]) -> tuple[Opened, Ranking]:
+    """Return an opened run, and the candidates for its ranks."""
+    opened = open_run(compose_config(words))
+    return opened, choose(Estimator(), placed_on_cluster(opened.config))
+
+
+def selected(text: str) -> str:
+    """Return the selected settings from the output of a command."""
+    (line,) = (each for each in text.splitlines() if each.startswith("auto    "))
+    return line.removeprefix("auto    ").partition(",")[0]
+
+
+def test_every_command_selects_the_same_for_another_cluster():
+    code, text = invoke("estimate-memory", *H100, *OPEN)
+    assert code == 0
+    chosen = dict(word.split("=") for word in selected(text).split())
+    assert tuple(chosen) == NAMES
+    code, text = invoke("estimate-memory", *H100, *OPEN, "--json")
+    found = json.loads(text)
+    assert found["selected"]["ranked"][0]["settings"] == " ".join(
+        f"{k}={v}" for k, v in chosen.items()
+    )
+    assert found["strategy"] == chosen["strategy"]
+    assert found["verdict"] == "fits"
+    code, text = invoke("train", "--dry-run", *H100, *OPEN)
+    assert code == 0
+    assert selected(text) == " ".join(f"{k}={v}" for k, v in chosen.items())
+    code, text = invoke("train", "--print-config", *H100, *OPEN)
+    assert code == 0
+    recipe = yaml.safe_load(text[text.index("model:") :])
+    assert {name: str(recipe[name]) for name in NAMES} == chosen
+
+
+def test_the_other_settings_are_selected_for_each_strategy():
+    code, text = invoke("estimate-memory", *H100, *OPEN[1:3], "--all-strategies", "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert all("strategy" not in each["selected"]["names"] for each in found)
+    words = {each["strategy"]: each["selected"]["ranked"][0]["settings"] for each in found}
+    assert "prefetch=none" in words["no_shard"]
+    code, text = invoke("estimate-memory", *H100, *OPEN[1:3], "--all-strategies")
+    assert f"full_shard: auto    {' '.join(words['full_shard'].split()[:1])}" in text
+
+
+def test_if_nothing_fits_train_fails_and_the_estimate_has_a_verdict(tmp_path):
+    short = [*OPEN, "cluster.memory=0.2"]
+    code, text = invoke("train", *words(tmp_path, *short))
+    assert code == 2
+    assert "nothing fits; closest is strategy=" in text
+    assert "MiB needed per rank, 204.8 MiB available" in text
+    assert not (tmp_path / "run").exists()
+    code, text = invoke("estimate-memory", *TINY, "model.vocab_size=256", *short, "--require-fit")
+    assert code == 3
+    assert "nothing fits; closest is strategy=" in text
+    assert "does not fit" in text
+
+
+def test_an_existing_run_keeps_the_selection_in_its_configuration(tmp_path):
+    given = words(tmp_path)
+    chosen = ["strategy=shard_optimizer", "activation_checkpointing=full", "prefetch=both"]
+    more = ["launch.share_memory=false", "train.micro_batch_size=1"]
+    kept = settle(open_run(compose_config([*given, *chosen, *more])).config)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(config_to_yaml(kept.config))
+    code, text = invoke("train", "--dry-run", *given, *OPEN)
+    assert code == 0
+    same = " ".join(chosen)
+    assert selected(text) == f"{same} train.micro_batch_size=1"
+    assert f"as in {tmp_path / 'run' / 'config.yaml'}" in text
+    assert "changed" not in text
+    code, text = invoke("train", "--dry-run", *given, *OPEN, "auto.probe=false")
+    assert selected(text) == f"{same} train.micro_batch_size=1"
+    code, text = invoke("train", "--dry-run", *given, *OPEN, "--resume", "never")
+    assert "(assumed CPU specs)" in text
+
+
+def test_a_single_candidate_is_not_probed():
+    opened, ranking = ranked([*TINY[:-1], "strategy=no_shard", "prefetch=auto"])
+    assert worth_probing(ranking) == []
+    assert probed(ranking, opened, lambda line: None) is ranking
+
+
+def test_probed_candidates_are_near_the_fastest_and_differ():
+    _, ranking = ranked([*TINY[:-1], *OPEN])
+    first, second, *_ = ranking.ranked
+    slow = replace(second, seconds=2 * first.seconds)
+    assert worth_probing(replace(ranking, ranked=(first, slow))) == []
+    assert worth_probing(replace(ranking, ranked=(first, second, slow))) == [first, second]
+    alike = [replace(first, seconds=first.seconds * (1 + n / 100)) for n in range(4)]
+    other = _recomputing(alike[3], "full")
+    given = replace(ranking, ranked=(*alike, other))
+    assert worth_probing(given) == [alike[0], other, alike[1]]
+    assert len(worth_probing(ranking)) == 3
+
+
+@pytest.mark.slow
+def test_a_run_prints_the_selection_and_keeps_it_when_it_resumes(tmp_path):
+    given = words(tmp_path, *OPEN)
+    result = fsdpctl("train", *given, cwd=tmp_path, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("probing ") == 3
+    assert "s/step measured" in result.stdout
+    assert "probed  " in result.stdout
+    first = selected(result.stdout)
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert first == " ".join(f"{name}={config[name]}" for name in NAMES)
+    longer = [word for word in given if not word.startswith("train.steps")]
+    result = fsdpctl("train", *longer, "train.steps=9", cwd=tmp_path, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert selected(result.stdout) == first
+    assert "probing" not in result.stderr
+    assert "resumes at step 6" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_candidate_that_fails_is_removed_with_its_reason(tmp_path):
+    given = words(tmp_path)
+    opened, ranking = ranked([*given, "activation_checkpointing=auto"])
+    first = ranking.best
+    broken = _recomputing(first, "broken")
+    found = probed(replace(ranking, ranked=(broken, first)), opened, lambda line: None)
+    assert [each.selection.activation_checkpointing for each in found.ranked] == ["none"]
+    assert "activation_checkpointing=broken failed: 'broken'" in found.failures[0]
+    assert found.failures[0] in list(describe_ranking(found))[-1]
+    other = _recomputing(first, "too")
+    with pytest.raises(UsageError, match="no candidate that fits by its estimate ran"):
+        probed(replace(ranking, ranked=(broken, other)), opened, lambda line: None)
+
+
+def _recomputing(candidate, mode):
+    selection = replace(candidate.selection, activation_checkpointing=mode)
+    return replace(candidate, selection=selection)
+
+
+@pytest.mark.slow
+def test_an_interrupted_probe_leaves_no_process_behind(tmp_path):
+    more = ["launch.nproc_per_node=2", "launch.device=cpu", *OPEN]
+    process = start(tmp_path, 6, *more, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("probing 1/"):
+            break
+    running = psutil.Process(process.pid)
+    wait_for(lambda: len(running.children(recursive=True)) >= 2)
+    children = running.children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in rest
+    assert not [each for each in children if each.is_running()]
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.slow
+def test_compare_measures_the_selected_variant_next_to_the_others(tmp_path):
+    given = [w for w in words(tmp_path) if not w.startswith(("train.steps", "train.run_dir"))]
+    auto = ["strategy=auto,no_shard", "train.micro_batch_size=auto", "--json"]
+    result = fsdpctl(
+        "compare", *given, *auto, "--steps", "4", "--rounds", "1", cwd=tmp_path, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
+    rows = rows["rows"] if isinstance(rows, dict) else rows
+    assert rows[0]["varied"] == {"strategy": "auto"}
+    assert rows[0]["strategy"] in ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+    assert len({row["final_loss"] for row in rows}) == 1
+
+
+def test_auto_is_valid_in_a_recipe(tmp_path):
+    file = tmp_path / "open.yaml"
+    file.write_text("strategy: auto\ntrain: {micro_batch_size: auto}\nauto.probe: false\n")
+    config = compose_config([], str(file)).config
+    assert left_open(config) == ("strategy", "train.micro_batch_size")
+    assert not config.auto.probe
+    assert left_open(compose_config(["strategy=full_shard"], str(file)).config) == (
+        "train.micro_batch_size",
+    )

@@ -1,0 +1,171 @@
+"""Models and checkpoints in and out, as typed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGUFReader
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from fsdpctl.checkpoint.tensor_file import open_tensor_file
+from tests.commands.run import figures, fsdpctl, make_text
+from tests.models.families import save_model
+
+RUN = ["train.seq_len=16", "train.global_batch_size=8", "train.steps=6", "checkpoint.every=2",
+       "checkpoint.keep_last=3", "train.eval_every=0", "data=text"]  # fmt: skip
+
+
+def train(folder: Path, name: str, *words: str, code: int = 0) -> str:
+    """What the run says, on both streams."""
+    fixed = [*RUN, f"data.path={make_text(folder)}", f"train.run_dir={name}"]
+    typed = {word.partition("=")[0]: word for word in [*fixed, *words]}
+    result = fsdpctl("train", *typed.values(), cwd=folder)
+    assert result.returncode == code, result.stderr
+    return result.stdout + result.stderr
+
+
+def give_tokenizer(folder: Path, text: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train([str(text)], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained model with its tokenizer, and a run that went on from it."""
+    folder = tmp_path_factory.mktemp("trained")
+    save_model("qwen2", folder / "in")
+    give_tokenizer(folder / "in", make_text(folder))
+    said = train(folder, "run", "model=hf", "model.path=in")
+    assert f"weights from {folder / 'in'}" in said
+    return folder
+
+
+@pytest.mark.slow
+def test_a_pretrained_model_is_trained_and_exported_with_its_tokenizer(trained, tmp_path):
+    result = fsdpctl("consolidate-checkpoint", str(trained / "run"), "out", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    before = load_file(trained / "in" / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    ids = AutoTokenizer.from_pretrained(tmp_path / "out")("line 7 of")["input_ids"]
+    assert ids == AutoTokenizer.from_pretrained(trained / "in")("line 7 of")["input_ids"]
+    assert model(torch.tensor([ids])).logits.shape == (1, len(ids), 320)
+    sampled = fsdpctl("sample", str(trained / "run"), "--tokens", "3", cwd=tmp_path)
+    assert sampled.returncode == 0, sampled.stderr
+    exported = fsdpctl(
+        "consolidate-checkpoint", str(trained / "run"), "m.gguf", "--format", "gguf", cwd=tmp_path
+    )
+    assert exported.returncode == 0, exported.stderr
+    assert "no tokenizer" not in exported.stdout
+    assert len(GGUFReader(tmp_path / "m.gguf").tensors) == len(after)
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_the_weights_of_another(trained):
+    said = train(trained, "second", "model=hf", "model.path=run", "optimizer.lr=1e-9")
+    newest = trained / "run" / "checkpoints" / "step-00000006"
+    assert f"weights from {newest}" in said
+    assert f"({trained / 'run' / 'assets'})" in said
+    random = train(trained, "third", "model=hf", "model.path=run", "model.init=random")
+    assert "weights initialized from seed 0" in random
+    first, second = (figures(trained / name)[0][1] for name in ("second", "third"))
+    assert first is not None
+    assert second is not None
+    assert first < second
+
+
+@pytest.mark.slow
+def test_shard_and_consolidate_keep_every_byte(trained, tmp_path):
+    source = str(trained / "in")
+    words = ["shard-checkpoint", source, "sharded", "--world-size", "3"]
+    assert fsdpctl(*words, cwd=tmp_path).returncode == 0
+    again = fsdpctl(*words, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "already exists" in again.stderr
+    assert fsdpctl("verify-checkpoint", "sharded", cwd=tmp_path).returncode == 0
+    shown = json.loads(fsdpctl("inspect-checkpoint", "sharded", "--json", cwd=tmp_path).stdout)
+    spans = shown["tensors"]["model/lm_head.weight"]["spans"]
+    assert [each["file"] for each in spans] == [f"rank-0000{n}.safetensors" for n in range(3)]
+    assert fsdpctl("consolidate-checkpoint", "sharded", "out", cwd=tmp_path).returncode == 0
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (trained / "in", tmp_path / "out")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be damaged."""
+    shutil.copytree(trained / "run", tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+def resume(run: Path, trained: Path, code: int = 0) -> str:
+    """Two more steps."""
+    words = ["model=hf", f"model.path={trained / 'in'}", f"data.path={trained / 'words.txt'}"]
+    return train(run.parent, "run", *words, "train.steps=8", code=code)
+
+
+def flip(file: Path, key: str) -> None:
+    opened = open_tensor_file(file)
+    content = bytearray(file.read_bytes())
+    content[opened.data_start + opened.entries[key].start] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.slow
+def test_a_run_with_an_incomplete_newest_checkpoint_reports_it_and_resumes(run, trained):
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step-00000006" / "manifest.json").unlink()
+    said = resume(run, trained)
+    assert "step-00000006: incomplete" in said
+    assert "resumes at step 4" in said
+    assert [step for step, loss, _ in figures(run) if loss is not None] == list(range(1, 9))
+    assert fsdpctl("verify-checkpoint", "run", cwd=run.parent).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_run_with_a_corrupted_newest_checkpoint_names_it_and_the_next_step(run, trained):
+    newest = run / "checkpoints" / "step-00000006"
+    flip(newest / "rank-00001.safetensors", "model/lm_head.weight")
+    metrics = (run / "metrics.jsonl").read_bytes()
+    said = resume(run, trained, code=4)
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    assert "rank-00001.safetensors: corrupted: the checksum of model/lm_head.weight" in said
+    before = run / "checkpoints" / "step-00000004"
+    assert "--resume run/checkpoints/step-00000004 starts a new run" in said
+    assert before.is_dir()
+    for command in (["verify-checkpoint", "run"], ["consolidate-checkpoint", "run", "out"]):
+        result = fsdpctl(*command, cwd=run.parent)
+        assert result.returncode == 4
+        assert "rank-00001.safetensors: corrupted" in result.stderr
+    assert not (run.parent / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_both_ways_to_save_give_the_same_checkpoints(trained, mode):
+    words = ["model=hf", "model.path=in", f"checkpoint.mode={mode}", "checkpoint.keep_every=4"]
+    train(trained, mode, *words, "checkpoint.keep_last=1")
+    names = sorted(each.name for each in (trained / mode / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000004", "step-00000006"]
+    ours, theirs = (
+        load_file(trained / name / "checkpoints" / "latest" / "rank-00000.safetensors")
+        for name in (mode, "run")
+    )
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

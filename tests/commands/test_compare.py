@@ -1,0 +1,242 @@
+"""`fsdpctl compare`: the variants and the results."""
+
+import json
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from fsdpctl.commands.compare.vary import possible, variants
+from fsdpctl.errors import UsageError
+from fsdpctl.plan.strategy import STRATEGIES
+from tests.commands.run import TINY, command, environment, fsdpctl, invoke, make_text
+from tests.commands.test_interruptions import heard, ranks_of, wait_for
+
+
+def labels(*words: str) -> list[str]:
+    return [each.row.label for each in variants(list(words), None, steps=4)]
+
+
+def test_commas_separate_alternatives_of_choices_and_numbers():
+    assert labels("strategy=full_shard,no_shard", "train.micro_batch_size=1,2") == [
+        "strategy=full_shard train.micro_batch_size=1",
+        "strategy=full_shard train.micro_batch_size=2",
+        "strategy=no_shard train.micro_batch_size=1",
+        "strategy=no_shard train.micro_batch_size=2",
+    ]
+
+
+def test_commas_in_paths_are_commas():
+    (only,) = variants(["strategy=no_shard", "data.path=a,b"], None, steps=4)
+    assert only.composed.config.data.path == "a,b"
+
+
+def test_without_alternatives_all_strategies_are_compared():
+    assert labels() == [f"strategy={name}" for name in STRATEGIES]
+    assert labels("strategy=no_shard") == ["strategy=no_shard"]
+
+
+def test_values_are_ignored_for_strategies_that_do_not_use_them():
+    found = variants(["strategy.owner_map=balanced"], None, steps=4)
+    maps = {each.composed.config.strategy.name: each.composed.config.strategy for each in found}
+    assert maps["shard_optimizer"].owner_map == "balanced"
+    assert maps["full_shard"].owner_map is None
+
+
+def test_duplicate_alternatives_are_merged():
+    assert labels("strategy=no_shard,no_shard") == ["strategy=no_shard"]
+
+
+@pytest.mark.parametrize(("word", "part"), [
+    ("strategy=full_shard,no_shrad", "did you mean no_shard?"),
+    ("strategy=full_shard,", "empty alternative"),
+    ("train.micro_batch_size=1,x", "train.micro_batch_size=x"), ("train.steps=5,6", "--steps"),
+    ("train.run_dir=here", "not supported by compare"), ("strateg=a,b", "did you mean strategy?"),
+])  # fmt: skip
+def test_mistakes_are_reported_before_anything_runs(word, part):
+    with pytest.raises(UsageError) as caught:
+        labels(word)
+    assert part in str(caught.value)
+
+
+def test_a_directory_that_is_not_empty_is_rejected(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    code, said = invoke("compare", "--out", str(tmp_path))
+    assert code == 2
+    assert "not an empty directory" in said
+
+
+@pytest.mark.parametrize("option", ["--steps=3", "--steps=x", "--steps=1e9", "--rounds=0",
+                                    "--rounds=x", "--rounds=1e9"])  # fmt: skip
+def test_an_invalid_length_or_number_of_rounds_is_rejected(option):
+    name = option.partition("=")[0]
+    code, said = invoke("compare", option)
+    assert (code, name in said, f"from {4 if name == '--steps' else 1}" in said) == (2, True, True)
+
+
+def test_settings_that_no_variant_supports_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, said = invoke("compare", "data=text", "data.path=/no/such", "--steps", "4")
+    assert code == 2
+    assert "data.path=/no/such: not found" in said
+    assert f"{len(STRATEGIES) - 1} more variants" in said
+
+
+def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():
+    found, lines = possible(variants(["engine=fsdpctl,fsdp2,ddp"], None, steps=4))
+    pairs = {(e.composed.config.engine.name, e.composed.config.strategy.name) for e in found}
+    assert {("fsdpctl", name) for name in STRATEGIES} < pairs
+    assert {name for engine, name in pairs if engine == "ddp"} == {"no_shard"}
+    assert ("fsdp2", "full_shard") in pairs
+    (line,) = lines
+    assert line.startswith("skipped: engine=fsdp2 does not support no_shard")
+    assert all({"engine", "strategy"} == set(each.varied) for each in found)
+
+
+def test_an_engine_without_any_of_the_strategies_is_an_error():
+    found = variants(["engine=ddp", "strategy=full_shard,shard_grad_op"], None, steps=4)
+    with pytest.raises(UsageError, match="engine=ddp does not support full_shard, shard_grad_op"):
+        possible(found)
+    alone = variants(["engine=ddp", "strategy=full_shard"], None, steps=4)
+    assert possible(alone) == (alone, [])
+
+
+def rows(folder: Path, *words: str, code: int = 0) -> list[dict[str, Any]]:
+    result = fsdpctl(
+        "compare", *TINY, f"data.path={make_text(folder)}", *words, "--json", cwd=folder
+    )
+    assert result.returncode == code, result.stderr
+    found: list[dict[str, Any]] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_all_strategies_have_equal_losses_and_the_estimated_bytes(tmp_path):
+    before = set(Path(tempfile.gettempdir()).glob("fsdpctl-*"))
+    found = rows(tmp_path, "--steps", "6", "--rounds", "1", "--out", "kept")
+    assert {row["strategy"] for row in found} == set(STRATEGIES)
+    assert len({row["final_loss"] for row in found}) == 1
+    for row in found:
+        assert row["status"] == "ok"
+        assert row["peak_engine_bytes"] == row["estimated_peak_engine_bytes"]
+        low, high = row["tokens_per_second_spread"]
+        assert low <= row["tokens_per_second"] <= high
+    kept = tmp_path / "kept"
+    assert json.loads((kept / "compare.json").read_text()) == found
+    assert set(Path(tempfile.gettempdir()).glob("fsdpctl-*")) == before
+    assert {file.name for file in kept.iterdir()} == {"compare.json", "compare.html", "runs"}
+
+
+@pytest.mark.slow
+def test_rounds_alternate_and_every_value_comes_from_the_metrics(tmp_path):
+    words = ["strategy=no_shard,full_shard", "--steps", "8", "--rounds", "2", "--out", "kept"]
+    found = rows(tmp_path, *words)
+    begun = {}
+    for row in found:
+        assert len(row["rounds"]) == 2
+        for each in row["rounds"]:
+            metrics = tmp_path / "kept" / each["run_dir"] / "metrics.jsonl"
+            begun[each["run_dir"]] = metrics.stat().st_mtime
+            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+            steps = [line for line in lines if "loss" in line]
+            timed = steps[2:]  # the first quarter warms up
+            assert [line["step"] for line in steps] == list(range(1, 9))
+            assert each["tokens_per_second"] == median(e["tokens_per_second"] for e in timed)
+            assert each["step_seconds"] == median(line["seconds"] for line in timed)
+            assert each["final_loss"] == steps[-1]["loss"] == row["final_loss"]
+            assert each["peak_engine_bytes"] == lines[-1]["peak_engine_bytes"]
+        speeds = [each["tokens_per_second"] for each in row["rounds"]]
+        assert row["tokens_per_second"] == pytest.approx(median(speeds))
+    order = sorted(begun, key=lambda name: begun[name])
+    places = ["01/round-1", "02/round-1", "02/round-2", "01/round-2"]
+    assert order == [f"runs/{place}" for place in places]
+
+
+@pytest.mark.slow
+def test_a_variant_that_cannot_run_does_not_stop_the_others(tmp_path):
+    words = ["strategy=hybrid_shard", "strategy.dp_shard_size=3,2", "--steps", "4", "--rounds", "1"]
+    ran, refused = rows(tmp_path, *words, code=1)
+    assert "must divide the 2 ranks" in str(refused["status"])
+    assert refused["tokens_per_second"] is None
+    assert ran["status"] == "ok"
+
+
+@pytest.mark.slow
+def test_a_variant_that_fails_or_does_not_fit_has_a_row_with_the_reason(tmp_path):
+    """A step that is not finite ends a run; the batch of another one is larger than the memory."""
+    vary = ["optimizer.lr=1e-3,1e30", "strategy=full_shard", "--steps", "6", "--rounds", "2"]
+    ran, broken = rows(tmp_path, *vary, code=1)
+    assert (ran["status"], len(ran["rounds"])) == ("ok", 2)
+    assert broken["status"].startswith("failed: ")
+    assert "rejected, training stops" in broken["status"]
+    given = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=full_shard"]
+    needs = [
+        json.loads(invoke("estimate-memory", *given, f"train.micro_batch_size={n}", "--json")[1])
+        for n in (1, 4)
+    ]
+    between = sum(each["peak_reserved_bytes"] for each in needs) / 2
+    memory = (between + needs[0]["outside_bytes"][1]) / (1 << 30)
+    sizes = ["train.micro_batch_size=1,4", f"cluster.memory={memory:.9f}", "strategy=full_shard"]
+    small, large = rows(tmp_path, *sizes, "--steps", "4", "--rounds", "1", code=1)
+    assert small["status"] == "ok"
+    assert large["status"].startswith("does not fit: ")
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_reports_its_results_and_leaves_no_rank(tmp_path):
+    words = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
+    more = ["--steps", "60", "--rounds", "900", "--out", "kept"]
+    process = subprocess.Popen(
+        command("compare", *words, *more), cwd=tmp_path, text=True, env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard,
+    )  # fmt: skip
+    file = tmp_path / "kept" / "runs" / "01" / "round-2" / "metrics.jsonl"
+    wait_for(lambda: file.is_file() and '"step": 3,' in file.read_text())
+    ranks = ranks_of(process)
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert ranks
+    assert not [each for each in ranks if each.is_running()]
+    assert "tokens/s" in said
+    found = json.loads((tmp_path / "kept" / "compare.json").read_text())
+    assert {row["strategy"]: len(row["rounds"]) for row in found} == {
+        "no_shard": 1,
+        "full_shard": 2,
+    }
+    assert all(row["tokens_per_second"] > 0 for row in found)
+    assert "Incomplete:" in (tmp_path / "kept" / "compare.html").read_text()
+
+
+@pytest.mark.slow
+def test_recomputation_and_compilation_change_neither_losses_nor_engine_bytes(tmp_path):
+    words = ["activation_checkpointing=none,full,selective", "--steps", "6", "--rounds", "1"]
+    found = rows(tmp_path, "strategy=full_shard", *words)
+    plain, *others = sorted(
+        found, key=lambda row: row["varied"]["activation_checkpointing"] != "none"
+    )
+    for row in others:
+        assert row["final_loss"] == plain["final_loss"]
+        assert row["peak_engine_bytes"] == plain["peak_engine_bytes"]
+    compiling = ["strategy=full_shard", "train.compile=true", "--steps", "6", "--rounds", "1"]
+    (compiled,) = rows(tmp_path, *compiling)
+    assert compiled["final_loss"] == pytest.approx(plain["final_loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_bf16_follows_fp32_on_the_default_model(tmp_path):
+    """Within 0.02 nats at each of 20 steps."""
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        words = [f"precision={precision}", "train.steps=20", "train.sample_tokens=0"]
+        result = fsdpctl("train", *words, f"train.run_dir={precision}", cwd=tmp_path, timeout=300)
+        assert result.returncode == 0, result.stderr
+        lines = map(json.loads, (tmp_path / precision / "metrics.jsonl").read_text().splitlines())
+        losses[precision] = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses["fp32"]) == 20
+    for full, half in zip(losses["fp32"], losses["bf16"], strict=True):
+        assert half == pytest.approx(full, abs=0.02)

@@ -1,0 +1,183 @@
+"""`fsdpctl estimate-memory`: its text and JSON."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.plan.strategy import STRATEGIES
+from tests.commands.run import invoke
+
+OTHERS = Path(__file__).parent.parent / "importers" / "files"
+H100 = ["model=llama3_8b", "cluster=h100"]
+
+
+def test_one_strategy_as_json():
+    code, text = invoke("estimate-memory", *H100, "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert found["strategy"] == "full_shard"
+    assert found["peak_allocated_bytes"] == sum(found["breakdown"].values())
+    assert found["verdict"] == "fits"
+    assert found["peak_reserved_bytes"] >= found["peak_allocated_bytes"]
+    assert found["tokens_per_step"] == 16 * 4096
+    assert found["largest"][0]["bytes"] > 0
+    assert found["breakdown"]["parameters"] >= 4 * found["num_parameters"] / 8
+
+
+def test_every_strategy_as_json():
+    code, text = invoke("estimate-memory", *H100, "--all-strategies", "--json")
+    found = {each["strategy"]: each for each in json.loads(text)}
+    assert code == 0
+    assert list(found) == list(STRATEGIES)
+    assert found["no_shard"]["verdict"] == "too_large"
+    least = min(found.values(), key=lambda each: each["peak_allocated_bytes"])
+    assert least["strategy"] == "full_shard"
+
+
+def test_the_text_has_the_breakdown_and_the_margin():
+    code, text = invoke("estimate-memory", *H100)
+    assert code == 0
+    for part in ("activations", "reserved by the allocator", "peak at: ", "to spare", "tokens"):
+        assert part in text
+    code, text = invoke("estimate-memory", *H100, "--all-strategies")
+    assert code == 0
+    assert all(name in text for name in STRATEGIES)
+
+
+def test_a_configuration_that_does_not_fit_has_changes_and_an_exit_code():
+    words = [*H100, "strategy=no_shard"]
+    code, text = invoke("estimate-memory", *words, "--require-fit")
+    assert code == 3
+    assert "does not fit" in text
+    assert "strategy=full_shard" in text.split("to fit")[1]
+
+
+def test_other_engines_are_estimated_and_their_strategies_named():
+    code, text = invoke("estimate-memory", *H100, "engine=fsdp2", "--all-strategies", "--json")
+    found = [each["strategy"] for each in json.loads(text)]
+    assert code == 0
+    can = [n for n, row in STRATEGIES.items() if row.shards_params and not row.shards_over_copies]
+    assert found == can
+    code, text = invoke("estimate-memory", *H100, "engine=ddp", "strategy=no_shard", "--json")
+    assert json.loads(text)["engine"] == "ddp"
+
+
+@pytest.mark.slow
+def test_the_largest_model_of_each_strategy_is_drawn(tmp_path):
+    words = ["model=gpt2", "cluster=a100_40", "cluster.memory=6GiB", "--fit", "model"]
+    code, text = invoke("estimate-memory", *words, "--all-strategies", "--plot", str(tmp_path))
+    assert code == 0
+    assert text.count("model.num_layers=") == len(STRATEGIES)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    steps = {f"{kind}-{name}.png" for kind in ("step", "fit") for name in STRATEGIES}
+    assert drawn == {*steps, "strategies.png", "largest.png"}
+
+
+@pytest.mark.slow
+def test_the_largest_that_fits_is_drawn_next_to_the_requested_configuration(tmp_path):
+    words = ["model=gpt2", "cluster=a100_40", "cluster.memory=6GiB", "--fit", "micro_batch"]
+    assert invoke("estimate-memory", *words, "--plot", str(tmp_path))[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-full_shard.png", "fit-full_shard.png",
+    }  # fmt: skip
+
+
+def test_more_ranks_than_samples_are_supported():
+    code, text = invoke("estimate-memory", *H100, "launch.nnodes=64", "--json")
+    assert code == 0
+    assert json.loads(text)["world_size"] == 512
+
+
+def test_a_configuration_of_another_tool_is_translated_and_estimated():
+    words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h200"]
+    code, text = invoke("estimate-memory", *words)
+    assert code == 0
+    for part in ("model=llama3_8b", "accumulation=last", "no effect on memory", "to spare"):
+        assert part in text
+    code, text = invoke("estimate-memory", *words, "strategy=no_shard", "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert (found["strategy"], found["world_size"]) == ("no_shard", 8)
+    assert found["from"]["tool"] == "axolotl"
+    assert "strategy=full_shard" in found["from"]["overridden"]
+    (row,) = (each for each in found["from"]["rows"] if each["key"] == "base_model")
+    assert row["settings"] == ["model=llama3_8b"]
+    code, text = invoke("estimate-memory", *words, "--json")
+    by_hand = ["engine=fsdp2", "strategy=full_shard", "prefetch=backward", "accumulation=last"]
+    by_hand += ["train.micro_batch_size=2", "train.global_batch_size=64", "precision=bf16"]
+    by_hand += ["activation_checkpointing=full", "data=chat", "data.packing=true"]
+    by_hand += ["train.loss_chunk_tokens=0", "train.seq_len=4096", "model=llama3_8b"]
+    by_hand += ["precision.reduce_dtype=bfloat16"]
+    _, same = invoke("estimate-memory", *by_hand, "cluster=h200", "--json")
+    alike = ("peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_step")
+    assert [json.loads(text)[name] for name in alike] == [json.loads(same)[name] for name in alike]
+
+
+def test_settings_that_a_file_of_another_tool_lacks_are_reported():
+    file = str(OTHERS / "axolotl-qlora.yml")
+    code, text = invoke("estimate-memory", "--from", file, "cluster=h100")
+    assert code == 0
+    assert "model.base_dtype=nf4" in text
+    assert "strategy.offload=all" in text
+    assert "unknown may change the estimate: a_key_of_tomorrow" in text
+    assert "engine  fsdpctl: strategy.offload=all: requires engine=fsdpctl" in text
+    code, said = invoke("estimate-memory", "--from", file, "--recipe", "shakespeare")
+    assert (code, "pass only one" in said) == (2, True)
+    words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h100", "--all-strategies"]
+    code, text = invoke("estimate-memory", *words, "--json")
+    assert {each["from"]["tool"] for each in json.loads(text)} == {"axolotl"}
+
+
+def test_host_memory_has_to_fit_too():
+    words = [*H100, "strategy.offload=states"]
+    code, text = invoke("estimate-memory", *words, "--require-fit")
+    assert code == 0
+    assert "per node (fits)" in text
+    code, text = invoke("estimate-memory", *words, "cluster.host_memory=64GiB", "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert found["verdict"] == "too_large"
+    assert found["node_host_memory_bytes"] == 64 << 30
+    assert found["node_host_bytes"] == 8 * found["host_bytes"]
+    # Master weights and moments, 12 bytes of each parameter on a node.
+    assert found["node_host_bytes"] > 12 * found["num_parameters"]
+    assert found["margin_bytes"] == ((64 << 30) - found["node_host_bytes"]) // 8
+    code, text = invoke("estimate-memory", *H100, "cluster.host_memory=8GiB", "--require-fit")
+    assert (code, "does not fit" in text, "to spare" in text) == (3, True, False)
+
+
+def test_several_files_of_other_tools_have_a_verdict_each(tmp_path):
+    for name in ("axolotl-full.yaml", "axolotl-qlora.yml"):
+        shutil.copy(OTHERS / name, tmp_path / name)
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "dpo.yaml").write_text("base_model: meta-llama/Llama-3.1-8B\nrl: dpo\n")
+    words = ["estimate-memory", "--from", str(tmp_path), "cluster=8xrtx4090"]
+    code, text = invoke(*words, "--json")
+    found = {Path(each["file"]).name: each for each in map(json.loads, text.splitlines())}
+    assert code == 0
+    assert [each["verdict"] for each in found.values()] == ["too_large", "fits", None]
+    assert "trains on preferences" in found["dpo.yaml"]["reason"]
+    _, text = invoke(
+        "estimate-memory", "--from", str(tmp_path / "axolotl-full.yaml"), *words[3:], "--json"
+    )
+    alone = json.loads(text)["peak_reserved_bytes"]
+    assert found["axolotl-full.yaml"]["peak_reserved_bytes"] == alone
+    code, text = invoke(*words, "--require-fit")
+    large, small, refused = text.splitlines()
+    assert code == 3
+    assert f"{tmp_path / 'axolotl-full.yaml'}: too_large, " in large
+    assert "axolotl-qlora.yml: fits, " in small
+    assert "dpo.yaml: " in refused
+    one = ["estimate-memory", "--from", str(tmp_path / "below"), *words[3:]]
+    assert invoke(*one, "--require-fit")[0] == 2
+    for wrong, said in (
+        (["clustr=h100"], "did you mean cluster"),
+        (["--from", "no.yml"], "not found"),
+        (["my.yaml"], "pass only one"),
+    ):
+        code, text = invoke(*words, *wrong)
+        assert (code, said in text, "\n" in text.strip()) == (2, True, False)
+    code, text = invoke(*words, "--fit", "seq_len")
+    assert (code, "take a single file" in text) == (2, True)

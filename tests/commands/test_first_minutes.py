@@ -1,0 +1,323 @@
+"""What somebody types who comes from torchtitan, axolotl, accelerate or plain torch."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.commands.compare.vary import distinct, variants
+from fsdpctl.commands.config_args import completions
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.serialize import config_to_yaml
+from fsdpctl.errors import nearest
+from fsdpctl.optim.schedule import lr_factor
+from tests.commands.run import TINY, invoke, make_text
+from tests.hostile import make_checkpoint
+from tests.train.chats import make_chats
+
+
+def printed(*words: str) -> dict[str, str]:
+    """The configuration that `train` understands."""
+    code, said = invoke("train", *words, "--print-config")
+    assert code == 0, said
+    return dict(line.split(": ", 1) for line in said.splitlines())
+
+
+def dry_run(*words: str) -> str:
+    code, said = invoke("train", "--dry-run", *words)
+    assert code == 0, said
+    return said
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return [*TINY, f"data.path={make_text(tmp_path)}", "train.steps=10"]
+
+
+# ---- how things are typed elsewhere ----------------------------------------------------------
+
+
+def test_a_file_of_settings_is_a_recipe(tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text("train: {steps: 7}\nmodel.num_layers: 2\n")
+    for typed in ([str(file)], ["--recipe", str(file)]):
+        found = printed(*typed, "model.num_layers=3")
+        assert (found["train.steps"], found["model.num_layers"]) == ("7", "3")
+
+
+@pytest.mark.parametrize("typed", [
+    ["--train.steps=7", "--optimizer.lr=1e-4"], ["--train.steps", "7", "--optimizer.lr", "1e-4"],
+    ["train.steps=7", "--optimizer.lr=1e-4"],
+])  # fmt: skip
+def test_keys_may_have_dashes(typed):
+    found = printed(*typed, "--strategy=no_shard", "--model", "gpt2")
+    assert (found["train.steps"], found["optimizer.lr"]) == ("7", "0.0001")
+    assert (found["strategy"], found["model"]) == ("no_shard", "gpt2")
+
+
+def test_ranks_are_said_as_in_torchrun():
+    assert printed("--nproc-per-node", "3")["launch.nproc_per_node"] == "3"
+    code, said = invoke("train", "--nproc-per-node", "3", "launch.nproc_per_node=2")
+    assert (code, "given twice" in said) == (2, True)
+
+
+@pytest.mark.parametrize(("word", "ours"), [
+    ("zero1", "shard_optimizer"), ("ZeRO3", "full_shard"), ("fsdp", "full_shard"),
+    ("hsdp", "hybrid_shard"), ("hpz", "hybrid_shard_optimizer"), ("ddp", "no_shard"),
+    ("ZeRO++", "hybrid_shard_optimizer"), ("full_shard", "full_shard"),
+])  # fmt: skip
+def test_strategies_are_known_by_their_other_names(word, ours):
+    assert printed(f"strategy={word}")["strategy"] == ours
+
+
+def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("hf_assets_path: x\nsequence_len: 4\nadapter: lora\noptimizer.lr: 1\n")
+    code, said = invoke("train", str(file), "--dry-run")
+    assert code == 2
+    assert "hf_assets_path: no such key; use model.path" in said
+    assert "also unknown: sequence_len (use train.seq_len), adapter (use model.lora" in said
+
+
+@pytest.mark.parametrize(("words", "ours"), [
+    (["reshard_after_forward=false"], "shard_grad_op"),
+    (["reshard_after_forward=True"], "full_shard"),
+    (["reshard_after_forward=never"], "shard_grad_op"),
+    (["reshard_after_forward=default"], "full_shard"),
+    (["strategy=hsdp", "strategy.reshard_after_forward=false"], "hybrid_shard_grad_op"),
+    (["strategy=zero2", "reshard_after_forward=true"], "full_shard"),
+    (["--recipe=llama3_8b_8xh100", "reshard_after_forward=false"], "shard_grad_op"),
+])  # fmt: skip
+def test_reshard_after_forward_chooses_the_strategy(words, ours):
+    assert printed(*words)["strategy"] == ours
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["reshard_after_forward=maybe"], "expected true, false"),
+    (["strategy=no_shard", "reshard_after_forward=false"], "always unsharded"),
+    (["strategy=nonsense", "reshard_after_forward=false"], "expected one of"),
+])  # fmt: skip
+def test_reshard_after_forward_says_what_it_can(words, said):
+    code, answer = invoke("train", *words, "--dry-run")
+    assert (code, said in answer) == (2, True), answer
+
+
+@pytest.mark.parametrize(("word", "known", "said"), [
+    ("h100_80", ["a100_80", "h100", "h200"], "h100"),
+    ("launch.rdzv", ["launch.device", "launch.rdzv_endpoint"], "launch.rdzv_endpoint"),
+    ("strat", ["data", "strategy"], "strategy"),
+    ("early_stop", ["train.steps", "train.eval_every"], ""),
+])  # fmt: skip
+def test_the_nearest_spelling_is_near(word, known, said):
+    assert nearest(word, known) == (f"; did you mean {said}?" if said else "")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_one_of_several_processes_is_told_why_it_cannot_be(words, monkeypatch, name):
+    monkeypatch.setenv(name, "2")
+    code, said = invoke("train", *words)
+    assert (code, f"{name}=2" in said, "launch=" in said) == (2, True, True)
+
+
+@pytest.mark.parametrize("launch", ["local", "slurm", "env"])
+def test_a_run_on_several_machines_is_looked_at_from_one(words, launch):
+    """As from a login node, where no launcher has set anything."""
+    sizes = ["launch.nnodes=2", "launch.nproc_per_node=2"]
+    said = dry_run(*words, f"launch={launch}", *sizes)
+    assert "ranks   4, on each of 2 nodes 2 on cpu" in said
+
+
+# ---- figures at a real length ----------------------------------------------------------------
+
+
+def test_samples_are_as_long_as_the_model_is_used_for():
+    lengths = {
+        name: compose_config([f"model={name}"]).config.train.seq_len
+        for name in ("llama_tiny", "gpt2", "llama3_70b")
+    }
+    assert lengths == {"llama_tiny": 128, "gpt2": 1024, "llama3_70b": 4096}
+    assert compose_config(["model=gpt2", "train.seq_len=64"]).config.train.seq_len == 64
+
+
+@pytest.mark.slow
+def test_an_estimate_is_of_a_real_length():
+    code, said = invoke("estimate-memory", "model=llama3_70b", "cluster=h100")
+    assert (code, "samples of 4096" in said, "does not fit" in said) == (0, True, True)
+
+
+def test_a_length_that_nobody_asked_for_follows_the_data(words):
+    data = ["data=text", "data.path=words.txt"]
+    said = dry_run(*data, "model=gpt2", "model.vocab_size=256")
+    assert "of 256 tokens (auto: limited by the data)" in said
+    code, said = invoke("train", *data, "train.seq_len=1024")
+    assert (code, "longer than the validation data" in said) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_length_that_fits_is_a_round_one_and_nothing_that_fits_is_helped():
+    length = ["model=llama3_8b", "cluster=h100", "train.micro_batch_size=1"]
+    found = json.loads(invoke("estimate-memory", *length, "--fit", "seq_len", "--json")[1])["fit"]
+    assert found["value"] % 256 == 0
+    assert found["estimate"]["verdict"] == "fits"
+    assert found["next"]["verdict"] != "fits"
+    assert found["next"]["seq_len"] == found["value"] + 256
+    small = [*length, "cluster.memory=40GiB", "--fit", "micro_batch"]
+    code, said = invoke("estimate-memory", *small)
+    assert code == 0
+    assert "none: train.micro_batch_size=1 does not fit" in said
+    assert "to fit" in said
+    assert "activation_checkpointing=selective" in said.split("with ", 1)[1]
+
+
+def test_what_an_engine_does_not_have_is_said():
+    words = ["estimate-memory", "model=gpt2", "cluster=h100", "--all-strategies"]
+    assert "engine=ddp does not support" in invoke(*words, "engine=ddp")[1]
+    assert "does not support" not in invoke(*words)[1]
+    offloaded = invoke(*words, "strategy.offload=states")[1]
+    assert "other settings exclude no_shard; strategy=no_shard shows why" in offloaded
+
+
+# ---- said, where silence misled --------------------------------------------------------------
+
+
+def test_the_markup_of_rows_is_not_text(words, tmp_path):
+    kept = [word for word in words if not word.startswith("data.path")]
+    row = json.dumps({"text": "a b " * 2000, "url": "u"})
+    Path("rows.jsonl").write_text(row)
+    said = dry_run(*kept, "data.path=rows.jsonl")
+    assert "data    rows.jsonl, 1 file: 7.84 k tokens" in said
+    assert "note    columns ignored: url (1 row)" in said
+    make_chats(tmp_path / "chat.jsonl", 1)
+    code, said = invoke("train", "--dry-run", *kept, "data.path=chat.jsonl")
+    assert (code, "a conversation; expected `text`, or set data=chat" in said) == (2, True)
+
+
+def test_another_value_is_said_to_begin_a_new_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = Path("runs/llama_tiny-abcdef")
+    (first / "checkpoints").mkdir(parents=True)
+    make_checkpoint(first / "checkpoints" / "step-00000001")
+    file = make_text(tmp_path)
+    words = ["data=text", f"data.path={file}", "train.seq_len=16"]
+    resolved = ["data.tokenizer=bytes", "model.vocab_size=256", "optimizer.lr=0.25"]
+    (first / "config.yaml").write_text(config_to_yaml(compose_config([*words, *resolved]).config))
+    Path("runs/latest").symlink_to("llama_tiny-abcdef")
+    said = dry_run(*words, "optimizer.lr=0.5", "precision=fp32")
+    assert "to continue from its state, pass --resume runs/llama_tiny-abcdef" in said
+    assert "has optimizer.lr 0.25, precision auto" in said
+    (first / "config.yaml").write_text("model.of_another_version: 1\n")
+    assert "to continue from its state" not in dry_run(*words, "optimizer.lr=0.5")
+
+
+def test_an_inspection_begins_with_a_summary_and_weights(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "step-00000001")
+    said = invoke("inspect-checkpoint", str(checkpoint))[1].splitlines()
+    assert "llama_tiny, step 1" in said[0]
+    assert "parameters in 20 tensors of F32" in said[1]
+    assert said[2] == "optimizer states: none"
+
+
+@pytest.mark.parametrize(("count", "said"), [
+    (1, "1 file skipped: 0.dat (not UTF-8 at byte 1)"),
+    (3, "3 files skipped: 0.dat (not UTF-8 at byte 1), 1.dat (not UTF-8 at byte 1) and 1 more"),
+])  # fmt: skip
+def test_one_file_is_no_files(words, tmp_path, count, said):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    make_text(folder)
+    for number in range(count):
+        (folder / f"{number}.dat").write_bytes(b"\xe9")
+    kept = [word for word in words if not word.startswith("data.path")]
+    assert said in dry_run(*kept, f"data.path={folder}")
+
+
+def test_warm_up_may_be_a_share_of_the_steps():
+    by_share = compose_config(["lr_scheduler.warmup_ratio=0.1"]).config.lr_scheduler
+    by_steps = compose_config(["lr_scheduler.warmup_steps=20"]).config.lr_scheduler
+    assert [lr_factor(by_share, s, 200) for s in range(200)] == [
+        lr_factor(by_steps, s, 200) for s in range(200)
+    ]
+
+
+def test_nothing_is_compared_with_itself():
+    words = ["strategy=no_shard,full_shard", "prefetch=none,both"]
+    found, same = distinct(variants(words, None, steps=4))
+    assert [each.row.label for each in found] == [
+        "strategy=no_shard prefetch=none",
+        "strategy=full_shard prefetch=none",
+        "strategy=full_shard prefetch=both",
+    ]
+    assert same == [
+        "strategy=no_shard prefetch=both: skipped, runs the same as strategy=no_shard prefetch=none"
+    ]
+
+
+# ---- for programs and shells -----------------------------------------------------------------
+
+
+def test_the_choices_are_there_for_programs():
+    sections = json.loads(invoke("list", "--json")[1])
+    assert {each["name"]: each["default"] for each in sections}["strategy"] == "full_shard"
+    (strategy,) = json.loads(invoke("list", "strategy", "--json")[1])
+    assert "hybrid_shard" in strategy["choices"]
+    assert "strategy.dp_shard_size" in [key["name"] for key in strategy["keys"]]
+    code, said = invoke("list", "stratgy", "--json")
+    assert (code, "did you mean strategy?" in said) == (2, True)
+
+
+@pytest.mark.parametrize(("typed", "offered"), [
+    ("strategy=hy", ["strategy=hybrid_shard", "strategy=hybrid_shard_grad_op",
+     "strategy=hybrid_shard_optimizer"]),
+    ("train.on_", ["train.on_nonfinite="]),
+    ("train.compile=", ["train.compile=true", "train.compile=false"]), ("nothing=", []),
+])  # fmt: skip
+def test_words_are_completed_from_the_schema(typed, offered):
+    assert completions(typed) == offered
+
+
+# ---- what people of other tools stumbled over --------------------------------------------------
+
+
+def test_short_data_and_short_runs_are_told_what_follows(tmp_path):
+    file = tmp_path / "small.txt"
+    file.write_text("some words of mine\n" * 200)
+    words = ["data=text", f"data.path={file}", "--dry-run", "launch.nproc_per_node=1"]
+    code, said = invoke("train", *words, "train.steps=20")
+    assert code == 0
+    assert "of 32 tokens (auto: limited by the data)" in said
+    assert "not reached within lr_scheduler.warmup_steps=50" in said
+    assert "not reached" not in invoke("train", *words, "train.steps=200")[1]
+
+
+@pytest.mark.slow
+def test_advice_names_the_cost_of_what_it_proposes():
+    words = ["model=llama3_70b", "cluster=h100", "--require-fit"]
+    said = " ".join(invoke("estimate-memory", *words)[1].split())
+    assert "activation_checkpointing=full" in said
+    assert "every second matrix product" not in said
+
+
+# ---- host memory -------------------------------------------------------------------------
+
+
+def test_a_run_that_needs_too_much_host_memory_does_not_start(words):
+    words = [word for word in words if not word.startswith("model.hidden_size")]
+    words += ["model.hidden_size=256", "launch.device=cpu", "strategy.offload=states,gradients"]
+    for how in (("--dry-run",), ()):
+        code, said = invoke("train", *how, *words, "cluster.host_memory=2MiB")
+        assert code == 3
+        assert "needed per node, 2.0 MiB available (cluster.host_memory)" in said
+        assert "set train.require_fit=false" in said
+    assert not Path("runs").exists()
+    dry_run(*words, "cluster.host_memory=64GiB")
+
+
+def test_a_run_that_exceeds_the_memory_does_not_start(words):
+    words = [*words, "launch.device=cpu", "cluster.memory=2MiB"]
+    for how in (("--dry-run",), ()):
+        code, said = invoke("train", *how, *words)
+        assert code == 3
+        assert "needed per rank, 2.0 MiB available" in said
+    assert not Path("runs").exists()
+    assert "it would run" in dry_run(*words, "train.require_fit=false")

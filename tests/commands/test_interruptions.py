@@ -1,0 +1,246 @@
+"""Whatever happens around a run: it ends rightly, or goes on, and says which."""
+
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.commands.run import TINY, command, environment, figures, fsdpctl, make_text
+
+pytestmark = pytest.mark.slow
+LONG = 100_000
+
+
+def words(folder: Path, steps: int, *more: str) -> list[str]:
+    data = f"data.path={make_text(folder)}"
+    return [*TINY, data, "train.run_dir=run", f"train.steps={steps}", *more]
+
+
+def heard() -> None:
+    """What a shell may have its background jobs ignore."""
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def start(folder: Path, steps: int = LONG, *more: str, **about: Any) -> subprocess.Popen[str]:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **about}
+    return subprocess.Popen(
+        command("train", *words(folder, steps, *more)), cwd=folder, text=True, env=environment(),
+        preexec_fn=heard, **streams,
+    )  # fmt: skip
+
+
+def wait_for(what: Callable[[], object], seconds: float = 180) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def has_stepped(folder: Path, step: int = 30) -> Callable[[], bool]:
+    file = folder / "run" / "metrics.jsonl"
+    return lambda: file.is_file() and f'"step": {step},' in file.read_text()
+
+
+def ranks_of(process: "subprocess.Popen[str] | int") -> list[psutil.Process]:
+    pid = process if isinstance(process, int) else process.pid
+    return psutil.Process(pid).children()
+
+
+def ended(process: "subprocess.Popen[str]", seconds: float = 240) -> tuple[int, str]:
+    out, _ = process.communicate(timeout=seconds)
+    return process.returncode, out or ""
+
+
+# ---- what listens ----------------------------------------------------------------------------
+
+
+def test_a_run_listens_on_the_loopback_interface_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # as a site may have it for its clusters
+    process = start(tmp_path)
+    wait_for(has_stepped(tmp_path))
+    listening = [
+        each.laddr.ip
+        for one in (psutil.Process(process.pid), *ranks_of(process))
+        for each in one.net_connections()
+        if each.status == psutil.CONN_LISTEN
+    ]
+    process.terminate()
+    assert ended(process)[0] == 75
+    assert set(listening) == {"127.0.0.1"}
+
+
+# ---- terminals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nohup", [True, False])
+def test_a_closed_terminal_does_not_end_a_run_without_saving(tmp_path, nohup):
+    typed = command("train", *words(tmp_path, 120 if nohup else LONG))
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+        os.chdir(tmp_path)
+        os.execvpe(typed[0], typed, environment() | {"TERM": "xterm"})
+
+    def is_read() -> bool:
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 1 << 16)
+        return has_stepped(tmp_path)()
+
+    wait_for(is_read)
+    os.close(terminal)  # the next write fails with EIO
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == (0 if nohup else 75)
+    last = figures(tmp_path / "run")[-1][0]
+    log = (tmp_path / "run" / "logs" / "node-00000.log").read_text()
+    assert "validation loss" in log
+    if nohup:
+        assert last == 120
+        assert "step 120: validation loss" in log
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == f"step-{last:08d}"
+
+
+@pytest.mark.parametrize("way", ["closed", "unread"])
+def test_ctrl_c_saves_and_exits_with_130_even_if_the_output_is_closed(tmp_path, way):
+    if way == "closed":
+        line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path, LONG)))
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {line} 2>&-"], cwd=tmp_path, env=environment(), text=True,
+            preexec_fn=heard, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+    else:
+        process = start(tmp_path)
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+    wait_for(has_stepped(tmp_path))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    step = figures(tmp_path / "run")[-1][0]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+@pytest.mark.parametrize("seconds", [0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0])
+def test_ctrl_c_at_the_start_shows_no_traceback(tmp_path, seconds):
+    process = start(tmp_path)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    code, said = ended(process)
+    assert (code, "Traceback" in said) == (130, False), said
+
+
+# ---- signals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whom", ["launcher", "rank"])
+def test_sigquit_saves_like_sigterm(tmp_path, whom):
+    process = start(tmp_path)
+    wait_for(has_stepped(tmp_path))
+    (psutil.Process(process.pid) if whom == "launcher" else ranks_of(process)[1]).send_signal(
+        signal.SIGQUIT
+    )
+    code, said = ended(process)
+    assert code == 75
+    assert re.search(r"stopped at step \d+ of 100000, saved", said)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_a_signal_after_the_last_save_is_not_a_failure(tmp_path, name):
+    process = start(tmp_path, 30)
+    last = tmp_path / "run" / "checkpoints" / "step-00000030"
+    wait_for(last.exists)
+    process.send_signal(signal.Signals[name])
+    code, said = ended(process)
+    assert (code, "done: run" in said) == (0, True), said
+
+
+def test_a_suspended_rank_is_killed_with_its_launcher(tmp_path):
+    process = start(tmp_path)
+    wait_for(has_stepped(tmp_path))
+    ranks = ranks_of(process)
+    ranks[1].suspend()
+    process.kill()
+    process.communicate()
+
+    def are_gone() -> bool:
+        return not any(
+            each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ranks
+        )
+
+    wait_for(are_gone, 5)
+    again = start(tmp_path, 60)
+    code, said = ended(again)
+    assert (code, "resumes at step 25" in said or "resumes at step" in said) == (0, True), said
+
+
+def test_a_suspended_rank_is_named_and_not_the_rank_that_waits(tmp_path):
+    process = start(tmp_path, LONG, "launch.timeout=10", "launch.hang_timeout=99")
+    wait_for(has_stepped(tmp_path))
+    ranks_of(process)[1].suspend()
+    code, said = ended(process, 120)
+    assert code == 1
+    assert "ranks timed out waiting for others" in said
+    assert "rank 0 on" not in said
+
+
+# ---- the run directory -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["deleted", "moved", "without its metrics"])
+def test_a_run_whose_directory_is_lost_fails_at_once(tmp_path, way):
+    process = start(tmp_path, LONG, "launch.max_restarts=1")
+    wait_for(has_stepped(tmp_path))
+    run = tmp_path / "run"
+    if way == "deleted":
+        shutil.rmtree(run, ignore_errors=True)
+    elif way == "moved":
+        run.rename(tmp_path / "elsewhere")
+    else:
+        (run / "metrics.jsonl").unlink()
+    code, said = ended(process, 30)
+    assert code == 1
+    said = " ".join(re.sub("[│\n]", " ", said).split())
+    assert "deleted or moved during the run" in said
+    assert "Traceback" not in said
+    keeps = way == "without its metrics"
+    assert ("run the same command to resume" in said) == keeps
+    assert ("the same command begins again" in said) != keeps
+    assert not (run / "metrics.jsonl").exists()
+
+
+def test_a_full_disk_is_one_panel(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("may not mount")
+    try:
+        typed = [word for word in words(tmp_path, 60) if "run_dir" not in word]
+        result = fsdpctl("train", *typed, f"train.run_dir={disk / 'run'}", cwd=tmp_path)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert result.returncode == 1
+    assert "No space left" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) < 12
+
+
+def test_a_low_limit_of_open_files_is_raised_or_rejected(tmp_path):
+    line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path, 5)))
+    for limit, code in (("-Sn 40", 0), ("-n 24", 2)):
+        result = subprocess.run(
+            ["bash", "-c", f"ulimit {limit}; exec {line} --resume never"], cwd=tmp_path,
+            env=environment(), capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert result.returncode == code, result.stderr
+    assert "needs 160 open files, but the limit is 24" in result.stderr

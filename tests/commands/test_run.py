@@ -1,0 +1,230 @@
+"""A run from the first command to the exported model, with every way to interrupt it."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM
+
+from tests.commands.run import TINY, command, environment, figures, fsdpctl, make_text
+from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
+
+STEPS = 150
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    given = [
+        *TINY, f"data.path={make_text(folder)}", f"train.steps={STEPS}", "train.run_dir=run", *more,
+    ]  # fmt: skip
+    return [f"{name}={value}" for name, value in dict(w.split("=", 1) for w in given).items()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp("finished")
+    result = fsdpctl("train", *words(folder), cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return folder / "run"
+
+
+def test_a_run_leaves_what_it_promises(tmp_path):
+    short = ["train.steps=30", "checkpoint.every=10", "optimizer.lr=1e-2"]
+    result = fsdpctl("train", *words(tmp_path, *short), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "run"
+    assert {each.name for each in run.iterdir()} >= {
+        "config.yaml", "overrides.txt", "metrics.jsonl", "checkpoints", "logs", "estimate.json",
+    }  # fmt: skip
+    estimated = json.loads((run / "estimate.json").read_text())
+    held = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert held["peak_engine_bytes"] == estimated["peak_engine_bytes"]
+    names = sorted(each.name for each in (run / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000020", "step-00000030"]
+    assert (run / "checkpoints" / "latest").resolve().name == "step-00000030"
+    assert not list((run / "logs").glob("rank-*.log"))
+    losses = [line[1] for line in figures(run) if line[1] is not None]
+    assert len(losses) == 30
+    assert losses[-1] < losses[0] - 1
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    parts = ("compute", "exposed_communication", "data", "optimizer")
+    for line in (line for line in lines if "loss" in line):
+        seconds = [line[f"{part}_seconds"] for part in parts]
+        assert all(each >= 0 for each in seconds)
+        assert sum(seconds) == pytest.approx(line["seconds"], abs=1e-5)
+    assert [line["step"] for line in lines if "checkpoint_seconds" in line] == [10, 20, 30]
+
+
+@pytest.mark.slow
+def test_the_same_command_again_reports_that_the_run_is_finished(finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    result = fsdpctl("train", *words(finished.parent), cwd=finished.parent)
+    assert result.returncode == 0
+    assert "finished at step 150" in result.stdout
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_another_configuration_is_rejected_with_the_keys(finished):
+    result = fsdpctl("train", *words(finished.parent), "optimizer.lr=1", cwd=finished.parent)
+    assert result.returncode == 2
+    assert "optimizer.lr 0.0" in result.stderr
+    assert "train.run_dir=" in result.stderr
+
+
+@pytest.mark.slow
+def test_another_length_and_strategy_resume_the_run(finished, tmp_path):
+    subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
+    changed = [word for word in words(finished.parent) if not word.startswith("train.steps")]
+    result = fsdpctl(
+        "train", *changed, "train.steps=160", "strategy=no_shard", "launch.nproc_per_node=3",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "changed train.steps was 150, is 160" in result.stdout
+    assert "changed strategy was full_shard, is no_shard" in result.stdout
+    assert figures(tmp_path / "run")[-1][0] == 160
+
+
+@pytest.mark.slow
+def test_commands_on_its_checkpoint(finished, tmp_path):
+    verified = fsdpctl("verify-checkpoint", str(finished), "--json", cwd=tmp_path)
+    assert json.loads(verified.stdout)["verified"] is True
+    shown = fsdpctl("inspect-checkpoint", str(finished / "checkpoints"), "--json", cwd=tmp_path)
+    assert json.loads(shown.stdout)["progress"]["step"] == STEPS
+    sampled = fsdpctl("sample", str(finished), "--prompt", "line 7", "--tokens", "5", cwd=tmp_path)
+    assert sampled.stdout.startswith("line 7")
+    exported = fsdpctl("consolidate-checkpoint", str(finished), "hf", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert theirs(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 256)
+
+
+def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def is_living(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it went between the two
+        return False
+
+
+def kill_a_worker(process: subprocess.Popen[str]) -> None:
+    workers(process)[1].kill()
+
+
+def signal_it(number: int) -> Callable[[subprocess.Popen[str]], None]:
+    return lambda process: os.kill(process.pid, number)
+
+
+INTERRUPTIONS = {
+    "SIGINT": (signal_it(signal.SIGINT), 130, "saved"),
+    "SIGTERM": (signal_it(signal.SIGTERM), 75, "saved"),
+    "SIGUSR1": (signal_it(signal.SIGUSR1), 75, "saved"),
+    "SIGKILL of a worker": (kill_a_worker, 1, "killed by signal 9"),
+    "SIGKILL of the launcher": (signal_it(signal.SIGKILL), -9, ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", INTERRUPTIONS)
+def test_an_interrupted_run_resumes_bit_for_bit(finished, tmp_path, how):
+    interrupt, code, said = INTERRUPTIONS[how]
+    process = start(tmp_path, STEPS)
+    wait_for(has_stepped(tmp_path))
+    family = workers(process)
+    interrupt(process)
+    found, text = ended(process)
+    assert (found, said in text) == (code, True), text
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not [each for each in alive if is_living(each)]
+    result = fsdpctl("train", *words(tmp_path), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "resumes at step" in result.stdout
+    assert figures(tmp_path / "run") == figures(finished)
+
+
+@pytest.mark.slow
+def test_a_second_launcher_does_not_disturb_the_first(tmp_path):
+    process = start(tmp_path, 100_000)
+    wait_for(has_stepped(tmp_path))
+    try:
+        second = fsdpctl("train", *words(tmp_path, "train.steps=100000"), cwd=tmp_path)
+        assert second.returncode == 2
+        assert "in use by a running launcher" in second.stderr
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 75
+
+
+@pytest.mark.slow
+def test_the_tokenizer_is_kept_with_the_run(tmp_path):
+    vocabulary = {"?": 0, "and": 1, "is": 2, "line": 3}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    (tmp_path / "mine").mkdir()
+    tokenizer.save(str(tmp_path / "mine" / "tokenizer.json"))
+    typed = [word for word in words(tmp_path) if not word.startswith("train.steps")]
+    result = fsdpctl("train", *typed, "train.steps=3", "data.tokenizer=mine", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (tmp_path / "mine" / "tokenizer.json").unlink()
+    exported = fsdpctl("consolidate-checkpoint", "run", "hf", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    assert Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json")).get_vocab() == vocabulary
+    assert fsdpctl("sample", "run", "--tokens", "3", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
+    line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path)))
+    subprocess.run(
+        ["bash", "-c", f"{line} | head -2"],
+        cwd=tmp_path,
+        env=environment(),
+        check=True,
+        timeout=90,
+        capture_output=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(figures(tmp_path / "run")) < STEPS:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_resume_never_and_resume_path_start_new_runs(finished, tmp_path):
+    subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
+    typed = words(finished.parent)
+    again = fsdpctl("train", *typed, "--resume", "never", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert figures(tmp_path / "run-2") == figures(finished)
+    longer = [word for word in typed if not word.startswith("train.steps")]
+    source = str(finished / "checkpoints" / "step-00000125")
+    other = ["train.steps=151", "optimizer.lr=1e-4", "precision=bf16"]
+    forked = fsdpctl("train", *longer, *other, "--resume", source, cwd=tmp_path)
+    assert forked.returncode == 0, forked.stderr
+    assert "resumes at step 125 of" in forked.stdout
+    assert "is 0.0001, which changes the losses" in forked.stdout
+    assert "precision.param_dtype was float32, is bfloat16, which changes" in forked.stdout
+    assert "changed train.steps was 150, is 151\n" in forked.stdout
+    steps = [step for step, loss, _ in figures(tmp_path / "run-3") if loss is not None]
+    assert steps == list(range(126, 152))
+    twice = fsdpctl("train", *typed, "model.num_layers=1", "--resume", source, cwd=tmp_path)
+    assert twice.returncode == 2
+    kept = [word for word in typed if not word.startswith("model.num_layers")]
+    smaller = fsdpctl("train", *kept, "model.num_layers=1", "--resume", source, cwd=tmp_path)
+    assert smaller.returncode == 2
+    assert "model.num_layers 2 -> 1" in smaller.stderr

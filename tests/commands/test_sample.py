@@ -1,0 +1,125 @@
+"""Text from a checkpoint, and what stands in its way."""
+
+import random
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from fsdpctl.commands import generation
+from fsdpctl.commands.generation import sample_text
+from fsdpctl.data.tokenizer import ByteTokenizer
+from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.resolve import blocks
+from fsdpctl.train.callbacks.sample import Sampling, TextStream, draw
+from tests.checkpoint.test_gguf import sharded
+from tests.commands.run import invoke
+from tests.hostile import make_checkpoint, make_hugging_face
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with compiled blocks."""
+    folder = tmp_path_factory.mktemp("sample")
+    words = ["train.compile=true", "data.tokenizer=bytes", "train.seq_len=32"]
+    sharded("llama", folder, words)
+    return folder / "sharded"
+
+
+def test_nothing_is_compiled_for_it(checkpoint, monkeypatch):
+    def refuse(block: object) -> NoReturn:
+        raise AssertionError(block)
+
+    monkeypatch.setattr(blocks, "compile_block", refuse)
+    text = "".join(sample_text(checkpoint, "some ", 4, Sampling(0)))
+    assert text.startswith("some ")
+    assert text == "".join(sample_text(checkpoint, "some ", 4, Sampling(0)))
+
+
+def test_a_prompt_that_is_no_text_is_refused(checkpoint):
+    with pytest.raises(UsageError, match="--prompt: not UTF-8"):
+        next(sample_text(checkpoint, "caf\udce9", 4, Sampling(0)))
+
+
+def allocate_too_much() -> None:
+    torch.empty(1 << 60)
+
+
+def run_out_of_device_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def fail_otherwise() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(
+    ("fail", "error", "said"),
+    [
+        (allocate_too_much, FsdpctlError, "sharded: does not fit into memory on "),
+        (run_out_of_device_memory, FsdpctlError, "sharded: does not fit into memory on "),
+        (fail_otherwise, RuntimeError, "illegal memory access"),
+    ],
+)
+def test_want_of_memory_is_said_in_one_line(checkpoint, monkeypatch, fail, error, said):
+    monkeypatch.setattr(generation, "generate", lambda *args, **kwargs: fail())
+    with pytest.raises(error, match=said):
+        list(sample_text(checkpoint, "some ", 4, Sampling(0)))
+
+
+def test_tokens_are_drawn_as_asked():
+    logits = torch.tensor([1.0, 3.0, 2.0, -4.0])
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(**about: Any) -> set[int]:
+        return {draw(logits, Sampling(0, **about), generator) for _ in range(300)}
+
+    assert drawn(temperature=0.0) == {1}
+    assert drawn(temperature=1.0, top_p=0.6) == {1}  # which alone has two thirds of the odds
+    assert drawn(temperature=1.0, top_p=0.7) == {1, 2}
+    assert drawn(temperature=1.0) >= {0, 1, 2}
+    assert drawn(temperature=50.0) == {0, 1, 2, 3}
+
+
+def test_the_command_takes_them(checkpoint):
+    said = [
+        invoke("sample", str(checkpoint), "--tokens", "6", "--greedy", "--seed", seed)
+        for seed in ("1", "2")
+    ]
+    assert said[0] == said[1]
+    assert said[0][0] == 0
+    assert invoke("sample", str(checkpoint), "--top-p", "0")[0] == 2
+
+
+def test_an_export_says_the_same(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "step-00000001")
+    folder = make_hugging_face(checkpoint, tmp_path / "hf")
+    words = ["--prompt", "line", "--tokens", "8", "--greedy"]
+    said = [invoke("sample", str(each), *words) for each in (checkpoint, folder)]
+    assert said[0] == said[1]
+    assert said[0][0] == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_text_arrives_in_pieces_of_whole_characters(seed):
+    generator = random.Random(seed)
+    text = "".join(generator.choice("aé€😀 \n") for _ in range(40)).encode()
+    cut = [byte for byte in text if generator.random() < 0.9]  # some characters lack a byte
+    for tokens in (list(text), cut):
+        stream = TextStream(ByteTokenizer(), [ord("x")])
+        pieces = [stream.add(token) for token in tokens]
+        assert "".join([*pieces, stream.rest(), stream.rest()]) == ByteTokenizer().decode(tokens)
+    assert sum(map(len, pieces[:20])) > 0
+
+
+class Spaced:
+    """Tokens are words; a space before the first one is not text, as in SentencePiece."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(f"w{token}" for token in tokens)
+
+
+def test_spaces_between_pieces_are_kept():
+    stream = TextStream(Spaced(), [1, 2])  # type: ignore[arg-type]  # all that it uses
+    assert "".join([stream.add(3), stream.add(4), stream.add(5), stream.rest()]) == " w3 w4 w5"

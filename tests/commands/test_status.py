@@ -1,0 +1,313 @@
+"""The state of a run by its directory, and what reading it does not do."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from fsdpctl.commands import run_status
+from fsdpctl.commands.run_status import read_status
+from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, HEARTBEAT, LOGS, METRICS
+from fsdpctl.run.heartbeat import HeartbeatRecord, record_cause
+from fsdpctl.run.metrics import MetricsLine
+from tests.commands.run import environment, invoke
+from tests.fuzz.mutations import ODD
+from tests.hostile import everything_in
+from tests.run.runs import (
+    LONG_AGO,
+    REJECTED,
+    make_run,
+    save,
+    step_line,
+    write_heartbeat,
+    write_lines,
+)
+
+# ---- liveness --------------------------------------------------------------------------------
+
+
+def test_reading_the_status_writes_nothing(tmp_path):
+    write_heartbeat(make_run(tmp_path / "run", done=3))
+    before = everything_in(tmp_path)
+    read_status(tmp_path / "run")
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("about", "state"),
+    [
+        ({}, "running"),
+        ({"step": None}, "starting"),
+        ({"time": -80}, "running"),
+        ({"time": -3600}, "failed"),
+        ({"time": 5}, "running"),  # of a clock that is ahead
+        ({"state": "stopped", "message": "stopped at step 3"}, "stopped"),
+        ({"state": "failed", "message": "no room"}, "failed"),
+    ],
+)
+def test_the_age_of_the_heartbeat_decides(tmp_path, about, state):
+    run = make_run(tmp_path / "run", done=3)
+    if "time" in about:  # from now
+        about = {**about, "time": time.time() + about["time"]}
+    record = write_heartbeat(run, **about)
+    found = read_status(run)
+    assert (found.state, found.pid, found.host) == (state, record.pid, record.host)
+    assert found.message == (record.message or found.message)
+    assert ("was killed or is unreachable" in found.message) == (
+        state == "failed" and not record.message
+    )
+
+
+def test_a_finished_run_is_one_whose_last_step_is_saved(tmp_path):
+    run = make_run(tmp_path / "run", steps=3, done=3)
+    write_heartbeat(run, state="ended", step=3)
+    assert read_status(run).state == "failed"
+    save(run, 3)
+    assert read_status(run).state == "finished"
+    write_heartbeat(run, step=3)  # it validates, or waits for a command
+    assert read_status(run).state == "running"
+    write_heartbeat(run, time=LONG_AGO, step=3)
+    assert read_status(run).state == "finished"
+    (run / RUN_CONFIG).write_text("train.steps: 4\n")
+    assert read_status(run).state != "finished"
+
+
+def test_a_failure_quotes_the_rank_that_wrote_first(tmp_path):
+    run = make_run(tmp_path / "run", done=3)
+    write_heartbeat(run, state="failed", message="Connection closed by peer")
+    for rank, text in ((0, "Connection closed by peer\n"), (1, "Traceback\n\nRuntimeError: x\n\n")):
+        (run / LOGS / f"rank-{rank:05d}.log").write_text(text)
+    os.utime(run / LOGS / "rank-00001.log", (1e9, 1e9))
+    assert read_status(run).message == "rank-00001.log: RuntimeError: x"
+    record_cause(run, "rank 2 on vm: killed by signal 9 (SIGKILL)")  # whose log is empty
+    assert read_status(run).message == "rank 2 on vm: killed by signal 9 (SIGKILL)"
+
+
+def test_a_run_that_was_just_started_is_starting(tmp_path):
+    run = make_run(tmp_path / "run")
+    assert read_status(run).state == "not started"
+    os.utime(run / RUN_CONFIG)
+    assert read_status(run).state == "starting"
+
+
+# ---- progress --------------------------------------------------------------------------------
+
+
+def test_values_are_those_of_the_newest_steps(tmp_path):
+    run = make_run(tmp_path / "run", steps=100, done=60)
+    write_lines(run, {"step": 60, "val_loss": 0.25}, {"step": 60, "checkpoint_seconds": 1.0})
+    write_lines(run, *(step_line(step) for step in (61, 62)))
+    save(run, 50)
+    save(run, 60)
+    write_heartbeat(run, step=62, seconds_per_step=2.0)
+    found = read_status(run)
+    assert (found.step, found.total_steps, found.eta_seconds) == (62, 100, 76.0)
+    assert (found.loss, found.val_loss, found.val_step) == (1 / 62, 0.25, 60)
+    assert found.tokens_per_second == 100 * (13 + 62) / 2
+    assert (found.peak_reserved_bytes, found.mfu) == (1 << 20, None)
+    assert found.checkpoint is not None
+    assert (found.checkpoint.step, found.checkpoint.problem) == (60, "")
+    files = (run / CHECKPOINTS / "step-00000060").iterdir()
+    tensors_and_attachments = sum(f.stat().st_size for f in files if f.name != "manifest.json")
+    assert found.checkpoint.num_bytes == tensors_and_attachments
+    assert 0 <= found.checkpoint.age_seconds < 600
+
+
+def test_a_second_start_without_restarts_shows_none(tmp_path):
+    run = make_run(tmp_path / "run", done=2)
+    (run / ENVIRONMENT).write_text('{"starts": [{}, {}]}')
+    assert "restart" not in invoke("status", str(run))[1]
+    write_lines(run, {"step": 2, "restart": {"reason": "lost"}})
+    assert "; 1 restart since step 1" in invoke("status", str(run))[1]
+
+
+def test_skipped_steps_restarts_and_warnings_are_reported(tmp_path):
+    run = make_run(tmp_path / "run", done=2)
+    write_lines(run, step_line(3, loss=None), step_line(4, grad_norm=None), step_line(5))
+    write_lines(run, {"step": 5, "restart": {"reason": "lost"}}, {"step": 5, "restart": 1})
+    write_lines(run, *({"step": 5, "warning": f"no {n}"} for n in range(9)))
+    (run / CHECKPOINTS / "step-00000005").mkdir()
+    (run / ENVIRONMENT).write_text('{"starts": [{}, {}]}')
+    found = read_status(run)
+    assert (found.skipped_steps, found.restarts, found.starts) == (2, 2, 2)
+    *quoted, incomplete = found.warnings
+    assert quoted == [f"step 5: no {n}" for n in range(4, 9)]
+    assert "step-00000005: incomplete" in incomplete
+    write_lines(run, *({"step": 5, "rejected_step": REJECTED} for _ in range(7)))
+    assert read_status(run).skipped_steps == 7
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", steps=5000, done=3000)
+    whole = read_status(run)
+    monkeypatch.setattr(run_status, "_METRICS_BYTES", 20_000)
+    found = read_status(run)
+    assert (whole.since_step, found.step, found.loss) == (1, 3000, whole.loss)
+    assert 2800 < found.since_step < 2950
+    assert found.tokens_per_second == whole.tokens_per_second
+
+
+def test_an_incomplete_last_line_is_skipped(tmp_path):
+    run = make_run(tmp_path / "run", done=3)
+    with (run / METRICS).open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert read_status(run).step == 3
+
+
+def test_a_checkpoint_of_the_wrong_size_is_reported(tmp_path):
+    run = make_run(tmp_path / "run", done=3)
+    with (save(run, 3) / "rank-00000.safetensors").open("ab") as file:
+        file.write(b"x")
+    found = read_status(run).checkpoint
+    assert found is not None
+    assert found.problem == "rank-00000.safetensors: missing or of the wrong size"
+
+
+# ---- corrupted and hostile files -------------------------------------------------------------
+
+DAMAGE = {
+    "no line": (METRICS, b'{"step": 1}\nnothing\n'), "another type": (METRICS, b'{"step": "1"}\n'),
+    "not Unicode": (METRICS, b'{"step": 1, "warning": "\xff"}\n'),
+    "infinite": (METRICS, b'{"step": 1, "val_loss": 1e999}\n'),
+    "deep": (METRICS, b'{"step": 1, "restart": ' + b"[" * 9999 + b"]" * 9999 + b"}\n"),
+    "no heartbeat": (HEARTBEAT, b"{}"), "a large heartbeat": (HEARTBEAT, b" " * (1 << 17)),
+    "starts of another type": (ENVIRONMENT, b'{"starts": [1]}'),
+    "no configuration": (RUN_CONFIG, b"- 1"),
+    "no number of steps": (RUN_CONFIG, b"train.steps: many"),
+    "a number of steps that is too large": (RUN_CONFIG, b"train.steps: 1e300"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_corrupted_file_is_named_in_one_line(tmp_path, what):
+    run = make_run(tmp_path / "run", done=3)
+    name, content = DAMAGE[what]
+    (run / name).write_bytes(content)
+    with pytest.raises(UsageError, match=name) as caught:
+        read_status(run)
+    assert str(caught.value).startswith(str(run))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [METRICS, HEARTBEAT, ENVIRONMENT])
+@pytest.mark.parametrize("way", ["pipe", "link", "folder"])
+def test_only_regular_files_of_the_run_are_opened(tmp_path, name, way):
+    run = make_run(tmp_path / "run")
+    (tmp_path / "secret").write_text("{}")
+    (run / name).unlink(missing_ok=True)
+    if way == "pipe":
+        os.mkfifo(run / name)  # which a reader would wait for
+    elif way == "link":
+        (run / name).symlink_to(tmp_path / "secret")
+    else:
+        (run / name).mkdir()
+    with pytest.raises(UsageError, match=name):
+        read_status(run)
+
+
+@pytest.mark.parametrize("field", [*HeartbeatRecord.__dataclass_fields__])
+def test_any_value_in_a_heartbeat_is_shown_or_refused(tmp_path, field):
+    run = make_run(tmp_path / "run", done=1)
+    for value in ODD:
+        record = json.loads(json.dumps(asdict(write_heartbeat(run))))
+        (run / HEARTBEAT).write_text(json.dumps({**record, field: value}))
+        code, said = invoke("status", str(run))
+        assert code in (0, 2), said
+
+
+@pytest.mark.parametrize("field", [*MetricsLine.__dataclass_fields__])
+def test_any_value_in_metrics_is_shown_or_refused(tmp_path, field):
+    run = make_run(tmp_path / "run", done=1)
+    first = (run / METRICS).read_bytes()
+    for value in (*map(json.dumps, ODD), "9" * 400, f'"{"x" * (1 << 21)}"'):
+        line = json.dumps({**step_line(2), field: None}).replace(
+            f'"{field}": null', f'"{field}": {value}'
+        )
+        (run / METRICS).write_bytes(first + line.encode() + b"\n")
+        code, said = invoke("status", str(run))
+        assert code in (0, 2), said
+
+
+def test_many_incomplete_checkpoints_are_counted(tmp_path):
+    run = make_run(tmp_path / "run", done=1)
+    for step in range(1, 2001):
+        (run / CHECKPOINTS / f"step-{step:08d}").mkdir()
+    assert len(read_status(run).warnings) == 4
+    assert read_status(run).warnings[-1].endswith("checkpoints: 1,997 more incomplete checkpoints")
+
+
+def test_a_corrupted_manifest_is_named(tmp_path):
+    run = make_run(tmp_path / "run", done=3)
+    (save(run, 3) / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"step-00000003/manifest.json"):
+        read_status(run)
+
+
+# ---- the command -----------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_or_json(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "runs" / "one", steps=4, done=3)
+    save(run, 2)
+    write_lines(run, {"step": 3, "warning": "odd \x1b[2J"})
+    (tmp_path / "runs" / "latest").symlink_to("one")
+    code, said = invoke("status")
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in said.splitlines()}
+    assert code == 0
+    assert rows["run"] == "runs/one"
+    assert rows["step"].startswith("3 of 4 (75.0%)")
+    assert rows["checkpoint"].startswith("step 2, 0:0")
+    assert rows["checkpoint"].endswith("complete")
+    assert "odd" in rows["warning"]
+    assert "\x1b" not in said
+    code, printed = invoke("status", str(run), "--json")
+    found = json.loads(printed)
+    assert (code, found["run"], found["step"]) == (0, str(run), 3)
+    assert found["checkpoint"]["step"] == 2
+
+
+def test_what_was_known_before_the_start_stands_beside_what_was_measured(tmp_path):
+    run = make_run(tmp_path / "run")
+    write_lines(run, *(step_line(step, peak_allocated_bytes=3 << 30) for step in (1, 2)))
+    known = {"peak_allocated_bytes": 2 << 30, "peak_reserved_bytes": 4 << 30}
+    content: dict[str, Any] = {**known, "peak_engine_bytes": None, "predicted_step_seconds": 0.4}
+    content["prediction_source"] = "specs of cluster=h100"
+    (run / ESTIMATE).write_text(json.dumps(content))
+    _, said = invoke("status", str(run))
+    assert "predicted   0.4 s per step, 0.5 s measured (-20%; specs of cluster=h100)" in said
+    assert "estimated   4.00 GiB peak on the fullest rank, 2.00 GiB allocated by tensors" in said
+    (run / ESTIMATE).write_text("{")
+    assert "predicted" not in invoke("status", str(run))[1]
+
+
+def test_a_missing_run_is_one_line_with_suggestions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert invoke("status") == (2, "runs/latest: not found; pass a run directory")
+    for name in ("a", "b"):
+        make_run(tmp_path / "runs" / name)
+    code, said = invoke("status")
+    assert (code, said) == (
+        2,
+        "runs/latest: not found; pass a run directory, such as runs/a, runs/b",
+    )
+    code, said = invoke("status", "runs")
+    assert (code, said) == (2, "runs: not a run of fsdpctl (config.yaml not found)")
+
+
+def test_the_command_imports_no_torch(tmp_path):
+    run = make_run(tmp_path / "run", done=3)
+    save(run, 3)
+    code = (
+        "import sys\nfrom fsdpctl.commands.app import app\n"
+        f"app(['status', {str(run)!r}], standalone_mode=False)\nsys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr

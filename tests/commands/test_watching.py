@@ -1,0 +1,160 @@
+"""Whole runs, and those who watch them."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.run.heartbeat import lock_run_dir
+from tests.commands.run import fsdpctl, invoke
+from tests.commands.test_interruptions import ended, has_stepped, start, wait_for, words
+
+
+def status(folder: Path) -> dict[str, object]:
+    code, printed = invoke("status", str(folder / "run"), "--json")
+    assert code == 0
+    found: dict[str, object] = json.loads(printed)
+    return found
+
+
+def script(folder: Path, text: str) -> Path:
+    file = folder / "upload.sh"
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
+# ---- before anything starts ------------------------------------------------------------------
+
+
+def test_a_recipe_cannot_set_a_command(tmp_path):
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text("checkpoint:\n  after_save: touch it\n")
+    code, answer = invoke("train", str(recipe), "--print-config")
+    assert code == 2
+    assert answer == (
+        f"{recipe}: checkpoint.after_save: commands are only valid on the "
+        "command line; to run it, add checkpoint.after_save='touch it'"
+    )
+    code, printed = invoke("train", str(recipe), "checkpoint.after_save=true", "--print-config")
+    assert (code, "checkpoint.after_save: 'true'" in printed) == (0, True), printed
+
+
+# ---- whole runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_is_seen_to_run_to_stop_to_go_on_and_to_finish(tmp_path):
+    process = start(tmp_path, 100_000)
+    wait_for(has_stepped(tmp_path))
+    found = status(tmp_path)
+    assert (found["state"], found["total_steps"]) == ("running", 100_000)
+    assert isinstance(found["step"], int)
+    assert found["step"] >= 30
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 75
+    found = status(tmp_path)
+    assert found["state"] == "stopped"
+    assert re.match(r"stopped at step \d+ of 100000, saved", str(found["message"]))
+    assert isinstance(found["step"], int)
+    steps = found["step"] + 5
+    assert fsdpctl("train", *words(tmp_path, steps), cwd=tmp_path).returncode == 0
+    found = status(tmp_path)
+    assert (found["state"], found["step"], found["starts"]) == ("finished", steps, 2)
+    process = start(tmp_path, 100_000)
+    wait_for(has_stepped(tmp_path, steps + 5))
+    process.kill()
+    process.communicate()
+    lock_run_dir(tmp_path / "run", lambda: None).release()  # its ranks have exited
+    heartbeat = tmp_path / "run" / "heartbeat.json"
+    record = json.loads(heartbeat.read_text())
+    heartbeat.write_text(json.dumps({**record, "time": record["time"] - 90}))
+    assert status(tmp_path)["state"] == "failed"
+    assert "was killed or is unreachable" in str(status(tmp_path)["message"])
+
+
+@pytest.mark.slow
+def test_the_command_runs_on_every_checkpoint_and_the_end_waits_for_it(tmp_path):
+    text = 'sleep 0.5; test -f "$1/manifest.json" || exit 8; test "$FSDPCTL_STEP" != 50'
+    command = f"checkpoint.after_save={script(tmp_path, text)}"
+    done = fsdpctl("train", *words(tmp_path, 100, command, "checkpoint.keep_last=3"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step 50: checkpoint.after_save: exit code 1" in done.stdout
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    outcomes = [(line["step"], line["after_save"]) for line in lines if "after_save" in line]
+    assert outcomes == [(25, "done"), (50, "failed"), (75, "done"), (100, "done")]
+    found = status(tmp_path)
+    assert found["warnings"] == ["step 50: checkpoint.after_save: exit code 1"]
+
+
+@pytest.mark.slow
+def test_a_stop_waits_for_the_command(tmp_path):
+    command = f"checkpoint.after_save={script(tmp_path, 'sleep 2; touch done-$FSDPCTL_STEP')}"
+    process = start(tmp_path, 100_000, command)
+    wait_for(has_stepped(tmp_path))
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 75
+    saved = (tmp_path / "run" / "checkpoints" / "latest").resolve()
+    assert (tmp_path / f"done-{int(saved.name.removeprefix('step-'))}").exists()
+
+
+@pytest.mark.slow
+def test_only_rank_0_writes_to_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (30, 40):
+        typed = words(tmp_path, steps, "log.tensorboard=true")
+        done = fsdpctl("train", *typed, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    board = tmp_path / "run" / "tensorboard"
+    assert len(list(board.iterdir())) == 2  # one for each start
+    curves = EventAccumulator(str(board))
+    curves.Reload()
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    told = [(each.step, each.value) for each in curves.Scalars("loss")]
+    assert [step for step, _ in told] == [step for step, _ in losses] == list(range(1, 41))
+    assert [value for _, value in told] == pytest.approx([loss for _, loss in losses], rel=1e-6)
+    assert {"val_loss", "tokens_per_second"} <= set(curves.Tags()["scalars"])
+
+
+# What stands in for a device without room: on rank 1, at its third step.
+PLANTED = """
+import os
+if os.environ.get("RANK") == "1":
+    import torch
+    from fsdpctl.optim.adamw import ShardedAdamW
+
+    torch.cuda.memory._dump_snapshot = lambda path: open(path, "w").close()
+    step, steps = ShardedAdamW.step, []
+
+    def fails(self, *args, **about):
+        steps.append(1)
+        if len(steps) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return step(self, *args, **about)
+
+    ShardedAdamW.step = fails
+"""
+
+
+@pytest.mark.slow
+def test_an_out_of_memory_error_names_the_snapshot(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    monkeypatch.setattr(
+        "tests.commands.run.environment",
+        lambda before=fsdpctl.__globals__["environment"]: {
+            **before(), "PYTHONPATH": f"{tmp_path}:{before()['PYTHONPATH']}",
+        },
+    )  # fmt: skip
+    done = fsdpctl("train", *words(tmp_path, 20), cwd=tmp_path)
+    assert done.returncode == 1
+    said = " ".join(re.sub("[│\n]", " ", done.stderr).split())
+    assert "run/memory-snapshot-rank-00001.bin" in said
+    assert (tmp_path / "run" / "memory-snapshot-rank-00001.bin").is_file()
+    found = status(tmp_path)
+    assert found["state"] == "failed"
+    assert "memory-snapshot-rank-00001.bin" in str(found["message"])
