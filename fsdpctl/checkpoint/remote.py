@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Any
 from weakref import finalize
 
 from fsdpctl.checkpoint.folders import naming
@@ -29,56 +28,15 @@ from fsdpctl.checkpoint.tensor_file import (
     sync,
 )
 from fsdpctl.config.sealed import MANIFEST
-from fsdpctl.errors import CheckpointError, FsdpctlError
+from fsdpctl.errors import CheckpointError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import MOST_BYTES
-from fsdpctl.io.stores import asked, read_range
+from fsdpctl.io.stores import StoredFile
 
 _BLOCK, _LEAST_BLOCK = 8 << 20, 256 << 10  # bytes of a request
 _HELD = 512 << 20  # bytes of blocks that a reader keeps
 _AHEAD = 2  # blocks that are fetched before they are needed
 TRANSFERS = ThreadPoolExecutor(8, thread_name_prefix="transfer")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A file in a store."""
-
-    store: Any
-    url: str  # as the user would write it
-    path: str  # as the store takes it
-
-    def inside(self, name: str) -> "StoredFile":
-        """Return the file `name` below this one."""
-        return StoredFile(self.store, f"{self.url}/{name}", f"{self.path}/{name}")
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Return a range of its bytes; CheckpointError if there is no answer, or a shorter file."""
-        return read_range(self.store, self.path, (start, stop), self.url, CheckpointError)
-
-    def size(self) -> int:
-        """Return its number of bytes."""
-        self.store.invalidate_cache()
-        about = asked(self.url, lambda: self.store.info(self.path), CheckpointError)
-        return int(about["size"] or 0)
-
-    def exists(self) -> bool:
-        """Return whether it exists."""
-        try:
-            self.size()
-        except CheckpointError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return False
-            raise
-        return True
-
-    def remove(self, *, recursive: bool = False) -> None:
-        """Delete it, if it exists."""
-        try:
-            asked(self.url, lambda: self.store.rm(self.path, recursive=recursive))
-        except FsdpctlError:
-            if self.exists():
-                raise
 
 
 class _Blocks:
@@ -161,9 +119,7 @@ class RemoteReader(CheckpointReader):
             end = header_bytes(file.read(0, min(HEADER_PREFIX, info.size)))
             if end > info.size:
                 raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(file.read(0, end))
-        os.truncate(path, info.size)
+        file.copy_start(path, end, info.size)
 
     def _file(self, path: Path) -> TensorFile:
         known = open_tensor_file(path)

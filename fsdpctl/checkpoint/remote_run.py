@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from fsdpctl.checkpoint.folders import doomed, find_checkpoint, step_of
 from fsdpctl.checkpoint.manifest import Manifest, read_manifest
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.remote import TRANSFERS, RemoteReader, StoredFile, fetch_manifest, ranges_of
+from fsdpctl.checkpoint.remote import TRANSFERS, RemoteReader, fetch_manifest, ranges_of
 from fsdpctl.config.schema import Config
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.config.sources import is_remote
@@ -22,7 +22,7 @@ from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io.activity import Advance
 from fsdpctl.io.run_files import STEP
-from fsdpctl.io.stores import asked, open_store
+from fsdpctl.io.stores import StoredFile, asked, open_store
 
 KEY = "checkpoint.remote"
 _ATTEMPTS = 3  # to upload a file, if it is not the same when read back
@@ -52,10 +52,9 @@ class RemoteCheckpoints:
     def __init__(self, url: str, where: str = "") -> None:
         """Open the store of a URL; errors of the URL begin with `where`."""
         self.url = url.rstrip("/")
-        store, path = open_store(self.url, where or self.url)
-        if hasattr(store, "auto_mkdir"):  # of a file system, which needs directories
-            store.auto_mkdir = True
-        self._root = StoredFile(store, self.url, path)
+        self._root = open_store(self.url, where or self.url, CheckpointError)
+        if hasattr(self._root.store, "auto_mkdir"):  # of a file system, which needs directories
+            self._root.store.auto_mkdir = True
 
     def _found(self) -> dict[Path, bool]:
         """Return the names of the checkpoints, oldest first, and whether each is complete."""

@@ -24,8 +24,8 @@ from fsdpctl.config.data import LOSS, TOKEN_NEIGHBORS, TOKEN_SUFFIXES
 from fsdpctl.data.shards import Shard, Values
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
-from fsdpctl.io.files import cache_folder, replace, replacing
-from fsdpctl.io.stores import POOL, asked, open_store, read_range
+from fsdpctl.io.files import cache_folder, replace
+from fsdpctl.io.stores import POOL, StoredFile, asked, open_store
 
 _START = 4096  # bytes of a file that tell its format
 _MOST_AHEAD = 1 << 14  # samples that are kept until they are used
@@ -33,14 +33,13 @@ _COMPLETE = "complete"
 _VERSIONS = ("ETag", "etag", "LastModified", "mtime", "updated", "created")  # of drivers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteShard(Shard):
     """The tokens of a file in an object store; `path` is its description in the cache."""
 
     is_remote: ClassVar[bool] = True
-    url: str = ""
-    store: Any = None
-    version: str = ""
+    place: StoredFile
+    version: str
     ahead: dict[tuple[int, int], Future[bytes]] = field(default_factory=dict, compare=False)
     lock: Any = field(default_factory=Lock, compare=False)
     asking: Any = field(default_factory=Lock, compare=False)
@@ -68,7 +67,7 @@ class RemoteShard(Shard):
     def _get(self, start: int, stop: int) -> bytes:
         size = self.dtype.itemsize
         first, last = self.offset + start * size, self.offset + stop * size
-        content = read_range(self.store, self.url, (first, last), self.url)
+        content = self.place.read(first, last)
         self._check()
         return content
 
@@ -79,15 +78,13 @@ class RemoteShard(Shard):
             if self.checked[0] > fetched:
                 return
             began = time.monotonic()
-            self.store.invalidate_cache(self.url)
-            about = asked(self.url, lambda: self.store.info(self.url))
-            if _version(about) != self.version:
-                raise UsageError(f"{self.url}: changed since the run started")
+            if _version(self.place.about()) != self.version:
+                raise UsageError(f"{self.place.url}: changed since the run started")
             self.checked[0] = began
 
 
-def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any, str]]]:
-    """Return a directory with descriptions of the token files at a URL, and the URL of each.
+def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[StoredFile, str]]]:
+    """Return a directory with descriptions of the token files at a URL, and what each describes.
 
     The URL is that of a file or a directory, or a glob. Of a token file and its flags, a
     description has the size and the first bytes; the other files next to it are complete.
@@ -107,22 +104,19 @@ def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[str, Any
     folder = cache_folder(f"remote-{xxhash.xxh3_128_hexdigest(f'{path}{listing}'.encode())}")
 
     def fetch(url: str) -> None:
-        file = folder / os.path.relpath(url, root)
-        file.parent.mkdir(parents=True, exist_ok=True)
         size, is_whole = files[url][0], url in beside and not url.endswith(LOSS)
-        content = read_range(store, url, (0, size if is_whole else min(_START, size)), url)
-        with replacing(file) as out:
-            out.write(content)
-            out.truncate(size)
+        most = size if is_whole else min(_START, size)
+        places[url].copy_start(folder / os.path.relpath(url, root), most, size)
 
     wanted = [*bins, *sorted(beside)]
+    places = {url: StoredFile(store, url, url) for url in wanted}
     if not (folder / _COMPLETE).exists():
         with doing(f"looking at {path}", "files", len(wanted)) as advance:
             for _ in POOL.map(fetch, wanted):
                 advance(1)
         replace(folder / _COMPLETE, "")
-    places = {url: str(folder / os.path.relpath(url, root)) for url in wanted}
-    return folder, {place: (url, store, files[url][1]) for url, place in places.items()}
+    here = {url: str(folder / os.path.relpath(url, root)) for url in wanted}
+    return folder, {file: (places[url], files[url][1]) for url, file in here.items()}
 
 
 def _belongs(url: str, bins: set[str]) -> bool:
@@ -140,7 +134,8 @@ def _version(about: Mapping[str, Any]) -> str:
 
 def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, str]]]:
     """Return the store, and the size of each file at a URL, with what tells its version."""
-    store, root = open_store(path, f"{key}={path}")
+    place = open_store(path, f"{key}={path}")
+    store, root = place.store, place.path
     is_glob = re.search(r"[*?\[]", root) is not None
     with doing(f"listing {path}"):
         if is_glob or asked(path, lambda: store.isfile(root), UsageError):

@@ -21,6 +21,7 @@ from fsdpctl.data.remote import RemoteShard, describe_remote
 from fsdpctl.data.shards import Index, Shard, stamp_of
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular, refusing
+from fsdpctl.io.stores import StoredFile
 from fsdpctl.io.untrusted import as_type, check_version, read_json
 
 OURS = "fsdpctl-tokens", 1  # format and version in NAME.json
@@ -122,11 +123,11 @@ def open_token_files(
         UsageError: If there are none, or if one is damaged, of an unknown format, or of another
             tokenizer or vocabulary than the first.
     """
-    urls: dict[str, tuple[str, Any, str]] = {}
+    places: dict[str, tuple[StoredFile, str]] = {}
     if is_remote(path, f"{key}={path}"):
-        folder, urls = describe_remote(path, key)
+        folder, places = describe_remote(path, key)
         is_folder = not (path.endswith(TOKEN_SUFFIXES) or _GLOB.search(path))
-        local, where = [Path(each) for each in sorted(urls)], f"{key}={path}"
+        local, where = [Path(each) for each in sorted(places)], f"{key}={path}"
         found = select_files(local, folder, where, TOKENS, is_folder=is_folder)
     elif path.endswith(TOKEN_SUFFIXES) and not (_GLOB.search(path) or Path(path).exists()):
         raise UsageError(f"{key}={path}: no such token file; `fsdpctl tokenize` creates one")
@@ -136,7 +137,7 @@ def open_token_files(
         if busy := next(folder.glob("*.progress.json"), None):
             raise UsageError(f"{key}={path}: {busy.name}: `fsdpctl tokenize` has not finished")
     opened = _open_all([*found.train, *(found.validation if validates else ())], key, kind)
-    opened = [replace(x, shard=_in_store(x.shard, urls)) for x in opened] if urls else opened
+    opened = [replace(x, shard=_in_store(x.shard, places)) for x in opened] if places else opened
     first = opened[0]
     for other in opened[1:]:
         for what in ("vocab_size", "tokenizer_xxh3" if first.tokenizer_xxh3 else "tokenizer"):
@@ -155,11 +156,11 @@ def open_token_files(
     return TokenFiles(opened[:count], opened[count:], found)
 
 
-def _in_store(shard: Shard, urls: Mapping[str, tuple[str, Any, str]]) -> RemoteShard:
-    flags = None if shard.flags is None else _in_store(shard.flags, urls)
+def _in_store(shard: Shard, places: Mapping[str, tuple[StoredFile, str]]) -> RemoteShard:
+    flags = None if shard.flags is None else _in_store(shard.flags, places)
     about = shard.dtype, shard.count, shard.offset, shard.stamp, shard.index, flags
-    url, store, version = urls[str(shard.path)]
-    return RemoteShard(Path(url), *about, url, store, version)
+    place, version = places[str(shard.path)]
+    return RemoteShard(Path(place.url), *about, place=place, version=version)
 
 
 def _open_all(paths: Sequence[Path], key: str, kind: str) -> list[TokenFile]:

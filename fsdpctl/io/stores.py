@@ -9,12 +9,14 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import doing
-from fsdpctl.io.files import Refusal
+from fsdpctl.io.files import Refusal, replacing
 from fsdpctl.io.texts import printable, refuse_secret
 
 STORES = ("s3", "gs", "file")  # protocols; a file:// is a path of this machine
@@ -41,8 +43,70 @@ def is_remote(path: str, where: str = "") -> bool:
     )
 
 
-def open_store(url: str, where: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL, and the path there; `where` begins messages."""
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file or directory in a store."""
+
+    store: Any
+    url: str  # as the user would write it
+    path: str  # as the store takes it
+    refusal: Refusal = FsdpctlError  # if the store does not answer
+
+    def inside(self, name: str) -> "StoredFile":
+        """Return the file `name` below this one."""
+        return replace(self, url=f"{self.url}/{name}", path=f"{self.path}/{name}")
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return a range of its bytes; an answer that is too short is asked for again."""
+
+        def ask() -> bytes:
+            found: bytes = self.store.cat_file(self.path, start=start, end=stop)
+            if len(found) != stop - start:
+                raise EOFError(f"cut at byte {start + len(found)}, or replaced")
+            return found
+
+        content: bytes = asked(self.url, ask, self.refusal)
+        return content
+
+    def copy_start(self, file: Path, count: int, size: int) -> None:
+        """Write its first `count` bytes to a file of `size` bytes, of which the rest is empty."""
+        content = self.read(0, count)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as out:
+            out.write(content)
+            out.truncate(size)
+
+    def about(self) -> dict[str, Any]:
+        """Return what the store tells about it now."""
+        self.store.invalidate_cache(self.path)
+        found: dict[str, Any] = asked(self.url, lambda: self.store.info(self.path), self.refusal)
+        return found
+
+    def size(self) -> int:
+        """Return its number of bytes."""
+        return int(self.about()["size"] or 0)
+
+    def exists(self) -> bool:
+        """Return whether it exists."""
+        try:
+            self.about()
+        except FsdpctlError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return False
+            raise
+        return True
+
+    def remove(self, *, recursive: bool = False) -> None:
+        """Delete it, if it exists."""
+        try:
+            asked(self.url, lambda: self.store.rm(self.path, recursive=recursive))
+        except FsdpctlError:
+            if self.exists():
+                raise
+
+
+def open_store(url: str, where: str, refusal: Refusal = FsdpctlError) -> StoredFile:
+    """Return what a URL leads to, with fsspec's file system; `where` begins messages."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
 
     if not is_remote(url, where):
@@ -51,7 +115,7 @@ def open_store(url: str, where: str) -> tuple[Any, str]:
         store, path = url_to_fs(url)
     except Exception as error:  # some drivers connect now
         raise UsageError(f"{where}: {error}") from None
-    return store, str(path)
+    return StoredFile(store, url, str(path), refusal)
 
 
 def asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> Any:
@@ -67,19 +131,3 @@ def asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> 
         with doing(f"waiting for {urlsplit(url).netloc or 'the store'} ({reason:.80})"):
             time.sleep(_PAUSE * 2**number)
     raise AssertionError
-
-
-def read_range(
-    store: Any, path: str, span: tuple[int, int], url: str, refusal: Refusal = FsdpctlError
-) -> bytes:
-    """Return bytes of a file, as `asked`; an answer that is too short is asked for again."""
-    start, stop = span
-
-    def ask() -> bytes:
-        found: bytes = store.cat_file(path, start=start, end=stop)
-        if len(found) != stop - start:
-            raise EOFError(f"cut at byte {start + len(found)}, or replaced")
-        return found
-
-    content: bytes = asked(url, ask, refusal)
-    return content
