@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdpctl.data.data_set import Rows
 from fsdpctl.data.mixture import MixedRows
 from fsdpctl.data.order import Indices
-from fsdpctl.data.packing import IGNORED
+from fsdpctl.data.packing import IGNORED, Rows
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.plan.context import ContextParallel, tokens_per_rank

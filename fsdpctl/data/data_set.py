@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-from fsdpctl.data.mixture import MixedRows, Mixture
-from fsdpctl.data.packing import DocumentSet, PackedRows
+from fsdpctl.data.mixture import Mixture
+from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.token_formats import TokenFile
 from fsdpctl.data.tokenizer import Tokenizer
-from fsdpctl.data.tokens import StreamRows, TokenStream
+from fsdpctl.data.tokens import TokenStream
 
 Corpus = TokenStream | DocumentSet | Mixture
-Rows = StreamRows | PackedRows | MixedRows
 
 
 @dataclass(frozen=True, slots=True)

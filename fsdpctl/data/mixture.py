@@ -16,8 +16,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from fsdpctl.data.order import Indices, mixed_bits, samples_at
-from fsdpctl.data.packing import Sample
-from fsdpctl.data.tokens import StreamRows, TokenStream
+from fsdpctl.data.packing import Rows, Sample
+from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
 
 PERIOD = 4096  # samples
@@ -156,7 +156,7 @@ class Mixture:
         return MixedRows(self, seq_len)
 
 
-class MixedRows:
+class MixedRows(Rows):
     """The samples of a mixture. Their numbers go through the sources, one after the other."""
 
     def __init__(self, mixture: Mixture, seq_len: int) -> None:
@@ -166,22 +166,14 @@ class MixedRows:
             UsageError: If a source has none.
         """
         self.seq_len, self.parts = seq_len, mixture.parts
-        self.of_part: list[StreamRows] = [each.stream.rows(seq_len) for each in mixture.parts]
+        self.of_part: list[Rows] = [each.stream.rows(seq_len) for each in mixture.parts]
         for part, rows in zip(mixture.parts, self.of_part, strict=True):
             if not len(rows):
                 raise UsageError(f"data.path: {part.name}{mixture.purpose}: {rows.emptiness}")
         self._begins = np.cumsum([0, *map(len, self.of_part)], dtype=np.int64)
         self.origin = ", ".join(rows.origin for rows in self.of_part)
-
-    @property
-    def holds_documents(self) -> bool:
-        """Whether a sample has documents that do not see one another."""
-        return self.of_part[0].holds_documents
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether samples are fetched from an object store."""
-        return any(each.is_remote for each in self.of_part)
+        self.holds_documents = self.of_part[0].holds_documents
+        self.is_remote = any(each.is_remote for each in self.of_part)
 
     @property
     def emptiness(self) -> str:
@@ -217,7 +209,7 @@ class MixedRows:
         """Return the index of the source that a sample is of."""
         return bisect_right(self._begins, number) - 1
 
-    def _place(self, number: int) -> tuple[StreamRows, int]:
+    def _place(self, number: int) -> tuple[Rows, int]:
         part = self.source_of(number)
         return self.of_part[part], number - int(self._begins[part])
 
@@ -236,8 +228,9 @@ class MixedRows:
         return result
 
     def count_tokens(self, numbers: Sequence[int]) -> int:
-        """Return the tokens of some samples, which all have the same number."""
-        return len(numbers) * self.seq_len
+        """Return the tokens of some sequences, without padding."""
+        places = map(self._place, numbers)
+        return sum(rows.count_tokens([place]) for rows, place in places)
 
     def epochs(self, position: int) -> Mapping[str, float]:
         """Return how often each source has been trained on before a position."""

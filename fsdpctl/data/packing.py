@@ -1,5 +1,6 @@
 """Samples of one length, and documents of different lengths that are packed into them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -34,6 +35,42 @@ class Sample:
             found.append([*self.tokens[start:end].tolist(), *after])
             start = end
         return found[:-1] if self.filling else found
+
+
+class Rows(ABC):
+    """The sequences of data, all of one length."""
+
+    seq_len: int
+    origin: str  # that errors name
+    holds_documents = False  # which do not see one another
+    is_remote = False  # whether they are fetched from an object store
+
+    @property
+    @abstractmethod
+    def emptiness(self) -> str:
+        """The error if there are none."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all of them, without padding."""
+        return len(self) * self.seq_len
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, number: int) -> Sample: ...
+
+    def fetch(self, numbers: Iterable[int]) -> None:  # noqa: B027  # most are here
+        """Begin to fetch some of them from an object store."""
+
+    def order(self, position: int, length: int, seed: int) -> Indices:
+        """Return those at these positions of a run."""
+        return samples_at(position, length, len(self), seed)
+
+    def count_tokens(self, numbers: Sequence[int]) -> int:
+        """Return the tokens of some of them, without padding."""
+        return len(numbers) * self.seq_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +151,13 @@ def _packed(documents: DocumentSet, seq_len: int) -> "PackedRows":
     return PackedRows(documents, seq_len)
 
 
-class PackedRows:
+class PackedRows(Rows):
     """Sequences of whole documents, padded with ignored targets.
 
     A document of N tokens takes N - 1 tokens of its sequence: the last one is only a target.
     """
 
     holds_documents = True
-    is_remote = False
 
     def __init__(self, documents: DocumentSet, seq_len: int) -> None:
         """Pack all documents that have a trained token within `seq_len`."""
@@ -138,7 +174,7 @@ class PackedRows:
             kept &= ~too_long
         self.num_untrained = int((~kept).sum()) - (self.num_too_long if drops else 0)
         self.num_targets = int(trained[kept].sum())
-        self.num_tokens = int(self._lengths[kept].sum())
+        self._num_tokens = int(self._lengths[kept].sum())
         numbers = np.flatnonzero(kept)
         if documents.packing.shares_rows and len(numbers):
             packed = pack(self._lengths[numbers], seq_len, documents.packing.seed)
@@ -168,6 +204,11 @@ class PackedRows:
         )
 
     @property
+    def num_tokens(self) -> int:
+        """The tokens of all documents, but for the last of each."""
+        return self._num_tokens
+
+    @property
     def padding(self) -> float:
         """The fraction of tokens that is padding."""
         size = len(self) * self.seq_len
@@ -176,13 +217,6 @@ class PackedRows:
     def __len__(self) -> int:
         """Return the number of sequences."""
         return len(self._rows)
-
-    def fetch(self, numbers: Iterable[int]) -> None:
-        """Do nothing: the documents are on this machine."""
-
-    def order(self, position: int, length: int, seed: int) -> Indices:
-        """Return the sequences at these positions of a run."""
-        return samples_at(position, length, len(self), seed)
 
     def count_tokens(self, numbers: Sequence[int]) -> int:
         """Return the tokens of some sequences, without padding."""

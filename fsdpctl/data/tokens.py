@@ -1,13 +1,12 @@
 """Streams of tokens, and their samples."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
 
-from fsdpctl.data.order import Indices, samples_at
-from fsdpctl.data.packing import IGNORED, Sample
+from fsdpctl.data.packing import IGNORED, Rows, Sample
 from fsdpctl.data.shards import ShardTokens
 from fsdpctl.data.tokenizer import Tokens
 
@@ -52,27 +51,13 @@ def _part(tokens: Tokens | ShardTokens, start: int, stop: int) -> Tokens | Shard
     return tokens.part(start, stop) if isinstance(tokens, ShardTokens) else tokens[start:stop]
 
 
-@dataclass(frozen=True, slots=True)
-class StreamRows:
+class StreamRows(Rows):
     """The samples of a token stream, without the remainder at its end."""
 
-    stream: TokenStream
-    seq_len: int
-
-    @property
-    def holds_documents(self) -> bool:
-        """Whether a sample has documents that do not see one another."""
-        return self.stream.isolates
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether samples are fetched from an object store."""
-        return isinstance(self.stream.tokens, ShardTokens) and self.stream.tokens.is_remote
-
-    @property
-    def origin(self) -> str:
-        """The file or text that the samples are from."""
-        return self.stream.origin
+    def __init__(self, stream: TokenStream, seq_len: int) -> None:
+        self.stream, self.seq_len, self.origin = stream, seq_len, stream.origin
+        self.holds_documents = stream.isolates
+        self.is_remote = isinstance(stream.tokens, ShardTokens) and stream.tokens.is_remote
 
     @property
     def emptiness(self) -> str:
@@ -106,11 +91,3 @@ class StreamRows:
             return
         for number in numbers:
             tokens.fetch(number * size, number * size + size + 1)
-
-    def order(self, position: int, length: int, seed: int) -> Indices:
-        """Return the samples at these positions of a run."""
-        return samples_at(position, length, len(self), seed)
-
-    def count_tokens(self, numbers: Sequence[int]) -> int:
-        """Return the tokens of some samples, which all have the same number."""
-        return len(numbers) * self.seq_len

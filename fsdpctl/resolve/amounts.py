@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from fsdpctl.config.schema import SIZES, Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.data_set import DataSet, Rows
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.mixture import MixedRows
-from fsdpctl.data.packing import DocumentSet, PackedRows
+from fsdpctl.data.packing import DocumentSet, PackedRows, Rows
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.resolve.data import check_amount

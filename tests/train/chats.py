@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.data_set import Rows
 from fsdpctl.data.open import open_data
-from fsdpctl.data.packing import IGNORED
+from fsdpctl.data.packing import IGNORED, Rows
 from fsdpctl.models.row_documents import spans
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.plan.batch import plan_batches
