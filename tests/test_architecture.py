@@ -45,7 +45,7 @@ TOOLS_WITHOUT_TORCH = [
 # Commands import torch after what they refuse without it, but for these modules.
 COMMANDS_WITH_TORCH = {
     "fsdpctl.commands.evaluate",
-    "fsdpctl.commands.generation",
+    "fsdpctl.commands.sample",
     "fsdpctl.commands.samples",
     "fsdpctl.commands.compare.measure",
     "fsdpctl.commands.compare.order",

@@ -57,7 +57,7 @@ COMMANDS = {
         ('sample runs/latest --prompt "Once upon a time"', 'sample my_model --chat --prompt "Hi"'),
     ),
     "evaluate": CommandInfo(
-        "sample", True, "Compute loss, perplexity and bits per byte.",
+        "evaluate", True, "Compute loss, perplexity and bits per byte.",
         ("evaluate runs/latest", "evaluate DIR data=text data.path=other.txt data.val_fraction=0"),
     ),
     "consolidate-checkpoint": CommandInfo(

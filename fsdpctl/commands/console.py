@@ -1,9 +1,11 @@
 """Printing of lines, tables and panels."""
 
+import json
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+import typer
 from rich.cells import cell_len
 from rich.panel import Panel
 from rich.table import Table
@@ -17,6 +19,8 @@ _GAP, _FEW_WORDS = 2, 2  # between columns; blanks of a cell that is a name or a
 _NOTHING = ("", "-")  # cells
 _MANY_ROWS = 1000
 _LONGEST = 2000  # characters of a message that quotes a rejected value
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 out = PatientConsole(highlight=False, soft_wrap=True)
 err = PatientConsole(highlight=False, soft_wrap=True, stderr=True)
@@ -53,6 +57,11 @@ def emit(text: str, end: str = "\n") -> None:
     """Print machine-readable text to standard output verbatim."""
     out.file.write(f"{text}{end}")
     out.file.flush()
+
+
+def show_json(value: object) -> None:
+    """Print what `--json` asks for."""
+    emit(json.dumps(value, indent=2))
 
 
 def note(line: str) -> None:

@@ -1,6 +1,5 @@
 """`fsdpctl estimate-memory`."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fsdpctl.commands.config_args import ConfigArguments, composed_from, configured
-from fsdpctl.commands.console import note, say
+from fsdpctl.commands.console import AsJson, note, say, show_json
 from fsdpctl.commands.estimate_text import (
     conclusions,
     fit_line,
@@ -53,7 +52,7 @@ def estimate_memory(
     plot: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory to write charts to.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     source: Annotated[
         list[Path] | None,
         typer.Option(
@@ -95,7 +94,7 @@ def estimate_memory(
         entries = _entries(found, fits)
         if others is not None:
             entries = [{**entry, "from": others.to_dict()} for entry in entries]
-        say(json.dumps(entries if all_strategies else entries[0], indent=2))
+        show_json(entries if all_strategies else entries[0])
     elif all_strategies:
         _show_all(estimates, fits)
         for each, ranking in found:

@@ -1,24 +1,31 @@
-"""The loss of a checkpoint or a Hugging Face directory on data."""
+"""`fsdpctl evaluate`: the loss of a checkpoint or a Hugging Face directory on data."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from fsdpctl.checkpoint.base import pretrained_weights
+from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.comm.base import Collectives
+from fsdpctl.commands.config_args import ConfigArguments, Settings, normalized
+from fsdpctl.commands.console import AsJson, say, show_json
+from fsdpctl.commands.sample import Weights, note_adapters
 from fsdpctl.config.auto import Selection
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.hub_cache import cached_model
+from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.schema import PrefetchConfig
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.data.batches import Batches
 from fsdpctl.io.activity import doing
 from fsdpctl.plan.strategy import strategies_of
 from fsdpctl.resolve.data import vocabulary_of
-from fsdpctl.resolve.run import Opened
+from fsdpctl.resolve.run import Opened, open_run
 from fsdpctl.resolve.settle import settle
 from fsdpctl.train.assemble import make_model, strategy_alone
 from fsdpctl.train.loss import validation_loss
@@ -27,9 +34,7 @@ _OF_THE_DATA = ("data", "train.seq_len")
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The result of an evaluation."""
-
+class _Evaluation:
     loss: float  # nats per token
     perplexity: float
     bits_per_byte: float | None  # None if the size of the text is unknown
@@ -37,19 +42,57 @@ class Evaluation:
     loss_by_source: dict[str, float]  # of a mixture
 
 
-def words_of(source: Path) -> list[str]:
+def evaluate(
+    source: Weights,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute loss, perplexity and bits per byte.
+
+    A run or checkpoint is evaluated on its own data, unless data=… is set:
+    `fsdpctl evaluate runs/latest data=text data.path=other.txt data.val_fraction=0`.
+    """
+    source = cached_model(source)
+    place = source if is_hugging_face(source) else find_checkpoint(source)
+    note_adapters(source)
+    given = normalized(ConfigArguments(settings)).settings or []
+    named = {text.partition("=")[0] for text in given}
+    other_data = bool({"data", "data.path"} & named)
+    known = [
+        f"{name}={text}"
+        for name, text in _own_settings(place).items()
+        if name not in named and not (other_data and name.startswith("data"))
+    ]
+    opened = open_run(compose_config([*known, *given]))
+    found = _evaluated(opened)
+    is_seen = not other_data and not is_hugging_face(source)  # the run's own data
+    part = "validation" if opened.data.val else "training" if is_seen else "all"
+    if as_json:
+        show_json({"path": str(place), "part": part, **asdict(found)})
+        return
+    bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
+    seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
+    say(f"{place}: {opened.data.description}{seen}")
+    for line in opened.data.about_files:
+        say(line)
+    say(f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}{bits}")
+    for name, loss in found.loss_by_source.items():
+        say(f"{name}: loss {loss:.4f}")
+    say(f"over {found.tokens:,} tokens in samples of {opened.config.train.seq_len}")
+
+
+def _own_settings(source: Path) -> dict[str, str]:
     """Return the settings of the model in a checkpoint or directory, with its training data."""
-    words = ["model=hf", f"model.path={source}", "launch.nproc_per_node=1"]
+    own = {"model": "hf", "model.path": str(source), "launch.nproc_per_node": "1"}
     if (source / MANIFEST).exists():
-        words += [
-            f"{name}={text}"
-            for name, text in read_manifest(source).config.items()
-            if name.startswith(_OF_THE_DATA) and name != "data.tokenizer"
-        ]
-    return words
+        of_run = read_manifest(source).config.items()
+        of_data = {name: text for name, text in of_run if name.startswith(_OF_THE_DATA)}
+        of_data.pop("data.tokenizer", None)  # the checkpoint has it
+        own |= of_data
+    return own
 
 
-def evaluate_run(opened: Opened) -> Evaluation:
+def _evaluated(opened: Opened) -> _Evaluation:
     """Compute the loss of a model on one rank on the validation data, or on all without any."""
     # All strategies compute the same on one rank: `auto` selects none.
     strategy = strategies_of(opened.config.engine.name)[0]
@@ -83,4 +126,4 @@ def evaluate_run(opened: Opened) -> Evaluation:
     assert found is not None
     loss, size = found.mean, stream.num_bytes
     bits = loss / math.log(2) * stream.num_tokens / size if size else None
-    return Evaluation(loss, math.exp(min(loss, 700.0)), bits, found.tokens, found.by_source)
+    return _Evaluation(loss, math.exp(min(loss, 700.0)), bits, found.tokens, found.by_source)

@@ -4,14 +4,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from fsdpctl.checkpoint.checksums import ExportedDirectory
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.commands.checkpoint import Source, opened_checkpoint
-from fsdpctl.commands.console import emit, say, show_table
+from fsdpctl.commands.console import AsJson, say, show_json, show_table
 from fsdpctl.config.sealed import CHECKSUMS
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.texts import one_line
@@ -19,14 +17,12 @@ from fsdpctl.io.texts import one_line
 _PARAMETER, _REMAINDER = "model", "remainder"  # the kinds of weights
 _SHOWN_FILES = 16
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
     """Show a checkpoint's run, files and tensors."""
     reader = opened_checkpoint(source)
     if as_json:
-        emit(json.dumps(_described(reader), indent=2))
+        show_json(_described(reader))
         return
     manifest = reader.manifest
     for line in _summary(reader):
@@ -126,7 +122,7 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
     tensors = len(reader.manifest.tensors)
     if as_json:
         about = {"path": str(reader), "tensors": tensors, "bytes": reader.num_bytes}
-        emit(json.dumps(about | {"verified": True}, indent=2))
+        show_json(about | {"verified": True})
     else:
         say(f"{reader}: {tensors} tensors, {reader.num_bytes:,} bytes verified")
         if base is not None:
@@ -140,6 +136,6 @@ def _verify_export(folder: Path, *, as_json: bool) -> None:
         for count in found.verify():
             advance(count)
     if as_json:
-        emit(json.dumps({"path": str(folder), **counts, "verified": True}, indent=2))
+        show_json({"path": str(folder), **counts, "verified": True})
     else:
         say(f"{folder}: {counts['files']} files, {counts['bytes']:,} bytes verified")

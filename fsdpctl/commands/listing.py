@@ -1,11 +1,10 @@
 """`fsdpctl list`."""
 
-import json
 from typing import Annotated, Any
 
 import typer
 
-from fsdpctl.commands.console import emit, out, say, show_table
+from fsdpctl.commands.console import AsJson, out, say, show_json, show_table
 from fsdpctl.config.compose import default_config
 from fsdpctl.config.keys import Key
 from fsdpctl.config.recipe import choices_of, first_comment, package_folder, recipe_names
@@ -21,7 +20,7 @@ def list_choices(
         str | None,
         typer.Argument(help="Group, section or key to list, as in `fsdpctl list model`."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List settings, options and recipes."""
     default = default_config()
@@ -29,7 +28,7 @@ def list_choices(
         sections = list(SECTIONS) if group is None else [group]
         found = [_described(each, default) for each in sections]
         recipes = {"name": "recipe", "default": None, "choices": recipe_names(), "keys": []}
-        emit(json.dumps(found if group else [*found, recipes], indent=2))
+        show_json(found if group else [*found, recipes])
     elif group is None:
         _list_everything(default)
     else:

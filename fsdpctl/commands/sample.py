@@ -1,25 +1,41 @@
-"""`fsdpctl sample` and `fsdpctl evaluate`."""
+"""`fsdpctl sample`: text of the model of a checkpoint or a Hugging Face directory."""
 
-import json
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
-from fsdpctl.checkpoint.folders import find_checkpoint
+from fsdpctl.checkpoint.base import checked_weights
+from fsdpctl.checkpoint.load import load_weights
+from fsdpctl.checkpoint.pretrained import attached_files, open_weights, read_assets
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.comm.base import Collectives
 from fsdpctl.commands.checkpoint import found_checkpoint
-from fsdpctl.commands.config_args import ConfigArguments, Settings, normalized
-from fsdpctl.commands.console import emit, note, out, say
+from fsdpctl.commands.console import emit, note, out
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.hub_cache import cached_model
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import notes_on_adapters
-from fsdpctl.io.activity import DISPLAY
+from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_of_checkpoint, usual_length
+from fsdpctl.data.chats.preview import prompt_tokens
+from fsdpctl.data.chats.values import Message
+from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
+from fsdpctl.data.tokenizer_files import VOCABULARIES
+from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.io.activity import DISPLAY, doing
 from fsdpctl.io.texts import printable
+from fsdpctl.resolve.decoder_check import with_attention
+from fsdpctl.run.assets import end_tokens
+from fsdpctl.train.assemble import make_model, strategy_alone
+from fsdpctl.train.callbacks.sample import Sampling, TextStream, generate
 
 Weights = Annotated[
     Path, typer.Argument(metavar="SRC", help="A run, a checkpoint, or a Hugging Face directory.")
@@ -47,13 +63,10 @@ def sample(  # noqa: PLR0913  # each is an option
 
     With --chat and without --prompt, each line of standard input is a user message.
     """
-    from fsdpctl.commands.generation import ChatSession, sample_text
-    from fsdpctl.train.callbacks.sample import Sampling
-
     sampling = Sampling(seed, 0.0 if greedy else temperature, top_p)
     source = cached_model(source)
     place = source if is_hugging_face(source) else found_checkpoint(source)
-    _note_adapters(source)
+    note_adapters(source)
     if not chat:
         _show(sample_text(place, prompt, tokens, sampling))
         return
@@ -63,13 +76,13 @@ def sample(  # noqa: PLR0913  # each is an option
 
 
 def _show(pieces: Iterable[str]) -> None:
-    """Print text as it is generated: verbatim, but without control characters in a terminal."""
-    for piece in pieces:
+    for piece in pieces:  # verbatim, but without control characters in a terminal
         emit(printable(piece) if out.is_terminal else piece, end="")
     emit("")
 
 
-def _note_adapters(source: Path) -> None:
+def note_adapters(source: Path) -> None:
+    """Print that the adapters in a directory are not read."""
     for line in notes_on_adapters(str(source), None):
         note(line)
 
@@ -83,43 +96,124 @@ def _user_messages() -> Iterator[str]:
                 yield message
 
 
-def evaluate(
-    source: Weights,
-    settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Compute loss, perplexity and bits per byte.
+class TextGenerator:
+    """A model in memory that continues text."""
 
-    A run or checkpoint is evaluated on its own data, unless data=… is set:
-    `fsdpctl evaluate runs/latest data=text data.path=other.txt data.val_fraction=0`.
-    """
-    from fsdpctl.commands.evaluate import evaluate_run, words_of
-    from fsdpctl.resolve.run import open_run
+    def __init__(self, source: Path, count: int, sampling: Sampling) -> None:
+        """Load the model, to generate at most `count` tokens.
 
-    source = cached_model(source)
-    place = source if is_hugging_face(source) else find_checkpoint(source)
-    _note_adapters(source)
-    given = normalized(ConfigArguments(settings)).settings or []
-    named = {text.partition("=")[0] for text in given}
-    other_data = bool({"data", "data.path"} & named)
-    known = [
-        text
-        for text in words_of(place)
-        if text.partition("=")[0] not in named and not (other_data and text.startswith("data"))
-    ]
-    opened = open_run(compose_config([*known, *given]))
-    found = evaluate_run(opened)
-    is_seen = not other_data and not is_hugging_face(source)  # the run's own data
-    part = "validation" if opened.data.val else "training" if is_seen else "all"
-    if as_json:
-        emit(json.dumps({"path": str(place), "part": part, **asdict(found)}, indent=2))
-        return
-    bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
-    seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
-    say(f"{place}: {opened.data.description}{seen}")
-    for line in opened.data.about_files:
-        say(line)
-    say(f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}{bits}")
-    for name, loss in found.loss_by_source.items():
-        say(f"{name}: loss {loss:.4f}")
-    say(f"over {found.tokens:,} tokens in samples of {opened.config.train.seq_len}")
+        Raises:
+            UsageError: If the tokenizer is unknown.
+            FsdpctlError: If the model doesn't fit into memory.
+            CheckpointError: If the checkpoint is corrupted.
+        """
+        config, weights, files = _opened(source)
+        # Compiling takes longer than it saves on a few tokens.
+        train = replace(config.train, compile=False)
+        self.config = replace(config, train=train, model=with_attention(config.model))
+        self.source, self._count = source, count
+        model, self._context = config.model, config.train.seq_len
+        if model.is_pretrained:  # the model knows longer texts than those it was fine-tuned on
+            self._context = max(self._context, usual_length(model.name, model.max_seq_len))
+        if not files.keys() & set(VOCABULARIES):
+            raise UsageError(f"{source}: contains no tokenizer, which is required to generate text")
+        self.tokenizer: Tokenizer = (
+            ByteTokenizer() if config.data.tokenizer == BYTES else FileTokenizer(str(source), files)
+        )
+        self.sampling = replace(sampling, ends=end_tokens(files, None, str(source)))
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with doing(f"loading {source}"), self._in_memory():
+            strategy = strategy_alone(self.config)
+            self._model = make_model(self.config, self._device, strategy=strategy, empty=True)
+            load_weights(weights, self._model)
+
+    def text_after(self, prompt: list[int], before: Sequence[int] = ()) -> Iterator[str]:
+        """Yield the text after a prompt in pieces, without the token that ends it.
+
+        A space at the beginning depends on the tokens `before`.
+
+        Raises:
+            FsdpctlError: If memory runs out.
+        """
+        text = TextStream(self.tokenizer, before)
+        with self._in_memory(), doing("generating"):
+            for token in generate(
+                self._model,
+                prompt,
+                range(self._count),
+                context=self._context,
+                sampling=self.sampling,
+                device=self._device,
+            ):
+                if token not in self.sampling.ends:
+                    yield text.add(token)
+            yield text.rest()
+
+    @contextmanager
+    def _in_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            # torch has no exception type for its CPU allocator.
+            if not isinstance(error, torch.OutOfMemoryError) and "CPUAllocator" not in str(error):
+                raise
+            what = f"does not fit into memory on {self._device.type}"
+            raise FsdpctlError(f"{self.source}: {what}") from None
+
+
+def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> Iterator[str]:
+    """Yield the prompt continued by at most `count` tokens of the model in `source`, in pieces."""
+    _check_text(prompt)
+    generator = TextGenerator(source, count, sampling)
+    tokens = generator.tokenizer.encode_prompt(prompt)
+    yield prompt
+    yield from generator.text_after(tokens, tokens)
+
+
+class ChatSession:
+    """A conversation with a model, rendered by the model's chat template."""
+
+    def __init__(self, source: Path, count: int, sampling: Sampling) -> None:
+        """Load the model, as in `TextGenerator`; UsageError also if it uses the byte tokenizer."""
+        generator = TextGenerator(source, count, sampling)
+        if not isinstance(generator.tokenizer, FileTokenizer):
+            raise UsageError(f"{source}: --chat: requires a model with its own tokenizer")
+        self._generator, self._tokenizer = generator, generator.tokenizer
+        if self._tokenizer.end is not None:
+            ends = (*generator.sampling.ends, self._tokenizer.end)
+            generator.sampling = replace(generator.sampling, ends=ends)
+        self._messages: list[Message] = []
+
+    def answer(self, question: str) -> Iterator[str]:
+        """Yield the assistant message that follows `question` and all earlier ones, in pieces.
+
+        Raises:
+            UsageError: If there is no template, or if it rejects the conversation.
+            FsdpctlError: If memory runs out.
+        """
+        _check_text(question)
+        generator = self._generator
+        self._messages.append({"role": "user", "content": question})
+        today = generator.config.data.date or date.today().isoformat()
+        prompt = prompt_tokens(self._tokenizer, self._messages, today)
+        pieces = []
+        for piece in generator.text_after(prompt):
+            pieces.append(piece)
+            yield piece
+        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def _check_text(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UsageError("--prompt: not UTF-8") from None
+
+
+def _opened(source: Path) -> tuple[Config, Tensors, dict[str, bytes]]:
+    if is_hugging_face(source):
+        config = compose_config(["model=hf", f"model.path={source}"]).config
+        return config, open_weights(config.model), read_assets(source)
+    reader = CheckpointReader(source)
+    config = config_of_checkpoint(reader.manifest.config, str(reader))
+    return config, checked_weights(reader, Collectives()), attached_files(reader)

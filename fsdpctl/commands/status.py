@@ -1,6 +1,5 @@
 """`fsdpctl status` and `compare-runs`."""
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -12,7 +11,7 @@ import typer
 
 from fsdpctl.commands.compare_runs import TwoRuns
 from fsdpctl.commands.compare_runs import compare_runs as compare
-from fsdpctl.commands.console import emit, say, show_table
+from fsdpctl.commands.console import AsJson, say, show_json, show_table
 from fsdpctl.commands.run_status import Newest, Status, read_status
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.run_files import LATEST, RUNS
@@ -27,12 +26,12 @@ def status(
     run: Annotated[
         Path | None, typer.Argument(metavar="[RUN]", help="Run directory (default: runs/latest).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the state and progress of a run."""
     found = read_status(_newest_run() if run is None else run)
     if as_json:
-        emit(json.dumps(asdict(found), indent=2))
+        show_json(asdict(found))
         return
     show_table(("", ""), _rows(found))
 
@@ -137,7 +136,7 @@ def compare_runs(
             "--assert-equal", help="Exit with code 1 unless losses and validation losses are equal."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show how two existing runs differ.
 
@@ -145,7 +144,7 @@ def compare_runs(
     """
     found = compare(run_a, run_b)
     if as_json:
-        emit(json.dumps(found.to_dict(), indent=2))
+        show_json(found.to_dict())
     else:
         _show(found)
     if assert_equal and found.differences:

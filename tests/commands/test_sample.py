@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from fsdpctl.commands import generation
-from fsdpctl.commands.generation import sample_text
+from fsdpctl.commands import sample
+from fsdpctl.commands.sample import sample_text
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.resolve import blocks
@@ -63,7 +63,7 @@ def fail_otherwise() -> None:
     ],
 )
 def test_want_of_memory_is_said_in_one_line(checkpoint, monkeypatch, fail, error, said):
-    monkeypatch.setattr(generation, "generate", lambda *args, **kwargs: fail())
+    monkeypatch.setattr(sample, "generate", lambda *args, **kwargs: fail())
     with pytest.raises(error, match=said):
         list(sample_text(checkpoint, "some ", 4, Sampling(0)))
 

@@ -25,8 +25,9 @@ from tests.documented.lines import ROOT, Line
 _WORK = (
     "fsdpctl.commands.train._train", "fsdpctl.commands.train._dry_run",
     "fsdpctl.estimate.search.estimates_of", "fsdpctl.commands.compare.command._comparison",
-    "fsdpctl.resolve.run.open_run", "fsdpctl.commands.generation.sample_text",
-    "fsdpctl.commands.generation.ChatSession", "fsdpctl.checkpoint.consolidate.consolidate",
+    "fsdpctl.resolve.run.open_run", "fsdpctl.commands.evaluate.open_run",
+    "fsdpctl.commands.sample.sample_text",
+    "fsdpctl.commands.sample.ChatSession", "fsdpctl.checkpoint.consolidate.consolidate",
     "fsdpctl.checkpoint.consolidate.shard_weights", "fsdpctl.checkpoint.gguf_file.write_gguf",
     "fsdpctl.checkpoint.peft.write_peft", "fsdpctl.commands.samples.samples_of_step",
     "fsdpctl.commands.status.read_status", "fsdpctl.commands.status.compare",

@@ -10,7 +10,7 @@ import typer
 
 from fsdpctl.commands.compare.row import NOT_REACHED, OK, REFUSED, Row, columns
 from fsdpctl.commands.config_args import ConfigArguments, RanksPerNode, configured, normalized
-from fsdpctl.commands.console import note, say, show_table
+from fsdpctl.commands.console import AsJson, emit, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import refusing
@@ -35,7 +35,7 @@ def compare(
         Path | None,
         typer.Option(metavar="DIR", help="Directory to keep the runs in, with a page and JSON."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     nproc_per_node: RanksPerNode = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Predict for `cluster`, run nothing.")
@@ -122,7 +122,7 @@ def _report(
             if isinstance(comparison, SimulatedComparison):
                 comparison.write_traces(folder)
     if as_json:
-        say(rows_as_json(rows))
+        emit(rows_as_json(rows))
     else:
         _show(rows)
     for line in comparison.notes if isinstance(comparison, SimulatedComparison) else ():
