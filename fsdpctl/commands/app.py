@@ -50,7 +50,7 @@ COMMANDS = {
          "compare --simulate model=llama3_8b cluster=h100 strategy=full_shard,shard_grad_op"),
     ),
     "compare-runs": CommandInfo(
-        "status", False, "Show how two existing runs differ.", ("compare-runs runs/a runs/b",)
+        "compare_runs", False, "Show how two existing runs differ.", ("compare-runs runs/a runs/b",)
     ),
     "sample": CommandInfo(
         "sample", False, "Generate text from a checkpoint or a model.",

@@ -1,22 +1,24 @@
-"""The comparison of two runs: losses, settings, and the environments of their newest starts."""
+"""`fsdpctl compare-runs`: losses, settings, and the environments of the newest starts."""
 
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from msgspec import UNSET
 
+from fsdpctl.commands.console import AsJson, say, show_json, show_table
 from fsdpctl.config.recipe import read_recipe
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.run_files import METRICS, RUN_CONFIG, check_own
 from fsdpctl.run.environment import read_starts
 from fsdpctl.run.metrics import read_metrics
 
-FIGURES = ("loss", "val_loss", "grad_norm")
-Values = dict[int, float | None]  # by step; None: not finite
+_FIGURES = ("loss", "val_loss", "grad_norm")
+_Values = dict[int, float | None]  # by step; None: not finite
 _NOT_COMPARED = ("train.run_dir", "started", "command")
 
 
@@ -51,14 +53,6 @@ class Series:
     largest: ComparedStep | None  # the step with the largest difference
     num_different: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the object for `--json`."""
-        found = asdict(self)
-        if self.largest is not None:
-            apart = self.largest.difference
-            found["largest"]["difference"] = apart if math.isfinite(apart) else None
-        return found
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -76,29 +70,58 @@ class TwoRuns:
     a: Path
     b: Path
     series: dict[str, Series]  # by name
-    configuration: tuple[Setting, ...]
-    environment: tuple[Setting, ...]
+    configuration: list[Setting]
+    environment: list[Setting]
 
     @property
     def differences(self) -> list[str]:
         """The differences of losses, a clause each; settings do not count."""
-        return list(_of_losses(self.series))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the object for `compare-runs --json`."""
-        return {
-            "a": str(self.a),
-            "b": str(self.b),
-            **{name: each.to_dict() for name, each in self.series.items()},
-            "configuration": [asdict(each) for each in self.configuration],
-            "environment": [asdict(each) for each in self.environment],
-            "equal": not self.differences,
-            "differences": self.differences,
-        }
+        return list(_differences(self.series["loss"], self.series["val_loss"]))
 
 
-def _of_losses(series: dict[str, Series]) -> Iterator[str]:
-    loss, validation = series["loss"], series["val_loss"]
+def compare_runs(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="Run directory.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Run directory to compare with.")],
+    assert_equal: Annotated[
+        bool,
+        typer.Option(
+            "--assert-equal", help="Exit with code 1 unless losses and validation losses are equal."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show how two existing runs differ.
+
+    Compares losses, settings, and the environments of the newest starts.
+    """
+    found = compared_runs(run_a, run_b)
+    if as_json:
+        show_json(_described(found))
+    else:
+        _show(found)
+    if assert_equal and found.differences:
+        raise FsdpctlError(f"{run_a} and {run_b} differ: {'; '.join(found.differences)}")
+
+
+def _described(found: TwoRuns) -> dict[str, Any]:
+    content = asdict(found)
+    series = content.pop("series")
+    for name, each in found.series.items():
+        if each.largest is not None:
+            apart = each.largest.difference
+            series[name]["largest"]["difference"] = apart if math.isfinite(apart) else None
+    return {
+        "a": str(found.a),
+        "b": str(found.b),
+        **series,
+        "configuration": content["configuration"],
+        "environment": content["environment"],
+        "equal": not found.differences,
+        "differences": found.differences,
+    }
+
+
+def _differences(loss: Series, validation: Series) -> Iterator[str]:
     if not loss.compared:
         yield "no common step"
     for each in (loss, validation):
@@ -108,25 +131,58 @@ def _of_losses(series: dict[str, Series]) -> Iterator[str]:
         yield f"{loss.only_a + loss.only_b} steps in one run only"
 
 
-def compare_runs(a: Path, b: Path) -> TwoRuns:
+def _show(found: TwoRuns) -> None:
+    say(f"A       {found.a}")
+    say(f"B       {found.b}")
+    say()
+    _show_losses(found)
+    loss = found.series["loss"]
+    for name, count in (("A", loss.only_a), ("B", loss.only_b)):
+        if count:
+            say(f"{count:,} steps only in {name}")
+    say()
+    for name, keys in (("configuration", found.configuration), ("environment", found.environment)):
+        if keys:
+            rows = [[x.key, x.a or "not set", x.b or "not set"] for x in keys]
+            show_table((name, "A", "B"), rows)
+        else:
+            say(f"{name}s are equal")
+        say()
+    differ = "; ".join(found.differences)
+    say(f"differ  {differ}" if differ else "equal   everything compared")
+
+
+def _show_losses(found: TwoRuns) -> None:
+    rows = []
+    for each in found.series.values():
+        if not each.compared:
+            rows.append([each.name, "0", "-", "-", "-"])
+        elif each.first is None or each.largest is None:
+            rows.append([each.name, f"{each.compared:,}", "equal", "-", "-"])
+        else:
+            largest = f"{each.largest.difference:.3g} at step {each.largest.step}"
+            at = f"step {each.first.step}: {each.first}"
+            rows.append(
+                [each.name, f"{each.compared:,}", f"{each.num_different:,} differ", at, largest]
+            )
+    head = ("metric", "steps", "", "first difference", "largest difference")
+    show_table(head, rows, right=("steps",))
+
+
+def compared_runs(a: Path, b: Path) -> TwoRuns:
     """Compare the runs in two directories; UsageError if one is not a run or corrupted."""
     settings = _differing(*map(_settings, (a, b)))
-    figures = [read_figures(each) for each in (a, b)]
-    return TwoRuns(
-        a,
-        b,
-        {name: compared(name, figures[0][name], figures[1][name]) for name in FIGURES},
-        settings,
-        _differing(*map(_environment, (a, b))),
-    )
+    of_a, of_b = map(_figures, (a, b))
+    series = {name: _compared(name, of_a[name], of_b[name]) for name in _FIGURES}
+    return TwoRuns(a, b, series, settings, _differing(*map(_environment, (a, b))))
 
 
-def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[Setting, ...]:
-    return tuple(
+def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[Setting]:
+    return [
         Setting(key, a.get(key), b.get(key))
         for key in sorted(a.keys() | b.keys())
         if key not in _NOT_COMPARED and a.get(key) != b.get(key)
-    )
+    ]
 
 
 def _settings(run_dir: Path) -> dict[str, str]:
@@ -141,19 +197,18 @@ def _environment(run_dir: Path) -> dict[str, str]:
     return {key: x if isinstance(x, str) else json.dumps(x) for key, x in newest.items()}
 
 
-def read_figures(run_dir: Path) -> dict[str, Values]:
+def _figures(run_dir: Path) -> dict[str, _Values]:
     """Read the values of every step from metrics.jsonl; of a repeated step the last ones."""
-    found: dict[str, Values] = {name: {} for name in FIGURES}
+    found: dict[str, _Values] = {name: {} for name in _FIGURES}
     for line in read_metrics(run_dir / METRICS):
-        for name in FIGURES:
+        for name in _FIGURES:
             value = getattr(line, name)
             if value is not UNSET:
                 found[name][line.step] = value
     return found
 
 
-def compared(name: str, a: Values, b: Values) -> Series:
-    """Compare the metric `name` of two runs."""
+def _compared(name: str, a: _Values, b: _Values) -> Series:
     both = sorted(a.keys() & b.keys())
     points = [ComparedStep(step, a[step], b[step]) for step in both]
     apart = [point for point in points if point.difference > 0]

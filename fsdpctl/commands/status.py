@@ -1,25 +1,85 @@
-"""`fsdpctl status` and `compare-runs`."""
+"""`fsdpctl status`: the state of a run, from its directory alone: on any machine, without torch."""
 
+import contextlib
 import os
-from collections.abc import Iterator
-from dataclasses import asdict
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import typer
 
-from fsdpctl.commands.compare_runs import TwoRuns
-from fsdpctl.commands.compare_runs import compare_runs as compare
-from fsdpctl.commands.console import AsJson, say, show_json, show_table
-from fsdpctl.commands.run_status import Newest, Status, read_status
-from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.run_files import LATEST, RUNS
+from fsdpctl.checkpoint.folders import complete_checkpoints, passed_over, step_of
+from fsdpctl.checkpoint.manifest import read_manifest
+from fsdpctl.commands.console import AsJson, show_json, show_table
+from fsdpctl.config.recipe import read_recipe
+from fsdpctl.config.schema import KEYS
+from fsdpctl.config.sealed import MANIFEST
+from fsdpctl.errors import UsageError
+from fsdpctl.io.files import last_line
+from fsdpctl.io.run_files import CHECKPOINTS, LATEST, LOGS, METRICS, RUN_CONFIG, RUNS, check_own
 from fsdpctl.io.units import format_bytes
+from fsdpctl.io.untrusted import MIB
+from fsdpctl.run.environment import read_starts
+from fsdpctl.run.heartbeat import FAILED, RUNNING, STOPPED, HeartbeatRecord, read_heartbeat
+from fsdpctl.run.metrics import MetricsLine, read_metrics
 from fsdpctl.run.progress import format_seconds
+from fsdpctl.run.saved_estimate import SavedEstimate, read_estimate
 
+STARTING, FINISHED, NOT_STARTED = "starting", "finished", "not started"
+_STEPS = "train.steps"
+_METRICS_BYTES = 16 * MIB  # of the end of metrics.jsonl: some thirty thousand steps
+_RECENT, _MOST_WARNINGS = 50, 5
+_MOST_LOGS = 64
+_STARTS_WITHIN = 120.0  # seconds
 _MOST_NAMED = 5  # runs
-_NOT_SET = "not set"
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest complete checkpoint."""
+
+    path: str
+    step: int
+    age_seconds: float
+    num_bytes: int
+    problem: str  # how it differs from its manifest; empty if it does not
+    owes_validation: bool  # whether the run stopped before the validation of this step
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The state of a run; None for unknown values."""
+
+    run: str
+    state: str  # starting, running, finished, stopped, failed, not started
+    message: str  # why it ended, unless it is complete
+    host: str | None
+    pid: int | None  # of rank 0
+    heartbeat_age_seconds: float | None
+    step: int
+    total_steps: int | None
+    seconds_since_step: float | None
+    eta_seconds: float | None  # while it runs
+    loss: float | None
+    val_loss: float | None
+    val_step: int | None
+    tokens_per_second: float | None  # this and the next two: median over recent steps
+    tokens_per_second_per_rank: float | None
+    mfu: float | None
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    step_seconds: float | None  # median over recent steps
+    estimate: SavedEstimate | None  # made before the run started
+    checkpoint: Newest | None
+    starts: int
+    since_step: int  # the following are counted from this step on
+    skipped_steps: int
+    restarts: int
+    warnings: list[str]
 
 
 def status(
@@ -49,8 +109,8 @@ def _newest_run() -> Path:
 
 def _rows(found: Status) -> Iterator[tuple[str, str]]:
     yield "run", found.run
-    yield "state", _state(found)
-    yield "step", _step(found)
+    yield "state", _state_line(found)
+    yield "step", _step_line(found)
     if found.loss is not None:
         yield "loss", f"{found.loss:.4f}"
     if found.val_loss is not None:
@@ -100,7 +160,7 @@ def _speed(found: Status) -> str:
     return f"{found.tokens_per_second:,.0f} tok/s{ranks}{mfu} (median of recent steps)"
 
 
-def _state(found: Status) -> str:
+def _state_line(found: Status) -> str:
     if found.state in ("running", "starting") and found.heartbeat_age_seconds is not None:
         age = format_seconds(found.heartbeat_age_seconds)
         return f"{found.state} on {found.host}, process {found.pid}, heartbeat {age} ago"
@@ -109,7 +169,7 @@ def _state(found: Status) -> str:
     return f"{found.state}: {found.message}" if found.message else found.state
 
 
-def _step(found: Status) -> str:
+def _step_line(found: Status) -> str:
     text = str(found.step)
     if found.total_steps:
         text += f" of {found.total_steps} ({found.step / found.total_steps:.1%})"
@@ -127,63 +187,163 @@ def _checkpoint(newest: Newest) -> str:
     )
 
 
-def compare_runs(
-    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="Run directory.")],
-    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Run directory to compare with.")],
-    assert_equal: Annotated[
-        bool,
-        typer.Option(
-            "--assert-equal", help="Exit with code 1 unless losses and validation losses are equal."
-        ),
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show how two existing runs differ.
+def read_status(run_dir: Path) -> Status:
+    """Return the state of the run in `run_dir`.
 
-    Compares losses, settings, and the environments of the newest starts.
+    Raises:
+        UsageError: If it is not a run or one of its files is corrupted.
+        CheckpointError: If the manifest of its newest checkpoint is corrupted.
     """
-    found = compare(run_a, run_b)
-    if as_json:
-        show_json(found.to_dict())
-    else:
-        _show(found)
-    if assert_equal and found.differences:
-        raise FsdpctlError(f"{run_a} and {run_b} differ: {'; '.join(found.differences)}")
+    check_own(run_dir)
+    if not (run_dir / RUN_CONFIG).is_file():
+        raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
+    now, total = time.time(), _total_steps(run_dir)
+    record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_starts(run_dir)
+    newest = _newest(run_dir, now)
+    steps = [line for line in lines if line.is_step]
+    recent, last = steps[-_RECENT:], steps[-1] if steps else None
+    validation = next((x for x in reversed(lines) if isinstance(x.val_loss, float)), None)
+    step = max(last.step if last else 0, newest.step if newest else 0)
+    is_done = _is_done(newest, validation, total)
+    state, message = _state(run_dir, record, is_done=is_done)
+    return Status(
+        run=str(run_dir),
+        state=state,
+        message=message,
+        host=record.host if record else None,
+        pid=record.pid if record else None,
+        heartbeat_age_seconds=record.age if record else None,
+        step=step,
+        total_steps=total,
+        seconds_since_step=_age(run_dir / METRICS, now),
+        eta_seconds=_eta(record, steps, step, total) if state == RUNNING else None,
+        loss=_number(last.loss) if last else None,
+        val_loss=_number(validation.val_loss) if validation else None,
+        val_step=validation.step if validation else None,
+        tokens_per_second=_recent([x.tokens_per_second for x in recent]),
+        tokens_per_second_per_rank=_recent([x.tokens_per_second_per_rank for x in recent]),
+        mfu=_recent([x.mfu for x in recent]),
+        peak_allocated_bytes=last.peak_allocated_bytes if last else None,
+        peak_reserved_bytes=last.peak_reserved_bytes if last else None,
+        step_seconds=_recent([x.seconds for x in recent]),
+        estimate=read_estimate(run_dir),
+        checkpoint=newest,
+        starts=len(starts),
+        since_step=lines[0].step if lines else 0,
+        skipped_steps=_skipped(lines),
+        restarts=sum(line.restart is not None for line in lines),
+        warnings=_warnings(run_dir, lines),
+    )
 
 
-def _show(found: TwoRuns) -> None:
-    say(f"A       {found.a}")
-    say(f"B       {found.b}")
-    say()
-    _show_losses(found)
-    loss = found.series["loss"]
-    for name, count in (("A", loss.only_a), ("B", loss.only_b)):
-        if count:
-            say(f"{count:,} steps only in {name}")
-    say()
-    for name, keys in (("configuration", found.configuration), ("environment", found.environment)):
-        if keys:
-            rows = [[x.key, x.a or _NOT_SET, x.b or _NOT_SET] for x in keys]
-            show_table((name, "A", "B"), rows)
-        else:
-            say(f"{name}s are equal")
-        say()
-    differ = "; ".join(found.differences)
-    say(f"differ  {differ}" if differ else "equal   everything compared")
+def _lines(run_dir: Path) -> list[MetricsLine]:
+    path = run_dir / METRICS
+    found = read_metrics(path, last_bytes=_METRICS_BYTES) if os.path.lexists(path) else ()
+    return list(found)
 
 
-def _show_losses(found: TwoRuns) -> None:
-    rows = []
-    for each in found.series.values():
-        if not each.compared:
-            rows.append([each.name, "0", "-", "-", "-"])
-        elif each.first is None or each.largest is None:
-            rows.append([each.name, f"{each.compared:,}", "equal", "-", "-"])
-        else:
-            largest = f"{each.largest.difference:.3g} at step {each.largest.step}"
-            at = f"step {each.first.step}: {each.first}"
-            rows.append(
-                [each.name, f"{each.compared:,}", f"{each.num_different:,} differ", at, largest]
-            )
-    head = ("metric", "steps", "", "first difference", "largest difference")
-    show_table(head, rows, right=("steps",))
+def _age(path: Path, now: float) -> float | None:
+    try:
+        return max(0.0, now - path.stat().st_mtime)
+    except OSError:
+        return None
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, float) else None
+
+
+def _recent(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _skipped(lines: Sequence[MetricsLine]) -> int:
+    """Count rejected steps; a step that the run came to again has only one of the two records."""
+    return max(
+        sum(None in (line.loss, line.grad_norm) for line in lines),
+        sum(line.rejected_step is not None for line in lines),
+    )
+
+
+def _total_steps(run_dir: Path) -> int | None:
+    """Read `train.steps` alone, which needs no torch."""
+    text = dict(read_recipe(run_dir / RUN_CONFIG)).get(_STEPS)
+    try:
+        steps = None if text is None else KEYS[_STEPS].parse(text)
+        return None if steps is None else int(str(steps))
+    except UsageError as error:
+        raise UsageError(f"{run_dir / RUN_CONFIG}: corrupted: {error}") from None
+
+
+def _is_done(newest: Newest | None, validation: MetricsLine | None, total: int | None) -> bool:
+    if newest is None or total is None or newest.step < total:
+        return False
+    validated = 0 if validation is None else validation.step
+    return not newest.owes_validation or validated >= newest.step
+
+
+def _state(run_dir: Path, record: HeartbeatRecord | None, *, is_done: bool) -> tuple[str, str]:
+    """Return the state, and why the run ended unless it is complete."""
+    if is_done and (record is None or not (record.is_alive or record.state == FAILED)):
+        return FINISHED, ""
+    if record is None:  # before the first heartbeat, a start has just written the configuration
+        is_recent = time.time() - (run_dir / RUN_CONFIG).stat().st_mtime < _STARTS_WITHIN
+        return (STARTING if is_recent else NOT_STARTED), ""
+    if record.state == STOPPED:
+        return STOPPED, record.message
+    if record.state == FAILED:
+        return FAILED, record.cause or _first_error(run_dir) or record.message
+    if record.is_alive:
+        return (STARTING if record.step is None else RUNNING), ""
+    last = _first_error(run_dir)
+    missing = f"process {record.pid} on {record.host} was killed or is unreachable"
+    return FAILED, f"{missing}; {last}" if last else missing
+
+
+def _first_error(run_dir: Path) -> str:
+    """Return the last line of the rank log that was written first; empty without logs."""
+    logs = sorted(islice((run_dir / LOGS).glob("rank-*.log"), _MOST_LOGS))
+    found = []
+    for each in logs:
+        with contextlib.suppress(OSError):  # a restart may move it meanwhile
+            about = each.stat()
+            if each.is_file() and about.st_size:
+                found.append((about.st_mtime, f"{each.name}: {last_line(each)}"))
+    return min(found)[1] if found else ""
+
+
+def _eta(
+    record: HeartbeatRecord | None, steps: Sequence[MetricsLine], step: int, total: int | None
+) -> float | None:
+    """Return the time left at the pace since the start, including saves and validations."""
+    each = record.seconds_per_step if record else None
+    if each is None:
+        each = _recent([line.seconds for line in steps[-_RECENT:]])
+    return None if each is None or total is None else each * max(0, total - step)
+
+
+def _newest(run_dir: Path, now: float) -> Newest | None:
+    found = complete_checkpoints(run_dir / CHECKPOINTS)
+    if not found:
+        return None
+    folder = found[-1]
+    manifest = read_manifest(folder)
+    expected = {
+        name: info.size for name, info in (*manifest.files.items(), *manifest.attachments.items())
+    }
+    files = ((name, folder / name, size) for name, size in expected.items())
+    wrong = next((n for n, x, size in files if not x.is_file() or x.stat().st_size != size), "")
+    return Newest(
+        path=str(folder),
+        step=step_of(folder),
+        age_seconds=max(0.0, now - (folder / MANIFEST).stat().st_mtime),
+        num_bytes=sum(expected.values()),
+        owes_validation=manifest.progress.owes_validation,
+        problem=f"{wrong}: missing or of the wrong size" if wrong else "",
+    )
+
+
+def _warnings(run_dir: Path, lines: Sequence[MetricsLine]) -> list[str]:
+    found = [f"step {line.step}: {line.warning}" for line in lines if line.warning]
+    return [*found[-_MOST_WARNINGS:], *passed_over(run_dir / CHECKPOINTS)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.commands.compare_runs import Setting, compare_runs
+from fsdpctl.commands.compare_runs import Setting, compared_runs
 from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.run.environment import add_start
@@ -28,9 +28,9 @@ def twin(run):
 
 
 def test_a_run_is_equal_to_its_copy(run, twin):
-    found = compare_runs(run, twin)
+    found = compared_runs(run, twin)
     assert found.differences == []
-    assert found.configuration == ()
+    assert found.configuration == []
     assert found.series["loss"].compared == 3
     assert found.series["val_loss"].compared == 1
 
@@ -40,7 +40,7 @@ def test_the_first_and_the_largest_difference_of_losses_are_reported(run, twin):
     changed = {2: 0.5001, 3: 9.0}
     lines = [step_line(n, **({"loss": changed[n]} if n in changed else {})) for n in (1, 2, 3)]
     write_lines(twin, *lines, {"step": 3, "val_loss": 0.5})
-    found = compare_runs(run, twin)
+    found = compared_runs(run, twin)
     loss = found.series["loss"]
     assert loss.first is not None
     assert loss.largest is not None
@@ -52,7 +52,7 @@ def test_the_first_and_the_largest_difference_of_losses_are_reported(run, twin):
 
 def test_steps_in_one_run_only_are_a_difference(run, twin):
     write_lines(twin, step_line(4), step_line(5))
-    found = compare_runs(run, twin)
+    found = compared_runs(run, twin)
     assert (found.series["loss"].only_a, found.series["loss"].only_b) == (0, 2)
     assert found.differences == ["2 steps in one run only"]
 
@@ -60,22 +60,23 @@ def test_steps_in_one_run_only_are_a_difference(run, twin):
 def test_a_non_finite_loss_differs_from_a_finite_one_only(run, twin):
     for folder, loss in ((run, None), (twin, None)):
         write_lines(folder, step_line(4, loss=loss))
-    assert compare_runs(run, twin).differences == []
+    assert compared_runs(run, twin).differences == []
     write_lines(run, step_line(5, loss=None))
     write_lines(twin, step_line(5))
-    (said,) = compare_runs(run, twin).differences
+    (said,) = compared_runs(run, twin).differences
     assert said == "loss from step 5 on (not finite and 0.2)"
-    assert compare_runs(run, twin).series["loss"].to_dict()["largest"]["difference"] is None
+    _, printed = invoke("compare-runs", str(run), str(twin), "--json")
+    assert json.loads(printed)["loss"]["largest"]["difference"] is None
 
 
 def test_the_last_values_of_a_repeated_step_count(run, twin):
     write_lines(twin, step_line(3, loss=7.0), step_line(3))
-    assert compare_runs(run, twin).differences == []
+    assert compared_runs(run, twin).differences == []
 
 
 def test_different_settings_are_reported_but_do_not_count(run, twin):
     (twin / "config.yaml").write_text("train.steps: 200\ntrain.seed: 1\ntrain.run_dir: x\n")
-    found = compare_runs(run, twin)
+    found = compared_runs(run, twin)
     told = {each.key: (each.a, each.b) for each in found.configuration}
     assert told == {"train.steps": ("100", "200"), "train.seed": (None, "1")}
     assert found.differences == []
@@ -85,8 +86,8 @@ def test_the_environments_of_the_newest_starts_are_compared(run, twin):
     for folder, version in ((run, "2.12"), (twin, "2.13")):
         add_start(folder, {"started": "before", "torch": "2.0"})
         add_start(folder, {"started": version, "torch": version, "ranks": 4, "commit": None})
-    found = compare_runs(run, twin)
-    assert found.environment == (Setting("torch", "2.12", "2.13"),)
+    found = compared_runs(run, twin)
+    assert found.environment == [Setting("torch", "2.12", "2.13")]
     assert found.differences == []
     assert "2.13" in invoke("compare-runs", str(run), str(twin))[1]
 
@@ -94,16 +95,16 @@ def test_the_environments_of_the_newest_starts_are_compared(run, twin):
 def test_a_corrupted_line_is_named_and_an_incomplete_last_line_is_skipped(run, twin):
     with (twin / METRICS).open("a") as file:
         file.write('{"step": 4, "lo')
-    assert compare_runs(run, twin).differences == []
+    assert compared_runs(run, twin).differences == []
     with (twin / METRICS).open("a") as file:
         file.write("\n")
     with pytest.raises(UsageError, match=r"twin/metrics\.jsonl, line 6: corrupted"):
-        compare_runs(run, twin)
+        compared_runs(run, twin)
 
 
 def test_a_directory_that_is_not_a_run_is_rejected(run, tmp_path):
     with pytest.raises(UsageError, match="not a run of fsdpctl"):
-        compare_runs(run, tmp_path)
+        compared_runs(run, tmp_path)
 
 
 def test_the_command_prints_a_table_and_sets_the_exit_code(run, twin):

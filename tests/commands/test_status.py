@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fsdpctl.commands import run_status
-from fsdpctl.commands.run_status import read_status
+from fsdpctl.commands import status
+from fsdpctl.commands.status import read_status
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, HEARTBEAT, LOGS, METRICS
@@ -147,7 +147,7 @@ def test_skipped_steps_restarts_and_warnings_are_reported(tmp_path):
 def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", steps=5000, done=3000)
     whole = read_status(run)
-    monkeypatch.setattr(run_status, "_METRICS_BYTES", 20_000)
+    monkeypatch.setattr(status, "_METRICS_BYTES", 20_000)
     found = read_status(run)
     assert (whole.since_step, found.step, found.loss) == (1, 3000, whole.loss)
     assert 2800 < found.since_step < 2950

@@ -30,7 +30,7 @@ _WORK = (
     "fsdpctl.commands.sample.ChatSession", "fsdpctl.checkpoint.consolidate.consolidate",
     "fsdpctl.checkpoint.consolidate.shard_weights", "fsdpctl.checkpoint.gguf_file.write_gguf",
     "fsdpctl.checkpoint.peft.write_peft", "fsdpctl.commands.samples.samples_of_step",
-    "fsdpctl.commands.status.read_status", "fsdpctl.commands.status.compare",
+    "fsdpctl.commands.status.read_status", "fsdpctl.commands.compare_runs.compared_runs",
 )  # fmt: skip
 _PLACEHOLDERS = {"SEED": "1", "COUNT": "1"}
 _VALUED = ("--nproc-per-node", "-m", "-n", "-f")  # options of launchers, with a value

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.checkpoint.folders import find_checkpoint
-from fsdpctl.commands.run_status import read_status
+from fsdpctl.commands.status import read_status
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.files import open_own, replace
