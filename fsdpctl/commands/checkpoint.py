@@ -10,6 +10,7 @@ from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
 from fsdpctl.checkpoint.publish import About, check_destination
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import open_checkpoint
+from fsdpctl.commands.config_args import check_choice
 from fsdpctl.commands.console import note, say
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.hub_cache import cached_model
@@ -17,7 +18,7 @@ from fsdpctl.config.keys import parse_bytes
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.serialize import config_words, model_words_only
 from fsdpctl.config.sources import is_remote
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
 
 _MOST_FILES = 1 << 16
@@ -81,10 +82,8 @@ def consolidate_checkpoint(
     ] = False,
 ) -> None:
     """Export a checkpoint to Hugging Face, GGUF or PEFT."""
-    for name, given, known in (("dtype", dtype, _DTYPES), ("format", format, _FORMATS)):
-        if given is not None and given not in known:
-            expected = ", ".join(known)
-            raise UsageError(f"--{name} {given}: expected {expected}{nearest(given, known)}")
+    check_choice("--dtype", dtype, _DTYPES)
+    check_choice("--format", format, _FORMATS)
     format = format or ("gguf" if destination.suffix == ".gguf" else "hf")
     if format != "hf" and max_file_size is not None:
         raise UsageError("--max-file-size: only valid with --format hf")

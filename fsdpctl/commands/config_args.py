@@ -1,8 +1,7 @@
 """The arguments of every command that takes a configuration."""
 
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -11,7 +10,7 @@ from fsdpctl.config.compose import Composed, First, compose_config
 from fsdpctl.config.keys import Key
 from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, nearest
 
 
 def completions(incomplete: str) -> list[str]:
@@ -55,34 +54,16 @@ _RECIPES = (".yaml", ".yml")
 class ConfigArguments(NamedTuple):
     """The arguments that a configuration is composed of."""
 
-    settings: list[str] | None = None
-    recipe: str | None = None
+    settings: list[str]
+    recipe: str | None
 
 
-def configured(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command whose first parameter is a `ConfigArguments`: typer sees its fields."""
-
-    def run(*args: Any, **options: Any) -> None:
-        given = signature.bind(*args, **options)
-        given.apply_defaults()
-        config = ConfigArguments(*(given.arguments.pop(name) for name in ConfigArguments._fields))
-        command(config, **given.arguments)
-
-    own = zip(ConfigArguments._fields, (Settings, Recipe), strict=True)
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    params = [inspect.Parameter(name, kind, default=None, annotation=a) for name, a in own]
-    params += list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    signature = inspect.Signature(params)
-    run.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
-    run.__annotations__ = {each.name: each.annotation for each in params}
-    run.__doc__ = command.__doc__
-    return run
-
-
-def normalized(config: ConfigArguments, nproc_per_node: str | None = None) -> ConfigArguments:
+def normalized(
+    settings: list[str] | None, recipe: str | None = None, nproc_per_node: str | None = None
+) -> ConfigArguments:
     """Normalize the notation: `FILE.yaml` is a recipe, `--a.b=v` and `--a.b v` are `a.b=v`."""
-    settings: list[str] = []
-    recipe, rest = config.recipe, iter(config.settings or [])
+    found: list[str] = []
+    rest = iter(settings or [])
     for text in rest:
         name, equals, value = text.partition("=")
         if text.endswith(_RECIPES) and not equals and not text.startswith("-"):
@@ -90,16 +71,16 @@ def normalized(config: ConfigArguments, nproc_per_node: str | None = None) -> Co
                 raise UsageError(f"{text}: conflicts with the recipe {recipe}; pass only one")
             recipe = text
         elif name.startswith("--") and ("." in name or name[2:] in GROUPS):  # never an option
-            settings.append(f"{name[2:]}={value if equals else next(rest, '')}")
+            found.append(f"{name[2:]}={value if equals else next(rest, '')}")
         else:
-            settings.append(text)
+            found.append(text)
     if nproc_per_node is not None:
-        settings.append(f"launch.nproc_per_node={nproc_per_node}")
-    return ConfigArguments(settings, recipe)
+        found.append(f"launch.nproc_per_node={nproc_per_node}")
+    return ConfigArguments(found, recipe)
 
 
 def composed_from(
-    config: ConfigArguments,
+    asked: ConfigArguments,
     *,
     quiet: bool = False,
     converted: Sequence[tuple[str, str]] | None = None,
@@ -109,10 +90,16 @@ def composed_from(
 
     `converted` and `first` are those of `compose_config`.
     """
-    settings, recipe = normalized(config)
-    composed = compose_config(list(settings or []), recipe, converted=converted, first=first)
+    composed = compose_config(asked.settings, asked.recipe, converted=converted, first=first)
     for name in () if quiet else composed.dropped:
         say(f"{name} of the recipe ignored: {name.split('.')[0]} is set on the command line")
     for line in () if quiet else composed.renamed:
         note(line)
     return composed
+
+
+def check_choice(option: str, given: str | None, known: Sequence[str]) -> None:
+    """Raise UsageError unless the value of an option is one of those known."""
+    if given is not None and given not in known:
+        expected = f"{', '.join(known)}{nearest(given, known)}"
+        raise UsageError(f"{option} {given}: expected {expected}")

@@ -34,7 +34,7 @@ def convert(
     The recipe sets what the file describes: model, data, lengths, batch, optimizer, schedule, LoRA
     and sharding. Comments list what it leaves out, with the reason.
     """
-    words = normalized(ConfigArguments(settings)).settings or []
+    words = normalized(settings).settings
     recipe = converted(source, words)
     text = escaped(recipe_text(recipe, source.name))  # of values; comments are printable
     if out is None:
@@ -57,3 +57,12 @@ def converted(source: Path, words: list[str]) -> ConvertedRecipe:
 
     typed, ranks = dict(checked_settings(words)), max(1, torch.cuda.device_count())
     return to_recipe(read_others(source.expanduser()), typed, ranks)
+
+
+def words_beside(source: Path, asked: ConfigArguments) -> list[str]:
+    """Return the settings beside another tool's file; UsageError if a recipe is given too."""
+    if asked.recipe is not None:
+        raise UsageError(
+            f"--from {source}: conflicts with the recipe {asked.recipe}; pass only one"
+        )
+    return asked.settings

@@ -1,23 +1,35 @@
 """`fsdpctl estimate-memory`."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdpctl.commands.config_args import ConfigArguments, composed_from, configured
-from fsdpctl.commands.console import AsJson, note, say, show_json
+from fsdpctl.commands.config_args import (
+    ConfigArguments,
+    Recipe,
+    Settings,
+    check_choice,
+    composed_from,
+    normalized,
+)
+from fsdpctl.commands.console import AsJson, emit, note, say, show_json
+from fsdpctl.commands.convert import words_beside
 from fsdpctl.commands.estimate_text import (
     conclusions,
     fit_line,
     heading,
     show_breakdown,
     show_strategies,
+    show_translation,
 )
-from fsdpctl.commands.from_others import asked_from, show_translation
-from fsdpctl.commands.many_files import files_of, show_verdicts
-from fsdpctl.errors import DoesNotFitError, UsageError, nearest
+from fsdpctl.config.compose import compose_config
+from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
+from fsdpctl.importers.read import read_others
+from fsdpctl.io.activity import doing
+from fsdpctl.io.units import format_bytes
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 from fsdpctl.predict.memory_recorder import without_gc
 
@@ -26,15 +38,17 @@ if TYPE_CHECKING:
     from fsdpctl.estimate.changes import Change
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.fit import Fit
+    from fsdpctl.estimate.from_others import ImportedConfig
     from fsdpctl.estimate.run_estimate import RunEstimate
 
+_SUFFIXES = (".yaml", ".yml")
 _FITTED = ("micro_batch", "seq_len", "model")
 
 
-@configured
 @without_gc()  # a quarter of a large estimate's time, for a hundredth of the memory
-def estimate_memory(
-    asked: ConfigArguments,
+def estimate_memory(  # noqa: PLR0913  # each is an option
+    settings: Settings = None,
+    recipe: Recipe = None,
     all_strategies: Annotated[
         bool, typer.Option("--all-strategies", help="Estimate all strategies, one line each.")
     ] = False,
@@ -68,15 +82,14 @@ def estimate_memory(
     Takes the settings of `train`, for hardware that need not exist: `cluster=h100 launch.nnodes=4`.
     `auto` is resolved for `cluster`. `cluster.memory=80GiB` sets the memory of a rank.
     """
-    if fit is not None and fit not in _FITTED:
-        expected = ", ".join(_FITTED)
-        raise UsageError(f"--fit {fit}: expected {expected}{nearest(fit, _FITTED)}")
-    files = files_of(source or [])
+    check_choice("--fit", fit, _FITTED)
+    asked = normalized(settings, recipe)
+    files = _files_of(source or [])
     if files != (source or [])[:1]:
         if all_strategies or fit or plot:
             raise UsageError("--from: --all-strategies, --fit and --plot take a single file")
-        raise typer.Exit(show_verdicts(files, asked, as_json=as_json, require_fit=require_fit))
-    others = asked_from(files[0], asked) if files else None
+        raise typer.Exit(_show_verdicts(files, asked, as_json=as_json, require_fit=require_fit))
+    others = _asked_from(files[0], asked) if files else None
     composed = others.composed if others else composed_from(asked, quiet=as_json)
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.search import estimates_of
@@ -107,6 +120,15 @@ def estimate_memory(
         _show_one(estimator, estimates[0], fits)
     if require_fit and not any(each.fits for each in estimates):
         raise typer.Exit(DoesNotFitError.exit_code)
+
+
+def _asked_from(file: Path, asked: ConfigArguments) -> "ImportedConfig":
+    """Return the configuration of another tool in `file`, with settings from the command line."""
+    words = words_beside(file, asked)
+    translation = read_others(file.expanduser())
+    from fsdpctl.estimate.from_others import completed  # imports torch, after the file is read
+
+    return completed(translation, words)
 
 
 def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | None) -> list["Fit"]:
@@ -192,3 +214,69 @@ def _fits_with(
             if not any(word.startswith(f"{fit.key}=") for word in change.words):
                 found = largest_that_fits(estimator, change.plan, what)
                 yield f"fit     {fit_line(found)}, with {' '.join(change.words)}"
+
+
+def _files_of(sources: Sequence[Path]) -> list[Path]:
+    """Return the files that `--from` names; of a directory, all YAML files in it and below.
+
+    Links within a directory are not followed.
+
+    Raises:
+        UsageError: If a directory has none, or one of several files does not exist.
+    """
+    found: list[Path] = []
+    for source in sources:
+        if not source.is_dir():
+            if len(sources) > 1 and not source.exists():
+                raise UsageError(f"--from {source}: not found")
+            found.append(source)
+            continue
+        below = (each for each in source.rglob("*") if each.suffix in _SUFFIXES)
+        inside = sorted(each for each in below if each.is_file() and not each.is_symlink())
+        if not inside:
+            raise UsageError(f"--from {source}: contains no YAML file")
+        found += inside
+    return found
+
+
+def _show_verdicts(
+    files: Sequence[Path], asked: ConfigArguments, *, as_json: bool, require_fit: bool
+) -> int:
+    """Estimate each file with the settings of the command line; return the exit code."""
+    compose_config(words_beside(files[0], asked))
+    verdicts = set()
+    for number, file in enumerate(files, start=1):
+        with doing(f"estimating {file} ({number} of {len(files)})"):
+            found = _judged(file, asked)
+        verdict, text = found["verdict"], found.get("reason")
+        if verdict is not None:
+            verdicts.add(verdict)
+            peak, available = found["peak_reserved_bytes"], max(0, found["available_bytes"])
+            lost = f"; left out: {', '.join(found['left_out'])}" if found["left_out"] else ""
+            text = f"{verdict}, {format_bytes(peak)} of {format_bytes(available)}{lost}"
+        emit(json.dumps(found)) if as_json else say(f"{file}: {text}")
+    if require_fit and verdicts - {"fits"}:
+        return DoesNotFitError.exit_code
+    return 0 if verdicts else UsageError.exit_code
+
+
+def _judged(file: Path, asked: ConfigArguments) -> dict[str, Any]:
+    """Return the verdict on a file as `StepEstimate.verdict`, or None and the reason."""
+    from fsdpctl.estimate.estimator import Estimator
+    from fsdpctl.estimate.search import estimates_of
+
+    try:
+        others = _asked_from(file, asked)
+        ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
+    except (UsageError, CheckpointError) as error:
+        reason = str(error).removeprefix(f"{file}: ")
+        return {"file": str(file), "verdict": None, "reason": reason}
+    translation = others.translation
+    return {
+        "file": str(file),
+        "verdict": estimate.verdict,
+        "tool": translation.tool,
+        "peak_reserved_bytes": estimate.peak_reserved,
+        "available_bytes": estimate.available,
+        "left_out": [*(row.key for row in translation.excluded), *translation.unrecognized],
+    }

@@ -1,12 +1,14 @@
 """The lines and tables of `fsdpctl estimate-memory`."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fsdpctl.commands.console import show_table
+from fsdpctl.commands.console import say, show_table
 from fsdpctl.io.units import format_bytes
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.fit import Fit
+    from fsdpctl.estimate.from_others import ImportedConfig
     from fsdpctl.estimate.run_estimate import RunEstimate
 
 _LARGE_BUFFERS = 0.25  # of a device, from which plain sharding of experts is hard to justify
@@ -142,3 +144,35 @@ def fit_line(found: "Fit") -> str:
     if found.next is None:
         return f"{found.settings} ({held}), the maximum"
     return f"{found.settings} ({held}); {found.value + found.multiple} does not fit ({over})"
+
+
+def show_translation(asked: "ImportedConfig") -> None:
+    """Print a table of the file's keys with their settings, then the keys without any."""
+    found = asked.translation
+    rows = []
+    for row in asked.rows:
+        words = [word for word in row.settings if not (asked.own_engine and word[:7] == "engine=")]
+        lost = [word for word in words if word in asked.overridden]
+        note = row.note
+        if lost:
+            note = f"overridden: {' '.join(lost)}" + (f"; {note}" if note else "")
+        settings = " ".join(word for word in words if word not in lost)
+        rows.append((row.key, row.value, settings or "-", note))
+    rows += [("(command line)", "", f"{name}={text}", "") for name, text in asked.typed.items()]
+    show_table((f"{found.tool}: {found.file}", "", "setting", ""), rows)
+    say()
+    for line in _left_out(asked):
+        say(line)
+
+
+def _left_out(asked: "ImportedConfig") -> Iterator[str]:
+    found = asked.translation
+    if asked.own_engine:
+        yield f"engine  fsdpctl: {asked.own_engine}"
+    for row in found.excluded:
+        yield f"differs {row.key}={row.value}: {row.note}"
+    if found.unrecognized:
+        yield f"unknown may change the estimate: {', '.join(found.unrecognized)}"
+    if found.no_memory_effect:
+        yield f"unused  no effect on memory: {', '.join(found.no_memory_effect)}"
+    yield ""

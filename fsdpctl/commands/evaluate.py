@@ -12,7 +12,7 @@ from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.comm.base import Collectives
-from fsdpctl.commands.config_args import ConfigArguments, Settings, normalized
+from fsdpctl.commands.config_args import Settings, normalized
 from fsdpctl.commands.console import AsJson, say, show_json
 from fsdpctl.commands.sample import Weights, note_adapters
 from fsdpctl.config.auto import Selection
@@ -55,7 +55,7 @@ def evaluate(
     source = cached_model(source)
     place = source if is_hugging_face(source) else find_checkpoint(source)
     note_adapters(source)
-    given = normalized(ConfigArguments(settings)).settings or []
+    given = normalized(settings).settings
     named = {text.partition("=")[0] for text in given}
     other_data = bool({"data", "data.path"} & named)
     known = [

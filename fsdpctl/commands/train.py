@@ -9,12 +9,13 @@ import typer
 from fsdpctl.commands.config_args import (
     ConfigArguments,
     RanksPerNode,
+    Recipe,
+    Settings,
     composed_from,
-    configured,
     normalized,
 )
 from fsdpctl.commands.console import emit, note, out, say
-from fsdpctl.commands.convert import converted
+from fsdpctl.commands.convert import converted, words_beside
 from fsdpctl.commands.outcome import TOO_EARLY, report_exit
 from fsdpctl.config.auto import Selection, filled, left_open
 from fsdpctl.config.compose import Composed, First
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from fsdpctl.run.directory import Look
 
 
-@configured
 def train(
-    asked: ConfigArguments,
+    settings: Settings = None,
+    recipe: Recipe = None,
     resume: Annotated[
         str,
         typer.Option(
@@ -55,35 +56,33 @@ def train(
     ] = None,
 ) -> None:
     """Train a model, or resume a run."""
-    config = normalized(asked, nproc_per_node)
+    asked = normalized(settings, recipe, nproc_per_node)
     first = None if print_config else partial(_begin, resume)
-    composed, config = _composed(config, source, first)
+    composed, asked = _composed(asked, source, first)
     if print_config:
         _print_config(composed, resume)
     elif dry_run:
         _dry_run(composed, resume)
     else:
         option = "--recipe" if source is None else "--from"
-        options = [f"{option} {config.recipe}"] if config.recipe else []
-        _train(composed, [*options, *(config.settings or [])], resume)
+        options = [f"{option} {asked.recipe}"] if asked.recipe else []
+        _train(composed, [*options, *asked.settings], resume)
 
 
 def _composed(
-    config: ConfigArguments, source: Path | None, first: First | None
+    asked: ConfigArguments, source: Path | None, first: First | None
 ) -> tuple[Composed, ConfigArguments]:
     """Compose the configuration, of another tool's file if given; quietly without `first`."""
     if source is None:
-        return composed_from(config, quiet=first is None, first=first), config
-    if config.recipe is not None:
-        raise UsageError(f"--from {source}: conflicts with the recipe {config.recipe}; pass one")
-    recipe = converted(source, list(config.settings or []))
+        return composed_from(asked, quiet=first is None, first=first), asked
+    recipe = converted(source, words_beside(source, asked))
     for _, why in recipe.missing:
         raise UsageError(f"{source}: {why}")
     for line in recipe.left_out if first else ():
         note(f"{source.name}: left out: {line}")
-    config = config._replace(recipe=str(source))
-    composed = composed_from(config, quiet=first is None, converted=recipe.words, first=first)
-    return composed, config
+    asked = asked._replace(recipe=str(source))
+    composed = composed_from(asked, quiet=first is None, converted=recipe.words, first=first)
+    return composed, asked
 
 
 def _begin(resume: str, config: Config, recipe: str | None) -> None:

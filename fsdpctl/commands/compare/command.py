@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdpctl.commands.compare.row import NOT_REACHED, OK, REFUSED, Row, columns
-from fsdpctl.commands.config_args import ConfigArguments, RanksPerNode, configured, normalized
+from fsdpctl.commands.config_args import (
+    ConfigArguments,
+    RanksPerNode,
+    Recipe,
+    Settings,
+    normalized,
+)
 from fsdpctl.commands.console import AsJson, emit, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
@@ -24,9 +30,9 @@ _STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
 _ROUNDS = Key("--rounds", "whole number", 3, "", minimum=1, maximum=1_000)
 
 
-@configured
-def compare(
-    asked: ConfigArguments,
+def compare(  # noqa: PLR0913  # each is an option
+    settings: Settings = None,
+    recipe: Recipe = None,
     steps: Annotated[str, typer.Option(metavar="N", help="Steps of each run.")] = "20",
     rounds: Annotated[
         str, typer.Option(metavar="N", help="Runs of each variant, alternating with the others.")
@@ -48,7 +54,7 @@ def compare(
     strategies are compared. `--simulate cluster=h100 launch.nnodes=2,4,8` needs no GPU.
     """
     length, number = int(str(_STEPS.parse(steps))), int(str(_ROUNDS.parse(rounds)))
-    asked = normalized(asked, nproc_per_node)
+    asked = normalized(settings, recipe, nproc_per_node)
     found = _variants(asked, length, simulates=simulate)
     how = _how(asked, length, number, simulates=simulate)
     is_complete = False
@@ -79,7 +85,7 @@ def _how(
         how = f"{rounds} of {length} steps per variant"
         options = ["--steps", str(length), "--rounds", str(num_rounds)]
     options += ["--recipe", asked.recipe] if asked.recipe else []
-    return how, command_of(asked.settings or [], options)
+    return how, command_of(asked.settings, options)
 
 
 def _comparison(
@@ -136,11 +142,10 @@ def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> "list[V
     from fsdpctl.commands.compare.vary import OVER_GLOO, distinct, possible, share_alike, variants
     from fsdpctl.resolve.machine import placed_here, placed_on_cluster
 
-    words = list(asked.settings or [])
     made = partial(variants, recipe=asked.recipe, steps=steps)
-    found = made(words)
+    found = made(asked.settings)
     if share_alike(found, placed_on_cluster if simulates else placed_here):
-        found = made([*words, OVER_GLOO])
+        found = made([*asked.settings, OVER_GLOO])
         note("over gloo: ranks that share memory (launch.share_memory) run all strategies alike")
     found, lacking = possible(found)
     found, same = distinct(found)
