@@ -43,16 +43,9 @@ TOOLS_WITHOUT_TORCH = [
     "fsdpctl.run.progress",
 ]
 # Commands import torch after what they refuse without it, but for these modules.
-COMMANDS_WITH_TORCH = {
-    "fsdpctl.commands.evaluate",
-    "fsdpctl.commands.sample",
-    "fsdpctl.commands.samples",
-    "fsdpctl.commands.compare.measure",
-    "fsdpctl.commands.compare.order",
-    "fsdpctl.commands.compare.report",
-    "fsdpctl.commands.compare.simulate",
-    "fsdpctl.commands.compare.vary",
-}
+COMMANDS_WITH_TORCH = tuple(
+    f"fsdpctl.commands.{name}" for name in ("compare.", "evaluate", "sample")
+)
 SPEAKS_DISTRIBUTED = {"comm", "launch", "peers"}
 # The agent's protocol for a worker's error message is part of how it is launched.
 EXCEPTIONS = {("fsdpctl.train.worker", "torch.distributed.elastic.multiprocessing.errors")}
@@ -226,7 +219,7 @@ def modules_without_torch() -> list[str]:
         for module in package_sources()
         if module == "fsdpctl"
         or layer_of(module) in WITHOUT_TORCH
-        or (layer_of(module) == "commands" and module not in COMMANDS_WITH_TORCH)
+        or (layer_of(module) == "commands" and not module.startswith(COMMANDS_WITH_TORCH))
         or module.startswith("fsdpctl.data.chats")
         or module in TOOLS_WITHOUT_TORCH
     ]

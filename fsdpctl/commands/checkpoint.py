@@ -6,7 +6,10 @@ from typing import Annotated, Any
 import typer
 
 from fsdpctl.checkpoint.cast import EXPORT_DTYPES
+from fsdpctl.checkpoint.consolidate import consolidate, shard_weights
 from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
+from fsdpctl.checkpoint.gguf_file import write_gguf
+from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
 from fsdpctl.checkpoint.publish import About, check_destination
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import open_checkpoint
@@ -98,8 +101,6 @@ def consolidate_checkpoint(
         say(f"{destination}: adapters, {count:,} bytes, of step {reader.manifest.progress.step}")
         return
     from fsdpctl.checkpoint.base import checked_weights
-    from fsdpctl.checkpoint.consolidate import consolidate
-    from fsdpctl.checkpoint.gguf_file import write_gguf
     from fsdpctl.comm.base import Collectives
 
     limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
@@ -128,9 +129,7 @@ def shard_checkpoint(
     ] = 1,
 ) -> None:
     """Convert a Hugging Face model to a checkpoint."""
-    from fsdpctl.checkpoint.consolidate import shard_weights
     from fsdpctl.checkpoint.load import check_weights
-    from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
     from fsdpctl.models.registry import build_model
 
     source = cached_model(source)

@@ -17,7 +17,7 @@ import yaml
 
 from fsdpctl.checkpoint.folders import remove_unfinished
 from fsdpctl.commands import app, console
-from fsdpctl.commands.samples import samples_of_step
+from fsdpctl.commands.data import samples_of_step
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError

@@ -27,9 +27,9 @@ _WORK = (
     "fsdpctl.estimate.search.estimates_of", "fsdpctl.commands.compare.command._comparison",
     "fsdpctl.resolve.run.open_run", "fsdpctl.commands.evaluate.open_run",
     "fsdpctl.commands.sample.sample_text",
-    "fsdpctl.commands.sample.ChatSession", "fsdpctl.checkpoint.consolidate.consolidate",
-    "fsdpctl.checkpoint.consolidate.shard_weights", "fsdpctl.checkpoint.gguf_file.write_gguf",
-    "fsdpctl.checkpoint.peft.write_peft", "fsdpctl.commands.samples.samples_of_step",
+    "fsdpctl.commands.sample.ChatSession", "fsdpctl.commands.checkpoint.consolidate",
+    "fsdpctl.commands.checkpoint.shard_weights", "fsdpctl.commands.checkpoint.write_gguf",
+    "fsdpctl.checkpoint.peft.write_peft", "fsdpctl.commands.data.samples_of_step",
     "fsdpctl.commands.status.read_status", "fsdpctl.commands.compare_runs.compared_runs",
 )  # fmt: skip
 _PLACEHOLDERS = {"SEED": "1", "COUNT": "1"}

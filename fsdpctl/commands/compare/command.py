@@ -4,11 +4,31 @@ import tempfile
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fsdpctl.commands.compare.row import NOT_REACHED, OK, REFUSED, Row, columns
+from fsdpctl.commands.compare.measure import MeasuredComparison
+from fsdpctl.commands.compare.report import (
+    PAGE,
+    command_of,
+    describe,
+    failures,
+    losses,
+    ordered,
+    rows_as_json,
+    write_report,
+)
+from fsdpctl.commands.compare.row import NOT_REACHED, OK, REFUSED, columns
+from fsdpctl.commands.compare.simulate import SimulatedComparison
+from fsdpctl.commands.compare.vary import (
+    OVER_GLOO,
+    Variant,
+    distinct,
+    possible,
+    share_alike,
+    variants,
+)
 from fsdpctl.commands.config_args import (
     ConfigArguments,
     RanksPerNode,
@@ -20,11 +40,7 @@ from fsdpctl.commands.console import AsJson, emit, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import refusing
-
-if TYPE_CHECKING:
-    from fsdpctl.commands.compare.measure import MeasuredComparison
-    from fsdpctl.commands.compare.simulate import SimulatedComparison
-    from fsdpctl.commands.compare.vary import Variant
+from fsdpctl.resolve.machine import placed_here, placed_on_cluster
 
 _STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
 _ROUNDS = Key("--rounds", "whole number", 3, "", minimum=1, maximum=1_000)
@@ -76,8 +92,6 @@ def compare(  # noqa: PLR0913  # each is an option
 def _how(
     asked: ConfigArguments, length: int, num_rounds: int, *, simulates: bool
 ) -> tuple[str, str]:
-    from fsdpctl.commands.compare.report import command_of
-
     how = "simulation of the planned step on streams and links; nothing ran"
     options = ["--simulate"]
     if not simulates:
@@ -89,29 +103,21 @@ def _how(
 
 
 def _comparison(
-    found: "list[Variant]", runs: Path | None, num_rounds: int, *, is_kept: bool
-) -> "MeasuredComparison | SimulatedComparison":
+    found: list[Variant], runs: Path | None, num_rounds: int, *, is_kept: bool
+) -> MeasuredComparison | SimulatedComparison:
     if runs is None:
-        from fsdpctl.commands.compare.simulate import SimulatedComparison
-
         return SimulatedComparison(found)
-    from fsdpctl.commands.compare.measure import MeasuredComparison
-
     return MeasuredComparison(found, runs, num_rounds=num_rounds, is_kept=is_kept, say=note)
 
 
 def _report(
-    comparison: "MeasuredComparison | SimulatedComparison",
+    comparison: MeasuredComparison | SimulatedComparison,
     how: tuple[str, str],
     folder: Path | None,
     *,
     as_json: bool,
     is_complete: bool,
 ) -> None:
-    from fsdpctl.commands.compare.order import ordered
-    from fsdpctl.commands.compare.report import PAGE, describe, rows_as_json, write_report
-    from fsdpctl.commands.compare.simulate import SimulatedComparison
-
     rows = ordered(comparison.rows)
     if rows and all(row.status.startswith(REFUSED) for row in rows):
         others = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
@@ -130,18 +136,20 @@ def _report(
     if as_json:
         emit(rows_as_json(rows))
     else:
-        _show(rows)
+        shown = columns(rows)
+        cells = zip(*(each.cells for each in shown), strict=True)
+        numbers = [each.title for each in shown if not each.is_text]
+        show_table([each.title for each in shown], cells, right=numbers)
+        for line in (*failures(rows), *losses(rows)):
+            say(line)
     for line in comparison.notes if isinstance(comparison, SimulatedComparison) else ():
         note(line)
     if folder is not None:
         note(f"written: {folder / PAGE}")
 
 
-def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> "list[Variant]":
+def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> list[Variant]:
     """Return the variants to compare, and print which settings and combinations are ignored."""
-    from fsdpctl.commands.compare.vary import OVER_GLOO, distinct, possible, share_alike, variants
-    from fsdpctl.resolve.machine import placed_here, placed_on_cluster
-
     made = partial(variants, recipe=asked.recipe, steps=steps)
     found = made(asked.settings)
     if share_alike(found, placed_on_cluster if simulates else placed_here):
@@ -154,17 +162,6 @@ def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> "list[V
     for name in {name for each in found for name in each.composed.dropped}:
         note(f"recipe's {name} ignored: {name.split('.')[0]} is set on the command line")
     return found
-
-
-def _show(rows: list[Row]) -> None:
-    from fsdpctl.commands.compare.order import failures, losses
-
-    shown = columns(rows)
-    rows_of_cells = zip(*(each.cells for each in shown), strict=True)
-    numbers = [each.title for each in shown if not each.is_text]
-    show_table([each.title for each in shown], rows_of_cells, right=numbers)
-    for line in (*failures(rows), *losses(rows)):
-        say(line)
 
 
 def _new_folder(folder: Path) -> Path:

@@ -1,18 +1,148 @@
-"""Table, JSON and page of made-up variants."""
+"""Made-up variants: their summaries, their order, and the table, JSON and page of them."""
 
 import base64
 import io
 import json
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 from matplotlib.image import imread
 
-from fsdpctl.commands.compare.order import ordered
-from fsdpctl.commands.compare.report import write_report
-from fsdpctl.commands.compare.row import Row, columns
-from tests.commands.compare.rows import ABOUT, failed, measured, of
+from fsdpctl.commands.compare.measure import in_turn, summarized
+from fsdpctl.commands.compare.report import ComparisonInfo, losses, ordered, write_report
+from fsdpctl.commands.compare.row import FAILED, NOT_REACHED, Round, Row, columns
+
+MIB = 1 << 20
+ABOUT = ComparisonInfo(
+    "measured", "llama_tiny, 16 tokens per sample", "2 ranks of some CPU",
+    "3 rounds of 8 steps per variant", "fsdpctl compare strategy=a,b", {"torch": "9.9"},
+    {"processor": "<some> CPU"}, "2026-01-01",
+)  # fmt: skip
+
+
+def round_at(speed: float, **about: Any) -> Round:
+    """Return the summary of a run at `speed` tokens per second with 1,000 tokens per step."""
+    seconds = 1000 / speed
+    figures: dict[str, Any] = {
+        "run_dir": None, "tokens_per_second": speed,
+        "tokens_per_second_quartiles": (0.9 * speed, 1.1 * speed), "step_seconds": seconds,
+        "compute_seconds": 0.7 * seconds, "exposed_communication_seconds": 0.2 * seconds,
+        "optimizer_seconds": 0.08 * seconds, "data_seconds": 0.02 * seconds, "mfu": None,
+        "peak_engine_bytes": 9 * MIB, "peak_tensor_bytes": None, "peak_reserved_bytes": None,
+        "final_loss": 2.5,
+    }  # fmt: skip
+    return Round(**{**figures, **about})
+
+
+def measured(name: str, *speeds: float, memory: float = 50, **about: Any) -> Row:
+    """Return a variant that ran at these speeds, before it is summarized."""
+    rounds = tuple(
+        round_at(speed, run_dir=f"runs/{name}/round-{at + 1}", **about)
+        for at, speed in enumerate(speeds)
+    )
+    return Row(
+        {"strategy": name}, name, world_size=2, sent_bytes_per_step=3 * MIB, rounds=rounds,
+        estimated_peak_engine_bytes=9 * MIB, estimated_peak_tensor_bytes=int(memory * MIB),
+        memory_bytes=100 * MIB,
+    )  # fmt: skip
+
+
+def failed(name: str) -> Row:
+    return replace(Row({"strategy": name}, name), status=f"{FAILED}<rank 1> was killed")
+
+
+def of(*rows: Row) -> list[Row]:
+    """Return the rows with their summaries."""
+    return [summarized(row) for row in rows]
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    (row,) = of(measured("a", 100, 90, 107))
+    parts = (
+        row.compute_seconds, row.exposed_communication_seconds, row.optimizer_seconds,
+        row.data_seconds,
+    )  # fmt: skip
+    assert sum(each or 0 for each in parts) == pytest.approx(row.step_seconds)
+
+
+def test_the_speed_is_the_median_and_the_spread_that_of_rounds_or_steps():
+    (row,) = of(measured("a", 100, 90, 107))
+    assert row.tokens_per_second == 100
+    assert row.tokens_per_second_spread == (90, 107)
+    (once,) = of(measured("a", 100))
+    assert once.tokens_per_second_spread == pytest.approx((90, 110))
+
+
+@pytest.mark.parametrize(("count", "rounds"), [(3, 3), (7, 3), (2, 3), (1, 4), (6, 2)])
+def test_every_round_has_all_variants_and_begins_with_a_different_one(count, rounds):
+    orders = [in_turn(range(count), number, rounds) for number in range(rounds)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert len({order[0] for order in orders}) == min(count, rounds)
+
+
+def predicted(name: str, low: float, speed: float, high: float, ranks: int | None = None) -> Row:
+    spread = low, high
+    return Row(
+        {"strategy": name}, name, tokens_per_second=speed, tokens_per_second_spread=spread,
+        world_size=ranks,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([predicted("a", 9, 10, 11), predicted("b", 14, 15, 16)], "ba"),
+        ([failed("c"), predicted("a", 9, 10, 11)], "ac"),
+        ([replace(of(measured("a", 10))[0], status=NOT_REACHED), failed("b")], "ab"),
+        # Tied: fewer ranks, then less memory, then the faster one; others by speed.
+        ([predicted("a", 9, 10, 15), predicted("b", 14, 15, 16)], "ba"),
+        ([predicted("a", 9, 10, 15, ranks=2), predicted("b", 14, 15, 16, ranks=4)], "ab"),
+        (of(measured("a", 1000, 980, 1020, memory=80), measured("b", 990, 1000, 985)), "ba"),
+        ([Row({"strategy": name}, name, tokens_per_second=10.0) for name in "ab"], "ab"),
+        ([predicted("a", 7, 8, 11), predicted("b", 10, 11, 14), predicted("c", 13, 15, 16)], "cba"),
+        (of(measured("a", 90, 99), measured("b", 97, 98, memory=60), measured("c", 50)), "abc"),
+    ],
+)
+def test_the_fastest_is_first_and_ties_are_decided_by_ranks_then_memory(rows, expected):
+    assert [row.strategy for row in ordered(rows)] == list(expected)
+
+
+def with_losses(**ends: float) -> list[Row]:
+    return of(*(measured(name, 10, 10, final_loss=end) for name, end in ends.items()))
+
+
+def test_equal_losses_are_reported_as_equal():
+    assert list(losses(with_losses(a=2.5, b=2.5))) == ["all losses are equal"]
+    assert list(losses(with_losses(a=2.5))) == []
+
+
+def test_different_losses_are_named_with_whether_rounding_explains_them():
+    rows = with_losses(a=2.5, b=2.5, c=2.5000001, d=2.6)
+    rounded, wrong = losses(rows)
+    assert rounded.startswith("strategy=c: loss differs by rounding")
+    assert wrong.startswith("strategy=d: loss differs by more than rounding, +0.1")
+
+
+def test_losses_of_variants_that_train_differently_are_not_compared():
+    a, b = with_losses(a=2.5, b=2.6)
+    rows = [
+        replace(a, varied={"optimizer.lr": "1e-3"}),
+        replace(b, varied={"optimizer.lr": "1e-4"}),
+    ]
+    assert list(losses(rows)) == [
+        "all losses are equal among variants with the same training settings"
+    ]
+
+
+def test_rounds_with_different_final_losses_are_reported():
+    (row,) = of(measured("a", 10, 11))
+    first, second = row.rounds
+    (said, *_) = losses([replace(row, rounds=(first, replace(second, final_loss=2.75)))])
+    assert "final losses of its rounds differ" in said
+    assert "2.75" in said
+
 
 ROWS = of(
     measured("full_shard", 1000, 1010, 990),
