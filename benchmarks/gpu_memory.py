@@ -32,7 +32,7 @@ from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.engine.precision import Precision
 from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.step import Prefetch
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.train.assemble import make_module
 from fsdpctl.train.optimizers import make_optimizer

@@ -36,7 +36,7 @@ from fsdpctl.comm.process_group import (
 )
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.reductions import Transport
+from fsdpctl.plan.step import Transport
 
 WIDTH = 64
 _CYCLES = 200_000_000  # about a tenth of a second

@@ -23,6 +23,7 @@ from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.build import Sharding, Source, build_runtime
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.plan.step import StepPlan
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import Division, lay_out
 
@@ -105,4 +106,6 @@ def sharded(
     row, specs = get_strategy(strategy), divide_module(module, blocks)
     division = Division(specs, lay_out(specs, collectives.size), row)
     mesh = make_mesh(collectives, source.device, collectives.size)
-    return ShardedModel(module, build_runtime(module, division, mesh, source, sharding), row)
+    names, offload = sharding.precision.names, sharding.on_host
+    plan = StepPlan(division, mesh.place, names, sharding.prefetch, offload)
+    return ShardedModel(module, build_runtime(module, plan, mesh, source), row)

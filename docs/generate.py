@@ -20,7 +20,6 @@ from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.planned_steps import plan_run, sent_in_step
 from fsdpctl.estimate.search import estimates_of
 from fsdpctl.models.registry import build_model
-from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.predict.engine_bytes import estimate, timeline
 from fsdpctl.predict.recorder import Category
@@ -89,7 +88,7 @@ def memory_table() -> str:
     )
     rows = []
     for name in STRATEGIES:
-        found = estimate(*planned(name))
+        found = estimate(planned(name))
         largest = found.largest
         sizes = [largest[each] for each in COLORS] + [found.peak_bytes]
         rows.append(" | ".join([f"`{name}`", *(f"{size / GIB:.1f}" for size in sizes)]))
@@ -177,8 +176,8 @@ def estimated_recipe(file: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def planned(name: str) -> tuple[TrainingPlan, RankPlace]:
-    """Return the training plan of the page's model under a strategy, and its rank."""
+def planned(name: str) -> TrainingPlan:
+    """Return the training plan of the page's model under a strategy."""
     config = plan_for_estimate(compose_config([*MODEL, f"strategy={name}"])).config
     return plan_run(config, divide_module(build_model(config.model), None), 1)
 
@@ -195,7 +194,7 @@ def draw(file: Path) -> None:
         if name is None:
             panel.set_axis_off()
         else:
-            moments = timeline(*planned(name))
+            moments = timeline(planned(name))
             heights = [[held[part] / GIB for held in moments] for part in COLORS]
             labels = [part.replace("_", " ") for part in COLORS]
             colors = list(COLORS.values())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fsdpctl.optim.record import clip_grad_norm_
     from fsdpctl.optim.sgd import ShardedSGD
     from fsdpctl.plan.owners import OwnerMap
-    from fsdpctl.plan.schedule import Prefetch
+    from fsdpctl.plan.step import Prefetch
     from fsdpctl.plan.strategy import Strategy
 
 __version__ = "0.1.0"  # the only place; not from metadata, which a checkout may lack
@@ -52,7 +52,7 @@ _HOMES = {
     "GradAccumulator": "fsdpctl.engine.accumulation",
     "OwnerMap": "fsdpctl.plan.owners",
     "Precision": "fsdpctl.engine.precision",
-    "Prefetch": "fsdpctl.plan.schedule",
+    "Prefetch": "fsdpctl.plan.step",
     "ShardedAdamW": "fsdpctl.optim.adamw",
     "ShardedModel": "fsdpctl.engine.model",
     "ShardedMuon": "fsdpctl.optim.muon",

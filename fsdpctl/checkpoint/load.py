@@ -24,7 +24,7 @@ from fsdpctl.comm.rank_status import RANK_STATUS, READING
 from fsdpctl.comm.shards import FlatShard, Sharded, persistent_buffers, trainable_shards
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import ParamSpec, Piece, Span, round_up
-from fsdpctl.plan.states import BLOCK, TILE, blocks_of
+from fsdpctl.plan.optimizers import BLOCK, TILE, blocks_of
 
 
 class OptimizerRun(Protocol):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsdpctl.comm.waits import HostWaits, Waits
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.reductions import Transport
+from fsdpctl.plan.step import Transport
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.states import BLOCK, blocks_of
+from fsdpctl.plan.optimizers import BLOCK, blocks_of
 
 CODES, SCALES = ".codes", ".scales"  # suffixes of the tensors of a moment
 _SIGNED, _ROOT_CODES = 254.0, 255.0

@@ -20,6 +20,7 @@ from fsdpctl.comm.process_group import T, exchange
 from fsdpctl.comm.shared import SharedCollectives
 from fsdpctl.comm.shared_memory import NotShared
 from fsdpctl.comm.waits import CudaWaits, Seconds
+from fsdpctl.plan.step import RankPlace
 
 _PATIENCE = timedelta(days=1)  # disks may be slow; a rank that exits is noticed at once
 
@@ -105,6 +106,14 @@ class Mesh:
         if self.replicas is None or not isinstance(self.shard, NcclCollectives):
             return None
         return self.shard.chain
+
+    @property
+    def place(self) -> RankPlace:
+        """The position of this rank."""
+        shard = self.shard
+        return RankPlace(
+            shard.rank, shard.size, self.num_replicas, shard.transport, self.replica_rank
+        )
 
     @property
     def num_replicas(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdpctl.comm.base import Gathering, Handle, Reduction
 from fsdpctl.comm.process_group import ProcessGroupCollectives
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.reductions import ADDED_AT_A_TIME
+from fsdpctl.plan.step import ADDED_AT_A_TIME
 
 
 class GlooCollectives(ProcessGroupCollectives):

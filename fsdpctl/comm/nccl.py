@@ -17,7 +17,7 @@ from fsdpctl.comm.process_group import (
 from fsdpctl.comm.waits import CudaWaits, Waits
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span, are_even
-from fsdpctl.plan.reductions import Transport
+from fsdpctl.plan.step import Transport
 
 
 class NcclCollectives(ProcessGroupCollectives):

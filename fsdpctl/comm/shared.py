@@ -18,7 +18,7 @@ from fsdpctl.comm.gloo import GlooCollectives, LocalReduction
 from fsdpctl.comm.shared_memory import NotShared, SharedMemory
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.reductions import Transport
+from fsdpctl.plan.step import Transport
 
 _GATHERED, _SENT, _READ, _MET = range(4)  # counters
 

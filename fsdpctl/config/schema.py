@@ -15,12 +15,11 @@ from fsdpctl.config.keys import Key, key, keys_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
-from fsdpctl.plan.muon import MATRICES, NS_STEPS
-from fsdpctl.plan.offload import Offload
+from fsdpctl.plan.optimizers import MATRICES, NS_STEPS, STATE_DTYPES
 from fsdpctl.plan.owners import OWNER_MAPS
-from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.states import SPLIT, STATE_DTYPES
-from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.precision import SPLIT
+from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.strategy import STRATEGIES, Offload
 
 DTYPES = ("float32", "bfloat16")
 

@@ -38,6 +38,7 @@ class UnitBuffer:
         params: Sequence[nn.Parameter],
         whole: Tensor,
         resting: Resting | None,
+        reduce_dtype: torch.dtype,
     ) -> None:
         """Wrap the tensors of a rank.
 
@@ -48,6 +49,7 @@ class UnitBuffer:
         self.params = tuple(params)
         self.whole = whole
         self.resting = resting
+        self.reduce_dtype = reduce_dtype  # in which gradients are added
         self.held_gradients: Tensor | None = None  # unsharded, not yet reduced
         self.present: set[int] = set()  # parameters with a gradient since gradients were dropped
         self._padding = shard.layout.padding
@@ -116,15 +118,14 @@ class UnitBuffer:
         for param, rest in self._sharded:
             param.data = rest
 
-    def collect(self, share: Span, dtype: torch.dtype) -> Tensor:
+    def collect(self, share: Span) -> Tensor:
         """Return the gradients of the elements `share` of every rank's part, in rank order.
 
         Missing gradients are zero. The parameters keep theirs.
         """
         of_name = dict(zip((p.name for p in self.layout.params), self.params, strict=True))
-        flat = torch.zeros(
-            len(self.layout.owned_parts) * share.numel, dtype=dtype, device=self.whole.device
-        )
+        numel, device = len(self.layout.owned_parts) * share.numel, self.whole.device
+        flat = torch.zeros(numel, dtype=self.reduce_dtype, device=device)
         targets, sources = [], []
         for rank, part in enumerate(self.layout.owned_parts):
             wanted = share.shift(part.start)
@@ -139,10 +140,10 @@ class UnitBuffer:
             torch._foreach_copy_(targets, sources)
         return flat
 
-    def first_gradients(self, dtype: torch.dtype, scale: float) -> Tensor:
+    def first_gradients(self, scale: float) -> Tensor:
         """Return the gradients that have arrived times `scale` in a flat buffer, else zeros."""
         gradients = [arrived_gradient(param) for param in self.params]
-        flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
+        flat = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.whole.device)
         for gap in self._padding:
             flat[gap.start : gap.stop].zero_()
         targets, sources = [], []

@@ -15,6 +15,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
 def describe_module(module: nn.Module) -> ModuleSpec:
     """Return the tree of modules and parameters; a shared parameter has its first name."""
     names = {id(param): name for name, param in module.named_parameters()}

@@ -11,7 +11,7 @@ it over the replicas, each of which may keep a share, or gathers the parts.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,9 +24,8 @@ from fsdpctl.engine.host_gradients import HostGradients
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.layout import EvenParts, Span
-from fsdpctl.plan.reductions import Reductions, share_of_parts
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.transfers import Transfers
+from fsdpctl.plan.step import StepPlan, share_of_parts
 
 
 @dataclass(slots=True)
@@ -56,22 +55,14 @@ class _InFlight:
 class GradientReducer:
     """Does what the schedule says about gradients."""
 
-    def __init__(
-        self,
-        units: Sequence[ShardedUnit],
-        mesh: Mesh,
-        transfers: Transfers,
-        plan: Reductions,
-        dtypes: Mapping[torch.dtype, torch.dtype],
-    ) -> None:
-        """`dtypes`: in which gradients are added, by the dtype of master weights."""
+    def __init__(self, units: Sequence[ShardedUnit], mesh: Mesh, plan: StepPlan) -> None:
         self.units = {unit.name: unit for unit in units}
         self.ledger = Ledger()
         self.leaving: HostGradients | None = None  # takes gradients to the host
-        self.plan, self.transfers, self._dtypes = plan, transfers, dtypes
+        self._plan = plan
         self._mesh, self._chain = mesh, mesh.chain
         scale = 1 / mesh.world.size
-        self._scales = (scale, 1.0) if transfers.adds_whole else (1.0, scale)  # of copies, of sums
+        self._scales = (scale, 1.0) if plan.adds_whole else (1.0, scale)  # of copies, of sums
         self._reducing: deque[_InFlight] = deque()
         self._combining: deque[_InFlight] = deque()  # before or in the second collective
 
@@ -134,8 +125,7 @@ class GradientReducer:
         """Return the full gradient so far in one buffer, in the dtype of the additions."""
         before, _ = self._scales
         if buffer.held_gradients is None:
-            dtype = self._dtypes[buffer.shard.dtype]
-            buffer.held_gradients = buffer.first_gradients(dtype, before)
+            buffer.held_gradients = buffer.first_gradients(before)
         else:
             buffer.add_gradients(buffer.held_gradients, before)
         buffer.forget_arrived()
@@ -143,7 +133,7 @@ class GradientReducer:
 
     def _send(self, started: _InFlight, piece: int) -> None:
         unit, shard = started.unit, self._mesh.shard
-        pieces = 1 if started.is_last and not piece else self.plan.pieces[unit.name]
+        pieces = 1 if started.is_last and not piece else self._plan.reductions.pieces[unit.name]
         for number, buffer in enumerate(unit.trained_buffers):
             share, parts = None, buffer.layout.parts
             if pieces == 1:
@@ -152,9 +142,9 @@ class GradientReducer:
                 share = share_of_parts(buffer.layout, piece, pieces)
                 if not share.numel:
                     continue
-                whole = buffer.collect(share, self._dtypes[buffer.shard.dtype])
+                whole = buffer.collect(share)
                 parts = EvenParts(whole.numel() // shard.size, shard.size)
-            if self.transfers.adds_whole:
+            if self._plan.adds_whole:
                 reduction: Reduction = InPlace(shard.start_all_reduce(whole))
             else:
                 reduction = shard.reduce_scatter(whole, parts)
@@ -180,7 +170,7 @@ class GradientReducer:
                 flat.whole = flat.reduction = flat.read = None
                 self.ledger.free(Buffer.WORKSPACE, *flat.key)
                 self.ledger.free(Buffer.WHOLE_GRADS, *flat.key)
-        if not self.transfers.combines:
+        if not self._plan.combines:
             self._add_gradients(started)
         elif self._chain is None:
             self._combining.append(started)
@@ -195,13 +185,13 @@ class GradientReducer:
         shard, whole = flat.buffer.shard, flat.whole
         assert whole is not None
         assert flat.reduction is not None
-        if self.transfers.becomes_gradient(same_dtype=whole.dtype == shard.grad_dtype):
+        if self._plan.becomes_gradient(shard.layout):
             flat.mean = whole
             self.ledger.free(Buffer.WHOLE_GRADS, *flat.key)
         else:
             flat.mean = self._new_mean(flat)
         self.ledger.allocate(Buffer.SUM, *flat.key, flat.mean.nbytes)
-        is_part = shard.is_replicated and not self.transfers.adds_whole
+        is_part = shard.is_replicated and not self._plan.adds_whole
         part = shard.view(flat.mean, shard.owned) if is_part else flat.mean
         flat.reduction.finish(part, *self._how(flat))
 
@@ -214,8 +204,8 @@ class GradientReducer:
 
     def _how(self, flat: _Flat) -> tuple[float, torch.dtype]:
         """Return the factor and the dtype of the additions."""
-        shard = flat.buffer.shard
-        return self._scales[1], torch.promote_types(self._dtypes[shard.dtype], shard.grad_dtype)
+        own = flat.buffer.shard.grad_dtype
+        return self._scales[1], torch.promote_types(flat.buffer.reduce_dtype, own)
 
     def _combine(self, started: _InFlight) -> None:
         """Start the second collective, over NCCL right behind the reduction."""

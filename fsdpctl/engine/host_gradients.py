@@ -9,7 +9,7 @@ from fsdpctl.comm.host import Copier, HostWorker, Moment, wait_for
 from fsdpctl.comm.shards import LeftGradient, gradient_norms
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.unit import ShardedUnit
-from fsdpctl.plan.sizes import HOST_BUFFERS
+from fsdpctl.plan.step import HOST_BUFFERS
 
 
 class Ring:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsdpctl.comm.host import Copier, HostWorker, Moment, wait_for
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.sizes import pinned_groups
+from fsdpctl.plan.step import pinned_groups
 
 
 class HostSlots:

@@ -11,18 +11,21 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.host import Copier, HostWorker, Moment
-from fsdpctl.plan.sizes import pinned_groups
+from fsdpctl.engine.describe import torch_dtype
+from fsdpctl.plan.precision import Dtype
+from fsdpctl.plan.step import pinned_groups
 
 
 class HostParams:
     """This rank's parts of the parameters, in pinned memory."""
 
-    def __init__(self, worker: HostWorker, parts: Iterable[tuple[int, torch.dtype]]) -> None:
+    def __init__(self, worker: HostWorker, parts: Iterable[tuple[int, Dtype]]) -> None:
         """Allocate memory for `parts`: elements and dtype of each."""
         self._copier = Copier(worker.device)
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.nbytes = 0
-        for (numel, dtype), count in Counter(parts).items():
+        for (numel, name), count in Counter(parts).items():
+            dtype = torch_dtype(name)
             found = self._free.setdefault((numel, dtype), [])
             for together in pinned_groups(count, numel * dtype.itemsize):
                 slab = worker.allocate(together * numel, dtype, pinned=True)

@@ -8,9 +8,8 @@ Note: why so little is pinned. Only memory that the device copies from or to has
 takes a second per few gigabytes: two buffers for each direction, of the largest part's size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +17,11 @@ from torch import Tensor
 from fsdpctl.comm.host import Copier, HostWorker, Job, Moment, T
 from fsdpctl.comm.shards import HostScalars, HostUpdate, LeftGradient
 from fsdpctl.engine.buffer import UnitBuffer
+from fsdpctl.engine.describe import torch_dtype
 from fsdpctl.engine.host_gradients import HostGradients, Ring
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.layout import Span
+from fsdpctl.plan.step import HostMemory
 
 
 @dataclass(slots=True)
@@ -38,59 +39,28 @@ class _Step:
         return self.buffer.resting.within(self.buffer.shard.held)
 
 
-class HostPart(NamedTuple):
-    """This rank's part of a trained flat buffer."""
-
-    numel: int
-    dtype: torch.dtype  # of its master weights
-    compute: torch.dtype
-    gradient: torch.dtype
-
-
 class HostStates:
     """This rank's states in host memory."""
 
-    def __init__(
-        self,
-        worker: HostWorker,
-        parts: Iterable[HostPart],
-        *,
-        with_gradients: bool,
-        with_params: bool,
-    ) -> None:
-        """Allocate memory for the `parts` of trained buffers.
-
-        `with_gradients`: the host keeps reduced gradients, too. `with_params`: and the parameters.
-        """
+    def __init__(self, worker: HostWorker, memory: HostMemory) -> None:
         self._worker = worker
         self.on_start: Callable[[HostUpdate, HostScalars], None]  # set by the runtime
         self._copier = Copier(worker.device)
-        sizes: dict[torch.dtype, int] = {}
-        gradients: dict[torch.dtype, torch.dtype] = {}  # by the dtype of their masters
-        direct: set[torch.dtype] = set()  # masters that go to the device as they are
-        largest = largest_cast = 0
-        for numel, dtype, compute, gradient in parts:
-            sizes[dtype] = sizes.get(dtype, 0) + numel
-            gradients[dtype] = gradient
-            largest = max(largest, numel * gradient.itemsize)
-            if dtype == compute:
-                direct.add(dtype)
-            elif not with_params:
-                largest_cast = max(largest_cast, numel * compute.itemsize)
         self._slabs = {
-            dtype: self._worker.allocate(numel, dtype, pinned=dtype in direct)
-            for dtype, numel in sizes.items()
+            torch_dtype(dtype): worker.allocate(
+                numel, torch_dtype(dtype), pinned=dtype in memory.pinned
+            )
+            for dtype, numel in memory.masters.items()
         }
-        self._taken = dict.fromkeys(sizes, 0)
+        self._taken = dict.fromkeys(self._slabs, 0)
         self._remainders = 0  # bytes
         self._left = {
-            dtype: self._worker.allocate(numel, gradients[dtype], pinned=True)
-            for dtype, numel in sizes.items()
-            if with_gradients
+            torch_dtype(of): worker.allocate(memory.masters[of], torch_dtype(dtype), pinned=True)
+            for of, dtype in memory.gradients.items()
         }
-        self._gradients = Ring(self._worker, 0 if with_gradients else largest)
-        self._cast = Ring(self._worker, largest_cast)
-        self._scalars = self._worker.allocate(len(HostScalars._fields), torch.float32, pinned=True)
+        self._gradients = Ring(worker, memory.gradient_buffers)
+        self._cast = Ring(worker, memory.cast_buffers)
+        self._scalars = worker.allocate(len(HostScalars._fields), torch.float32, pinned=True)
         self._jobs: list[Job] = []
 
     @property

@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fsdpctl.engine.describe import dtype_name
 from fsdpctl.errors import EngineError
+from fsdpctl.plan.precision import Dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +36,11 @@ class Precision:
                 f"{self.param_dtype} and {self.master_dtype}"
             )
 
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter of `dtype` is gathered and used.
-
-        Bytes are codes that a module decodes.
-        """
-        return dtype if dtype == torch.uint8 else self.param_dtype or dtype
-
-    def dtype_of_master(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype that the optimizer updates."""
-        return self.master_dtype or _at_least_float32(dtype)
-
-    def dtype_of_reduction(self, master_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients are added over ranks."""
-        return self.reduce_dtype or _at_least_float32(master_dtype)
-
-    def dtype_of_gradient(self, master_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of a reduced gradient."""
-        return self.dtype_of_reduction(master_dtype) if self.has_remainders else master_dtype
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
+    @property
+    def names(self) -> Dtypes:
+        """The dtypes by name."""
+        param, reduce, master = (
+            None if dtype is None else dtype_name(dtype)
+            for dtype in (self.param_dtype, self.reduce_dtype, self.master_dtype)
+        )
+        return Dtypes(param, reduce, master, self.has_remainders)

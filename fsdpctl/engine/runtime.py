@@ -18,6 +18,7 @@ from fsdpctl.engine.parameters import ShardedParameters
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import Buffer, Event, EventKind, Schedule
+from fsdpctl.plan.step import StepPlan
 
 K = EventKind
 _FINGERPRINTS = 1 << 36  # number of values; sums over 100,000 ranks are exact in float64
@@ -29,14 +30,14 @@ class Runtime:
     def __init__(
         self,
         units: Sequence[ShardedUnit],
-        schedule: Schedule,
+        plan: StepPlan,
         mesh: Mesh,
         reducer: GradientReducer,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
-        self.schedule = schedule
-        self.strategy = schedule.strategy
-        self.root = self.units[schedule.order.root]
+        self.plan, self.strategy = plan, plan.strategy
+        self.schedule = Schedule.of(plan)
+        self.root = self.units[plan.order.root]
         self.mesh = mesh
         self.buffers = tuple(buffer for unit in units for buffer in unit.buffers)
         self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)

@@ -16,10 +16,9 @@ from fsdpctl.engine.guards import is_sharded
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.owners import OwnerMap
-from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.strategy import Strategy, get_strategy, ranks_per_copy
+from fsdpctl.plan.step import Prefetch, StepPlan
+from fsdpctl.plan.strategy import Offload, Strategy, get_strategy, ranks_per_copy
 from fsdpctl.plan.units import Division, UnitSpec, divide
 
 
@@ -100,7 +99,9 @@ def shard_from(
 
     row, made = agreed(world, division, described)
     mesh = mesh or make_mesh(world, source.device, made.ranks_per_copy)
-    return ShardedModel(module, build_runtime(module, made, mesh, source, sharding), row)
+    names, offload = sharding.precision.names, sharding.on_host
+    plan = StepPlan(made, mesh.place, names, sharding.prefetch, offload)
+    return ShardedModel(module, build_runtime(module, plan, mesh, source), row)
 
 
 def requested_strategy(sharding: Sharding) -> Strategy:

@@ -7,9 +7,8 @@ from typing import Any
 
 from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.offload import Offload
 from fsdpctl.plan.optimizers import get_optimizer
-from fsdpctl.plan.strategy import DDP, FSDPCTL, get_strategy, sharded_over_copies
+from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, get_strategy, sharded_over_copies
 from fsdpctl.resolve.settle import RunPlan, settle
 
 _MOST_NODES = 1 << 10

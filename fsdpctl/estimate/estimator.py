@@ -18,7 +18,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.io.activity import doing
 from fsdpctl.plan.context import tokens_per_rank
-from fsdpctl.plan.sizes import RankPlace
+from fsdpctl.plan.step import RankPlace
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Program
@@ -26,11 +26,10 @@ from fsdpctl.predict.hardware import Group
 from fsdpctl.predict.input_copies import ProgramRecorder
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import UnevenStepError
-from fsdpctl.predict.planned_events import shared_bytes
 from fsdpctl.predict.recorder import Machine, RankGroup, Steps
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import StepEstimate, estimate_steps
-from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
+from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.amounts import with_enough_samples
 from fsdpctl.resolve.attention_kernel import kernel_of
 from fsdpctl.resolve.data import vocabulary_of
@@ -108,24 +107,25 @@ class Estimator:
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan)
         check_trained(config, traced.units)
         program, last = _program(plan, traced), traced.units[-1]
-        training, place = plan_run(config, traced.units, batches.num_micro_batches)
-        is_head, kept = last.kind == "head", _kept_inputs(plan, traced.units, training.sizes.param)
+        training = plan_run(config, traced.units, batches.num_micro_batches)
+        itemsize = training.dtypes.compute.itemsize
+        is_head, kept = last.kind == "head", _kept_inputs(plan, traced.units, itemsize)
         recorder = MemoryRecorder(program, last.name, last_is_head=is_head, kept=kept)
-        place = replace(place, rank=fullest_rank(config.engine.name, training, place))
-        steps = planned_steps(config, traced.units, training, place, recorder)
+        training = fullest_rank(config.engine.name, training)
+        steps = planned_steps(config, traced.units, training, recorder)
         step = _replayed(config, recorder, steps)
         frozen = sum(
-            param.numel * training.sizes.gathered(layout)
-            for of_unit in training.layouts.values()
+            param.numel * training.step.dtypes_of(layout).compute.itemsize
+            for of_unit in training.step.layouts.values()
             for layout in of_unit
             for param in layout.params
             if not param.trainable
         )
         counts = (traced.num_params, traced.num_trained, traced.num_active, frozen)
         saved = _saved_states(training, traced.units)
-        on_host = host_states_bytes(training, place) + host_inputs_bytes(program.sent.values())
-        shared = shared_bytes(training, place)
-        return RunEstimate(plan, *counts, saved, place.rank, step, on_host, traced.packages, shared)
+        on_host = training.host_states_bytes + host_inputs_bytes(program.sent.values())
+        rank, shared = training.step.place.rank, training.step.shared_bytes
+        return RunEstimate(plan, *counts, saved, rank, step, on_host, traced.packages, shared)
 
     def predict(self, plan: RunPlan) -> StepPrediction:
         """Predict one training step, on the hardware that the plan's cluster describes.
@@ -195,7 +195,7 @@ def _kept_inputs(plan: RunPlan, units: Sequence[UnitSpec], itemsize: int) -> dic
 def _saved_states(plan: TrainingPlan, units: Sequence[UnitSpec]) -> int:
     """Return the bytes of the moments in a checkpoint."""
     params = (param for unit in units for param in unit.params if param.trainable)
-    return sum(plan.states.saved(param, plan.sizes.master) for param in params)
+    return sum(plan.states.saved(param, plan.dtypes.master.itemsize) for param in params)
 
 
 def _program(plan: RunPlan, traced: TracedModel) -> Program:
@@ -237,9 +237,9 @@ def on_cluster(plan: RunPlan) -> RunPlan:
 
 
 def _simulate(config: Config, traced: TracedModel, program: Program, passes: int) -> StepPrediction:
-    plan, place = plan_run(config, traced.units, passes)
-    recorder = ProgramRecorder(program, _machine(config, place))
-    steps = planned_steps(config, traced.units, plan, place, recorder)
+    plan = plan_run(config, traced.units, passes)
+    recorder = ProgramRecorder(program, _machine(config, plan.step.place))
+    steps = planned_steps(config, traced.units, plan, recorder)
     simulator = StepSimulator()
     for _ in range(2):  # collectives that the first leaves in flight end in the second
         recorder.host_limited = 0.0

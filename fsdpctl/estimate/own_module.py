@@ -22,9 +22,10 @@ from fsdpctl.estimate.planned_steps import (
     steps_of,
 )
 from fsdpctl.estimate.traced import ShortModule, TracedModule
+from fsdpctl.plan.precision import Dtypes
 from fsdpctl.plan.programs import OURS, PROGRAMS
-from fsdpctl.plan.sizes import Itemsizes, RankPlace
-from fsdpctl.plan.strategy import ENGINES, Strategy, ranks_per_copy
+from fsdpctl.plan.step import StepPlan
+from fsdpctl.plan.strategy import ENGINES, FSDPCTL, ranks_per_copy
 from fsdpctl.plan.units import UnitSpec, divide
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
@@ -134,7 +135,7 @@ def estimate_memory(
 
     module = make()
     units = units_of(module, given)
-    sizes = _item_sizes(module, given.precision, assumed.engine)
+    dtypes = _dtypes(module, given.precision, assumed.engine)
     dtype = given.precision.param_dtype
     num_params = sum(param.numel() for param in module.parameters())
     observed = TracedModule(
@@ -147,14 +148,14 @@ def estimate_memory(
     )
     program = observed.program(_Run(input_fn, loss_fn, dtype))
     recorder = MemoryRecorder(program, units[-1].name, last_is_head=units[-1].kind == "head")
-    strategy, plan, place = _plan(units, given, sizes, world_size, assumed)
-    place = replace(place, rank=fullest_rank(assumed.engine, plan, place))
+    strategy = requested_strategy(given)
+    plan = fullest_rank(assumed.engine, _plan(units, given, dtypes, world_size, assumed))
     fused = PROGRAMS[assumed.program].steps_at_once
-    steps = steps_of(assumed.engine, strategy, units, plan, place, recorder, fused=fused)
+    steps = steps_of(assumed.engine, strategy, units, plan, recorder, fused=fused)
     step = estimate_steps(
         recorder, steps, device=assumed.device, allocator=assumed.allocator, draws=False
     )
-    return MemoryEstimate(num_params, place.rank, step)
+    return MemoryEstimate(num_params, plan.step.place.rank, step)
 
 
 def _check(assumed: Assumed, world_size: int) -> None:
@@ -210,37 +211,30 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return tuple(_cast(each, dtype) for each in value) if isinstance(value, tuple) else value
 
 
-def _item_sizes(module: nn.Module, precision: Precision, engine: str) -> Itemsizes:
-    """Return the bytes per element; PyTorch's engines keep the dtype of the module."""
-    dtypes = {param.dtype for param in module.parameters() if param.is_floating_point()}
-    if len(dtypes) > 1:
-        names = ", ".join(sorted(map(dtype_name, dtypes)))
+def _dtypes(module: nn.Module, precision: Precision, engine: str) -> Dtypes:
+    """Return the dtypes; PyTorch's engines keep that of the module."""
+    found = {dtype_name(param.dtype) for param in module.parameters() if param.is_floating_point()}
+    if len(found) > 1:
+        names = ", ".join(sorted(found))
         raise UsageError(f"estimate_memory: expected parameters of one dtype, got {names}")
-    (dtype,) = dtypes or {torch.float32}
-    master = precision.dtype_of_master(dtype) if engine == "fsdpctl" else dtype
-    return Itemsizes(
-        precision.compute_dtype(dtype).itemsize,
-        precision.dtype_of_reduction(master).itemsize,
-        master.itemsize,
-        remainder=int(precision.has_remainders),
-    )
+    if engine == FSDPCTL:
+        return precision.names
+    return replace(precision.names, master=found.pop() if found else "float32")
 
 
 def _plan(
     units: tuple[UnitSpec, ...],
     given: Sharding,
-    sizes: Itemsizes,
+    dtypes: Dtypes,
     world_size: int,
     assumed: Assumed,
-) -> tuple[Strategy, TrainingPlan, RankPlace]:
-    """Return the requested strategy, the plan of the effective one, and a rank's position."""
+) -> TrainingPlan:
+    """Return the plan of the first rank."""
     strategy = requested_strategy(given)
     size = ranks_per_copy(strategy, world_size, given.dp_shard_size)
     shares = given.share_memory and world_size > 1 and assumed.device == "cpu"
     division = divide(units, strategy, world_size, size, given.owner_map, shares_memory=shares)
+    place = first_place(division, world_size, assumed.device, shares_memory=shares)
     passes = min(assumed.num_micro_batches, REPEATING)
     reduces = reducing_passes(passes, every=assumed.reduce == "every")
-    order, layouts, effective = division.order, division.layouts, division.strategy
-    plan = TrainingPlan(order, layouts, effective, sizes, given.prefetch, reduces)
-    place = first_place(division, world_size, assumed.device, shares_memory=shares)
-    return strategy, plan, place
+    return TrainingPlan(StepPlan(division, place, dtypes, given.prefetch), reduces)

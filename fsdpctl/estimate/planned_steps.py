@@ -6,19 +6,15 @@ from torch import nn
 
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
-from fsdpctl.plan.muon import Muon
-from fsdpctl.plan.offload import Offload
-from fsdpctl.plan.optimizers import ADAMW, get_optimizer
-from fsdpctl.plan.reductions import Transport
-from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, RankPlace
-from fsdpctl.plan.states import SPLIT
-from fsdpctl.plan.strategy import DDP, FSDPCTL, Strategy, check_strategy, get_strategy
+from fsdpctl.plan.optimizers import ADAMW, KeptStates, Muon, get_optimizer, tiled_dtype
+from fsdpctl.plan.precision import SPLIT, Dtypes
+from fsdpctl.plan.step import RankPlace, StepPlan, Transport
+from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.units import Division, UnitSpec, divide
 from fsdpctl.predict.ddp_steps import DdpSteps
 from fsdpctl.predict.engine_bytes import Estimate, estimate, fullest_ranks
 from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
-from fsdpctl.predict.kept_states import KeptStates
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.machine import owner_map_of, shares_memory
@@ -27,7 +23,7 @@ REPEATING = 3  # micro-steps; another one needs no more memory
 _REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
 
 
-def divide_run(config: Config, units: tuple[UnitSpec, ...]) -> Division:
+def _divide_run(config: Config, units: tuple[UnitSpec, ...]) -> Division:
     """Divide the units of a model for a resolved configuration."""
     given, ranks = config.strategy, config.num_ranks
     size = given.dp_shard_size or ranks
@@ -47,30 +43,20 @@ def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
     return (*[every] * (count - 1), True)
 
 
-def item_sizes(config: Config) -> Itemsizes:
-    """Return the bytes per element, for a placed configuration."""
-    param, reduce, master = map(str, config.precision.dtypes)
+def dtypes_of(config: Config) -> Dtypes:
+    """Return the dtypes, for a placed configuration."""
+    param, reduce, master = config.precision.dtypes
     is_split = master == SPLIT
-    return Itemsizes(
-        DTYPE_BYTES[param],
-        DTYPE_BYTES[reduce],
-        DTYPE_BYTES["bfloat16" if is_split else master],
-        remainder=int(is_split),
-    )
+    return Dtypes(param, reduce, "bfloat16" if is_split else master, is_split)
 
 
 def kept_states(config: Config) -> KeptStates:
     """Return the optimizer states."""
-    about, master = config.optimizer, config.precision.master_dtype
-    row = get_optimizer(about.name)
+    about, row = config.optimizer, get_optimizer(config.optimizer.name)
     has_moments = about.momentum > 0 or not row.needs_momentum
-    found = KeptStates(row.moments * has_moments, row.counter)
-    if row.steps_matrices:
-        return replace(found, muon=Muon(about.ns_steps, about.nesterov))
-    dtype = about.state_dtype
-    if master != SPLIT and (dtype is None or dtype == master == "float32"):
-        return found  # torch's kernel
-    return replace(found, dtype=dtype or "float32")
+    muon = Muon(about.ns_steps, about.nesterov) if row.steps_matrices else None
+    dtype = None if muon else tiled_dtype(about.state_dtype, [str(config.precision.master_dtype)])
+    return KeptStates(row.moments * has_moments, row.counter, muon, dtype)
 
 
 def first_place(
@@ -85,29 +71,24 @@ def first_place(
     return RankPlace(0, size, num_ranks // size, transport)
 
 
-def plan_run(
-    config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int
-) -> tuple[TrainingPlan, RankPlace]:
-    """Return the plan of a resolved configuration, and the position of its first rank."""
-    division = divide_run(config, units)
-    shown, every = min(num_micro_batches, REPEATING), config.accumulation.name == "every"
-    plan = TrainingPlan(
-        division.order,
-        division.layouts,
-        division.strategy,
-        item_sizes(config),
+def plan_run(config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int) -> TrainingPlan:
+    """Return the plan of the first rank for a resolved configuration."""
+    division, ranks = _divide_run(config, units), config.num_ranks
+    device, shares = str(config.launch.device), shares_memory(config)
+    step = StepPlan(
+        division,
+        first_place(division, ranks, device, shares_memory=shares),
+        dtypes_of(config),
         config.prefetch.planned,
-        reducing_passes(shown, every=every),
-        kept_states(config),
         config.strategy.on_host,
     )
-    ranks, device = config.num_ranks, str(config.launch.device)
-    return plan, first_place(division, ranks, device, shares_memory=shares_memory(config))
+    shown, every = min(num_micro_batches, REPEATING), config.accumulation.name == "every"
+    return TrainingPlan(step, reducing_passes(shown, every=every), kept_states(config))
 
 
 def estimate_run(config: Config, module: nn.Module, num_micro_batches: int) -> Estimate:
     """Return the engine's memory on the fullest rank, for a resolved configuration."""
-    return estimate(*plan_run(config, divide_module(module, None), num_micro_batches))
+    return estimate(plan_run(config, divide_module(module, None), num_micro_batches))
 
 
 def steps_of(
@@ -115,7 +96,6 @@ def steps_of(
     strategy: Strategy,
     units: tuple[UnitSpec, ...],
     plan: TrainingPlan,
-    place: RankPlace,
     recorder: Recorder,
     *,
     fused: bool = True,
@@ -131,40 +111,39 @@ def steps_of(
     if engine == DDP:
         return DdpSteps(units, plan, recorder, fused=fused)
     if engine == FSDPCTL:
-        return FsdpctlSteps(plan, place, recorder)
-    return Fsdp2Steps(units, strategy, plan, place, recorder, fused=fused)
+        return FsdpctlSteps(plan, recorder)
+    return Fsdp2Steps(units, strategy, plan, recorder, fused=fused)
 
 
 def planned_steps(
     config: Config,
     units: tuple[UnitSpec, ...],
     plan: TrainingPlan,
-    place: RankPlace,
     recorder: Recorder,
 ) -> Steps:
     """Return the steps of a rank for a resolved configuration, as `steps_of`."""
     strategy, engine = get_strategy(config.strategy.name), config.engine
     fused = engine.facts.steps_at_once or config.optimizer.name != ADAMW
-    return steps_of(engine.name, strategy, units, plan, place, recorder, fused=fused)
+    return steps_of(engine.name, strategy, units, plan, recorder, fused=fused)
 
 
-def fullest_rank(engine: str, plan: TrainingPlan, place: RankPlace) -> int:
-    """Return the rank that needs the most memory.
+def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
+    """Return the plan of the rank that needs the most memory.
 
     Among many ranks, this is the one that owns the most, because all it keeps follows from that.
     """
-    layouts = [layout for of_unit in plan.layouts.values() for layout in of_unit]
+    layouts = [layout for of_unit in plan.step.layouts.values() for layout in of_unit]
     is_even = all(layout.is_even for layout in layouts)
     if engine != FSDPCTL or (is_even and plan.states.dtype is None):
-        return 0
+        return plan
     if is_even:
-        return fullest_ranks(plan, place)[0][0]
-    if place.size <= _REPLAYED:
-        return estimate(plan, place).rank
+        return plan.at(fullest_ranks(plan)[0].step.place.rank)
+    if plan.step.place.size <= _REPLAYED:
+        return plan.at(estimate(plan).rank)
     owned = [
         sum(part.numel for part in parts) for parts in zip(*(x.parts for x in layouts), strict=True)
     ]
-    return owned.index(max(owned))
+    return plan.at(owned.index(max(owned)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +161,11 @@ class SentBytes:
 
 def sent_in_step(config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int) -> SentBytes:
     """Return what a rank sends for a resolved configuration, whose model has these units."""
-    plan, place = plan_run(config, units, num_micro_batches)
+    plan = plan_run(config, units, num_micro_batches)
     every = config.accumulation.name == "every"
     plan = replace(plan, reduces=reducing_passes(num_micro_batches, every=every))
-    recorder = TrafficRecorder()
-    planned_steps(config, units, plan, place, recorder).step()
+    recorder, place = TrafficRecorder(), plan.step.place
+    planned_steps(config, units, plan, recorder).step()
     return SentBytes(
         recorder.sent(RankGroup.SHARD, place.size),
         recorder.sent(RankGroup.REPLICAS, place.num_replicas),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.config.schema import Config
-from fsdpctl.estimate.planned_steps import item_sizes
+from fsdpctl.estimate.planned_steps import dtypes_of
 from fsdpctl.io.units import format_bytes
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.predict.step_estimate import StepEstimate
@@ -129,9 +129,13 @@ class RunEstimate:
 
         Frozen parameters of a pretrained model are not saved.
         """
-        sizes = item_sizes(self.config)
+        dtypes = dtypes_of(self.config).of("float32")
         saved = 0 if self.config.model.is_pretrained else self.frozen_bytes
-        return self.num_trained * (sizes.master + sizes.remainder) + self.saved_states + saved
+        return (
+            self.num_trained * (dtypes.master.itemsize + dtypes.has_remainder)
+            + self.saved_states
+            + saved
+        )
 
     @property
     def host_bytes(self) -> int:

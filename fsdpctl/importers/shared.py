@@ -12,8 +12,7 @@ from fsdpctl.config.synonyms import NOT_SUPPORTED
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.translation import Translation
 from fsdpctl.io.untrusted import read_json
-from fsdpctl.plan.offload import Offload
-from fsdpctl.plan.strategy import get_strategy
+from fsdpctl.plan.strategy import Offload, get_strategy
 
 TOO_HIGH = "the estimate is too high"
 OF_FSDP = "parameters, gradients, master weights and moments on the host"

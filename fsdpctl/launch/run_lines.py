@@ -14,7 +14,7 @@ from fsdpctl.config.schema import LENGTHS, Config
 from fsdpctl.config.serialize import usual_length
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.describe import divide_module
-from fsdpctl.estimate.planned_steps import divide_run, item_sizes
+from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.units import format_bytes
@@ -22,8 +22,7 @@ from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
 from fsdpctl.optim.schedule import warmup_steps
-from fsdpctl.plan.offload import Offload
-from fsdpctl.plan.strategy import FSDPCTL, get_strategy
+from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy
 from fsdpctl.resolve.machine import shares_memory, strategy_that_runs
 from fsdpctl.resolve.run import Opened
 from fsdpctl.resolve.settle import RunPlan
@@ -248,11 +247,10 @@ def describe_units(config: Config, module: nn.Module) -> Iterator[str]:
     """
     if config.engine.name != FSDPCTL:
         return
-    division = divide_run(config, divide_module(module, None))
-    units, layouts = division.units, division.layouts
+    plan = plan_run(config, divide_module(module, None), 1).step
+    units, layouts = plan.division.units, plan.layouts
     totals: Counter[int] = Counter()
     nbytes: Counter[int] = Counter()
-    sizes = item_sizes(config)
     rows: list[tuple[str, Row]] = []
     for unit in units:
         numel = sum(param.numel for param in unit.params)
@@ -264,7 +262,7 @@ def describe_units(config: Config, module: nn.Module) -> Iterator[str]:
         totals.update(dict(enumerate(owned)))
         for layout in layouts[unit.name]:
             copies = _OWNED if layout.trainable else 1
-            size = sizes.kept(layout) * copies
+            size = plan.dtypes_of(layout).master.itemsize * copies
             nbytes.update({i: part.numel * size for i, part in enumerate(layout.owned_parts)})
         rows.append((unit.name, (unit.kind, numel, padded - numel, _shares(owned))))
     collapsed = _collapsed(rows)

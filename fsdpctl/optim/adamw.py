@@ -22,7 +22,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.optim.sharded import ShardedSteps, SteppedRun
 from fsdpctl.optim.tiles import TiledStep
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.states import STATE_DTYPES
+from fsdpctl.plan.optimizers import STATE_DTYPES, tiled_dtype
+from fsdpctl.plan.precision import SPLIT
 
 _CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 # Elements that are stepped at a time in host memory: with moments and gradient 8 MiB, as many as
@@ -126,14 +127,15 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
             UsageError: If a group names an unknown parameter, or for another `state_dtype`.
         """
         require_sharded(model, type(self).__name__)
-        name = str(state_dtype).removeprefix("torch.")
-        if state_dtype is not None and name not in STATE_DTYPES:
-            raise UsageError(f"state_dtype={name}: expected {', '.join(STATE_DTYPES)}")
-        shards = list(trainable_shards(model))
-        is_split = any(shard.remainder is not None for shard in shards)
-        self._dtype = state_dtype or (torch.float32 if is_split else None)
-        if not is_split and all(each.dtype == self._dtype == torch.float32 for each in shards):
-            self._dtype = None  # as torch's kernel has them
+        asked = None if state_dtype is None else str(state_dtype).removeprefix("torch.")
+        if asked not in (None, *STATE_DTYPES):
+            raise UsageError(f"state_dtype={asked}: expected {', '.join(STATE_DTYPES)}")
+        masters = (
+            str(shard.dtype).removeprefix("torch.") if shard.remainder is None else SPLIT
+            for shard in trainable_shards(model)
+        )
+        tiled = tiled_dtype(asked, masters)  # None: as torch's kernel has them
+        self._dtype: torch.dtype | None = None if tiled is None else getattr(torch, tiled)
         self.cuts_runs = self._dtype not in (None, torch.float32)
         groups = self._divided(model, param_groups)
         about: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}

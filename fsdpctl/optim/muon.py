@@ -12,7 +12,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.sharded import SteppedRun
 from fsdpctl.plan.layout import ParamSpec
-from fsdpctl.plan.muon import MATRICES, NS_STEPS, is_muons
+from fsdpctl.plan.optimizers import MATRICES, NS_STEPS, is_muons
 
 # Of torch.optim.Muon.
 _A, _B, _C = 3.4445, -4.7750, 2.0315

@@ -18,7 +18,7 @@ from fsdpctl.comm.shards import (
 )
 from fsdpctl.errors import EngineError, UsageError, nearest
 from fsdpctl.plan.layout import ParamSpec, Span, decay_group, optimizer_runs
-from fsdpctl.plan.states import BLOCK, is_compressible, run_group
+from fsdpctl.plan.optimizers import BLOCK, is_compressible, run_group
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from fsdpctl.comm.codes import Moment, moment_of, put, split, widen
 from fsdpctl.comm.shards import FlatShard
 from fsdpctl.optim.sharded import SteppedRun
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.states import NUM_TILES, TILE
+from fsdpctl.plan.optimizers import NUM_TILES, TILE
 
 Scalar = (
     Any  # a number on the CPU; on other devices a scalar tensor, which the host never waits for

@@ -1,12 +1,27 @@
-"""The optimizers: the keys and the states that each of them has, a row each."""
+"""The optimizers, a row each: their keys, their states, and what Muon's updates cost."""
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.muon import MUON
+from fsdpctl.plan.layout import ALIGNMENT, FlatLayout, ParamSpec, Run, Span, decay_group
+from fsdpctl.plan.owners import OwnerMap
+from fsdpctl.plan.precision import SPLIT, Dtype
 
-ADAMW = "adamw"
+ADAMW, MUON = "adamw", "muon"
+MATRICES = "matrices"  # the owner map that cuts no matrix of Muon
+CUTTING = ("even", "balanced")  # owner maps that cut flat buffers anywhere
+NS_STEPS = 5
+BLOCK = ALIGNMENT  # elements that share a scale: blocks never cross parameters or ranks
+SMALLEST = 4096  # elements of a parameter whose states may be compressed
+TILE = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements that are stepped at a time
+NUM_TILES = 4  # in float32: both moments, the gradient and then the weights, and one to work in
+STATE_DTYPES = ("float32", "int8")
 _BETAS = ("beta1", "beta2", "eps")
+_FLOAT32 = 4  # bytes
+_SCALE = 2  # bytes
+_BLOCK_WORK = 10  # bytes: a new scale, the same in float32, and a factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +50,181 @@ def get_optimizer(name: str) -> OptimizerRow:
     if name not in OPTIMIZERS:
         raise UsageError(f"optimizer={name}: not supported; expected {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]
+
+
+Shape = tuple[int, int, int]  # matrices, rows and columns
+
+
+def is_muons(param: ParamSpec) -> bool:
+    """Return whether Muon steps a parameter: a matrix of a block, or one for each expert.
+
+    Embedding, head, vectors, routers and convolutions are left to AdamW.
+    """
+    is_matrix = len(param.shape) in (2, 3) and min(param.shape[-2:]) > 1
+    return param.trainable and param.in_block and param.role == "matrix" and is_matrix
+
+
+def matrices_of(param: ParamSpec) -> Shape:
+    """Return the number and the shape of the matrices in a parameter."""
+    count = param.shape[0] if len(param.shape) == 3 else 1
+    return count, param.shape[-2], param.shape[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Muon:
+    """The settings that determine what Muon's updates cost."""
+
+    ns_steps: int = NS_STEPS
+    nesterov: bool = True
+
+    def tensors(self, shape: Shape, itemsize: int) -> Iterator[tuple[str, int]]:
+        """Yield the temporary tensors of an update with their bytes as they are made, 0: freed.
+
+        `itemsize` is that of the master weights.
+        """
+        numel, square = prod(shape), shape[0] * min(shape[1:]) ** 2
+        update, following = "update", "next update"
+        if self.nesterov and itemsize != 2:
+            yield from (("gradient", itemsize * numel), (update, 2 * numel), ("gradient", 0))
+        else:
+            yield update, 2 * numel
+        for _ in range(self.ns_steps):
+            yield from (("Gram matrix", 2 * square), ("polynomial", 2 * square), ("Gram matrix", 0))
+            yield from ((following, 2 * numel), (update, 0), ("polynomial", 0))
+            update, following = following, update
+        yield update, 0
+
+    def products(self, shape: Shape) -> list[tuple[int, int, int, int]]:
+        """Return the matrix products of an update: batch, rows, columns and sums of each."""
+        count, short, long = shape[0], min(shape[1:]), max(shape[1:])
+        step = [(count, short, short, long), (count, short, short, short)]
+        return [*step, (count, short, long, short)] * self.ns_steps
+
+
+def muon_flops(param: ParamSpec) -> int:
+    """Return the FLOPs of a parameter's update; 0 if AdamW steps it."""
+    products = Muon().products(matrices_of(param)) if is_muons(param) else ()
+    return sum(2 * prod(each) for each in products)
+
+
+def is_compressible(param: ParamSpec) -> bool:
+    """Return whether a state dtype other than float32 applies to a parameter.
+
+    It depends on the whole parameter, not on a rank's part, so that every number of ranks agrees.
+    """
+    return param.numel >= SMALLEST and param.role != "vector"
+
+
+def run_group(param: ParamSpec, group: int | None = None) -> int:
+    """Return the key of a parameter by which runs are cut if states may be compressed."""
+    return 2 * (decay_group(param) if group is None else group) + is_compressible(param)
+
+
+def blocks_of(span: Span) -> Span:
+    """Return the blocks with the elements `span`."""
+    return Span(span.start // BLOCK, -(-span.stop // BLOCK))
+
+
+def tile_bytes(largest: int, device: str, dtype: str | None) -> int:
+    """Return the bytes in which runs of up to `largest` elements are stepped in tiles.
+
+    `dtype` is that of the moments.
+    """
+    size = min(largest, TILE[device])
+    # On a GPU, values that replace others unless a step is skipped; on CPUs, one in float64.
+    whole = NUM_TILES + (2 if device == "cpu" else 1)
+    blocks = size // BLOCK * _BLOCK_WORK if dtype == "int8" else 0
+    return size * whole * _FLOAT32 + blocks
+
+
+def moment_bytes(numel: int, dtype: str) -> list[int]:
+    """Return the bytes of each tensor of a moment with `numel` elements."""
+    if dtype == "int8":
+        return [numel, -(-numel // BLOCK) * _SCALE]
+    return [numel * Dtype(dtype).itemsize]
+
+
+def tiled_dtype(asked: str | None, masters: Iterable[str]) -> str | None:
+    """Return the dtype of AdamW's moments if it steps in tiles, by the dtypes of its masters.
+
+    None: torch's kernel steps them, with moments in the dtype of the masters.
+    """
+    masters = set(masters)
+    if SPLIT in masters:
+        return asked or "float32"
+    return None if asked == "float32" and masters == {asked} else asked
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStates:
+    """The optimizer states of each tensor."""
+
+    moments: int  # as large as the tensor
+    counter: int  # bytes of the step counter
+    muon: Muon | None = None  # has one moment per matrix instead
+    # Of the moments of large matrices, others have float32; None: that of the masters for all.
+    dtype: str | None = None
+
+    @property
+    def _is_divided(self) -> bool:
+        return self.dtype not in (None, "float32")
+
+    def key(self, param: ParamSpec) -> int:
+        """Return the key of a parameter by which runs are cut."""
+        return run_group(param) if self._is_divided else decay_group(param)
+
+    def is_alone(self, param: ParamSpec) -> bool:
+        """Return whether a parameter is stepped as a matrix of its own."""
+        return self.muon is not None and is_muons(param)
+
+    def of_run(self, run: Run, master: int) -> list[int]:
+        """Return the bytes of each state of a run whose weights have `master` bytes."""
+        if run.alone is not None:
+            return [run.span.numel * master]
+        if self.dtype is None:
+            return self.of(run.span.numel * master)
+        dtype = self.dtype if not self._is_divided or run.group % 2 else "float32"
+        counter = [self.counter] * bool(self.counter)
+        return [*counter, *moment_bytes(run.span.numel, dtype) * self.moments]
+
+    def saved(self, param: ParamSpec, master: int) -> int:
+        """Return the bytes of a parameter's states in a checkpoint."""
+        if self.dtype is None:
+            return param.numel * master * (1 if self.is_alone(param) else self.moments)
+        dtype = self.dtype if self._is_divided and is_compressible(param) else "float32"
+        return sum(moment_bytes(param.numel, dtype)) * self.moments
+
+    def of(self, nbytes: int) -> list[int]:
+        """Return the bytes of each state of a tensor with `nbytes` of master weights."""
+        return [*[self.counter] * bool(self.counter), *[nbytes] * self.moments]
+
+
+OF_ADAMW = KeptStates(OPTIMIZERS[ADAMW].moments, OPTIMIZERS[ADAMW].counter)
+
+
+def matrix_owners(layouts: Sequence[FlatLayout], num_ranks: int) -> OwnerMap:
+    """Assign whole matrices to ranks so that each updates about as many, by their cost.
+
+    The parameters of all flat buffers, laid end to end by their cost, are divided evenly; each
+    belongs to the rank in whose share its middle is. Buffers without a matrix are cut evenly.
+    """
+    sizes = [layout.numel for layout in layouts]
+    even = OwnerMap.even(sizes, num_ranks)
+    costs = [[muon_flops(param) for param in layout.params] for layout in layouts]
+    total, before, parts = sum(map(sum, costs)), 0, []
+    for layout, of_layout, usual in zip(layouts, costs, even.parts, strict=True):
+        if not any(of_layout):
+            parts.append(usual)
+            continue
+        cuts = [0] * num_ranks + [layout.numel]  # where each rank's part begins
+        begun = 0
+        for placement, cost in zip(layout.placements, of_layout, strict=True):
+            owner = min((2 * before + cost) * num_ranks // (2 * total), num_ranks - 1)
+            before += cost
+            for rank in range(begun, owner):
+                cuts[rank + 1] = placement.span.start
+            begun = max(begun, owner)
+        for rank in range(begun + 1, num_ranks):
+            cuts[rank] = layout.numel
+        parts.append(tuple(map(Span, cuts, cuts[1:])))
+    return OwnerMap(tuple(sizes), tuple(parts))

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.reductions import Reductions
-from fsdpctl.plan.sizes import SlotSpec
+from fsdpctl.plan.step import Prefetch, Reductions, SlotSpec, StepPlan
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder, all_following
 
@@ -63,19 +62,6 @@ class Event:
     index: int = field(default=0, compare=False)
     into: "tuple[Buffer, int] | None" = field(default=None, compare=False)
     is_last: bool = field(default=True, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Prefetch:
-    """The number of units gathered ahead of the running one, in forward and in backward."""
-
-    forward: int = 1
-    backward: int = 1
-
-    @property
-    def depth(self) -> int:
-        """The larger of both."""
-        return max(self.forward, self.backward)
 
 
 class ReductionFlow:
@@ -155,6 +141,11 @@ class Schedule:
         self._learns = strategy.shards_params  # others reduce as planned
         self.follow(order)
         self.forget()
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "Schedule":
+        """Return the schedule of a plan."""
+        return cls(plan.order, plan.strategy, plan.prefetch, plan.reductions, plan.slots)
 
     def follow(self, order: UnitOrder) -> None:
         """Plan with `order` from now on."""

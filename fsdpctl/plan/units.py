@@ -11,7 +11,7 @@ from typing import Literal
 
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, flat_layout
-from fsdpctl.plan.muon import MATRICES, matrix_owners
+from fsdpctl.plan.optimizers import MATRICES, matrix_owners
 from fsdpctl.plan.owners import OwnerMap, make_owner_map
 from fsdpctl.plan.strategy import Strategy, effective_strategy
 

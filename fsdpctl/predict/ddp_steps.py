@@ -12,7 +12,7 @@ from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.hardware import CollectiveKind
 from fsdpctl.predict.recorder import GATHERS, Category, RankGroup, Recorder
-from fsdpctl.predict.training_plan import TrainingPlan, step_of_torch
+from fsdpctl.predict.training_plan import TorchOptimizer, TrainingPlan
 
 _BUCKET = 25 << 20  # bytes
 
@@ -28,17 +28,16 @@ class DdpSteps:
         *,
         fused: bool = True,
     ) -> None:
-        self._plan, self._fused = plan, fused
-        self._recorder = recorder
+        self._plan, self._recorder = plan, recorder
+        self._optimizer = TorchOptimizer(plan, recorder, fused=fused)
         self._cast_keys: dict[str, list[int]] = {}
         self._filled = 0  # bytes of the bucket that fills
         self._sent: list[int] = []
-        self._has_states = False
         self._params = {unit.name: unit.params for unit in units}
 
     def setup(self, *, draws: bool) -> None:
         """Build the model and the buckets."""
-        recorder, itemsize = self._recorder, self._plan.sizes.master
+        recorder, itemsize = self._recorder, self._plan.dtypes.master.itemsize
         recorder.at("building the model")
         for unit, params in self._params.items():
             for param in params:
@@ -69,23 +68,31 @@ class DdpSteps:
                 recorder.wait(key)
             self._sent.clear()
             recorder.compute(Part.END)
-        self._optimize()
+        itemsize = plan.dtypes.master.itemsize
+        self._optimizer.step(
+            [(name, p.numel * itemsize) for name in self._params for p in self._trained(name)]
+        )
 
     def _trained(self, unit: str) -> list[ParamSpec]:
         return [param for param in self._params[unit] if param.trainable]
 
     def _cast(self, unit: str) -> None:
-        sizes, params = self._plan.sizes, self._params[unit]
-        if sizes.param == sizes.master:
+        dtypes, params = self._plan.dtypes, self._params[unit]
+        if dtypes.compute.itemsize == dtypes.master.itemsize:
             return
         self._cast_keys[unit] = [
             self._recorder.allocate(
-                Category.GATHERED_UNITS, unit, "cast parameters", param.numel * sizes.param
+                Category.GATHERED_UNITS,
+                unit,
+                "cast parameters",
+                param.numel * dtypes.compute.itemsize,
             )
             for param in params
         ]
         numel = sum(param.numel for param in params)
-        self._recorder.copy(numel * (sizes.param + sizes.master), f"cast {unit}")
+        self._recorder.copy(
+            numel * (dtypes.compute.itemsize + dtypes.master.itemsize), f"cast {unit}"
+        )
 
     def _collect(self, unit: str, *, reduces: bool) -> None:
         """Copy the gradients into the buckets, and reduce every bucket that is full."""
@@ -94,7 +101,9 @@ class DdpSteps:
             recorder.free(recorder.gradient(param.name))
         for key in self._cast_keys.pop(unit, []):
             recorder.free(key)
-        nbytes = sum(param.numel for param in self._trained(unit)) * self._plan.sizes.master
+        nbytes = (
+            sum(param.numel for param in self._trained(unit)) * self._plan.dtypes.master.itemsize
+        )
         recorder.copy(2 * nbytes, f"copy gradients of {unit}")
         self._filled += nbytes
         while self._filled >= _BUCKET:
@@ -106,11 +115,3 @@ class DdpSteps:
             kind, group = CollectiveKind.ALL_REDUCE, RankGroup.SHARD
             key = self._recorder.start(kind, nbytes, group, "reduce a bucket", queue=GATHERS)
             self._sent.append(key)
-
-    def _optimize(self) -> None:
-        size, units = self._plan.sizes.master, self._params
-        shards = [(unit, param.numel * size) for unit in units for param in self._trained(unit)]
-        step_of_torch(
-            self._plan, self._recorder, shards, has_states=self._has_states, fused=self._fused
-        )
-        self._has_states = True

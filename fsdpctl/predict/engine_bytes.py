@@ -6,16 +6,14 @@ autograd has made and the engine has not collected yet.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from fsdpctl.plan.layout import FlatLayout
-from fsdpctl.plan.sizes import RankPlace
-from fsdpctl.plan.states import is_compressible
+from fsdpctl.plan.optimizers import KeptStates, is_compressible
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
-from fsdpctl.predict.kept_states import KeptStates
 from fsdpctl.predict.recorder import Category, Recorder
-from fsdpctl.predict.training_plan import TrainingPlan, buffer_states_bytes, trained_layouts
+from fsdpctl.predict.training_plan import TrainingPlan
 
 CATEGORIES = (
     Category.PARAMETERS,
@@ -76,24 +74,22 @@ class Estimate:
         return sum(self.breakdown.values())
 
 
-def estimate(plan: TrainingPlan, place: RankPlace) -> Estimate:
-    """Return the peak of the rank that needs the most memory; the rank of `place` is ignored."""
-    candidates = fullest_ranks(plan, place)
-    places = [replace(place, rank=rank, copy=copy) for rank, copy in candidates]
-    return max((_estimate_rank(plan, each) for each in places), key=lambda each: each.peak_bytes)
+def estimate(plan: TrainingPlan) -> Estimate:
+    """Return the peak of the rank that needs the most memory; that of `plan` is ignored."""
+    return max(map(_estimate_rank, fullest_ranks(plan)), key=lambda each: each.peak_bytes)
 
 
-def _estimate_rank(plan: TrainingPlan, place: RankPlace) -> Estimate:
-    moments = timeline(plan, place)
+def _estimate_rank(plan: TrainingPlan) -> Estimate:
+    moments, place = timeline(plan), plan.step.place
     peak = max(moments, key=lambda held: sum(held.values()))
     largest = {each: max(held[each] for held in moments) for each in CATEGORIES}
     return Estimate(place.rank, place.copy, peak, largest)
 
 
-def timeline(plan: TrainingPlan, place: RankPlace) -> list[dict[Category, int]]:
+def timeline(plan: TrainingPlan) -> list[dict[Category, int]]:
     """Return the memory of a rank throughout a step, after the first one."""
     recorder = EngineBytes()
-    steps = FsdpctlSteps(plan, place, recorder)
+    steps = FsdpctlSteps(plan, recorder)
     steps.setup(draws=False)
     steps.step()
     recorder.moments = [dict(recorder.held)]
@@ -101,28 +97,24 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> list[dict[Category, int]]:
     return recorder.moments
 
 
-def fullest_ranks(plan: TrainingPlan, place: RankPlace) -> list[tuple[int, int]]:
-    """Return the ranks that may need the most memory, each with its replica."""
-    flats = [layout for of_unit in plan.layouts.values() for layout in of_unit]
+def fullest_ranks(plan: TrainingPlan) -> list[TrainingPlan]:
+    """Return the plans of the ranks that may need the most memory."""
+    flats = [layout for of_unit in plan.step.layouts.values() for layout in of_unit]
     if not all(layout.is_even for layout in flats):
-        return [(rank, 0) for rank in range(len(flats[0].parts))]
+        return [plan.at(rank) for rank in range(len(flats[0].parts))]
     # They differ only by the optimizer states of unlike parameters: some have more states.
     numbers = {rank for layout in flats for rank in _unlike_ranks(layout, plan.states)}
-    candidates = [divmod(rank, flats[0].shares) for rank in sorted({0, *numbers})]
+    candidates = [plan.at(*divmod(rank, flats[0].shares)) for rank in sorted({0, *numbers})]
     if plan.states.dtype is None:
         return candidates  # one more counter
-    places = [replace(place, rank=rank, copy=copy) for rank, copy in candidates]
-    totals = [0] * len(places)
-    for layout, count in _unlike_layouts(plan):
-        for number, each in enumerate(places):
-            totals[number] += count * buffer_states_bytes(plan, each, layout)
-    return [candidates[totals.index(max(totals))]]
+    unlike = list(_unlike_layouts(plan))
+    return [max(candidates, key=lambda each: sum(n * each.states_of(flat) for flat, n in unlike))]
 
 
 def _unlike_layouts(plan: TrainingPlan) -> Iterator[tuple[FlatLayout, int]]:
     """Yield one of each kind of trained flat buffers with equal states, and their number."""
     alike: dict[object, list[FlatLayout]] = {}
-    for layout in trained_layouts(plan.layouts):
+    for layout in plan.step.all_trained():
         cut = [
             (x.span, plan.states.key(x.param), plan.states.is_alone(x.param))
             for x in layout.placements

@@ -13,14 +13,13 @@ current block, but the transfer runs alongside them: hence `_start_gather` and `
 from collections.abc import Sequence
 
 from fsdpctl.plan.layout import ParamSpec
-from fsdpctl.plan.reductions import Transport
-from fsdpctl.plan.sizes import RankPlace
+from fsdpctl.plan.step import Transport
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.hardware import CollectiveKind as C
 from fsdpctl.predict.recorder import COPIES, Category, RankGroup, Recorder
-from fsdpctl.predict.training_plan import TrainingPlan, step_of_torch
+from fsdpctl.predict.training_plan import TorchOptimizer, TrainingPlan
 
 _GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams
 _QUEUE = "collectives"  # of the shard group's communicator
@@ -34,22 +33,20 @@ class Fsdp2Steps:
         units: Sequence[UnitSpec],
         strategy: Strategy,
         plan: TrainingPlan,
-        place: RankPlace,
         recorder: Recorder,
         *,
         fused: bool = True,
     ) -> None:
-        """Describe what a rank does under the requested `strategy`; the plan's may differ.
-
-        AdamW runs in one kernel if `fused`, else tensor by tensor with a temporary each.
-        """
-        self._plan, self._recorder, self._fused = plan, recorder, fused
-        self._num_parts = place.size if plan.strategy.shards_params else 1
+        """Describe what a rank does under the requested `strategy`; the plan's may differ."""
+        self._plan, self._recorder = plan, recorder
+        self._optimizer = TorchOptimizer(plan, recorder, fused=fused)
+        place, prefetch = plan.step.place, plan.step.prefetch
+        self._num_parts = place.size if plan.step.strategy.shards_params else 1
         self._reshards = strategy.reshard_after_forward  # the last block and the root never
         self._replicates = place.num_replicas > 1  # gradients are then all-reduced over replicas
-        self._behind = max(1, plan.prefetch.backward)  # blocks gathered ahead in backward
+        self._behind = max(1, prefetch.backward)  # blocks gathered ahead in backward
         # Blocks gathered ahead in forward by request, and those whose transfer starts anyway.
-        self._ahead = plan.prefetch.forward if plan.prefetch.forward > 1 else 0
+        self._ahead = prefetch.forward if prefetch.forward > 1 else 0
         self._started = max(self._ahead, int(place.transport is Transport.NCCL))
         # The parameters of the root, which is everything outside the blocks, and of each block.
         self._root = units[0].name
@@ -67,7 +64,6 @@ class Fsdp2Steps:
         self._reductions: list[int] = []  # of this pass
         self._grads: dict[str, int] = {}  # reduced
         self._held: dict[str, list[int]] = {}  # not reduced yet
-        self._has_states = False
 
     def setup(self, *, draws: bool) -> None:
         """Build the model."""
@@ -96,15 +92,15 @@ class Fsdp2Steps:
         return sum(map(self._numel, params))
 
     def _shards(self, params: Sequence[ParamSpec]) -> list[int]:
-        return [self._numel(param) * self._plan.sizes.master for param in params]
+        return [self._numel(param) * self._plan.dtypes.master.itemsize for param in params]
 
     def _start_gather(self, unit: str) -> None:
         if unit in self._gathers or unit in self._whole:
             return
-        recorder, sizes = self._recorder, self._plan.sizes
+        recorder, dtypes = self._recorder, self._plan.dtypes
         part = self._part(self._groups[unit])
-        recorder.copy(part * (sizes.param + sizes.master), "copy in")
-        nbytes = part * self._num_parts * sizes.param
+        recorder.copy(part * (dtypes.compute.itemsize + dtypes.master.itemsize), "copy in")
+        nbytes = part * self._num_parts * dtypes.compute.itemsize
         self._gathers[unit] = recorder.start(
             C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=_QUEUE
         )
@@ -112,14 +108,14 @@ class Fsdp2Steps:
     def _allocate_gather(self, unit: str) -> None:
         if unit in self._gathered or unit in self._whole:
             return
-        recorder, sizes = self._recorder, self._plan.sizes
+        recorder, dtypes = self._recorder, self._plan.dtypes
         if self._num_parts == 1:
             self._gathered[unit] = None
             return
         recorder.at("gathering", unit)
-        part = self._part(self._groups[unit]) * sizes.param
+        part = self._part(self._groups[unit]) * dtypes.compute.itemsize
         cast = None
-        if sizes.param != sizes.master:
+        if dtypes.compute.itemsize != dtypes.master.itemsize:
             cast = self._buffer(Category.GATHERED_UNITS, unit, part, _GATHERS)
         nbytes = part * self._num_parts
         self._gathered[unit] = self._buffer(Category.GATHERED_UNITS, unit, nbytes, _GATHERS)
@@ -138,7 +134,7 @@ class Fsdp2Steps:
         self._allocate_gather(unit)
         self._free_copied()
         recorder.wait(self._gathers.pop(unit))
-        parts, itemsize = self._num_parts, self._plan.sizes.param
+        parts, itemsize = self._num_parts, self._plan.dtypes.compute.itemsize
         whole = [self._numel(param) * parts * itemsize for param in params]
         self._whole[unit] = [
             recorder.allocate(Category.GATHERED_UNITS, unit, "parameters", size) for size in whole
@@ -208,14 +204,14 @@ class Fsdp2Steps:
 
     def _after(self, unit: str, *, reduces: bool) -> None:
         """Free a unit's parameters after its backward, and hold or reduce its gradients."""
-        recorder, sizes = self._recorder, self._plan.sizes
+        recorder, dtypes = self._recorder, self._plan.dtypes
         self._reshard(unit)
         params = self._with_gradients(unit)
         if not params:
             return
         recorder.at("reducing", unit)
         part = self._part(params)
-        nbytes = part * self._num_parts * sizes.reduce
+        nbytes = part * self._num_parts * dtypes.reduce.itemsize
         keys = [recorder.gradient(param.name) for param in params]
         if not reduces or unit in self._held:
             self._hold(unit, params, keys)
@@ -230,10 +226,10 @@ class Fsdp2Steps:
         self._reduce(unit, nbytes)
         # What was all-reduced is kept until the backward is over.
         release = self._all_reduced.append if self._replicates else recorder.free
-        grads = self._buffer(Category.GRADIENTS, unit, part * sizes.reduce, _REDUCES)
-        if sizes.reduce != sizes.master:
+        grads = self._buffer(Category.GRADIENTS, unit, part * dtypes.reduce.itemsize, _REDUCES)
+        if dtypes.reduce.itemsize != dtypes.master.itemsize:
             stream = _ALL_REDUCES if self._replicates else _REDUCES
-            wide = self._buffer(Category.GRADIENTS, unit, part * sizes.master, stream)
+            wide = self._buffer(Category.GRADIENTS, unit, part * dtypes.master.itemsize, stream)
             release(grads)
             grads = wide
         if unit in self._grads:
@@ -254,28 +250,25 @@ class Fsdp2Steps:
 
     def _hold(self, unit: str, params: Sequence[ParamSpec], keys: Sequence[int | None]) -> None:
         """Keep unsharded gradients in the dtype of the reduction."""
-        recorder, sizes = self._recorder, self._plan.sizes
+        recorder, dtypes = self._recorder, self._plan.dtypes
         if unit in self._held:
             for key in keys:
                 recorder.free(key)
-        elif sizes.param == sizes.reduce:
+        elif dtypes.compute.itemsize == dtypes.reduce.itemsize:
             self._held[unit] = [key for key in keys if key is not None]
             for key in self._held[unit]:
                 recorder.keep(key)
         else:
             held = self._held[unit] = []
             for param, key in zip(params, keys, strict=True):
-                of, nbytes = Category.GRADIENTS, param.numel * sizes.reduce
+                of, nbytes = Category.GRADIENTS, param.numel * dtypes.reduce.itemsize
                 held.append(recorder.allocate(of, unit, "held gradients", nbytes))
                 recorder.free(key)
 
     def _optimize(self) -> None:
         trained = {unit: self._shards(self._with_gradients(unit)) for unit in self._groups}
         shards = [(unit, nbytes) for unit, parts in trained.items() for nbytes in parts]
-        step_of_torch(
-            self._plan, self._recorder, shards, has_states=self._has_states, fused=self._fused
-        )
-        self._has_states = True
+        self._optimizer.step(shards)
         for key in self._grads.values():
             self._recorder.free(key)
         self._grads.clear()

@@ -1,63 +1,175 @@
 """The training step of fsdpctl's engine: the plan's events, and the computation between them."""
 
 from collections import defaultdict, deque
+from collections.abc import Iterator
 
-from fsdpctl.plan.layout import ParamSpec, optimizer_runs
-from fsdpctl.plan.reductions import Transport
+from fsdpctl.plan.buffers import planned_step, planned_update
+from fsdpctl.plan.layout import FlatLayout
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.sizes import RankPlace
-from fsdpctl.plan.states import tile_bytes
+from fsdpctl.plan.step import ADDED_AT_A_TIME, Memory, Rest, StepPlan, Transport
+from fsdpctl.plan.strategy import Offload
 from fsdpctl.predict.compute import Part
-from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
+from fsdpctl.predict.fsdpctl_update import (
+    HostSchedule,
+    allocate_states,
+    step_in_tiles,
+    step_matrices,
+)
 from fsdpctl.predict.hardware import CollectiveKind, HostQueue
-from fsdpctl.predict.host_steps import HostSchedule
-from fsdpctl.predict.muon_steps import matrix_elements, update_matrices
-from fsdpctl.predict.planned_events import (
-    outbox_bytes,
-    plan_slots,
-    planned_step,
-    planned_update,
+from fsdpctl.predict.recorder import (
+    CATEGORY_OF,
+    COPIES,
+    GATHERS,
+    REDUCTIONS,
+    Category,
+    RankGroup,
+    Recorder,
 )
-from fsdpctl.predict.recorder import COPIES, GATHERS, REDUCTIONS, Category, RankGroup, Recorder
-from fsdpctl.predict.training_plan import (
-    TrainingPlan,
-    at_rest,
-    held_masters,
-    trained_layouts,
-)
+from fsdpctl.predict.training_plan import TrainingPlan
 
 K = EventKind
 C = CollectiveKind
-_WITHOUT = -1  # the group of parameters that get no gradient
+_DOING = {  # at an allocation
+    Buffer.PARAMS: "gathering",
+    Buffer.WHOLE_GRADS: "collecting the gradients of",
+    Buffer.WORKSPACE: "reducing",
+    Buffer.SUM: "reducing",
+    Buffer.COMBINING: "reducing",
+    Buffer.GRADS: "reducing",
+}
+
+
+class _EngineBuffers:
+    """The buffers of a step, which the planned events allocate and free.
+
+    The plan has the bytes. What it doesn't know is when autograd's gradients are freed, and what a
+    rank needs for a moment while it adds.
+    """
+
+    def __init__(self, plan: TrainingPlan, recorder: Recorder) -> None:
+        self._plan = plan
+        self._recorder = recorder
+        self._keys: dict[tuple[Buffer, str, int], int] = {}
+        self._on_host: set[str] = set()  # units whose gradients went there
+        self._leaving: dict[str, int] = {}  # bytes of new gradients, by unit
+        self._dropped: set[str] = set()  # parameters whose gradients were freed in this pass
+
+    def begin_pass(self) -> None:
+        """Expect new gradients from autograd."""
+        self._dropped.clear()
+
+    def change(self, event: Event) -> None:
+        """Allocate or free the buffer of an event, or let it become another one."""
+        assert event.buffer is not None
+        own = event.buffer, event.unit, event.index
+        if event.kind is K.ALLOCATE:
+            self._allocate(event.buffer, event)
+            return
+        if event.buffer is Buffer.COMBINING:
+            self._add_up_replicas(event.nbytes)
+        key = self._keys.pop(own)
+        if event.into is None:
+            self._recorder.free(key)
+        else:
+            buffer, index = event.into
+            self._keys[buffer, event.unit, index] = key
+            self._recorder.become(key, CATEGORY_OF[buffer], buffer.value)
+
+    def drop_gradients(self, unit: str) -> None:
+        """Free autograd's gradients of a unit."""
+        for layout in self._plan.step.trained[unit]:
+            self._drop(layout)
+
+    def leave(self, unit: str) -> None:
+        """Let the reduced gradients of a unit leave, if they do; what the host has is added."""
+        nbytes = self._leaving.pop(unit, None)
+        if nbytes is not None:
+            if unit in self._on_host:
+                self._recorder.pass_through(nbytes)
+            self._on_host.add(unit)
+
+    def take_gradients(self) -> dict[str, list[int]]:
+        """Return the keys of the reduced gradients by unit, which `end_step` then keeps."""
+        taken: dict[str, list[int]] = {}
+        for buffer, unit, index in [each for each in self._keys if each[0] is Buffer.GRADS]:
+            taken.setdefault(unit, []).append(self._keys.pop((buffer, unit, index)))
+        return taken
+
+    def end_step(self) -> None:
+        """Free the gradients."""
+        self._on_host.clear()
+        for each in [e for e in self._keys if e[0] in (Buffer.GRADS, Buffer.WHOLE_GRADS)]:
+            self._recorder.free(self._keys.pop(each))
+
+    def _allocate(self, buffer: Buffer, event: Event) -> None:
+        unit, recorder = event.unit, self._recorder
+        number, piece = event.index, 0
+        if buffer is not Buffer.PARAMS:
+            piece, number = divmod(event.index, len(self._plan.step.trained[unit]))
+        collected = event.is_last and not piece  # at once: autograd's gradients are not needed
+        recorder.at(_DOING[buffer], unit)
+        if buffer is Buffer.GRADS and Offload.GRADIENTS in self._plan.step.offload:
+            self._leaving[unit] = event.nbytes
+        if buffer is Buffer.WORKSPACE and collected:
+            self._drop(self._plan.step.trained[unit][number])  # held gradients include them
+        own = buffer, unit, event.index
+        if own not in self._keys:  # it has not become this one
+            self._keys[own] = recorder.allocate(
+                CATEGORY_OF[buffer], unit, buffer.value, event.nbytes
+            )
+        if buffer is Buffer.WHOLE_GRADS and collected:
+            self._drop(self._plan.step.trained[unit][number])
+        if buffer is Buffer.SUM:
+            self._add_up(self._plan.step.trained[unit][number])
+
+    def _add_up(self, layout: FlatLayout) -> None:
+        """Allocate what a rank that adds gradients itself takes: one chunk at a time."""
+        place, dtypes = self._plan.step.place, self._plan.step.dtypes_of(layout)
+        if place.size > 1 and place.transport is not Transport.NCCL:  # one kernel adds its sums
+            own = layout.parts[place.rank].numel
+            itemsize = max(dtypes.reduce.itemsize, dtypes.gradient.itemsize)
+            self._recorder.pass_through(min(own, ADDED_AT_A_TIME) * itemsize)
+
+    def _add_up_replicas(self, workspace: int) -> None:
+        """Allocate the same for the sums over replicas, which are in a workspace."""
+        replicas, itemsize = self._plan.step.place.num_replicas, self._plan.dtypes.gradient.itemsize
+        own = workspace // (replicas - 1)
+        self._recorder.pass_through(min(own, ADDED_AT_A_TIME * itemsize))
+
+    def _drop(self, layout: FlatLayout) -> None:
+        """Free autograd's gradients of a flat buffer, unless they were freed."""
+        for param in layout.params:
+            key = self._recorder.gradient(param.name)
+            if key is not None and param.name not in self._dropped:
+                self._dropped.add(param.name)
+                self._recorder.free(key)
 
 
 class FsdpctlSteps:
     """The steps of one rank; the optimizer's gathers are waited for in the next step."""
 
-    def __init__(self, plan: TrainingPlan, place: RankPlace, recorder: Recorder) -> None:
-        self._plan = plan
-        self._place = place
+    def __init__(self, plan: TrainingPlan, recorder: Recorder) -> None:
+        self._plan, self._step, self._place = plan, plan.step, plan.step.place
         self._recorder = recorder
-        self._events = planned_step(plan, place)
-        self._update = planned_update(plan, place)
-        self._buffers = EngineBuffers(plan, place, recorder)
+        self._events = planned_step(plan.step, plan.reduces)
+        self._update = planned_update(plan.step)
+        self._buffers = _EngineBuffers(plan, recorder)
         self._gathers: dict[str, int] = {}
         self._renewing: dict[str, int] = {}
         self._reducing: dict[str, deque[tuple[int | None, int]]] = defaultdict(deque)  # and bytes
         self._combining: dict[str, deque[int]] = defaultdict(deque)
         self._last_reduced: dict[str, int | None] = {}
-        self._has_states = plan.steps_on_host  # they are on the host
+        self._has_states = plan.step.steps_on_host  # they are on the host
         self._leaving: dict[str, list[int]] = {}  # gradients that the host steps with
-        self._host = HostSchedule(plan, place, recorder)
-        self._transfers = place.transfers(plan.strategy)
+        self._host = HostSchedule(plan, recorder)
 
     def setup(self, *, draws: bool) -> None:
         """Build the model; `draws`: initialize its values on the device, one unit at a time."""
-        _allocate_model(self._plan, self._place, self._recorder, draws=draws)
+        _allocate_model(self._step, self._recorder, draws=draws)
 
     def step(self) -> None:
         """Run all forward-backward passes, the reductions and the optimizer."""
-        recorder, root = self._recorder, self._plan.order.root
+        recorder, root = self._recorder, self._step.order.root
         recorder.compute(Part.BEFORE)
         passes = len(self._plan.reduces)
         for event in self._events:
@@ -83,7 +195,7 @@ class FsdpctlSteps:
                 self._forward(unit)
             case K.LEAVE:
                 recorder.compute(Part.AROUND, unit)
-                if unit == self._plan.order.forward[-1]:
+                if unit == self._step.order.forward[-1]:
                     recorder.compute(Part.LOSS)
             case K.BACKWARD:
                 recorder.compute(Part.BACKWARD, unit)
@@ -105,7 +217,7 @@ class FsdpctlSteps:
                 recorder.wait(key)
                 self._add_up(unit, nbytes)
                 self._last_reduced[unit] = key
-                self._leave(unit, is_last=event.is_last and not self._transfers.combines)
+                self._leave(unit, is_last=event.is_last and not self._step.combines)
             case K.COMBINE:
                 self._combine(unit, event.nbytes)
             case K.COMBINED:
@@ -119,7 +231,7 @@ class FsdpctlSteps:
             self._host.leave(unit)
 
     def _forward(self, unit: str) -> None:
-        recorder, order = self._recorder, self._plan.order
+        recorder, order = self._recorder, self._step.order
         self._host.wait(unit)
         recorder.wait(self._renewing.pop(unit, None))
         if unit != order.root:
@@ -131,12 +243,14 @@ class FsdpctlSteps:
             recorder.compute(Part.LOSS)
 
     def _gather(self, unit: str, nbytes: int) -> None:
-        recorder, sizes = self._recorder, self._plan.sizes
+        recorder, dtypes = self._recorder, self._plan.dtypes
         self._host.wait(unit)
         recorder.wait(self._renewing.pop(unit, None))
         from_host = self._from_host(unit)
-        if not self._plan.steps_on_host:  # which casts, too
-            widened = 1 + sizes.master / sizes.param  # the cast into this rank's part
+        if not self._step.steps_on_host:  # which casts, too
+            widened = (
+                1 + dtypes.master.itemsize / dtypes.compute.itemsize
+            )  # the cast into this rank's part
             recorder.copy(widened * (nbytes / self._place.size - from_host), f"cast {unit}")
         arrives: tuple[int, ...] = ()
         if from_host:
@@ -148,9 +262,9 @@ class FsdpctlSteps:
     def _from_host(self, unit: str) -> int:
         """Return the bytes of a unit's part that come from host memory."""
         return sum(
-            layout.parts[self._place.rank].numel * self._plan.sizes.gathered(layout)
-            for layout in self._plan.layouts[unit]
-            if self._plan.rests_on_host(layout)
+            rest.part.numel * rest.dtypes.compute.itemsize
+            for rest in map(self._step.rest, self._step.layouts[unit])
+            if rest.is_gathered_from_host
         )
 
     def _reduce(self, unit: str, nbytes: int) -> None:
@@ -168,7 +282,7 @@ class FsdpctlSteps:
         self._last_reduced[unit] = key
 
     def _reduction(self) -> CollectiveKind:
-        return C.ALL_REDUCE if self._transfers.adds_whole else C.REDUCE_SCATTER
+        return C.ALL_REDUCE if self._step.adds_whole else C.REDUCE_SCATTER
 
     def _add_up(self, unit: str, nbytes: int) -> None:
         """Let the rank add the gradients of all ranks, or only scale the sum."""
@@ -180,7 +294,7 @@ class FsdpctlSteps:
             self._recorder.copy(passes * own, f"sum of {unit}")
 
     def _combine(self, unit: str, nbytes: int) -> None:
-        strategy = self._plan.strategy
+        strategy = self._step.strategy
         kind = C.REDUCE_SCATTER if strategy.shards_over_copies else C.ALL_REDUCE
         group, queue = RankGroup.REPLICAS, COPIES
         if self._place.num_replicas == 1:  # the parts of unsharded gradients are put together
@@ -192,106 +306,72 @@ class FsdpctlSteps:
         self._combining[unit].append(key)
 
     def _optimize(self) -> None:
-        plan, recorder = self._plan, self._recorder
+        plan, step, recorder = self._plan, self._step, self._recorder
         recorder.at("the optimizer's step")
         if not self._has_states:
             self._has_states = True
-            _allocate_states(plan, self._place, recorder)
-        update_matrices(plan, self._place, recorder)
-        self._step_in_tiles()
-        if plan.fetches_gradients:
+            allocate_states(plan, recorder)
+        by_muon = step_matrices(plan, recorder)
+        step_in_tiles(plan, recorder)
+        if step.fetches_gradients:
             self._leaving = self._buffers.take_gradients()
         self._buffers.end_step()
-        if plan.steps_on_host:
+        if step.steps_on_host:
             self._host.step()
         else:
-            trained = trained_layouts(plan.layouts)
-            owned = sum(held_masters(plan, self._place, layout).numel for layout in trained)
-            owned -= matrix_elements(plan, self._place)
-            recorder.optimize(owned, plan.sizes.master, plan.states.moments)
+            held = sum(step.held(layout).numel for layout in step.all_trained())
+            recorder.optimize(held - by_muon, plan.dtypes.master.itemsize, plan.states.moments)
         for event in self._update:
             self._renew(event)
         recorder.end_step()
-
-    def _step_in_tiles(self) -> None:
-        plan, place = self._plan, self._place
-        if plan.states.dtype is None or plan.steps_on_host:
-            return
-        runs = (
-            run.span.numel
-            for layout in trained_layouts(plan.layouts)
-            for run in optimizer_runs(layout, held_masters(plan, place, layout), plan.states.key)
-        )
-        device = "cuda" if place.transport is Transport.NCCL else "cpu"
-        self._recorder.pass_through(tile_bytes(max(runs, default=0), device, plan.states.dtype))
 
     def _renew(self, event: Event) -> None:
         """Start to send a unit's new parameters to other ranks."""
         if self._place.transport is Transport.SHARED:
             return  # ranks read what their owner has written
-        over_copies = self._plan.strategy.shards_over_copies
+        over_copies = self._step.strategy.shards_over_copies
         group, label = RankGroup.REPLICAS if over_copies else RankGroup.SHARD, f"renew {event.unit}"
         key = self._recorder.start(C.GATHER, event.nbytes, group, label, queue=GATHERS)
         self._renewing[event.unit] = key
 
 
-def _allocate_model(
-    plan: TrainingPlan, place: RankPlace, recorder: Recorder, *, draws: bool
-) -> None:
+def _allocate_model(step: StepPlan, recorder: Recorder, *, draws: bool) -> None:
     """Build the model; `draws`: initialize its values on the device, one unit at a time."""
     recorder.at("building the model")
-    scratch: dict[int, int] = {}  # by the bytes of an element
-    slots = {name: slot for slot in plan_slots(plan) for name in slot.units}
+    scratch: dict[str, int] = {}  # by dtype
+    slots = {name: slot for slot in step.slots for name in slot.units}
     made: set[str] = set()
-    keeps, sizes = not plan.strategy.shards_params, plan.sizes
-    for unit, layouts in plan.layouts.items():
+    for unit, layouts in step.layouts.items():
         slot = slots[unit]
         is_new = slot.units[0] not in made
         if is_new:
             made.add(slot.units[0])
-            nbytes = place.share_of(slot.nbytes)
+            nbytes = step.place.share_of(slot.nbytes)
             key = recorder.allocate(Category.GATHERED_UNITS, unit, "slot", nbytes)
         for layout in layouts:
-            kept = at_rest(plan, place, layout)
-            masters = "master weights" if layout.trainable else "frozen weights"
-            for nbytes, what in (
-                (kept.part, "parts to be gathered"),
-                (kept.masters, masters),
-                (kept.remainder, "remainders of master weights"),
-            ):
+            rest, drawn = step.rest(layout), step.dtypes_of(layout).drawn
+            for what, nbytes in _on_device(rest, trainable=layout.trainable):
                 recorder.allocate(Category.PARAMETERS, unit, what, nbytes)
-            drawn = sizes.drawn(layout)
             if draws and drawn not in scratch:
-                alike = (each for of in plan.layouts.values() for each in of)
-                largest = max(each.numel for each in alike if sizes.drawn(each) == drawn)
-                scratch[drawn] = recorder.allocate(
-                    Category.PARAMETERS, "", "values being drawn", largest * drawn
-                )
-        if is_new and not keeps and not slot.resident:
+                alike = (each for of in step.layouts.values() for each in of)
+                largest = max(e.numel for e in alike if step.dtypes_of(e).drawn == drawn)
+                what, nbytes = "values being drawn", largest * drawn.itemsize
+                scratch[drawn] = recorder.allocate(Category.PARAMETERS, "", what, nbytes)
+        if is_new and step.strategy.shards_params and not slot.resident:
             recorder.free(key)
     for key in scratch.values():
         recorder.free(key)
-    if outbox := outbox_bytes(plan, place):
+    if outbox := step.outbox_bytes:
         what = "gradients that other ranks read"
-        recorder.allocate(Category.REDUCE_BUFFERS, plan.order.root, what, outbox)
+        recorder.allocate(Category.REDUCE_BUFFERS, step.order.root, what, outbox)
 
 
-def _allocate_states(plan: TrainingPlan, place: RankPlace, recorder: Recorder) -> None:
-    """Allocate the optimizer states of the parameters that have gradients, group by group."""
-
-    def group_of(param: ParamSpec) -> int:
-        return plan.states.key(param) if recorder.has_gradient(param) else _WITHOUT
-
-    runs = [
-        (run, unit)
-        for unit, layouts in plan.layouts.items()
-        for layout in layouts
-        if layout.trainable
-        for run in optimizer_runs(
-            layout, held_masters(plan, place, layout), group_of, plan.states.is_alone
-        )
-        if run.group != _WITHOUT
-    ]
-    for run, unit in sorted(runs, key=lambda each: each[0].group):
-        for size in plan.states.of_run(run, plan.sizes.master):
-            recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
+def _on_device(rest: Rest, *, trainable: bool) -> Iterator[tuple[str, int]]:
+    """Yield what rests of a flat buffer in memory of its own on the device, with its bytes."""
+    if rest.part_in is Memory.DEVICE:
+        yield "parts to be gathered", rest.part.numel * rest.dtypes.compute.itemsize
+    if rest.masters_in is Memory.DEVICE:
+        nbytes = rest.held.numel * rest.dtypes.master.itemsize
+        yield "master weights" if trainable else "frozen weights", nbytes
+    if rest.masters_in is not Memory.HOST and rest.remainder_bytes:
+        yield "remainders of master weights", rest.remainder_bytes

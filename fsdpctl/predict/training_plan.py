@@ -1,161 +1,70 @@
-"""The settings that determine the engine's memory, and the bytes that a rank keeps by them."""
+"""A run's steps as estimates see them, and what an optimizer keeps and needs in them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from fsdpctl.plan.layout import FlatLayout, Span, optimizer_runs
-from fsdpctl.plan.offload import Offload
-from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import (
-    HOST_BUFFERS,
-    HOST_SCALARS,
-    Itemsizes,
-    RankPlace,
-)
-from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.units import UnitOrder
-from fsdpctl.predict.kept_states import ADAMW, KeptStates
+from fsdpctl.plan.layout import FlatLayout, optimizer_runs
+from fsdpctl.plan.optimizers import OF_ADAMW, KeptStates
+from fsdpctl.plan.precision import BufferDtypes
+from fsdpctl.plan.step import StepPlan
 from fsdpctl.predict.recorder import Category, Recorder
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """All settings of a run that determine the engine's memory."""
+    """All settings of a run that determine a rank's memory."""
 
-    order: UnitOrder
-    layouts: Mapping[str, Sequence[FlatLayout]]  # of every unit, root first
-    strategy: Strategy  # the effective one
-    sizes: Itemsizes
-    prefetch: Prefetch
+    step: StepPlan
     reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
-    states: KeptStates = ADAMW
-    offload: Offload = Offload.NONE
+    states: KeptStates = OF_ADAMW
 
     @property
-    def steps_on_host(self) -> bool:
-        """Whether the optimizer steps in host memory."""
-        return Offload.STATES in self.offload
+    def dtypes(self) -> BufferDtypes:
+        """The dtypes of most parameters."""
+        return self.step.usual
+
+    def at(self, rank: int, copy: int = 0) -> "TrainingPlan":
+        """Return the plan of another rank of a replica."""
+        place = replace(self.step.place, rank=rank, copy=copy)
+        return replace(self, step=replace(self.step, place=place))
+
+    def states_of(self, layout: FlatLayout) -> int:
+        """Return the bytes of the optimizer states of a flat buffer."""
+        kept, held = self.states, self.step.held(layout)
+        runs = optimizer_runs(layout, held, kept.key, kept.is_alone)
+        master = self.step.dtypes_of(layout).master.itemsize
+        return sum(sum(kept.of_run(run, master)) for run in runs)
 
     @property
-    def fetches_gradients(self) -> bool:
-        """Whether the host fetches gradients for its step, which stay on the device until then."""
-        return self.steps_on_host and Offload.GRADIENTS not in self.offload
+    def states_bytes(self) -> int:
+        """The bytes of the optimizer states."""
+        return sum(map(self.states_of, self.step.all_trained()))
 
-    def is_on_host(self, layout: FlatLayout) -> bool:
-        """Return whether the master weights of a flat buffer are in host memory."""
-        return self.steps_on_host and layout.trainable
-
-    def rests_on_host(self, layout: FlatLayout) -> bool:
-        """Return whether the part of a flat buffer that is gathered is in host memory."""
-        return Offload.PARAMS in self.offload and (self.steps_on_host or not layout.trainable)
+    @property
+    def host_states_bytes(self) -> int:
+        """The bytes of a rank's states, parameters and pinned buffers in host memory."""
+        return self.step.host.nbytes + (self.states_bytes if self.step.steps_on_host else 0)
 
 
-def leaving_gradients(plan: TrainingPlan, place: RankPlace) -> dict[str, list[int]]:
-    """Return the bytes of each gradient that a step on the host keeps on the device, by unit."""
-    if not plan.fetches_gradients:
-        return {}
-    return {
-        unit: [
-            held_masters(plan, place, layout).numel * plan.sizes.grad
-            for layout in layouts
-            if layout.trainable
-        ]
-        for unit, layouts in plan.layouts.items()
-    }
+class TorchOptimizer:
+    """The end of a step of PyTorch's engines, by torch's optimizer."""
 
+    def __init__(self, plan: TrainingPlan, recorder: Recorder, *, fused: bool) -> None:
+        """AdamW runs in one kernel if `fused`, else tensor by tensor with a temporary each."""
+        self._plan, self._recorder, self._fused = plan, recorder, fused
+        self._has_states = False
 
-def host_states_bytes(plan: TrainingPlan, place: RankPlace) -> int:
-    """Return the bytes of a rank's states, parameters and pinned buffers in host memory."""
-    of_params = _host_params_bytes(plan, place)
-    if not plan.steps_on_host:
-        return of_params
-    trained = [each for of in plan.layouts.values() for each in of if each.trainable]
-    held = [held_masters(plan, place, layout).numel for layout in trained]
-    sizes, largest = plan.sizes, max(held, default=0)
-    nbytes = sum(held) * (sizes.master + sizes.remainder)
-    nbytes += HOST_SCALARS + states_bytes(plan, place)
-    in_flight = HOST_BUFFERS * largest
-    nbytes += (in_flight if plan.fetches_gradients else sum(held)) * sizes.grad
-    if sizes.param != sizes.master and Offload.PARAMS not in plan.offload:
-        nbytes += in_flight * sizes.param
-    return nbytes + of_params
-
-
-def _host_params_bytes(plan: TrainingPlan, place: RankPlace) -> int:
-    """Return the bytes of the parameters that rest on the host, without master weights."""
-    return sum(
-        layout.parts[place.rank].numel * plan.sizes.gathered(layout)
-        for of_unit in plan.layouts.values()
-        for layout in of_unit
-        if plan.rests_on_host(layout)
-        and not (layout.trainable and plan.sizes.param == plan.sizes.master)
-    )
-
-
-def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Span:
-    """Return the elements of a flat buffer whose master weights a rank has."""
-    whole = Span(0, layout.numel)
-    return layout.owned(place.rank, place.copy) if plan.strategy.shards_optimizer else whole
-
-
-@dataclass(frozen=True, slots=True)
-class AtRest:
-    """The bytes that a rank keeps of a flat buffer between steps, without optimizer states."""
-
-    part: int  # of what is gathered, where the master weights are less or elsewhere
-    masters: int  # master weights, or frozen parameters, in memory of their own
-    views: int  # those that are views of what stays unsharded
-    remainder: int  # the lower bits of master weights, if they are kept apart
-
-
-def at_rest(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> AtRest:
-    """Return what the rank of `place` keeps of a flat buffer."""
-    sizes, keeps = plan.sizes, not plan.strategy.shards_params
-    held = held_masters(plan, place, layout).numel
-    rests = plan.rests_on_host(layout)
-    nbytes = 0 if rests or plan.is_on_host(layout) else held * sizes.kept(layout)
-    stays = keeps or layout.shares > 1
-    is_view = stays and sizes.gathered(layout) == sizes.kept(layout)
-    has_part = not (keeps or rests) and (layout.shares > 1 or plan.is_on_host(layout))
-    part = layout.parts[place.rank].numel * sizes.gathered(layout) if has_part else 0
-    is_split = layout.trainable and not plan.steps_on_host
-    remainder = held * sizes.remainder if is_split else 0
-    return AtRest(part, 0 if is_view else nbytes, nbytes if keeps and is_view else 0, remainder)
-
-
-def trained_layouts(layouts: Mapping[str, Sequence[FlatLayout]]) -> Iterator[FlatLayout]:
-    """Return the flat buffers whose parameters are trained."""
-    return (each for of_unit in layouts.values() for each in of_unit if each.trainable)
-
-
-def states_bytes(plan: TrainingPlan, place: RankPlace) -> int:
-    """Return the bytes of the optimizer states."""
-    return sum(buffer_states_bytes(plan, place, each) for each in trained_layouts(plan.layouts))
-
-
-def buffer_states_bytes(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> int:
-    """Return the bytes of the optimizer states of a flat buffer."""
-    kept, held = plan.states, held_masters(plan, place, layout)
-    runs = optimizer_runs(layout, held, kept.key, kept.is_alone)
-    return sum(sum(kept.of_run(run, plan.sizes.master)) for run in runs)
-
-
-def step_of_torch(
-    plan: TrainingPlan,
-    recorder: Recorder,
-    shards: Sequence[tuple[str, int]],
-    *,
-    has_states: bool,
-    fused: bool,
-) -> None:
-    """End a step with torch's optimizer; `shards` are the bytes of each tensor, with its unit."""
-    recorder.at("the optimizer's step")
-    if not has_states:
-        for unit, nbytes in shards:
-            for size in plan.states.of(nbytes):
-                recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
-    if not fused:
-        recorder.copy_moments(shards)
-    numel = sum(nbytes for _, nbytes in shards) // plan.sizes.master
-    recorder.optimize(numel, plan.sizes.master, plan.states.moments)
-    recorder.end_step()
+    def step(self, shards: Sequence[tuple[str, int]]) -> None:
+        """End a step; `shards` are the bytes of each tensor, with its unit."""
+        recorder, states = self._recorder, self._plan.states
+        recorder.at("the optimizer's step")
+        if not self._has_states:
+            self._has_states = True
+            for unit, nbytes in shards:
+                for size in states.of(nbytes):
+                    recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
+        if not self._fused:
+            recorder.copy_moments(shards)
+        itemsize = self._plan.dtypes.master.itemsize
+        recorder.optimize(sum(n for _, n in shards) // itemsize, itemsize, states.moments)
+        recorder.end_step()

@@ -8,12 +8,12 @@ from fsdpctl.config.recipe import known_gpu
 from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.io.control_group import host_memory
-from fsdpctl.plan.muon import MATRICES, MUON
-from fsdpctl.plan.offload import Offload
-from fsdpctl.plan.states import SPLIT
+from fsdpctl.plan.optimizers import MATRICES, MUON
+from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import (
     FSDPCTL,
     STRATEGIES,
+    Offload,
     Strategy,
     effective_strategy,
     get_strategy,

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from fsdpctl.config.schema import Config
 from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.muon import MUON, is_muons
+from fsdpctl.plan.optimizers import MUON, is_muons
 from fsdpctl.plan.programs import OURS
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.plan.units import UnitSpec

@@ -12,11 +12,9 @@ from typing import NamedTuple
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.schema import KEYS, SECTIONS, Config, OptimizerConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.muon import CUTTING
-from fsdpctl.plan.offload import Offload
-from fsdpctl.plan.optimizers import ADAMW, OPTIMIZERS, OptimizerRow, get_optimizer
-from fsdpctl.plan.states import SPLIT
-from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, get_strategy
+from fsdpctl.plan.optimizers import ADAMW, CUTTING, OPTIMIZERS, OptimizerRow, get_optimizer
+from fsdpctl.plan.precision import SPLIT
+from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, check_strategy, get_strategy
 from fsdpctl.resolve.attention_kernel import check_attention
 from fsdpctl.resolve.machine import may_share_memory, resolved_strategy, strategy_that_runs
 

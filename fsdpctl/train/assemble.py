@@ -36,9 +36,8 @@ from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.batch import plan_batches
-from fsdpctl.plan.offload import Offload
-from fsdpctl.plan.states import SPLIT
-from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
+from fsdpctl.plan.precision import SPLIT
+from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import prepare_blocks
 from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.machine import owner_map_of, shares_memory

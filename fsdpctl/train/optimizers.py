@@ -9,8 +9,7 @@ from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.optim.sgd import ShardedSGD
-from fsdpctl.plan.muon import MUON
-from fsdpctl.plan.optimizers import get_optimizer
+from fsdpctl.plan.optimizers import MUON, get_optimizer
 from fsdpctl.train.step import Optimizer, TrainedModel
 
 _STATES = {None: None, "float32": torch.float32, "int8": torch.int8}

@@ -14,9 +14,8 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
-from fsdpctl.plan.offload import Offload
-from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.strategy import STRATEGIES, Offload
 from fsdpctl.resolve.blocks import checkpoint_blocks
 from tests.engine.events import gathered_nbytes
 from tests.engine.models import WIDE, make_net, next_token_loss, token_batches

@@ -11,7 +11,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.step import Prefetch
 from tests.distributed import distributed, in_turn
 from tests.engine.models import OddBlock, make_net
 from tests.engine.odd import Wayward, square_loss

@@ -20,7 +20,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_from
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.step import Prefetch, StepPlan
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import Division, lay_out
 from tests.engine.events import gathered_nbytes
@@ -73,12 +73,10 @@ def forced(
     row = STRATEGIES[strategy]
     nccl = collectives(device)
     specs = divide_module(net, None)
-    runtime = build_runtime(
-        net, Division(specs, lay_out(specs, 1), row), make_mesh(nccl, device, nccl.size),
-        Source(device),
-        Sharding(prefetch=prefetch or Prefetch(), precision=precision or Precision()),
-    )  # fmt: skip
-    return ShardedModel(net, runtime, row)
+    mesh, names = make_mesh(nccl, device, nccl.size), (precision or Precision()).names
+    division = Division(specs, lay_out(specs, 1), row)
+    plan = StepPlan(division, mesh.place, names, prefetch or Prefetch())
+    return ShardedModel(net, build_runtime(net, plan, mesh, Source(device)), row)
 
 
 def losses(model: ShardedModel, device: torch.device, steps: int = 6) -> list[float]:

@@ -10,9 +10,6 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.reductions import Transport
-from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.events import recording
@@ -39,10 +36,7 @@ def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, who
         for strategy, tied in cases(names, [False, True], whole=whole):
             net, precision = make_net(tied=tied), Precision(torch.bfloat16)
             model = shard_model(net, strategy, precision=precision, dp_shard_size=_half(strategy))
-            planned = planned_events(
-                model, net, Prefetch(), "even", Itemsizes(2, 4, 4), transport=Transport.NCCL
-            )
-            assert recorded_events(model, rank) == planned, (strategy, tied)
+            assert recorded_events(model, rank) == planned_events(model), (strategy, tied)
 
 
 @distributed(world_size=4)
@@ -85,11 +79,8 @@ def test_units_larger_than_a_block_are_reduced_in_pieces(
                 one_step(model, optimizer, of_ranks[rank][0])
             difference = largest_difference(model.state_dict(), expected)
             assert difference <= 1e-6, (strategy, tied)
-            planned = planned_events(
-                model, net, Prefetch(), "even", Itemsizes(4, 4, 4), transport=Transport.NCCL
-            )
             recorded = recorded_events(model, rank)
-            assert recorded == planned, (strategy, tied)
+            assert recorded == planned_events(model), (strategy, tied)
             sent = [event for event in recorded[0] if event.kind == "reduce"]
             largest = max(event.nbytes for event in sent if event.unit.startswith("blocks"))
             pieces = [event for event in sent if event.unit == ("root" if tied else "embed")]

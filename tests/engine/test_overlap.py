@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction
 from fsdpctl.comm.collectives import make_mesh
-from fsdpctl.engine.build import Sharding, Source, build_runtime
+from fsdpctl.engine.build import Source, build_runtime
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.host_params import HostParams
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.precision import Precision
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.strategy import get_strategy
+from fsdpctl.plan.step import Prefetch, StepPlan
+from fsdpctl.plan.strategy import Offload, get_strategy
 from fsdpctl.plan.units import Division, lay_out
 
 COMPUTE, DELAY = 1.0, 0.9  # of a block's forward, and of a collective
@@ -110,17 +109,15 @@ class DelayedCollectives(Collectives):
         return InPlace(Handle(finish))
 
 
-def run(strategy: str, prefetch: Prefetch, clock: Clock, **more: Any) -> Clock:
+def run(strategy: str, prefetch: Prefetch, clock: Clock, offload: str = "none") -> Clock:
     """The clock after a forward and a backward."""
     net = nn.Sequential(*(Block(clock) for _ in range(BLOCKS)))
     collectives, row = DelayedCollectives(clock), get_strategy(strategy)
-    specs = divide_module(net, ["Block"])
-    runtime = build_runtime(
-        net, Division(specs, lay_out(specs, 1), row),
-        make_mesh(collectives, torch.device("cpu"), collectives.size), Source(torch.device("cpu")),
-        Sharding(prefetch=prefetch, precision=Precision(), **more),
-    )  # fmt: skip
-    model = ShardedModel(net, runtime, row)
+    specs, device = divide_module(net, ["Block"]), torch.device("cpu")
+    mesh = make_mesh(collectives, device, collectives.size)
+    division = Division(specs, lay_out(specs, 1), row)
+    plan = StepPlan(division, mesh.place, prefetch=prefetch, offload=Offload.parse(offload))
+    model = ShardedModel(net, build_runtime(net, plan, mesh, Source(device)), row)
     model(torch.ones(2, 8)).sum().backward()
     return clock
 

@@ -21,8 +21,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import EvenParts
-from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import Itemsizes
+from fsdpctl.plan.step import Prefetch
 from tests.distributed import distributed
 from tests.engine import test_parity as parity
 from tests.engine.models import make_net, token_batches
@@ -75,8 +74,7 @@ def test_equals_one_process_bit_for_bit(rank: int, world_size: int, whole: bool)
 def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int) -> None:
     net, depth = make_net(tied=True), Prefetch(1, 1)
     model = shard_model(net, Sharding("hybrid_shard", prefetch=depth, share_memory=True))
-    planned = planned_events(model, net, depth, "even", Itemsizes(4, 4, 4))
-    assert recorded_events(model, rank) == planned
+    assert recorded_events(model, rank) == planned_events(model)
 
 
 @distributed(world_size=2)

@@ -3,52 +3,28 @@
 import pytest
 import torch
 
-from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.reductions import Transport
-from fsdpctl.plan.schedule import Buffer, Event, EventKind, Prefetch
-from fsdpctl.plan.sizes import Itemsizes, RankPlace
-from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
-from fsdpctl.plan.units import lay_out, unit_order
-from fsdpctl.predict.planned_events import planned_step, planned_update
-from fsdpctl.predict.training_plan import TrainingPlan
+from fsdpctl.plan.buffers import planned_step, planned_update
+from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed, in_turn
 from tests.engine.events import gathered_nbytes, recording
-from tests.engine.models import OddNet, backward_window, make_net, next_token_loss, token_batches
+from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import HALF, WHOLE, cases, half_of
 from tests.plan.whole_units import most_whole_units
 
 MICRO_STEPS = {"one": (True,), "last": (False, False, True), "every": (True, True)}
 
 
-def planned_events(
-    model: ShardedModel,
-    net: OddNet,
-    prefetch: Prefetch,
-    owner_map: str,
-    sizes: Itemsizes,
-    transport: Transport | None = None,
-    size: int | None = None,
-) -> tuple[list[Event], ...]:
+def planned_events(model: ShardedModel) -> tuple[list[Event], ...]:
     """For one step of each kind of accumulation, what happens until the gradients are dropped."""
-    mesh = model.mesh
-    copy_size = mesh.shard.size if size is None else size
-    transport, shares = transport or mesh.shard.transport, mesh.shard.shares_memory
-    strategy, parts = effective_strategy(
-        model.strategy, copy_size, mesh.world.size, shares_memory=shares
-    )
-    assert parts == mesh.shard.size
-    units = divide_module(net, None)
-    layouts = lay_out(units, parts, owner_map, shares=strategy.shares(mesh.num_replicas))
-    place = RankPlace(mesh.shard.rank, parts, mesh.num_replicas, transport, mesh.replica_rank)
-    plans = [
-        TrainingPlan(unit_order(units), layouts, strategy, sizes, prefetch, reduces)
-        for reduces in MICRO_STEPS.values()
-    ]
-    return tuple([*planned_step(each, place), *planned_update(each, place)] for each in plans)
+    plan = model._runtime.plan
+    passes = MICRO_STEPS.values()
+    return tuple([*planned_step(plan, each), *planned_update(plan)] for each in passes)
 
 
 def recorded_events(model: ShardedModel, rank: int) -> tuple[list[Event], ...]:
@@ -78,8 +54,7 @@ def test_events_bytes_and_buffers_equal_the_plan(
     for prefetch, tied, strategy in half_of(every, half):
         depth, net = Prefetch(*prefetch), make_net(tied=tied)
         model = shard_model(net, strategy, prefetch=depth)
-        planned = planned_events(model, net, depth, "even", Itemsizes(4, 4, 4))
-        assert recorded_events(model, rank) == planned, (strategy, prefetch, tied)
+        assert recorded_events(model, rank) == planned_events(model), (strategy, prefetch, tied)
 
 
 @pytest.mark.slow
@@ -96,31 +71,24 @@ def test_events_of_replicas_that_share_states_equal_the_plan(rank: int, world_si
 
 
 def check_events_of_replicas(rank: int, strategy: str, size: int, *, bf16: bool) -> None:
-    precision, sizes = Precision(), Itemsizes(4, 4, 4)
-    if bf16:
-        precision, sizes = Precision(torch.bfloat16, torch.bfloat16), Itemsizes(2, 2, 4)
+    precision = Precision(torch.bfloat16, torch.bfloat16) if bf16 else Precision()
     net = make_net(tied=False)
     model = shard_model(net, strategy, dp_shard_size=size, precision=precision)
-    planned = planned_events(model, net, Prefetch(), "even", sizes, size=size)
-    assert recorded_events(model, rank) == planned, (strategy, size, bf16)
+    assert recorded_events(model, rank) == planned_events(model), (strategy, size, bf16)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @distributed()
 def test_events_of_owner_maps_equal_the_plan(rank: int, world_size: int) -> None:
     for owner_map in ("round_robin", "contiguous", "balanced"):
-        net = make_net(tied=True)
-        model = shard_model(net, "shard_optimizer", owner_map=owner_map)
-        planned = planned_events(model, net, Prefetch(), owner_map, Itemsizes(4, 4, 4))
-        assert recorded_events(model, rank) == planned, owner_map
+        model = shard_model(make_net(tied=True), "shard_optimizer", owner_map=owner_map)
+        assert recorded_events(model, rank) == planned_events(model), owner_map
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_events_of_one_rank_equal_the_plan(strategy: str) -> None:
-    net = make_net(tied=True)
-    model = shard_model(net, strategy)
-    planned = planned_events(model, net, Prefetch(), "even", Itemsizes(4, 4, 4))
-    assert recorded_events(model, 0) == planned
+    model = shard_model(make_net(tied=True), strategy)
+    assert recorded_events(model, 0) == planned_events(model)
 
 
 @distributed(world_size=2)

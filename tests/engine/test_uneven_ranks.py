@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.step import Prefetch
 from tests.distributed import distributed
 from tests.engine.models import gradients_beside
 from tests.matrix import fast

@@ -9,7 +9,7 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.models.products import read_elsewhere
 from fsdpctl.models.roles import parameter_roles
 from fsdpctl.plan.layout import decay_group
-from fsdpctl.plan.muon import is_muons
+from fsdpctl.plan.optimizers import is_muons
 from tests.models.tiny import make_tiny
 
 

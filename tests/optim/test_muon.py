@@ -23,7 +23,7 @@ from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.muon import MATRICES, Muon, is_muons, muon_flops
+from fsdpctl.plan.optimizers import MATRICES, Muon, is_muons, muon_flops
 from fsdpctl.plan.units import lay_out
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.rules import checked

@@ -8,13 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpctl.plan.layout import ParamSpec, flat_layout
-from fsdpctl.plan.reductions import Reductions, Transport
-from fsdpctl.plan.schedule import Event, EventKind, Prefetch, Schedule, step_events
-from fsdpctl.plan.sizes import assign_slots
+from fsdpctl.plan.layout import ParamSpec
+from fsdpctl.plan.precision import Dtypes
+from fsdpctl.plan.schedule import Event, EventKind, Schedule, step_events
+from fsdpctl.plan.step import (
+    Prefetch,
+    RankPlace,
+    Reductions,
+    StepPlan,
+    Transport,
+    assign_slots,
+)
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.plan.transfers import Transfers
-from fsdpctl.plan.units import UnitOrder
+from fsdpctl.plan.units import UnitOrder, UnitSpec, divide
 from tests.plan.whole_units import most_whole_units
 
 K = EventKind
@@ -160,10 +166,10 @@ def test_small_units_are_reduced_together_within_the_bytes_of_the_largest():
 
 @pytest.mark.parametrize(("itemsize", "budget"), [(4, 512), (2, 512), (8, 1024)])
 def test_two_reductions_of_two_bytes_fit_like_one_of_four(itemsize, budget):
-    layouts = {"root": [], "a": [flat_layout([ParamSpec("a", (128,))], 2)]}
-    alone = Transfers(STRATEGIES["no_shard"], Transport.GLOO, size=1, num_replicas=1)
-    order = UnitOrder("root", ("a",))
-    plan = alone.reductions(layouts, order, lambda _: itemsize, same_dtype=True)
+    units = (UnitSpec("root", "root", ()), UnitSpec("a", "block", (ParamSpec("a", (128,)),)))
+    division = divide(units, STRATEGIES["no_shard"], 1, 1, "even")
+    dtypes = Dtypes(reduce={2: "bfloat16", 4: "float32", 8: "float64"}[itemsize])
+    plan = StepPlan(division, RankPlace(0, 1, 1, Transport.GLOO), dtypes).reductions
     assert (plan.nbytes, plan.budget) == ({"root": 0, "a": 128 * itemsize}, budget)
 
 

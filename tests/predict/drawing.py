@@ -7,8 +7,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
+from fsdpctl.plan.optimizers import STATE_DTYPES
 from fsdpctl.plan.owners import OWNER_MAPS
-from fsdpctl.plan.states import SPLIT, STATE_DTYPES
+from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.preflight import check_trained

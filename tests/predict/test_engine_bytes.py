@@ -1,7 +1,5 @@
 """The estimated bytes equal those that the engine held."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -14,11 +12,10 @@ from fsdpctl.estimate.estimator import plan_for_estimate
 from fsdpctl.estimate.planned_steps import estimate_run, plan_run
 from fsdpctl.models.registry import build_model
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.reductions import Transport
-from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import Itemsizes, RankPlace
-from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
-from fsdpctl.plan.units import lay_out, unit_order
+from fsdpctl.plan.precision import Dtypes
+from fsdpctl.plan.step import RankPlace, StepPlan, Transport
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.units import divide
 from fsdpctl.predict.engine_bytes import Estimate, estimate, timeline
 from fsdpctl.predict.recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
@@ -31,7 +28,6 @@ SHARDINGS = [(name, "even") for name in STRATEGIES] + [
 ]
 HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
 WINDOWS = [(True,), (True, True, True), (False, False, True)]
-SIZES = {False: Itemsizes(4, 4, 4), True: Itemsizes(2, 4, 4)}
 
 
 def planned(
@@ -45,13 +41,10 @@ def planned(
     copies: int = 1,
 ) -> Estimate:
     units = divide_module(make_net(tied=tied), None)
-    row, size = effective_strategy(STRATEGIES[strategy], ranks // copies, ranks)
-    owner_map = owner_map if ranks > 1 else "even"
-    plan = TrainingPlan(
-        unit_order(units), lay_out(units, size, owner_map, shares=row.shares(copies)), row,
-        SIZES[bf16], Prefetch(1, 1), reduces,
-    )  # fmt: skip
-    return estimate(plan, RankPlace(0, size, copies, Transport.GLOO))
+    division = divide(units, STRATEGIES[strategy], ranks, ranks // copies, owner_map)
+    place = RankPlace(0, division.ranks_per_copy, copies, Transport.GLOO)
+    step = StepPlan(division, place, Dtypes("bfloat16" if bf16 else None))
+    return estimate(TrainingPlan(step, reduces))
 
 
 def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
@@ -162,9 +155,6 @@ def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
     words += ["strategy=shard_optimizer", "strategy.owner_map=balanced", "accumulation=last"]
     words += ["launch.nproc_per_node=100", "train.global_batch_size=400", "accumulation.steps=4"]
     config = plan_for_estimate(compose_config([*WORDS, *words])).config
-    plan, place = plan_run(config, divide_module(build_model(config.model), None), 4)
-    peaks = [
-        max(sum(held.values()) for held in timeline(plan, replace(place, rank=rank)))
-        for rank in range(100)
-    ]
+    plan = plan_run(config, divide_module(build_model(config.model), None), 4)
+    peaks = [max(sum(h.values()) for h in timeline(plan.at(rank))) for rank in range(100)]
     assert of_config(*words).peak_bytes == max(peaks)

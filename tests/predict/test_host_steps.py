@@ -14,13 +14,12 @@ from fsdpctl.comm.host import Copier
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
 from fsdpctl.estimate.planned_steps import plan_run
-from fsdpctl.plan.sizes import HOST_SCALARS
-from fsdpctl.plan.states import SPLIT
+from fsdpctl.plan.precision import SPLIT
+from fsdpctl.plan.step import HOST_SCALARS
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import HostQueue, HostSheet
 from fsdpctl.predict.simulator import COMPUTE, TimelineSpan, Transfer, chrome_trace
-from fsdpctl.predict.training_plan import held_masters
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
@@ -51,9 +50,9 @@ def predicted(words: str) -> StepPrediction:
 def owned(words: str) -> list[int]:
     """The elements of each unit that a rank steps, in the order of the forward."""
     run = planned(words)
-    plan, place = plan_run(run.config, PREDICTOR.traced_model(run).units, 1)
+    plan = plan_run(run.config, PREDICTOR.traced_model(run).units, 1).step
     return [
-        sum(held_masters(plan, place, each).numel for each in plan.layouts[unit])
+        sum(plan.held(each).numel for each in plan.layouts[unit])
         for unit in (plan.order.root, *plan.order.forward)
     ]
 

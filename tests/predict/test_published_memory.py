@@ -15,11 +15,10 @@ from torch.nn import functional as F
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.trace import trace
 from fsdpctl.estimate.traced import ShortModule
-from fsdpctl.plan.reductions import Transport
-from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import Itemsizes, RankPlace
+from fsdpctl.plan.precision import Dtypes
+from fsdpctl.plan.step import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import get_strategy
-from fsdpctl.plan.units import lay_out, unit_order
+from fsdpctl.plan.units import divide
 from fsdpctl.predict.allocator import CachingAllocator
 from fsdpctl.predict.compute import Program
 from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
@@ -53,9 +52,9 @@ def estimated(
     program = Program(passed, [unit.name for unit in units[1:]], rows)
     writer = MemoryRecorder(program, units[-1].name, last_is_head=True)
     strategy, place = get_strategy("full_shard"), RankPlace(0, 8, 1, Transport.NCCL)
-    order, sizes = unit_order(units), Itemsizes(2, 4, 4)
-    plan = TrainingPlan(order, lay_out(units, 8), strategy, sizes, Prefetch(), (True,))
-    steps = Fsdp2Steps(units, strategy, plan, place, writer, fused=False)
+    division, dtypes = divide(units, strategy, 8, 8, "even"), Dtypes("bfloat16", None, "float32")
+    plan = TrainingPlan(StepPlan(division, place, dtypes), (True,))
+    steps = Fsdp2Steps(units, strategy, plan, writer, fused=False)
     script = Script(writer, steps, draws=False, constants=CUBLAS)
     allocator = CachingAllocator(streams=writer.streams)
     replay(script, allocator)

@@ -19,16 +19,16 @@ from fsdpctl.engine.host_inputs import host_inputs_bytes
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import plan_run
+from fsdpctl.plan.buffers import planned_step
 from fsdpctl.plan.context import tokens_per_rank
-from fsdpctl.plan.reductions import Transport
+from fsdpctl.plan.optimizers import tile_bytes
+from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.states import SPLIT, tile_bytes
-from fsdpctl.predict import fsdpctl_steps
+from fsdpctl.plan.step import Transport
+from fsdpctl.predict import fsdpctl_update
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, find_peak
-from fsdpctl.predict.planned_events import planned_step
-from fsdpctl.predict.training_plan import host_states_bytes, states_bytes
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.settle import settle
 from fsdpctl.train.assemble import make_model
@@ -56,9 +56,13 @@ def predicted(
     run = settle(config)
     traced, steps = Estimator().traced_model(run), run.batches.num_micro_batches
     micro = run.batches.micro_batch_size
-    plan, first = plan_run(run.config, traced.units, steps)
-    copy, within = divmod(rank, first.size)
-    place = replace(first, rank=within, copy=copy, transport=transport or first.transport)
+    plan = plan_run(run.config, traced.units, steps)
+    copy, within = divmod(rank, plan.step.place.size)
+    plan = plan.at(within, copy)
+    if transport is not None:
+        place = replace(plan.step.place, transport=transport)
+        plan = replace(plan, step=replace(plan.step, place=place))
+    assert plan.step == model._runtime.plan, config
     last = traced.units[-1]
     chunk = run.config.train.loss_chunk_tokens or 0
     length = tokens_per_rank(config.train.seq_len, config.train.context_parallel)
@@ -67,13 +71,13 @@ def predicted(
     on_host = inputs.slots.nbytes if inputs else 0
     assert host_inputs_bytes(program.sent.values()) == on_host, config
     writer = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
-    script = Script(writer, FsdpctlSteps(plan, place, writer), draws=False)
+    script = Script(writer, FsdpctlSteps(plan, writer), draws=False)
     peak = sum(find_peak(script, writer.item, 1).breakdown.values())
-    states = host_states_bytes(plan, place)
-    if not plan.steps_on_host:
-        states += states_bytes(plan, place)
-    plan = replace(plan, reduces=(*plan.reduces[:1] * (steps - 1), True))
-    return peak, planned_step(plan, place), states
+    states = plan.host_states_bytes
+    if not plan.step.steps_on_host:
+        states += plan.states_bytes
+    reduces = (*plan.reduces[:1] * (steps - 1), True)
+    return peak, planned_step(plan.step, reduces), states
 
 
 def check(config: Config, rank: int, transport: Transport | None = None) -> tuple[int, int]:
@@ -110,7 +114,7 @@ def one_of(rank: int, ranks: int) -> Iterator[None]:
     """Collectives do nothing: no thread of theirs holds memory a moment longer."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     on_cpu = mock.patch.object(
-        fsdpctl_steps, "tile_bytes", lambda largest, _, dtype: tile_bytes(largest, "cpu", dtype)
+        fsdpctl_update, "tile_bytes", lambda largest, _, dtype: tile_bytes(largest, "cpu", dtype)
     )
     try:
         with mock.patch.object(process_group, "exchange", lambda value, _: [value] * ranks), on_cpu:

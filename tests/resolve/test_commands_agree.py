@@ -11,8 +11,9 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.search import estimates_of
 from fsdpctl.plan.attention_kernels import KERNELS
+from fsdpctl.plan.optimizers import STATE_DTYPES
 from fsdpctl.plan.owners import OWNER_MAPS
-from fsdpctl.plan.states import SPLIT, STATE_DTYPES
+from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.run import open_run
 from fsdpctl.resolve.settle import settle

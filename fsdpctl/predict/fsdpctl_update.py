@@ -1,0 +1,188 @@
+"""The optimizer's step of fsdpctl's engine: on the device, in tiles, by matrices, on the host."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from fsdpctl.plan.layout import ParamSpec, optimizer_runs
+from fsdpctl.plan.optimizers import Muon, Shape, is_muons, matrices_of, muon_flops, tile_bytes
+from fsdpctl.plan.step import StepPlan, Transport
+from fsdpctl.plan.strategy import Offload
+from fsdpctl.predict.compute import Work, WorkKind
+from fsdpctl.predict.hardware import HostQueue
+from fsdpctl.predict.recorder import Category, Recorder
+from fsdpctl.predict.training_plan import TrainingPlan
+
+# Bytes per element that are moved in the time of a step in tiles, by benchmarks/update_time.py: six
+# times those of a step in float32.
+_IN_TILES = 6 * 32
+# Of Muon's elementwise operators: passes over weights, gradient and mean, and bytes in bfloat16.
+_MASTER_PASSES, _BYTES = 11, 10
+_WITHOUT = -1  # the group of parameters that get no gradient
+
+
+class HostSchedule:
+    """The gradients that leave a rank, the steps of its host, and the results that come back.
+
+    Each unit is stepped once its gradient has arrived, in the order of the next forward. A unit
+    waits for its own result only.
+    """
+
+    def __init__(self, plan: TrainingPlan, recorder: Recorder) -> None:
+        self._plan = plan
+        self._recorder = recorder
+        step = plan.step
+        owned = {
+            unit: sum(step.held(each).numel for each in step.trained[unit]) * step.steps_on_host
+            for unit in (step.order.root, *step.order.forward)
+        }
+        self._owned = {unit: numel for unit, numel in owned.items() if numel}
+        self._left: dict[str, int] = {}  # copies of gradients to the host
+        self._leaving: int | None = None  # the last of them, whose gradient is not freed yet
+        self._results: dict[str, int] = {}  # copies to the device, or steps if none are needed
+
+    def leave(self, unit: str) -> None:
+        """Send a unit's complete gradients to the host, added to those that it has."""
+        if Offload.GRADIENTS not in self._plan.step.offload or unit not in self._owned:
+            return
+        self.finish()
+        recorder, nbytes = self._recorder, self._owned[unit] * self._plan.dtypes.gradient.itemsize
+        if unit in self._left:
+            after = (self._left[unit],)
+            label = f"earlier gradients of {unit}"
+            recorder.wait(recorder.on_host(HostQueue.UP, nbytes, label, after=after))
+            recorder.copy(3 * nbytes, f"sum of {unit}")
+        recorder.copy(nbytes, f"norm of {unit}")
+        self._leaving = recorder.on_host(HostQueue.DOWN, nbytes, f"gradients of {unit}")
+        self._left[unit] = self._leaving
+
+    def finish(self) -> None:
+        """Wait until the gradients that were sent last can be freed."""
+        self._recorder.wait(self._leaving)
+        self._leaving = None
+
+    def step(self) -> None:
+        """Let the host step all units. Two buffers for each direction limit how far it is ahead."""
+        recorder, dtypes = self._recorder, self._plan.dtypes
+        fetches = self._plan.step.fetches_gradients
+        recorder.norm(sum(self._owned.values()) * dtypes.gradient.itemsize if fetches else 0)
+        steps: list[int] = []
+        results: list[int] = []
+        for unit, numel in self._owned.items():
+            if fetches:
+                label, nbytes = f"gradients of {unit}", numel * dtypes.gradient.itemsize
+                down = recorder.on_host(HostQueue.DOWN, nbytes, label, after=tuple(steps[-2:-1]))
+            else:
+                down = self._left.pop(unit)
+            after, nbytes = (*results[-2:-1], down), numel * _step_traffic(self._plan)
+            steps.append(recorder.on_host(HostQueue.STEPS, nbytes, f"step {unit}", after=after))
+            if Offload.PARAMS not in self._plan.step.offload:
+                label, nbytes = f"parameters of {unit}", numel * dtypes.compute.itemsize
+                results.append(recorder.on_host(HostQueue.UP, nbytes, label, after=(steps[-1],)))
+            self._results[unit] = (results or steps)[-1]
+
+    def wait(self, unit: str) -> None:
+        """Wait for a unit's new parameters."""
+        self._recorder.wait(self._results.pop(unit, None), "optimizer")
+
+
+def _step_traffic(plan: TrainingPlan) -> int:
+    """Return the bytes that a step reads and writes in host memory, per element.
+
+    AdamW reads and writes master weight, moments and gradient, which it scales in place, and writes
+    the parameter in the compute dtype. In tiles, it computes as long as it takes to move more.
+    Meanwhile the device reads the result unless it rests on the host, and writes gradients unless
+    they have left before.
+    """
+    dtypes = plan.dtypes
+    stepped = 2 * (dtypes.gradient.itemsize + (1 + plan.states.moments) * dtypes.master.itemsize)
+    if plan.states.dtype is not None:
+        stepped = _IN_TILES
+    cast = dtypes.compute.itemsize if dtypes.compute.itemsize != dtypes.master.itemsize else 0
+    fetched = dtypes.gradient.itemsize if plan.step.fetches_gradients else 0
+    read = 0 if Offload.PARAMS in plan.step.offload else dtypes.compute.itemsize
+    return stepped + cast + read + fetched
+
+
+def allocate_states(plan: TrainingPlan, recorder: Recorder) -> None:
+    """Allocate the optimizer states of the parameters that have gradients, group by group."""
+    step, kept = plan.step, plan.states
+
+    def group_of(param: ParamSpec) -> int:
+        return kept.key(param) if recorder.has_gradient(param) else _WITHOUT
+
+    runs = [
+        (run, unit)
+        for unit, layouts in step.trained.items()
+        for layout in layouts
+        for run in optimizer_runs(layout, step.held(layout), group_of, kept.is_alone)
+        if run.group != _WITHOUT
+    ]
+    for run, unit in sorted(runs, key=lambda each: each[0].group):
+        for size in kept.of_run(run, plan.dtypes.master.itemsize):
+            recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
+
+
+def step_in_tiles(plan: TrainingPlan, recorder: Recorder) -> None:
+    """Use the memory of a step in tiles, if it is one."""
+    step = plan.step
+    if plan.states.dtype is None or step.steps_on_host:
+        return
+    runs = (
+        run.span.numel
+        for layout in step.all_trained()
+        for run in optimizer_runs(layout, step.held(layout), plan.states.key)
+    )
+    device = "cuda" if step.place.transport is Transport.NCCL else "cpu"
+    recorder.pass_through(tile_bytes(max(runs, default=0), device, plan.states.dtype))
+
+
+def step_matrices(plan: TrainingPlan, recorder: Recorder) -> int:
+    """Update the matrices of a rank by Muon, if it does; return their elements.
+
+    Takes the time of the rank with the most work. Matrices of one shape use the same memory.
+    """
+    muon, itemsize = plan.states.muon, plan.dtypes.master.itemsize
+    if muon is None:
+        return 0
+    recorder.at("the optimizer's step")
+    owned = list(_matrices(plan.step))
+    for shape in sorted(set(map(matrices_of, owned))):
+        keys: dict[str, int] = {}
+        for what, nbytes in muon.tensors(shape, itemsize):
+            if nbytes:
+                keys[what] = recorder.allocate(Category.WORKSPACES, "", f"Muon: {what}", nbytes)
+            else:
+                recorder.free(keys.pop(what))
+    works = [_works(muon, matrices_of(param), itemsize) for param in _most_matrices(plan.step)]
+    recorder.update([work for of_shape in works for work in of_shape], "Muon")
+    return sum(param.numel for param in owned)
+
+
+def _matrices(step: StepPlan) -> Iterator[ParamSpec]:
+    """Yield the matrices that a rank updates."""
+    for layout in (each for of_unit in step.layouts.values() for each in of_unit):
+        for piece in layout.pieces(step.held(layout)):
+            if is_muons(piece.param):
+                yield piece.param
+
+
+def _most_matrices(step: StepPlan) -> Iterator[ParamSpec]:
+    """Return those of the rank with the most work."""
+    place = step.place
+    ranks = range(place.size) if step.strategy.shards_optimizer else [place.rank]
+    steps = [replace(step, place=replace(place, rank=rank)) for rank in ranks]
+    return _matrices(max(steps, key=lambda each: sum(map(muon_flops, _matrices(each)))))
+
+
+@functools.cache
+def _works(muon: Muon, shape: Shape, itemsize: int) -> tuple[Work, ...]:
+    """Return the operators of a matrix's update: its products, and passes over its elements."""
+    passes = prod(shape) * (_MASTER_PASSES * itemsize + _BYTES)
+    products = []
+    for dims in muon.products(shape):
+        batch, rows, columns, length = dims
+        nbytes = 2 * batch * (rows * length + length * columns + rows * columns)
+        products.append(Work("mm", WorkKind.MATMUL, 2 * prod(dims), nbytes, 2, dims))
+    return (*products, Work("lerp_", WorkKind.MEMORY, 0, passes, itemsize))
