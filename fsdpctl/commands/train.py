@@ -169,14 +169,17 @@ def _dry_run(composed: Composed, resume: str) -> None:
 
 def _show_samples(opened: "Opened") -> None:
     """Print the first conversations as they are trained, and the lengths of all."""
-    from fsdpctl.data.chats.open import ChatSet
     from fsdpctl.data.chats.preview import histogram, preview
+    from fsdpctl.data.data_set import contents_of
+    from fsdpctl.data.packing import DocumentSet
+    from fsdpctl.data.tokenizer import FileTokenizer
 
-    if not isinstance(opened.data, ChatSet):
+    contents, tokenizer = contents_of(opened.data.train), opened.data.tokenizer
+    chats = [each for each in contents if isinstance(each, DocumentSet)]
+    if not chats or not isinstance(tokenizer, FileTokenizer):
         return
-    chats = opened.data.train
     marked = "in color" if out.is_terminal and not out.no_color else "in brackets"
-    texts = preview(chats, opened.data.tokenizer, color=marked == "in color")
+    texts = [x for each in chats for x in preview(each, tokenizer, color=marked == "in color")]
     for number, text in enumerate(texts, start=1):
         say(f"\nsample {number}, trained text {marked}:")
         out.print(text)

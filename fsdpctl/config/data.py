@@ -109,11 +109,11 @@ def check_chat_keys(config: DataConfig) -> None:
         UsageError: If there is one.
     """
     default = DataConfig()
-    for name in _CHAT_KEYS:
+    for name in _CHAT_KEYS if config.name != CHAT else ():
         value = getattr(config, name)
         if value != getattr(default, name):
             raise UsageError(f"data.{name}={value}: only valid with data={CHAT}")
-    if config.name == TOKENS:
+    if config.name in (CHAT, TOKENS):
         return
     if config.packing:
         raise UsageError(f"data.packing=true: only valid with data={CHAT} or data={TOKENS}")

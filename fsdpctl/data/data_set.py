@@ -11,6 +11,11 @@ from fsdpctl.data.tokens import TokenStream
 Corpus = TokenStream | DocumentSet | Mixture
 
 
+def contents_of(corpus: Corpus) -> tuple[TokenStream | DocumentSet, ...]:
+    """Return the contents of the sources of a mixture, or that of one source."""
+    return tuple(x.content for x in corpus.parts) if isinstance(corpus, Mixture) else (corpus,)
+
+
 @dataclass(frozen=True, slots=True)
 class DataSet:
     """The data that a run trains and validates on."""

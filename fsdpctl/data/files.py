@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import xxhash
+
 from fsdpctl.config.data_files import DataFiles, data_files
 from fsdpctl.config.sources import is_remote
 from fsdpctl.data.hub_data import HUB, hub_files
@@ -28,6 +30,14 @@ class Text:
     def num_bytes(self) -> int:
         """The bytes of all documents."""
         return sum(map(len, self.documents))
+
+
+def is_held_out(content: bytes, fraction: float) -> bool:
+    """Return whether a document is in the `fraction` that is held out for validation.
+
+    A hash of its content decides, so more data moves no document from one part to the other.
+    """
+    return xxhash.xxh3_64_intdigest(content, seed=1) < int(fraction * (1 << 64))
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:

@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from fsdpctl.data.order import Indices, mixed_bits, samples_at
-from fsdpctl.data.packing import Rows, Sample
+from fsdpctl.data.packing import DocumentSet, Rows, Sample
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
 
@@ -124,12 +124,12 @@ class MixedSource:
     name: str
     share: float
     epochs: float | None  # at most
-    stream: TokenStream
+    content: TokenStream | DocumentSet
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Streams whose samples are mixed by share."""
+    """Sources whose samples are mixed by share."""
 
     parts: tuple[MixedSource, ...]
     purpose: str = ""  # that errors name
@@ -137,18 +137,20 @@ class Mixture:
     @property
     def fingerprint(self) -> str:
         """A checksum of the content and the shares."""
-        about = (f"{each.stream.fingerprint} {each.share!r} {each.epochs!r}" for each in self.parts)
+        about = (
+            f"{each.content.fingerprint} {each.share!r} {each.epochs!r}" for each in self.parts
+        )
         return xxhash.xxh3_64_hexdigest("\n".join(about).encode())
 
     @property
     def num_tokens(self) -> int:
         """The tokens of all sources, each once."""
-        return sum(each.stream.num_tokens for each in self.parts)
+        return sum(each.content.num_tokens for each in self.parts)
 
     @property
     def num_bytes(self) -> int | None:
         """The bytes of all text, if known."""
-        sizes = [each.stream.num_bytes for each in self.parts]
+        sizes = [each.content.num_bytes for each in self.parts]
         return None if None in sizes else sum(each or 0 for each in sizes)
 
     def rows(self, seq_len: int) -> "MixedRows":
@@ -166,7 +168,7 @@ class MixedRows(Rows):
             UsageError: If a source has none.
         """
         self.seq_len, self.parts = seq_len, mixture.parts
-        self.of_part: list[Rows] = [each.stream.rows(seq_len) for each in mixture.parts]
+        self.of_part: list[Rows] = [each.content.rows(seq_len) for each in mixture.parts]
         for part, rows in zip(mixture.parts, self.of_part, strict=True):
             if not len(rows):
                 raise UsageError(f"data.path: {part.name}{mixture.purpose}: {rows.emptiness}")
@@ -255,6 +257,8 @@ class MixedRows(Rows):
         """Return the values of metrics.jsonl: tokens and epochs by source before a position."""
         found: dict[str, Any] = {}
         counts = self.schedule.counts(position).tolist()
-        for (name, epochs), count in zip(self.epochs(position).items(), counts, strict=True):
-            found |= {f"tokens/{name}": count * self.seq_len, f"epochs/{name}": round(epochs, 6)}
+        known = zip(self.epochs(position).items(), counts, self.of_part, strict=True)
+        for (name, epochs), count, rows in known:
+            tokens = count * rows.num_tokens // len(rows)  # of packed sequences, on average
+            found |= {f"tokens/{name}": tokens, f"epochs/{name}": round(epochs, 6)}
         return found

@@ -1,6 +1,7 @@
 """The data of a run: text, token files or chats, opened by the section `data`."""
 
 import gzip
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from fsdpctl.config.data import (
 )
 from fsdpctl.config.sources import DataSource, sources_in
 from fsdpctl.data.cache import read_cache, write_cache
-from fsdpctl.data.chats.open import open_chats
+from fsdpctl.data.chats.open import open_chats, rendering_of
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.documents import read_text
 from fsdpctl.data.files import Text, find_data, hold_out, left_out, standard_library
@@ -31,7 +32,7 @@ from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError, first_of
 
-_OWN, _VAL_PATH = "python_stdlib", "data.val_path"
+_OWN, _PATH, _VAL_PATH = "python_stdlib", "data.path", "data.val_path"
 _ENCODING = 5  # increase it if the same text gives other tokens
 _GZIP_LEAST = 16 << 10  # bytes; below, gzip's header and empty window dominate the figure
 _GZIP_LIMIT = 64 << 20  # above, compressing for the comparison takes too long
@@ -47,24 +48,24 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
     Raises:
         UsageError: If the data is missing, empty or corrupted, or if a key doesn't apply to it.
     """
-    if config.name == CHAT:
-        return open_chats(config, seed)
     check_chat_keys(config)
-    open_one: Callable[..., DataSet] = _from_token_files
-    if config.name != TOKENS:
+    if config.path is None and config.name != _OWN:
+        raise UsageError(f"data={config.name}: data.path is required: a file, directory or glob")
+    open_one: Callable[[DataConfig, str], DataSet] = _from_token_files
+    if config.name == CHAT:
+        open_one = partial(open_chats, rendering_of(config, seed))
+    elif config.name != TOKENS:
         open_one = partial(_from_text, open_tokenizer(config.tokenizer))
-    if config.path is None or config.name == _OWN:
-        return open_one(config)
-    sources, held = sources_in(config.path), None
-    if config.val_path is not None:
-        alone = replace(config, path=config.val_path, val_path=None, val_fraction=0.0)
-        held = open_one(alone, key=_VAL_PATH)
-        config = replace(config, val_path=None, val_fraction=0.0)
-    found = [open_one(replace(config, path=each.path)) for each in sources]
-    mixed = mix(sources, found) if len(sources) > 1 else found[0]
-    if held is None:
-        return mixed
-    _check_alike(sources[0].path, found[0], str(alone.path), held)
+    if config.name == _OWN:
+        return open_one(config, _PATH)
+    if config.val_path is None:
+        return _opened(open_one, config, _PATH)
+    alone = replace(config, val_path=None, val_fraction=0.0)
+    mixed, held = (
+        _opened(open_one, replace(alone, path=path), key)
+        for path, key in ((config.path, _PATH), (config.val_path, _VAL_PATH))
+    )
+    _check_alike(str(config.path), mixed, config.val_path, held)
     return replace(
         mixed,
         val=held.train,
@@ -75,7 +76,18 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
     )
 
 
-def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
+def _opened(
+    open_one: Callable[[DataConfig, str], DataSet], config: DataConfig, key: str
+) -> DataSet:
+    """Open the sources that a key names."""
+    sources = sources_in(str(config.path), key)
+    if key == _VAL_PATH and any(each.share is not None for each in sources):
+        raise UsageError(f"{key}={config.path}: shares are only valid in data.path")
+    found = [open_one(replace(config, path=each.path), key) for each in sources]
+    return mix(sources, found, key) if len(sources) > 1 else found[0]
+
+
+def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> DataSet:
     """Return the data of several sources; without shares, each has that of its tokens.
 
     Raises:
@@ -83,7 +95,7 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
     """
     first, names = found[0], [each.name for each in sources]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"data.path: two sources are called {twice[0]}; write NAME=PATH:SHARE")
+        raise UsageError(f"{key}: two sources are called {twice[0]}; write NAME=PATH:SHARE")
     for source, other in zip(sources, found, strict=True):
         _check_alike(sources[0].path, first, source.path, other)
     total = sum(each.train.num_tokens for each in found)
@@ -94,9 +106,11 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
 
     if least := next((n for n, x in zip(names, shares, strict=True) if x * PERIOD < 0.5), None):
         raise UsageError(
-            f"data.path: {least}: its share is less than one of {PERIOD:,} samples; give it "
+            f"{key}: {least}: its share is less than one of {PERIOD:,} samples; give it "
             "a larger one, or join it with another source"
         )
+
+    said = Counter(note for each in found for note in each.notes)
 
     def part(name: str) -> tuple[MixedSource, ...]:
         streams = [getattr(each, name) for each in found]
@@ -113,8 +127,16 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet]) -> DataSet:
         token_files=tuple(file for each in found for file in each.token_files),
         notes=(
             *(f"{n}: {each.description}" for n, each in zip(names, found, strict=True)),
-            *dict.fromkeys(note for each in found for note in each.notes),
+            *dict.fromkeys(
+                note if said[note] == len(found) else f"{n}: {note}"
+                for n, each in zip(names, found, strict=True)
+                for note in each.notes
+            ),
         ),
+        about_files=tuple(note for each in found for note in each.about_files),
+        date=next((each.date for each in found if each.date is not None), None),
+        template=next((each.template for each in found if each.template is not None), None),
+        end_tokens=tuple(dict.fromkeys(end for each in found for end in each.end_tokens)),
         has_val_files=any(each.has_val_files for each in found),
     )
 
@@ -129,7 +151,7 @@ def _check_alike(path: str, one: DataSet, other_path: str, other: DataSet) -> No
         )
 
 
-def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str = "data.path") -> DataSet:
+def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
     text, held, about, notes = _own(config) if config.name == _OWN else _read(config, key)
     has_files = held is not None
     if held is None:
@@ -161,26 +183,24 @@ def _own(config: DataConfig) -> _Read:
 
 
 def _read(config: DataConfig, key: str) -> _Read:
-    if config.path is None:
-        raise UsageError("data=text: data.path is required: a file, a directory or a glob")
-    found, held = find_data(config.path, key, TEXT), None
-    text, passed = read_text(found, key, config.path)
+    path = str(config.path)
+    found, held = find_data(path, key, TEXT), None
+    text, passed = read_text(found, key, path)
     if config.takes_validation and found.validation:
         files = found.validation
         held, more = read_text(replace(found, train=files), key, first_of([*map(str, files)]))
         passed.skipped += more.skipped
     about = found.about(validates=config.takes_validation, skipped=len(passed.skipped))
-    return text, held, f"{config.path}, {about}{left_out(passed.skipped)}", passed.notes()
+    return text, held, f"{path}, {about}{left_out(passed.skipped)}", passed.notes()
 
 
-def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:
-    if config.path is None:
-        raise UsageError("data=tokens: data.path is required, such as data.path=FILE.bin")
+def _from_token_files(config: DataConfig, key: str) -> DataSet:
+    path = str(config.path)
     isolates, validates = bool(config.packing), config.takes_validation
-    opened = open_token_files(config.path, key, config.format, validates=validates)
+    opened = open_token_files(path, key, config.format, validates=validates)
     files, held = opened.train, opened.validation
-    train = stream_of(files, config.path, isolates=isolates)
-    val = stream_of(held, config.path, isolates=isolates) if held else None
+    train = stream_of(files, path, isolates=isolates)
+    val = stream_of(held, path, isolates=isolates) if held else None
     if val is None and config.val_fraction:
         count = train.num_tokens
         train, val = train.cut(count - min(int(count * config.val_fraction), MOST_HELD_OUT))
@@ -199,7 +219,7 @@ def _from_token_files(config: DataConfig, key: str = "data.path") -> DataSet:
         notes += _check_tokenizer(key, files[0], tokenizer)
     known = 0 if config.tokenizer is None else tokenizer.vocab_size
     about = opened.found.about(validates=validates)
-    description = config.path if about == "1 file" else f"{config.path}, {about}"
+    description = path if about == "1 file" else f"{path}, {about}"
     return DataSet(
         train, val, tokenizer, files[0].vocab_size or known, description, None, both, notes,
         has_val_files=bool(held),

@@ -146,7 +146,7 @@ class DocumentSet:
         return self is other
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _packed(documents: DocumentSet, seq_len: int) -> "PackedRows":
     return PackedRows(documents, seq_len)
 
@@ -207,12 +207,6 @@ class PackedRows(Rows):
     def num_tokens(self) -> int:
         """The tokens of all documents, but for the last of each."""
         return self._num_tokens
-
-    @property
-    def padding(self) -> float:
-        """The fraction of tokens that is padding."""
-        size = len(self) * self.seq_len
-        return 1 - self.num_tokens / size if size else 0.0
 
     def __len__(self) -> int:
         """Return the number of sequences."""

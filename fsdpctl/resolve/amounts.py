@@ -3,11 +3,12 @@
 import math
 from dataclasses import replace
 
+from fsdpctl.config.data import CHAT
 from fsdpctl.config.schema import SIZES, Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.data_set import DataSet
+from fsdpctl.data.data_set import DataSet, contents_of
 from fsdpctl.data.mixture import MixedRows
-from fsdpctl.data.packing import DocumentSet, PackedRows, Rows
+from fsdpctl.data.packing import DocumentSet, Rows
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.resolve.data import check_amount
@@ -32,7 +33,8 @@ def with_length(config: Config, data: DataSet, automatic: frozenset[str]) -> Con
     if "train.seq_len" not in automatic:
         return config
     parts = [data.train] if data.val is None else [data.train, data.val]
-    chats = [part for part in parts if isinstance(part, DocumentSet)]
+    contents = [each for part in parts for each in contents_of(part)]
+    chats = [each for each in contents if isinstance(each, DocumentSet)]
     if chats:
         length = _rounded_up(max(int(part.lengths.max(initial=2)) for part in chats) - 1)
         if chats[0].packing.shares_rows:
@@ -54,9 +56,10 @@ def with_size(config: Config, data: DataSet, automatic: frozenset[str]) -> Confi
     train = config.train
     if not automatic.issuperset(SIZES):
         return config
-    size, rows = train.global_batch_size, data.train.rows(train.seq_len)
-    if isinstance(rows, PackedRows):
-        wanted = _rounded_down(_epochs(config) * len(rows) / _WANTED)
+    size = train.global_batch_size
+    if config.data.name == CHAT:
+        count = len(data.train.rows(train.seq_len))
+        wanted = _rounded_down(_epochs(config) * count / _WANTED)
         size = min(size, max(wanted, _FEWEST))
     config = replace(config, train=replace(train, global_batch_size=size))
     return with_enough_samples(config, automatic)
@@ -87,7 +90,7 @@ def total_steps(config: Config, data: DataSet) -> int:
         steps = train.steps if train.epochs is None else min(train.steps, epochs)
     elif train.tokens is not None:
         steps = math.ceil(train.tokens / (plan.global_batch_size * train.seq_len))
-    elif train.epochs is None and not isinstance(rows, PackedRows):
+    elif train.epochs is None and config.data.name != CHAT:
         steps = _STEPS
     else:
         steps = epochs
@@ -107,12 +110,12 @@ def _within(rows: Rows, steps: int, size: int, *, asked: bool) -> int:
     return length // size
 
 
-def with_warmup(config: Config, data: DataSet, automatic: frozenset[str]) -> Config:
+def with_warmup(config: Config, automatic: frozenset[str]) -> Config:
     """Shorten a warmup that is `automatic` to a tenth of the steps on conversations."""
     given, train = config.lr_scheduler, config.train
     assert train.steps is not None
     most = given.warmup_steps  # None: a share
-    if most is None or not isinstance(data.train, DocumentSet) or _WARMUP not in automatic:
+    if most is None or config.data.name != CHAT or _WARMUP not in automatic:
         return config
     steps = min(most, -(-train.steps // 10))
     return replace(config, lr_scheduler=replace(given, warmup_steps=steps))

@@ -14,7 +14,7 @@ from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words
 from fsdpctl.config.sources import absolute_paths
-from fsdpctl.data.data_set import DataSet
+from fsdpctl.data.data_set import DataSet, contents_of
 from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import PackedRows
 from fsdpctl.data.token_files import check_tokens
@@ -96,15 +96,19 @@ def with_data(config: Config, data: DataSet) -> Config:
 
 def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
     """Return notes about the data, a line each."""
-    rows = data.train.rows(config.train.seq_len)
-    if not isinstance(rows, PackedRows):
+    length = config.train.seq_len
+    rows = [each.rows(length) for each in contents_of(data.train)]
+    packed = [each for each in rows if isinstance(each, PackedRows)]
+    if not packed:
         return data.notes
-    text = f"{len(rows):,} packed sequences of {rows.seq_len:,} tokens, {rows.padding:.1%} padding"
-    if rows.num_too_long:
+    count, used = sum(map(len, packed)), sum(each.num_tokens for each in packed)
+    padding = 1 - used / (count * length) if count else 0.0
+    text = f"{count:,} packed sequences of {length:,} tokens, {padding:.1%} padding"
+    if too_long := sum(each.num_too_long for each in packed):
         what = "truncated" if config.data.too_long == "truncate" else "dropped"
-        text += f"; {rows.num_too_long:,} samples are longer: {what} (data.too_long)"
-    if rows.num_untrained:
-        text += f"; {rows.num_untrained:,} dropped, without a trained token in a sequence"
+        text += f"; {too_long:,} samples are longer: {what} (data.too_long)"
+    if untrained := sum(each.num_untrained for each in packed):
+        text += f"; {untrained:,} dropped, without a trained token in a sequence"
     return (*data.notes, text)
 
 

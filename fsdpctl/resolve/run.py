@@ -103,7 +103,7 @@ def _open(composed: Composed, where: Place) -> Opened:
     config = replace(config, optimizer=_with_lr(config.optimizer, config.model, module))
     steps = total_steps(config, data)
     config = replace(config, train=replace(config.train, steps=steps, epochs=None, tokens=None))
-    config = with_warmup(config, data, composed.automatic)
+    config = with_warmup(config, composed.automatic)
     config = _with_run_dir(config, composed.recipe)
     notes += notes_on_data(config, data)
     return Opened(config, composed.automatic, data, module, steps, notes)

@@ -6,8 +6,7 @@ import pytest
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.config.data_files import option_of_data
-from fsdpctl.config.sources import absolute_paths
-from fsdpctl.data.chats.files import sources_of
+from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.files import find_data
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
@@ -103,7 +102,7 @@ def test_names_are_sources_and_are_tokenized(cached, tmp_path):
     path = f"hf://org/texts:a:0.3,{tmp_path}/x.jsonl:0.7"
     (tmp_path / "x.jsonl").write_text('{"text": "x"}')
     assert absolute_paths(path) == path
-    assert [(each.group, each.share) for each in sources_of(path).train] == [
+    assert [(each.path, each.share) for each in sources_in(path)] == [
         ("hf://org/texts:a", 0.3),
         (f"{tmp_path}/x.jsonl", 0.7),
     ]

@@ -79,7 +79,7 @@ def test_each_trained_token_is_a_target_once_after_its_predecessor(lengths, shar
     assert sorted(found) == sorted(wanted)
     assert rows.num_targets == len(wanted)
     filled = sum(rows[number].filling for number in range(len(rows)))
-    assert rows.padding == pytest.approx(filled / max(1, len(rows) * ROOM))
+    assert rows.num_tokens == len(rows) * ROOM - filled
 
 
 def test_documents_without_trained_tokens_are_dropped_and_counted():

@@ -1,20 +1,20 @@
 """Files of conversations, rendered and tokenized: the arrays of a data set."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpctl.data.chats.files import ChatSource, is_held_out, repeat_hash, repeats
 from fsdpctl.data.chats.formats import Chat, ChatLine, Plain
 from fsdpctl.data.chats.rows import lines_of
 from fsdpctl.data.chats.samples import ChatSample
 from fsdpctl.data.chats.workers import TemplateSetup, rendered
-from fsdpctl.data.files import batches
+from fsdpctl.data.files import batches, is_held_out
 from fsdpctl.data.packing import Flags
 from fsdpctl.data.tokenizer import Encoded, FileTokenizer, Tokens
 from fsdpctl.errors import UsageError
@@ -28,9 +28,10 @@ _BATCH = 1 << 20  # characters that are tokenized together: a token and its plac
 class BuildPlan:
     """The files of a data set and how to render them."""
 
-    sources: tuple[ChatSource, ...]
-    val_sources: tuple[ChatSource, ...]
-    val_fraction: float  # of the sources, if there are no val_sources
+    key: str  # that names them
+    train: Sequence[Path]
+    validation: Sequence[Path]
+    val_fraction: float  # of `train`, if there are no files of validation
     prompt: str  # `data.prompt`
     setup: Callable[[], tuple[TemplateSetup, str]]  # the template and its location
 
@@ -44,14 +45,6 @@ class Built:
     formats: list[str]  # per file, validation files last
     end_tokens: list[int]
     keys: list[dict[str, dict[str, int]]]  # per file, the rows with each key, as `Keys`
-
-
-@dataclass(frozen=True, slots=True)
-class _Destination:
-    """The part that the samples of a line belong to, and how often an epoch repeats them."""
-
-    part: str
-    times: int
 
 
 @dataclass(slots=True)
@@ -83,69 +76,34 @@ class Building:
         Raises:
             UsageError: If a line can't be trained on, or if no sample is left to train on.
         """
-        times = self._times()
+        before = self._tokenizer.begun
         with doing("tokenizing", CONVERSATIONS) as self._advance:
-            formats = [
-                self._add(source, None if times is None else times[number])
-                for number, source in enumerate(self._plan.sources)
-            ]
-            formats += [self._add(each, None, "val") for each in self._plan.val_sources]
+            formats = [self._add(each) for each in self._plan.train]
+            formats += [self._add(each, "val") for each in self._plan.validation]
         if not self._parts["train"].tokens:
             dropped = self._counts["without_loss"]
             reason = f"; {dropped} samples have no token that is trained on" if dropped else ""
-            raise UsageError(f"data.path: nothing to train on{reason}")
+            verb = "train" if self._plan.key == "data.path" else "validate"
+            raise UsageError(f"{self._plan.key}: nothing to {verb} on{reason}")
         arrays = {
             f"{name}.{kind}": array
             for name, part in self._parts.items()
             if part.tokens
             for kind, array in part.arrays(self._tokenizer.dtype).items()
         }
-        self._counts["begun"] = self._tokenizer.begun
+        self._counts["begun"] = self._tokenizer.begun - before
         ends = [token for token, _ in self._ends.most_common(4)]
         keys = [{k: dict(counts) for k, counts in each.items()} for each in self._keys]
         return Built(arrays, dict(self._counts), formats, ends, keys)
 
-    def _times(self) -> list[NDArray[np.int64]] | None:
-        """Return how often each conversation is repeated, which needs their number; None: once."""
-        groups = {each.group: each.share for each in self._plan.sources if each.share is not None}
-        if not groups:
-            return None
-        hashes = []
-        for source in self._plan.sources:
-            found = [
-                repeat_hash(content)
-                for _, content in lines_of(source.path, prompt=self._plan.prompt)[1]
-                if not self._holds_out(content)
-            ]
-            hashes.append(np.array(found, dtype=np.uint64))
-        files = [each.group for each in self._plan.sources]
-        joined = [
-            np.concatenate([found for found, of in zip(hashes, files, strict=True) if of == group])
-            for group in groups
-        ]
-        of_group = dict(zip(groups, repeats(joined, list(groups.values())), strict=True))
-        times = []
-        for group, count in zip(files, map(len, hashes), strict=True):
-            times.append(of_group[group][:count])
-            of_group[group] = of_group[group][count:]
-        return times
-
-    def _holds_out(self, content: bytes) -> bool:
-        return not self._plan.val_sources and is_held_out(content, self._plan.val_fraction)
-
-    def _add(
-        self,
-        source: ChatSource,
-        times: NDArray[np.int64] | None,
-        part: str | None = None,
-    ) -> str:
+    def _add(self, file: Path, part: str | None = None) -> str:
         """Add the samples of a file, to `part` or to the part that each line's hash decides.
 
         Returns:
             The format of the file.
         """
-        name, lines = lines_of(source.path, self._counts, self._plan.prompt)
-        placed = self._placed(lines, source.path, times, part)
+        name, lines = lines_of(str(file), self._counts, self._plan.prompt)
+        placed = self._placed(lines, part)
         first = next(placed, None)
         if first is None:
             return name
@@ -160,57 +118,44 @@ class Building:
         return name
 
     def _placed(
-        self,
-        lines: Iterator[tuple[ChatLine, bytes]],
-        path: str,
-        times: NDArray[np.int64] | None,
-        part: str | None,
-    ) -> Iterator[tuple[ChatLine, _Destination]]:
-        """Yield each line with its destination, without lines that an epoch doesn't contain."""
-        number = 0
+        self, lines: Iterator[tuple[ChatLine, bytes]], part: str | None
+    ) -> Iterator[tuple[ChatLine, str]]:
+        """Yield each line with its part."""
         self._keys.append({"followed": Counter(), "ignored": Counter()})
+        fraction = 0.0 if self._plan.validation else self._plan.val_fraction
         for line, content in lines:
             self._advance(1)
             for name, counts in self._keys[-1].items():
                 for key in getattr(line.keys, name):
                     counts[key[:80]] += 1
-            to = part or ("val" if self._holds_out(content) else "train")
-            repeated = 1
-            if times is not None and to == "train":
-                if number >= len(times):
-                    raise UsageError(f"{path}: changed while it was read")
-                repeated = int(times[number])
-                number += 1
-            self._counts["val_chats" if to == "val" else "chats"] += repeated
-            if repeated:
-                yield line, _Destination(to, repeated)
+            to = part or ("val" if is_held_out(content, fraction) else "train")
+            self._counts["val_chats" if to == "val" else "chats"] += 1
+            yield line, to
 
-    def _rendered(
-        self, rows: Iterator[tuple[ChatLine, _Destination]]
-    ) -> Iterator[tuple[ChatSample, _Destination]]:
-        destinations: deque[_Destination] = deque()
+    def _rendered(self, rows: Iterator[tuple[ChatLine, str]]) -> Iterator[tuple[ChatSample, str]]:
+        parts: deque[str] = deque()
 
         def chats() -> Iterator[tuple[Chat, str]]:
-            for line, destination in rows:
+            for line, part in rows:
                 assert isinstance(line.content, Chat)
-                destinations.append(destination)
+                parts.append(part)
                 yield line.content, line.where
 
         for made in rendered(*self._plan.setup(), chats()):
-            destination = destinations.popleft()
+            part = parts.popleft()
             self._counts.update(made.counts)
             self._counts["marked"] += any(each.is_marked for each in made.samples)
             self._counts["found"] += any(not each.is_marked for each in made.samples)
             for sample in made.samples:
-                yield sample, destination
+                yield sample, part
 
-    def _take(self, tokens: Tokens, trained: Flags, to: _Destination) -> None:
+    def _take(self, tokens: Tokens, trained: Flags, part: str) -> None:
         if not trained[1:].any():  # the first token of a sample is never a target
             self._counts["without_loss"] += 1
             return
         self._ends.update(self._encoder.ends(tokens, trained))
-        self._parts[to.part].tokens += [tokens] * to.times
-        self._parts[to.part].trained += [trained] * to.times
+        self._parts[part].tokens.append(tokens)
+        self._parts[part].trained.append(trained)
 
 
 class Encoder:

@@ -3,9 +3,9 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from fsdpctl.data.chats.files import ChatSource
 from fsdpctl.data.chats.formats import TOOLS
 from fsdpctl.data.chats.template import ChatTemplate
 from fsdpctl.data.chats.values import shown
@@ -15,7 +15,7 @@ MOST_FILES, _MOST_KEYS = 8, 12  # that are named
 
 
 def notes_on_files(
-    files: Sequence[ChatSource], facts: Mapping[str, Any], template: ChatTemplate | None
+    files: Sequence[Path], facts: Mapping[str, Any], template: ChatTemplate | None
 ) -> list[str]:
     """Return the format of each file, and the keys that neither fsdpctl nor the template uses."""
     written = "" if template is None else template.text + template.tool_text
@@ -32,10 +32,9 @@ def notes_on_files(
         if number >= MOST_FILES:
             rest.update(ignored)
             continue
-        share = "" if file.share is None else f", {file.share:.1%} of an epoch"
         more = f", with {listed(followed)}" if followed else ""
-        lines.append(f"{file.path}: {name}{share}{more}")
-        lines += [f"{file.path}: ignored: {listed(ignored)}"] if ignored else []
+        lines.append(f"{file}: {name}{more}")
+        lines += [f"{file}: ignored: {listed(ignored)}"] if ignored else []
     if len(files) > MOST_FILES:
         text = counted(len(files) - MOST_FILES, "more file")
         lines.append(f"{text}, ignored: {listed(rest)}" if rest else text)

@@ -1,25 +1,29 @@
 """Conversations of the section `data`, rendered and tokenized once, then mapped from the cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from fsdpctl.config.data import DataConfig
+from fsdpctl.config.data import CHAT, DataConfig
+from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data.cache import CacheEntry, read_cache, write_cache
 from fsdpctl.data.chats.building import PARTS, Building, BuildPlan
-from fsdpctl.data.chats.file_notes import MOST_FILES, counted, notes_on_files
-from fsdpctl.data.chats.files import ChatFiles, files_checksum, sources_of
+from fsdpctl.data.chats.file_notes import counted, notes_on_files
 from fsdpctl.data.chats.template import ChatTemplate, control_pattern, open_template
 from fsdpctl.data.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
 from fsdpctl.data.data_set import DataSet
+from fsdpctl.data.files import find_data
 from fsdpctl.data.packing import DocumentSet, Packing
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
-from fsdpctl.errors import UsageError, first_of
+from fsdpctl.errors import UsageError
+from fsdpctl.io.files import open_regular
 
-_Rendering = tuple[FileTokenizer, ChatTemplate | None, str]  # with today's date
+_CHUNK_BYTES = 1 << 22
 _ENCODING = 6  # increase it if the same input gives other tokens
 _POLICIES = {
     "split": "each is trained on as it is when it is the last one",
@@ -49,27 +53,34 @@ _EVENTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class ChatSet(DataSet):
-    """The conversations that a run trains and validates on."""
+class Rendering:
+    """What conversations are rendered and tokenized with."""
 
-    train: DocumentSet
-    val: DocumentSet | None
+    config: DataConfig
+    seed: int  # determines which conversations share a sequence
     tokenizer: FileTokenizer
+    template: ChatTemplate | UsageError  # the error matters once a line needs a template
+    today: str
+
+    @property
+    def known(self) -> ChatTemplate | None:
+        """The template, if there is one."""
+        return None if isinstance(self.template, UsageError) else self.template
+
+    def setup(self) -> tuple[TemplateSetup, str]:
+        """Return what a process needs to render conversations, and where the template is."""
+        if isinstance(self.template, UsageError):
+            raise self.template
+        setup = setup_of(self.template, self.tokenizer, self.today, self.config)
+        return setup, self.template.source
 
 
-def open_chats(config: DataConfig, seed: int = 0) -> ChatSet:
-    """Open the conversations of a run.
-
-    Args:
-        config: The section `data`; `tokenizer` is the directory of a tokenizer and, unless
-            `template` is set, a chat template.
-        seed: Determines which conversations share a sequence.
+def rendering_of(config: DataConfig, seed: int) -> Rendering:
+    """Open the tokenizer and the template of the section `data`.
 
     Raises:
-        UsageError: If a file, a line, the template or the tokenizer can't be used.
+        UsageError: If one of them can't be used.
     """
-    if config.path is None:
-        raise UsageError("data=chat: data.path is required, such as data.path=FILE.jsonl")
     if config.tokenizer in (None, BYTES):
         raise UsageError(
             "data=chat: requires a model's tokenizer; set model=hf model.path=DIR, or "
@@ -78,60 +89,51 @@ def open_chats(config: DataConfig, seed: int = 0) -> ChatSet:
     today = _date(config.date)
     tokenizer = open_tokenizer(config.tokenizer)
     assert isinstance(tokenizer, FileTokenizer)
-    template = _template(config, tokenizer)
-    files = sources_of(config.path)
-    held = files.validation if config.takes_validation else ()
-    if config.val_path is not None:
-        held = sources_of(config.val_path, "data.val_path").train
-    if any(each.share is not None for each in held):
-        raise UsageError(f"data.val_path={config.val_path}: shares are only valid in data.path")
+    return Rendering(config, seed, tokenizer, _template(config, tokenizer), today)
 
-    def setup() -> tuple[TemplateSetup, str]:
-        if isinstance(template, UsageError):
-            raise template
-        return setup_of(template, tokenizer, today, config), template.source
 
-    known = None if isinstance(template, UsageError) else template
-    files = replace(files, validation=held)
-    name = _entry_name(config, files, (tokenizer, known, today))
+def open_chats(rendering: Rendering, config: DataConfig, key: str = "data.path") -> DataSet:
+    """Open the conversations at `config.path`, which `key` names.
+
+    Raises:
+        UsageError: If a file, a line or the template can't be used.
+    """
+    found = find_data(str(config.path), key, CHAT)
+    files = replace(found, validation=found.validation if config.takes_validation else ())
+    name = _entry_name(config, files, rendering)
     entry = read_cache(name)
     if entry is None:
-        plan = BuildPlan(files.train, held, config.val_fraction, config.prompt, setup)
-        built = Building(plan, tokenizer).build()
+        plan = BuildPlan(
+            key,
+            files.train,
+            files.validation,
+            config.val_fraction,
+            config.prompt,
+            rendering.setup,
+        )
+        built = Building(plan, rendering.tokenizer).build()
         names = ("counts", "formats", "end_tokens", "keys")
         facts = {each: getattr(built, each) for each in names}
         entry = write_cache(name, built.arrays, facts)
-    return _data_set(config, seed, files, entry, (tokenizer, known, today))
-
-
-def _data_set(
-    config: DataConfig, seed: int, files: ChatFiles, entry: CacheEntry, rendering: _Rendering
-) -> ChatSet:
-    tokenizer, template, today = rendering
     counts: dict[str, int] = entry.facts["counts"]
+    template = rendering.known
     if not (counts.get("marked") or counts.get("found")):
         template = None  # all lines are plain text
-    packing = Packing(config.packing is not False, config.too_long, seed)
-    train, val = (_part(entry, name, packing, str(config.path)) for name in PARTS)
+    packing = Packing(config.packing is not False, config.too_long, rendering.seed)
+    train, val = (_part(entry, part, packing, str(config.path)) for part in PARTS)
     assert train is not None
-    names = dict.fromkeys(
-        each.path if each.share is None else f"{each.group} ({each.share:.0%})"
-        for each in files.train
-    )
-    abouts = [
-        f"{path}: {each.about(validates=config.takes_validation)}"
-        for path, each in files.found
-        if each.left_out or each.validation
-    ]
+    about = found.about(validates=config.takes_validation)
     about_files = tuple(notes_on_files([*files.train, *files.validation], entry.facts, template))
-    return ChatSet(
+    today = rendering.today
+    named = [("train" if key == "data.path" else "validation", train), ("validation", val)]
+    return DataSet(
         train,
         val,
-        tokenizer,
-        tokenizer.vocab_size,
-        "; ".join([first_of(list(names), MOST_FILES), *abouts]),
+        rendering.tokenizer,
+        rendering.tokenizer.vocab_size,
+        str(config.path) if about == "1 file" else f"{config.path}, {about}",
         gzip_bits_per_byte=None,
-        notes=(*about_files, *_notes(config, entry, (train, val), (template, today))),
+        notes=(*about_files, *_notes(config, counts, named, (template, today))),
         about_files=about_files,
         date=today if template is not None and template.tells_date else None,
         template=template.text if template is not None and config.template is not None else None,
@@ -194,15 +196,15 @@ def setup_of(
     )
 
 
-def _entry_name(config: DataConfig, files: ChatFiles, rendering: _Rendering) -> str:
+def _entry_name(config: DataConfig, files: DataFiles, rendering: Rendering) -> str:
     """Return the name of the cache entry: a checksum of everything that determines the tokens."""
-    tokenizer, template, today = rendering
+    template = rendering.known
     parts = [
         str(_ENCODING),
-        *map(files_checksum, (files.train, files.validation)),
-        tokenizer.checksum,
+        *map(_checksum, (files.train, files.validation)),
+        rendering.tokenizer.checksum,
         "" if template is None else template.checksum,
-        today if template is not None and template.tells_date else "",
+        rendering.today if template is not None and template.tells_date else "",
         config.prompt,
         config.train_on,
         config.rewritten_turns,
@@ -211,27 +213,38 @@ def _entry_name(config: DataConfig, files: ChatFiles, rendering: _Rendering) -> 
     return f"chats-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}"
 
 
+def _checksum(files: Sequence[Path]) -> str:
+    """Return a checksum of the contents of files."""
+    digest = xxhash.xxh3_128()
+    for path in files:
+        with open(open_regular(path, follows=True), "rb") as file:
+            size = 0
+            while part := file.read(_CHUNK_BYTES):
+                digest.update(part)
+                size += len(part)
+        digest.update(size.to_bytes(8, "little"))
+    return digest.hexdigest()
+
+
 def _notes(
     config: DataConfig,
-    entry: CacheEntry,
-    parts: tuple[DocumentSet, DocumentSet | None],
+    counts: dict[str, int],
+    parts: Sequence[tuple[str, DocumentSet | None]],
     rendering: tuple[ChatTemplate | None, str],
 ) -> tuple[str, ...]:
     """Return lines about the data, most important first."""
-    counts: dict[str, int] = entry.facts["counts"]
     template, today = rendering
     lines = []
     if template is not None:
         lines += _about_template(config, counts, template, today)
-    train, val = parts
-    lines.append(_about_part("train", train, counts.get("chats", 0)))
-    if val is not None:
-        lines.append(_about_part("validation", val, counts.get("val_chats", 0)))
-    elif config.val_fraction:
-        lines.append(
-            f"no validation: data.val_fraction={config.val_fraction:g} selects none of the few "
-            "conversations"
-        )
+    for (name, part), chats in zip(parts, ("chats", "val_chats"), strict=False):
+        if part is not None:
+            lines.append(_about_part(name, part, counts.get(chats, 0)))
+        elif config.val_fraction:
+            lines.append(
+                f"no validation: data.val_fraction={config.val_fraction:g} selects none of the "
+                "few conversations"
+            )
     policy = f"{_POLICIES.get(config.rewritten_turns)} (data.rewritten_turns)"
     lines += (
         f"{counted(counts[name], noun)} {text.format(policy=policy)}"

@@ -69,9 +69,10 @@ def _piece(
     return whole, tokenizer.decode_all(tokens[start:stop])
 
 
-def histogram(chats: DocumentSet) -> list[str]:
+def histogram(chats: Sequence[DocumentSet]) -> list[str]:
     """Return the distribution of sample lengths: a line with a bar for each power of two."""
-    bins = np.bincount(np.ceil(np.log2(np.maximum(chats.lengths, 1))).astype(np.int64))
+    lengths = np.concatenate([each.lengths for each in chats])
+    bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
     used = np.flatnonzero(bins)
     if not len(used):
         return []

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.data.chats.open import ChatSet, open_chats
+from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer
 from tests.data.chats.families import write_lines, write_tokenizer
@@ -14,12 +14,12 @@ DATE = "2026-01-31"
 
 def opened(
     folder: Path, name: str, rows: list[Any], template: str | None = None, **about: Any
-) -> ChatSet:
+) -> Any:
     """Open rows with the template of the family, or with `template`."""
     tokenizer = write_tokenizer(folder / "tokenizer", name, template)
     file = write_lines(folder / "chats.jsonl", rows)
     given = {"val_fraction": 0, "date": DATE, "path": str(file), **about}
-    return open_chats(DataConfig(name="chat", tokenizer=str(tokenizer), **given))
+    return open_data(DataConfig(name="chat", tokenizer=str(tokenizer), **given))
 
 
 def trained_texts(chats: DocumentSet, tokenizer: FileTokenizer) -> list[list[str]]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fsdpctl.data.chats.files import sources_of
 from fsdpctl.data.chats.formats import Chat, Plain
 from fsdpctl.data.chats.rows import lines_of
+from fsdpctl.data.files import find_data
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import say, write_lines
 
@@ -184,20 +184,16 @@ def test_directories_and_globs_are_sorted_files_of_conversations(tmp_path, monke
         file = tmp_path / "chats" / name
         file.parent.mkdir(exist_ok=True, parents=True)
         file.write_text({"dataset_info.json": "{}", "e.txt": "x"}.get(name, row))
-    (_, files), found = sources_of("chats").found[0], sources_of("chats").train
     paths = ["chats/a.json", "chats/b.jsonl", "chats/d.jsonl.gz", "chats/sub/c.parquet"]
-    assert [each.path for each in found] == paths
+    files = find_data("chats", option="chat")
+    assert [*map(str, files.train)] == paths
     assert {name for _, name in files.left_out} == {"e.txt", "README.md", "dataset_info.json"}
-    assert [each.path for each in sources_of("chats/*.jsonl*").train] == [paths[1], paths[2]]
-    both = sources_of("chats/sub/,chats/*.json").train
-    assert [each.path for each in both] == [paths[3], paths[0]]
-    shared = [(each.group, each.share) for each in sources_of("chats:1,chats/a.json:3").train]
-    assert shared == [("chats", 0.25)] * 4 + [("chats/a.json", 0.75)]
+    assert [*map(str, find_data("chats/*.jsonl*").train)] == [paths[1], paths[2]]
     with pytest.raises(UsageError, match="not found"):
-        sources_of("none/*")
+        find_data("none/*")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.txt").write_text("x")
     with pytest.raises(
         UsageError, match="data.path=empty: no conversations found; expected .jsonl"
     ):
-        sources_of("empty")
+        find_data("empty", option="chat")

@@ -5,8 +5,6 @@ import json
 
 import pytest
 
-from fsdpctl.config.sources import absolute_paths
-from fsdpctl.data.chats.files import ChatSource, sources_of
 from fsdpctl.data.chats.formats import Plain
 from fsdpctl.data.chats.rows import lines_of
 from fsdpctl.errors import UsageError
@@ -76,26 +74,6 @@ def test_errors_name_the_file_and_the_line(line, tmp_path):
         rows_of(file)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
-
-
-def test_files_have_shares_or_not(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.jsonl", "b.jsonl", "c,d:1.jsonl"):
-        (tmp_path / name).write_text("x")
-    assert sources_of("a.jsonl").train == (ChatSource("a.jsonl"),)
-    assert sources_of("c,d:1.jsonl").train == (ChatSource("c,d:1.jsonl"),)
-    assert sources_of("a.jsonl,b.jsonl").train == (ChatSource("a.jsonl"), ChatSource("b.jsonl"))
-    both = (
-        ChatSource("a.jsonl", 0.75, group="a.jsonl"),
-        ChatSource("b.jsonl", 0.25, group="b.jsonl"),
-    )
-    assert sources_of("[a.jsonl:3, b.jsonl:1]").train == both
-    whole = absolute_paths("[a.jsonl:3, b.jsonl:1]")
-    assert [each.path for each in sources_of(whole).train] == [
-        f"{tmp_path}/a.jsonl",
-        f"{tmp_path}/b.jsonl",
-    ]
-    assert [each.share for each in sources_of(whole).train] == [0.75, 0.25]
 
 
 # The text of axolotl's documentation of `type: alpaca`, whose answer it tokenizes apart.

@@ -8,9 +8,8 @@ import pytest
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.chats import building
-from fsdpctl.data.chats.files import is_held_out, repeats
-from fsdpctl.data.chats.open import open_chats
 from fsdpctl.data.chats.preview import histogram, preview
+from fsdpctl.data.files import is_held_out
 from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.errors import UsageError
@@ -137,25 +136,26 @@ def test_a_file_can_validate_instead(tmp_path):
     assert "ok 900" in said_in(found.val, found.tokenizer)[0]
 
 
-def test_shares_are_of_the_conversations_of_an_epoch(tmp_path):
-    a = write_lines(tmp_path / "a.jsonl", numbered(30, word="good"))
-    b = write_lines(tmp_path / "b.jsonl", numbered(10, 500, word="maybe"))
-    found = opened(tmp_path, "chatml", [], path=f"{a}:0.25,{b}:0.75")
-    texts = said_in(found.train, found.tokenizer)
-    assert len(texts) == 40
-    assert sum("good" in text for text in texts) == 10
-    assert sorted({texts.count(text) for text in texts if "good" in text}) == [1]
-    assert all(texts.count(text) == 3 for text in texts if "maybe" in text)
-    assert any("b.jsonl: messages, 75.0% of an epoch" in note for note in found.notes)
-
-
-def test_repeats_reach_their_shares_exactly():
-    hashes = [np.arange(count, dtype=np.uint64) for count in (100, 7)]
-    counts = repeats(hashes, [0.5, 0.5])
-    assert [int(each.sum()) for each in counts] == [54, 54]
-    assert counts[1].max() - counts[1].min() <= 1
-    with pytest.raises(UsageError, match="rounds to 0"):
-        repeats(hashes, [0.999, 0.001])
+def test_chats_are_mixed_by_share_of_sequences(tmp_path):
+    a = write_lines(tmp_path / "a.jsonl", numbered(300, word="good"))
+    b = write_lines(tmp_path / "b.jsonl", numbered(100, 900, word="maybe"))
+    held = write_lines(tmp_path / "held.jsonl", numbered(9, 2000))
+    about: Any = {"path": f"{a}:1,more={b}:3:2", "val_path": f"{held},{b}", "packing": False}
+    found = opened(tmp_path, "chatml", [], **about)
+    rows = found.train.rows(64)
+    assert [(each.name, each.share) for each in rows.parts] == [("a", 0.25), ("more", 0.75)]
+    assert np.bincount([rows.source_of(int(n)) for n in rows.order(0, 64, 0)]).tolist() == [16, 48]
+    assert rows.schedule.counts(2000)[1] == 200
+    texts = [found.tokenizer.decode(rows[int(n)].tokens.tolist()) for n in rows.order(0, 64, 0)]
+    assert sum("maybe" in text for text in texts) == 48
+    tokens = rows.to_line(400)
+    assert tokens["tokens/more"] == rows.of_part[1].num_tokens * 2
+    assert [len(each.content) for each in found.val.parts] == [9, 100]
+    assert found.description == "a (25.0%), more (75.0%)"
+    assert any(note.startswith("more: train: 100 conversations") for note in found.notes)
+    assert any(note.startswith("held: validation: 9 conversations") for note in found.notes)
+    with pytest.raises(UsageError, match=r"data\.val_path=.*shares are only valid in data\.path"):
+        opened(tmp_path, "chatml", numbered(1), val_path=f"{a}:1,{b}:1")
 
 
 def test_rows_are_counted_while_they_are_read(tmp_path):
@@ -163,7 +163,7 @@ def test_rows_are_counted_while_they_are_read(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", numbered(70))
     config = DataConfig(name="chat", path=str(file), tokenizer=str(tokenizer), val_fraction=0)
     with shown_activities() as seen:
-        found = open_chats(config)
+        found: Any = open_data(config)
     assert seen[-1].text().startswith("tokenizing: 70 conversations")
     assert len(found.train) == 70
     # In the order of the file, however many processes there are.
@@ -184,7 +184,7 @@ def test_errors_name_what_is_missing(change, said, tmp_path):
     file = write_lines(tmp_path / "a.jsonl", numbered(1))
     about = {"path": str(file), "tokenizer": str(tokenizer), **change}
     with pytest.raises(UsageError, match=said):
-        open_chats(DataConfig(name="chat", **about))
+        open_data(DataConfig(name="chat", **about))
 
 
 def test_chat_keys_require_chats(tmp_path):
@@ -222,7 +222,7 @@ def test_a_preview_of_a_long_sample_counts_the_tokens_that_it_leaves_out(tmp_pat
 
 
 def test_lengths_are_counted_by_powers_of_two():
-    lines = histogram(of_lengths(3, 4, 9, 1))
+    lines = histogram([of_lengths(3, 4), of_lengths(9, 1)])
     counts = [int(line.split("tokens")[1].split()[0]) for line in lines]
     assert counts == [1, 0, 2, 0, 1]
     assert [line.split("tokens")[0].split()[-1] for line in lines] == ["1", "2", "4", "8", "16"]

@@ -7,9 +7,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.data.chats import open as opening
 from fsdpctl.data.chats.render import Renderer, RenderError
 from fsdpctl.data.chats.template import open_template
+from fsdpctl.data.open import open_data
+from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import say, template_of, write_tokenizer
@@ -70,7 +71,8 @@ def test_a_given_file_is_used_and_a_missing_template_is_an_error(tmp_path):
         template=str(file),
         val_fraction=0,
     )
-    found = opening.open_chats(config)
+    found = open_data(config)
+    assert isinstance(found.train, DocumentSet)
     assert len(found.train) == 1
     assert any(str(file) in note for note in found.notes)
 
