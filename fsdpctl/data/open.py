@@ -103,14 +103,11 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
         one.train.num_tokens / total if each.share is None else each.share
         for each, one in zip(sources, found, strict=True)
     ]
-
     if least := next((n for n, x in zip(names, shares, strict=True) if x * PERIOD < 0.5), None):
         raise UsageError(
             f"{key}: {least}: its share is less than one of {PERIOD:,} samples; give it "
             "a larger one, or join it with another source"
         )
-
-    said = Counter(note for each in found for note in each.notes)
 
     def part(name: str) -> tuple[MixedSource, ...]:
         streams = [getattr(each, name) for each in found]
@@ -120,25 +117,30 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
     val = part("val")
     return replace(
         first,
-        train=Mixture(part("train")),
+        train=Mixture(part("train"), "" if key == _PATH else f" ({key})"),
         val=Mixture(val, " (data.val_fraction)") if val else None,
         description=", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
         gzip_bits_per_byte=None,
         token_files=tuple(file for each in found for file in each.token_files),
-        notes=(
-            *(f"{n}: {each.description}" for n, each in zip(names, found, strict=True)),
-            *dict.fromkeys(
-                note if said[note] == len(found) else f"{n}: {note}"
-                for n, each in zip(names, found, strict=True)
-                for note in each.notes
-            ),
-        ),
+        notes=_notes(names, found),
         about_files=tuple(note for each in found for note in each.about_files),
-        date=next((each.date for each in found if each.date is not None), None),
-        template=next((each.template for each in found if each.template is not None), None),
+        date=next((each.date for each in found if each.date), None),
+        template=next((each.template for each in found if each.template), None),
         end_tokens=tuple(dict.fromkeys(end for each in found for end in each.end_tokens)),
         has_val_files=any(each.has_val_files for each in found),
     )
+
+
+def _notes(names: Sequence[str], found: Sequence[DataSet]) -> tuple[str, ...]:
+    """Return the lines on each source, once those on all of them."""
+    said = Counter(note for each in found for note in each.notes)
+    about = list(zip(names, found, strict=True))
+    lines = (
+        note if said[note] == len(found) else f"{name}: {note}"
+        for name, each in about
+        for note in each.notes
+    )
+    return (*(f"{name}: {each.description}" for name, each in about), *dict.fromkeys(lines))
 
 
 def _check_alike(path: str, one: DataSet, other_path: str, other: DataSet) -> None:

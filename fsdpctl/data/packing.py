@@ -205,7 +205,7 @@ class PackedRows(Rows):
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all documents, but for the last of each."""
+        """The tokens of all documents, without the last of each."""
         return self._num_tokens
 
     def __len__(self) -> int:

@@ -54,7 +54,7 @@ _EVENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """What conversations are rendered and tokenized with."""
+    """The template and tokenizer that conversations are rendered and tokenized with."""
 
     config: DataConfig
     seed: int  # determines which conversations share a sequence
@@ -100,21 +100,7 @@ def open_chats(rendering: Rendering, config: DataConfig, key: str = "data.path")
     """
     found = find_data(str(config.path), key, CHAT)
     files = replace(found, validation=found.validation if config.takes_validation else ())
-    name = _entry_name(config, files, rendering)
-    entry = read_cache(name)
-    if entry is None:
-        plan = BuildPlan(
-            key,
-            files.train,
-            files.validation,
-            config.val_fraction,
-            config.prompt,
-            rendering.setup,
-        )
-        built = Building(plan, rendering.tokenizer).build()
-        names = ("counts", "formats", "end_tokens", "keys")
-        facts = {each: getattr(built, each) for each in names}
-        entry = write_cache(name, built.arrays, facts)
+    entry = _entry(config, files, rendering, key)
     counts: dict[str, int] = entry.facts["counts"]
     template = rendering.known
     if not (counts.get("marked") or counts.get("found")):
@@ -141,6 +127,17 @@ def open_chats(rendering: Rendering, config: DataConfig, key: str = "data.path")
         prompt=_first_prompt(val or train),
         has_val_files=bool(files.validation),
     )
+
+
+def _entry(config: DataConfig, files: DataFiles, rendering: Rendering, key: str) -> CacheEntry:
+    name = _entry_name(config, files, rendering)
+    if entry := read_cache(name):
+        return entry
+    parts = files.train, files.validation
+    plan = BuildPlan(key, *parts, config.val_fraction, config.prompt, rendering.setup)
+    built = Building(plan, rendering.tokenizer).build()
+    facts = {each: getattr(built, each) for each in ("counts", "formats", "end_tokens", "keys")}
+    return write_cache(name, built.arrays, facts)
 
 
 def _part(entry: CacheEntry, name: str, packing: Packing, origin: str) -> DocumentSet | None:
