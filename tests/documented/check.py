@@ -26,12 +26,15 @@ _WORK = (
     "fsdpctl.commands.train._train", "fsdpctl.commands.train._dry_run",
     "fsdpctl.estimate.search.estimates_of", "fsdpctl.commands.compare.command._comparison",
     "fsdpctl.resolve.run.open_run", "fsdpctl.commands.evaluate.open_run",
-    "fsdpctl.commands.sample.sample_text",
-    "fsdpctl.commands.sample.ChatSession", "fsdpctl.commands.checkpoint.consolidate",
+    "fsdpctl.commands.sample.sample_text", "fsdpctl.commands.sample.ChatSession",
+    "fsdpctl.commands.checkpoint.consolidate",
     "fsdpctl.commands.checkpoint.shard_weights", "fsdpctl.commands.checkpoint.write_gguf",
     "fsdpctl.checkpoint.peft.write_peft", "fsdpctl.commands.data.samples_of_step",
     "fsdpctl.commands.status.read_status", "fsdpctl.commands.compare_runs.compared_runs",
 )  # fmt: skip
+# Modules that are first imported while these are replaced would keep the replacements.
+for _each in COMMANDS.values():
+    import_module(f"fsdpctl.commands.{_each.module}")
 _PLACEHOLDERS = {"SEED": "1", "COUNT": "1"}
 _VALUED = ("--nproc-per-node", "-m", "-n", "-f")  # options of launchers, with a value
 
