@@ -34,7 +34,7 @@ _WORK = (
 )  # fmt: skip
 # Modules that are first imported while these are replaced would keep the replacements.
 for _each in COMMANDS.values():
-    import_module(f"fsdpctl.commands.{_each.module}")
+    importlib.import_module(f"fsdpctl.commands.{_each.module}")
 _PLACEHOLDERS = {"SEED": "1", "COUNT": "1"}
 _VALUED = ("--nproc-per-node", "-m", "-n", "-f")  # options of launchers, with a value
 
