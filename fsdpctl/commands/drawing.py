@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from fsdpctl.estimate.fit import Fit
-    from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.fit import Fit
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.predict.peak import peaks_by_moment
 
 _WIDTH, _BAR, _AROUND = 9.5, 0.42, 1.75  # inches: width, height per bar, margin
 _THICK = 0.62  # of a bar, relative to its space
@@ -71,7 +71,7 @@ def outer_legend(axes: Any, *, reverse: bool = False) -> None:
 
 
 def draw_estimates(
-    estimates: Sequence["RunEstimate"], folder: Path, name: str = "step"
+    estimates: Sequence[RunEstimate], folder: Path, name: str = "step"
 ) -> Iterator[Path]:
     """Draw memory over a step for each estimate, and a comparison of all; yield the files' paths.
 
@@ -84,7 +84,7 @@ def draw_estimates(
         yield _saved(_strategies(estimates), folder / "strategies.png")
 
 
-def draw_largest(fits: Sequence["Fit"], names: Sequence[str], folder: Path) -> Path:
+def draw_largest(fits: Sequence[Fit], names: Sequence[str], folder: Path) -> Path:
     """Draw the largest size that fits, a bar for each strategy."""
     config = next(each.estimate.config for each in fits if each.estimate is not None)
     is_model = fits[0].key == "model.num_layers"
@@ -107,7 +107,7 @@ def _saved(figure: Any, path: Path) -> Path:
     return path
 
 
-def _title(found: "RunEstimate") -> str:
+def _title(found: RunEstimate) -> str:
     config = found.config
     return (
         f"{config.model.name}, {config.model.num_layers} blocks, on {config.num_ranks} ranks, "
@@ -115,9 +115,7 @@ def _title(found: "RunEstimate") -> str:
     )
 
 
-def _step(found: "RunEstimate") -> Any:
-    from fsdpctl.predict.peak import peaks_by_moment
-
+def _step(found: RunEstimate) -> Any:
     moments = peaks_by_moment(found.step.script, found.step.recorder.item)
     heading = f"Memory of a step with {found.config.strategy.name}"
     figure, axes = new_figure(heading, _title(found), _HEIGHT)
@@ -144,7 +142,7 @@ def _step(found: "RunEstimate") -> Any:
     return figure
 
 
-def _strategies(estimates: Sequence["RunEstimate"]) -> Any:
+def _strategies(estimates: Sequence[RunEstimate]) -> Any:
     names = [each.config.strategy.name for each in estimates]
     figure, axes = bar_axes("Memory at the peak", _title(estimates[0]), names)
     left = [0.0] * len(estimates)
@@ -165,5 +163,5 @@ def _strategies(estimates: Sequence["RunEstimate"]) -> Any:
     return figure
 
 
-def _limit(found: "RunEstimate") -> str:
+def _limit(found: RunEstimate) -> str:
     return f"available ({found.config.cluster.name})"

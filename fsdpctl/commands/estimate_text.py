@@ -1,15 +1,27 @@
-"""The lines and tables of `fsdpctl estimate-memory`."""
+"""The work of `fsdpctl estimate-memory`, with its lines and tables."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from fsdpctl.commands.console import say, show_table
+from fsdpctl.commands.console import emit, note, say, show_json, show_table
+from fsdpctl.commands.drawing import draw_estimates, draw_largest
+from fsdpctl.config.compose import Composed
+from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
+from fsdpctl.estimate.advice import advice
+from fsdpctl.estimate.changes import Change
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.fit import FITTED, Fit, largest_that_fits, longer_samples
+from fsdpctl.estimate.from_others import ImportedConfig, completed
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import estimates_of
+from fsdpctl.importers.read import read_others
+from fsdpctl.io.activity import doing
 from fsdpctl.io.units import format_bytes
-
-if TYPE_CHECKING:
-    from fsdpctl.estimate.fit import Fit
-    from fsdpctl.estimate.from_others import ImportedConfig
-    from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.launch.begin import describe_ranking
+from fsdpctl.launch.check_fit import change_lines
+from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 
 _LARGE_BUFFERS = 0.25  # of a device, from which plain sharding of experts is hard to justify
 _VERDICTS = {
@@ -19,7 +31,144 @@ _VERDICTS = {
 }
 
 
-def heading(first: "RunEstimate") -> list[str]:
+def show_estimates(
+    composed: Composed,
+    others: ImportedConfig | None,
+    *,
+    every: bool,
+    fit: str | None,
+    plot: Path | None,
+    as_json: bool,
+) -> bool:
+    """Estimate and print; `others` is the file that is estimated. Return whether anything fits."""
+    estimator = Estimator()
+    found = estimates_of(estimator, composed, every=every)
+    estimates = [each for each, _ in found]
+    fits = [] if fit is None else [largest_that_fits(estimator, x.plan, fit) for x in estimates]
+    if plot is not None:
+        _draw(estimates, fits, plot)
+    if as_json:
+        entries = [
+            each.to_dict() | ({} if ranking is None else {"selected": ranking.to_dict()})
+            for each, ranking in found
+        ]
+        for entry, largest in zip(entries, fits, strict=False):
+            entry["fit"] = largest.to_dict()
+        if others is not None:
+            entries = [entry | {"from": others.to_dict()} for entry in entries]
+        show_json(entries if every else entries[0])
+        return any(each.fits for each in estimates)
+    if others is not None:
+        _show_translation(others)
+    if every:
+        _show_all(estimates, fits)
+        for each, ranking in found:
+            if ranking is not None:
+                say(f"{each.config.strategy.name}: {next(describe_ranking(ranking))}")
+    else:
+        ranking = found[0][1]
+        for line in [] if ranking is None else describe_ranking(ranking):
+            say(line)
+        _show_one(estimator, estimates[0], fits)
+    return any(each.fits for each in estimates)
+
+
+def show_verdicts(
+    files: Sequence[Path], words: Sequence[str], *, as_json: bool, require_fit: bool
+) -> int:
+    """Estimate each file of another tool with `words`, a line for each; return the exit code."""
+    verdicts = set()
+    for number, file in enumerate(files, start=1):
+        with doing(f"estimating {file} ({number} of {len(files)})"):
+            found = _judged(file, words)
+        verdict, text = found["verdict"], found.get("reason")
+        if verdict is not None:
+            verdicts.add(verdict)
+            peak, available = found["peak_reserved_bytes"], max(0, found["available_bytes"])
+            lost = f"; left out: {', '.join(found['left_out'])}" if found["left_out"] else ""
+            text = f"{verdict}, {format_bytes(peak)} of {format_bytes(available)}{lost}"
+        emit(json.dumps(found)) if as_json else say(f"{file}: {text}")
+    if require_fit and verdicts - {"fits"}:
+        return DoesNotFitError.exit_code
+    return 0 if verdicts else UsageError.exit_code
+
+
+def _judged(file: Path, words: Sequence[str]) -> dict[str, Any]:
+    """Return the verdict on a file as `StepEstimate.verdict`, or None and the reason."""
+    try:
+        others = completed(read_others(file.expanduser()), words)
+        ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
+    except (UsageError, CheckpointError) as error:
+        reason = str(error).removeprefix(f"{file}: ")
+        return {"file": str(file), "verdict": None, "reason": reason}
+    translation = others.translation
+    return {
+        "file": str(file),
+        "verdict": estimate.verdict,
+        "tool": translation.tool,
+        "peak_reserved_bytes": estimate.peak_reserved,
+        "available_bytes": estimate.available,
+        "left_out": [*(row.key for row in translation.excluded), *translation.unrecognized],
+    }
+
+
+def _draw(estimates: list[RunEstimate], fits: list[Fit], folder: Path) -> None:
+    fitted = [each.estimate for each in fits if each.estimate]
+    drawn = [*draw_estimates(estimates, folder), *draw_estimates(fitted, folder, "fit")]
+    for path in drawn:
+        note(f"written: {path}")
+    if len(fits) > 1 and any(each.estimate for each in fits):
+        names = [each.config.strategy.name for each in estimates]
+        note(f"written: {draw_largest(fits, names, folder)}")
+
+
+def _show_all(estimates: list[RunEstimate], fits: list[Fit]) -> None:
+    for line in _heading(estimates[0]):
+        say(line)
+    _show_strategies(estimates)
+    shown = {each.config.strategy.name for each in estimates}
+    engine = estimates[0].config.engine.name
+    known = strategies_of(engine)
+    if missing := [name for name in STRATEGIES if name not in known]:
+        say(f"engine={engine} does not support {', '.join(missing)}")
+    if refused := [name for name in known if name not in shown]:
+        say(f"other settings exclude {', '.join(refused)}; strategy={refused[0]} shows why")
+    for each, fit in zip(estimates, fits, strict=False):
+        say(f"{each.config.strategy.name}: {_fit_line(fit)}")
+
+
+def _show_one(estimator: Estimator, found: RunEstimate, fits: list[Fit]) -> None:
+    for line in _heading(found):
+        say(line)
+    _show_breakdown(found)
+    say()
+    for line in _conclusions(found):
+        say(line)
+    if fits:
+        say(f"fit     {_fit_line(fits[0])}")
+    if fits and fits[0].key == "train.seq_len" and fits[0].estimate is not None:
+        for words, longer in longer_samples(estimator, found.plan, fits[0]):
+            say(f"longer  {_fit_line(longer)}, with {' '.join(words)}")
+    nothing_fits = fits[0].estimate is None if fits else not found.fits
+    if nothing_fits:
+        changes = advice(estimator, found.plan)
+        for line in (*change_lines(changes), *_fits_with(estimator, changes, fits)):
+            say(line)
+
+
+def _fits_with(
+    estimator: Estimator, changes: list[tuple[Change, RunEstimate]], fits: list[Fit]
+) -> Iterator[str]:
+    """Yield the largest size that fits with each change, if nothing fits without."""
+    for fit in fits:
+        (what,) = (name for name, key in FITTED.items() if key == fit.key)
+        for change, _ in changes:
+            if not any(word.startswith(f"{fit.key}=") for word in change.words):
+                found = largest_that_fits(estimator, change.plan, what)
+                yield f"fit     {_fit_line(found)}, with {' '.join(change.words)}"
+
+
+def _heading(first: RunEstimate) -> list[str]:
     """Return lines with the configuration that is estimated."""
     config, launch, precision = first.config, first.config.launch, first.config.precision
     nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
@@ -48,7 +197,7 @@ def heading(first: "RunEstimate") -> list[str]:
     ]
 
 
-def _trained(estimate: "RunEstimate") -> str:
+def _trained(estimate: RunEstimate) -> str:
     counts = {"active": estimate.num_active, "trained": estimate.num_trained}
     parts = [
         f", {count:,} {what}" for what, count in counts.items() if count != estimate.num_params
@@ -56,7 +205,7 @@ def _trained(estimate: "RunEstimate") -> str:
     return "".join(parts)
 
 
-def show_strategies(estimates: list["RunEstimate"]) -> None:
+def _show_strategies(estimates: list[RunEstimate]) -> None:
     """Print the memory at the peak, a row for each strategy."""
     parts = [
         name
@@ -73,7 +222,7 @@ def show_strategies(estimates: list["RunEstimate"]) -> None:
     show_table(("strategy", *names, ""), rows, right=names)
 
 
-def show_breakdown(found: "RunEstimate") -> None:
+def _show_breakdown(found: RunEstimate) -> None:
     """Print the memory at the peak, a row for each purpose."""
     rows = []
     for name, nbytes in found.step.breakdown.items():
@@ -85,7 +234,7 @@ def show_breakdown(found: "RunEstimate") -> None:
     show_table((title, "", "largest tensors"), rows, right=("",))
 
 
-def conclusions(found: "RunEstimate") -> list[str]:
+def _conclusions(found: RunEstimate) -> list[str]:
     """Return lines about the device, the host and the verdict."""
     config, outside = found.config, found.outside
     on_device = found.available - found.peak_reserved
@@ -124,7 +273,7 @@ def conclusions(found: "RunEstimate") -> list[str]:
     return lines
 
 
-def _on_node(found: "RunEstimate") -> str:
+def _on_node(found: RunEstimate) -> str:
     if found.host_limit is None:
         return ""
     fits = "does not fit" if found.lacks_host_memory else "fits"
@@ -133,7 +282,7 @@ def _on_node(found: "RunEstimate") -> str:
     )
 
 
-def fit_line(found: "Fit") -> str:
+def _fit_line(found: Fit) -> str:
     """Return the largest size that fits, and how much memory the next one needs."""
     over = "; ".join(found.next.shortages) if found.next else ""
     if found.estimate is None:
@@ -146,7 +295,7 @@ def fit_line(found: "Fit") -> str:
     return f"{found.settings} ({held}); {found.value + found.multiple} does not fit ({over})"
 
 
-def show_translation(asked: "ImportedConfig") -> None:
+def _show_translation(asked: ImportedConfig) -> None:
     """Print a table of the file's keys with their settings, then the keys without any."""
     found = asked.translation
     rows = []
@@ -165,7 +314,7 @@ def show_translation(asked: "ImportedConfig") -> None:
         say(line)
 
 
-def _left_out(asked: "ImportedConfig") -> Iterator[str]:
+def _left_out(asked: ImportedConfig) -> Iterator[str]:
     found = asked.translation
     if asked.own_engine:
         yield f"engine  fsdpctl: {asked.own_engine}"
