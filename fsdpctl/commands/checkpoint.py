@@ -51,6 +51,17 @@ def opened_checkpoint(source: str) -> CheckpointReader:
     return open_checkpoint(source if is_remote(source) else str(found_checkpoint(Path(source))))
 
 
+def verify_base(reader: CheckpointReader) -> None:
+    """Verify the model that has the untrained weights of a checkpoint, if there is one."""
+    if reader.manifest.base is None:
+        return
+    from fsdpctl.checkpoint.base import checked_weights
+    from fsdpctl.comm.base import Collectives
+
+    with doing("verifying the base model"):
+        checked_weights(reader, Collectives())
+
+
 def consolidate_checkpoint(
     source: Source,
     destination: Annotated[
@@ -100,15 +111,11 @@ def consolidate_checkpoint(
         count = write_peft(reader, destination, overwrite=overwrite)
         say(f"{destination}: adapters, {count:,} bytes, of step {reader.manifest.progress.step}")
         return
-    from fsdpctl.checkpoint.base import checked_weights
-    from fsdpctl.comm.base import Collectives
-
     limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
     if format == "hf":
         check_destination(destination.resolve(), overwrite=overwrite)
     reader = opened_checkpoint(source)
-    with doing("verifying the base model"):
-        checked_weights(reader, Collectives())
+    verify_base(reader)
     about: dict[str, Any] = {"overwrite": overwrite, "merges": merge}
     if format == "gguf":
         dtype = EXPORT_DTYPES[dtype or "float32"]

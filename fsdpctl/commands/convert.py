@@ -60,7 +60,7 @@ def converted(source: Path, words: list[str]) -> ConvertedRecipe:
 
 
 def words_beside(source: Path, asked: ConfigArguments) -> list[str]:
-    """Return the settings beside another tool's file; UsageError if a recipe is given too."""
+    """Return the settings of the command line; UsageError if it has a recipe too."""
     if asked.recipe is not None:
         raise UsageError(
             f"--from {source}: conflicts with the recipe {asked.recipe}; pass only one"

@@ -66,9 +66,9 @@ def data(
     ] = None,
 ) -> None:
     """Show the training samples of one step."""
-    found = samples_of_step(run, step)
-    say(f"step {step}: {len(found.samples)} samples{found.about and '; '}{found.about}")
-    for sample in found.samples:
+    samples, rejected = samples_of_step(run, step)
+    say(f"step {step}: {len(samples)} samples{rejected and '; '}{rejected}")
+    for sample in samples:
         if rank is None or rank in sample.ranks:
             names = ", ".join(map(str, sample.ranks))
             whose = f" (rank{'s' * (len(sample.ranks) > 1)} {names})" if names else ""
@@ -84,16 +84,8 @@ class StepSample:
     text: str  # the tokens and the last target, decoded
 
 
-@dataclass(frozen=True, slots=True)
-class StepSamples:
-    """The samples of a step, and why it was rejected."""
-
-    about: str  # why the step was rejected; empty if it was applied
-    samples: list[StepSample]
-
-
-def samples_of_step(run_dir: Path, step: int) -> StepSamples:
-    """Return the samples of `step` of a run, whose data must not have changed."""
+def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
+    """Return the samples of a step, and why it was rejected; the data must not have changed."""
     from fsdpctl.data.batches import Batches
     from fsdpctl.resolve.settle import settle
     from fsdpctl.run.directory import read_config
@@ -130,7 +122,7 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
     samples = [
         StepSample(n, ranks.get(n, ()), text) for n, text in zip(numbers, texts, strict=True)
     ]
-    return StepSamples("" if bad is None else _in_words(bad), samples)
+    return samples, "" if bad is None else _in_words(bad)
 
 
 def _found(metrics: Path, step: int) -> tuple[RejectedRecord | None, int]:

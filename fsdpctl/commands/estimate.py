@@ -1,4 +1,4 @@
-"""`fsdpctl estimate-memory`: its options, and what is refused before torch is imported."""
+"""`fsdpctl estimate-memory`: its options, and the checks that need no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path

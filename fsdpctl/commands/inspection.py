@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdpctl.checkpoint.checksums import ExportedDirectory
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.commands.checkpoint import Source, opened_checkpoint
+from fsdpctl.commands.checkpoint import Source, opened_checkpoint, verify_base
 from fsdpctl.commands.console import AsJson, say, show_json, show_table
 from fsdpctl.config.sealed import CHECKSUMS
 from fsdpctl.io.activity import BYTES, doing
@@ -106,36 +106,24 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
 
     The exit code is 4 if one does not match.
     """
+    found: CheckpointReader | ExportedDirectory
     if (Path(source) / CHECKSUMS).exists():
-        _verify_export(Path(source), as_json=as_json)
-        return
-    reader = opened_checkpoint(source)
-    with doing("verifying", BYTES, reader.num_bytes) as advance:
-        for count in reader.verify():
-            advance(count)
-    base = reader.manifest.base
-    if base is not None:
-        from fsdpctl.checkpoint.base import checked_weights
-        from fsdpctl.comm.base import Collectives
-
-        checked_weights(reader, Collectives())
-    tensors = len(reader.manifest.tensors)
-    if as_json:
-        about = {"path": str(reader), "tensors": tensors, "bytes": reader.num_bytes}
-        show_json(about | {"verified": True})
+        found = ExportedDirectory(Path(source))
+        where, counts = str(found.folder), found.counts()
     else:
-        say(f"{reader}: {tensors} tensors, {reader.num_bytes:,} bytes verified")
-        if base is not None:
-            say(f"{base.path}: base model verified")
-
-
-def _verify_export(folder: Path, *, as_json: bool) -> None:
-    found = ExportedDirectory(folder)
-    counts = found.counts()
+        found = opened_checkpoint(source)
+        where = str(found)
+        counts = {"tensors": len(found.manifest.tensors), "bytes": found.num_bytes}
     with doing("verifying", BYTES, counts["bytes"]) as advance:
         for count in found.verify():
             advance(count)
+    (what, number), (_, size) = counts.items()
+    lines = [f"{where}: {number} {what}, {size:,} bytes verified"]
+    if isinstance(found, CheckpointReader) and found.manifest.base is not None:
+        verify_base(found)
+        lines.append(f"{found.manifest.base.path}: base model verified")
     if as_json:
-        show_json({"path": str(folder), **counts, "verified": True})
-    else:
-        say(f"{folder}: {counts['files']} files, {counts['bytes']:,} bytes verified")
+        show_json({"path": where, **counts, "verified": True})
+        return
+    for line in lines:
+        say(line)

@@ -2,7 +2,9 @@
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 
@@ -23,41 +25,41 @@ def report_exit(outcome: Outcome, run_dir: Path) -> None:
     is_interrupt = outcome.stop_signal == signal.SIGINT
     stopped = ExitCode.INTERRUPT if is_interrupt else ExitCode.STOPPED
     if outcome.was_stopped_at_start:
-        fail(TOO_EARLY)
-        raise typer.Exit(stopped)
+        _end(TOO_EARLY, stopped)
     if not outcome.has_failed:
-        chat, merge = _next_options(run_dir)
         say(f"done: {run_dir}")
-        say(
-            f"next: fsdpctl sample {run_dir}{chat}, or fsdpctl consolidate-checkpoint {run_dir} "
-            f"DIR{merge}"
-        )
+        say(_next(run_dir))
         return
     if cause is None or outcome.hang:
         _show_failure(cause, run_dir, outcome)
         raise typer.Exit(ExitCode.FAILED)
     if cause.exit_code == ExitCode.STOPPED:
-        fail(f"{cause.message}; run the same command to resume")
-        raise typer.Exit(stopped)
+        _end(f"{cause.message}; run the same command to resume", stopped)
     if cause.exit_code in FINAL:
-        fail(cause.message)
-        raise typer.Exit(cause.exit_code)
+        _end(cause.message, cause.exit_code)
     if outcome.stop_signal is not None and cause.exit_code == -signal.SIGKILL:
-        fail(f"killed; {AGAIN}")
-        raise typer.Exit(stopped)
+        _end(f"killed; {AGAIN}", stopped)
     _show_failure(cause, run_dir, outcome)
     raise typer.Exit(ExitCode.FAILED)
 
 
-def _next_options(run_dir: Path) -> tuple[str, str]:
+def _end(message: str, code: int) -> NoReturn:
+    fail(message)
+    raise typer.Exit(code)
+
+
+def _next(run_dir: Path) -> str:
     from fsdpctl.run.directory import read_config
 
-    try:
+    chat = merge = ""
+    with suppress(UsageError):
         config = read_config(run_dir)
-    except UsageError:
-        return "", ""
-    has_adapters = config.model.lora.rank is not None
-    return " --chat" * (config.data.name == "chat"), " --merge" * has_adapters
+        chat = " --chat" * (config.data.name == "chat")
+        merge = " --merge" * (config.model.lora.rank is not None)
+    return (
+        f"next: fsdpctl sample {run_dir}{chat}, or fsdpctl consolidate-checkpoint {run_dir} "
+        f"DIR{merge}"
+    )
 
 
 def _show_failure(cause: Failure | None, run_dir: Path, outcome: Outcome) -> None:

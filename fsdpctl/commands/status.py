@@ -238,8 +238,7 @@ def read_status(run_dir: Path) -> Status:
 
 def _lines(run_dir: Path) -> list[MetricsLine]:
     path = run_dir / METRICS
-    found = read_metrics(path, last_bytes=_METRICS_BYTES) if os.path.lexists(path) else ()
-    return list(found)
+    return [*read_metrics(path, last_bytes=_METRICS_BYTES)] if os.path.lexists(path) else []
 
 
 def _age(path: Path, now: float) -> float | None:

@@ -15,6 +15,8 @@ from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.resolve.settle import RunPlan
 from tests.commands.run import environment
+from tests.hostile import make_checkpoint
+from tests.run.runs import make_run
 
 SLOW = {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich", "psutil", "msgspec"}
 OWN = {
@@ -43,6 +45,13 @@ def test_help_imports_the_command_line_only():
     own = {each for each in found if each.split(".")[0] == "fsdpctl"}
     assert {"fsdpctl.commands.app"} <= own <= OWN
     assert found & SLOW == set()
+
+
+@pytest.mark.parametrize("command", ["status", "inspect-checkpoint", "verify-checkpoint"])
+def test_looking_at_a_run_imports_no_torch(tmp_path, command):
+    run = make_run(tmp_path / "run", done=3)
+    make_checkpoint(run / "checkpoints" / "step-00000003")
+    assert "torch" not in imported_by(command, str(run))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

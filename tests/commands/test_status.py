@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import asdict
 from typing import Any
@@ -17,7 +15,7 @@ from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, HEARTBEAT, LOGS, METRICS
 from fsdpctl.run.heartbeat import HeartbeatRecord, record_cause
 from fsdpctl.run.metrics import MetricsLine
-from tests.commands.run import environment, invoke
+from tests.commands.run import invoke
 from tests.fuzz.mutations import ODD
 from tests.hostile import everything_in
 from tests.run.runs import (
@@ -300,14 +298,3 @@ def test_a_missing_run_is_one_line_with_suggestions(tmp_path, monkeypatch):
     )
     code, said = invoke("status", "runs")
     assert (code, said) == (2, "runs: not a run of fsdpctl (config.yaml not found)")
-
-
-def test_the_command_imports_no_torch(tmp_path):
-    run = make_run(tmp_path / "run", done=3)
-    save(run, 3)
-    code = (
-        "import sys\nfrom fsdpctl.commands.app import app\n"
-        f"app(['status', {str(run)!r}], standalone_mode=False)\nsys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True)
-    assert done.returncode == 0, done.stderr
