@@ -51,15 +51,12 @@ class InitialAdapters:
         return "adapters"
 
     def names(self, kind: str) -> list[str]:
-        """Return the sorted names of the adapters' weights."""
         return sorted(self._shapes) if kind == PARAMETER else []
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a full tensor."""
         return TensorInfo(list(self._shapes[parameter_name(key)]), "F32")
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span` of a flattened tensor."""
         info = self.info(key)
         span = span or Span(0, info.numel)
         full = torch.empty(info.shape)

@@ -58,7 +58,6 @@ class Checksums:
         self._content.files[path.name] = FileInfo(size, whole.hexdigest())
 
     def write(self, folder: Path) -> None:
-        """Write the file with the checksums, also of the other files in `folder`."""
         for name, path in _files_in(folder):
             if name not in self._content.files:
                 content = path.read_bytes()

@@ -25,12 +25,10 @@ _MOST_PASSED_OVER = 3  # in full
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
-    """Return the directory of the checkpoint of a step."""
     return checkpoints / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in a checkpoint's name."""
     match = STEP.fullmatch(folder.name)
     assert match is not None
     return int(match.group(1))
@@ -177,7 +175,6 @@ def doomed(complete: Sequence[Path], keep: CheckpointConfig, spared: Collection[
 
 
 def remove_old(checkpoints: Path, keep: CheckpointConfig, spared: Collection[str] = ()) -> None:
-    """Delete the checkpoints that `keep` does not keep, except those named in `spared`."""
     for folder in doomed(complete_checkpoints(checkpoints), keep, spared):
         # If the deletion is interrupted, `remove_unfinished` deletes the rest.
         leaving = folder.with_name(f"{folder.name}.tmp-removed")

@@ -93,7 +93,6 @@ def _in_blocks(piece: Piece) -> Piece:
 
 
 def optimizer_steps(optimizer: ShardedOptimizer) -> dict[str, int]:
-    """Return the step counter of each parameter that this rank steps."""
     steps = {}
     for run, states in optimizer.run_states():
         if "step" in states:

@@ -40,11 +40,9 @@ class StoredSpan:
 
     @property
     def num_chunks(self) -> int:
-        """The number of checksums."""
         return len(self.digests) // _DIGEST_BYTES
 
     def is_chunk(self, number: int, data: memoryview) -> bool:
-        """Return whether the checksum of a chunk is that of `data`."""
         start = number * _DIGEST_BYTES
         return xxhash.xxh3_128_digest(data) == self.digests[start : start + _DIGEST_BYTES]
 
@@ -63,7 +61,6 @@ class Digests:
         self._room = CHUNK_BYTES
 
     def update(self, data: memoryview) -> None:
-        """Add the next bytes."""
         while data:
             piece, data = data[: self._room], data[self._room :]
             self._open.update(piece)
@@ -115,7 +112,6 @@ def tensor_key(kind: str, name: str) -> str:
 
 
 def parameter_name(key: str) -> str:
-    """Return the name of the parameter with a key."""
     return key.removeprefix(f"{PARAMETER}/")
 
 
@@ -136,12 +132,10 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        """The number of elements; 1 for a scalar."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
         return self.numel * ITEMSIZES[self.dtype]
 
 
@@ -192,7 +186,6 @@ class Manifest:
     base: BaseInfo | None = None  # where untrained weights are stored; None: in the checkpoint
 
     def to_json(self) -> str:
-        """Return the contents of manifest.json."""
         content = asdict(self)
         if self.base is None:
             del content["base"]
@@ -200,7 +193,6 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the checkpoint in `folder`."""
     where = f"{folder / MANIFEST}: corrupted"
     manifest = as_type(read_sealed(folder), Manifest, where, CheckpointError)
     _check(manifest, where)

@@ -108,11 +108,9 @@ class MergedWeights:
         return str(self._weights)
 
     def names(self, kind: str) -> list[str]:
-        """Return the sorted names of all tensors except adapters."""
         return [name for name in self._weights.names(kind) if not is_adapter(name)]
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a full tensor."""
         info = self._weights.info(key)
         is_rounded = parameter_name(key) in self._rounded
         if self._dtype is None or info.dtype not in FLOATS or not is_rounded:
@@ -120,7 +118,6 @@ class MergedWeights:
         return TensorInfo(info.shape, self._dtype)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span` of a flattened tensor in chunks."""
         name, info = parameter_name(key), self.info(key)
         stored = self._weights.info(key).dtype
         if name not in self._merged:
@@ -159,7 +156,6 @@ class MergedWeights:
         return self._last[1]
 
     def _full(self, name: str) -> Matrix:
-        """Read an adapter's matrix in float32."""
         key = tensor_key(PARAMETER, name)
         info = self._weights.info(key)
         parts = [

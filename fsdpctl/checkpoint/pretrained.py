@@ -98,7 +98,6 @@ def tokenizer_beside(folder: Path) -> str | None:
 
 
 def attached_files(reader: CheckpointReader) -> dict[str, bytes]:
-    """Read all attachments of a checkpoint, by name."""
     return {name: reader.attachment(name) or b"" for name in reader.manifest.attachments}
 
 

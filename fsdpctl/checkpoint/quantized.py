@@ -35,11 +35,9 @@ class QuantizedTensors:
         return str(self._source)
 
     def names(self, kind: str) -> list[str]:
-        """Return the sorted names of the tensors of one kind."""
         return self._source.names(kind)
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a full tensor."""
         stored, shape = self._source.info(key), self._shapes.get(parameter_name(key))
         if shape is None or stored.dtype == _BYTES:
             return stored
@@ -69,12 +67,10 @@ class DequantizedTensors(QuantizedTensors):
     """The same source, of which these weights are the float32 numbers that they are in training."""
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a full tensor."""
         info, shape = super().info(key), self._shapes.get(parameter_name(key))
         return info if shape is None else TensorInfo(list(shape), _FLOATS)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span` of a flattened tensor in chunks."""
         if parameter_name(key) not in self._shapes:
             yield from super().read(key, span)
             return

@@ -66,7 +66,6 @@ class CheckpointReader:
         return sum(info.size for info in self.manifest.files.values())
 
     def names(self, kind: str) -> list[str]:
-        """Return the sorted names of the tensors of one kind."""
         prefix = f"{kind}/"
         return sorted(key.removeprefix(prefix) for key in self._parts if key.startswith(prefix))
 
@@ -139,7 +138,6 @@ class CheckpointReader:
                 yield len(data)
 
     def copy_files(self, folder: Path) -> None:
-        """Copy the files of the checkpoint to an existing directory."""
         for name in (*self.manifest.files, *self.manifest.attachments, MANIFEST):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.folder / name, folder / name)

@@ -38,7 +38,6 @@ class StoredCheckpoint:
 
     @property
     def url(self) -> str:
-        """Its URL."""
         return self.place.url
 
     def open(self) -> RemoteReader:

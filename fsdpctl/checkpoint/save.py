@@ -54,7 +54,6 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its tensors."""
         return sum(each.values.nbytes for each in self.pieces)
 
 

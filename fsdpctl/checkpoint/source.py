@@ -38,11 +38,9 @@ class FileTensors:
         return str(self.folder)
 
     def names(self, kind: str) -> list[str]:
-        """Return the sorted names of the weights; other kinds are not stored here."""
         return sorted(self._found) if kind == PARAMETER else []
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a weight."""
         file, entry = self._entry(key)
         if entry.dtype not in (*FLOATS, "I64"):  # integers of buffers
             raise CheckpointError(
@@ -51,7 +49,6 @@ class FileTensors:
         return TensorInfo(list(entry.shape), entry.dtype)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span` of a flattened weight in chunks."""
         file, entry = self._entry(key)
         size = ITEMSIZES[entry.dtype]
         span = span or Span(0, entry.nbytes // size)
@@ -78,15 +75,12 @@ class Overlay:
         return str(self.upper)
 
     def names(self, kind: str) -> list[str]:
-        """Return the sorted names of both sources."""
         return sorted({*self.upper.names(kind), *self.lower.names(kind)})
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a full tensor."""
         return self._source(key).info(key)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span` of a flattened tensor in chunks."""
         return self._source(key).read(key, span)
 
     def _source(self, key: str) -> Tensors:

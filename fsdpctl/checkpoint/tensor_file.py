@@ -43,7 +43,6 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its data."""
         return prod(self.shape) * ITEMSIZES[self.dtype]
 
 
@@ -109,7 +108,6 @@ class NewFile:
         self.size = 0
 
     def write(self, data: memoryview) -> None:
-        """Append `data`."""
         self.size += len(data)
         while data:
             data = data[os.write(self._file.fileno(), data[:_WRITE_BYTES]) :]
@@ -120,7 +118,6 @@ class NewFile:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 

@@ -38,11 +38,9 @@ class ComposedTensors:
         return str(self._source)
 
     def names(self, kind: str) -> list[str]:
-        """Return the sorted names of the tensors of one kind."""
         return sorted(name for name, of in self._names.items() if of == kind)
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a tensor."""
         if key not in self._made:
             return self._source.info(key)  # raises, and names the tensor
         made = self._made[key]
@@ -58,7 +56,6 @@ class ComposedTensors:
         return info
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span` of a flattened tensor in chunks."""
         made = self._made[key]
         span = span or Span(0, sum(part.span.numel for part in made.parts))
         start = 0

@@ -31,11 +31,7 @@ _MANY = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULT
 
 
 def read_accelerate(source: SourceConfig) -> Translation:
-    """Translate a configuration, which doesn't name a model.
-
-    Raises:
-        UsageError: If its training can't be estimated.
-    """
+    """Translate a configuration, which names no model; UsageError if it can't be estimated."""
     found = Translation("accelerate", source)
     found.missing.append(
         ("model", "names no model; add model=llama3_8b, or model=hf model.path=DIR, and "

@@ -39,11 +39,7 @@ _UNUSED = (
 
 
 def read_automodel(source: SourceConfig) -> Translation:
-    """Translate a configuration.
-
-    Raises:
-        UsageError: If its training can't be estimated.
-    """
+    """Translate a configuration; UsageError if its training can't be estimated."""
     found = Translation("Automodel", source)
     recipe = source.take("recipe", "recipe._target_")
     if recipe and recipe.text.rpartition(".")[2] not in _RECIPES:

@@ -34,7 +34,6 @@ _WARMUP = 1000  # steps at most, of a tenth of all
 
 
 def read_training(found: Translation, optimizer: str) -> None:
-    """Translate the data, the length, the optimizer and the learning rates."""
     rows = TrainingRows(found, AUTOMODEL)
     if (loss := rows.value("loss_fn._target_")) and _last(loss) not in _SAME_LOSS:
         rows.ask(loss, "", "another loss")

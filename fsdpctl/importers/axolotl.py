@@ -89,11 +89,7 @@ _UNUSED = (
 
 
 def read_axolotl(source: SourceConfig) -> Translation:
-    """Translate a configuration.
-
-    Raises:
-        UsageError: If its training can't be estimated.
-    """
+    """Translate a configuration; UsageError if its training can't be estimated."""
     found = Translation("axolotl", source)
     _check_training(source)
     _read_model(found)
@@ -220,7 +216,6 @@ def _read_adapters(found: Translation) -> bool:
 
 
 def _read_targets(found: Translation) -> None:
-    """Translate the layers and parameters with adapters."""
     names = ("linear", "modules", "parameters")
     linear, targets, stacked = (found.source.take(f"lora_target_{each}") for each in names)
     if stacked and targets and is_expression(targets):

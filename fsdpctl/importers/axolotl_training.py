@@ -47,7 +47,6 @@ _OTHER_LOSSES = ("trainer_cls", "use_eaft", "scaling_softmax", "processor_type",
 
 
 def read_training(found: Translation, *, adapts: bool) -> None:
-    """Translate the data, the length, the optimizer and the learning rates."""
     rows = TrainingRows(found, AXOLOTL)
     for plugin in each.items if (each := rows.value("plugins")) else ():
         name = plugin.rpartition(".")[2]
@@ -155,6 +154,5 @@ def _entries(content: object) -> Iterator[Mapping[str, Any]]:
 
 
 def _files(entry: Mapping[str, Any]) -> list[str]:
-    """Return the files of an entry, or its path."""
     files = entry.get("data_files") or entry.get("path") or ""
     return [str(each) for each in (files if isinstance(files, list) else [files])]

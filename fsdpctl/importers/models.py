@@ -28,11 +28,7 @@ _ON_THE_HUB = {
 
 
 def settings_of_model(name: str) -> tuple[str, ...]:
-    """Return the settings for a directory or a name on the Hub, empty if the name is unknown.
-
-    Raises:
-        UsageError: If the directory has no model.
-    """
+    """Return the settings for a directory or a name on the Hub, empty if the name is unknown."""
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         if not (folder / CONFIG_JSON).is_file():
@@ -53,11 +49,7 @@ def settings_of_model(name: str) -> tuple[str, ...]:
 
 
 def map_model(found: Translation, value: SourceKey | None, key: str, *others: str) -> None:
-    """Translate the model, which `value` names; `others` are names to try if that is unknown.
-
-    Raises:
-        UsageError: If a directory has no model.
-    """
+    """Translate the model, which `value` names; `others` are names to try if that is unknown."""
     way_on = "add model=llama3_8b, or model=hf model.path=DIR"
     if value is None:
         found.missing.append(("model", f"{key}: not set; {way_on}"))

@@ -27,11 +27,7 @@ _EXPECTED = "expected the YAML file of axolotl, accelerate, TRL or Automodel"
 
 
 def read_others(path: Path) -> Translation:
-    """Translate the configuration of another tool.
-
-    Raises:
-        UsageError: If the tool isn't supported, or if its training can't be estimated.
-    """
+    """Translate another tool's configuration; UsageError if its training can't be estimated."""
     if path.suffix == ".toml":
         raise UsageError(f"{path}: {NO_TOML}")
     if path.suffix not in (".yaml", ".yml"):

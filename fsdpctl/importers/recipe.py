@@ -32,7 +32,6 @@ class ConvertedRecipe:
 
     @property
     def words(self) -> list[tuple[str, str]]:
-        """The settings by name."""
         pairs = (row.settings[0].partition("=") for row in self.rows)
         return [(name, text) for name, _, text in pairs]
 

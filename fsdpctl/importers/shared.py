@@ -78,11 +78,7 @@ def read_context(found: Translation, *keys: str) -> None:
 
 
 def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) -> None:
-    """Check that kinds of parallelism, such as `tensor`, are not used; each with its keys.
-
-    Raises:
-        UsageError: If the degree of one is not 1.
-    """
+    """Refuse kinds of parallelism, such as `tensor`, whose degree is not 1; each with its keys."""
     for what, keys in degrees.items():
         value = source.take_used(*keys)
         if value and value.text.strip() != "1":
@@ -119,7 +115,6 @@ def read_targets(found: Translation, value: SourceKey) -> None:
 
 
 def is_expression(value: SourceKey) -> bool:
-    """Return whether a value is a regular expression, and not names."""
     return len(value.items) == 1 and _EXPRESSION.search(value.text.strip()) is not None
 
 
@@ -287,11 +282,7 @@ def _read_prefetch(
 
 
 def deepspeed_file(found: Translation, value: SourceKey) -> SourceConfig | None:
-    """Read the DeepSpeed configuration that `value` names; None if the file doesn't exist.
-
-    Raises:
-        UsageError: If the file isn't JSON.
-    """
+    """Read the DeepSpeed configuration that `value` names; None if the file doesn't exist."""
     places = (Path(value.text), found.file.parent / value.text)
     file = next((each for each in places if each.is_file()), None)
     if file is not None:
@@ -305,11 +296,7 @@ def deepspeed_file(found: Translation, value: SourceKey) -> SourceConfig | None:
 
 
 def read_zero(found: Translation, source: SourceConfig, section: str, stage_key: str) -> None:
-    """Translate the stage of ZeRO, which is the key `stage_key` of `section`.
-
-    Raises:
-        UsageError: If the stage doesn't exist.
-    """
+    """Translate the stage of ZeRO, which is the key `stage_key` of `section`."""
     stage = source.whole(f"{section}{stage_key}") or 0
     hpz = source.whole(f"{section}zero_hpz_partition_size") or 1
     if stage not in _STAGES:

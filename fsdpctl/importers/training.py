@@ -47,7 +47,6 @@ class TrainingRows:
         return self.value(*keys) or SourceKey(keys[0], text, tuple(text.split(", ")))
 
     def below(self, prefix: str) -> dict[str, SourceKey]:
-        """Return the keys that are set and begin with `prefix`."""
         return {key: value for key, value in self._keys.items() if key.startswith(prefix)}
 
     def add(self, value: SourceKey, *settings: str, note: str = "", decides: bool = True) -> None:
@@ -118,7 +117,6 @@ class TrainingRows:
                 self.leave(value, "changes the training, without a counterpart")
 
     def leave(self, value: SourceKey, why: str) -> None:
-        """Record that a value has no counterpart."""
         self._found.left_out.append(TranslationRow(value.key, value.text, note=why))
 
     def missing(self, name: str, why: str) -> None:

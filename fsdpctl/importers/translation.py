@@ -49,7 +49,6 @@ class RankDegrees:
 
     @property
     def shown(self) -> tuple[str, str]:
-        """The keys and values for a table."""
         return ", ".join(self.keys), f"{self.replicate}, {self.shard}"
 
     @property
@@ -88,12 +87,10 @@ class Translation:
 
     @property
     def file(self) -> Path:
-        """The file of the configuration."""
         return self.source.file
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of all rows by key."""
         return settings_of(self.rows)
 
     def map(

@@ -55,11 +55,7 @@ class _Family:
 
 
 def read_trl(source: SourceConfig) -> Translation:
-    """Translate a configuration.
-
-    Raises:
-        UsageError: If its training can't be estimated.
-    """
+    """Translate a configuration; UsageError if its training can't be estimated."""
     found = Translation("TRL", source)
     for key in _OTHER_TRAININGS:
         if key in source:
@@ -152,7 +148,6 @@ def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
 
 
 def _read_training(found: Translation) -> None:
-    """Translate the data, the length, the optimizer and the learning rates."""
     rows, adapts = TrainingRows(found, TRL), "model.lora.rank" in found.settings
     steps = read_hugging_face_training(rows, adapts=adapts)
     if steps is None:

@@ -17,7 +17,6 @@ class PatientConsole(Console):
 
     @property
     def file(self) -> IO[str]:
-        """The stream that it prints to."""
         return _Patient(super().file)  # type: ignore[return-value]  # the methods that rich uses
 
     @file.setter

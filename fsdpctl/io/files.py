@@ -130,7 +130,6 @@ def cache_folder(name: str) -> Path:
 
 
 def leads_to(path: Path, file: IO[Any]) -> bool:
-    """Return whether a path still leads to an open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

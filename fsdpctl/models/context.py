@@ -20,7 +20,6 @@ _exchanges: dict[int, Exchange] = {}
 
 
 def use_exchange(exchange: Exchange, number: int = 0) -> None:
-    """Use a collective for the exchanges of `number` from now on."""
     _exchanges[number] = exchange
 
 

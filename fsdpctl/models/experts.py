@@ -44,11 +44,7 @@ def idle_parameters(model: Any, *, only_frozen: bool = False) -> int:
 
 
 def aux_loss_factor(model: Any) -> float:
-    """Return the factor of the routers' auxiliary loss; 0 if the model has none.
-
-    Raises:
-        UsageError: If transformers adds another loss to that of the targets.
-    """
+    """Return the factor of the routers' auxiliary loss; UsageError if there is another loss."""
     for name in _OTHER_LOSSES:
         if found := getattr(model, name, None):
             raise UsageError(

@@ -35,10 +35,8 @@ class StoredParts:
 def stored_parts(module: TransformersDecoder, stored: Sequence[str]) -> dict[str, StoredParts]:
     """Return the parts of each tensor of the model by name, among the tensors `stored` in files.
 
-    Tensors without parts are left out, and so is what transformers itself ignores.
-
-    Raises:
-        UsageError: If a conversion does more than to place tensors one after another.
+    Tensors without parts are left out, and so is what transformers itself ignores. UsageError if a
+    conversion does more than to place tensors one after another.
     """
     renames = _Renames(module)
     found: dict[str, dict[str, list[str]]] = {}  # by name in memory and pattern
@@ -57,11 +55,7 @@ def stored_parts(module: TransformersDecoder, stored: Sequence[str]) -> dict[str
 
 
 def stored_names(module: TransformersDecoder) -> dict[str, Shape]:
-    """Return the shapes of the tensors that transformers writes to files, by name.
-
-    Raises:
-        UsageError: If transformers cannot revert a conversion.
-    """
+    """Return the shapes of the tensors that transformers writes to files, by name."""
     from transformers.core_model_loading import revert_weight_conversion
 
     model = module.transformers_model

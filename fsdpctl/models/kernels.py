@@ -34,10 +34,7 @@ _in_use = _InUse()
 def using(kernel: str | None) -> Iterator[None]:
     """Compute attention with `kernel` in a block; None: with the one that torch prefers.
 
-    Another kernel serves operators that `kernel` cannot compute.
-
-    Raises:
-        UsageError: If this torch cannot activate it, or its package is missing.
+    Another kernel serves operators that `kernel` cannot compute. UsageError if it is missing.
     """
     with ExitStack() as stack:
         if kernel not in (None, THEIRS):

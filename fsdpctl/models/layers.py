@@ -21,7 +21,6 @@ class Decoder(Protocol):
 
 @contextmanager
 def evaluating(module: Decoder) -> Iterator[None]:
-    """Disable dropout in a block."""
     was_training = module.training
     module.train(False)
     try:

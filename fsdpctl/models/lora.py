@@ -40,7 +40,6 @@ class LoraLinear(FrozenLinear):
         self.lora_B: nn.Linear = Projection(config.rank, out, bias=False, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project from shape (..., in) to (..., out)."""
         is_dropped = self.training and self.dropout > 0
         down = dropped_linear(x, self.lora_A.weight, self.dropout) if is_dropped else self.lora_A(x)
         return torch.add(super().forward(x), self.lora_B(down), alpha=self.scale)
@@ -57,11 +56,7 @@ def draw_adapter(name: str, whole: Tensor, generator: torch.Generator) -> None:
 
 
 def choose_trained(module: nn.Module, config: ModelConfig) -> None:
-    """Add adapters and freeze parameters by `config`, in place.
-
-    Raises:
-        UsageError: If no parameter or layer matches, or the settings conflict.
-    """
+    """Add adapters and freeze parameters by `config`, in place; UsageError if none matches."""
     if config.lora.rank is None:
         if config.base_dtype is not None:
             raise UsageError(

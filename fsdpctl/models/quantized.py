@@ -51,11 +51,9 @@ class Packing(ABC):
 
     @property
     def group_bytes(self) -> int:
-        """The bytes of a whole group."""
         return self._constants + _BLOCKS * self._block
 
     def packed_bytes(self, numel: int) -> int:
-        """Return the bytes of a parameter of `numel` weights."""
         groups, rest = divmod(numel, GROUP)
         blocks = -(-rest // BLOCK)
         return groups * self.group_bytes + bool(blocks) * (self._constants + blocks * self._block)
@@ -274,11 +272,9 @@ class FrozenLinear(PackedWeights):
         self.weight = nn.Parameter(packed, requires_grad=False)
 
     def packed_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of the weight, if it is packed."""
         return {} if self.packing is None else {"weight": (self.rows, self.columns)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project from shape (..., in) to (..., out)."""
         if self.packing is None:
             return F.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
         about = ([self.rows, self.columns], self.is_transposed, self.packing.name)
@@ -304,7 +300,6 @@ def quantized_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def packing_of(module: nn.Module) -> Packing | None:
-    """Return how weights of the module are packed, if they are."""
     found = (each.packing for each in module.modules() if isinstance(each, PackedWeights))
     return next(filter(None, found), None)
 

@@ -25,11 +25,7 @@ _PLAIN = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 def build_model(config: ModelConfig, *, plain_norms: bool = False) -> TransformersDecoder:
-    """Build the module with its adapters on the meta device, without memory.
-
-    Raises:
-        UsageError: If the model's numbers are inconsistent, or nothing is trained.
-    """
+    """Build the module with its adapters on the meta device; UsageError if nothing is trained."""
     module = build_plain(config, plain_norms=plain_norms)
     whole = sum(count_weights(module).values())
     if config.router_aux_loss == "global" and count_active(module) == whole:
@@ -43,9 +39,7 @@ def build_plain(config: ModelConfig, *, plain_norms: bool = False) -> Transforme
     """Build the module without adapters, with all parameters trainable, on the meta device.
 
     With `plain_norms`, its norms are those of transformers, which keep more for backward.
-
-    Raises:
-        UsageError: If the model's numbers are inconsistent.
+    UsageError if the model's numbers are inconsistent.
     """
     if config.vocab_size is None:
         raise UsageError("model.vocab_size=auto: unknown without data; set a number")

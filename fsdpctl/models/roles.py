@@ -17,7 +17,6 @@ _EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def parameter_roles(module: nn.Module) -> Mapping[str, Role]:
-    """Return the roles of the parameters by name."""
     roles: dict[str, Role] = {}
     for above, owner in module.named_modules():
         for key, param in owner._parameters.items():

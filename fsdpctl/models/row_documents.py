@@ -30,7 +30,6 @@ class Documents:
 
     @property
     def own_positions(self) -> Tensor:
-        """The positions of this rank's tokens."""
         return self.own(self.positions)
 
     @property

@@ -121,7 +121,6 @@ class StackedExperts(PackedWeights):
     num_experts: int
 
     def packed_shapes(self) -> Mapping[str, Shape]:
-        """Return the shapes of the weights that are packed, by the parameter's name."""
         return self.shapes if self.packing is not None else {}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -200,11 +199,7 @@ def adopt(experts: Any) -> StackedExperts:
 
 
 def pack(name: str, experts: Any, packing: Packing) -> None:
-    """Replace the matrices by uninitialized ones that are packed.
-
-    Raises:
-        UsageError: If blocks of weights would belong to two experts.
-    """
+    """Replace the matrices by uninitialized packed ones; UsageError if experts share blocks."""
     adopted = adopt(experts)
     for word, (count, rows, columns) in adopted.shapes.items():
         if rows * columns % BLOCK:
@@ -222,11 +217,7 @@ def pack(name: str, experts: Any, packing: Packing) -> None:
 
 
 def adapt(experts: Any, words: list[str], config: LoraConfig) -> None:
-    """Add an adapter to each of the matrices `words`.
-
-    Raises:
-        UsageError: If the settings are not supported.
-    """
+    """Add an adapter to each of the matrices `words`; UsageError if its settings cannot be."""
     assert config.rank is not None
     if config.rank % _ROWS:
         raise UsageError(

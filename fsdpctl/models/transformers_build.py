@@ -19,11 +19,7 @@ from fsdpctl.plan.attention_kernels import THEIRS
 
 
 def build_transformers(config: ModelConfig, *, plain_norms: bool = False) -> TransformersDecoder:
-    """Build the module on the current device, which is usually meta; see `build_plain`.
-
-    Raises:
-        UsageError: If transformers cannot build it.
-    """
+    """Build the module on the current device, which is usually meta; see `build_plain`."""
     model = built(config)
     if not plain_norms:
         fuse_norms(model)

@@ -120,11 +120,7 @@ class TransformersDecoder(nn.Module):
     """
 
     def __init__(self, model: Any, router_aux_loss: str = "model") -> None:
-        """Take over the modules of `model`, a PreTrainedModel.
-
-        Raises:
-            UsageError: If the model has no backbone and output projection side by side.
-        """
+        """Take over the modules of `model`, a PreTrainedModel with a backbone and a head."""
         super().__init__()
         names = (model.base_model_prefix, *_BACKBONES)
         self._backbone = next((name for name in names if name in model._modules), "")
@@ -165,18 +161,15 @@ class TransformersDecoder(nn.Module):
         return self._aux_loss == "global" or bool(getattr(config, "output_router_logits", False))
 
     def train(self, mode: bool = True) -> "TransformersDecoder":
-        """Set the training mode."""
         super().train(mode)
         self.transformers_model.training = mode
         return self
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
         found: nn.Module = self.transformers_model.get_input_embeddings()
         return found
 
     def get_output_embeddings(self) -> OwnHead:
-        """Return the output head."""
         found: OwnHead = getattr(self, self._head)
         return found
 

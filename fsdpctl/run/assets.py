@@ -134,5 +134,4 @@ def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:
 
 
 def read_run_assets(run_dir: Path) -> dict[str, bytes]:
-    """Return the files that are in the run directory."""
     return read_assets(run_dir / RUN_ASSETS)

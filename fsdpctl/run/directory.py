@@ -76,7 +76,6 @@ class Look:
 
     @property
     def run_dir(self) -> Path:
-        """The run's directory."""
         return Path(str(self.config.train.run_dir))
 
 

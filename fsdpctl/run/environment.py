@@ -59,7 +59,6 @@ class RankDevice:
 
 
 def place_of(device: "torch.device") -> RankDevice:
-    """Return the place of this rank."""
     import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -90,7 +89,6 @@ def describe_start(run_dir: Path, places: Sequence[RankDevice]) -> dict[str, Any
 
 
 def relevant(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are recorded."""
     return {
         name: text
         for name, text in sorted(variables.items())

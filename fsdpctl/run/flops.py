@@ -28,7 +28,6 @@ class ModelFlops:
 
 
 def model_flops(config: Config, module: Any, device: torch.device, ranks: int) -> ModelFlops:
-    """Return the FLOPs of a run on `ranks` devices like `device`."""
     peak, _ = _peak(config, device)
     per_token = flops_per_token(config.model, count_active(module), config.train.seq_len)
     per_token -= 2 * _num_frozen(module)

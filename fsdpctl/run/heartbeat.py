@@ -50,7 +50,6 @@ class HeartbeatRecord:
 
     @property
     def age(self) -> float:
-        """The seconds since it was written."""
         return max(0.0, time.time() - self.time)
 
     @property

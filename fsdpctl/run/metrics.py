@@ -66,7 +66,6 @@ class MetricsLine:
 
     @property
     def is_step(self) -> bool:
-        """Whether it reports an optimizer step."""
         return self.loss is not UNSET
 
     @property
@@ -81,10 +80,8 @@ _DECODER = msgspec.json.Decoder(MetricsLine)
 def read_metrics(path: Path, *, last_bytes: int | None = None) -> Iterator[MetricsLine]:
     """Read the lines of metrics.jsonl, or those that begin within its `last_bytes`.
 
-    An incomplete last line, which a killed run leaves, is skipped.
-
-    Raises:
-        UsageError: If the file cannot be read or another line is corrupted.
+    An incomplete last line, which a killed run leaves, is skipped. UsageError if another line is
+    corrupted, or the file cannot be read.
     """
     with open(open_regular(path), "rb") as file:
         for _, line in _read(file, path, last_bytes):
@@ -144,12 +141,7 @@ class MetricsFile:
     """The file open for appending. Each line is handed to the system when `write` returns."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Open `path` and remove lines after `step`, the step of the checkpoint.
-
-        Raises:
-            UsageError: If the file is corrupted or cannot be written.
-            FsdpctlError: If the disk is full.
-        """
+        """Open `path` and remove lines after `step`, the step of the checkpoint."""
         self._path = path
         self._writing = threading.Lock()
         with refusing(path, full=FsdpctlError):  # a full disk is not a mistake in the settings
@@ -164,11 +156,9 @@ class MetricsFile:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the path still leads to the open file."""
         return leads_to(self._path, self._file)
 
     def close(self) -> None:
-        """Close the file."""
         with contextlib.suppress(OSError):  # the last `write` has raised it already
             self._file.close()
 

@@ -77,7 +77,6 @@ class StepMetrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all ranks per second."""
         return self.tokens / self.times.total
 
     @property
@@ -91,7 +90,6 @@ class StepMetrics:
         return self.flops.utilization(self.tokens_per_second)
 
     def to_line(self) -> dict[str, Any]:
-        """Return the object for metrics.jsonl."""
         exposed = self.times.exposed_communication
         return {
             "step": self.step,
@@ -132,7 +130,6 @@ class PeakMemory:
 
 
 def peak_memory(device: torch.device) -> PeakMemory:
-    """Return the peak memory of this rank since it started."""
     if device.type == "cuda":
         found = torch.cuda.memory_stats(device)
         return PeakMemory(

@@ -41,7 +41,6 @@ class Journal:
         return 0.0 if self._metrics is None else self._metrics.seconds_to_save
 
     def say(self, line: str) -> None:
-        """Print a message."""
         self.progress.say(line)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -74,6 +73,5 @@ class Journal:
             raise FsdpctlError(f"{lost}: {LOST}; training stopped without saving")
 
     def close(self) -> None:
-        """Close metrics.jsonl."""
         if self._metrics is not None:
             self._metrics.close()

@@ -48,7 +48,6 @@ class ValidationLoss(NamedTuple):
     by_source: dict[str, float]
 
     def to_line(self) -> dict[str, float | None]:
-        """Return the values of metrics.jsonl."""
         found = {f"val_loss/{name}": finite(loss) for name, loss in self.by_source.items()}
         return {"val_loss": finite(self.mean), **found}
 

@@ -48,7 +48,6 @@ class RejectedStep:
 
     @property
     def message(self) -> str:
-        """The action and its cause."""
         cause = f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}"
         if self.threshold is not None:
             what = "loss" if self.reason == "loss_spike" else "gradient norm"
@@ -126,7 +125,6 @@ class RejectionRule:
         self.accepted = (*kept, AcceptedStep(step, figures.loss, log_norm))
 
     def as_error(self, rejected: RejectedStep) -> NonFiniteError:
-        """Return the error that ends the run."""
         if self._config.on_nonfinite == "stop":
             advice = "a lower optimizer.lr may help; train.on_nonfinite=skip continues without it"
         else:

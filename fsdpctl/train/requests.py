@@ -36,7 +36,6 @@ class RequestFlags:
 
     @property
     def ends(self) -> bool:
-        """Whether the run is to stop."""
         return self.by_signal or self.by_file or self.by_clock
 
     @property
@@ -69,13 +68,11 @@ class TimeLimit:
         self._num_steps = 0
 
     def step_took(self, seconds: float) -> None:
-        """Take a completed step into account."""
         self._num_steps += 1
         if self._num_steps > 1:
             self._longest_step = max(self._longest_step, seconds)
 
     def save_took(self, seconds: float) -> None:
-        """Take a complete checkpoint into account."""
         self._longest_save = max(self._longest_save, seconds)
 
     def is_near(self, seconds: float = 0.0) -> bool:
@@ -176,7 +173,6 @@ class RequestSync:
         return not self._receive(self._lag).ends
 
     def complete(self) -> RequestFlags:
-        """Return all requests exchanged so far."""
         return self._receive(0)
 
     def _receive(self, lag: int) -> RequestFlags:

@@ -108,12 +108,10 @@ class Trainer:
         return self.step != self._acted and callback.is_due(self.step)
 
     def save(self, *, was_requested: bool = False) -> None:
-        """Save this step, unless it is saved. Collective."""
         if self._checkpoints is not None:
             self._checkpoints.save(self, was_requested=was_requested)
 
     def progress(self) -> Progress:
-        """Return the state of the run for a checkpoint."""
         return Progress(
             self.step,
             self.samples,
@@ -128,7 +126,6 @@ class Trainer:
         return RequestSync(self.requests.look, self.ranks, self.parts.device, lag)
 
     def idle(self) -> None:
-        """Let all callbacks do cheap work."""
         self._each(lambda callback: callback.idle(self))
 
     def handle_requests(self) -> None:

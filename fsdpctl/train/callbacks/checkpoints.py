@@ -47,11 +47,9 @@ class Save:
     done: Future[None] = field(default_factory=Future)
 
     def advance(self, count: int) -> None:
-        """Count written bytes."""
         self.written += count
 
     def to_line(self) -> dict[str, Any]:
-        """Return the object for metrics.jsonl."""
         line = {
             "step": self.step,
             "checkpoint_seconds": round(self.stall, 6),
@@ -124,7 +122,6 @@ class Checkpoints(Callback):
             self._staging.prepare([each.values.detach() for each in pieces])
 
     def is_due(self, step: int) -> bool:
-        """Return whether there is a checkpoint after `step`."""
         return step == self._last or (self._every > 0 and step % self._every == 0)
 
     def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:

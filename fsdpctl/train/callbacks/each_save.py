@@ -60,11 +60,9 @@ class SaveOutcome:
 
     @property
     def line(self) -> str:
-        """The message to print, if any."""
         return f"step {self.step}: {self.message}" if self.why else ""
 
     def to_line(self) -> dict[str, Any]:
-        """Return the object for metrics.jsonl."""
         seconds = round(self.seconds, 6)
         line = {"step": self.step, self.name: self.outcome, f"{self.name}_seconds": seconds}
         return {**line, "warning": self.message} if self.why else line
@@ -109,7 +107,6 @@ class EachSave:
             self._last = self._thread.submit(self._work, folder.absolute(), step, words)
 
     def remove_old(self) -> None:
-        """Delete the checkpoints of the run that are not to be kept."""
         with self._deleting:
             busy = [] if self.busy is None else [self.busy.name]
             remove_old(self._run_dir / CHECKPOINTS, self._keep, busy)

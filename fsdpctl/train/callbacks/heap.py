@@ -21,6 +21,5 @@ class HeapTrim(Callback):
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
 
     def step(self, run: TrainingRun, done: StepMetrics) -> None:
-        """Trim the heap, if this step is the one."""
         if self._trim is not None and done.step % _EVERY == 0:
             self._trim(0)

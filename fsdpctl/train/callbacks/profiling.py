@@ -40,7 +40,6 @@ class Profiling(Callback):
         self._is_written = False
 
     def begin(self, run: TrainingRun) -> None:
-        """Start the trace of a start."""
         if self._at_start:
             self._start(run, _SKIPPED)
 
@@ -55,7 +54,6 @@ class Profiling(Callback):
             run.requests.done(PROFILE)
 
     def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
-        """Start a requested trace."""
         if requested.profile and not run.is_traced and run.step < run.total_steps:
             self._start(run, _SKIPPED_LATER)
         return requested

@@ -43,7 +43,6 @@ class Checks(Callback):
         self._seconds: list[float] = []
 
     def step(self, run: TrainingRun, done: StepMetrics) -> None:
-        """Compare the median step time with the predicted one."""
         if len(self._seconds) < _STEPS:
             self._seconds.append(done.times.total)
             if len(self._seconds) == _STEPS and (found := self.time()) is not None:
@@ -68,7 +67,6 @@ class Checks(Callback):
         }
 
     def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
-        """Compare the memory of the fullest rank with the estimate."""
         if run.step == self._at:
             self._at = -1
             memory = peak_memory(run.parts.device)
@@ -149,7 +147,6 @@ class Restart:
         return msgspec.json.encode(self).decode()
 
     def to_line(self, step: int) -> dict[str, Any]:
-        """Return the object for metrics.jsonl once `step` is completed."""
         seconds = round(time.time() - self.failed_at, 3)
         return {"step": step, "restart": {**asdict(self), "seconds_to_next_step": seconds}}
 
@@ -163,7 +160,6 @@ class RunReporter(Callback):
         self._restart = msgspec.json.decode(text, type=Restart) if text else None
 
     def begin(self, run: TrainingRun) -> None:
-        """Show the progress bar."""
         self._journal.progress.start(compiles=run.parts.config.train.compile)
 
     def step(self, run: TrainingRun, done: StepMetrics) -> None:
@@ -219,7 +215,6 @@ class Heartbeat(Callback):
             threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def step(self, run: TrainingRun, done: StepMetrics) -> None:
-        """Record a completed step."""
         self._set(done.step)
 
     def end(self, run: TrainingRun, error: BaseException | None) -> None:

@@ -108,7 +108,6 @@ class SampleText(Callback):
     """Generated text of `train.sample_tokens` tokens, or fewer if a stop is requested."""
 
     def end(self, run: TrainingRun, error: BaseException | None) -> None:
-        """Print a sample after the last step."""
         if error is not None or not run.parts.config.train.sample_tokens:
             return
         if run.is_ending:

@@ -27,7 +27,6 @@ class Validation(Callback):
             self._is_owed = run.owes_validation and self._has_data
 
     def is_due(self, step: int) -> bool:
-        """Return whether there is a validation after `step`."""
         every = self._every > 0 and step % self._every == 0
         return self._has_data and (every or step == self._last)
 
