@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsdpctl.comm.base import Gathering, Handle, Reduction
 from fsdpctl.comm.process_group import ProcessGroupCollectives
+from fsdpctl.comm.recorder import OWN
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.step import ADDED_AT_A_TIME
 
@@ -30,7 +31,7 @@ class GlooCollectives(ProcessGroupCollectives):
                 source.copy_(each.shard)
             targets = [each.whole[part.start : part.stop] for part in each.parts]
             works += self._exchange([source] * self.size, targets, group)
-        return self._after(works, buffers[0].whole)
+        return self._after(works, buffers[0].whole, "all-gather")
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
         """Send every rank its part, and add what others send."""
@@ -40,7 +41,7 @@ class GlooCollectives(ProcessGroupCollectives):
         rows = list(workspace)
         rows.insert(self.rank, own)
         works = self._exchange(sent, rows, self.reduce_group)
-        return LocalReduction(rows, workspace.nbytes, self._wait(works))
+        return LocalReduction(rows, workspace.nbytes, self._wait(works, "reduce-scatter"))
 
     def _exchange(
         self, sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup
@@ -63,10 +64,10 @@ class GlooCollectives(ProcessGroupCollectives):
         """Start gloo's all-reduce."""
         work = dist.all_reduce(values, group=self.reduce_group, async_op=True)
         assert isinstance(work, dist.Work)
-        return self._after([work], values)
+        return self._after([work], values, "all-reduce")
 
-    def _after(self, works: list[dist.Work], result: Tensor) -> Handle:
-        wait = self._wait(works)
+    def _after(self, works: list[dist.Work], result: Tensor, what: str) -> Handle:
+        wait = self._wait(works, what)
 
         def finish() -> Tensor:
             wait()
@@ -74,13 +75,15 @@ class GlooCollectives(ProcessGroupCollectives):
 
         return Handle(finish)
 
-    def _wait(self, works: list[dist.Work]) -> Callable[[], None]:
-        return partial(self.waits.around, partial(_wait_for, works))
+    def _wait(self, works: list[dist.Work], what: str) -> Callable[[], None]:
+        return partial(self.waits.around, partial(_wait_for, works, f"{what} over gloo"))
 
 
-def _wait_for(works: list[dist.Work]) -> None:
+def _wait_for(works: list[dist.Work], what: str) -> None:
+    OWN.pending = what
     while works:
         works.pop().wait()
+    OWN.pending = ""
 
 
 class LocalReduction:

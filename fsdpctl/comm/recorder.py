@@ -17,24 +17,22 @@ class Recorded:
     pending: str = ""  # the last one that is not completed
 
 
-class SharedRecord:
-    """The collectives over shared memory, which torch does not record."""
+class OwnRecord:
+    """The collectives over shared memory, and the one waited for, as torch does not record them."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # over shared memory
         self.pending = ""
 
 
-SHARED = SharedRecord()  # of this process
+OWN = OwnRecord()  # of this process
 
 
 def recorded() -> Recorded:
     """Read the recorders. Any thread may call it, also while another waits in a collective."""
     found = _recorded_by_torch()
-    if not SHARED.count:
-        return found
-    begun = {**found.begun, "shared memory": SHARED.count}
-    return Recorded(begun, SHARED.pending or found.pending)
+    own = {"shared memory": OWN.count} if OWN.count else {}
+    return Recorded({**found.begun, **own}, OWN.pending or found.pending)
 
 
 def _recorded_by_torch() -> Recorded:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.recorder import SHARED
+from fsdpctl.comm.recorder import OWN
 from fsdpctl.errors import EngineError
 
 _PAGE = 4096
@@ -137,7 +137,7 @@ class SharedMemory:
 
     def raise_counter(self, kind: int) -> None:
         """Add 1 to a counter of this rank; what was written before can be read by who sees it."""
-        SHARED.count += 1
+        OWN.count += 1
         address = self._address(self.rank, kind)
         number = ctypes.c_long(_SYS_FUTEX or 0)
         if _libc.syscall(number, address, _WAKE_OP, _EVERYONE, None, address, _ADD_ONE) < 0:
@@ -149,7 +149,7 @@ class SharedMemory:
         Raises:
             EngineError: If a rank has ended, or after the time that ranks may wait.
         """
-        SHARED.pending = f"waiting for {what}"
+        OWN.pending = f"{what} over shared memory"
         began = 0.0
         for rank in range(self.size):
             place = rank * _NUM_COUNTERS + kind
@@ -158,7 +158,7 @@ class SharedMemory:
                 self._sleep(self._address(rank, kind), found)
                 if time.monotonic() - began > _CHECKED_EVERY:
                     self._check(rank, what, time.monotonic() - began)
-        SHARED.pending = ""
+        OWN.pending = ""
 
     def _address(self, rank: int, kind: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._lines.data_ptr() + (rank * _NUM_COUNTERS + kind) * _LINE)
