@@ -1,22 +1,40 @@
-"""The status of each rank in a file that its launcher maps and reads.
+"""The status of each rank of a host, in a file that its launcher and the other ranks map and read.
 
 The training thread writes it at every unit, so the count stops when that thread hangs; a helper
-thread would keep running. There is no system call: a store into a mapped page takes a microsecond.
+thread would keep running. There is no system call: a store into a mapped page takes a microsecond,
+and it needs no room on a disk.
 """
 
+import ctypes
 import mmap
-import struct
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
-PAGE = 256  # bytes per rank
-_HEAD = struct.Struct("<qqqH")  # number of updates, step, whether it waits, bytes of text
-_TEXT = PAGE - _HEAD.size
-_NO_STEP = -1
+import msgspec
+
+from fsdpctl.comm.recorder import Recorded, recorded
+
+_TEXT, _ANSWER = 224, 16000  # bytes
 LOADING = "drawing weights"  # a place: takes long for large models
 READING = "reading a checkpoint"  # a place: may take other ranks longer
 FINISHING = "finishing"  # a place: waits for the user's commands as long as they take
+
+
+class _Page(ctypes.Structure):
+    """The status of a rank; below, what other threads than the training thread write."""
+
+    _fields_ = (
+        ("count", ctypes.c_int64), ("steps", ctypes.c_int64), ("waits", ctypes.c_int64),
+        ("place", ctypes.c_char * _TEXT),
+        ("pid", ctypes.c_int64), ("looks", ctypes.c_int64),
+        ("is_asked", ctypes.c_int64), ("has_answered", ctypes.c_int64),
+        ("answer", ctypes.c_char * _ANSWER),
+    )  # fmt: skip
+
+
+PAGE = ctypes.sizeof(_Page)  # bytes per rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,61 +45,92 @@ class RankStatus:
     step: int | None  # the step in progress; None before the first one
     waits: bool  # for other ranks
     place: str
+    pid: int = 0  # of its process; 0: not started
+    looks: int = 0  # of its own watchdog, if it has one
+    is_asked: bool = False  # because of a hang
 
 
 class RankStatusPage:
-    """This rank's page of the file; without an open file, updates do nothing."""
+    """This rank's page of the file; before the file is open, its own memory."""
 
     def __init__(self) -> None:
-        self._page: memoryview | None = None
-        self._count, self._step, self._waits, self._place = 0, _NO_STEP, False, b""
+        self._page = _Page()
 
     def open(self, path: Path, index: int) -> None:
         """Write to page `index` of the file at `path` from now on."""
-        with path.open("r+b") as file:
-            whole = mmap.mmap(file.fileno(), 0)
-        self._page = memoryview(whole)[index * PAGE : (index + 1) * PAGE]
+        self._page = _mapped(path)[index]
+        self._page.pid = os.getpid()
 
     def at(self, place: str, step: int | None = None) -> None:
         """Record that the rank has reached `place`, in the previous step or in `step`."""
-        if self._page is None:
-            return
-        self._place = place.encode()[:_TEXT]
+        self._page.place = place.encode()[:_TEXT]
         if step is not None:
-            self._step = step
-        self._write(self._page)
+            self._page.steps = step + 1
+        self._page.count += 1
 
     def wait(self, *, begins: bool) -> None:
         """Record that the rank begins or ends to wait for other ranks."""
-        self._waits = begins
-        if self._page is not None:
-            self._write(self._page)
+        self._page.waits = begins
+        self._page.count += 1
 
-    def _write(self, page: memoryview) -> None:
-        self._count += 1
-        head = _HEAD.pack(self._count, self._step, self._waits, len(self._place))
-        page[: len(head) + len(self._place)] = head + self._place
+    def looked(self) -> None:
+        """Record that this rank's watchdog runs."""
+        self._page.looks += 1
+
+    def answer(self) -> bool:
+        """Write the collectives that this rank has started, if a watchdog has asked for them."""
+        if self._page.is_asked:
+            found = recorded()
+            text = msgspec.json.encode(found)
+            if len(text) > _ANSWER:  # of very many process groups
+                text = msgspec.json.encode(Recorded(pending=found.pending))
+            self._page.answer = text
+            self._page.has_answered = True
+        return bool(self._page.is_asked)
 
 
 RANK_STATUS = RankStatusPage()  # of this process
 
 
-def make_status_file(path: Path, count: int) -> None:
-    """Create a file of empty pages for `count` ranks."""
-    path.write_bytes(bytes(PAGE * count))
+class HostPages:
+    """The pages of all ranks of this host, for a watchdog. The file itself may be removed."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a file that `make_status_file` has created."""
+        self._pages = _mapped(path)
+
+    def statuses(self) -> list[RankStatus]:
+        """Return the status of every rank; the text may be half written.
+
+        Only a changed `count` shows that a rank makes progress.
+        """
+        return [
+            RankStatus(
+                each.count, each.steps - 1 if each.steps else None, bool(each.waits),
+                each.place.decode(errors="replace"), each.pid, each.looks, bool(each.is_asked),
+            )
+            for each in self._pages
+        ]  # fmt: skip
+
+    def ask(self, index: int) -> None:
+        """Ask a rank for its collectives."""
+        self._pages[index].is_asked = True
+
+    def answer(self, index: int) -> Recorded | None:
+        """Return what a rank has answered, or None: nothing so far."""
+        page = self._pages[index]
+        return msgspec.json.decode(page.answer, type=Recorded) if page.has_answered else None
 
 
-def read_rank_statuses(pages: BinaryIO) -> list[RankStatus]:
-    """Return the status of every rank; the text may be half written.
+def make_status_file(count: int, folder: Path | None = None) -> Path:
+    """Create a file of empty pages for `count` ranks, among the temporary files by default."""
+    number, path = tempfile.mkstemp(prefix="fsdpctl-", dir=folder)
+    with open(number, "wb") as file:
+        file.write(bytes(PAGE * count))
+    return Path(path)
 
-    Only a changed `count` shows that a rank makes progress.
-    """
-    pages.seek(0)
-    content = pages.read()
-    found = []
-    for start in range(0, len(content), PAGE):
-        count, step, waits, length = _HEAD.unpack_from(content, start)
-        text = content[start + _HEAD.size :][: min(length, _TEXT)].decode(errors="replace")
-        known = step if count and step != _NO_STEP else None
-        found.append(RankStatus(count, known, bool(waits), text))
-    return found
+
+def _mapped(path: Path) -> ctypes.Array[_Page]:
+    with path.open("r+b") as file:
+        content = mmap.mmap(file.fileno(), 0)
+    return (_Page * (len(content) // PAGE)).from_buffer(content)

@@ -1,99 +1,26 @@
-"""The launchers of several nodes: which are alive, how their ranks exited, and which ranks hang."""
+"""The exchange of the launchers of several nodes, or of ranks on several hosts, during a run."""
 
-import socket
+import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from fsdpctl.comm.world import PrefixStore, Store, TCPStore
+from fsdpctl.comm.world import DistStoreError, Store, TCPStore
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.errors import UsageError
-from fsdpctl.io.files import silenced_errors
+from fsdpctl.launch.addresses import own_address, reached_store, split_endpoint
+from fsdpctl.launch.diagnosis import RankState
 from fsdpctl.launch.handshake import UNREACHABLE, Handshake, decode, encode
 from fsdpctl.launch.outcome import Ended, Outcome
-from fsdpctl.launch.rendezvous import (
-    MOMENT,
-    KeyWatcher,
-    TimeoutStore,
-    bound_store,
-    own_address,
-    split_endpoint,
-    within,
-)
-from fsdpctl.resolve.launchers import endpoint_of
 
-_STOPPED, _UNINTERRUPTIBLE = "T", "D"
-_BEAT_SECONDS = 1.0
-_SILENCE_SECONDS = 30.0  # without a heartbeat: a shorter network failure does no harm
-_STATES_SECONDS = 5.0  # for other nodes to send the states of their ranks
+_BEAT_SECONDS = 0.5
+_LONGEST_BEAT = 2.0  # a node 0 that was suspended must not take the others for silent
+_QUIET_SECONDS = 3.0  # without a beat: what a node has told last is passed on
+_SILENCE_SECONDS = 30.0  # a shorter network failure does no harm
+_STATES_SECONDS = 10.0  # for other nodes to send the states of their ranks
 _LEAVE_SECONDS = 2.0
-_ANSWER_SECONDS = 30.0  # a server that runs answers at once
-_BACKOFF_SECONDS = 4.0  # between the last trials of torch's client
-
-
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """The state of a rank, as its launcher sees it."""
-
-    rank: int
-    host: str
-    state: str  # of the process: the kernel's letter
-    seconds: float  # since its last heartbeat
-    step: int | None
-    place: str
-    waits: bool  # for other ranks
-    # Number of collectives it has started, by process group; the last one's kind is in `pending`.
-    begun: dict[str, int] = field(default_factory=dict)
-    pending: str = ""  # the collective that it started last, if that is not complete
-
-    def __str__(self) -> str:
-        step = "before its first step" if self.step is None else f"step {self.step}"
-        blocked = {_STOPPED: ", stopped by a signal", _UNINTERRUPTIBLE: ", blocked in a device"}
-        waits = ", waits for other ranks" if self.waits else ""
-        pending = f" in {self.pending}" if self.pending else ""
-        return (
-            f"rank {self.rank} on {self.host}: {step}, {self.place or 'starting'}{waits}{pending}"
-            f"{blocked.get(self.state, '')}, for {self.seconds:.0f} s"
-        )
-
-
-def culprits(states: Sequence[RankState]) -> list[int]:
-    """Return the ranks that the others wait for, or an empty list if unknown.
-
-    Stopped ranks come first, then ranks blocked in a device, then ranks that started fewer
-    collectives than their process group, then ranks that do not wait while others do.
-    """
-    for letter in (_STOPPED, _UNINTERRUPTIBLE):
-        if found := [each.rank for each in states if each.state == letter]:
-            return found
-    behind = Counter[int]()
-    for group in {name for each in states for name in each.begun}:
-        counts = {each.rank: each.begun[group] for each in states if group in each.begun}
-        least, most = min(counts.values()), max(counts.values())
-        behind.update(rank for rank, count in counts.items() if count == least < most)
-    if behind:
-        return sorted(behind)
-    busy = [each.rank for each in states if not each.waits]
-    return busy if len(busy) < len(states) else []
-
-
-def report(states: Sequence[RankState], limit: float, *, is_usual: bool = True) -> str:
-    """Describe in one line which ranks have had no heartbeat for `limit` seconds, and where.
-
-    `is_usual`: the limit is launch.hang_timeout; before the first step it may be longer.
-    """
-    found = culprits(states)
-    shown = [each for each in states if each.rank in found] or list(states)
-    named = "; ".join(map(str, shown[:4]))
-    more = f"; and {len(shown) - 4} more" if len(shown) > 4 else ""
-    setting = (
-        f"launch.hang_timeout={limit:g} s" if is_usual else f"{limit:g} s before its first step"
-    )
-    return f"no progress for more than {setting}: {named}{more}"
+_NEWS = "news"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,182 +31,220 @@ class RestartRound:
     nproc_per_node: int = 0
 
 
-class Nodes:
-    """This node's launcher, and its connections to the others."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The message of a node to the others; each beat replaces it."""
+
+    beat: int = 0  # changes, even if another rank tells it
+    number: int = 0  # of the round that the rest is about
+    states: list[RankState] = field(default_factory=list)  # of its ranks
+    hangs: bool = False  # some of them hang, or those of another node
+    ended: Ended | None = None
+    orders: dict[int, RestartRound] = field(default_factory=dict)  # by round; only node 0 decides
+    has_left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """The messages that node 0 passes on, so that the others read one key: mostly none."""
+
+    beat: int = 0
+    told: dict[int, Told] = field(default_factory=dict)  # by nodes of which it is news, or quiet
+    quiet: dict[int, float] = field(default_factory=dict)  # seconds without a beat
+
+
+class Exchange:
+    """The last messages of this node and of the others.
+
+    Note: a call on a dead link blocks for a quarter of an hour, until the kernel gives up the
+    connection. So a thread exchanges everything on one of its own, and callers get what is known.
+    """
+
+    def __init__(self, store: Store, own: int, count: int, patience: float) -> None:
+        """Begin as node `own` of `count`; node 0 counts as lost after `patience` seconds."""
+        self.own, self.members = own, list(range(count))
+        self.speaks = True  # else another rank of this host does
+        self._store, self._patience = store, patience
+        self._told, self._news = Told(), News()
+        self._seen = dict[int, Told]()  # on node 0
+        self._quiet = dict.fromkeys(self.members, 0.0)
+        self._collected_at = self._heard_at = time.monotonic()
+        self._is_lost = self._is_over = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._exchange, daemon=True)
+        self._thread.start()
+
+    def place(self) -> tuple[int, int]:
+        """Return this node's number among the members, and the number of members."""
+        return self.members.index(self.own), len(self.members)
+
+    def has_failed_elsewhere(self, number: int) -> bool:
+        """Return whether another node's ranks failed in this round; True if node 0 has exited."""
+        others = self._others(number).values()
+        return self._is_lost or any(each.ended and each.ended.has_failed for each in others)
+
+    def hangs_elsewhere(self, number: int) -> bool:
+        """Return whether ranks of another node hang in this round."""
+        return any(each.hangs for each in self._others(number).values())
+
+    def tell_states(self, number: int, own: list[RankState]) -> None:
+        """Have others know the states of this node's ranks in case that it falls silent."""
+        self._change(number=number, states=own)
+
+    def share_states(self, number: int, own: list[RankState]) -> tuple[list[RankState], int]:
+        """Tell that ranks hang; return the known states of all, and the first node that answers."""
+        self._tell(number=number, states=own, hangs=True)
+        self._await(_STATES_SECONDS, lambda told: (told.number, told.hangs) > (number, False))
+        found, others = list(own), self._others(number)
+        for node, told in others.items():
+            since = self._news.quiet.get(node, 0.0)
+            found += (
+                told.states
+                if told.hangs
+                else [
+                    replace(each, answers=False, waits=False, seconds=each.seconds + since)
+                    for each in told.states
+                ]
+            )
+        return found, min([self.own, *(node for node, told in others.items() if told.hangs)])
+
+    def leave(self, after: int | None = None) -> None:
+        """Leave the run, but not before node `after`.
+
+        Node 0 waits a moment for the others, because its store exits with it.
+        """
+        if after is not None:
+            self._await(_STATES_SECONDS, lambda told: False, [after])
+        self._tell(has_left=True)
+        if self.own == 0:
+            self._await(_LEAVE_SECONDS, lambda told: False)
+        self._is_over = True
+        self._wake.set()
+        self._thread.join(_LEAVE_SECONDS)
+
+    def _others(self, number: int) -> Mapping[int, Told]:
+        told = self._news.told
+        others = [each for each in self.members if each != self.own and each in told]
+        return {each: told[each] for each in others if told[each].number == number}
+
+    def _await(
+        self, seconds: float, has_told: Callable[[Told], bool], nodes: Sequence[int] | None = None
+    ) -> None:
+        """Wait until `nodes`, or all others, have told something, have left, or are silent."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._is_lost:
+            news, silent = self._news, time.monotonic() - self._heard_at
+            awaited = [each for each in nodes or self.members if each != self.own]
+            if silent > self._patience or all(
+                news.quiet.get(each, 0.0) > _SILENCE_SECONDS
+                or (each in news.told and (news.told[each].has_left or has_told(news.told[each])))
+                for each in awaited
+            ):
+                return
+            time.sleep(0.1)
+
+    def _tell(self, **changes: Any) -> None:
+        self._change(**changes)
+        self._wake.set()
+
+    def _change(self, **changes: Any) -> None:
+        told = self._told
+        if changes.get("number", told.number) != told.number:  # nothing of the last round
+            told = Told(orders=told.orders)
+        self._told = replace(told, **changes)
+
+    def _exchange(self) -> None:
+        is_last = False
+        while not is_last:
+            self._wake.clear()
+            is_last = self._is_over
+            try:
+                if self.speaks:
+                    self._pass_on()
+            except DistStoreError:
+                pass  # node 0 has said nothing so far
+            except UNREACHABLE:
+                self._is_lost = True
+                return
+            if not is_last:
+                self._wake.wait(_BEAT_SECONDS)
+
+    def _pass_on(self) -> None:
+        told = replace(self._told, beat=time.time_ns())
+        self._store.set(f"told/{self.own}", encode(told))
+        if self.own == 0:
+            self._store.set(_NEWS, encode(self._collected(told.beat)))
+        news = decode(self._store.get(_NEWS), News)
+        if news.beat != self._news.beat:
+            self._heard_at = time.monotonic()
+        self._news = news
+
+    def _collected(self, beat: int) -> News:
+        now = time.monotonic()
+        passed, self._collected_at = min(now - self._collected_at, _LONGEST_BEAT), now
+        for node in self.members:
+            self._quiet[node] += passed
+        known = [
+            each for each in self.members if each in self._seen or self._store.check([_key(each)])
+        ]
+        texts = self._store.multi_get(list(map(_key, known)))
+        for node, text in zip(known, texts, strict=True):
+            told = decode(text, Told)
+            if told.beat != self._seen.get(node, Told()).beat:
+                self._quiet[node] = 0.0
+            self._seen[node] = told
+        quiet = {n: seconds for n, seconds in self._quiet.items() if seconds > _QUIET_SECONDS}
+        told_now = {
+            n: each
+            for n, each in self._seen.items()
+            if n in quiet or each.hangs or each.ended or each.orders or each.has_left
+        }
+        return News(beat, told_now, quiet)
+
+
+def _key(node: int) -> str:
+    return f"told/{node}"
+
+
+class Nodes(Exchange):
+    """This node's launcher, and its exchange with those of the other nodes."""
 
     def __init__(self, launch: LaunchConfig) -> None:
         """Connect to node 0, or become node 0; UsageError if that is impossible."""
         assert launch.node_rank is not None
         assert launch.rdzv_endpoint is not None
-        self.own = launch.node_rank
-        self.members: Sequence[int] = range(launch.nnodes)
-        self._timeout = launch.timeout
-        address, self.port = split_endpoint(launch.rdzv_endpoint, for_others=True)
-        self.endpoint_address = address
-        self.address, self.interface = own_address(address, launch.interface)
-        self.store: TCPStore = reached_store(
-            address, self.port, launch.timeout, is_first=self.own == 0
-        )
+        own, self._timeout = launch.node_rank, launch.timeout
+        where = split_endpoint(launch.rdzv_endpoint, for_others=True)
+        self.endpoint_address, self.port = where
+        _, self.interface = own_address(where[0], launch.interface)
+        self.store = reached_store(*where, launch.timeout, is_first=own == 0)
         self.handshake = Handshake(
-            self.store, self.own, launch.nnodes, noun="node", patience=launch.timeout
+            self.store, own, launch.nnodes, noun="node", patience=launch.timeout
         )
-        # Each thread has its own connection, because a call that waits blocks its connection.
-        messages, states, failed, hang, beats = (
-            PrefixStore("nodes", TCPStore(address, self.port, is_master=False)) for _ in range(5)
-        )
-        patience = launch.hang_timeout or launch.timeout / 2  # longer than a short network failure
-        self._messages = TimeoutStore(messages, patience)
-        self._states = TimeoutStore(states, _STATES_SECONDS)
-        self._failed = KeyWatcher(failed, default=True)
-        self._hangs = KeyWatcher(hang, default=False)
-        self._ended = threading.Event()
-        threading.Thread(target=self._beat, args=(beats,), daemon=True).start()
-
-    def place(self) -> tuple[int, int]:
-        """Return this node's number among the members, and the number of members."""
-        return list(self.members).index(self.own), len(self.members)
-
-    def has_failed_elsewhere(self, number: int) -> bool:
-        """Return whether another node's ranks failed in this round; True if unknown."""
-        return self._failed.has(f"failed/{number}")
-
-    def hangs_elsewhere(self, number: int) -> bool:
-        """Return whether another node's launcher reports a hang in this round."""
-        return self._hangs.has(f"hang/{number}")
-
-    def share_states(self, number: int, own: list[RankState]) -> list[RankState]:
-        """Return the states of the ranks of all nodes that send them in time."""
-        found = list(own)
-        with suppress(*UNREACHABLE):
-            self._states.set(f"states/{number}/{self.own}", encode(own))
-            self._states.set(f"hang/{number}", "")
-        until = time.monotonic() + _STATES_SECONDS
-        for node in (each for each in self.members if each != self.own):
-            with suppress(*UNREACHABLE):
-                key, left = f"states/{number}/{node}", max(0.1, until - time.monotonic())
-                self._states.wait([key], timedelta(seconds=left))
-                found += decode(self._states.get(key), list[RankState])
-        return found
+        # Longer than a short network failure.
+        patience = launch.hang_timeout or launch.timeout / 2
+        super().__init__(TCPStore(*where, is_master=False), own, launch.nnodes, patience)
 
     def share(self, number: int, own: Ended) -> Outcome:
         """Return how the ranks of all nodes exited in this round, if their launchers are alive."""
-        with suppress(*UNREACHABLE):
-            if own.has_failed:
-                self._messages.set(f"failed/{number}", "")
-            self._messages.set(f"ended/{number}/{self.own}", encode(own))
-        found: dict[int, Ended] = {self.own: own}
-        beats = {node: (b"", time.monotonic()) for node in self.members if node != self.own}
-        awaited = set(beats)
-        while awaited:
-            for node in sorted(awaited):
-                latest = self._latest_of(number, node)
-                if isinstance(latest, Ended):
-                    found[node] = latest
-                elif latest is not None and latest != beats[node][0]:
-                    beats[node] = latest, time.monotonic()
-                is_silent = time.monotonic() - beats[node][1] > _SILENCE_SECONDS
-                if node in found or latest is None or is_silent:
-                    awaited.remove(node)
-            time.sleep(0.1)
-        return Outcome.of(found, self.own, tuple(node for node in beats if node not in found))
-
-    def _latest_of(self, number: int, node: int) -> Ended | bytes | None:
-        """Return how a node's ranks exited, else its last heartbeat; None if it has left."""
-        ended, beat = f"ended/{number}/{node}", f"beat/{node}"
-        try:
-            if self._messages.check([ended]):
-                return decode(self._messages.get(ended), Ended)
-            if self._messages.check([f"gone/{node}"]):
-                return None
-            return self._messages.get(beat) if self._messages.check([beat]) else b""
-        except UNREACHABLE:
-            return None
+        self._tell(number=number, states=[], ended=own)
+        self._await(math.inf, lambda told: (told.number, told.ended is not None) > (number, False))
+        found = {node: told.ended for node, told in self._others(number).items() if told.ended}
+        found[self.own] = own
+        return Outcome.of(found, self.own, tuple(n for n in self.members if n not in found))
 
     def order(self, number: int, following: RestartRound) -> None:
         """Tell the other nodes what follows round `number`; only node 0 does."""
-        with suppress(*UNREACHABLE):
-            self._messages.set(f"order/{number}", encode(following))
+        self._tell(orders={**self._told.orders, number: following})
         self._follow(following)
 
     def await_order(self, number: int) -> RestartRound:
         """Return what follows by node 0's order; the run is over if node 0 is unreachable."""
-        since = time.monotonic()
-        try:
-            while not self._messages.check([f"order/{number}"]):
-                if time.monotonic() - since > self._timeout or self._messages.check(["gone/0"]):
-                    return RestartRound()
-                time.sleep(0.1)
-            following = decode(self._messages.get(f"order/{number}"), RestartRound)
-        except UNREACHABLE:
-            return RestartRound()
+        self._await(self._timeout, lambda told: number in told.orders, [0])
+        following = self._news.told.get(0, Told()).orders.get(number, RestartRound())
         self._follow(following)
         return following
 
     def _follow(self, following: RestartRound) -> None:
         if following.nodes:
             self.members = following.nodes
-
-    def leave(self) -> None:
-        """Leave the run. Node 0 waits a moment for the others, because its store exits with it."""
-        self._ended.set()
-        with suppress(*UNREACHABLE):
-            self._messages.set(f"gone/{self.own}", "")
-            others = [f"gone/{node}" for node in self.members if node != self.own]
-            if self.own == 0 and others:
-                self._messages.wait(others, timedelta(seconds=_LEAVE_SECONDS))
-
-    def _beat(self, store: Store) -> None:
-        count = 0
-        while not self._ended.wait(_BEAT_SECONDS):
-            count += 1
-            with suppress(*UNREACHABLE):
-                store.set(f"beat/{self.own}", str(count))
-
-
-def reached_store(address: str, port: int, patience: float, *, is_first: bool) -> TCPStore:
-    """Return the store at an address, as its server or as a client; UsageError if out of reach."""
-    return bound_store(address, port)[0] if is_first else connected_store(address, port, patience)
-
-
-def connected_store(address: str, port: int, patience: float) -> TCPStore:
-    """Return a client of the store at an address, once there is one.
-
-    Torch's own client prints a C++ stack if nothing listens, and it waits without end for a server
-    that accepts connections and does not answer.
-
-    Raises:
-        UsageError: If no store answers in time.
-    """
-    where, deadline = endpoint_of(address, port), time.monotonic() + patience
-    limit = f"within {patience:g} s (launch.timeout)"
-    while cause := _refusal(address, port, max(MOMENT, deadline - time.monotonic())):
-        if time.monotonic() + MOMENT > deadline:
-            raise UsageError(
-                f"{where}: node 0 not reachable {limit}: {cause}; start the command with "
-                "launch.node_rank=0 on that host"
-            )
-        time.sleep(MOMENT)
-    # Torch prints a C++ stack for each answer that is not a store's, until its own timeout. A call
-    # that is left behind must not end while the process exits, which would abort.
-    most = min(max(MOMENT, deadline - time.monotonic()), _ANSWER_SECONDS)
-    limits = timedelta(seconds=most), timedelta(seconds=patience + 2 * _ANSWER_SECONDS)
-    try:
-        with silenced_errors():
-            connect = lambda: TCPStore(address, port, is_master=False, timeout=limits[0])  # noqa: E731
-            store = within(most + _BACKOFF_SECONDS, connect)
-        store.set_timeout(limits[1])
-        return store
-    except (TimeoutError, RuntimeError):
-        raise UsageError(
-            f"{where}: another program listens there, which does not answer as node 0; "
-            "set launch.rdzv_endpoint to HOST:PORT of node 0, with a port that is free there"
-        ) from None
-
-
-def _refusal(address: str, port: int, seconds: float) -> str:
-    """Return why no server accepts a connection, or an empty string."""
-    try:
-        socket.create_connection((address, port), timeout=seconds).close()
-    except OSError as error:
-        return error.strerror or "timed out"
-    return ""

@@ -12,7 +12,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.io.run_files import LOGS, METRICS
-from fsdpctl.launch.local import launch_workers
+from fsdpctl.launch.workers import launch_workers
 from fsdpctl.resolve.run import Opened
 from fsdpctl.resolve.settle import settle
 from fsdpctl.run.assets import collect_assets

@@ -13,9 +13,9 @@ from fsdpctl.errors import FINAL, LOST, UsageError
 from fsdpctl.io.activity import DISPLAY
 from fsdpctl.io.run_files import LOGS, METRICS, RUN_CONFIG
 from fsdpctl.launch.begin import Begun
-from fsdpctl.launch.local import launch_workers
 from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Outcome
+from fsdpctl.launch.workers import launch_workers
 from fsdpctl.resolve.settle import settle
 from fsdpctl.run.directory import changes, look, prepare_restart
 from fsdpctl.run.metrics import last_step, went_on

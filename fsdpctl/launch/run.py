@@ -6,6 +6,7 @@ Imports torch only inside functions: a rank sets torch's environment variables f
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,25 +141,38 @@ def _as_rank(
     cores = (os.cpu_count() or 1) // place.local_world_size
     own = {"OMP_NUM_THREADS": str(max(1, cores)), **config.launch.allocator_environment}
     os.environ.update({**own, **os.environ})  # before torch is imported
-    from fsdpctl.comm.world import PrefixStore
-    from fsdpctl.launch.nodes import reached_store
-    from fsdpctl.launch.rendezvous import own_address, split_endpoint
+    from fsdpctl.comm.world import PrefixStore, TCPStore
+    from fsdpctl.launch.addresses import own_address, reached_store, split_endpoint
     from fsdpctl.resolve.machine import placed_here
 
     launch = placed_here(config, where).launch
-    others = place.world_size > place.local_world_size
-    address, port = split_endpoint(endpoint_of(place.address, place.port), for_others=others)
+    nodes = place.world_size // place.local_world_size
+    address, port = split_endpoint(endpoint_of(place.address, place.port), for_others=nodes > 1)
     is_first = place.rank == 0 and not place.store_is_there
     shared = reached_store(address, port, launch.timeout, is_first=is_first)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", own_address(address, launch.interface)[1])
     for name in ("rank", "world_size", "local_rank", "local_world_size"):
         os.environ[name.upper()] = str(getattr(place, name))
     from fsdpctl.launch.handshake import Handshake
+    from fsdpctl.launch.nodes import Exchange
+    from fsdpctl.launch.watchdog import watch_as_rank
     from fsdpctl.train.worker import become_rank
 
     store = PrefixStore(f"attempt-{place.attempt}", shared)
     meeting = Handshake(store, place.rank, place.world_size, noun="rank", patience=launch.timeout)
     # The lock that `begun` holds is released when this process exits.
     begun = _invite(meeting, begin, talk) if place.rank == 0 else _accept(meeting, launch)
-    if begun is not None:
-        become_rank(Path(begun.run_dir), store)
+    if begun is None:
+        return
+    terminal, run_dir, exchange = os.dup(2), Path(begun.run_dir), None
+    if nodes > 1:
+        theirs = PrefixStore(f"attempt-{place.attempt}", TCPStore(address, port, is_master=False))
+        node, patience = place.rank // place.local_world_size, launch.hang_timeout
+        exchange = Exchange(theirs, node, nodes, patience or launch.timeout / 2)
+
+    def say(text: str) -> None:
+        with suppress(OSError):
+            os.write(terminal, f"fsdpctl: {text}\n".encode())
+
+    watch_as_rank(place, launch, store, exchange, say)
+    become_rank(run_dir, store)

@@ -1,10 +1,13 @@
-"""A launcher's watchdog: it detects ranks that hang, or that wait for ranks that have exited.
+"""The watchdog: it detects ranks that hang, or that wait for ranks that have exited.
 
-It is a thread, because the main thread waits in torch's agent. It ends ranks by SIGKILL: with gloo,
-nothing else interrupts a rank that waits.
+It is a thread of the launcher, whose main thread waits in torch's agent, or of each rank that
+another launcher has started: of those on a host, the first whose thread still runs decides, because
+a rank that hangs may hold its interpreter. It ends ranks by SIGKILL: with gloo, nothing else
+interrupts a rank that waits.
 """
 
 import contextlib
+import os
 import signal
 import socket
 import threading
@@ -12,102 +15,140 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from fsdpctl.comm.rank_status import (
     FINISHING,
     LOADING,
+    RANK_STATUS,
     READING,
+    HostPages,
     RankStatus,
     make_status_file,
-    read_rank_statuses,
 )
 from fsdpctl.comm.recorder import Recorded
+from fsdpctl.comm.world import Store
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.launch.nodes import Nodes, RankState, report
+from fsdpctl.errors import ExitCode
+from fsdpctl.launch.diagnosis import GONE, UNKNOWN, RankState, report
+from fsdpctl.launch.nodes import Exchange
+from fsdpctl.resolve.launchers import LauncherRank
 
-FOLDER = "FSDPCTL_FOLDER"  # environment variable: the directory of workers' files for the launcher
-PAGES, ASK = "pulse", "ask"  # files there
 _POLL_SECONDS = 0.25
-_LONGEST_POLL = 1.0  # a launcher that was suspended itself must not blame its ranks
+_LONGEST_POLL = 1.0  # a watchdog that was suspended itself must not blame the ranks
 _START_FACTOR = 4  # loading, compiling and the first collectives take longer than a step
 _GRACE_SECONDS = 10.0  # for ranks to exit on their own after another one has
-_REPORT_SECONDS = 2.0  # for ranks to write their stacks
+_REPORT_SECONDS = 5.0  # for ranks to write their stacks and to answer
+_STACK_SECONDS = 0.5  # to write stacks
+_SUCCEED_SECONDS = 5.0  # after which a rank's watchdog replaces one that does not run
 
-
-Ranks = dict[int, psutil.Process]  # running ones, by their number on this node
+Ranks = dict[int, psutil.Process]  # running ones, by their number on this host
 
 
 class Watchdog:
-    """Watches the workers of one round; `hang` describes the ranks that hung in one line."""
+    """Watches the ranks of a host in one round; `hang` describes those that hung in one line."""
 
     def __init__(
         self,
-        folder: Path,
+        pages: Path,
         launch: LaunchConfig,
-        pids: Callable[[], dict[int, int]],
-        nodes: Nodes | None = None,
+        exchange: Exchange | None = None,
         number: int = 0,
+        *,
+        pids: Callable[[], dict[int, int]] | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        """Watch the workers of a node in a round.
+        """Watch the ranks that write to a file of pages, in a round.
 
-        `folder` has the workers' files for the launcher; `pids` returns the process ids of running
-        workers by local rank.
+        A launcher gives `pids`, which returns the process ids of running workers by local rank;
+        a rank gives `say`, which is called before the ranks are killed.
         """
         assert launch.nproc_per_node is not None
         self.hang = ""
         self.failed_at: float | None = None  # when the first worker was missing
         self.follows = False  # whether it killed ranks only because those of another node failed
-        self._folder, self._pids, self._nodes, self._number = folder, pids, nodes, number
-        self._count = launch.nproc_per_node
-        self._first_rank = (0 if nodes is None else nodes.place()[0]) * self._count
+        self._pids, self._say, self._exchange, self._number = pids, say, exchange, number
+        self._count, self._local_rank = launch.nproc_per_node, 0
+        if pids is None:
+            self._local_rank = int(os.environ["LOCAL_RANK"])
+        self._first_rank = (exchange.place()[0] if exchange else 0) * self._count
         self._limit, self._timeout = launch.hang_timeout or launch.timeout / 2, launch.timeout
         self._beats = [RankStatus(0, None, waits=False, place="")] * self._count
         self._still = [0.0] * self._count  # seconds since each rank's last heartbeat
+        self._unwatched = [0.0] * self._count  # and since its own watchdog was seen
         self._since: dict[str, float] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        make_status_file(folder / PAGES, self._count)
-        self._pages = (folder / PAGES).open("rb")  # readable even if the directory is deleted
+        self._pages = HostPages(pages)
+
+    def start(self) -> None:
+        """Begin to watch, until the block or the process ends."""
+        self._thread.start()
 
     def __enter__(self) -> "Watchdog":
-        self._thread.start()
+        self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join()
-        self._pages.close()
 
     def _run(self) -> None:
         polled = time.monotonic()
         while not self._done.wait(_POLL_SECONDS):
             passed, polled = time.monotonic() - polled, time.monotonic()
-            ranks = _alive(self._pids())
             self._poll(min(passed, _LONGEST_POLL))
-            if not ranks:
-                continue
-            all_run = len(ranks) == self._count
-            if not all_run:
-                self.failed_at = self.failed_at or time.time()
-            late = (self._still[each] > self._limit_of(each) for each in range(self._count))
-            nodes, number = self._nodes, self._number
-            if (all_run and any(late)) or (nodes and nodes.hangs_elsewhere(number)):
-                self._end_hang(ranks)
+            if self._decides() and self._judge():
                 return
-            died = self._lasts("died", not all_run)
-            follows = self._lasts("elsewhere", bool(nodes and nodes.has_failed_elsewhere(number)))
-            if (died or follows) and not any(map(self._has_moved, ranks)):
-                self.follows = not died
-                _kill(ranks)  # stopped, or blocked: the agent itself waits longer
 
     def _poll(self, passed: float) -> None:
-        beats = read_rank_statuses(self._pages)
-        for local, beat in enumerate(beats):
-            moved = beat.count != self._beats[local].count or beat.place == FINISHING
+        RANK_STATUS.looked()
+        beats = self._pages.statuses()
+        for local, (beat, last) in enumerate(zip(beats, self._beats, strict=True)):
+            moved = beat.count != last.count or beat.place == FINISHING
             self._still[local] = 0.0 if moved else self._still[local] + passed
+            looked = beat.looks != last.looks
+            self._unwatched[local] = 0.0 if looked else self._unwatched[local] + passed
         self._beats = beats
+
+    def _decides(self) -> bool:
+        """Return whether it is for this process to judge the ranks of this host."""
+        before = self._unwatched[: self._local_rank]
+        decides = all(each > _SUCCEED_SECONDS for each in before)
+        if any(each.is_asked for each in self._beats):  # another watchdog ends a hang
+            decides = False
+        if self._exchange:
+            self._exchange.speaks = decides
+        return decides
+
+    def _judge(self) -> bool:
+        """Kill the ranks if they hang, or if others have failed; return whether they hang."""
+        number, exchange = self._number, self._exchange
+        ranks = _alive(self._running())
+        if exchange:
+            exchange.tell_states(number, [self._state(each) for each in range(self._count)])
+        if not ranks:
+            return False
+        all_run = len(ranks) == self._count
+        if not all_run:
+            self.failed_at = self.failed_at or time.time()
+        late = [each for each in ranks if self._still[each] > self._limit_of(each)]
+        # A launcher's agent sees ranks that have exited; other launchers may not.
+        hangs = late and (all_run or (not self._pids and any(self._beats[n].waits for n in late)))
+        if hangs or (exchange and exchange.hangs_elsewhere(number)):
+            self._end_hang(ranks)
+            return True
+        died = self._lasts("died", not all_run)
+        follows = self._lasts("elsewhere", bool(exchange and exchange.has_failed_elsewhere(number)))
+        if self._pids and (died or follows) and not any(map(self._has_moved, ranks)):
+            self.follows = not died
+            _kill(ranks)  # stopped, or blocked: the agent itself waits longer
+        return False
+
+    def _running(self) -> dict[int, int]:
+        if self._pids:
+            return self._pids()
+        return {local: beat.pid for local, beat in enumerate(self._beats) if beat.pid}
 
     def _has_moved(self, local: int) -> bool:
         """Return whether a rank still makes progress, such as completing a checkpoint."""
@@ -134,36 +175,73 @@ class Watchdog:
 
     def _end_hang(self, ranks: Ranks) -> None:
         """Have all ranks write their stacks, find the cause of the hang, and kill them."""
-        own = self._states(ranks)
-        states = own if self._nodes is None else self._nodes.share_states(self._number, own)
+        states, own = self._asked(ranks), self._exchange.own if self._exchange else 0
+        first = own
+        if self._exchange:
+            states, first = self._exchange.share_states(self._number, states)
         limit = max(map(self._limit_of, range(self._count)))
         self.hang = report(states, limit, is_usual=limit == self._limit)
         self.failed_at = time.time()
+        if self._say and first == own:
+            self._say(self.hang)
+        if self._say and self._exchange:  # if a rank ends first, those of other hosts fail unnamed
+            self._exchange.leave(after=first)
         _kill(ranks)
+        if self._say:
+            os._exit(ExitCode.FAILED)
 
-    def _states(self, ranks: Ranks) -> list[RankState]:
-        with contextlib.suppress(OSError):  # a full disk must not prevent the rest
-            (self._folder / ASK).touch()
-        for local, each in ranks.items():
-            if self._beats[local].count:  # before that, the signal would kill it
-                with contextlib.suppress(psutil.Error):
-                    each.send_signal(signal.SIGUSR2)
-        time.sleep(_REPORT_SECONDS)
-        return [self._state(local, each) for local, each in ranks.items()]
+    def _asked(self, ranks: Ranks) -> list[RankState]:
+        until = time.monotonic() + _REPORT_SECONDS
+        asked = [local for local in ranks if self._beats[local].count]
+        for local in asked:  # before its first heartbeat, the signal would kill a rank
+            self._pages.ask(local)
+            with contextlib.suppress(psutil.Error):
+                ranks[local].send_signal(signal.SIGUSR2)
+        time.sleep(_STACK_SECONDS)
+        while time.monotonic() < until and None in map(self._pages.answer, asked):
+            time.sleep(_POLL_SECONDS)
+        return [
+            self._state(local, _letter(pid) if local in ranks else GONE)
+            for local, pid in sorted(self._running().items())
+        ]
 
-    def _state(self, index: int, process: psutil.Process) -> RankState:
-        letter, found = "", Recorded()
-        with contextlib.suppress(OSError, IndexError):
-            stat = Path(f"/proc/{process.pid}/stat").read_text()
-            letter = stat.rpartition(")")[2].split()[0]
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            written = (self._folder / f"{ASK}-{index}").read_bytes()
-            found = msgspec.json.decode(written, type=Recorded)
-        beat = self._beats[index]
+    def _state(self, local: int, letter: str | None = None) -> RankState:
+        """Return the state of a rank; with the letter of its process, if it was asked, too."""
+        answer = Recorded() if letter is None else self._pages.answer(local)
+        found, beat = answer or Recorded(), self._beats[local]
         return RankState(
-            self._first_rank + index, socket.gethostname(), letter,
-            self._still[index], beat.step, beat.place, beat.waits, found.begun, found.pending,
+            self._first_rank + local, socket.gethostname(), UNKNOWN if letter is None else letter,
+            self._still[local], beat.step, beat.place, beat.waits, found.begun, found.pending,
+            answer is not None,
         )  # fmt: skip
+
+
+def watch_as_rank(
+    place: LauncherRank,
+    launch: LaunchConfig,
+    store: Store,
+    exchange: Exchange | None,
+    say: Callable[[str], None],
+) -> None:
+    """Watch the ranks of this host from a thread of each of them, which share a file of pages.
+
+    `store` is that of all ranks; `exchange` is with other hosts; `say` prints a line.
+    """
+    key, path = f"pages/{place.rank // place.local_world_size}", Path()
+    if place.local_rank == 0:
+        with contextlib.suppress(OSError):
+            path = make_status_file(place.local_world_size)
+        store.set(key, str(path))
+    try:
+        path = Path(store.get(key).decode())
+        RANK_STATUS.open(path, place.local_rank)
+        watchdog = Watchdog(path, launch, exchange, say=say)
+    except OSError as error:
+        say(f"rank {place.rank}: no watchdog: {path}: {error.strerror}")
+        return
+    if store.add(f"{key}/opened", 1) == place.local_world_size:
+        path.unlink()  # now, because it would remain if the ranks are killed
+    watchdog.start()
 
 
 def _alive(pids: dict[int, int]) -> Ranks:
@@ -176,7 +254,15 @@ def _alive(pids: dict[int, int]) -> Ranks:
     return found
 
 
+def _letter(pid: int) -> str:
+    """Return the kernel's letter for the state of a process."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return UNKNOWN
+
+
 def _kill(ranks: Ranks) -> None:
     for each in ranks.values():
         with contextlib.suppress(psutil.Error):
-            each.kill()
+            if each.pid != os.getpid():
+                each.kill()

@@ -15,11 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-import msgspec
-
 from fsdpctl.errors import STOP_SIGNALS
 from fsdpctl.io.activity import DISPLAY
-from fsdpctl.io.files import open_own, replace
+from fsdpctl.io.files import open_own
 from fsdpctl.io.texts import one_line
 
 if TYPE_CHECKING:
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
 
 MODULE = "fsdpctl.train.worker"
 MEASURE = "measure"  # as last argument: only steps, without output
+PAGES = "FSDPCTL_PAGES"  # environment variable: the file for the status of ranks on this host
 
 _PR_SET_PDEATHSIG = 1
 
@@ -163,26 +162,21 @@ def _leave(code: int) -> NoReturn:
 
 
 def serve_watchdog() -> None:
-    """Publish this rank's status, write stacks on SIGUSR2, and answer a launcher's queries."""
+    """Publish this rank's status, write stacks on SIGUSR2, and answer a watchdog."""
     from fsdpctl.comm.rank_status import RANK_STATUS
 
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # also while a thread holds Python
-    folder, local_rank = os.environ.get("FSDPCTL_FOLDER"), int(os.environ["LOCAL_RANK"])
-    if folder is None:
-        return
-    RANK_STATUS.open(Path(folder) / "pulse", local_rank)
+    if (path := os.environ.get(PAGES)) is not None:
+        RANK_STATUS.open(Path(path), int(os.environ["LOCAL_RANK"]))
     RANK_STATUS.at("starting")
-    threading.Thread(target=_answer, args=(Path(folder), local_rank), daemon=True).start()
+    threading.Thread(target=_answer, daemon=True).start()
 
 
-def _answer(folder: Path, local_rank: int) -> None:
-    """Wait for a query, and write the collectives that this rank has started."""
-    from fsdpctl.comm.recorder import recorded
+def _answer() -> None:
+    from fsdpctl.comm.rank_status import RANK_STATUS
 
-    while not (folder / "ask").exists():
+    while not RANK_STATUS.answer():
         time.sleep(_POLL_SECONDS)
-    with contextlib.suppress(OSError):
-        replace(folder / f"ask-{local_rank}", msgspec.json.encode(recorded()))
 
 
 def main() -> None:

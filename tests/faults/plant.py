@@ -1,8 +1,9 @@
-"""Plants one fault in one rank: what `sitecustomize` imports in every worker of a campaign.
+"""Plants one fault in one rank: what `sitecustomize` imports in every rank.
 
 FSDPCTL_FAULT says which, as JSON. It strikes once: a file says that it has.
 """
 
+import ctypes
 import json
 import os
 import time
@@ -19,7 +20,7 @@ _training, _summed = Batches.training, loss.summed_loss
 
 def plant(fault: dict[str, Any]) -> None:
     """Have this rank, if it is the one, do at the asked call what `kind` says."""
-    if int(os.environ["RANK"]) != fault["rank"]:
+    if int(os.environ.get("RANK") or os.environ["SLURM_PROCID"]) != fault["rank"]:
         return
     calls = iter(range(1 << 60))
 
@@ -36,6 +37,10 @@ def plant(fault: dict[str, Any]) -> None:
         if is_due():
             if fault["kind"] == "data error":
                 raise OSError(5, "Input/output error", "planted")
+            if fault["kind"] == "interpreter held":
+                lock, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+                for _ in range(2):  # the second time, no thread of this process runs
+                    libc.pthread_mutex_lock(lock)
             time.sleep(1e6)  # the others wait for a collective that never comes
         return _training(batches, samples, rank, micro_step)
 

@@ -22,7 +22,18 @@ WORDS = [
     f"train.steps={STEPS}", f"checkpoint.every={SAVES_EVERY}", "train.log_every=10",
     f"train.eval_every={VALIDATES_EVERY}",
 ]  # fmt: skip
-_PLANTS = "import sys\nif 'fsdpctl.train.worker' in sys.orig_argv:\n    import tests.faults.plant\n"
+_PLANTS = (
+    "import os\nif os.environ.keys() & {'RANK', 'SLURM_PROCID'}:\n    import tests.faults.plant\n"
+)
+
+
+def planted(folder: Path, fault: dict[str, Any]) -> dict[str, str]:
+    """The environment of processes of which one has a fault, once it is a rank."""
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(_PLANTS)
+    env = environment()
+    return {**env, "PYTHONPATH": f"{site}:{env['PYTHONPATH']}", "FSDPCTL_FAULT": json.dumps(fault)}
 
 
 class Run:
@@ -43,13 +54,7 @@ class Run:
             *WORDS, f"data.path={make_text(folder)}", f"train.run_dir={self.run_dir}",
             f"launch.hang_timeout={seconds}", f"launch.timeout={5 * seconds}", *words,
         ]  # fmt: skip
-        self._env = environment()
-        if fault is not None:
-            site = folder / "site"
-            site.mkdir()
-            (site / "sitecustomize.py").write_text(_PLANTS)
-            self._env["PYTHONPATH"] = f"{site}:{self._env['PYTHONPATH']}"
-            self._env["FSDPCTL_FAULT"] = json.dumps(fault)
+        self._env = environment() if fault is None else planted(folder, fault)
 
     def start(self, *more: str) -> list["subprocess.Popen[str]"]:
         """The command, on each host; what it says goes to a file."""

@@ -1,27 +1,38 @@
-"""As ranks that another launcher starts: torchrun, on one machine and as two nodes."""
+"""As ranks that another launcher starts: torchrun, on one machine and as two nodes; and Slurm."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.commands.run import environment, figures, make_text
+from tests.faults.running import planted
+from tests.launch.hosts import hosts
 from tests.launch.test_nodes import SMALL, alone, free_endpoint
 
 pytestmark = pytest.mark.slow
 _SECONDS = 180
+_HANGS = ["train.steps=99", "launch.hang_timeout=10"]
 
 
-def _torchrun(folder: Path, options: list[str], *more: str) -> "subprocess.Popen[str]":
-    words = [*SMALL, f"data.path={make_text(folder)}", f"train.run_dir={folder / 'run'}", *more]
+def _words(folder: Path, *more: str) -> list[str]:
+    return [*SMALL, f"data.path={make_text(folder)}", f"train.run_dir={folder / 'run'}", *more]
+
+
+def _torchrun(
+    folder: Path, options: list[str], *more: str, env: dict[str, str] | None = None
+) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [
             sys.executable, "-m", "torch.distributed.run", *options,
-            "-m", "fsdpctl", "train", "launch=env", *words,
+            "-m", "fsdpctl", "train", "launch=env", *_words(folder, *more),
         ],
-        cwd=folder, env=environment(), text=True,
+        cwd=folder, env=env or environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -68,3 +79,66 @@ def test_a_process_of_torchrun_requires_launch_env(tmp_path):
     assert done.returncode == 2
     assert "set launch=env" in done.stderr
     assert not os.path.exists(tmp_path / "runs")
+
+
+def _fault(folder: Path, rank: int, kind: str) -> dict[str, str]:
+    """The environment in which a rank hangs after some steps."""
+    fault = {"rank": rank, "call": 4, "kind": kind, "mark": str(folder / "hangs")}
+    return planted(folder, fault)
+
+
+def _check_report(said: str, rank: int, waits: str) -> None:
+    """The rank is named once, where it hangs, and who waits for it in which collective."""
+    (line,) = (line for line in said.splitlines() if "no progress" in line)
+    assert re.search(rf"hang_timeout=10 s: rank {rank} on \S+: (step \d|last seen)", line), line
+    assert re.search(rf"; {waits} in [\w -]+ over (gloo|shared memory), step \d+$", line), line
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind"), [(1, "collective that never comes"), (0, "interpreter held")]
+)
+def test_a_hang_is_named_under_torchrun(tmp_path, rank, kind):
+    started = _torchrun(tmp_path, ["--nproc-per-node=2"], *_HANGS, env=_fault(tmp_path, rank, kind))
+    said, _ = started.communicate(timeout=_SECONDS)
+    assert started.returncode == 1
+    _check_report(said, rank, f"rank {1 - rank} waits for it")
+    stacks = tmp_path / "run" / "logs" / f"rank-{rank:05d}.log"
+    assert "tests/faults/plant.py" in stacks.read_text()
+    seconds = stacks.stat().st_mtime - (tmp_path / "hangs").stat().st_mtime
+    assert 9 < seconds < 10 + 20  # as docs/clusters.md says
+
+
+@pytest.mark.parametrize(("launcher", "each"), [("slurm", 2), ("env", 1)])
+def test_a_hang_is_named_among_hosts_without_a_run_directory(tmp_path, launcher, each):
+    """A rank that holds its interpreter is named by its neighbor, or by another host."""
+    hangs, env = each, _fault(tmp_path, each, "interpreter held")  # the first of the second host
+    with hosts(2) as found:
+        where = [f"launch.rdzv_endpoint={found.addresses[0]}:29500"] * (launcher == "slurm")
+        started = []
+        for rank in range(2 * each):
+            of = {"RANK": rank, "WORLD_SIZE": 2 * each, "LOCAL_RANK": rank % each}
+            of |= {
+                "LOCAL_WORLD_SIZE": each,
+                "MASTER_ADDR": found.addresses[0],
+                "MASTER_PORT": 29500,
+            }
+            if launcher == "slurm":
+                of = {"PROCID": rank, "NODEID": rank // each, "LOCALID": rank % each}
+                of |= {"STEP_NUM_TASKS": 2 * each, "STEP_NUM_NODES": 2, "STEP_NODELIST": "h[0-1]"}
+                of = {f"SLURM_{name}": n for name, n in of.items()}
+                of["SLURM_STEP_TASKS_PER_NODE"] = f"{each}(x2)"
+            own = {**env, **{name: str(n) for name, n in of.items()}}
+            typed = ["train", f"launch={launcher}", *_words(tmp_path, *_HANGS), *where]
+            started.append(found.start(rank // each, *typed, cwd=tmp_path, env=own))
+        deadline = time.monotonic() + _SECONDS
+        while not (tmp_path / "hangs").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        said = [one.communicate(timeout=_SECONDS)[0] for one in started[:each]]
+        if each == 1:  # no other process of its host can end it
+            started[1].kill()
+        said += [one.communicate(timeout=_SECONDS)[0] for one in started[each:]]
+    assert 0 not in [one.returncode for one in started]
+    others = f"{2 * each - 1} ranks wait for it, rank \\d" if each > 1 else "rank 0 waits for it"
+    _check_report("".join(said), hangs, others)

@@ -18,17 +18,18 @@ from torch._C._distributed_c10d import HashStore
 
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.launch.handshake import Handshake, Plan, _check_directory, difference
-from fsdpctl.launch.local import _environment, launch_workers
-from fsdpctl.launch.nodes import Nodes, RestartRound, connected_store
-from fsdpctl.launch.outcome import Ended, Failure
-from fsdpctl.launch.rendezvous import (
+from fsdpctl.launch.addresses import (
     LOOPBACK,
     bound_store,
+    connected_store,
     interface_of,
     own_address,
     split_endpoint,
 )
+from fsdpctl.launch.handshake import Handshake, Plan, _check_directory, difference
+from fsdpctl.launch.nodes import Nodes, RestartRound
+from fsdpctl.launch.outcome import Ended, Failure
+from fsdpctl.launch.workers import _environment, launch_workers
 from fsdpctl.resolve.launchers import endpoint_of
 from tests.commands.run import TINY, figures, fsdpctl, make_text
 from tests.launch.hosts import Hosts, hosts
@@ -136,10 +137,11 @@ def test_all_nodes_detect_failed_and_unreachable_nodes(monkeypatch: pytest.Monke
 
     def act(nodes: Nodes) -> object:
         if nodes.own == 1:
-            nodes._ended.set()  # its launcher is gone, without a word
+            nodes.speaks = False  # its launcher is gone, without a word
             return None
         found = nodes.share(0, Ended((failure,) if nodes.own == 2 else ()))
-        return found.failures, found.silent_nodes, nodes.has_failed_elsewhere(0)
+        failed = nodes.own == 2 or nodes.has_failed_elsewhere(0)
+        return found.failures, found.silent_nodes, failed
 
     first, _, third = together(3, act)
     assert first.result() == third.result() == ((failure,), (1,), True)
@@ -212,7 +214,7 @@ def test_an_endpoint_may_be_of_either_family(
 ) -> None:
     found = [(0, 0, 0, "", place) for place in known]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: found)
-    monkeypatch.setattr("fsdpctl.launch.rendezvous._addresses", lambda: own)
+    monkeypatch.setattr("fsdpctl.launch.addresses._addresses", lambda: own)
     assert split_endpoint(endpoint, for_others=True) == (expected, 1)
 
 

@@ -14,24 +14,19 @@ from fsdpctl.comm.rank_status import (
     LOADING,
     PAGE,
     READING,
+    HostPages,
     RankStatus,
     RankStatusPage,
     make_status_file,
-    read_rank_statuses,
 )
 from fsdpctl.comm.recorder import recorded
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.launch.nodes import RankState, culprits, report
+from fsdpctl.launch.diagnosis import RankState, culprits, report
 from fsdpctl.launch.outcome import kills_so_far
-from fsdpctl.launch.watchdog import PAGES, Watchdog
+from fsdpctl.launch.watchdog import Watchdog
 from tests.distributed import distributed
 
 LAUNCH = LaunchConfig(nproc_per_node=2, hang_timeout=1)
-
-
-def beats_in(file: Path) -> list[RankStatus]:
-    with file.open("rb") as pages:
-        return read_rank_statuses(pages)
 
 
 def state(rank: int, **about: object) -> RankState:
@@ -40,13 +35,13 @@ def state(rank: int, **about: object) -> RankState:
 
 
 def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path):
-    make_status_file(tmp_path / "pages", 3)
+    path = make_status_file(3, tmp_path)
     pulse = RankStatusPage()
     pulse.at("nowhere")  # nobody reads it yet
-    pulse.open(tmp_path / "pages", 1)
+    pulse.open(path, 1)
     pulse.at("forward blocks.3", 7)
     pulse.wait(begins=True)
-    first, second, third = beats_in(tmp_path / "pages")
+    first, second, third = HostPages(path).statuses()
     assert (second.count, second.step, second.place, second.waits) == (
         2, 7, "forward blocks.3", True,
     )  # fmt: skip
@@ -55,11 +50,11 @@ def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path):
 
 
 def test_long_places_stay_on_their_page(tmp_path):
-    make_status_file(tmp_path / "pages", 2)
+    path = make_status_file(2, tmp_path)
     pulse = RankStatusPage()
-    pulse.open(tmp_path / "pages", 0)
+    pulse.open(path, 0)
     pulse.at("ä" * PAGE)
-    first, second = beats_in(tmp_path / "pages")
+    first, second = HostPages(path).statuses()
     assert first.place.startswith("ää")
     assert second.count == 0
 
@@ -82,7 +77,15 @@ def test_a_report_names_rank_step_place_and_collective():
     said = report([state(0), state(1, waits=False, pending="gloo:all_reduce of 4 in world")], 30)
     assert "hang_timeout=30 s: rank 1 on host: step 3, reduce blocks.1" in said
     assert "gloo:all_reduce of 4 in world" in said
-    assert "rank 0" not in said
+    assert said.endswith("for 9 s; rank 0 waits for it in reduce blocks.1, step 3")
+
+
+def test_a_rank_that_neither_answers_nor_waits_is_the_culprit():
+    states = [state(0, begun={"world": 4}), state(1, waits=False, answers=False), state(2)]
+    assert culprits([*states, state(3, answers=False)]) == [1]
+    assert "; 2 ranks wait for it, rank 0 in" in report(states, 30)
+    assert culprits([state(0, state=""), state(1)]) == [0]
+    assert culprits([state(0, state="", waits=False), state(1, waits=False)]) == []  # finished?
 
 
 def _sleeper() -> "subprocess.Popen[bytes]":
@@ -90,12 +93,12 @@ def _sleeper() -> "subprocess.Popen[bytes]":
 
 
 def _watched(folder: Path, processes: list["subprocess.Popen[bytes]"], beats: int) -> Watchdog:
-    watch = Watchdog(folder, LAUNCH, lambda: {n: each.pid for n, each in enumerate(processes)})
+    path = make_status_file(LAUNCH.nproc_per_node or 0, folder)
+    watch = Watchdog(path, LAUNCH, pids=lambda: {n: each.pid for n, each in enumerate(processes)})
     for index in range(beats):
         pulse = RankStatusPage()
-        pulse.open(folder / PAGES, index)
+        pulse.open(path, index)
         pulse.at("forward blocks.0", 1)
-        pulse._count = 0
         pulse.wait(begins=index == 0)
     return watch
 
@@ -122,9 +125,10 @@ def test_a_page_that_is_being_written_is_not_a_hang(tmp_path, monkeypatch):
     )
     processes = [_sleeper()]
     launch = LaunchConfig(nproc_per_node=1, hang_timeout=2)
-    watch = Watchdog(tmp_path, launch, lambda: {0: processes[0].pid})
-    processes.append(subprocess.Popen([sys.executable, "-c", beats, tmp_path / PAGES]))
-    while not beats_in(tmp_path / PAGES)[0].count:
+    path = make_status_file(1, tmp_path)
+    watch = Watchdog(path, launch, pids=lambda: {0: processes[0].pid})
+    processes.append(subprocess.Popen([sys.executable, "-c", beats, path]))
+    while not HostPages(path).statuses()[0].count:
         time.sleep(0.05)
     with watch:
         time.sleep(3)
@@ -170,7 +174,7 @@ def test_ranks_that_make_progress_are_not_killed(tmp_path, monkeypatch):
         processes[0].kill()
         processes[0].wait(timeout=20)
         pulse = RankStatusPage()
-        pulse.open(tmp_path / PAGES, 1)
+        pulse.open(next(tmp_path.iterdir()), 1)
         until = time.monotonic() + 2
         while time.monotonic() < until:
             pulse.at("completing a checkpoint", 1)
@@ -214,8 +218,8 @@ def test_out_of_memory_kills_are_counted(tmp_path, line, file, count):
     [("forward head", 3, 300), ("ready", None, 480), (LOADING, None, 1200), (READING, 3, 1200)],
 )
 def test_a_hang_is_named_before_nccl_ends_the_process(tmp_path, place, step, seconds):
-    watch = Watchdog(tmp_path, LaunchConfig(nproc_per_node=1, timeout=600), dict)
-    watch._pages.close()
+    launch = LaunchConfig(nproc_per_node=1, timeout=600)
+    watch = Watchdog(make_status_file(1, tmp_path), launch, pids=dict)
     watch._beats = [RankStatus(1, step, waits=False, place=place)]
     assert watch._limit_of(0) == seconds
 

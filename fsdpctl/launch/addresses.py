@@ -1,32 +1,30 @@
 """Network addresses, and stores of the launchers: on a single address, with a time limit.
 
 Note: torch's own rendezvous listens on all interfaces, and its c10d backend unpickles the store's
-contents. Its timeouts do not hold on a dead link: if a host disappears without closing its
-connections, each call blocks for a quarter of an hour, until the kernel gives up the connection.
+contents.
 """
 
-import queue
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from concurrent.futures import Future
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from fsdpctl.comm.world import PrefixStore, Store, TCPStore
+from fsdpctl.comm.world import TCPStore
 from fsdpctl.errors import UsageError
+from fsdpctl.io.files import silenced_errors
 from fsdpctl.resolve.launchers import endpoint_of, host_and_port
 
 LOOPBACK = "127.0.0.1"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _PATIENCE = timedelta(seconds=60)
-T = TypeVar("T")
-MOMENT = 0.5  # seconds
+_MOMENT = 0.5  # seconds
+_ANSWER_SECONDS = 30.0  # a server that runs answers at once
+_BACKOFF_SECONDS = 4.0  # between the last trials of torch's client
 
 
 def _addresses() -> dict[str, list[str]]:
@@ -151,135 +149,58 @@ def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
     return store, port
 
 
-class Rendezvous(RendezvousHandler):
-    """The rendezvous of launchers that have met; a single one has a new store each time."""
-
-    def __init__(
-        self,
-        place: tuple[int, int] = (0, 1),
-        store: Store | None = None,
-        where: tuple[str, int] | None = None,
-    ) -> None:
-        """Describe the launchers: this one's number and their count; their store and its address.
-
-        Without arguments, there is a single launcher.
-        """
-        self._place, self._store = place, store
-        self._where = None if where is None else RendezvousStoreInfo(*where)
-
-    def get_backend(self) -> str:
-        """Return the name of this rendezvous."""
-        return "fsdpctl"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True: workers use the launchers' store, so that none of them opens a port."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Return this launcher's number and the store of all workers."""
-        store, where = self._store, self._where
-        if store is None or where is None:
-            store, port = bound_store(loopback())
-            where = RendezvousStoreInfo(loopback(), port)
-        return RendezvousInfo(PrefixStore("launchers", store), *self._place, where)
-
-    def is_closed(self) -> bool:
-        """Return False."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: no other launcher can join."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: all launchers have joined."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return a constant: the store has no other run."""
-        return "fsdpctl"
-
-    def shutdown(self) -> bool:
-        """Return True: there is nothing to close."""
-        return True
+def reached_store(address: str, port: int, patience: float, *, is_first: bool) -> TCPStore:
+    """Return the store at an address, as its server or as a client; UsageError if out of reach."""
+    return bound_store(address, port)[0] if is_first else connected_store(address, port, patience)
 
 
-class StoreLostError(RuntimeError):
-    """The store did not answer in time, and is not used again."""
+def connected_store(address: str, port: int, patience: float) -> TCPStore:
+    """Return a client of the store at an address, once there is one.
 
+    Torch's own client prints a C++ stack if nothing listens, and it waits without end for a server
+    that accepts connections and does not answer.
 
-class TimeoutStore:
-    """A store whose calls run in threads of their own; for one caller at a time."""
+    Raises:
+        UsageError: If no store answers in time.
+    """
+    where, deadline = endpoint_of(address, port), time.monotonic() + patience
+    limit = f"within {patience:g} s (launch.timeout)"
+    while cause := _refusal(address, port, max(_MOMENT, deadline - time.monotonic())):
+        if time.monotonic() + _MOMENT > deadline:
+            raise UsageError(
+                f"{where}: node 0 not reachable {limit}: {cause}; start the command with "
+                "launch.node_rank=0 on that host"
+            )
+        time.sleep(_MOMENT)
+    # Torch prints a C++ stack for each answer that is not a store's, until its own timeout. A call
+    # that is left behind must not end while the process exits, which would abort.
+    most = min(max(_MOMENT, deadline - time.monotonic()), _ANSWER_SECONDS)
+    found = Future[TCPStore]()
 
-    def __init__(self, store: Store, seconds: float) -> None:
-        """Wrap `store`, which has no other user; a call takes at most `seconds`."""
-        self._store, self._seconds = store, seconds
-        self._is_lost = False
-
-    def set(self, key: str, value: str) -> None:
-        """Call torch's `set`; StoreLostError, as in all methods, if the store is late."""
-        self._call(lambda: self._store.set(key, value), self._seconds)
-
-    def get(self, key: str) -> bytes:
-        """Call torch's `get`."""
-        return self._call(lambda: self._store.get(key), self._seconds)
-
-    def check(self, keys: list[str]) -> bool:
-        """Call torch's `check`."""
-        return self._call(lambda: self._store.check(keys), self._seconds)
-
-    def wait(self, keys: list[str], most: timedelta) -> None:
-        """Call torch's `wait`, which takes at most `most`."""
-        self._call(lambda: self._store.wait(keys, most), most.total_seconds() + 1)
-
-    def _call(self, call: Callable[[], T], seconds: float) -> T:
-        if not self._is_lost:
-            with suppress(TimeoutError):
-                return within(seconds, call)
-        self._is_lost = True
-        raise StoreLostError("the store of the nodes does not answer")
-
-
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return the result of a call; after `seconds`, TimeoutError, and its thread continues."""
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
+    def connect() -> None:
         try:
-            answers.put((call(), None))
-        except Exception as error:
-            answers.put((None, error))
+            limit = timedelta(seconds=most)
+            found.set_result(TCPStore(address, port, is_master=False, timeout=limit))
+        except RuntimeError as error:
+            found.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=connect, daemon=True).start()
     try:
-        answer, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    found: T = answer
-    return found
+        with silenced_errors():
+            store = found.result(most + _BACKOFF_SECONDS)
+        store.set_timeout(timedelta(seconds=patience + 2 * _ANSWER_SECONDS))
+        return store
+    except (TimeoutError, RuntimeError):
+        raise UsageError(
+            f"{where}: another program listens there, which does not answer as node 0; "
+            "set launch.rdzv_endpoint to HOST:PORT of node 0, with a port that is free there"
+        ) from None
 
 
-class KeyWatcher:
-    """A thread that checks whether a key exists, so that the caller never blocks."""
-
-    def __init__(self, store: Store, *, default: bool) -> None:
-        """Check in `store`, which has no other user; return `default` if that fails."""
-        self._store, self._default = store, default
-        self._found: dict[str, bool] = {}
-        self._checking: threading.Thread | None = None
-
-    def has(self, key: str) -> bool:
-        """Return whether the key is known to exist; wait a moment for the first answer."""
-        if not self._found.get(key) and (self._checking is None or not self._checking.is_alive()):
-            self._checking = threading.Thread(target=self._check, args=(key,), daemon=True)
-            self._checking.start()
-            self._checking.join(MOMENT)
-        return self._found.get(key, False)
-
-    def _check(self, key: str) -> None:
-        try:
-            self._found[key] = self._store.check([key])
-        except RuntimeError:
-            self._found[key] = self._default
+def _refusal(address: str, port: int, seconds: float) -> str:
+    """Return why no server accepts a connection, or an empty string."""
+    try:
+        socket.create_connection((address, port), timeout=seconds).close()
+    except OSError as error:
+        return error.strerror or "timed out"
+    return ""

@@ -8,8 +8,7 @@ import threading
 import psutil
 import pytest
 
-from fsdpctl.launch.nodes import connected_store
-from fsdpctl.launch.rendezvous import LOOPBACK, Rendezvous, bound_store
+from fsdpctl.launch.addresses import LOOPBACK, bound_store, connected_store
 from tests.commands.run import fsdpctl
 from tests.test_architecture import package_sources
 
@@ -70,15 +69,6 @@ def test_node_0_may_start_later():
     connected_store(LOOPBACK, port, 20).set("key", "value")
     timer.join()
     assert len(later) == 1
-
-
-def test_every_round_has_its_own_store():
-    rendezvous = Rendezvous()
-    first, second = rendezvous.next_rendezvous(), rendezvous.next_rendezvous()
-    first.store.set("key", "old")
-    assert not second.store.check(["key"])
-    assert first.bootstrap_store_info != second.bootstrap_store_info
-    assert (first.rank, first.world_size) == (0, 1)
 
 
 def test_nothing_of_the_package_unpickles():

@@ -24,16 +24,19 @@ import psutil
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from fsdpctl.comm.world import PrefixStore
+from fsdpctl.comm.rank_status import make_status_file
+from fsdpctl.comm.world import PrefixStore, Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
 from fsdpctl.io.files import open_own
+from fsdpctl.launch.addresses import bound_store, interface_of, loopback
 from fsdpctl.launch.nodes import Nodes
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
-from fsdpctl.launch.rendezvous import Rendezvous, interface_of, loopback
-from fsdpctl.launch.watchdog import FOLDER, Watchdog
-from fsdpctl.train.worker import MODULE
+from fsdpctl.launch.watchdog import Watchdog
+from fsdpctl.train.worker import MODULE, PAGES
 
 _FILES, _FILES_PER_RANK = 128, 16  # open files of a launcher, with a reserve
 _BARRIER_SECONDS = 1  # short, because launchers wait for each other on their own
@@ -74,7 +77,8 @@ def launch_workers(
         folder as kept,
         _environment(launch, interface, is_alone=nodes is None),
     ):
-        os.environ.update({FOLDER: kept, "FSDPCTL_ROUND": str(number)})
+        pages = make_status_file(launch.nproc_per_node, Path(kept))
+        os.environ.update({PAGES: str(pages), "FSDPCTL_ROUND": str(number)})
         spec = _spec(args, launch.nproc_per_node, nodes, number)
         ended = _run_round(spec, launch, Path(kept), nodes, number, is_last=is_last)
     return Outcome.of({0: ended}, 0) if nodes is None else nodes.share(number, ended)
@@ -95,8 +99,8 @@ def _run_round(
     )
     group = agent.get_worker_group()
     watchdog = Watchdog(
-        folder, launch, lambda: {each.local_rank: each.id for each in group.workers if each.id},
-        nodes, number,
+        Path(os.environ[PAGES]), launch, nodes, number,
+        pids=lambda: {each.local_rank: each.id for each in group.workers if each.id},
     )  # fmt: skip
     have_begun = lambda: group.state is not WorkerState.INIT  # noqa: E731
     with passing_on(have_begun, is_last=is_last) as requests, watchdog:
@@ -118,22 +122,53 @@ def _run_round(
 
 
 def _spec(args: Sequence[str], ranks: int, nodes: Nodes | None, number: int) -> WorkerSpec:
+    store: Store
     if nodes is None:
-        rendezvous, address = Rendezvous(), loopback()
+        (store, port), place, address = bound_store(loopback()), (0, 1), loopback()
     else:
-        address = nodes.address
-        there = (nodes.endpoint_address, nodes.port)
-        rendezvous = Rendezvous(nodes.place(), PrefixStore(f"round-{number}", nodes.store), there)
+        store = PrefixStore(f"round-{number}", nodes.store)
+        place, address, port = nodes.place(), nodes.endpoint_address, nodes.port
     return WorkerSpec(
         role="default",
         local_world_size=ranks,
         entrypoint=sys.executable,
         args=("-P", "-m", MODULE, *args),  # -P: do not import modules from the current directory
-        rdzv_handler=rendezvous,
-        max_restarts=0,
+        rdzv_handler=_Met(RendezvousInfo(store, *place, RendezvousStoreInfo(address, port))),
+        max_restarts=0,  # its own would keep the ranks and the batch; restarts.py settles both
         monitor_interval=0.1,
-        local_addr=address,
     )
+
+
+class _Met(RendezvousHandler):
+    """The launchers that have met. Torch's own ways to meet listen on all interfaces or unpickle.
+
+    Workers use the launchers' store too, so that none of them opens a port.
+    """
+
+    use_agent_store = True
+
+    def __init__(self, found: RendezvousInfo) -> None:
+        self._found = found
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return self._found
+
+    def get_backend(self) -> str:
+        return "fsdpctl"
+
+    get_run_id = get_backend
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
 
 
 def _make_room_for_files(ranks: int) -> None:

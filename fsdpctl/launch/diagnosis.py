@@ -1,0 +1,94 @@
+"""The diagnosis of a hang: the ranks that others wait for."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# States of a process: letters of the kernel, and our own.
+GONE, UNKNOWN = "", "?"
+_STOPPED, _UNINTERRUPTIBLE = "T", "D"
+_BLOCKED = {
+    GONE: ", has exited",
+    _STOPPED: ", stopped by a signal",
+    _UNINTERRUPTIBLE: ", blocked in a device",
+}
+_MOST = 4  # ranks that a report names
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """The state of a rank, as the watchdog of its host sees it."""
+
+    rank: int
+    host: str
+    state: str  # of the process
+    seconds: float  # since its last heartbeat
+    step: int | None
+    place: str
+    waits: bool  # for other ranks
+    # Number of collectives it has started, by process group; the last one's kind is in `pending`.
+    begun: dict[str, int] = field(default_factory=dict)
+    pending: str = ""  # the collective that it started last, if that is not complete
+    answers: bool = True  # else a thread holds its interpreter, or its host is unreachable
+
+    @property
+    def when(self) -> str:
+        """The step in progress."""
+        return "before its first step" if self.step is None else f"step {self.step}"
+
+    def __str__(self) -> str:
+        waits = ", waits for other ranks" if self.waits else ""
+        pending = f" in {self.pending}" if self.pending else ""
+        last = "last seen " if self.state == UNKNOWN and not self.answers else ""
+        blocked = _BLOCKED.get(self.state, "" if self.answers else ", does not answer")
+        return (
+            f"rank {self.rank} on {self.host}: {last}{self.when}, {self.place or 'starting'}"
+            f"{waits}{pending}{blocked}, for {self.seconds:.0f} s"
+        )
+
+
+def culprits(states: Sequence[RankState]) -> list[int]:
+    """Return the ranks that the others wait for, or an empty list if unknown.
+
+    Ranks that have exited come first, then stopped ranks, ranks blocked in a device, ranks that
+    neither answer nor wait, ranks that started fewer collectives than their process group, and
+    ranks that do not wait while others do.
+    """
+    some_wait = any(each.waits for each in states)  # else those that have exited may be finished
+    for letter in _BLOCKED:
+        found = [each.rank for each in states if each.state == letter]
+        if found and (some_wait or letter != GONE):
+            return found
+    mute = [each.rank for each in states if not (each.answers or each.waits)]
+    if 0 < len(mute) < len(states):
+        return mute
+    behind = Counter[int]()
+    for group in {name for each in states for name in each.begun}:
+        counts = {each.rank: each.begun[group] for each in states if group in each.begun}
+        least, most = min(counts.values()), max(counts.values())
+        behind.update(rank for rank, count in counts.items() if count == least < most)
+    if behind:
+        return sorted(behind)
+    busy = [each.rank for each in states if not each.waits]
+    return busy if len(busy) < len(states) else []
+
+
+def report(states: Sequence[RankState], limit: float, *, is_usual: bool = True) -> str:
+    """Describe in one line which ranks have had no heartbeat for `limit` seconds, and where.
+
+    `is_usual`: the limit is launch.hang_timeout; before the first step it may be longer.
+    """
+    found = culprits(states)
+    shown = [each for each in states if each.rank in found] or list(states)
+    named = "; ".join(map(str, shown[:_MOST]))
+    more = f"; and {len(shown) - _MOST} more" if len(shown) > _MOST else ""
+    if others := [each for each in states if found and each.rank not in found]:
+        one = min(others, key=lambda each: not each.pending)
+        who = f"rank {one.rank} waits for it"
+        if len(others) > 1:
+            who = f"{len(others)} ranks wait for it, rank {one.rank}"
+        more += f"; {who} in {one.pending or one.place or 'starting'}, {one.when}"
+    setting = (
+        f"launch.hang_timeout={limit:g} s" if is_usual else f"{limit:g} s before its first step"
+    )
+    return f"no progress for more than {setting}: {named}{more}"
