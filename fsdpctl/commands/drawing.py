@@ -27,8 +27,7 @@ _GIB = 1 << 30
 _HEIGHT = 5.5  # inches, of the chart of a step
 
 
-def new_figure(heading: str, title: str, height: float) -> tuple[Any, Any]:
-    """Return a figure of a height in inches, and its axes."""
+def _new_figure(heading: str, title: str, height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
@@ -42,7 +41,7 @@ def new_figure(heading: str, title: str, height: float) -> tuple[Any, Any]:
 
 def bar_axes(heading: str, title: str, names: Sequence[str], ylabel: str = "") -> tuple[Any, Any]:
     """Return a figure and axes with a position for each horizontal bar, the first at the top."""
-    figure, axes = new_figure(heading, title, _AROUND + _BAR * len(names))
+    figure, axes = _new_figure(heading, title, _AROUND + _BAR * len(names))
     axes.set_yticks(range(len(names)), names)
     axes.set_ylabel(ylabel, fontsize=9, color="#444444")
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -62,8 +61,7 @@ def annotate(axes: Any, x: float, place: int, text: str, color: str = "black") -
     )
 
 
-def outer_legend(axes: Any, *, reverse: bool = False) -> None:
-    """Add a legend to the right of the axes."""
+def _legend_at_the_right(axes: Any, *, reverse: bool = False) -> None:
     axes.legend(
         loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9, markerscale=0.45,
         reverse=reverse,
@@ -118,7 +116,7 @@ def _title(found: RunEstimate) -> str:
 def _step(found: RunEstimate) -> Any:
     moments = peaks_by_moment(found.step.script, found.step.recorder.item)
     heading = f"Memory of a step with {found.config.strategy.name}"
-    figure, axes = new_figure(heading, _title(found), _HEIGHT)
+    figure, axes = _new_figure(heading, _title(found), _HEIGHT)
     values = {
         name: [held[category] / _GIB for _, held in moments]
         for name in MEMORY
@@ -138,7 +136,7 @@ def _step(found: RunEstimate) -> Any:
     limit = found.available / _GIB
     if limit < 2 * axes.get_ylim()[1]:
         axes.axhline(limit, color="black", linewidth=1, linestyle="--", label=_limit(found))
-    outer_legend(axes, reverse=True)
+    _legend_at_the_right(axes, reverse=True)
     return figure
 
 
@@ -159,7 +157,7 @@ def _strategies(estimates: Sequence[RunEstimate]) -> Any:
     if limit < 2 * max(left):
         axes.axvline(limit, color="black", linewidth=1, linestyle="--", label=_limit(estimates[0]))
     axes.set_xlabel("GiB per rank")
-    outer_legend(axes)
+    _legend_at_the_right(axes)
     return figure
 
 

@@ -35,17 +35,12 @@ def list_choices(
         _list_section(group, default)
 
 
-def _unknown(group: str) -> str:
-    expected = ", ".join(SECTIONS)
-    known = [*SECTIONS, *(name for name, key in KEYS.items() if not key.instead)]
-    return f"{group}: no such group or key{hint(group, known)} (expected {expected})"
-
-
 def _keys_of(group: str) -> dict[str, Key]:
     keys = {name: key for name, key in KEYS.items() if not key.instead}
     found = {n: key for n, key in keys.items() if n == group or n.startswith(f"{group}.")}
     if not found and group not in SECTIONS:
-        raise UsageError(_unknown(group))
+        where = f"{group}: no such group or key{hint(group, [*SECTIONS, *keys])}"
+        raise UsageError(f"{where} (expected {', '.join(SECTIONS)})")
     return found
 
 
@@ -57,16 +52,11 @@ def _described(section: str, default: Config) -> dict[str, Any]:
         "default": default.value(section) if is_group else None,
         "choices": choices_of(section) if is_group else [],
         "keys": [
-            {
-                "name": name,
-                "type": key.type,
-                "default": _default(key, default),
-                "allowed": key.allowed,
-                "meaning": key.meaning,
-            }
+            {"name": name, "type": key.type, "default": _default(key, default),
+              "allowed": key.allowed, "meaning": key.meaning}
             for name, key in keys.items()
         ],
-    }
+    }  # fmt: skip
 
 
 def _list_everything(default: Config) -> None:
@@ -88,14 +78,12 @@ def _list_section(section: str, default: Config) -> None:
     found = _keys_of(section)
     if section in GROUPS:
         folder = package_folder("conf") / section
-        choices = [
-            (
-                f"{each} (default)" if each == default.value(section) else each,
-                first_comment(folder / f"{each}.yaml"),
-            )
+        choices = {
+            f"{each} (default)" if each == default.value(section) else each: folder / f"{each}.yaml"
             for each in choices_of(section)
-        ]
-        show_table(("option", "description"), choices)
+        }
+        rows = [(each, first_comment(file)) for each, file in choices.items()]
+        show_table(("option", "description"), rows)
         if not found:
             return
         say()

@@ -67,18 +67,20 @@ def sample(  # noqa: PLR0913  # each is an option
     source = cached_model(source)
     place = source if is_hugging_face(source) else found_checkpoint(source)
     note_adapters(source)
-    if not chat:
+    if chat:
+        _chat(place, [prompt] if prompt else _user_messages(), tokens, sampling)
+    else:
         _show(sample_text(place, prompt, tokens, sampling))
-        return
-    talk = ChatSession(place, tokens, sampling)
-    for message in [prompt] if prompt else _user_messages():
-        _show(talk.answer(message))
 
 
-def _show(pieces: Iterable[str]) -> None:
-    for piece in pieces:  # verbatim, but without control characters in a terminal
+def _show(pieces: Iterable[str]) -> str:
+    """Print text as it arrives: verbatim, but without control characters in a terminal."""
+    shown = []
+    for piece in pieces:
         emit(printable(piece) if out.is_terminal else piece, end="")
+        shown.append(piece)
     emit("")
+    return "".join(shown)
 
 
 def note_adapters(source: Path) -> None:
@@ -100,13 +102,7 @@ class TextGenerator:
     """A model in memory that continues text."""
 
     def __init__(self, source: Path, count: int, sampling: Sampling) -> None:
-        """Load the model, to generate at most `count` tokens.
-
-        Raises:
-            UsageError: If the tokenizer is unknown.
-            FsdpctlError: If the model doesn't fit into memory.
-            CheckpointError: If the checkpoint is corrupted.
-        """
+        """Load the model, to generate at most `count` tokens."""
         config, weights, files = _opened(source)
         # Compiling takes longer than it saves on a few tokens.
         train = replace(config.train, compile=False)
@@ -131,9 +127,6 @@ class TextGenerator:
         """Yield the text after a prompt in pieces, without the token that ends it.
 
         A space at the beginning depends on the tokens `before`.
-
-        Raises:
-            FsdpctlError: If memory runs out.
         """
         text = TextStream(self.tokenizer, before)
         with self._in_memory(), doing("generating"):
@@ -170,37 +163,21 @@ def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> It
     yield from generator.text_after(tokens, tokens)
 
 
-class ChatSession:
-    """A conversation with a model, rendered by the model's chat template."""
-
-    def __init__(self, source: Path, count: int, sampling: Sampling) -> None:
-        """Load the model, as in `TextGenerator`; UsageError also if it uses the byte tokenizer."""
-        generator = TextGenerator(source, count, sampling)
-        if not isinstance(generator.tokenizer, FileTokenizer):
-            raise UsageError(f"{source}: --chat: requires a model with its own tokenizer")
-        self._generator, self._tokenizer = generator, generator.tokenizer
-        if self._tokenizer.end is not None:
-            ends = (*generator.sampling.ends, self._tokenizer.end)
-            generator.sampling = replace(generator.sampling, ends=ends)
-        self._messages: list[Message] = []
-
-    def answer(self, question: str) -> Iterator[str]:
-        """Yield the assistant message that follows `question` and all earlier ones, in pieces.
-
-        Raises:
-            UsageError: If there is no template, or if it rejects the conversation.
-            FsdpctlError: If memory runs out.
-        """
+def _chat(source: Path, questions: Iterable[str], count: int, sampling: Sampling) -> None:
+    """Print the answer to each question, by the model's chat template and all earlier ones."""
+    generator = TextGenerator(source, count, sampling)
+    tokenizer, messages = generator.tokenizer, list[Message]()
+    if not isinstance(tokenizer, FileTokenizer):
+        raise UsageError(f"{source}: --chat: requires a model with its own tokenizer")
+    if tokenizer.end is not None:
+        ends = (*generator.sampling.ends, tokenizer.end)
+        generator.sampling = replace(generator.sampling, ends=ends)
+    for question in questions:
         _check_text(question)
-        generator = self._generator
-        self._messages.append({"role": "user", "content": question})
+        messages.append({"role": "user", "content": question})
         today = generator.config.data.date or date.today().isoformat()
-        prompt = prompt_tokens(self._tokenizer, self._messages, today)
-        pieces = []
-        for piece in generator.text_after(prompt):
-            pieces.append(piece)
-            yield piece
-        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+        answer = _show(generator.text_after(prompt_tokens(tokenizer, messages, today)))
+        messages.append({"role": "assistant", "content": answer})
 
 
 def _check_text(prompt: str) -> None:

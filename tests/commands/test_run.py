@@ -16,6 +16,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM
 
+from fsdpctl.commands.outcome import _show_failure
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.config.serialize import config_to_yaml
+from fsdpctl.launch.outcome import Failure, Outcome
+from fsdpctl.launch.run_lines import _strategy
+from fsdpctl.resolve.machine import placed_here
 from tests.commands.run import TINY, command, environment, figures, fsdpctl, make_text
 from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
 
@@ -228,3 +235,63 @@ def test_resume_never_and_resume_path_start_new_runs(finished, tmp_path):
     smaller = fsdpctl("train", *kept, "model.num_layers=1", "--resume", source, cwd=tmp_path)
     assert smaller.returncode == 2
     assert "model.num_layers 2 -> 1" in smaller.stderr
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+LACKING = ["model.vocab_size=256", "cluster.memory=0.75", "train.seq_len=2048"]
+REFUSES = """
+import os
+def refuse(pid): raise OSError(38, "Function not implemented")
+os.pidfd_open = refuse
+"""
+
+
+@pytest.mark.slow
+def test_a_run_says_that_its_ranks_cannot_share_memory(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(REFUSES)
+    text = f"data.path={make_text(tmp_path)}"
+    words = [*TINY, text, "train.steps=1", f"train.run_dir={tmp_path / 'run'}"]
+    given = environment()
+    found = subprocess.run(
+        command("train", *words),
+        env=given | {"PYTHONPATH": f"{tmp_path}:{given['PYTHONPATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "ranks do not share memory: not supported on " in found.stdout + found.stderr
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    ([], "full_shard (ZeRO-3, FSDP) (ranks share memory: runs as shard_optimizer)"),
+    (["strategy=shard_optimizer"], "shard_optimizer (ZeRO-1), sharing memory"),
+    (["launch.share_memory=false"], "full_shard (ZeRO-3, FSDP)"),
+    (["launch.nnodes=2"], "full_shard (ZeRO-3, FSDP)"),
+    (["engine=fsdp2"], "full_shard (ZeRO-3, FSDP)"),
+])  # fmt: skip
+def test_the_first_lines_say_whether_ranks_share_memory(words: list[str], text: str) -> None:
+    config = compose_config(["launch.device=cpu", "launch.nproc_per_node=2", *words]).config
+    assert _strategy(config, 2 * config.launch.nnodes) == text
+
+
+@pytest.mark.parametrize(("exit_code", "message"), [
+    (1, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"),
+    pytest.param(-9, "", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_the_panel_says_what_was_needed_and_what_would_fit(tmp_path, capsys, exit_code, message):
+    config = placed_here(compose_config(LACKING).config)
+    (tmp_path / RUN_CONFIG).write_text(config_to_yaml(config))
+    failure = Failure(1, "here", exit_code, message, 0)
+    _show_failure(failure, tmp_path, Outcome((failure,), None))
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "estimated" in said
+    assert "768.0 MiB available per rank" in said
+    assert "peak " in said
+    assert "to fit" in said
+    assert "activation_checkpointing=" in said or "train.micro_batch_size=" in said
+    fits = placed_here(compose_config([LACKING[0], "train.seq_len=16"]).config)
+    (tmp_path / RUN_CONFIG).write_text(config_to_yaml(fits))
+    killed = Failure(1, "here", -9, "", 0)
+    _show_failure(killed, tmp_path, Outcome((killed,), None))
+    assert "to fit" not in capsys.readouterr().err  # it was killed for another reason

@@ -1,20 +1,31 @@
-"""What the command line imports, and what it computes: counted, never timed."""
+"""What a command and a start import and compute: counted, never timed."""
 
 import inspect
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from fsdpctl.commands.app import COMMANDS
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate import estimator
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.io.activity import Talk
+from fsdpctl.launch import restarts
+from fsdpctl.launch.begin import Begun, begin
+from fsdpctl.launch.outcome import Outcome
 from fsdpctl.resolve.settle import RunPlan
-from tests.commands.run import environment
+from fsdpctl.run.directory import read_config
+from tests.commands.run import environment, make_text
 from tests.hostile import make_checkpoint
 from tests.run.runs import make_run
 
@@ -85,3 +96,110 @@ def test_advice_estimates_no_settings_together_if_one_suffices(monkeypatch):
     compressed = [each for each in estimated if each.optimizer.state_dtype == "int8"]
     assert {each.activation_checkpointing.name for each in compressed} == {"none"}
     assert len(estimated) <= 7
+
+
+# ---- of a run: what takes long is done once --------------------------------------------------
+
+SMALL = [
+    "data=text", "model.num_layers=2", "launch.device=cpu", "launch.nproc_per_node=2",
+    "launch.nproc_min=1",
+]  # fmt: skip
+QUIET = Talk(lambda line: None, lambda line: None)
+PACKAGE = str(Path(begin.__code__.co_filename).parent.parent)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def calls_of(run: Callable[[], object]) -> Counter[str]:
+    """Call `run`; return the calls of the package's functions, by name."""
+    calls: Counter[str] = Counter()
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls[frame.f_code.co_name] += 1
+
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path, monkeypatch):
+    estimator._traced.clear()
+    words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
+    composed = compose_config(words)
+    started: list[Begun | None] = []
+    calls = calls_of(lambda: started.append(begin(composed, words, "auto", QUIET)))
+    begun = started[0]
+    assert begun is not None
+    begun.lock.release()
+    assert (calls["open_data"], calls["trace"], calls["choose"]) == (1, 1, 1)
+    assert calls["place_of"] == 1  # the launcher's variables
+    following: list[Config | None] = []
+    calls = calls_of(
+        lambda: following.append(restarts.settled_on(begun, [0], QUIET.say, is_stuck=True))
+    )
+    assert following[0] is not None
+    assert following[0].launch.nproc_per_node == 1
+    assert following[0].train.global_batch_size == begun.config.train.global_batch_size
+    assert not {"open_data", "trace", "choose", "build_model"} & set(calls)
+
+
+def test_a_restart_on_fewer_ranks_prints_what_changed_and_a_start_by_hand_what_you_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "train.steps=9"]
+    words += ["launch.max_restarts=2", "train.micro_batch_size=4"]
+    fewer = ["launch.nproc_per_node was 2, is 1", "accumulation.steps was 2, is 4"]
+
+    def started(ranks: int) -> tuple[Begun, list[str]]:
+        said: list[str] = []
+        typed = [word.replace("per_node=2", f"per_node={ranks}") for word in words]
+        begun = begin(compose_config(typed), typed, "auto", Talk(said.append, print))
+        assert begun is not None
+        begun.lock.release()
+        return begun, changed_in(said)
+
+    begun, _ = started(2)
+    said: list[str] = []
+    hung = Outcome((), None, hang="no progress")
+    for number in range(2):  # the second one without a step in between
+        assert restarts._next_round(begun, hung, number, None, said.append) is not None
+    assert changed_in(said) == fewer
+    assert read_config(tmp_path / "run").launch.nproc_per_node == 1
+    assert started(2)[1] == []
+    assert started(1)[1] == fewer
+    assert started(1)[1] == []
+
+
+def changed_in(lines: list[str]) -> list[str]:
+    found = [line.removeprefix("changed ") for line in lines if line.startswith("changed ")]
+    return sorted(found, reverse=True)
+
+
+def test_a_start_that_fails_leaves_no_directory_and_no_lock(tmp_path, monkeypatch):
+    there = tmp_path / "there"
+    there.mkdir()
+    words = [*SMALL, f"data.path={make_text(tmp_path)}", "strategy=auto", "cluster.memory=0.2"]
+    for run_dir in ("some/new/run", "there"):
+        composed = compose_config([*words, f"train.run_dir={run_dir}"])
+        with pytest.raises(UsageError, match="nothing fits"):
+            begin(composed, words, "auto", QUIET)
+    assert not (tmp_path / "some").exists()
+    assert list(there.iterdir()) == []
+
+
+def test_a_run_in_use_is_rejected_before_anything_is_selected(tmp_path, monkeypatch):
+    words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
+    begun = begin(compose_config(words), words, "auto", QUIET)
+    assert begun is not None
+    monkeypatch.setattr("fsdpctl.launch.begin.decide", None)
+    with pytest.raises(UsageError, match="in use by a running launcher"):
+        begin(compose_config(words), words, "auto", QUIET)
+    assert (tmp_path / "run" / "config.yaml").is_file()
+    begun.lock.release()
