@@ -94,7 +94,7 @@ def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():
     assert ("fsdp2", "full_shard") in pairs
     (line,) = lines
     assert line.startswith("skipped: engine=fsdp2 does not support no_shard")
-    assert all({"engine", "strategy"} == set(each.varied) for each in found)
+    assert all({"engine", "strategy"} == set(each.row.varied) for each in found)
 
 
 def test_an_engine_without_any_of_the_strategies_is_an_error():

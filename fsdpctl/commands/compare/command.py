@@ -126,7 +126,11 @@ def _report(
         return
     is_predicted = isinstance(comparison, SimulatedComparison)
     about = describe(
-        comparison.configs, rows, *how, is_predicted=is_predicted, is_complete=is_complete
+        [each.config for each in comparison.variants],
+        rows,
+        *how,
+        is_predicted=is_predicted,
+        is_complete=is_complete,
     )
     if folder is not None:
         with refusing(f"--out {folder}"):

@@ -8,7 +8,7 @@ Separate runs also show how much starts differ, and must end with the same loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from fsdpctl.commands.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Round
 from fsdpctl.commands.compare.simulate import with_memory
 from fsdpctl.commands.compare.vary import Variant
 from fsdpctl.config.auto import left_open
-from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.estimator import Estimator
@@ -41,16 +40,6 @@ _PARTS = ("compute_seconds", "exposed_communication_seconds", "optimizer_seconds
 _PEAKS = ("peak_engine_bytes", "peak_tensor_bytes", "peak_reserved_bytes")
 
 
-@dataclass(slots=True)
-class _VariantRuns:
-    """A variant and its runs."""
-
-    variant: Variant
-    row: Row  # with the results so far
-    plan: RunPlan | None = None
-    assets: Mapping[str, bytes] = field(default_factory=dict)
-
-
 class MeasuredComparison:
     """A comparison by runs; its results are available at any time, also after an exception."""
 
@@ -67,40 +56,33 @@ class MeasuredComparison:
         self._folder, self._num_rounds, self._is_kept = folder, num_rounds, is_kept
         self._say = say
         self._estimator = Estimator()
-        self._variants = [_VariantRuns(each, each.row) for each in variants]
+        self.variants = list(variants)
+        self._assets: dict[str, Mapping[str, bytes]] = {}  # by label
 
     @property
     def rows(self) -> list[Row]:
         """A row for each variant, in their order."""
-        rows = [each.row for each in self._variants]
+        rows = [each.row for each in self.variants]
         for number, row in enumerate(rows):
             if row.status == OK and not row.rounds:
                 rows[number] = replace(row, status=NOT_REACHED)
         return [summarized(row) for row in rows]
 
-    @property
-    def configs(self) -> list[Config]:
-        """The configuration of each variant, resolved if that succeeded."""
-        return [
-            each.plan.config if each.plan else each.variant.composed.config
-            for each in self._variants
-        ]
-
     def run(self) -> None:
         """Run every variant in every round; those that fail are skipped in later rounds."""
-        for each in self._variants:
+        for each in self.variants:
             self._prepare(each)
         for number in range(self._num_rounds):
-            running = [each for each in self._variants if each.row.status == OK]
+            running = [each for each in self.variants if each.row.status == OK]
             for place, each in enumerate(in_turn(running, number, self._num_rounds), start=1):
                 turn = f"round {number + 1}/{self._num_rounds}  {place}/{len(running)}"
                 self._say(f"{turn}  {each.row.label}")
                 with doing(f"running {each.row.label}"):
                     self._run_once(each, number)
 
-    def _prepare(self, each: _VariantRuns) -> None:
+    def _prepare(self, each: Variant) -> None:
         try:
-            opened = open_run(each.variant.composed)
+            opened = open_run(each.composed)
             selection = None
             if left_open(opened.config):
                 placed = placed_on_cluster(opened.config)
@@ -113,8 +95,8 @@ class MeasuredComparison:
             each.row = replace(each.row, status=f"{REFUSED}{error}")
             return
         each.plan = plan
-        each.assets = collect_assets(plan.config, opened.data)
         each.row = self._estimated(each.row, opened, plan)
+        self._assets[each.row.label] = collect_assets(plan.config, opened.data)
 
     def _estimated(self, row: Row, opened: Opened, plan: RunPlan) -> Row:
         config = plan.config
@@ -133,8 +115,8 @@ class MeasuredComparison:
         except UsageError:
             return row  # the estimate does not support it, but it may run
 
-    def _run_once(self, each: _VariantRuns, number: int) -> None:
-        place = self._variants.index(each) + 1
+    def _run_once(self, each: Variant, number: int) -> None:
+        place = self.variants.index(each) + 1
         run_dir = self._folder / RUN_FOLDER / f"{place:02d}" / f"round-{number + 1}"
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         assert each.plan is not None
@@ -142,7 +124,8 @@ class MeasuredComparison:
         config = replace(config, train=replace(config.train, run_dir=str(run_dir)))
         kept = str(run_dir.relative_to(self._folder)) if self._is_kept else None
         try:
-            failure = short_run(config, each.row.label, each.assets, "all variants had run")
+            label = each.row.label
+            failure = short_run(config, label, self._assets[label], "all variants had run")
             if failure is None:
                 rounds = (*each.row.rounds, round_of(run_dir, kept))
                 each.row = replace(each.row, rounds=rounds)

@@ -1,13 +1,12 @@
 """Comparison of variants by prediction, on hardware that need not exist."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fsdpctl.commands.compare.row import OK, REFUSED, TOO_LARGE, Row
-from fsdpctl.commands.compare.vary import Variant
+from fsdpctl.commands.compare.vary import Variant, new_variant
 from fsdpctl.config.auto import left_open
-from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import SHORT, band_of
@@ -41,55 +40,40 @@ def with_memory(row: Row, estimate: RunEstimate) -> Row:
     )
 
 
-@dataclass(slots=True)
-class _SimulatedVariant:
-    """A variant and its prediction."""
-
-    row: Row
-    composed: Composed
-    plan: RunPlan | None = None
-    step: StepPrediction | None = None
-    margin: int = 0  # bytes of memory that are left
-
-
 class SimulatedComparison:
     """A comparison in which nothing runs."""
 
     def __init__(self, variants: Sequence[Variant]) -> None:
         self._estimator = Estimator()
-        self._variants = [_SimulatedVariant(each.row, each.composed) for each in variants]
+        self.variants = list(variants)
+        # By label: the step, and the bytes of memory that are left.
+        self._predicted: dict[str, tuple[StepPrediction, int]] = {}
         self.notes: list[str] = []  # on the predictions, a line each
 
     @property
     def rows(self) -> list[Row]:
         """A row for each variant, in their order."""
-        return [each.row for each in self._variants]
-
-    @property
-    def configs(self) -> list[Config]:
-        """The configuration of each variant, placed if that succeeded."""
-        return [each.plan.config if each.plan else each.composed.config for each in self._variants]
+        return [each.row for each in self.variants]
 
     def run(self) -> None:
         """Predict all variants."""
-        for each in self._variants:
+        for each in self.variants:
             try:
                 self._predict(each)
             except UsageError as error:
                 each.row = replace(each.row, status=f"{REFUSED}{error}")
-        if all(each.row.status != OK for each in self._variants):
+        if all(each.row.status != OK for each in self.variants):
             self._suggest()
-        steps = [each.step for each in self._variants if each.step is not None]
+        steps = [step for step, _ in self._predicted.values()]
         if any(s.seconds < SHORT or s.host_limited > _TENTH * s.seconds for s in steps):
             self.notes.append(_SHORT_STEPS)
 
     def _suggest(self) -> None:
         """Add the variant that lacks least memory with the cheapest change that makes it fit."""
-        predicted = [number for number, each in enumerate(self._variants) if each.step is not None]
+        predicted = [each for each in self.variants if each.row.label in self._predicted]
         if not predicted:
             return
-        number = max(predicted, key=lambda number: self._variants[number].margin)
-        nearest = self._variants[number]
+        nearest = max(predicted, key=lambda each: self._predicted[each.row.label][1])
         assert nearest.plan is not None
         changes = advice(self._estimator, nearest.plan)
         if not changes:
@@ -97,20 +81,22 @@ class SimulatedComparison:
         change = changes[0][0]
         changed = dict(word.split("=", 1) for word in change.words)
         composed = replace(nearest.composed, config=change.plan.config)
-        row = Variant({**nearest.row.varied, **changed}, composed).row
-        self._variants.append(_SimulatedVariant(row, composed))
-        self._estimate(self._variants[-1], change.plan)
-        self.notes.append(f"no variant fits; added with the cheapest change that does: {row.label}")
+        added = new_variant({**nearest.row.varied, **changed}, composed)
+        self.variants.append(added)
+        self._estimate(added, change.plan)
+        label = added.row.label
+        self.notes.append(f"no variant fits; added with the cheapest change that does: {label}")
 
     def write_traces(self, folder: Path) -> None:
         """Write the timeline of each predicted step for Perfetto, in a directory of its own."""
-        for number, each in enumerate(self._variants, start=1):
-            if each.step is not None:
+        for number, label in enumerate((each.row.label for each in self.variants), start=1):
+            if label in self._predicted:
                 (folder / TRACES).mkdir(exist_ok=True)
-                text = chrome_trace(each.step.simulated, f"predicted: {each.row.label}")
+                step, _ = self._predicted[label]
+                text = chrome_trace(step.simulated, f"predicted: {label}")
                 (folder / TRACES / f"{number:02d}.json").write_text(text, encoding="utf-8")
 
-    def _predict(self, each: _SimulatedVariant) -> None:
+    def _predict(self, each: Variant) -> None:
         placed = placed_for_estimate(each.composed)
         if placed.launch.device == "cpu":
             raise UsageError(
@@ -122,16 +108,17 @@ class SimulatedComparison:
         else:
             self._estimate(each, settle(placed))
 
-    def _estimate(self, each: _SimulatedVariant, plan: RunPlan) -> None:
+    def _estimate(self, each: Variant, plan: RunPlan) -> None:
         config = plan.config
         each.row = replace(each.row, strategy=config.strategy.name)
         estimate = self._estimator.estimate(plan)
         step = self._estimator.predict(plan)
-        each.plan, each.step = plan, step
+        each.plan = plan
+        self._predicted[each.row.label] = step, estimate.margin
         units = self._estimator.traced_model(plan).units
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
         row = replace(_with_times(each.row, config, step, estimate), sent_bytes_per_step=sent)
-        each.row, each.margin = with_memory(row, estimate), estimate.margin
+        each.row = with_memory(row, estimate)
 
 
 def _with_times(row: Row, config: Config, step: StepPrediction, estimate: RunEstimate) -> Row:

@@ -13,6 +13,7 @@ from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 from fsdpctl.resolve.machine import shares_memory
+from fsdpctl.resolve.settle import RunPlan
 
 _COMMA = re.compile(r",(?![^\[]*\])")  # between alternatives: not within a list
 _SET_BY_COMPARE = dict.fromkeys(LENGTHS, "pass --steps to set the length of each run") | {
@@ -20,18 +21,24 @@ _SET_BY_COMPARE = dict.fromkeys(LENGTHS, "pass --steps to set the length of each
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Variant:
-    """A configuration to compare with others."""
+    """A configuration to compare with others, and what is known of it so far."""
 
-    varied: dict[str, str]  # the settings that differ between variants
     composed: Composed
+    row: Row
+    plan: RunPlan | None = None
 
     @property
-    def row(self) -> Row:
-        """A row without results."""
-        config = self.composed.config
-        return Row(self.varied, config.strategy.name, config.engine.name)
+    def config(self) -> Config:
+        """Its configuration, settled if that succeeded."""
+        return self.plan.config if self.plan else self.composed.config
+
+
+def new_variant(varied: dict[str, str], composed: Composed) -> Variant:
+    """Return a variant, with the settings that differ from others, without results."""
+    config = composed.config
+    return Variant(composed, Row(varied, config.strategy.name, config.engine.name))
 
 
 def variants(words: Sequence[str], recipe: str | None, *, steps: int) -> list[Variant]:
@@ -141,7 +148,7 @@ def _variant(
     if "strategy" in varied:
         given = config.strategy
         config = replace(config, strategy=given.under(given.name))
-    return Variant(varied, replace(composed, config=config))
+    return new_variant(varied, replace(composed, config=config))
 
 
 def _has_alternatives(name: str) -> bool:
