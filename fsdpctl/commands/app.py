@@ -150,9 +150,7 @@ def print_version(wanted: bool) -> None:
 
     from fsdpctl.commands.console import say
 
-    say(f"fsdpctl {__version__}")
-    say(f"python {sys.version.split()[0]}")
-    say(f"torch {torch.__version__}")
+    say(f"fsdpctl {__version__}", f"python {sys.version.split()[0]}", f"torch {torch.__version__}")
     if torch.cuda.is_available():
         say(f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, nccl.version()))}")
         for index in range(torch.cuda.device_count()):

@@ -41,8 +41,7 @@ Source = Annotated[
 def found_checkpoint(source: Path) -> Path:
     """Return the checkpoint in SRC, and print which incomplete ones were skipped."""
     found = find_checkpoint(source)
-    for line in passed_over_in(source):
-        note(line)
+    note(*passed_over_in(source))
     return found
 
 
@@ -123,9 +122,7 @@ def consolidate_checkpoint(
     else:
         exported = consolidate(reader, destination, dtype=dtype, max_file_bytes=limit, **about)
     size = f"{exported.num_tensors} tensors, {exported.num_bytes:,} bytes"
-    say(f"{exported.path}: {size}, of step {reader.manifest.progress.step}")
-    for line in exported.notes:
-        say(line)
+    say(f"{exported.path}: {size}, of step {reader.manifest.progress.step}", *exported.notes)
 
 
 def shard_checkpoint(

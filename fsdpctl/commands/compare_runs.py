@@ -132,22 +132,20 @@ def _differences(loss: Series, validation: Series) -> Iterator[str]:
 
 
 def _show(found: TwoRuns) -> None:
-    say(f"A       {found.a}")
-    say(f"B       {found.b}")
-    say()
+    say(f"A       {found.a}", f"B       {found.b}", "")
     _show_losses(found)
     loss = found.series["loss"]
     for name, count in (("A", loss.only_a), ("B", loss.only_b)):
         if count:
             say(f"{count:,} steps only in {name}")
-    say()
+    say("")
     for name, keys in (("configuration", found.configuration), ("environment", found.environment)):
         if keys:
             rows = [[x.key, x.a or "not set", x.b or "not set"] for x in keys]
             show_table((name, "A", "B"), rows)
         else:
             say(f"{name}s are equal")
-        say()
+        say("")
     differ = "; ".join(found.differences)
     say(f"differ  {differ}" if differ else "equal   everything compared")
 

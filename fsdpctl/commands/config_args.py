@@ -93,8 +93,7 @@ def composed_from(
     composed = compose_config(asked.settings, asked.recipe, converted=converted, first=first)
     for name in () if quiet else composed.dropped:
         say(f"{name} of the recipe ignored: {name.split('.')[0]} is set on the command line")
-    for line in () if quiet else composed.renamed:
-        note(line)
+    note(*(() if quiet else composed.renamed))
     return composed
 
 

@@ -26,9 +26,10 @@ out = PatientConsole(highlight=False, soft_wrap=True)
 err = PatientConsole(highlight=False, soft_wrap=True, stderr=True)
 
 
-def say(line: str = "") -> None:
-    """Print a line to standard output, wrapped at words if that is a terminal."""
-    _print(out, printable(line))
+def say(*lines: str) -> None:
+    """Print lines to standard output, wrapped at words if that is a terminal."""
+    for line in lines:
+        _print(out, printable(line))
 
 
 def _print(console: PatientConsole, text: str) -> None:
@@ -64,9 +65,10 @@ def show_json(value: object) -> None:
     emit(json.dumps(value, indent=2))
 
 
-def note(line: str) -> None:
-    """Print a line to standard error, wrapped as `say` does."""
-    _print(err, one_line(line))
+def note(*lines: str) -> None:
+    """Print lines to standard error, wrapped as `say` does."""
+    for line in lines:
+        _print(err, one_line(line))
 
 
 def fail(message: str) -> None:

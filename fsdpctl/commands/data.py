@@ -53,9 +53,8 @@ def tokenize(
     where = str(destination)
     if shard_tokens is not None:
         where = f"{done.files:,} files {destination.stem}-*.bin"
-    say(f"{where}: {done.tokens:,} tokens of {done.num_bytes:,} bytes of {done.about}")
-    for line in done.notes:
-        say(line)
+    read = f"{done.tokens:,} tokens of {done.num_bytes:,} bytes of {done.about}"
+    say(f"{where}: {read}", *done.notes)
 
 
 def data(

@@ -94,9 +94,6 @@ def _files_of(sources: Sequence[Path]) -> list[Path]:
     """Return the files that `--from` names; of a directory, all YAML files in it and below.
 
     Links within a directory are not followed.
-
-    Raises:
-        UsageError: If a directory has none, or one of several files does not exist.
     """
     found: list[Path] = []
     for source in sources:

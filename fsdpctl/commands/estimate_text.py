@@ -66,9 +66,8 @@ def show_estimates(
             if ranking is not None:
                 say(f"{each.config.strategy.name}: {next(describe_ranking(ranking))}")
     else:
-        ranking = found[0][1]
-        for line in [] if ranking is None else describe_ranking(ranking):
-            say(line)
+        if (ranking := found[0][1]) is not None:
+            say(*describe_ranking(ranking))
         _show_one(estimator, estimates[0], fits)
     return any(each.fits for each in estimates)
 
@@ -123,8 +122,7 @@ def _draw(estimates: list[RunEstimate], fits: list[Fit], folder: Path) -> None:
 
 
 def _show_all(estimates: list[RunEstimate], fits: list[Fit]) -> None:
-    for line in _heading(estimates[0]):
-        say(line)
+    say(*_heading(estimates[0]))
     _show_strategies(estimates)
     shown = {each.config.strategy.name for each in estimates}
     engine = estimates[0].config.engine.name
@@ -138,12 +136,9 @@ def _show_all(estimates: list[RunEstimate], fits: list[Fit]) -> None:
 
 
 def _show_one(estimator: Estimator, found: RunEstimate, fits: list[Fit]) -> None:
-    for line in _heading(found):
-        say(line)
+    say(*_heading(found))
     _show_breakdown(found)
-    say()
-    for line in _conclusions(found):
-        say(line)
+    say("", *_conclusions(found))
     if fits:
         say(f"fit     {_fit_line(fits[0])}")
     if fits and fits[0].key == "train.seq_len" and fits[0].estimate is not None:
@@ -152,8 +147,7 @@ def _show_one(estimator: Estimator, found: RunEstimate, fits: list[Fit]) -> None
     nothing_fits = fits[0].estimate is None if fits else not found.fits
     if nothing_fits:
         changes = advice(estimator, found.plan)
-        for line in (*change_lines(changes), *_fits_with(estimator, changes, fits)):
-            say(line)
+        say(*change_lines(changes), *_fits_with(estimator, changes, fits))
 
 
 def _fits_with(
@@ -309,9 +303,7 @@ def _show_translation(asked: ImportedConfig) -> None:
         rows.append((row.key, row.value, settings or "-", note))
     rows += [("(command line)", "", f"{name}={text}", "") for name, text in asked.typed.items()]
     show_table((f"{found.tool}: {found.file}", "", "setting", ""), rows)
-    say()
-    for line in _left_out(asked):
-        say(line)
+    say("", *_left_out(asked))
 
 
 def _left_out(asked: ImportedConfig) -> Iterator[str]:

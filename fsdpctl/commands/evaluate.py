@@ -72,9 +72,7 @@ def evaluate(
         return
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
     seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
-    say(f"{place}: {opened.data.description}{seen}")
-    for line in opened.data.about_files:
-        say(line)
+    say(f"{place}: {opened.data.description}{seen}", *opened.data.about_files)
     say(f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}{bits}")
     for name, loss in found.loss_by_source.items():
         say(f"{name}: loss {loss:.4f}")

@@ -25,8 +25,7 @@ def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
         show_json(_described(reader))
         return
     manifest = reader.manifest
-    for line in _summary(reader):
-        say(one_line(line))
+    say(*map(one_line, _summary(reader)))
     if manifest.attachments:
         say(f"attached files: {', '.join(manifest.attachments)}")
     _show(("file", "bytes", "tensors"), _rows_of_files(reader))
@@ -49,7 +48,7 @@ def _described(reader: CheckpointReader) -> dict[str, Any]:
 
 def _show(columns: tuple[str, ...], rows: list[list[str]]) -> None:
     if rows:
-        say()
+        say("")
         show_table(columns, rows, right=("bytes", "tensors"))
 
 
@@ -125,5 +124,4 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
     if as_json:
         show_json({"path": where, **counts, "verified": True})
         return
-    for line in lines:
-        say(line)
+    say(*lines)

@@ -66,8 +66,7 @@ def _list_everything(default: Config) -> None:
         for group, first in firsts.items()
     ]
     show_table(("group", "options (default first)"), groups)
-    say(f"\nsections without options: {', '.join(s for s in SECTIONS if s not in GROUPS)}")
-    say()
+    say(f"\nsections without options: {', '.join(s for s in SECTIONS if s not in GROUPS)}\n")
     folder = package_folder("recipes")
     recipes = [(name, first_comment(folder / f"{name}.yaml")) for name in recipe_names()]
     show_table(("recipe", "purpose"), recipes)
@@ -86,11 +85,10 @@ def _list_section(section: str, default: Config) -> None:
         show_table(("option", "description"), rows)
         if not found:
             return
-        say()
+        say("")
     if out.is_terminal and out.width < _NARROW:
         for name, key in found.items():
-            say(f"{name}={_default(key, default)}")
-            say(f"    {key.meaning} ({key.allowed})")
+            say(f"{name}={_default(key, default)}", f"    {key.meaning} ({key.allowed})")
         return
     keys = ((name, _default(key, default), key.allowed, key.meaning) for name, key in found.items())
     show_table(("key", "default", "allowed", "meaning"), keys)

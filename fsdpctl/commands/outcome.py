@@ -27,8 +27,7 @@ def report_exit(outcome: Outcome, run_dir: Path) -> None:
     if outcome.was_stopped_at_start:
         _end(TOO_EARLY, stopped)
     if not outcome.has_failed:
-        say(f"done: {run_dir}")
-        say(_next(run_dir))
+        say(f"done: {run_dir}", _next(run_dir))
         return
     if cause is None or outcome.hang:
         _show_failure(cause, run_dir, outcome)

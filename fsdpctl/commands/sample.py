@@ -85,8 +85,7 @@ def _show(pieces: Iterable[str]) -> str:
 
 def note_adapters(source: Path) -> None:
     """Print that the adapters in a directory are not read."""
-    for line in notes_on_adapters(str(source), None):
-        note(line)
+    note(*notes_on_adapters(str(source), None))
 
 
 def _user_messages() -> Iterator[str]:

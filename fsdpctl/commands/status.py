@@ -188,12 +188,7 @@ def _checkpoint(newest: Newest) -> str:
 
 
 def read_status(run_dir: Path) -> Status:
-    """Return the state of the run in `run_dir`.
-
-    Raises:
-        UsageError: If it is not a run or one of its files is corrupted.
-        CheckpointError: If the manifest of its newest checkpoint is corrupted.
-    """
+    """Return the state of the run in `run_dir`; an error names a file that is corrupted."""
     check_own(run_dir)
     if not (run_dir / RUN_CONFIG).is_file():
         raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")

@@ -119,8 +119,7 @@ def _print_config(composed: Composed, resume: str) -> None:
         else:
             _, seen, decision = _opened(composed, resume)
             selection = Selection.of(settle(seen.config, decision.selection).config)
-        for line in decision.lines:
-            note(line)
+        note(*decision.lines)
         assert selection is not None
         config = filled(config, selection)
     emit(words_to_yaml(words_to_type(config)).rstrip())
@@ -151,15 +150,11 @@ def _dry_run(composed: Composed, resume: str) -> None:
     plan = settle(seen.config, decision.selection)
     estimator = Estimator()
     estimate = estimator.estimate(plan)
-    described = describe_run(opened, plan, seen, estimate)
-    for line in (*decision.lines, *described):
-        say(line)
-    say()
-    for line in describe_units(plan.config, opened.module):
-        say(line)
+    say(*decision.lines, *describe_run(opened, plan, seen, estimate), "")
+    say(*describe_units(plan.config, opened.module))
     _show_samples(opened)
     _check_large_token_files(opened)
-    say()
+    say("")
     check_fits(estimate, estimator, say)
     would = "it would run"
     if (launcher := plan.config.launch.name) != "local":
@@ -184,8 +179,7 @@ def _show_samples(opened: "Opened") -> None:
         say(f"\nsample {number}, trained text {marked}:")
         out.print(text)
     say("\nlengths of samples:")
-    for line in histogram(chats):
-        say(line)
+    say(*histogram(chats))
 
 
 def _check_large_token_files(opened: "Opened") -> None:

@@ -144,10 +144,8 @@ def _report(
         cells = zip(*(each.cells for each in shown), strict=True)
         numbers = [each.title for each in shown if not each.is_text]
         show_table([each.title for each in shown], cells, right=numbers)
-        for line in (*failures(rows), *losses(rows)):
-            say(line)
-    for line in comparison.notes if isinstance(comparison, SimulatedComparison) else ():
-        note(line)
+        say(*failures(rows), *losses(rows))
+    note(*(comparison.notes if isinstance(comparison, SimulatedComparison) else ()))
     if folder is not None:
         note(f"written: {folder / PAGE}")
 
@@ -161,8 +159,7 @@ def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> list[Va
         note("over gloo: ranks that share memory (launch.share_memory) run all strategies alike")
     found, lacking = possible(found)
     found, same = distinct(found)
-    for line in (*lacking, *same):
-        note(line)
+    note(*lacking, *same)
     for name in {name for each in found for name in each.composed.dropped}:
         note(f"recipe's {name} ignored: {name.split('.')[0]} is set on the command line")
     return found

@@ -48,9 +48,6 @@ def variants(words: Sequence[str], recipe: str | None, *, steps: int) -> list[Va
     brackets they have no meaning. If strategies vary, each variant ignores values that its strategy
     does not use. If engines vary and no strategy is set, strategies vary too: none of PyTorch's
     engines has all.
-
-    Raises:
-        UsageError: If a setting is unknown, or its value is invalid.
     """
     for word in words:
         name = word.partition("=")[0]
