@@ -23,12 +23,10 @@ from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Program
 from fsdpctl.predict.hardware import Group
-from fsdpctl.predict.input_copies import ProgramRecorder
 from fsdpctl.predict.memory_recorder import MemoryRecorder
-from fsdpctl.predict.peak import UnevenStepError
-from fsdpctl.predict.recorder import Machine, RankGroup, Steps
+from fsdpctl.predict.peak import StepEstimate, UnevenStepError, estimate_steps
+from fsdpctl.predict.recorder import Machine, RankGroup, Steps, TaskRecorder
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
-from fsdpctl.predict.step_estimate import StepEstimate, estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.amounts import with_enough_samples
 from fsdpctl.resolve.attention_kernel import kernel_of
@@ -238,7 +236,7 @@ def on_cluster(plan: RunPlan) -> RunPlan:
 
 def _simulate(config: Config, traced: TracedModel, program: Program, passes: int) -> StepPrediction:
     plan = plan_run(config, traced.units, passes)
-    recorder = ProgramRecorder(program, _machine(config, plan.step.place))
+    recorder = TaskRecorder(program, _machine(config, plan.step.place))
     steps = planned_steps(config, traced.units, plan, recorder)
     simulator = StepSimulator()
     for _ in range(2):  # collectives that the first leaves in flight end in the second

@@ -28,7 +28,7 @@ from fsdpctl.plan.step import StepPlan
 from fsdpctl.plan.strategy import ENGINES, FSDPCTL, ranks_per_copy
 from fsdpctl.plan.units import UnitSpec, divide
 from fsdpctl.predict.memory_recorder import MemoryRecorder
-from fsdpctl.predict.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
+from fsdpctl.predict.peak import ALLOCATORS, StepEstimate, estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan
 
 _CHOICES = {

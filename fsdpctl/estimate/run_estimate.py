@@ -7,7 +7,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.estimate.planned_steps import dtypes_of
 from fsdpctl.io.units import format_bytes
 from fsdpctl.plan.batch import BatchPlan
-from fsdpctl.predict.step_estimate import StepEstimate
+from fsdpctl.predict.peak import StepEstimate
 from fsdpctl.resolve.settle import RunPlan
 
 _GIB = 1 << 30

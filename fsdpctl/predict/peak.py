@@ -1,19 +1,22 @@
-"""Replays steps on an allocator until it requests no more memory from the device."""
+"""The peak memory of a rank: its steps, replayed on an allocator until they need nothing new."""
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import cached_property
+from typing import Any
 
 from fsdpctl.predict.allocator import CachingAllocator, DeviceFullError
 from fsdpctl.predict.compute import Operation
-from fsdpctl.predict.memory_recorder import Item, MemoryRecorder, When
+from fsdpctl.predict.memory_recorder import Item, MemoryRecorder, When, without_gc
 from fsdpctl.predict.recorder import Category, Steps
 
+ALLOCATORS = ("expandable", "native")
 _MOST_STEPS = 5  # after which an allocator may still grow
 _USUAL = 2  # the number of a step like all later ones
 _LARGEST = 8  # kinds of tensors that are listed
+_ROUNDING = 512  # of CUDA's allocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,10 @@ class Constant:
     category: Category
     what: str
     nbytes: int
+
+
+# cuBLAS takes a workspace for each of the two threads that call it, of this size on Hopper.
+_CUBLAS = (Constant(Category.WORKSPACES, "cuBLAS workspace", 32 << 20),) * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,80 @@ class UnevenStepError(ValueError):
     """A traced step frees memory twice, as with blocks that keep tensors of other blocks."""
 
 
+def _walk(
+    script: Script, steps: int, live: dict[int, int], rounding: int = 1
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Apply the operations up to a step to `live`, the bytes by key.
+
+    Yields the number of the step, the index of the operation, its key, the bytes by which it
+    changes the total, and those that it needs for a moment.
+    """
+    for number in range(steps + 1):
+        for index, (key, nbytes) in enumerate(script.operations(number)):
+            change = passing = 0
+            if nbytes > 0:
+                live[key] = change = -(-nbytes // rounding) * rounding
+            elif nbytes:
+                passing = -nbytes
+            elif key in live:
+                change = -live.pop(key)
+            else:
+                raise UnevenStepError(f"freed twice: {key}")
+            yield number, index, key, change, passing
+
+
+def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Peak:
+    """Return the moment at which most is allocated, usually in a step that is not the first.
+
+    Requests are rounded up to multiples of `rounding` bytes.
+    """
+    total = most = passing = 0
+    place = (0, 0)
+    for number, index, _, change, more in _walk(script, _USUAL, {}, rounding):
+        total += change
+        if total + more > most or (total + more == most and number > place[0]):
+            most, passing, place = total + more, more, (number, index)
+    live: dict[int, int] = {}
+    for number, index, *_ in _walk(script, place[0], live):
+        if (number, index) == place:
+            break
+    breakdown = dict.fromkeys(Category, 0)
+    kinds: Counter[tuple[Category, str]] = Counter()
+    counts: Counter[tuple[Category, str]] = Counter()
+    for found, nbytes in ((item(key), nbytes) for key, nbytes in live.items()):
+        breakdown[found.category] += nbytes
+        kinds[found.category, found.what] += nbytes
+        counts[found.category, found.what] += 1
+    breakdown[Category.WORKSPACES] += passing
+    largest = tuple(
+        Largest(category, what, counts[category, what], nbytes)
+        for (category, what), nbytes in kinds.most_common(_LARGEST)
+    )
+    return Peak(script.when(*place), breakdown, largest)
+
+
+def peaks_by_moment(
+    script: Script, item: Callable[[int], Item]
+) -> list[tuple[When, dict[Category, int]]]:
+    """Return the bytes by category at the fullest point of every moment of a step."""
+    held = dict.fromkeys(Category, 0)
+    total, most = 0, -1
+    seen: list[tuple[When, dict[Category, int]]] = []
+    for number, index, key, change, passing in _walk(script, _USUAL, {}):
+        moments = script.moments(number) if number == _USUAL else ()
+        while len(seen) < len(moments) and moments[len(seen)][0] <= index:
+            seen.append((moments[len(seen)][1], dict(held)))
+            most = -1
+        if change:
+            held[item(key).category] += change
+            total += change
+        if seen and total + passing > most:
+            most, workspaces = total + passing, held[Category.WORKSPACES] + passing
+            seen[-1] = seen[-1][0], {**held, Category.WORKSPACES: workspaces}
+    left = script.moments(_USUAL)[len(seen) :]
+    return seen + [(when, dict(held)) for _, when in left]
+
+
 def replay(script: Script, allocator: CachingAllocator) -> None:
     """Replay steps until one needs nothing new."""
     before = (-1, -1)  # peaks
@@ -117,83 +198,100 @@ def can_run(script: Script, capacity: int, *, expandable: bool, streams: Mapping
     return True
 
 
-def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Peak:
-    """Return the moment at which most is allocated, usually in a step that is not the first.
+@dataclass(frozen=True)
+class StepEstimate:
+    """The peak memory of a rank, in bytes, and its moment."""
 
-    Requests are rounded up to multiples of `rounding` bytes.
+    device: str
+    allocator: str  # of the run
+    peak: Peak
+    script: Script
+    recorder: MemoryRecorder
+
+    @cached_property
+    def _peaks(self) -> tuple[int, int]:
+        """By the run's allocator, which take longer to know than `peak`."""
+        return self._replayed(self.allocator)
+
+    def _replayed(self, name: str) -> tuple[int, int]:
+        """Return the peaks of an allocator; on the CPU, requests are allocated as they are."""
+        if self.device == "cpu":
+            return (sum(self.peak.breakdown.values()),) * 2
+        allocator = CachingAllocator(expandable=name == "expandable", streams=self.recorder.streams)
+        with without_gc():
+            replay(self.script, allocator)
+        return allocator.peak_allocated, allocator.peak_reserved
+
+    @property
+    def allocated(self) -> int:
+        """The bytes in tensors."""
+        return self._peaks[0]
+
+    @property
+    def peak_reserved(self) -> int:
+        """The bytes that the run's allocator reserves."""
+        return self._peaks[1]
+
+    @property
+    def reserved(self) -> dict[str, int]:
+        """Bytes by allocator; the one that the run does not use is replayed now."""
+        return {
+            name: self.peak_reserved if name == self.allocator else self._replayed(name)[1]
+            for name in ALLOCATORS
+        }
+
+    @property
+    def breakdown(self) -> dict[str, int]:
+        """Bytes at the peak by category; their sum is `allocated`."""
+        parts = {category.value: nbytes for category, nbytes in self.peak.breakdown.items()}
+        return {**parts, "rounding": self.allocated - sum(parts.values())}
+
+    def verdict(self, available: int) -> str:
+        """Return `fits`, `thrashes` (only by emptying the allocator's cache) or `too_large`.
+
+        A script that does not simply fit is replayed on a device with `available` bytes.
+        """
+        if sum(self.peak.breakdown.values()) > available:  # which are allocated, at least
+            return "too_large"
+        if self.peak_reserved <= available:
+            return "fits"
+        if self.device == "cpu" or self.allocated > available:
+            return "too_large"
+        grows = self.allocator == "expandable"
+        runs = can_run(self.script, available, expandable=grows, streams=self.recorder.streams)
+        return "thrashes" if runs else "too_large"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the part of `estimate-memory --json` that every module has."""
+        return {
+            "peak_allocated_bytes": self.allocated,
+            "peak_reserved_bytes": self.peak_reserved,
+            "allocator": self.allocator,
+            "reserved_bytes": self.reserved,
+            "breakdown": self.breakdown,
+            "peak_at": str(self.peak.when),
+            "largest": [
+                {
+                    "category": each.category.value,
+                    "what": each.what,
+                    "count": each.count,
+                    "bytes": each.nbytes,
+                }
+                for each in self.peak.largest
+            ],
+            "counts_activations": True,
+        }
+
+
+def estimate_steps(
+    recorder: MemoryRecorder, steps: Steps, *, device: str, allocator: str, draws: bool
+) -> StepEstimate:
+    """Replay `steps`, which record in `recorder`, until they need nothing new.
+
+    On `device` cpu, requests are not rounded. `draws`: the model is initialized on the device.
     """
-    live: dict[int, int] = {}
-    total = most = 0
-    place = (0, 0)
-    for number in range(_USUAL + 1):
-        for index, (key, nbytes) in enumerate(script.operations(number)):
-            now = total
-            if nbytes > 0:
-                live[key] = nbytes = -(-nbytes // rounding) * rounding
-                now = total = total + nbytes
-            elif nbytes:
-                now = total - nbytes
-            elif key in live:
-                total -= live.pop(key)
-            else:
-                raise UnevenStepError(f"freed twice: {key}")
-            if now > most or (now == most and number > place[0]):
-                most, place = now, (number, index)
-    number, last = place
-    passing = max(0, -script.operations(number)[last][1])
-    live = _alive(script, number, last + 1)
-    breakdown = dict.fromkeys(Category, 0)
-    kinds: Counter[tuple[Category, str]] = Counter()
-    counts: Counter[tuple[Category, str]] = Counter()
-    for found, nbytes in ((item(key), nbytes) for key, nbytes in live.items()):
-        breakdown[found.category] += nbytes
-        kinds[found.category, found.what] += nbytes
-        counts[found.category, found.what] += 1
-    breakdown[Category.WORKSPACES] += passing
-    largest = tuple(
-        Largest(category, what, counts[category, what], nbytes)
-        for (category, what), nbytes in kinds.most_common(_LARGEST)
-    )
-    return Peak(script.when(*place), breakdown, largest)
-
-
-def peaks_by_moment(
-    script: Script, item: Callable[[int], Item]
-) -> list[tuple[When, dict[Category, int]]]:
-    """Return the bytes by category at the fullest point of every moment of a step."""
-    live = _alive(script, _USUAL, 0)
-    held = dict.fromkeys(Category, 0)
-    for key, nbytes in live.items():
-        held[item(key).category] += nbytes
-    seen: list[tuple[When, dict[Category, int]]] = []
-    operations, moments = script.operations(_USUAL), script.moments(_USUAL)
-    ends = [begin for begin, _ in moments[1:]] + [len(operations)]
-    for (begin, when), end in zip(moments, ends, strict=True):
-        most, fullest = -1, dict(held)
-        for key, nbytes in operations[begin:end]:
-            if nbytes > 0:
-                live[key] = nbytes
-                held[item(key).category] += nbytes
-            elif nbytes == 0:
-                held[item(key).category] -= live.pop(key)
-            total = sum(held.values())
-            if nbytes >= 0 and total > most:
-                most, fullest = total, dict(held)
-            elif nbytes < 0 and total - nbytes > most:
-                most = total - nbytes
-                workspaces = held[Category.WORKSPACES] - nbytes
-                fullest = {**held, Category.WORKSPACES: workspaces}
-        seen.append((when, fullest))
-    return seen
-
-
-def _alive(script: Script, number: int, count: int) -> dict[int, int]:
-    """Return the keys that are allocated after `count` operations of a step, with their bytes."""
-    live: dict[int, int] = {}
-    before = (script.operations(each) for each in range(number))
-    for key, nbytes in chain(*before, script.operations(number)[:count]):
-        if nbytes > 0:
-            live[key] = nbytes
-        elif nbytes == 0:
-            del live[key]
-    return live
+    on_cuda = device == "cuda"
+    with without_gc():
+        script = Script(recorder, steps, draws=draws, constants=_CUBLAS if on_cuda else ())
+        peak = find_peak(script, recorder.item, _ROUNDING if on_cuda else 1)
+    return StepEstimate(device, allocator, peak, script, recorder)

@@ -4,11 +4,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import Protocol
 
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.schedule import Buffer
-from fsdpctl.predict.compute import Part, PassPosition, Work, WorkKind
+from fsdpctl.predict.compute import Part, PassPosition, Program, Work, WorkKind
 from fsdpctl.predict.hardware import (
     CollectiveKind,
     DataSheet,
@@ -209,12 +210,18 @@ class Machine:
 
 
 class TaskRecorder(Recorder):
-    """The tasks of one rank; all ranks have the same."""
+    """The tasks of one rank that runs a program; all ranks have the same.
 
-    def __init__(self, works: Mapping[PassPosition, Sequence[Work]], machine: Machine) -> None:
+    An input of a block that rests on the host leaves while its block runs, and returns while the
+    block after it is recomputed.
+    """
+
+    def __init__(self, program: Program, machine: Machine) -> None:
         self._machine = machine
         self._tasks: list[Task] = []
-        self._works = works
+        self._works, self._sent = program.work, program.sent
+        self._ahead = {after: unit for unit, after in pairwise(program.units)}
+        self._moving: dict[str, int] = {}  # keys of copies of inputs, by unit
         self._computing: dict[int, float] = {}  # by sequence of operators, which like units share
         self.host_limited = 0.0  # seconds for which the device waits for the host
         self._next = 0
@@ -225,7 +232,26 @@ class TaskRecorder(Recorder):
         return taken
 
     def compute(self, part: Part, unit: str = "") -> None:
-        """Run the operators of a part, no faster than the host issues them."""
+        """Run the operators of a part, and the copies of inputs."""
+        if part is Part.FORWARD:
+            self._start_copy(HostQueue.DOWN, unit)
+        elif part is Part.BACKWARD:
+            self._start_copy(HostQueue.UP, unit)  # unless it is on its way
+            self._end_copy(unit)
+            self._start_copy(HostQueue.UP, self._ahead.get(unit, ""))
+        self._run(part, unit)
+        if part is Part.FORWARD:
+            self._end_copy(unit)
+
+    def _start_copy(self, queue: HostQueue, unit: str) -> None:
+        if unit in self._sent and unit not in self._moving:
+            self._moving[unit] = self.on_host(queue, self._sent[unit], f"input of {unit}")
+
+    def _end_copy(self, unit: str) -> None:
+        self.wait(self._moving.pop(unit, None))
+
+    def _run(self, part: Part, unit: str) -> None:
+        """Run operators, no faster than the host issues them."""
         works, device = self._works.get(PassPosition(part, unit), ()), self._machine.device
         if id(works) not in self._computing:
             computed = [each for each in works if each.kind is not WorkKind.EXCHANGE]
