@@ -8,7 +8,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import MicroBatch
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.record import record_step
-from fsdpctl.plan.context import ContextParallel, tokens_per_rank
+from fsdpctl.plan.batch import ContextParallel, tokens_per_rank
 from fsdpctl.resolve.chunks import loss_chunk_tokens
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.step import Optimizer

@@ -16,7 +16,7 @@ from fsdpctl.data.tokenizer import open_tokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import CHECKPOINTS, METRICS
-from fsdpctl.plan.context import context_groups
+from fsdpctl.plan.batch import context_groups
 from fsdpctl.run.metrics import RejectedRecord, read_metrics
 
 

@@ -5,9 +5,29 @@ from dataclasses import dataclass
 
 from fsdpctl.config.keys import key
 from fsdpctl.plan.attention_kernels import ARCHITECTURES
-from fsdpctl.plan.programs import OURS, PROGRAMS, ProgramFacts
 
 _MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times the largest clusters
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFacts:
+    """What another program that an estimate can be of keeps, unlike fsdpctl."""
+
+    steps_at_once: bool = True  # AdamW in one kernel; else with a copy of the second moments
+    keeps_logits: bool = False  # in float32, until the next pass has made its own
+    # Inputs of recomputed blocks with frozen weights, and their gradients, until backward ends.
+    keeps_inputs: bool = False
+    plain_norms: bool = False  # of transformers' modules, which keep more tensors than torch's
+
+
+OURS = "fsdpctl"
+PROGRAMS = {
+    OURS: ProgramFacts(),
+    "torchtitan": ProgramFacts(keeps_logits=True),
+    "transformers": ProgramFacts(plain_norms=True),
+    "transformers_foreach": ProgramFacts(steps_at_once=False, plain_norms=True),
+    "transformers_reentrant": ProgramFacts(keeps_inputs=True, plain_norms=True),
+}
 
 
 @dataclass(frozen=True, slots=True)

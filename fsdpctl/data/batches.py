@@ -11,8 +11,7 @@ from fsdpctl.data.mixture import MixedRows
 from fsdpctl.data.order import Indices
 from fsdpctl.data.packing import IGNORED, Rows
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.batch import BatchPlan
-from fsdpctl.plan.context import ContextParallel, tokens_per_rank
+from fsdpctl.plan.batch import BatchPlan, ContextParallel, tokens_per_rank
 
 
 @dataclass(frozen=True, slots=True)

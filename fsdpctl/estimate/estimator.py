@@ -17,7 +17,7 @@ from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, planned_steps
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.io.activity import doing
-from fsdpctl.plan.context import tokens_per_rank
+from fsdpctl.plan.batch import tokens_per_rank
 from fsdpctl.plan.step import RankPlace
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.plan.units import UnitSpec

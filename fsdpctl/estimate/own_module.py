@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.config.keys import parse_bytes
+from fsdpctl.config.placement import OURS, PROGRAMS
 from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.describe import dtype_name
@@ -23,7 +24,6 @@ from fsdpctl.estimate.planned_steps import (
 )
 from fsdpctl.estimate.traced import ShortModule, TracedModule
 from fsdpctl.plan.precision import Dtypes
-from fsdpctl.plan.programs import OURS, PROGRAMS
 from fsdpctl.plan.step import StepPlan
 from fsdpctl.plan.strategy import ENGINES, FSDPCTL, ranks_per_copy
 from fsdpctl.plan.units import UnitSpec, divide

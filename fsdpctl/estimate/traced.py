@@ -22,7 +22,7 @@ from fsdpctl.models.quantized import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.row_documents import assumed_documents
 from fsdpctl.plan.attention_kernels import THEIRS
-from fsdpctl.plan.context import ContextParallel
+from fsdpctl.plan.batch import ContextParallel
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import TRACED_OF_A_ROW, Pass, Program, UnitRow
 from fsdpctl.resolve.attention_kernel import kernel_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpctl.plan.context import ContextParallel, heads_per_rank
+from fsdpctl.plan.batch import ContextParallel, heads_per_rank
 
 Exchange = Callable[[Tensor], Tensor]
 """Returns what each rank has sent here, from a contiguous tensor (ranks, ...) of what it sends."""

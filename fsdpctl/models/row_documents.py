@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from fsdpctl.plan.context import ContextParallel
+from fsdpctl.plan.batch import ContextParallel
 
 _ASSUMED_TOKENS = 256  # of a document of unknown length
 Lengths = tuple[tuple[int, ...], ...]  # of the documents in each row of a batch, in order

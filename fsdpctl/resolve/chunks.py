@@ -2,7 +2,7 @@
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.context import tokens_per_rank
+from fsdpctl.plan.batch import tokens_per_rank
 
 _CHUNK_BYTES = 128 << 20  # of float32 logits
 _LEAST_CHUNK_TOKENS = 1024

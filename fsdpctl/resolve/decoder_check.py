@@ -26,7 +26,7 @@ from fsdpctl.models.row_documents import make_documents, spans
 from fsdpctl.models.transformers_build import initializer
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import THEIRS
-from fsdpctl.plan.context import ContextParallel
+from fsdpctl.plan.batch import ContextParallel
 from fsdpctl.resolve.small_copy import small_copy
 
 T = TypeVar("T")

@@ -5,11 +5,11 @@ import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from fsdpctl.config.placement import OURS
 from fsdpctl.config.schema import Config
 from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.optimizers import MUON, is_muons
-from fsdpctl.plan.programs import OURS
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.plan.units import UnitSpec
 

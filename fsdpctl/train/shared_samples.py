@@ -4,7 +4,7 @@ import torch
 
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.models.context import use_exchange
-from fsdpctl.plan.context import context_groups
+from fsdpctl.plan.batch import context_groups
 
 
 def share_samples(device: torch.device, num_ranks: int, context_parallel: int) -> None:

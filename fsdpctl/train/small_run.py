@@ -14,8 +14,7 @@ from fsdpctl.data.tokens import TokenStream
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from
-from fsdpctl.plan.batch import plan_batches
-from fsdpctl.plan.context import tokens_per_rank
+from fsdpctl.plan.batch import plan_batches, tokens_per_rank
 from fsdpctl.resolve.blocks import prepare_blocks
 from fsdpctl.resolve.small_copy import VOCABULARY, draw, meta_copy, small_copy
 from fsdpctl.run.step_metrics import StepClock

@@ -9,7 +9,7 @@ from torch import Tensor
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.data.batches import MicroBatch
-from fsdpctl.plan.context import ContextParallel
+from fsdpctl.plan.batch import ContextParallel
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.loss import summed_loss

@@ -19,8 +19,8 @@ from fsdpctl.engine.host_inputs import host_inputs_bytes
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import plan_run
+from fsdpctl.plan.batch import tokens_per_rank
 from fsdpctl.plan.buffers import planned_step
-from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.plan.optimizers import tile_bytes
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
