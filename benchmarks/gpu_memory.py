@@ -28,8 +28,7 @@ from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.build import Sharding, Source
-from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.build import Precision, Sharding, Source
 from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.step import Prefetch

@@ -21,8 +21,8 @@ from fsdpctl.comm.base import Collectives, Handle
 from fsdpctl.comm.collectives import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.build import Sharding, Source, build_runtime
-from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.step import StepPlan
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import Division, lay_out

@@ -15,10 +15,10 @@ from docs import evidence, measured
 from docs.rooms import rooms_picture
 from fsdpctl.commands.app import app
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.planned_steps import plan_run, sent_in_step
 from fsdpctl.estimate.search import estimates_of
+from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.predict.engine_bytes import estimate, timeline

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
-    from fsdpctl.engine.accumulation import GradAccumulator
-    from fsdpctl.engine.build import Sharding
-    from fsdpctl.engine.model import ShardedModel
-    from fsdpctl.engine.precision import Precision
+    from fsdpctl.engine.build import Precision, Sharding
+    from fsdpctl.engine.model import GradAccumulator, ShardedModel
     from fsdpctl.engine.shard import shard_model
     from fsdpctl.estimate.own_module import Assumed, MemoryEstimate, estimate_memory
     from fsdpctl.optim.adamw import ShardedAdamW
@@ -49,9 +47,9 @@ _HOMES = {
     "MemoryEstimate": "fsdpctl.estimate.own_module",
     "Sharding": "fsdpctl.engine.build",
     "estimate_memory": "fsdpctl.estimate.own_module",
-    "GradAccumulator": "fsdpctl.engine.accumulation",
+    "GradAccumulator": "fsdpctl.engine.model",
     "OwnerMap": "fsdpctl.plan.owners",
-    "Precision": "fsdpctl.engine.precision",
+    "Precision": "fsdpctl.engine.build",
     "Prefetch": "fsdpctl.plan.step",
     "ShardedAdamW": "fsdpctl.optim.adamw",
     "ShardedModel": "fsdpctl.engine.model",

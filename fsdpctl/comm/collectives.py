@@ -17,8 +17,7 @@ from fsdpctl.comm.base import Collectives, Handle, Reduction
 from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.comm.process_group import T, exchange
-from fsdpctl.comm.shared import SharedCollectives
-from fsdpctl.comm.shared_memory import NotShared
+from fsdpctl.comm.shared_memory import NotShared, SharedCollectives
 from fsdpctl.comm.waits import CudaWaits, Seconds
 from fsdpctl.plan.step import RankPlace
 

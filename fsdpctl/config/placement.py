@@ -11,7 +11,7 @@ _MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times th
 
 @dataclass(frozen=True, slots=True)
 class ProgramFacts:
-    """What another program that an estimate can be of keeps, unlike fsdpctl."""
+    """The memory of another program that an estimate can be of, where it differs from fsdpctl's."""
 
     steps_at_once: bool = True  # AdamW in one kernel; else with a copy of the second moments
     keeps_logits: bool = False  # in float32, until the next pass has made its own

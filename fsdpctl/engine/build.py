@@ -6,27 +6,63 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.codes import split
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.comm.host import HostWorker
 from fsdpctl.comm.shards import FlatShard
 from fsdpctl.engine.buffer import Resting, UnitBuffer
-from fsdpctl.engine.describe import replace_meta_parameters, torch_dtype
-from fsdpctl.engine.entry import move_buffers
 from fsdpctl.engine.gradients import GradientReducer
 from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
-from fsdpctl.engine.host_params import HostParams
 from fsdpctl.engine.offload import HostStates
-from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.engine.unit import ShardedUnit, Slot
-from fsdpctl.errors import UsageError
+from fsdpctl.engine.unit import HostParams, ShardedUnit, Slot
+from fsdpctl.errors import EngineError, UsageError
+from fsdpctl.models.describe import dtype_name, replace_meta_parameters, torch_dtype
 from fsdpctl.plan.layout import FlatLayout, share_of
 from fsdpctl.plan.owners import OwnerMap
+from fsdpctl.plan.precision import Dtypes
 from fsdpctl.plan.schedule import Buffer
 from fsdpctl.plan.step import Memory, Prefetch, Rest, StepPlan
 from fsdpctl.plan.strategy import Offload, Strategy
 from fsdpctl.plan.units import UnitSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes of a model; None keeps each parameter's dtype.
+
+    Masters and reductions default to fp32 (fp64 for fp64).
+
+    Raises:
+        EngineError: If gradients would be added in float16.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+    # Whether bf16 masters have 8 more bits each. Their gradients have the dtype of the reduction.
+    has_remainders: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.reduce_dtype == torch.float16:
+            raise EngineError(
+                "reduce_dtype float16: sums over ranks overflow at 65504; use bfloat16 or float32"
+            )
+        if self.has_remainders and not self.param_dtype == self.master_dtype == torch.bfloat16:
+            raise EngineError(
+                "has_remainders: expected param_dtype and master_dtype bfloat16, got "
+                f"{self.param_dtype} and {self.master_dtype}"
+            )
+
+    @property
+    def names(self) -> Dtypes:
+        """The dtypes by name."""
+        param, reduce, master = (
+            None if dtype is None else dtype_name(dtype)
+            for dtype in (self.param_dtype, self.reduce_dtype, self.master_dtype)
+        )
+        return Dtypes(param, reduce, master, self.has_remainders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +218,18 @@ def _fill(shard: FlatShard, resting: Resting | None, values: Tensor) -> None:
         resting.values.copy_(part)
     else:  # rounded as the masters that other ranks send
         split(part, resting.values, torch.empty_like(part, dtype=torch.int8))
+
+
+@torch.no_grad()
+def move_buffers(module: nn.Module, device: torch.device, collectives: Collectives) -> None:
+    """Move buffers to `device`, with the values of rank 0. Collective."""
+    for each in module.modules():
+        for key, buffer in each._buffers.items():
+            if buffer is not None:
+                moved = buffer.to(device).contiguous()
+                # As bytes, because no backend supports every dtype.
+                collectives.broadcast(moved.view(-1).view(torch.uint8))
+                each._buffers[key] = moved
 
 
 def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: Source) -> Runtime:

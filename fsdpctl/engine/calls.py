@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from fsdpctl.comm.base import Collectives
 from fsdpctl.errors import EngineError
 
 Agree = Callable[[Sequence[bool]], Sequence[bool]]
@@ -248,3 +249,28 @@ class Calls:
         self._hidden.clear()
         self._recent.clear()
         self.backward += 1
+
+
+def agree_on_forwards(
+    collectives: Collectives, takes_part: Sequence[bool], *, same_under: str | None
+) -> Sequence[bool]:
+    """Return which forwards take part in a backward on any rank. Collective.
+
+    Here those in `takes_part` do; empty: unknown. `same_under` is the strategy, if it requires all
+    ranks to go through the same ones.
+
+    Raises:
+        EngineError: If the ranks go through different forwards, and would gather different units.
+    """
+    found = collectives.gather_objects(list(takes_part))
+    if not all(found):
+        return [True] * max(map(len, found))
+    if same_under and any(each != found[0] for each in found):
+        numbers = [[n for n, is_part in enumerate(each, 1) if is_part] for each in found]
+        other = next(rank for rank, each in enumerate(found) if each != found[0])
+        raise EngineError(
+            f"of {len(takes_part)} forwards, backward goes through {numbers[0]} on rank 0 and "
+            f"through {numbers[other]} on rank {other}; {same_under} requires the same ones on "
+            "all ranks (add the others' loss times zero)"
+        )
+    return [any(each) for each in zip(*found, strict=True)]

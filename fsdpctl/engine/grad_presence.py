@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.base import Handle
-from fsdpctl.comm.replica_check import as_integers, compare_replicas
+from fsdpctl.comm.shards import as_integers, compare_replicas
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.errors import EngineError
 

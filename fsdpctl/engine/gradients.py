@@ -20,8 +20,8 @@ from torch import Tensor
 from fsdpctl.comm.base import Gathering, Handle, InPlace, Reduction
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.buffer import UnitBuffer
-from fsdpctl.engine.host_gradients import HostGradients
 from fsdpctl.engine.ledger import Ledger
+from fsdpctl.engine.offload import HostGradients
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.plan.schedule import Buffer, Event, EventKind

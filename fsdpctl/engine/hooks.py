@@ -1,16 +1,24 @@
-"""Binds module and autograd events to the runtime, without any decisions."""
+"""Binds module and autograd events to the runtime, and incorrect use of a module to errors."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.calls import in_backward
+from fsdpctl.engine.parameters import is_at_rest, is_marked, mark_sharded, not_possible
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit
+from fsdpctl.errors import EngineError
 
 
 def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
@@ -139,3 +147,121 @@ def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:
     for buffer in unit.trained_buffers:
         for param in buffer.params:
             runtime.hooks.append(param.register_post_accumulate_grad_hook(arrived))
+
+
+_HOME = "_fsdpctl_runtime"
+_OF_MATRICES, _OF_ALL = ("Adafactor", "Muon"), ("LBFGS",)  # what torch's optimizers read at once
+
+
+def guard_module(module: nn.Module, runtime: Runtime) -> None:
+    """Make incorrect use of the sharded module raise errors."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise not_possible("moving or casting the model")
+
+    module._apply = refuse  # type: ignore[method-assign]  # for this instance only
+    home = weakref.ref(runtime)
+    for each in module.modules():
+        runtime.hooks.append(each.register_state_dict_pre_hook(_check_state))
+    for buffer in runtime.buffers:
+        setattr(buffer.shard.param, _HOME, home)
+        for param in buffer.params:
+            mark_sharded(param, partial(_has_gradients, weakref.ref(buffer)))
+
+
+def _has_gradients(of: weakref.ref[UnitBuffer]) -> bool:
+    """Return whether a buffer exists and has gradients that were taken from its parameters."""
+    buffer = of()
+    if buffer is None:
+        return False
+    return buffer.shard.has_grad or buffer.held_gradients is not None
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a parameter of the module or its children is sharded already."""
+    return any(map(is_marked, module.parameters()))
+
+
+def _check_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if any(map(is_at_rest, module.parameters(recurse=False))):
+        raise EngineError(
+            "the module's own state_dict() has no weights between steps; call model.state_dict(), "
+            "or call it within model.full_parameters()"
+        )
+
+
+def watch_first_forward(module: nn.Module, runtime: Runtime) -> None:
+    """Let the first forward find modules that compute with parameters that are not gathered.
+
+    Units are gathered when their modules are called: one that is called by `.forward`, or in parts,
+    would compute with NaN. Later forwards make the same calls and are not watched. Compiled modules
+    are not watched, since that would compile them again.
+    """
+    handles = [
+        each.register_forward_pre_hook(partial(_check_gathered, name))
+        for name, each in _uncompiled("", module)
+        if each._parameters
+    ]
+
+    def end(module: nn.Module, args: Any, outputs: Any) -> None:
+        for handle in handles:
+            handle.remove()
+
+    handles.append(module.register_forward_hook(end))
+    runtime.hooks += handles
+
+
+def _uncompiled(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if module._compiled_call_impl is None:
+        yield name, module
+        for key, child in module.named_children():
+            yield from _uncompiled(f"{name}.{key}" if name else key, child)
+
+
+def _check_gathered(name: str, module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for key, param in module._parameters.items():
+        if param is not None and is_at_rest(param):
+            raise EngineError(
+                f"{name or 'the module'} computes with its {key}, which is not gathered: its unit "
+                "was not called as a module but in parts, or by .forward; call it, or pass such "
+                "parts as units="
+            )
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if any(map(is_marked, _params(optimizer))):
+        raise EngineError(
+            "the optimizer has model.parameters(), which exist only while the model runs; use "
+            "ShardedAdamW(model), or any elementwise optimizer with model.flat_parameters()"
+        )
+    name = type(optimizer).__name__
+    if name not in _OF_MATRICES + _OF_ALL:
+        return
+    shards = any(home.strategy.shards_optimizer for home in _homes(optimizer))
+    if shards or (name in _OF_MATRICES and _homes(optimizer)):
+        raise EngineError(
+            f"{name} needs more than one element at a time, and flat parameters are concatenated "
+            "parts of tensors; use an elementwise optimizer"
+        )
+
+
+def _homes(optimizer: torch.optim.Optimizer) -> list[Runtime]:
+    """Return the runtimes of the models whose flat parameters it has."""
+    references = {getattr(param, _HOME, None) for param in _params(optimizer)} - {None}
+    found = [home() for home in references if home is not None]
+    return [runtime for runtime in found if runtime is not None]
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for runtime in _homes(optimizer):
+        runtime.masters_changed(trained_only=True)
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

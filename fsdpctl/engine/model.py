@@ -1,22 +1,23 @@
 """The sharded module with its public methods."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Self
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import Mesh
-from fsdpctl.comm.shards import FlatShard, persistent_buffers, trainable_shards
-from fsdpctl.engine import guards, state
+from fsdpctl.comm.shards import FlatShard, persistent_buffers, scale_gradients, trainable_shards
+from fsdpctl.engine import state
 from fsdpctl.engine.grad_presence import GradPresence, check_replicas
+from fsdpctl.engine.hooks import guard_module, watch_first_forward
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.parameters import not_possible
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import bytes_outside_slots
-from fsdpctl.errors import EngineError
+from fsdpctl.errors import EngineError, nearest
 from fsdpctl.plan.strategy import Strategy
 
 # torch's message for a write to an expanded tensor.
@@ -39,9 +40,9 @@ class ShardedModel(nn.Module):
         self._presence = GradPresence(runtime)
         self.take_waits = runtime.mesh.take_waits
         self._shards = tuple(buffer.shard for buffer in runtime.buffers)
-        guards.guard_module(module, runtime)
+        guard_module(module, runtime)
         if runtime.strategy.shards_params:
-            guards.watch_first_forward(module, runtime)
+            watch_first_forward(module, runtime)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module, such as `config` or `generate`."""
@@ -276,3 +277,66 @@ class ShardedModel(nn.Module):
     def ledger(self) -> Ledger:
         """The bytes of the engine's buffers without masters, now and at the peak."""
         return self._runtime.ledger
+
+
+_REDUCE = ("every", "last")
+
+
+class GradAccumulator:
+    """Makes the gradient the mean over the micro-steps of a window, even of a partial one.
+
+    With `reduce="every"` each micro-step reduces into the shards. With `"last"` unsharded gradients
+    are held until the window ends, and reduced once.
+    """
+
+    def __init__(
+        self, model: ShardedModel, steps: int, reduce: Literal["every", "last"] = "every"
+    ) -> None:
+        """Accumulate over windows of `steps` micro-steps.
+
+        Raises:
+            EngineError: If `steps` is below 1, or `reduce` is neither value.
+        """
+        if steps < 1:
+            raise EngineError(f"GradAccumulator: steps={steps}: expected at least 1")
+        if reduce not in _REDUCE:
+            raise EngineError(
+                f"GradAccumulator: reduce={reduce!r}{nearest(reduce, _REDUCE)}: expected every, "
+                "last"
+            )
+        self.model = model
+        self.steps = steps
+        self.ready = False  # the window is complete and its gradient is reduced
+        self._reduce = reduce
+        self._count = 0
+
+    @contextmanager
+    def micro_step(self) -> Iterator[None]:
+        """Run one backward in the block; the last one ends the window, an exception drops it."""
+        self.ready = False
+        holds = self._reduce == "last" and self._count + 1 < self.steps
+        try:
+            with self.model.no_sync() if holds else nullcontext():
+                yield
+        except BaseException:
+            self.reset()
+            raise
+        self._count += 1
+        if self._count == self.steps:
+            self.sync()
+
+    def sync(self) -> None:
+        """End the window, also a partial one. Does nothing between windows."""
+        if self._count == 0:
+            return
+        self.model.sync_gradients()
+        if self._count > 1:
+            scale_gradients(trainable_shards(self.model), 1 / self._count)
+        self._count = 0
+        self.ready = True
+
+    def reset(self) -> None:
+        """Drop the window and its gradients."""
+        self.model.drop_gradients()
+        self._count = 0
+        self.ready = False

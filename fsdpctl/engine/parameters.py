@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.engine.calls import in_backward
-from fsdpctl.engine.describe import all_named_parameters
 from fsdpctl.errors import EngineError
+from fsdpctl.models.describe import all_named_parameters
 from fsdpctl.plan.layout import ParamSpec
 
 _GRAD: Any = Tensor.grad  # the descriptor

@@ -1,25 +1,51 @@
-"""`shard_model`, which shards any nn.Module."""
+"""`shard_model`, which shards any nn.Module, once all ranks agree on what it is."""
 
+import hashlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import Mesh, collectives_for, make_mesh, sharing_collectives
-from fsdpctl.engine.agreement import agreed
-from fsdpctl.engine.build import Sharding, Source, build_runtime
-from fsdpctl.engine.describe import divide_module
-from fsdpctl.engine.entry import check_values
-from fsdpctl.engine.guards import is_sharded
+from fsdpctl.engine.build import Precision, Sharding, Source, build_runtime
+from fsdpctl.engine.hooks import is_sharded
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.precision import Precision
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import EngineError, UsageError
+from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.step import Prefetch, StepPlan
 from fsdpctl.plan.strategy import Offload, Strategy, get_strategy, ranks_per_copy
 from fsdpctl.plan.units import Division, UnitSpec, divide
+
+T = TypeVar("T")
+
+
+def check_values(module: nn.Module, *, needs_values: bool) -> None:
+    """Check that a module can be sharded.
+
+    Raises:
+        EngineError: If a parameter or buffer has no values, or is not a real number.
+    """
+    for name, param in module.named_parameters():
+        is_bytes = param.dtype == torch.uint8 and not param.requires_grad
+        if not (param.dtype.is_floating_point or is_bytes):
+            raise EngineError(
+                f"parameter {name} is {param.dtype}; expected a real floating-point dtype, or "
+                "frozen uint8"
+            )
+        if param.is_meta and needs_values:
+            raise EngineError(f"parameter {name} is on the meta device, without values")
+    for name, each in module.named_modules():
+        if getattr(each, "sparse", False) is True:
+            raise EngineError(f"{name}: sparse gradients are not supported; use sparse=False")
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise EngineError(f"buffer {name} is on the meta device, without values")
 
 
 def shard_model(
@@ -131,3 +157,52 @@ def _described(
             yield f"parameter {param.name} {list(param.shape)} {param.dtype}{frozen}"
     for name, buffer in buffers.items():
         yield f"buffer {name} {list(buffer.shape)} {buffer.dtype}"
+
+
+def agreed(
+    collectives: Collectives, make: Callable[[], T], describe: Callable[[T], Iterable[str]]
+) -> T:
+    """Return the result of `make()`, if it is the same on every rank. Collective.
+
+    Args:
+        collectives: The ranks.
+        make: May raise an exception; then every rank raises one.
+        describe: Returns what must be equal, part by part.
+
+    Raises:
+        Exception: If `make()` raised it on this rank.
+        EngineError: If `make()` failed on another rank, or returned something else there.
+    """
+    made: T | None = None
+    parts: tuple[str, ...] = ()
+    error: Exception | None = None
+    try:
+        made = make()
+        parts = tuple(describe(made))
+    except Exception as caught:  # of any kind: the others must not wait for this rank
+        error = caught
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    answers = collectives.gather_objects([digest] if error is None else [digest, str(error)])
+    if error is not None:
+        raise error
+    for rank, (_, *messages) in enumerate(answers):
+        for message in messages:
+            raise EngineError(f"rank {rank}: {message}")
+    if len({digest for digest, *_ in answers}) > 1:  # the parts are long, and rarely needed
+        _report_difference(parts, collectives)
+    assert made is not None
+    return made
+
+
+def _report_difference(ours: Sequence[str], collectives: Collectives) -> NoReturn:
+    answers = collectives.gather_objects(list(ours))
+    other = next(rank for rank, theirs in enumerate(answers) if theirs != answers[0])
+    first, second = next(
+        (mine, theirs)
+        for mine, theirs in zip_longest(answers[0], answers[other], fillvalue="nothing more")
+        if mine != theirs
+    )
+    raise EngineError(
+        "the ranks were given different models or settings: "
+        f"rank 0 has {first}, rank {other} has {second}"
+    )

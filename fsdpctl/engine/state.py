@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from fsdpctl.comm.base import Gathering
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.comm.shards import FlatShard, persistent_buffers
-from fsdpctl.engine.describe import all_named_parameters
 from fsdpctl.engine.parameters import lend, unmark_sharded
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.errors import EngineError, nearest
+from fsdpctl.models.describe import all_named_parameters
 
 
 @torch.no_grad()

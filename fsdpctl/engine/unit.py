@@ -9,14 +9,18 @@ forward. A released unit's version is one higher, so a backward that would read 
 holds another unit raises an error; gathering the unit again restores the saved version.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from fsdpctl.comm.base import Collectives, Gathering, Handle
+from fsdpctl.comm.host import Copier, HostWorker, Moment
 from fsdpctl.engine.buffer import UnitBuffer
-from fsdpctl.engine.host_params import HostParams
+from fsdpctl.models.describe import torch_dtype
+from fsdpctl.plan.precision import Dtype
+from fsdpctl.plan.step import pinned_groups
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
@@ -65,6 +69,39 @@ class Slot:
         """Release the memory, whose readers all ran on the current stream."""
         if not self.resident:
             self._bytes.untyped_storage().resize_(0)
+
+
+class HostParams:
+    """This rank's parts of the parameters, in pinned memory.
+
+    A unit's part is copied into its place within the unit's slot, on a stream of its own, when the
+    unit is about to be gathered. Other ranks' parts arrive from there.
+    """
+
+    def __init__(self, worker: HostWorker, parts: Iterable[tuple[int, Dtype]]) -> None:
+        """Allocate memory for `parts`: elements and dtype of each."""
+        self._copier = Copier(worker.device)
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.nbytes = 0
+        for (numel, name), count in Counter(parts).items():
+            dtype = torch_dtype(name)
+            found = self._free.setdefault((numel, dtype), [])
+            for together in pinned_groups(count, numel * dtype.itemsize):
+                slab = worker.allocate(together * numel, dtype, pinned=True)
+                found += slab.view(together, numel)
+                self.nbytes += slab.nbytes
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for a part."""
+        return self._free[numel, dtype].pop() if numel else torch.empty(0, dtype=dtype)
+
+    def send(self, target: Tensor, part: Tensor) -> Moment:
+        """Start to copy a part to the device, once earlier work there is done."""
+        return self._copier.up(target, part)
+
+    def settle(self) -> None:
+        """Wait until no copy reads the parts."""
+        self._copier.settle()
 
 
 class ShardedUnit:

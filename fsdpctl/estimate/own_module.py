@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from fsdpctl.config.keys import parse_bytes
 from fsdpctl.config.placement import OURS, PROGRAMS
 from fsdpctl.config.schema import ActivationCheckpointingConfig
-from fsdpctl.engine.build import Sharding
-from fsdpctl.engine.describe import dtype_name
-from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.build import Precision, Sharding
 from fsdpctl.engine.shard import requested_strategy, units_of
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.estimate.planned_steps import (
@@ -23,6 +21,7 @@ from fsdpctl.estimate.planned_steps import (
     steps_of,
 )
 from fsdpctl.estimate.traced import ShortModule, TracedModule
+from fsdpctl.models.describe import dtype_name
 from fsdpctl.plan.precision import Dtypes
 from fsdpctl.plan.step import StepPlan
 from fsdpctl.plan.strategy import ENGINES, FSDPCTL, ranks_per_copy

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.describe import divide_module
+from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.optimizers import ADAMW, KeptStates, Muon, get_optimizer, tiled_dtype
 from fsdpctl.plan.precision import SPLIT, Dtypes
 from fsdpctl.plan.step import RankPlace, StepPlan, Transport

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Config
-from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.recurrences import packages_of
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
+from fsdpctl.models.describe import divide_module
 from fsdpctl.models.quantized import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.row_documents import assumed_documents

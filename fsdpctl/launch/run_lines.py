@@ -13,21 +13,21 @@ from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.schema import LENGTHS, Config
 from fsdpctl.config.serialize import usual_length
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.units import format_bytes
+from fsdpctl.models.describe import divide_module
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
-from fsdpctl.optim.schedule import warmup_steps
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy
 from fsdpctl.resolve.machine import shares_memory, strategy_that_runs
 from fsdpctl.resolve.run import Opened
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.directory import Look, Standing, changes
 from fsdpctl.run.flops import describe_flops
+from fsdpctl.train.schedule import warmup_steps
 
 Row = tuple[str, int, int, str]  # kind, parameters, padding and shares of a unit
 _SHOWN_RANKS = 8

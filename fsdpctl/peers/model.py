@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import Mesh, collectives_for
 from fsdpctl.comm.rank_status import RANK_STATUS
-from fsdpctl.comm.replica_check import as_integers, compare_replicas
-from fsdpctl.comm.shards import FlatShard, persistent_buffers
+from fsdpctl.comm.shards import FlatShard, as_integers, compare_replicas, persistent_buffers
 from fsdpctl.comm.waits import Seconds
 from fsdpctl.models.roles import parameter_roles
 from fsdpctl.peers.fully import FullyShard

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from fsdpctl.comm.host import HostInputs, SentInput
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.describe import block_names
-from fsdpctl.engine.host_inputs import HostInputs, SentInput
 from fsdpctl.errors import UsageError
+from fsdpctl.models.describe import block_names
 from fsdpctl.models.lora import OPERATORS
 
 _PRODUCTS = ("mm", "addmm")

@@ -19,8 +19,8 @@ from fsdpctl.config.peft import notes_on_adapters
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.config.serialize import config_words
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.engine.describe import divide_module
 from fsdpctl.io.activity import doing
+from fsdpctl.models.describe import divide_module
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.transformers_decoder import TransformersDecoder

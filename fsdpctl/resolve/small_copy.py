@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fsdpctl.config.any_decoder import CONFIG_OF, canonical, content_of, read_configuration, resized
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.engine.describe import block_names
 from fsdpctl.errors import UsageError
+from fsdpctl.models.describe import block_names
 from fsdpctl.models.transformers_build import build_transformers, fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 

@@ -25,12 +25,11 @@ from fsdpctl.config.sources import is_remote, sources_in
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open import open_data
-from fsdpctl.engine.build import Sharding, Source
-from fsdpctl.engine.describe import block_names
+from fsdpctl.engine.build import Precision, Sharding, Source
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_from
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.models.describe import block_names
 from fsdpctl.models.quantized import packing_of, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers

@@ -16,12 +16,12 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, LocalStepStats, StepRecord, record_step
-from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.batch import tokens_per_rank
 from fsdpctl.run.flops import ModelFlops
 from fsdpctl.run.step_metrics import StepClock, StepMetrics, peak_memory
 from fsdpctl.train.loss import summed_loss
+from fsdpctl.train.schedule import lr_factor
 from fsdpctl.train.source_losses import SourceLosses
 
 if TYPE_CHECKING:

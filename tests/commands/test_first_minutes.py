@@ -10,7 +10,7 @@ from fsdpctl.commands.config_args import completions
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import nearest
-from fsdpctl.optim.schedule import lr_factor
+from fsdpctl.train.schedule import lr_factor
 from tests.commands.run import TINY, invoke, make_text
 from tests.hostile import make_checkpoint
 from tests.train.chats import make_chats

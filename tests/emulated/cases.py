@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from fsdpctl.checkpoint.tensors import Staging
-from fsdpctl.engine.build import Sharding
+from fsdpctl.engine.build import Precision, Sharding
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step

@@ -13,16 +13,13 @@ from torch import Tensor
 
 from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.comm.base import AsyncHostCopy, Handle, InPlace
-from fsdpctl.comm.host import Copier, Job
+from fsdpctl.comm.host import Copier, Job, SentInput
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine import host_gradients
 from fsdpctl.engine.gradients import GradientReducer
-from fsdpctl.engine.host_gradients import Ring
-from fsdpctl.engine.host_inputs import SentInput
-from fsdpctl.engine.host_params import HostParams
-from fsdpctl.engine.offload import HostStates
-from fsdpctl.engine.param_sync import ParamSync
-from fsdpctl.engine.unit import ShardedUnit, Slot
+from fsdpctl.engine.offload import HostStates, Ring
+from fsdpctl.engine.runtime import ParamSync
+from fsdpctl.engine.unit import HostParams, ShardedUnit, Slot
 from fsdpctl.optim import record
 from fsdpctl.optim.adamw import ShardedAdamW
 from tests.emulated import cases

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdpctl.engine.host_inputs import SentInput
+from fsdpctl.comm.host import SentInput
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.blocks import checkpoint_blocks
 from tests.distributed import distributed

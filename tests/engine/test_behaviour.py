@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.build import Sharding
-from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.build import Precision, Sharding
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW

@@ -14,11 +14,10 @@ from torch._C._distributed_c10d import FileStore
 
 from fsdpctl.comm.collectives import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.engine.build import Sharding, Source, build_runtime
-from fsdpctl.engine.describe import divide_module
+from fsdpctl.engine.build import Precision, Sharding, Source, build_runtime
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_from
+from fsdpctl.models.describe import divide_module
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.step import Prefetch, StepPlan
 from fsdpctl.plan.strategy import STRATEGIES

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.accumulation import GradAccumulator
 from fsdpctl.engine.gradients import GradientReducer
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.model import GradAccumulator, ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.host import Copier
+from fsdpctl.comm.host import Copier, HostInputs, HostSlots
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.host_inputs import HostInputs, HostSlots
 from fsdpctl.errors import EngineError
 from fsdpctl.resolve.blocks import checkpoint_blocks
 from fsdpctl.resolve.machine import placed_on_cluster

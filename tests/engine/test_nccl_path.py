@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from fsdpctl.engine.build import Precision
 from fsdpctl.engine.parameters import ShardedParameters
-from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
 from fsdpctl.comm.collectives import collectives_for
-from fsdpctl.engine.build import Sharding
+from fsdpctl.engine.build import Precision, Sharding
 from fsdpctl.engine.offload import HostStates
-from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.engine.unit import bytes_outside_slots
 from fsdpctl.errors import EngineError, UsageError

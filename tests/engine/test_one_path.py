@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fsdpctl.comm.base import Reduction
 from fsdpctl.engine.buffer import UnitBuffer
-from fsdpctl.engine.build import Sharding
-from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.build import Precision, Sharding
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.plan.layout import Span
 from tests.distributed import distributed, in_turn

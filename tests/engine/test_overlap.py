@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction
 from fsdpctl.comm.collectives import make_mesh
 from fsdpctl.engine.build import Source, build_runtime
-from fsdpctl.engine.describe import divide_module
-from fsdpctl.engine.host_params import HostParams
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.unit import HostParams
+from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.step import Prefetch, StepPlan
 from fsdpctl.plan.strategy import Offload, get_strategy

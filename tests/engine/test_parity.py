@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.accumulation import GradAccumulator
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.build import Precision
+from fsdpctl.engine.model import GradAccumulator, ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from fsdpctl.comm import shared_memory
 from fsdpctl.comm.base import Gathering, Reduction
-from fsdpctl.comm.shared import SharedCollectives
-from fsdpctl.comm.shared_memory import SharedMemory
+from fsdpctl.comm.shared_memory import SharedCollectives, SharedMemory
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model

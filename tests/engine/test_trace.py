@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.buffers import planned_step, planned_update

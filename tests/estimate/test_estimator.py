@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate import traced
 from fsdpctl.estimate.accuracy import is_faster, kind_of
@@ -17,6 +16,7 @@ from fsdpctl.estimate.fit import FITTED, _edge, largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import estimates_of
 from fsdpctl.estimate.traced import ShortModule, TracedModel
+from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Part, PassPosition, Program

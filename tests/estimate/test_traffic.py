@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.estimator import plan_for_estimate
 from fsdpctl.estimate.planned_steps import SentBytes, sent_in_step
+from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from tests.commands.run import TINY, command, environment, make_text
 

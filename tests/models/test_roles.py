@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch import nn
 
-from fsdpctl.engine.describe import divide_module
+from fsdpctl.models.describe import divide_module
 from fsdpctl.models.products import read_elsewhere
 from fsdpctl.models.roles import parameter_roles
 from fsdpctl.plan.layout import decay_group

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from fsdpctl.engine.describe import block_names
+from fsdpctl.models.describe import block_names
 from fsdpctl.models.row_documents import make_documents, spans
 from fsdpctl.models.sinks import attend_to_sequences
 from fsdpctl.models.transformers_decoder import TransformersDecoder

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.describe import divide_module
+from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import UsageError
+from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder

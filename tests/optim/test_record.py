@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.record import record_step, sum_of_squares
 from fsdpctl.plan.strategy import STRATEGIES

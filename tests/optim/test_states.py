@@ -12,9 +12,8 @@ from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.comm.codes import moment_of, new_moment
-from fsdpctl.engine.build import Sharding
+from fsdpctl.engine.build import Precision, Sharding
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.owners import OWNER_MAPS

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
+from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.optimizers import STATE_DTYPES
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.precision import SPLIT

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.describe import divide_module
+from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.estimate.estimator import plan_for_estimate
 from fsdpctl.estimate.planned_steps import estimate_run, plan_run
+from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.precision import Dtypes

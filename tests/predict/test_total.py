@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdpctl.comm import process_group
+from fsdpctl.comm.host import host_inputs_bytes
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.host_inputs import host_inputs_bytes
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import plan_run

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdpctl.comm.base import Handle
 from fsdpctl.comm.gloo import GlooCollectives
-from fsdpctl.comm.host import HostWorker
-from fsdpctl.engine.host_inputs import HostInputs
+from fsdpctl.comm.host import HostInputs, HostWorker
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.models.lora import OPERATORS
 from fsdpctl.plan.schedule import Buffer, Event

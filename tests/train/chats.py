@@ -16,8 +16,8 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import IGNORED, Rows
 from fsdpctl.models.row_documents import spans
-from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.plan.batch import plan_batches
+from fsdpctl.train.schedule import lr_factor
 from tests.models.decoders import save_decoder
 from tests.models.families import FAMILIES, VOCABULARY, save_model
 

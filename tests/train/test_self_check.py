@@ -16,10 +16,10 @@ from fsdpctl.models import attention
 from fsdpctl.models.context import to_tokens
 from fsdpctl.models.row_documents import Documents
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.resolve import decoder_check
 from fsdpctl.train import assemble, loss, small_run, step
 from fsdpctl.train.callbacks import self_check
+from fsdpctl.train.schedule import lr_factor
 from tests.commands.run import make_text
 from tests.distributed import distributed
 from tests.matrix import fast

@@ -17,7 +17,6 @@ from fsdpctl.commands.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Round
 from fsdpctl.commands.compare.simulate import with_memory
 from fsdpctl.commands.compare.vary import Variant
 from fsdpctl.config.auto import left_open
-from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import estimate_run, sent_in_step
@@ -25,6 +24,7 @@ from fsdpctl.estimate.search import choose
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.launch.probe import short_run
+from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.data import notes_on_data
 from fsdpctl.resolve.machine import placed_on_cluster
