@@ -15,7 +15,7 @@ from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.comm.base import AsyncHostCopy, Handle, InPlace
 from fsdpctl.comm.host import Copier, Job, SentInput
 from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.engine import host_gradients
+from fsdpctl.engine import offload
 from fsdpctl.engine.gradients import GradientReducer
 from fsdpctl.engine.offload import HostStates, Ring
 from fsdpctl.engine.runtime import ParamSync
@@ -149,7 +149,7 @@ def a_pinned_buffer_is_reused_before_the_device_has_read_it(
 
 @fault(ALL)
 def a_gradient_is_freed_before_it_has_left() -> None:
-    _replace(host_gradients, "wait_for", _nothing)
+    _replace(offload, "wait_for", _nothing)
 
 
 # ---- Parameters on the host
