@@ -2,28 +2,75 @@
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.errors import UsageError
-from fsdpctl.models.cache import Cache
 from fsdpctl.models.experts import Counts, aux_loss_factor, global_balance
 from fsdpctl.models.row_documents import Documents
-from fsdpctl.models.token_loss import LossHead, in_chunks
 from fsdpctl.models.transformers_attention import TransformersAttention
 
 _BACKBONES = ("model", "transformer", "backbone")  # where base_model_prefix is not an attribute
 
 
-class OwnHead(LossHead):
-    """The projection to the vocabulary, with what the model does to its result.
+class Cache:
+    """The cache of transformers. Once the first call has filled it, calls take one token each."""
+
+    def __init__(self) -> None:
+        self.kept: object = None
+        self._length = 0  # tokens in it
+
+    def __len__(self) -> int:
+        return self._length
+
+    def keep(self, kept: object, count: int) -> None:
+        """Keep the cache of a model that has processed `count` more tokens.
+
+        A model that returns None processes all tokens again.
+        """
+        self.kept = kept
+        self._length = 0 if kept is None else self._length + count
+
+
+class Decoder(Protocol):
+    """A module that takes tokens, or a wrapper of one."""
+
+    training: bool
+
+    def train(self, mode: bool = True) -> Any: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return logits, or with targets their loss."""
+
+
+@contextmanager
+def evaluating(module: Decoder) -> Iterator[None]:
+    was_training = module.training
+    module.train(False)
+    try:
+        yield
+    finally:
+        module.train(was_training)
+
+
+class OwnHead(nn.Linear):
+    """The projection to the vocabulary, with what the model does to its result, and its loss.
 
     Some models scale logits or limit them. So the loss is computed from the results of the model's
     own forward, which runs with the hidden states of a chunk in place of its backbone.
+
+    While `token_losses` is a list, each loss that is computed appends those of its tokens, of shape
+    (tokens,); the recomputation of a chunk in backward appends them again.
     """
+
+    token_losses: list[Tensor] | None = None
 
     def __init__(self, model: Any, backbone: str, head: str) -> None:
         nn.Module.__init__(self)
@@ -44,7 +91,7 @@ class OwnHead(LossHead):
         chunk_tokens: int | None = None,
         outputs: Any = None,
     ) -> Tensor:
-        """Return logits, or the cross entropy summed over targets.
+        """Return logits, or the cross entropy in nats, in float32, summed over targets.
 
         Args:
             hidden: Last hidden states, (batch, length, width).
@@ -54,10 +101,21 @@ class OwnHead(LossHead):
         """
         if targets is None:
             return self._logits(hidden, outputs)
-        return in_chunks(partial(self._loss, outputs), hidden, targets, chunk_tokens)
+        x, targets, loss_of = hidden.flatten(0, -2), targets.flatten(), partial(self._loss, outputs)
+        if chunk_tokens is None or len(targets) <= chunk_tokens:
+            return loss_of(x, targets)
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        for chunk, wanted in zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+            loss = loss + checkpoint(loss_of, chunk, wanted, use_reentrant=False)
+        return loss
 
     def _loss(self, outputs: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-        return self.summed(self._logits(hidden.unsqueeze(0), outputs).flatten(0, -2), targets)
+        logits = self._logits(hidden.unsqueeze(0), outputs).flatten(0, -2)
+        if self.token_losses is None:
+            return F.cross_entropy(logits.float(), targets, reduction="sum")
+        losses = F.cross_entropy(logits.float(), targets, reduction="none")
+        self.token_losses.append(losses.detach())
+        return losses.sum()
 
     def _logits(self, hidden: Tensor, outputs: Any) -> Tensor:
         return self.run(hidden, outputs).logits  # type: ignore[no-any-return]  # transformers'
@@ -110,7 +168,7 @@ class _Projection(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         head = self._head[0]
-        return nn.functional.linear(hidden, head.weight, head.bias)
+        return F.linear(hidden, head.weight, head.bias)
 
 
 class TransformersDecoder(nn.Module):

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.config.model import LoraConfig
 from fsdpctl.models.dropped import dropped_linear
-from fsdpctl.models.layers import evaluating
 from fsdpctl.models.lora import LoraLinear
+from fsdpctl.models.transformers_decoder import evaluating
 from tests.matrix import fast
 
 DROPOUT, WIDTH, ROWS = 0.25, 64, 512

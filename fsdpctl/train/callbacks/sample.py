@@ -9,9 +9,8 @@ from torch import Tensor
 from fsdpctl.comm.base import raised
 from fsdpctl.data.tokenizer import Tokenizer
 from fsdpctl.io.activity import doing
-from fsdpctl.models.cache import Cache
 from fsdpctl.models.kernels import without_cudnn
-from fsdpctl.models.layers import Decoder, evaluating
+from fsdpctl.models.transformers_decoder import Cache, Decoder, evaluating
 from fsdpctl.train.callback import Callback, TrainingRun
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the bytes of a character that is not complete

@@ -12,7 +12,7 @@ from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.io.activity import doing
-from fsdpctl.models.layers import evaluating
+from fsdpctl.models.transformers_decoder import evaluating
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.train.callback import Callback, TrainingRun
 from fsdpctl.train.loss import summed_loss
