@@ -33,8 +33,7 @@ from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.step import Prefetch
 from fsdpctl.resolve.settle import RunPlan
-from fsdpctl.train.assemble import make_module
-from fsdpctl.train.optimizers import make_optimizer
+from fsdpctl.train.assemble import make_module, make_optimizer
 from tests.train_step import train_step
 
 _GIB = 1 << 30

@@ -20,8 +20,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.train.assemble import make_model
-from fsdpctl.train.optimizers import make_optimizer
+from fsdpctl.train.assemble import make_model, make_optimizer
 from fsdpctl.train.step import Optimizer
 from tests.train_step import train_step
 

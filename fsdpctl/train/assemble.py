@@ -29,12 +29,18 @@ from fsdpctl.engine.build import Precision, Sharding, Source
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.models.context import use_exchange
 from fsdpctl.models.describe import block_names
 from fsdpctl.models.quantized import packing_of, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.plan.batch import plan_batches
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.muon import ShardedMuon
+from fsdpctl.optim.sgd import ShardedSGD
+from fsdpctl.plan.batch import context_groups, plan_batches
+from fsdpctl.plan.muon import MUON
+from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import prepare_blocks
@@ -42,19 +48,17 @@ from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.machine import owner_map_of, shares_memory
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.train.callbacks.checkpoints import Checkpoints
-from fsdpctl.train.callbacks.heap import HeapTrim
-from fsdpctl.train.callbacks.profiling import Profiling, watch_allocations
+from fsdpctl.train.callbacks.profiling import HeapTrim, Profiling, watch_allocations
 from fsdpctl.train.callbacks.reporting import Checks, Heartbeat, RunReporter
 from fsdpctl.train.callbacks.sample import SampleText
 from fsdpctl.train.callbacks.self_check import SelfCheck
 from fsdpctl.train.callbacks.validation import Validation
 from fsdpctl.train.journal import Journal
-from fsdpctl.train.optimizers import make_optimizer
-from fsdpctl.train.shared_samples import share_samples
 from fsdpctl.train.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
 from fsdpctl.train.trainer import Trainer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, SPLIT: torch.bfloat16}
+OPTIMIZER_CLASSES: dict[str, Any] = {"adamw": ShardedAdamW, "sgd": ShardedSGD, MUON: ShardedMuon}
 
 
 def make_model(
@@ -157,6 +161,26 @@ def make_module(config: Config) -> TransformersDecoder:
     fill_buffers(module)
     prepare_blocks(module, config)
     return module
+
+
+def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:
+    """Return the optimizer over the model's shards; UsageError if no optimizer has this name."""
+    about, row = config.optimizer, get_optimizer(config.optimizer.name)
+    given = {name: getattr(about, name) for name in (*row.keys, "weight_decay")}
+    if "beta1" in given:
+        given["betas"] = given.pop("beta1"), given.pop("beta2")
+    if dtype := given.get("state_dtype"):
+        given["state_dtype"] = getattr(torch, dtype)
+    # The trainer sets the rate before every step.
+    made: Optimizer = OPTIMIZER_CLASSES[row.name](model, lr=about.lr or 0.0, **given)
+    return made
+
+
+def share_samples(device: torch.device, num_ranks: int, context_parallel: int) -> None:
+    """Let attention exchange with the ranks that share this one's samples. Collective."""
+    if context_parallel > 1:
+        groups = context_groups(num_ranks, context_parallel)
+        use_exchange(collectives_for(device, groups, "context").all_to_all)
 
 
 def make_trainer(

@@ -11,9 +11,8 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.data.batches import MicroBatch
 from fsdpctl.plan.batch import ContextParallel
 from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.train.assemble import make_model
+from fsdpctl.train.assemble import make_model, share_samples
 from fsdpctl.train.loss import summed_loss
-from fsdpctl.train.shared_samples import share_samples
 from tests.commands.run import TINY
 from tests.distributed import distributed
 from tests.matrix import fast

@@ -20,8 +20,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import EngineError
 from fsdpctl.resolve.blocks import checkpoint_blocks
 from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.train.assemble import make_model
-from fsdpctl.train.optimizers import make_optimizer
+from fsdpctl.train.assemble import make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.engine.odd import KINDS, InPlace, Kind, Stack, square_loss
 from tests.predict.drawing import random_config

@@ -25,9 +25,8 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.layout import Span
 from fsdpctl.resolve.attention_kernel import check_attention
 from fsdpctl.resolve.decoder_check import with_decoder
-from fsdpctl.train.assemble import make_model
+from fsdpctl.train.assemble import make_model, make_optimizer
 from fsdpctl.train.callbacks.sample import Sampling, generate
-from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
 from tests.engine.models import one_step
 from tests.engine.test_parity import largest_difference

@@ -28,8 +28,7 @@ from fsdpctl.plan.units import lay_out
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.rules import checked
 from fsdpctl.resolve.small_copy import allocate
-from fsdpctl.train.assemble import make_model, make_module
-from fsdpctl.train.optimizers import make_optimizer
+from fsdpctl.train.assemble import make_model, make_module, make_optimizer
 from tests.checkpoint.test_any_to_any import held
 from tests.checkpoint.test_round_trip import whole_tensors
 from tests.distributed import distributed

@@ -8,8 +8,7 @@ import torch
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.rules import checked
-from fsdpctl.train.assemble import make_model
-from fsdpctl.train.optimizers import make_optimizer
+from fsdpctl.train.assemble import make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder

@@ -31,9 +31,7 @@ from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, find_peak
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.settle import settle
-from fsdpctl.train.assemble import make_model
-from fsdpctl.train.optimizers import make_optimizer
-from fsdpctl.train.shared_samples import share_samples
+from fsdpctl.train.assemble import make_model, make_optimizer, share_samples
 from tests.distributed import distributed
 from tests.engine.nccl import nccl_path
 from tests.matrix import WHOLE, fast

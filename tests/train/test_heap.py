@@ -14,7 +14,7 @@ import torch
 from fsdpctl.comm.world import RECORDED_COLLECTIVES
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.train.callback import Callback
-from fsdpctl.train.callbacks.heap import HeapTrim
+from fsdpctl.train.callbacks.profiling import HeapTrim
 from tests.commands.run import environment
 from tests.distributed import distributed
 from tests.train.ranks import made, words

@@ -12,12 +12,12 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import placed_for_estimate
 from fsdpctl.estimate.planned_steps import kept_states
 from fsdpctl.plan.optimizers import OPTIMIZERS
-from fsdpctl.train.optimizers import MAKERS, make_optimizer
+from fsdpctl.train.assemble import OPTIMIZER_CLASSES, make_optimizer
 
 
 def test_every_optimizer_has_a_row_a_class_and_an_option():
     options = {each.stem for each in (package_folder("conf") / "optimizer").glob("*.yaml")}
-    assert set(OPTIMIZERS) == set(MAKERS) == options
+    assert set(OPTIMIZERS) == set(OPTIMIZER_CLASSES) == options
     keys = {f"optimizer.{key}" for row in OPTIMIZERS.values() for key in row.keys}
     assert keys <= set(KEYS)
 

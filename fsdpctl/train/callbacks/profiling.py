@@ -1,10 +1,11 @@
-"""Chrome traces of a few steps, and a snapshot of CUDA memory after an out-of-memory error.
+"""Chrome traces, a snapshot of CUDA memory after an out-of-memory error, and the heap of CPU ranks.
 
 In traces, units and collectives have names. A snapshot is for https://pytorch.org/memory_viz; the
 allocations cost nothing to record. The Python lines that made them are recorded only on request,
 since that slows down every allocation.
 """
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch.profiler import ProfilerAction, profile
 
 from fsdpctl.io.run_files import PROFILES
+from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.train.callback import Callback, TrainingRun
 from fsdpctl.train.requests import PROFILE, RequestFlags
 from fsdpctl.train.step import TrainedModel
@@ -19,6 +21,7 @@ from fsdpctl.train.step import TrainedModel
 _TRACED = 3  # steps
 _SKIPPED = 2  # at a start: the first creates optimizer states, the second starts the tracer
 _SKIPPED_LATER = 1
+_TRIMMED = 20  # steps between two trims
 _MOST_ENTRIES = 100_000  # of the history; keeps the file below a few hundred MB
 
 
@@ -95,6 +98,23 @@ def _schedule(steps: int, skipped: int) -> Callable[[int], ProfilerAction]:
         return ProfilerAction.WARMUP if step == first - 1 else ProfilerAction.NONE
 
     return action
+
+
+class HeapTrim(Callback):
+    """Returns the free pages of glibc's heap to the system every few steps.
+
+    Note: why the heap grows. Tensors of a step live for different times, so that the next one finds
+    the holes that it needs only sometimes: the bytes in use stay, and the heap grows with every
+    step. Other allocators keep pages free too, and a fixed threshold for mmap costs a page fault
+    for every page of every tensor.
+    """
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
+
+    def step(self, run: TrainingRun, done: StepMetrics) -> None:
+        if self._trim is not None and done.step % _TRIMMED == 0:
+            self._trim(0)
 
 
 def watch_allocations(device: torch.device) -> None:
