@@ -6,20 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.checkpoint.cast import EXPORT_DTYPES, FLOATS, cast
 from fsdpctl.checkpoint.checksums import Checksums
 from fsdpctl.checkpoint.manifest import (
-    BUFFER,
     INDEX_JSON,
-    PARAMETER,
     SPANS,
-    Digests,
     FileInfo,
     StoredSpan,
     TensorInfo,
     checksum,
+    digests_of,
     spans_to_json,
-    tensor_key,
 )
 from fsdpctl.checkpoint.merge import MODEL, exported_weights, notes_on_merge
 from fsdpctl.checkpoint.pretrained import attached_files
@@ -34,9 +30,12 @@ from fsdpctl.checkpoint.publish import (
     write_manifest,
 )
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.source import Tensors, weight_bytes
+from fsdpctl.checkpoint.source import Tensors, tensor_keys, weight_bytes
 from fsdpctl.checkpoint.tensor_file import (
+    EXPORT_DTYPES,
+    FLOATS,
     TensorEntry,
+    cast,
     make_header,
     rank_file,
     write_synced,
@@ -103,14 +102,12 @@ class _Export:
 
 def _exports(reader: Tensors, dtype: str | None, kept: Collection[str]) -> list[_Export]:
     found = []
-    for kind in (PARAMETER, BUFFER):
-        for name in reader.names(kind):
-            key = tensor_key(kind, name)
-            info = reader.info(key)
-            casts = dtype is not None and info.dtype in FLOATS
-            target = "float32" if name in kept else str(dtype)
-            written = EXPORT_DTYPES[target] if casts else info.dtype
-            found.append(_Export(key, info.dtype, TensorEntry(name, written, tuple(info.shape))))
+    for key in tensor_keys(reader):
+        info, name = reader.info(key), key.partition("/")[2]
+        casts = dtype is not None and info.dtype in FLOATS
+        target = "float32" if name in kept else str(dtype)
+        written = EXPORT_DTYPES[target] if casts else info.dtype
+        found.append(_Export(key, info.dtype, TensorEntry(name, written, tuple(info.shape))))
     return found
 
 
@@ -174,8 +171,7 @@ def shard_weights(source: Tensors, destination: Path, *, num_files: int, about: 
     destination = destination.resolve()
     if destination.exists():
         raise UsageError(f"{destination}: already exists")
-    keys = [tensor_key(kind, name) for kind in (PARAMETER, BUFFER) for name in source.names(kind)]
-    tensors = {key: source.info(key) for key in keys}
+    tensors = {key: source.info(key) for key in tensor_keys(source)}
     total = sum(info.nbytes for info in tensors.values())
     check_space(destination, total)
     with (
@@ -210,10 +206,8 @@ def _write_file(
     """Write the tensors after their checksums, for which they are read once more."""
     stored = {}
     for entry, span in shares:
-        digests = Digests()
-        for _, data in source.read(entry.name, span):
-            digests.update(data)
-        stored[entry.name] = StoredSpan(span, digests.of_chunks())
+        digests = digests_of(data for _, data in source.read(entry.name, span))
+        stored[entry.name] = StoredSpan(span, digests)
     header = make_header([entry for entry, _ in shares], {SPANS: spans_to_json(stored)})
 
     def chunks() -> Iterator[memoryview]:

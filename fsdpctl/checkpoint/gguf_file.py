@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpctl.checkpoint.cast import FLOATS, cast
 from fsdpctl.checkpoint.gguf_tokenizer import write_tokenizer
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
 from fsdpctl.checkpoint.merge import exported_weights, notes_on_merge
@@ -22,7 +21,7 @@ from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import Exported, check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors, weight_bytes
-from fsdpctl.checkpoint.tensor_file import ITEMSIZES, sync
+from fsdpctl.checkpoint.tensor_file import FLOATS, ITEMSIZES, cast, sync
 from fsdpctl.config.any_decoder import CONFIG_OF, content_of, family_of, read_configuration
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_of_checkpoint

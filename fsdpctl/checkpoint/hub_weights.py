@@ -1,14 +1,15 @@
 """Weights of models of transformers, between the names in memory and those on the Hub."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
 import torch
 from transformers.core_model_loading import build_glob_alternation
 
-from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, TensorInfo, tensor_key
 from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.checkpoint.views import ComposedTensors, Composition, SourceRange
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import CheckpointError
 from fsdpctl.models.hub_names import stored_names, stored_parts
@@ -17,21 +18,73 @@ from fsdpctl.models.transformers_build import built
 from fsdpctl.plan.layout import Span
 
 
+@dataclass(frozen=True, slots=True)
+class _Composition:
+    """A tensor made of parts of others."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, Span], ...]  # ranges of flattened tensors
+    kind: str = PARAMETER
+
+
+class ComposedTensors:
+    """A source whose tensors are composed of those of another one, read by range."""
+
+    def __init__(self, source: Tensors, compositions: Mapping[str, _Composition]) -> None:
+        self._source = source
+        self._made = {tensor_key(made.kind, name): made for name, made in compositions.items()}
+        self._names = {name: made.kind for name, made in compositions.items()}
+
+    def __str__(self) -> str:
+        return str(self._source)
+
+    def names(self, kind: str) -> list[str]:
+        return sorted(name for name, of in self._names.items() if of == kind)
+
+    def info(self, key: str) -> TensorInfo:
+        if key not in self._made:
+            return self._source.info(key)  # raises, and names the tensor
+        made = self._made[key]
+        dtypes = {self._source.info(part).dtype for part, _ in made.parts}
+        if len(dtypes) > 1:
+            raise CheckpointError(f"{self}: {key}: its parts have dtypes {', '.join(dtypes)}")
+        info = TensorInfo(list(made.shape), dtypes.pop())
+        if sum(span.numel for _, span in made.parts) != info.numel:
+            raise CheckpointError(
+                f"{self}: {made.parts[0][0]} and {len(made.parts) - 1} more tensors do not fill "
+                f"{key} of shape {info.shape}"
+            )
+        return info
+
+    def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
+        made = self._made[key]
+        span = span or Span(0, sum(part.numel for _, part in made.parts))
+        start = 0
+        for inner, part in made.parts:
+            here = Span(max(span.start, start), min(span.stop, start + part.numel))
+            offset = part.start - start  # from places here to places there
+            start += part.numel
+            if here.start >= here.stop:
+                continue
+            for read, data in self._source.read(inner, here.shift(offset)):
+                yield read.shift(-offset), data
+
+
 def from_hub(stored: Tensors, model: ModelConfig) -> Tensors:
     """Return the weights under the names in memory, from those of a Hugging Face directory."""
     module = build_plain(model)
     compositions = {}
     for name, found in stored_parts(module, stored.names(PARAMETER)).items():
         keys = [tensor_key(PARAMETER, each) for each in found.parts]
-        parts = tuple(SourceRange(key, Span(0, stored.info(key).numel)) for key in keys)
+        parts = tuple((key, Span(0, stored.info(key).numel)) for key in keys)
         for copy in found.copies:
-            check_equal(stored, found.parts[0], copy)
-        shape = found.shape or (sum(part.span.numel for part in parts),)
+            _check_equal(stored, found.parts[0], copy)
+        shape = found.shape or (sum(span.numel for _, span in parts),)
         kind = BUFFER if found.is_buffer else PARAMETER
         shapes = {tuple(stored.info(key).shape) for key in keys}
         if len(parts) == 1:
             shape = shapes.pop()  # loading compares it with the model's
-        compositions[name] = Composition(shape, parts, kind)
+        compositions[name] = _Composition(shape, parts, kind)
     return ComposedTensors(stored, compositions)
 
 
@@ -44,9 +97,7 @@ def to_hub(weights: Tensors, model: ModelConfig) -> Tensors:
         key = tensor_key(BUFFER if whole.is_buffer else PARAMETER, name)
         sizes = [prod(shapes[part]) for part in whole.parts]
         for part, size, stop in zip(whole.parts, sizes, accumulate(sizes), strict=True):
-            compositions[part] = Composition(
-                shapes[part], (SourceRange(key, Span(stop - size, stop)),)
-            )
+            compositions[part] = _Composition(shapes[part], ((key, Span(stop - size, stop)),))
     return ComposedTensors(weights, compositions)
 
 
@@ -62,7 +113,7 @@ def float32_names(model: ModelConfig) -> frozenset[str]:
     return frozenset(part for each in kept for part in each.parts)
 
 
-def check_equal(weights: Tensors, name: str, copy: str) -> None:
+def _check_equal(weights: Tensors, name: str, copy: str) -> None:
     """Refuse two stored tensors that the model ties and that differ."""
     keys = [tensor_key(PARAMETER, each) for each in (name, copy)]
     shapes = [weights.info(key).shape for key in keys]

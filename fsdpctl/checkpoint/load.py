@@ -12,7 +12,6 @@ from fsdpctl.checkpoint.manifest import (
     PARAMETER,
     REMAINDER,
     Progress,
-    TensorInfo,
     tensor_key,
 )
 from fsdpctl.checkpoint.quantized import quantized_as
@@ -153,7 +152,8 @@ def _load_model(source: Tensors, model: Sharded) -> None:
                 shard.write(part.shift(offset), values)
     for name, buffer in buffers.items():
         key = tensor_key(BUFFER, name)
-        stored = empty_like(source.info(key))
+        info = source.info(key)
+        stored = torch.empty(info.shape, dtype=DTYPES[info.dtype])
         _read_into(source, key, Span(0, stored.numel()), stored.view(-1))
         buffer.copy_(stored)
 
@@ -214,11 +214,6 @@ def _stored_moment(
     scales = torch.zeros(values.numel() // BLOCK, dtype=torch.bfloat16, device=device)
     _read_into(reader, tensor_key(name + SCALES, param), blocks_of(span), scales)
     return Moment(values, scales)
-
-
-def empty_like(info: TensorInfo) -> Tensor:
-    """Allocate a full tensor to read into."""
-    return torch.empty(info.shape, dtype=DTYPES[info.dtype])
 
 
 def check_weights(source: Tensors, module: nn.Module) -> None:

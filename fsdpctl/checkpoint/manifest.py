@@ -1,7 +1,7 @@
 """The metadata of a checkpoint: spans in the headers of files, and the manifest, written last."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -52,38 +52,18 @@ def checksum(data: memoryview | bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-class Digests:
-    """The checksums of every CHUNK_BYTES of a stream that arrives in pieces of any size."""
-
-    def __init__(self) -> None:
-        self._done = bytearray()
-        self._open = xxhash.xxh3_128()
-        self._room = CHUNK_BYTES
-
-    def update(self, data: memoryview) -> None:
+def digests_of(stream: Iterable[memoryview]) -> bytes:
+    """Return the concatenated checksums of every CHUNK_BYTES of a stream in pieces of any size."""
+    done, chunk, room = bytearray(), xxhash.xxh3_128(), CHUNK_BYTES
+    for data in stream:
         while data:
-            piece, data = data[: self._room], data[self._room :]
-            self._open.update(piece)
-            self._room -= len(piece)
-            if not self._room:
-                self._close()
-
-    def of_chunks(self) -> bytes:
-        """Return the concatenated checksums; no bytes may follow."""
-        if self._room < CHUNK_BYTES:
-            self._close()
-        return bytes(self._done)
-
-    def _close(self) -> None:
-        self._done += self._open.digest()
-        self._open = xxhash.xxh3_128()
-        self._room = CHUNK_BYTES
-
-
-def digests_of(data: memoryview) -> bytes:
-    """Return the concatenated checksums of the chunks of `data`."""
-    starts = range(0, len(data), CHUNK_BYTES)
-    return b"".join(xxhash.xxh3_128_digest(data[at : at + CHUNK_BYTES]) for at in starts)
+            piece, data = data[:room], data[room:]
+            chunk.update(piece)
+            room -= len(piece)
+            if not room:
+                done += chunk.digest()
+                chunk, room = xxhash.xxh3_128(), CHUNK_BYTES
+    return bytes(done if room == CHUNK_BYTES else done + chunk.digest())
 
 
 def spans_to_json(stored: Mapping[str, StoredSpan]) -> str:
@@ -195,12 +175,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     where = f"{folder / MANIFEST}: corrupted"
     manifest = as_type(read_sealed(folder), Manifest, where, CheckpointError)
-    _check(manifest, where)
-    return manifest
-
-
-def _check(manifest: Manifest, where: str) -> None:
-    """Check what types cannot: names that stay in the folder, and possible sizes."""
+    # What types cannot check: names that stay in the folder, and possible sizes.
     for name in manifest.files:
         plain_name(name, _RANK_FILE, where, CheckpointError)
     for name in manifest.attachments:
@@ -210,3 +185,4 @@ def _check(manifest: Manifest, where: str) -> None:
     for key, info in manifest.tensors.items():
         if info.dtype not in ITEMSIZES or info.numel > MOST_COUNT:
             raise CheckpointError(f"{where}: tensor {key[:80]} not supported")
+    return manifest

@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpctl.checkpoint.cast import FLOATS, cast
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, tensor_key
 from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.tensor_file import FLOATS, cast
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import DOWN, UP, adapted_layers, adapted_weight, is_adapter
 from fsdpctl.config.serialize import config_of_checkpoint

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.checkpoint.cast import joined
 from fsdpctl.checkpoint.manifest import (
     PARAMETER,
     REMAINDER,
@@ -24,6 +23,7 @@ from fsdpctl.checkpoint.tensor_file import (
     ITEMSIZES,
     TensorEntry,
     TensorFile,
+    joined,
     open_tensor_file,
     sync,
 )

@@ -162,7 +162,7 @@ def _empty_pieces(model: Sharded, *, trained_only: bool) -> Iterator[StatePiece]
 
 def _write_pieces(path: Path, pieces: list[StatePiece], on_bytes: OnBytes) -> FileInfo:
     stored = {
-        each.key: StoredSpan(each.piece.in_param, digests_of(tensor_bytes(each.values)))
+        each.key: StoredSpan(each.piece.in_param, digests_of([tensor_bytes(each.values)]))
         for each in pieces
     }
     entries = [

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from fsdpctl.checkpoint.cast import FLOATS
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, TensorInfo, parameter_name, tensor_key
-from fsdpctl.checkpoint.tensor_file import ITEMSIZES, TensorEntry, TensorFile
+from fsdpctl.checkpoint.tensor_file import FLOATS, ITEMSIZES, TensorEntry, TensorFile
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span
 
@@ -69,7 +68,7 @@ class Overlay:
 
     def __init__(self, upper: Tensors, lower: Tensors) -> None:
         self.upper, self.lower = upper, lower
-        self._in_upper = frozenset(_keys(upper))
+        self._in_upper = frozenset(tensor_keys(upper))
 
     def __str__(self) -> str:
         return str(self.upper)
@@ -89,9 +88,9 @@ class Overlay:
 
 def weight_bytes(source: Tensors) -> int:
     """Return the stored bytes of all weights and buffers."""
-    return sum(source.info(key).nbytes for key in _keys(source))
+    return sum(source.info(key).nbytes for key in tensor_keys(source))
 
 
-def _keys(source: Tensors) -> Iterator[str]:
+def tensor_keys(source: Tensors) -> Iterator[str]:
     for kind in (PARAMETER, BUFFER):
         yield from (tensor_key(kind, name) for name in source.names(kind))

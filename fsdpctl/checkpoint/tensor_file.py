@@ -1,30 +1,38 @@
-"""Safetensors files, written as a stream and read by range, without torch.
+"""Safetensors files, written as a stream and read by range, and casts of their values.
 
 The format: eight bytes of header length, a JSON header, the concatenated bytes of the tensors.
+
+Note: why not torch. Importing it takes seconds, and more memory than a whole consolidation.
 """
 
 import json
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import RawIOBase
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from fsdpctl.errors import CheckpointError
+from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import open_regular, refusing
 from fsdpctl.io.untrusted import parse_json
 
-ITEMSIZES = {
-    "F64": 8, "F32": 4, "BF16": 2, "F16": 2,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+# By safetensors' names of dtypes: those of torch, and the bytes of an element.
+NAMES = {
+    "F64": ("float64", 8), "F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2),
+    "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
+    "U8": ("uint8", 1), "BOOL": ("bool", 1),
 }  # fmt: skip
+ITEMSIZES = {name: size for name, (_, size) in NAMES.items()}
+FLOATS = ("F64", "F32", "BF16", "F16")
+EXPORT_DTYPES = {NAMES[each][0]: each for each in ("F32", "BF16", "F16")}
 HEADER_PREFIX = 8  # bytes, which have the length of the rest
 CHUNK_BYTES = 1 << 20  # read and verified at a time; a multiple of every item's size
 _BEGIN_BYTES = 32 << 20
@@ -62,14 +70,34 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> 
     return struct.pack("<Q", len(text)) + text
 
 
+def write_new(path: Path, chunks: Iterable[memoryview]) -> int:
+    """Write a new file and flush it to the disk; return its size. FileExistsError if it exists.
+
+    Note: why it advises the kernel. The advice starts the disk's work on the bytes so far while the
+    next chunks are computed, so that the final flush is short: half the time for gigabytes.
+    """
+    size = begun = 0  # bytes, and those whose write to the disk has begun
+    with path.open("xb", buffering=0) as file:
+        for data in chunks:
+            size += len(data)
+            while data:
+                data = data[os.write(file.fileno(), data[:_WRITE_BYTES]) :]
+            if size - begun >= _BEGIN_BYTES and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), begun, size - begun, os.POSIX_FADV_DONTNEED)
+                begun = size
+        os.fsync(file.fileno())
+    return size
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    write_new(path, [memoryview(content)])
+
+
 def write_tensor_file(path: Path, header: bytes, chunks: Iterable[memoryview]) -> int:
     """Write a new file and flush it to the disk; return its size in bytes."""
-    with new_file(path) as file:
-        file.write(memoryview(header))
-        for chunk in chunks:
-            file.write(chunk)
+    size = write_new(path, chain([memoryview(header)], chunks))
     check_by_reference(path)
-    return file.size
+    return size
 
 
 def check_by_reference(path: Path) -> None:
@@ -79,42 +107,6 @@ def check_by_reference(path: Path) -> None:
             pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: truncated or corrupted: {error}") from None
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator["NewFile"]:
-    """Create a file and flush it to the disk at the end; FileExistsError if it exists."""
-    with path.open("xb", buffering=0) as raw:
-        yield NewFile(raw)
-        os.fsync(raw.fileno())
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a small new file and flush it to the disk."""
-    with new_file(path) as file:
-        file.write(memoryview(content))
-
-
-class NewFile:
-    """A new file that is written as a stream.
-
-    Note: why it advises the kernel. The advice starts the disk's work on the bytes so far while the
-    next chunks are computed, so that the final flush is short: half the time for gigabytes.
-    """
-
-    def __init__(self, file: RawIOBase) -> None:
-        self._file = file
-        self._begun = 0  # bytes whose write to the disk has begun
-        self.size = 0
-
-    def write(self, data: memoryview) -> None:
-        self.size += len(data)
-        while data:
-            data = data[os.write(self._file.fileno(), data[:_WRITE_BYTES]) :]
-        if self.size - self._begun >= _BEGIN_BYTES and hasattr(os, "posix_fadvise"):
-            length = self.size - self._begun
-            os.posix_fadvise(self._file.fileno(), self._begun, length, os.POSIX_FADV_DONTNEED)
-            self._begun = self.size
 
 
 def rank_file(rank: int) -> str:
@@ -148,20 +140,14 @@ class TensorFile:
         """Yield the bytes `[start, stop)` of a tensor; a chunk reuses the memory of the last."""
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 0))))
         descriptor = open_regular(self.path, CheckpointError)
-        with refusing(self.path, CheckpointError), open(descriptor, "rb", buffering=0) as file:
+        with refusing(self.path, CheckpointError), open(descriptor, "rb") as file:
             file.seek(self.data_start + entry.start + start)
             while start < stop:
                 chunk = buffer[: min(CHUNK_BYTES, stop - start)]
-                self._fill(file.fileno(), chunk)
+                if file.readinto(chunk) < len(chunk):
+                    raise CheckpointError(f"{self.path}: truncated while it was read")
                 yield chunk
                 start += len(chunk)
-
-    def _fill(self, descriptor: int, buffer: memoryview) -> None:
-        while buffer:
-            count = os.readv(descriptor, [buffer])
-            if not count:
-                raise CheckpointError(f"{self.path}: truncated while it was read")
-            buffer = buffer[count:]
 
 
 def header_bytes(prefix: bytes) -> int:
@@ -192,3 +178,39 @@ def open_tensor_file(path: Path) -> TensorFile:
         )
     checksum = xxhash.xxh3_128_hexdigest(prefix + text)
     return TensorFile(path, entries, metadata, checksum, HEADER_PREFIX + length, size)
+
+
+def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
+    """Cast `data` from one dtype of safetensors to another; UsageError beyond float16's range."""
+    if source == target:
+        return data
+    values: Any = np.frombuffer(data, np.uint16 if source == "BF16" else NAMES[source][0])
+    if source == "BF16":  # the upper half of float32
+        values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrowed = values.astype(np.float32)  # torch, too, rounds float64 twice
+        if target == "BF16":
+            return _to_bfloat16(narrowed).view(np.uint8).data
+        narrowed = narrowed.astype(NAMES[target][0])
+    if target == "F16" and bool(np.any(np.isinf(narrowed) & np.isfinite(values))):
+        raise UsageError(f"--dtype float16: {name} has values out of range; use bfloat16")
+    narrow_bytes: NDArray[np.uint8] = narrowed.view(np.uint8)
+    return narrow_bytes.data
+
+
+def joined(upper: memoryview, lower: memoryview) -> memoryview:
+    """Return float32 of bfloat16 and signed remainders of 8 bits; see `codes`."""
+    bits = np.frombuffer(upper, np.int16).astype(np.int32) << 8
+    result: NDArray[np.uint8] = ((bits + np.frombuffer(lower, np.int8)) << 8).view(np.uint8)
+    return result.data
+
+
+def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    bits = values.view(np.uint32)
+    upper = bits >> np.uint32(16)
+    rounded = (bits + (np.uint32(0x7FFF) + (upper & np.uint32(1)))) >> np.uint32(16)
+    result: NDArray[np.uint16] = rounded.astype(np.uint16)
+    is_nan = np.isnan(values)
+    if is_nan.any():  # rounding could carry a NaN over into infinity
+        result[is_nan] = 0x7FC0
+    return result

@@ -8,14 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fsdpctl.checkpoint.tensor_file import NAMES
 from fsdpctl.plan.layout import round_up
 
 _ALIGNMENT, _CHUNK_BYTES = 64, 1 << 30
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, (word, _) in NAMES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdpctl.checkpoint.cast import EXPORT_DTYPES
 from fsdpctl.checkpoint.consolidate import consolidate, shard_weights
 from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
 from fsdpctl.checkpoint.gguf_file import write_gguf
@@ -13,6 +12,7 @@ from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
 from fsdpctl.checkpoint.publish import About, check_destination
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import open_checkpoint
+from fsdpctl.checkpoint.tensor_file import EXPORT_DTYPES
 from fsdpctl.commands.config_args import check_choice
 from fsdpctl.commands.console import note, say
 from fsdpctl.config.compose import compose_config

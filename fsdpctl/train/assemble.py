@@ -39,8 +39,7 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.batch import context_groups, plan_batches
-from fsdpctl.plan.muon import MUON
-from fsdpctl.plan.optimizers import get_optimizer
+from fsdpctl.plan.optimizers import MUON, get_optimizer
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import prepare_blocks

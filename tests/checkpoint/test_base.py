@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fsdpctl.checkpoint.base import InitialAdapters
-from fsdpctl.checkpoint.cast import joined
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
+from fsdpctl.checkpoint.tensor_file import joined
 from fsdpctl.checkpoint.tensors import tensor_bytes, tensor_of
 from fsdpctl.comm.codes import split
 from fsdpctl.config.compose import compose_config

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from docs.examples.read_checkpoint import read_tensor
-from fsdpctl.checkpoint.cast import cast
 from fsdpctl.checkpoint.consolidate import shard_weights
 from fsdpctl.checkpoint.manifest import FileInfo, Manifest, Progress, TensorInfo
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
+    cast,
     make_header,
     open_tensor_file,
     rank_file,

@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fsdpctl.checkpoint.load import empty_like, load_checkpoint
+from fsdpctl.checkpoint.load import load_checkpoint
 from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo, Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.checkpoint.tensors import tensor_of
+from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import CheckpointError, FsdpctlError
@@ -54,7 +54,7 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
     found = {}
     for key in reader.manifest.tensors:
         info = reader.info(key)
-        found[key] = empty_like(info)
+        found[key] = torch.empty(info.shape, dtype=DTYPES[info.dtype])
         for span, data in reader.read(key):
             found[key].view(-1)[span.start : span.stop] = tensor_of(data, info.dtype)
     return found
