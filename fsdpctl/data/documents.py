@@ -11,7 +11,7 @@ from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data.chats.file_notes import counted, listed
 from fsdpctl.data.chats.formats import Plain
 from fsdpctl.data.chats.rows import lines_of
-from fsdpctl.data.files import Text, left_out, problem_in
+from fsdpctl.data.files import left_out, problem_in
 from fsdpctl.data.tokenizer import CONTEXT, TextPiece
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import Advance
@@ -63,17 +63,17 @@ def documents(
         advance(left)
 
 
-def read_text(found: DataFiles, key: str, path: str) -> tuple[Text, PassedOver]:
+def read_text(found: DataFiles, key: str, path: str) -> tuple[list[bytes], PassedOver]:
     """Read the documents of files whole, and what was passed over.
 
     Raises:
         UsageError: As for `documents`, or if there is no text.
     """
     passed = PassedOver()
-    texts = tuple(each.text.encode() for each in documents(found, key, passed))
+    texts = [each.text.encode() for each in documents(found, key, passed)]
     if not texts:
         raise UsageError(f"{key}={path}: no text found{left_out(passed.skipped)}")
-    return Text(texts), passed
+    return texts, passed
 
 
 def _rows(file: Path, passed: PassedOver) -> Iterator[TextPiece]:

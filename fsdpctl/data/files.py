@@ -1,10 +1,9 @@
-"""Files of text, and the part of them that is held out for validation."""
+"""Files of data, and the part of them that is held out for validation."""
 
 import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,18 +17,6 @@ from fsdpctl.errors import UsageError, first_of
 _FILES_FOR_WHOLE_HOLDOUT = 50  # with fewer files, the end of each is held out instead
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Documents of UTF-8 text as bytes."""
-
-    documents: tuple[bytes, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all documents."""
-        return sum(map(len, self.documents))
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
@@ -73,49 +60,38 @@ def find_data(path: str, key: str = "data.path", option: str | None = None) -> D
     return data_files(path, key, option)
 
 
-def standard_library() -> Text:
+def standard_library() -> list[bytes]:
     """Return the source files of Python's standard library, without its tests."""
     root, files = Path(sysconfig.get_paths()["stdlib"]), list[Path]()
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _NOT_LIBRARY]  # not entered
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort(key=lambda file: file.parts)
-    documents = tuple(content for file in files if not problem_in(content := file.read_bytes()))
-    if not documents:
+    texts = [text for file in files if (text := file.read_bytes()) and not problem_in(text)]
+    if not texts:
         raise UsageError(f"data=python_stdlib: no source files below {root}; set data=text")
-    return Text(tuple(document for document in documents if document))
+    return texts
 
 
-def hold_out(text: Text, fraction: float) -> tuple[Text, Text | None]:
-    """Split text into a part to train on and a part to validate.
+def hold_out(texts: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
+    """Split texts into those to train on and those to validate on.
 
-    With many files, some are held out whole, selected by their content. With few files, the end of
-    each is held out.
+    Of many, some are held out whole, in the order of their hashes, so that their sizes add up to
+    the fraction. Of few, the end of each is held out.
     """
-    if fraction == 0:
-        return text, None
-    if len(text.documents) >= _FILES_FOR_WHOLE_HOLDOUT:
-        kept, held = _by_document(text.documents, fraction)
-    else:
-        halves = [_split_document(document, fraction) for document in text.documents]
-        kept, held = [a for a, _ in halves if a], [b for _, b in halves if b]
-    return Text(tuple(kept)), Text(tuple(held)) if held else None
-
-
-def _by_document(documents: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
-    wanted = fraction * sum(map(len, documents))
-    order = sorted(
-        range(len(documents)), key=lambda index: hashlib.sha256(documents[index]).digest()
-    )
-    held, size = set(), 0
-    for index in order:
-        if size + len(documents[index]) <= wanted:
+    if not fraction:
+        return [*texts], []
+    if len(texts) < _FILES_FOR_WHOLE_HOLDOUT:
+        parts = [_split_document(each, fraction) for each in texts]
+        return [a for a, _ in parts if a], [b for _, b in parts if b]
+    held, left = set[int](), fraction * sum(map(len, texts))
+    for index in sorted(range(len(texts)), key=lambda each: hashlib.sha256(texts[each]).digest()):
+        if len(texts[index]) <= left:
             held.add(index)
-            size += len(documents[index])
-    return (
-        [each for index, each in enumerate(documents) if index not in held],
-        [each for index, each in enumerate(documents) if index in held],
-    )
+            left -= len(texts[index])
+    is_held = [index in held for index in range(len(texts))]
+    kept = [each for each, held_out in zip(texts, is_held, strict=True) if not held_out]
+    return kept, [each for each, held_out in zip(texts, is_held, strict=True) if held_out]
 
 
 def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from fsdpctl.config.data import (
@@ -18,19 +19,21 @@ from fsdpctl.config.data import (
     DataConfig,
     check_chat_keys,
 )
+from fsdpctl.config.data_files import kind_of
 from fsdpctl.config.sources import DataSource, sources_in
 from fsdpctl.data.cache import read_cache, write_cache
 from fsdpctl.data.chats.open import open_chats, rendering_of
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.documents import read_text
-from fsdpctl.data.files import Text, find_data, hold_out, left_out, standard_library
+from fsdpctl.data.files import batches, find_data, hold_out, left_out, standard_library
 from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture
 from fsdpctl.data.token_files import stream_of
 from fsdpctl.data.token_formats import TokenFile, open_token_files
-from fsdpctl.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from fsdpctl.data.tokenizer import BATCH, ByteTokenizer, TextPiece, Tokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError, first_of
+from fsdpctl.io.activity import doing
 
 _OWN, _PATH, _VAL_PATH = "python_stdlib", "data.path", "data.val_path"
 _ENCODING = 5  # increase it if the same text gives other tokens
@@ -154,46 +157,47 @@ def _check_alike(path: str, one: DataSet, other_path: str, other: DataSet) -> No
 
 
 def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
-    text, held, about, notes = _own(config) if config.name == _OWN else _read(config, key)
-    has_files = held is not None
-    if held is None:
-        text, held = hold_out(text, config.val_fraction)
-    if not text.documents:
+    texts, held, about, notes = _own(config) if config.name == _OWN else _read(config, key)
+    has_files = bool(held)
+    if not has_files:
+        texts, held = hold_out(texts, config.val_fraction)
+    if not texts:
         raise UsageError(f"data.val_fraction={config.val_fraction:g}: leaves nothing to train on")
     return DataSet(
-        _encode(tokenizer, text),
+        _encode(tokenizer, texts),
         _encode(tokenizer, held) if held else None,
         tokenizer,
         tokenizer.vocab_size,
         about,
-        _gzip_bits(text if key == _VAL_PATH else held),
+        _gzip_bits(texts if key == _VAL_PATH else held),
         notes=(*notes, *tokenizer.notes()),
         has_val_files=has_files,
     )
 
 
-_Read = tuple[Text, Text | None, str, tuple[str, ...]]  # with that of validation files, and notes
+# Texts to train on, those of validation files, a description, and notes.
+_Read = tuple[list[bytes], list[bytes], str, tuple[str, ...]]
 
 
 def _own(config: DataConfig) -> _Read:
     if config.path is not None:
-        is_chat = config.path.removesuffix(".gz").endswith((".jsonl", ".parquet"))
+        is_chat = kind_of(Path(config.path)) == CHAT
         kinds = "data=chat, data=text" if is_chat else "data=text, data=chat"
         raise UsageError(f"data.path={config.path}: only valid with {kinds} or data=tokens")
-    text = standard_library()
-    return text, None, f"Python's standard library, {len(text.documents)} files", ()
+    texts = standard_library()
+    return texts, [], f"Python's standard library, {len(texts)} files", ()
 
 
 def _read(config: DataConfig, key: str) -> _Read:
     path = str(config.path)
-    found, held = find_data(path, key, TEXT), None
-    text, passed = read_text(found, key, path)
+    found, held = find_data(path, key, TEXT), list[bytes]()
+    texts, passed = read_text(found, key, path)
     if config.takes_validation and found.validation:
         files = found.validation
         held, more = read_text(replace(found, train=files), key, first_of([*map(str, files)]))
         passed.skipped += more.skipped
     about = found.about(validates=config.takes_validation, skipped=len(passed.skipped))
-    return text, held, f"{path}, {about}{left_out(passed.skipped)}", passed.notes()
+    return texts, held, f"{path}, {about}{left_out(passed.skipped)}", passed.notes()
 
 
 def _from_token_files(config: DataConfig, key: str) -> DataSet:
@@ -253,24 +257,30 @@ def _check_tokenizer(key: str, file: TokenFile, tokenizer: Tokenizer) -> tuple[s
     )
 
 
-def _encode(tokenizer: Tokenizer, text: Text) -> TokenStream:
-    """Tokenize text. The cache keeps tokens that take time to compute."""
+def _encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> TokenStream:
+    """Tokenize texts. The cache keeps tokens that take time to compute."""
+    size = sum(map(len, texts))
+    pieces = (TextPiece(each.decode(), len(each)) for each in texts)
     if isinstance(tokenizer, ByteTokenizer):
-        return TokenStream(tokenizer.encode(text), text.num_bytes)
+        return TokenStream(tokenizer.encode_pieces([*pieces]), size)
     digest = xxhash.xxh3_128(f"{_ENCODING} {tokenizer.checksum}".encode())
-    for document in text.documents:
-        digest.update(len(document).to_bytes(8, "little"))
-        digest.update(document)
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little"))
+        digest.update(text)
     name = f"text-{digest.hexdigest()}"
     if (entry := read_cache(name)) is None:
-        before, tokens = tokenizer.begun, tokenizer.encode(text)
-        entry = write_cache(name, {"tokens": tokens}, {"begun": tokenizer.begun - before})
+        before, some = tokenizer.begun, batches(pieces, lambda piece: piece.size, BATCH)
+        with doing("tokenizing text"):
+            tokens = [tokenizer.encode_pieces(each) for each in some]
+        begun = tokenizer.begun - before
+        entry = write_cache(name, {"tokens": np.concatenate(tokens)}, {"begun": begun})
     else:
         tokenizer.begun += entry.facts["begun"]
-    return TokenStream(entry.arrays["tokens"], text.num_bytes, entry.checksums["tokens"])
+    return TokenStream(entry.arrays["tokens"], size, entry.checksums["tokens"])
 
 
-def _gzip_bits(text: Text | None) -> float | None:
-    if text is None or not _GZIP_LEAST <= text.num_bytes <= _GZIP_LIMIT:
+def _gzip_bits(texts: Sequence[bytes]) -> float | None:
+    size = sum(map(len, texts))
+    if not _GZIP_LEAST <= size <= _GZIP_LIMIT:
         return None
-    return 8 * len(gzip.compress(b"".join(text.documents), 9, mtime=0)) / text.num_bytes
+    return 8 * len(gzip.compress(b"".join(texts), 9, mtime=0)) / size

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer as JsonTokenizer
 from tokenizers.models import BPE
 
 from fsdpctl.config.model import MOST_TOKENS
-from fsdpctl.data.files import Text, batches
 from fsdpctl.data.tokenizer_files import (
     CONFIG_JSON,
     TEMPLATES,
@@ -29,7 +28,6 @@ from fsdpctl.data.tokenizer_files import (
     read_files,
 )
 from fsdpctl.errors import UsageError
-from fsdpctl.io.activity import doing
 
 BYTES = "bytes"
 CONTEXT = 1 << 15  # characters around a piece of text that are tokenized with it
@@ -54,10 +52,6 @@ class ByteTokenizer:
     vocab_size = 256
     dtype = np.uint16  # of token files
     has_parts = True
-
-    def encode(self, text: Text) -> Tokens:
-        """Return the bytes of all documents."""
-        return np.frombuffer(b"".join(text.documents), dtype=np.uint8)
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
         """Return the bytes of all pieces."""
@@ -168,13 +162,6 @@ class FileTokenizer:
             about = [self._backend.to_str(), str(self._backend.encode_special_tokens)]
         text = "\0".join([*about, str(self.end)])
         return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
-
-    def encode(self, text: Text) -> Tokens:
-        """Tokenize all documents, concatenated, each with its end token."""
-        with doing("tokenizing text"):
-            pieces = (TextPiece(x.decode(), len(x)) for x in text.documents)
-            some = batches(pieces, lambda piece: piece.size, BATCH)
-            return np.concatenate([self.encode_pieces(each) for each in some])
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
         """Tokenize pieces, concatenated; those that end a document have its end token.

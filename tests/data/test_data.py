@@ -15,7 +15,7 @@ from fsdpctl.config.data import DataConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.documents import read_text
-from fsdpctl.data.files import Text, find_data, hold_out, standard_library
+from fsdpctl.data.files import find_data, hold_out, standard_library
 from fsdpctl.data.open import open_data
 from fsdpctl.data.order import permute, samples_at
 from fsdpctl.data.packing import IGNORED
@@ -112,28 +112,25 @@ def test_a_token_beyond_the_vocabulary_names_the_file():
 
 
 def test_the_standard_library_is_text_and_splits_into_whole_files():
-    text = standard_library()
-    train, val = hold_out(text, 0.02)
-    assert val is not None
-    assert sorted(train.documents + val.documents) == sorted(text.documents)
-    assert 0.01 < val.num_bytes / text.num_bytes <= 0.02
+    texts = standard_library()
+    train, val = hold_out(texts, 0.02)
+    assert sorted(train + val) == sorted(texts)
+    assert 0.01 < sum(map(len, val)) / sum(map(len, texts)) <= 0.02
 
 
 def test_the_end_of_a_single_file_is_held_out_at_a_line_break():
     document = "".join(f"line {i} ä\n" for i in range(1000)).encode()
-    train, val = hold_out(Text((document,)), 0.1)
-    assert val is not None
-    assert train.documents[0] + val.documents[0] == document
-    assert train.documents[0].endswith(b"\n")
-    assert 0.08 < val.num_bytes / len(document) < 0.12
+    (train,), (val,) = hold_out([document], 0.1)
+    assert train + val == document
+    assert train.endswith(b"\n")
+    assert 0.08 < len(val) / len(document) < 0.12
 
 
 def test_the_split_is_never_within_a_character():
     document = ("日本" * 5000).encode()
     for fraction in (0.1, 0.11, 0.12, 0.13):
-        train, val = hold_out(Text((document,)), fraction)
-        assert val is not None
-        assert train.documents[0].decode() + val.documents[0].decode() == document.decode()
+        (train,), (val,) = hold_out([document], fraction)
+        assert train.decode() + val.decode() == document.decode()
 
 
 AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m日本.txt"
@@ -142,7 +139,7 @@ AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m日本.txt"
 def read(path):
     found = find_data(str(path), option="text")
     text, passed = read_text(found, "data.path", str(path))
-    return text.documents, passed.skipped, found.about(validates=True)
+    return text, passed.skipped, found.about(validates=True)
 
 
 def test_files_directories_and_globs(tmp_path):
@@ -152,12 +149,12 @@ def test_files_directories_and_globs(tmp_path):
     (tmp_path / "sub" / "x.bin").write_bytes(b"\0\1\2")
     (tmp_path / "sub" / "y.dat").write_bytes(b"\0\1\2")
     (tmp_path / ".hidden").write_text("no\n")
-    assert read(tmp_path / AWKWARD) == ((b"one\n",), [], "1 file")
+    assert read(tmp_path / AWKWARD) == ([b"one\n"], [], "1 file")
     documents, skipped, about = read(tmp_path)
     assert sorted(documents) == [b"one\n", b"two\n"]
     assert skipped == ["y.dat (binary)"]
     assert about == "3 of 4 files; left out: x.bin"
-    assert read(tmp_path / "**" / "t*.txt")[0] == (b"two\n",)
+    assert read(tmp_path / "**" / "t*.txt")[0] == [b"two\n"]
 
 
 def _numbered(count: int) -> FileTokenizer:

@@ -11,10 +11,10 @@ from fsdpctl.data import documents as documents_module
 from fsdpctl.data import tokenizer as tokenizer_module
 from fsdpctl.data import tokenizing
 from fsdpctl.data.documents import PassedOver, documents
-from fsdpctl.data.files import Text
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError
+from tests.data.token_file import encoded
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<call>"]
 LETTERS = ["▁", "\n", *"abcdefghijklmnopqrstuvwxyz ABCD,.é日本"]
@@ -122,7 +122,7 @@ def test_pieces_have_the_tokens_of_the_whole_text(name, tmp_path):
         (tmp_path / f"{number}.txt").write_text(text)
         output = Output(tmp_path / f"{number}.bin")
         tokenize_files(str(tmp_path / f"{number}.txt"), output, tokenizer)
-        expected = tokenizer.encode(Text((text.encode(),)))
+        expected = encoded(tokenizer, text)
         assert output.path.read_bytes() == expected.tobytes(), kind
         assert expected.tolist()[:-1] == tokenizer.auto(text)["input_ids"], kind
 
@@ -148,7 +148,7 @@ def test_a_cut_in_a_run_loses_nothing_or_is_refused(name, tmp_path):
         for more in range(2):
             text = f"{'harbor ' * 150}{run * (3600 + more)}{' seven' * 300}"
             if (found := in_pieces(text, tokenizer, tmp_path / "a.txt")) is not None:
-                assert found == tokenizer.encode(Text((text.encode(),))).tolist(), (run, more)
+                assert found == encoded(tokenizer, text).tolist(), (run, more)
                 read += 1
     assert 0 < read < 18
 
@@ -159,7 +159,7 @@ def test_a_run_of_blanks_is_read_if_a_token_of_the_whole_begins_at_the_cut(tmp_p
     for shift in range(16):  # of which one is that of the tokens of 16 blanks around the cut
         text = f"{'x' * (500 + shift)}{' ' * 3600}{' seven' * 400}"
         if (found := in_pieces(text, tokenizer, tmp_path / "a.txt")) is not None:
-            assert found == tokenizer.encode(Text((text.encode(),))).tolist()
+            assert found == encoded(tokenizer, text).tolist()
             assert tokenizer.decode(found[:-1]) == text
             read += 1
     assert read == 1
@@ -173,7 +173,7 @@ def test_a_run_after_words_is_read_whatever_its_length(tmp_path):
             text = f"{'harbor ' * words}{run * count}{' seven' * 400}"
             text = text[: 2 * 3000 - 600] + " seven" * 200  # of which one cut is in the run
             found = in_pieces(text, tokenizer, tmp_path / "a.txt")
-            assert found == tokenizer.encode(Text((text.encode(),))).tolist(), (words, run)
+            assert found == encoded(tokenizer, text).tolist(), (words, run)
 
 
 @pytest.mark.usefixtures("_small")

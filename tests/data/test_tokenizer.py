@@ -9,14 +9,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.data.files import Text
 from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import write_lines
 from tests.data.layouts import POSTS, TEXTS, Layout, layouts, write_layout
-from tests.data.token_file import write_token_file
+from tests.data.token_file import encoded, write_token_file
 
 
 def _once(theirs: Any, text: str) -> list[int]:
@@ -48,7 +47,7 @@ def _difference(folder: Path, layout: Layout) -> str:
         expected = theirs(text)["input_ids"]
         end, once = theirs.eos_token_id, _once(theirs, text)
         has_end = end is None or end in theirs("-")["input_ids"] or once[-1:] == [end]
-        document = ours.encode(Text((text.encode(),))).tolist()
+        document = encoded(ours, text).tolist()
         assert document == [*once, *([] if has_end else [end])], (layout.name, text)
         assert ours.encode_prompt(text) == (expected or [end or 0]), (layout.name, text)
         assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
@@ -127,7 +126,7 @@ def test_a_tokenizer_without_positions_makes_text_but_no_chats(tmp_path):
     folder = write_layout(tmp_path / "tok", Layout("slow", config=config, slow=True))
     found = open_tokenizer(str(folder))
     assert isinstance(found, FileTokenizer)
-    assert len(found.encode(Text((b"ab",))))
+    assert len(encoded(found, "ab"))
     with pytest.raises(UsageError, match="CTRLTokenizer gives no positions of tokens"):
         found.encode_texts(["ab"])
 
@@ -152,7 +151,7 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path, monkeypatch):
     folder = write_layout(tmp_path / "mine", Layout("mine", config={"eos_token": "</s>"}))
     mine, raw = open_tokenizer(str(folder)), open_tokenizer(BYTES)
     for name, tokenizer in (("mine", mine), ("raw", raw)):
-        tokens = tokenizer.encode(Text((b"the ab " * 9,)))
+        tokens = encoded(tokenizer, "the ab " * 9)
         write_token_file(tmp_path / f"{name}.bin", tokens, tokenizer, num_bytes=63)
 
     def opened(name: str) -> str:
@@ -185,7 +184,7 @@ def test_a_text_with_its_own_begin_and_end_token_gets_no_other(post, tmp_path):
         own_end = bool(ours.after) and plain[-1] == ours.after[-1]
         expected = [*ours.before * (not own_begin), *plain, *ours.after * (not own_end)]
         expected += [] if expected[-1] == ours.end or ours.end in ours.after else [ours.end]
-        assert ours.encode(Text((text.encode(),))).tolist() == expected
+        assert encoded(ours, text).tolist() == expected
     assert ours.begun == sum(text.startswith(("<s>", "[CLS]")) for text in OWN[post])
     (note,) = ours.notes()
     assert note.endswith(f"where no other is added: {ours.begun}")
@@ -196,7 +195,7 @@ def test_a_begin_token_that_is_split_as_text_is_no_begin_token(tmp_path):
     layout = Layout("split", config=config, post=POSTS["begin"])
     ours = open_tokenizer(str(write_layout(tmp_path / "t", layout)))
     assert isinstance(ours, FileTokenizer)
-    found = ours.encode(Text((b"<s>ab",))).tolist()
+    found = encoded(ours, "<s>ab").tolist()
     assert found[0] == ours.before[0] != found[1]
     assert (ours.begun, ours.notes()) == (0, ())
 

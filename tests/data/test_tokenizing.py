@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from fsdpctl.data import tokenizing
-from fsdpctl.data.files import Text
 from fsdpctl.data.token_files import check_tokens
 from fsdpctl.data.token_formats import open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer, open_tokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError
+from tests.data.token_file import encoded
 
 TEXTS = [f"document {number} é " + "a b " * (number % 7) for number in range(60)]
 
@@ -61,10 +61,9 @@ def test_all_kinds_of_files_become_their_documents(
     source = request.getfixturevalue(kind)
     tokenizer = open_tokenizer(str(word_tokenizer)) if has_file else ByteTokenizer()
     done = tokenize_files(str(source), Output(tmp_path / "t.bin"), tokenizer)
-    text = Text(tuple(each.encode() for each in TEXTS))
-    expected = tokenizer.encode(text).tolist()
+    expected = encoded(tokenizer, *TEXTS).tolist()
     assert tokens_at(tmp_path / "t.bin") == expected
-    assert (done.tokens, done.num_bytes) == (len(expected), text.num_bytes)
+    assert (done.tokens, done.num_bytes) == (len(expected), len("".join(TEXTS).encode()))
     left_out = {
         "source": "18 of 21 files; left out: README.md, e.dat, state.json",
         "texts": "60 of 61 files, 1 file skipped: e.dat (binary)",

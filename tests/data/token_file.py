@@ -6,7 +6,7 @@ import numpy as np
 import xxhash
 
 from fsdpctl.data.token_files import write_header
-from fsdpctl.data.tokenizer import Tokenizer, Tokens
+from fsdpctl.data.tokenizer import TextPiece, Tokenizer, Tokens
 from fsdpctl.io.files import replacing
 
 
@@ -25,3 +25,8 @@ def write_token_file(
     with replacing(path, durable=True) as file:
         file.write(data.data)
     write_header(path, tokenizer, data.size, xxhash.xxh3_64_hexdigest(data.data), num_bytes)
+
+
+def encoded(tokenizer: Tokenizer, *texts: str) -> Tokens:
+    """Return the tokens of documents, one after the other."""
+    return tokenizer.encode_pieces([TextPiece(each, len(each.encode())) for each in texts])
