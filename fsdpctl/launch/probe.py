@@ -11,7 +11,7 @@ from statistics import median
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.candidates import Candidate, Ranking
-from fsdpctl.io.run_files import LOGS, METRICS
+from fsdpctl.io.run_files import METRICS
 from fsdpctl.launch.workers import launch_workers
 from fsdpctl.resolve.run import Opened
 from fsdpctl.resolve.settle import settle
@@ -105,7 +105,7 @@ def short_run(config: Config, settings: str, assets: Mapping[str, bytes], what: 
     run_dir = Path(str(config.train.run_dir))
     lock = lock_run_dir(run_dir, lambda: None)
     prepare_run_dir(look(config, "auto", only_here=True), config, [settings], assets)
-    outcome = launch_workers([str(run_dir), MEASURE], config.launch, logs=run_dir / LOGS)
+    outcome = launch_workers([str(run_dir), MEASURE], config.launch)
     lock.release()
     outcome.raise_if_stopped(what)
     return None if outcome.cause is None else outcome.cause.cause

@@ -11,7 +11,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import FINAL, LOST, UsageError
 from fsdpctl.io.activity import DISPLAY
-from fsdpctl.io.run_files import LOGS, METRICS, RUN_CONFIG
+from fsdpctl.io.run_files import METRICS, RUN_CONFIG
 from fsdpctl.launch.begin import Begun
 from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Outcome
@@ -59,10 +59,7 @@ def follow_restarts(run_dir: Path, launch: LaunchConfig, nodes: Nodes, say: Say)
 def _launch(run_dir: Path, launch: LaunchConfig, nodes: Nodes | None, number: int) -> Outcome:
     DISPLAY.stop()  # rank 0 shows what it is doing
     is_last = number == launch.max_restarts
-    logs = run_dir / LOGS
-    return launch_workers(
-        [str(run_dir)], launch, logs=logs, is_last=is_last, nodes=nodes, number=number
-    )
+    return launch_workers([str(run_dir)], launch, is_last=is_last, nodes=nodes, number=number)
 
 
 def _next_round(

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 
@@ -31,7 +30,6 @@ from fsdpctl.comm.rank_status import make_status_file
 from fsdpctl.comm.world import PrefixStore, Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
-from fsdpctl.io.files import open_own
 from fsdpctl.launch.addresses import bound_store, interface_of, loopback
 from fsdpctl.launch.nodes import Nodes
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
@@ -48,16 +46,14 @@ def launch_workers(
     args: Sequence[str],
     launch: LaunchConfig,
     *,
-    logs: Path,
     is_last: bool = False,
     nodes: Nodes | None = None,
     number: int = 0,
 ) -> Outcome:
     """Run the worker with `args` on the ranks of this node until all have exited.
 
-    It gets its rank from torchrun's environment variables. The directory `logs` gets the
-    log of torch's agent. If `is_last`, stop requests are ignored afterwards. `number` counts the
-    rounds of this launch.
+    It gets its rank from torchrun's environment variables. If `is_last`, stop requests are ignored
+    afterwards. `number` counts the rounds of this launch.
 
     Raises:
         UsageError: If several nodes are configured without `nodes`, or too few files may be open.
@@ -69,47 +65,35 @@ def launch_workers(
         )
     assert launch.nproc_per_node is not None
     _make_room_for_files(launch.nproc_per_node)
-    own, interface = (nodes.own, nodes.interface) if nodes else (0, interface_of(loopback()))
+    _silence_agent()
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
     # For the workers' files: the run's own directory may be full, or deleted.
-    with (
-        _logging_to(logs / f"node-{own:05d}.log"),
-        folder as kept,
-        _environment(launch, interface, is_alone=nodes is None),
-    ):
+    with folder as kept, _environment(launch, nodes):
         pages = make_status_file(launch.nproc_per_node, Path(kept))
         os.environ.update({PAGES: str(pages), "FSDPCTL_ROUND": str(number)})
-        spec = _spec(args, launch.nproc_per_node, nodes, number)
-        ended = _run_round(spec, launch, Path(kept), nodes, number, is_last=is_last)
+        agent = LocalElasticAgent(
+            _spec(args, launch.nproc_per_node, nodes, number), DefaultLogsSpecs(log_dir=kept),
+            exit_barrier_timeout=_BARRIER_SECONDS,
+        )  # fmt: skip
+        group = agent.get_worker_group()
+        watchdog = Watchdog(
+            pages, launch, nodes, number,
+            pids=lambda: {each.local_rank: each.id for each in group.workers if each.id},
+        )  # fmt: skip
+        have_begun = lambda: group.state is not WorkerState.INIT  # noqa: E731
+        with _StopRequests(have_begun, is_last=is_last) as requests, watchdog:
+            ended = _run(agent, requests, watchdog)
     return Outcome.of({0: ended}, 0) if nodes is None else nodes.share(number, ended)
 
 
-def _run_round(
-    spec: WorkerSpec,
-    launch: LaunchConfig,
-    folder: Path,
-    nodes: Nodes | None,
-    number: int,
-    *,
-    is_last: bool,
-) -> Ended:
+def _run(agent: LocalElasticAgent, requests: "_StopRequests", watchdog: Watchdog) -> Ended:
     kills = kills_so_far()
-    agent = LocalElasticAgent(
-        spec, DefaultLogsSpecs(log_dir=str(folder)), exit_barrier_timeout=_BARRIER_SECONDS
-    )
-    group = agent.get_worker_group()
-    watchdog = Watchdog(
-        Path(os.environ[PAGES]), launch, nodes, number,
-        pids=lambda: {each.local_rank: each.id for each in group.workers if each.id},
-    )  # fmt: skip
-    have_begun = lambda: group.state is not WorkerState.INIT  # noqa: E731
-    with passing_on(have_begun, is_last=is_last) as requests, watchdog:
-        try:
-            found = agent.run().failures
-        except StoppedEarlyError:
-            return Ended((), requests.first, stopped_early=True)
-        except Exception as error:  # from the agent, which has ended the workers
-            raise FsdpctlError(f"launcher failed: {error!r:.300}") from None
+    try:
+        found = agent.run().failures
+    except _StoppedEarlyError:
+        return Ended((), requests.first, stopped_early=True)
+    except Exception as error:  # from the agent, which has ended the workers
+        raise FsdpctlError(f"launcher failed: {error!r:.300}") from None
     short = kills_so_far() > kills
     failures = [failure_of(rank, each, short_of_memory=short) for rank, each in found.items()]
     if watchdog.follows:  # the killed ones did not cause the failure
@@ -119,6 +103,11 @@ def _run_round(
         tuple(failures), requests.first, hang=watchdog.hang,
         failed_at=watchdog.failed_at or time.time(), were_ended=watchdog.follows,
     )  # fmt: skip
+
+
+def _silence_agent() -> None:
+    logger = logging.getLogger("torch.distributed")
+    logger.propagate, logger.handlers = False, [logging.NullHandler()]  # fsdpctl reports failures
 
 
 def _spec(args: Sequence[str], ranks: int, nodes: Nodes | None, number: int) -> WorkerSpec:
@@ -185,39 +174,8 @@ def _make_room_for_files(ranks: int) -> None:
 
 
 @contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
-    """Write the agent's log to a file; errors are shown in a panel instead."""
-    logger = logging.getLogger("torch.distributed")
-    handler = _QuietHandler(path, delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    before = logger.propagate, logger.handlers
-    logger.propagate, logger.handlers = False, [handler]
-    try:
-        yield
-    finally:
-        logger.propagate, logger.handlers = before
-        with suppress(OSError):  # the disk may be full
-            handler.close()
-
-
-class _QuietHandler(logging.FileHandler):
-    """A log handler that ignores errors, so that logging cannot end a run."""
-
-    def _open(self) -> TextIOWrapper:
-        return TextIOWrapper(open_own(Path(self.baseFilename), "ab", folders=1), "utf-8")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, unless the file cannot be opened: the run directory may be deleted."""
-        with suppress(OSError):
-            super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        """Do nothing."""
-
-
-@contextmanager
-def _environment(launch: LaunchConfig, interface: str | None, *, is_alone: bool) -> Iterator[None]:
-    """Set the environment that workers inherit: cores, launcher, interface and allocator.
+def _environment(launch: LaunchConfig, nodes: Nodes | None) -> Iterator[None]:
+    """Set the environment that workers inherit from the agent: cores, interface and allocator.
 
     Variables that are set keep their values, except those of the interface to listen on: on one
     node, the loopback interface; on several, the one where other nodes' gloo connects.
@@ -226,10 +184,11 @@ def _environment(launch: LaunchConfig, interface: str | None, *, is_alone: bool)
     values = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // launch.nproc_per_node))}
     values |= launch.allocator_environment
     forced = {"FSDPCTL_LAUNCHER": str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": _NO_SIGNAL}
+    interface = nodes.interface if nodes else interface_of(loopback())
     if interface is not None:
         forced["GLOO_SOCKET_IFNAME"] = interface
-        if is_alone or launch.interface is not None:  # else NCCL selects its interfaces itself
-            (forced if is_alone else values)["NCCL_SOCKET_IFNAME"] = f"={interface}"
+        if nodes is None or launch.interface is not None:  # else NCCL selects its interfaces itself
+            (values if nodes else forced)["NCCL_SOCKET_IFNAME"] = f"={interface}"
     before = dict(os.environ)
     os.environ.update({**values, **before, **forced})
     try:
@@ -239,20 +198,29 @@ def _environment(launch: LaunchConfig, interface: str | None, *, is_alone: bool)
         os.environ.update(before)
 
 
-class StoppedEarlyError(BaseException):
+class _StoppedEarlyError(BaseException):
     """A stop was requested before there were workers to forward it to."""
 
 
-class StopRequests:
-    """A signal handler that forwards the first stop request; a second Ctrl-C kills the workers."""
+class _StopRequests:
+    """Forwards the first stop request to the workers in a block; a second Ctrl-C kills them."""
 
-    def __init__(self, have_begun: Callable[[], bool]) -> None:
-        """Handle requests; `have_begun` returns whether workers have been started."""
+    def __init__(self, have_begun: Callable[[], bool], *, is_last: bool) -> None:
+        """`have_begun`: whether there are workers; `is_last`: nothing is left to stop later."""
         self.first: int | None = None
-        self._have_begun = have_begun
+        self._have_begun, self._is_last = have_begun, is_last
 
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+    def __enter__(self) -> "_StopRequests":
+        # A signal may be ignored, for example because of nohup.
+        heard = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in heard}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_IGN if self._is_last else handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.first is not None
         if again and number != signal.SIGINT:
             return  # schedulers and closing terminals repeat themselves
@@ -266,22 +234,4 @@ class StopRequests:
             with suppress(psutil.NoSuchProcess):
                 child.send_signal(signal.SIGKILL if again else signal.SIGTERM)
         if not children and not self._have_begun():
-            raise StoppedEarlyError
-
-
-@contextmanager
-def passing_on(have_begun: Callable[[], bool], *, is_last: bool) -> Iterator[StopRequests]:
-    """Forward stop requests to the workers while the block runs.
-
-    `have_begun` returns whether there are workers. If `is_last`, requests are ignored after the
-    block, when nothing is left to stop.
-    """
-    requests = StopRequests(have_begun)
-    # A signal may be ignored, for example because of nohup.
-    heard = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, requests.handle) for number in heard}
-    try:
-        yield requests
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if is_last else handler)
+            raise _StoppedEarlyError

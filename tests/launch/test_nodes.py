@@ -10,7 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -247,14 +248,16 @@ def test_nccl_gets_an_interface_only_if_the_user_names_one(
     """On several nodes; otherwise nccl.conf and InfiniBand decide. A single node uses loopback."""
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     launch = LaunchConfig(nproc_per_node=1, interface=named)
-    with _environment(launch, "eth7", is_alone=is_alone):
+    monkeypatch.setattr("fsdpctl.launch.workers.interface_of", lambda address: "eth7")
+    nodes = None if is_alone else cast(Nodes, SimpleNamespace(interface="eth7"))
+    with _environment(launch, nodes):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
         assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
 
 
-def test_other_commands_do_not_support_several_nodes(tmp_path: Path) -> None:
+def test_other_commands_do_not_support_several_nodes() -> None:
     with pytest.raises(UsageError, match="only supported by `fsdpctl train`"):
-        launch_workers([], launches(2, "h:1")[0], logs=tmp_path)
+        launch_workers([], launches(2, "h:1")[0])
 
 
 def _start(found: Hosts, folder: Path, *words: str) -> list[subprocess.Popen[str]]:
