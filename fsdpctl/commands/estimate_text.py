@@ -19,8 +19,7 @@ from fsdpctl.estimate.search import estimates_of
 from fsdpctl.importers.read import read_others
 from fsdpctl.io.activity import doing
 from fsdpctl.io.units import format_bytes
-from fsdpctl.launch.begin import describe_ranking
-from fsdpctl.launch.check_fit import change_lines
+from fsdpctl.launch.begin import change_lines, describe_ranking
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 
 _LARGE_BUFFERS = 0.25  # of a device, from which plain sharding of experts is hard to justify

@@ -102,7 +102,7 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     """Return the estimate and the available memory; if that was too little, changes that fit."""
     from fsdpctl.estimate.advice import advice
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.launch.check_fit import change_lines
+    from fsdpctl.launch.begin import change_lines
     from fsdpctl.resolve.settle import settle
     from fsdpctl.run.directory import read_config
 

@@ -143,7 +143,7 @@ def _opened(composed: Composed, resume: str) -> "tuple[Opened, Look, Decision]":
 def _dry_run(composed: Composed, resume: str) -> None:
     opened, seen, decision = _opened(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.launch.check_fit import check_fits
+    from fsdpctl.launch.begin import check_fits
     from fsdpctl.launch.run_lines import describe_run, describe_units
     from fsdpctl.resolve.settle import settle
 

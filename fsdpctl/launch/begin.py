@@ -12,13 +12,17 @@ from fsdpctl.config.compose import Composed
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
+from fsdpctl.errors import DoesNotFitError
+from fsdpctl.estimate.accuracy import kind_of
+from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.candidates import Candidate, Ranking
+from fsdpctl.estimate.changes import Change
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
+from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.saved import write_estimate
 from fsdpctl.estimate.search import choose
 from fsdpctl.io.activity import Talk, doing
 from fsdpctl.io.units import format_bytes
-from fsdpctl.launch.check_fit import check_fits
 from fsdpctl.launch.run_lines import describe_run
 from fsdpctl.resolve.launchers import Place
 from fsdpctl.resolve.machine import LOCAL, placed_on_cluster
@@ -110,6 +114,34 @@ def _upload_rest(seen: Look) -> None:
         with doing(f"uploading {folder}"):
             remote.upload(folder)
             remote.remove_old(seen.config.checkpoint, folder.name)
+
+
+def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str], None]) -> None:
+    """Print what makes a run fit if it doesn't; DoesNotFitError with `train.require_fit`."""
+    if not (lacking := estimate.shortages):
+        return
+    say(f"{'memory':<8}does not suffice; searching for changes that fit")
+    for line in change_lines(advice(estimator, estimate.plan, more_ranks=False)):
+        say(line)
+    if estimate.config.train.require_fit:
+        raise DoesNotFitError(
+            f"{'; '.join(lacking)}; change the settings, or set train.require_fit=false to start "
+            "nevertheless"
+        )
+
+
+def change_lines(changes: Sequence[tuple[Change, RunEstimate]]) -> list[str]:
+    """Return lines with the changes that make a configuration fit."""
+    if not changes:
+        return ["to fit  no change found that makes it fit"]
+    lines = [
+        f"{' '.join(change.words)}: {format_bytes(estimate.peak_reserved)}; {change.cost}"
+        for change, estimate in changes
+    ]
+    kinds = {kind_of(estimate) for _, estimate in changes}
+    if len(kinds) > 1:
+        lines.append("in the order of cost where the error bands of predicted times overlap")
+    return [f"{'to fit' if not i else '':<8}{line}" for i, line in enumerate(lines)]
 
 
 class Decision(NamedTuple):

@@ -12,7 +12,7 @@ from fsdpctl.estimate.estimator import Estimator, placed_for_estimate, plan_for_
 from fsdpctl.estimate.fit import largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import choose
-from fsdpctl.launch.check_fit import check_fits
+from fsdpctl.launch.begin import check_fits
 from tests.commands.run import invoke
 
 SMALL = ["model.num_layers=2", "train.seq_len=512", "train.global_batch_size=4",
