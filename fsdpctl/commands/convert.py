@@ -9,8 +9,7 @@ from fsdpctl.commands.config_args import ConfigArguments, Settings, normalized
 from fsdpctl.commands.console import emit, note
 from fsdpctl.config.compose import checked_settings
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.read import read_others
-from fsdpctl.importers.recipe import ConvertedRecipe, recipe_text
+from fsdpctl.importers.recipe import ConvertedRecipe, read_others, recipe_text
 from fsdpctl.importers.recipe import convert as to_recipe
 from fsdpctl.io.texts import escaped
 

@@ -17,7 +17,7 @@ from fsdpctl.commands.console import AsJson
 from fsdpctl.commands.convert import words_beside
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError, UsageError
-from fsdpctl.importers.read import read_others
+from fsdpctl.importers.recipe import read_others
 from fsdpctl.predict.memory_recorder import without_gc
 
 _SUFFIXES = (".yaml", ".yml")

@@ -16,7 +16,7 @@ from fsdpctl.estimate.fit import FITTED, Fit, largest_that_fits, longer_samples
 from fsdpctl.estimate.from_others import ImportedConfig, completed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import estimates_of
-from fsdpctl.importers.read import read_others
+from fsdpctl.importers.recipe import read_others
 from fsdpctl.io.activity import doing
 from fsdpctl.io.units import format_bytes
 from fsdpctl.launch.begin import change_lines, describe_ranking

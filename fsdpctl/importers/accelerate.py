@@ -5,8 +5,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.importers.shared import (
     UNUSED_OF_FSDP,
     check_degrees,
-    deepspeed_file,
     read_context,
+    read_deepspeed,
     read_fsdp,
     read_zero,
 )
@@ -98,10 +98,7 @@ def _read_sharding(found: Translation) -> SourceConfig | None:
         if file is None:
             read_zero(found, source, "deepspeed_config.", "zero_stage")
             return None
-        inner = deepspeed_file(found, file)
-        if inner is not None:
-            read_zero(found, inner, "zero_optimization.", "stage")
-        return inner
+        return read_deepspeed(found, file)
     elif name in (*_MANY, "MULTI_CPU"):
         found.map(kind, "strategy=no_shard", "engine=ddp")
     elif name == "NO":

@@ -13,11 +13,11 @@ from fsdpctl.importers.shared import (
     UNUSED_OF_FSDP,
     check_degrees,
     check_heads,
-    deepspeed_file,
     is_expression,
     quantized,
     read_activation_offload,
     read_context,
+    read_deepspeed,
     read_fsdp,
     read_offload,
     read_optimizer,
@@ -246,8 +246,7 @@ def _read_sharding(found: Translation) -> bool:
     modes, deepspeed = source.take("fsdp"), source.take("deepspeed")
     replicate, shard = source.positive("dp_replicate_size"), source.positive("dp_shard_size")
     if deepspeed:
-        if (inner := deepspeed_file(found, deepspeed)) is not None:
-            read_zero(found, inner, "zero_optimization.", "stage")
+        read_deepspeed(found, deepspeed)
     elif "deepspeed.zero_optimization" in source:
         found.deepspeed = SourceConfig(source.file, source.content["deepspeed"])
         read_zero(found, source, "deepspeed.zero_optimization.", "stage")

@@ -10,7 +10,6 @@ from fsdpctl.importers.training import (
     NO_LIMIT,
     TrainingRows,
     add_schedule,
-    found_file,
     is_fraction,
     read_hugging_face_training,
 )
@@ -118,7 +117,7 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
             if not is_same:
                 rows.leave(SourceKey(f"{key}[].{name}", str(value)[:80], ()), "not followed")
     template = rows.value("chat_template_jinja")
-    if template and (file := found_file(template.text, found.file)) is not None:
+    if template and (file := rows.file(template.text)) is not None:
         rows.add(template, f"data.template={file}")
 
 
@@ -133,7 +132,7 @@ def _read_chats(rows: TrainingRows) -> None:
 def _read_held_out(found: Translation, rows: TrainingRows) -> None:
     entries = list(_entries(found.source.content.get("test_datasets")))
     paths = [path for entry in entries for path in _files(entry)]
-    files = [file for path in paths if (file := found_file(path, found.file)) is not None]
+    files = [file for path in paths if (file := rows.file(path)) is not None]
     held = rows.known("val_set_size")
     if entries and len(files) == len(paths):
         shown = SourceKey("test_datasets", ", ".join(paths), ())

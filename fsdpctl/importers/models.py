@@ -48,8 +48,8 @@ def settings_of_model(name: str) -> tuple[str, ...]:
     return ()
 
 
-def map_model(found: Translation, value: SourceKey | None, key: str, *others: str) -> None:
-    """Translate the model, which `value` names; `others` are names to try if that is unknown."""
+def map_model(found: Translation, value: SourceKey | None, key: str) -> None:
+    """Translate the model, which `value` names, of the key `key`."""
     way_on = "add model=llama3_8b, or model=hf model.path=DIR"
     if value is None:
         found.missing.append(("model", f"{key}: not set; {way_on}"))
@@ -57,7 +57,7 @@ def map_model(found: Translation, value: SourceKey | None, key: str, *others: st
     name = value.text.strip()
     found.model = SourceKey(value.key, name, ())
     try:
-        settings = next(filter(None, map(settings_of_model, (name, *others))), ())
+        settings = settings_of_model(name)
     except UsageError as error:
         raise UsageError(f"{found.file}: {value.key}: {error}") from None
     if settings:

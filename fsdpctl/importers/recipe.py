@@ -1,24 +1,63 @@
-"""A recipe from another tool's file: its settings with their origin, and what is left out."""
+"""Files of other tools, read by their kind, and recipes: settings with origin, what is left out."""
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from textwrap import wrap
 
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, SIZES
-from fsdpctl.config.source_config import SourceKey
+from fsdpctl.config.source_config import NO_TOML, SourceConfig, SourceKey, tool_of
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.accelerate import read_accelerate
+from fsdpctl.importers.automodel import read_automodel
+from fsdpctl.importers.axolotl import read_axolotl
 from fsdpctl.importers.defaults import HARMLESS
-from fsdpctl.importers.translation import Translation, TranslationRow
+from fsdpctl.importers.translation import Translation, TranslationRow, settings_of
+from fsdpctl.importers.trl import read_trl
+from fsdpctl.io.untrusted import read_yaml
 
+_READERS = {
+    "axolotl": read_axolotl, "accelerate": read_accelerate, "TRL": read_trl,
+    "Automodel": read_automodel,
+}  # fmt: skip
+_FUSED_NORMS = ("liger_rms_norm", "use_liger_kernel")
+# Keys by which files of further tools are known.
+_NOT_READ = {
+    "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "actor_rollout_ref": "verl",
+    "litgpt": "litgpt", "lr_warmup_fraction": "litgpt", "model._component_": "torchtune",
+    "checkpointer._component_": "torchtune",
+}  # fmt: skip
+_EXPECTED = "expected the YAML file of axolotl, accelerate, TRL or Automodel"
 _WIDTH = 96
 # What a translation sets so that an estimate is that of the other tool.
 _OF_ESTIMATES = ("engine", "cluster", "train.loss_chunk_tokens", "accumulation")
 _OF_MODEL = ("model", "model.path", "model.init")
 _PLAIN = re.compile(r"[\w./+][\w./+-]*")
 Rows = dict[str, TranslationRow]  # of one setting each, by its name
+
+
+def read_others(path: Path) -> Translation:
+    """Translate another tool's configuration; UsageError if its training can't be estimated."""
+    if path.suffix == ".toml":
+        raise UsageError(f"{path}: {NO_TOML}")
+    if path.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"{path}: not supported; {_EXPECTED}")
+    source = SourceConfig(path, read_yaml(path))
+    if other := next((each for key, each in _NOT_READ.items() if key in source), ""):
+        raise UsageError(f"{path}: a file of {other}: not supported; {_EXPECTED}")
+    if (tool := tool_of(source)) is not None:
+        fused = any(each.key in _FUSED_NORMS and each.is_on for each in source.peek())
+        found = _READERS[tool](source)
+        if tool != "Automodel" and not fused and "engine.program" not in found.settings:
+            found.map(None, "engine.program=transformers", default="(norms of transformers)")
+        return found
+    keys = {each.key for each in source.peek()}
+    if keys and all(each.split(".")[0] in (*GROUPS, *SECTIONS) for each in keys):
+        raise UsageError(f"{path}: is a recipe of fsdpctl; pass it as --recipe {path}")
+    raise UsageError(f"{path}: unknown format; {_EXPECTED}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +71,7 @@ class ConvertedRecipe:
 
     @property
     def words(self) -> list[tuple[str, str]]:
-        pairs = (row.settings[0].partition("=") for row in self.rows)
-        return [(name, text) for name, _, text in pairs]
+        return list(settings_of(self.rows).items())
 
 
 def convert(found: Translation, typed: Mapping[str, str], num_ranks: int) -> ConvertedRecipe:
@@ -94,8 +132,7 @@ def _of_ranks(
     found: Translation, kept: Rows, typed: Mapping[str, str], num_ranks: int
 ) -> Iterator[TranslationRow]:
     """Yield what depends on the number of ranks: replicas, and the samples of a step."""
-    words = {row.settings[0].partition("=")[0]: row.settings[0].partition("=")[2]
-             for row in kept.values()} | dict(typed)  # fmt: skip
+    words = settings_of(kept.values()) | dict(typed)
     per_node, degrees = words.get("launch.nproc_per_node", ""), found.degrees
     origin = "in the file or on the command line"
     if per_node.isdecimal():
@@ -167,7 +204,7 @@ def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
         shown = text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
         line = f"{name}: {shown}"
         lines.append(f"{line:<44}  # {_one_line(about)}")
-    known = {row.settings[0].partition("=")[0] for row in recipe.rows}
+    known = settings_of(recipe.rows)
     for name, why in recipe.missing:
         group = name.partition(".")[0]  # `train` rejects the recipe without it
         if group in _REQUIRES_PATH and name in (group, f"{group}.path"):

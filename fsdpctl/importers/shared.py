@@ -260,16 +260,6 @@ def read_fsdp(
         found.exclude(wrap, "estimated with one unit per block")
 
 
-def keep_base_wide(found: Translation, dtype: SourceKey, recomputes: SourceKey | None) -> None:
-    """Keep weights that adapters freeze in float32, unless they are quantized."""
-    if "model.lora.rank" not in found.settings or "model.base_dtype" in found.settings:
-        return
-    found.wide_base = dtype
-    if recomputes and recomputes.is_off:
-        why = "autocast keeps copies of frozen weights in bf16 for backward, which are not counted"
-        found.exclude(recomputes, why)
-
-
 def _read_prefetch(
     found: Translation, backward: SourceKey | None, forward: SourceKey | None
 ) -> None:
@@ -281,12 +271,13 @@ def _read_prefetch(
         found.map(backward or forward, "prefetch=backward")
 
 
-def deepspeed_file(found: Translation, value: SourceKey) -> SourceConfig | None:
-    """Read the DeepSpeed configuration that `value` names; None if the file doesn't exist."""
+def read_deepspeed(found: Translation, value: SourceKey) -> SourceConfig | None:
+    """Translate the ZeRO of the file that `value` names; return it, or None if it is absent."""
     places = (Path(value.text), found.file.parent / value.text)
     file = next((each for each in places if each.is_file()), None)
     if file is not None:
         found.deepspeed = SourceConfig(file, read_json(file, dict[str, Any]))
+        read_zero(found, found.deepspeed, "zero_optimization.", "stage")
         return found.deepspeed
     found.missing.append(
         ("strategy", f"{value.key}: {value.text}: not found; add the stage of ZeRO, such as "

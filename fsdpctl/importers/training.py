@@ -83,8 +83,12 @@ class TrainingRows:
         return None
 
     def file(self, path: str) -> Path | None:
-        """Return a path that the file names, in the working directory or next to the file."""
-        return found_file(path, self._found.file)
+        """Return a path in the working directory or next to the file; None if it is absent."""
+        places = (Path(os.path.expanduser(path)), self._found.file.parent / path)
+        try:
+            return next((each for each in places if path and each.exists()), None)
+        except OSError:  # too long for a name
+            return None
 
     def deepspeed(self) -> None:
         """Add what a file of DeepSpeed decides: clipping, and schedules and optimizers of its own.
@@ -156,7 +160,7 @@ class TrainingRows:
         Returns:
             The option of `data`.
         """
-        listed = [(path, found_file(path, self._found.file)) for path in paths]
+        listed = [(path, self.file(path)) for path in paths]
         absent = [path for path, file in listed if file is None]
         files = [str(file) for _, file in listed if file is not None]
         option = "text" if is_text else (option_of_data(files[0]) if files else CHAT)
@@ -278,15 +282,6 @@ def ratio(low: str, high: str) -> str:
         return f"{float(low) / float(high):.12g}"
     except (ValueError, ZeroDivisionError):
         return low  # rejected with its value
-
-
-def found_file(path: str, beside: Path) -> Path | None:
-    """Return a path of a file in a working directory or next to that file; None if it is absent."""
-    places = (Path(os.path.expanduser(path)), beside.parent / path)
-    try:
-        return next((each for each in places if path and each.exists()), None)
-    except OSError:  # too long for a name
-        return None
 
 
 def has_completions(rows: TrainingRows, path: str) -> bool:

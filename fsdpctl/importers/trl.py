@@ -9,12 +9,10 @@ from fsdpctl.errors import UsageError
 from fsdpctl.importers.defaults import CHANGES_TRL, TRL
 from fsdpctl.importers.models import map_model
 from fsdpctl.importers.shared import (
-    deepspeed_file,
-    keep_base_wide,
     quantized,
+    read_deepspeed,
     read_optimizer,
     read_targets,
-    read_zero,
 )
 from fsdpctl.importers.training import (
     TrainingRows,
@@ -77,13 +75,13 @@ def read_trl(source: SourceConfig) -> Translation:
     found.map(narrow, precision, default="bf16")
     recomputes = source.take("gradient_checkpointing")
     if precision == "precision=bf16":
-        keep_base_wide(found, dtype, recomputes)
+        _keep_base_wide(found, dtype, recomputes)
     if recomputes is None or recomputes.is_on:
         found.map(recomputes, "activation_checkpointing=full", default="gradient_checkpointing")
     deepspeed = source.take("deepspeed")
-    if deepspeed and (inner := deepspeed_file(found, deepspeed)) is not None:
-        read_zero(found, inner, "zero_optimization.", "stage")
-    elif deepspeed is None:
+    if deepspeed:
+        read_deepspeed(found, deepspeed)
+    else:
         note = "accelerate's configuration decides it; set strategy"
         found.map(None, "strategy=no_shard", "engine=ddp", default="(ranks)", note=note)
     read_optimizer(found, source.take("optim"), "optim")
@@ -92,6 +90,16 @@ def read_trl(source: SourceConfig) -> Translation:
     found.changes = CHANGES_TRL
     found.sort_rest(_UNUSED)
     return found
+
+
+def _keep_base_wide(found: Translation, dtype: SourceKey, recomputes: SourceKey | None) -> None:
+    """Keep weights that adapters freeze in float32, unless they are quantized."""
+    if "model.lora.rank" not in found.settings or "model.base_dtype" in found.settings:
+        return
+    found.wide_base = dtype
+    if recomputes and recomputes.is_off:
+        why = "autocast keeps copies of frozen weights in bf16 for backward, which are not counted"
+        found.exclude(recomputes, why)
 
 
 def _read_length(found: Translation) -> None:

@@ -9,8 +9,7 @@ from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.selection import NameFilter
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.from_others import completed
-from fsdpctl.importers.read import read_others
-from fsdpctl.importers.recipe import ConvertedRecipe, convert, recipe_text
+from fsdpctl.importers.recipe import ConvertedRecipe, convert, read_others, recipe_text
 
 FILES = Path(__file__).parent / "files"
 

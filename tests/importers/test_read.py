@@ -10,7 +10,7 @@ from fsdpctl.config.recipe import choices_of
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.from_others import ImportedConfig, completed
 from fsdpctl.importers import models
-from fsdpctl.importers.read import read_others
+from fsdpctl.importers.recipe import read_others
 from fsdpctl.importers.translation import Translation
 from tests.hostile import make_checkpoint, make_hugging_face
 
