@@ -39,7 +39,6 @@ from tests.train_step import train_step
 _GIB = 1 << 30
 _STEPS = 4
 _AT_ONCE = 4  # processes that import while one computes
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def draw_words(draw: random.Random, models: list[str], lengths: list[str]) -> list[str]:
@@ -86,7 +85,7 @@ def measure(words: list[str]) -> dict[str, int]:
 def _train(config: Config, nccl: NcclCollectives) -> None:
     sharding = Sharding(
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
-        precision=Precision(*(_DTYPES[str(name)] for name in config.precision.dtypes)),
+        precision=Precision.of(config.precision.planned),
     )
     source, strategy = Source(DEVICE, draw), config.strategy.name
     model = sharded(make_module(config), nccl, sharding, source=source, strategy=strategy)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,13 @@ class Precision:
                 "has_remainders: expected param_dtype and master_dtype bfloat16, got "
                 f"{self.param_dtype} and {self.master_dtype}"
             )
+
+    @classmethod
+    def of(cls, names: Dtypes) -> Self:
+        """Return the dtypes with these names."""
+        asked = (names.param, names.reduce, names.master)
+        param, reduce, master = (None if name is None else torch_dtype(name) for name in asked)
+        return cls(param, reduce, master, has_remainders=names.has_remainders)
 
     @property
     def names(self) -> Dtypes:

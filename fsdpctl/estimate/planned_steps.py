@@ -7,7 +7,6 @@ from torch import nn
 from fsdpctl.config.schema import Config
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.optimizers import ADAMW, KeptStates, Muon, get_optimizer, tiled_dtype
-from fsdpctl.plan.precision import SPLIT, Dtypes
 from fsdpctl.plan.step import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.units import Division, UnitSpec, divide
@@ -43,13 +42,6 @@ def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
     return (*[every] * (count - 1), True)
 
 
-def dtypes_of(config: Config) -> Dtypes:
-    """Return the dtypes, for a placed configuration."""
-    param, reduce, master = config.precision.dtypes
-    is_split = master == SPLIT
-    return Dtypes(param, reduce, "bfloat16" if is_split else master, is_split)
-
-
 def kept_states(config: Config) -> KeptStates:
     """Return the optimizer states."""
     about, row = config.optimizer, get_optimizer(config.optimizer.name)
@@ -78,7 +70,7 @@ def plan_run(config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int
     step = StepPlan(
         division,
         first_place(division, ranks, device, shares_memory=shares),
-        dtypes_of(config),
+        config.precision.planned,
         config.prefetch.planned,
         config.strategy.on_host,
     )

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.config.schema import Config
-from fsdpctl.estimate.planned_steps import dtypes_of
 from fsdpctl.io.units import format_bytes
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.predict.peak import StepEstimate
@@ -129,7 +128,7 @@ class RunEstimate:
 
         Frozen parameters of a pretrained model are not saved.
         """
-        dtypes = dtypes_of(self.config).of("float32")
+        dtypes = self.config.precision.planned.of("float32")
         saved = 0 if self.config.model.is_pretrained else self.frozen_bytes
         return (
             self.num_trained * (dtypes.master.itemsize + dtypes.has_remainder)

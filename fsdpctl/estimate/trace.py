@@ -17,6 +17,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.choices import Choices
 from fsdpctl.estimate.observed_work import work_of
 from fsdpctl.estimate.operators import cpu_nbytes, cuda_workspace, operators_of
+from fsdpctl.models.describe import dtype_name
 from fsdpctl.models.lora import OPERATORS
 from fsdpctl.models.quantized import UNPACK, unpack
 from fsdpctl.predict.compute import (
@@ -117,7 +118,7 @@ class _Recorder(TorchDispatchMode):
             return  # in host memory on CUDA too, such as the seed of a mask
         happenings = self.parts[self.place]
         made = self._made.setdefault((self.number, self.place), [])
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         shape = ",".join(map(str, tensor.shape))  # without spaces, where lines wrap
         what = f"{func._schema.name.removeprefix('aten::')} {dtype} [{shape}]"
         nbytes = storage.nbytes() if self._is_cuda else cpu_nbytes(func, inputs, tensor)

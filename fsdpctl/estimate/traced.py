@@ -17,7 +17,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.recurrences import packages_of
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
-from fsdpctl.models.describe import divide_module
+from fsdpctl.models.describe import divide_module, torch_dtype
 from fsdpctl.models.quantized import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.row_documents import assumed_documents
@@ -93,9 +93,6 @@ def _plain_attributes(attributes: Mapping[str, object]) -> list[tuple[str, objec
         for key, value in attributes.items()
         if isinstance(value, _PLAIN) and key not in _NUMBERS_A_LAYER
     ]
-
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TracedModule:
@@ -217,7 +214,7 @@ class TracedModel:
             lambda: _make(self._model, chunk_tokens, plain_norms),
             self.units,
             checkpointing=config.activation_checkpointing,
-            dtype=_DTYPES[str(config.precision.param_dtype)],
+            dtype=torch_dtype(str(config.precision.param_dtype)),
             device=str(config.launch.device),
             kernel=kernel_of(config),
         )

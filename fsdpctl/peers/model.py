@@ -13,6 +13,7 @@ from fsdpctl.comm.collectives import Mesh, collectives_for
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.comm.shards import FlatShard, as_integers, compare_replicas, persistent_buffers
 from fsdpctl.comm.waits import Seconds
+from fsdpctl.models.describe import dtype_name
 from fsdpctl.models.roles import parameter_roles
 from fsdpctl.peers.fully import FullyShard
 from fsdpctl.peers.replicated import Replicated
@@ -153,7 +154,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 def _shard(local: Local, role: Role) -> FlatShard:
     own = _own(local.param.detach())
-    dtype = str(own.dtype).removeprefix("torch.")
+    dtype = dtype_name(own.dtype)
     trains = local.param.requires_grad
     spec = ParamSpec(local.name, local.shape, dtype, trains, known_role=role)
     layout = FlatLayout((Placement(spec, Span(0, spec.numel)),), spec.numel, (local.held,))

@@ -30,7 +30,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.context import use_exchange
-from fsdpctl.models.describe import block_names
+from fsdpctl.models.describe import block_names, torch_dtype
 from fsdpctl.models.quantized import packing_of, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
@@ -40,7 +40,6 @@ from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.batch import context_groups, plan_batches
 from fsdpctl.plan.optimizers import MUON, get_optimizer
-from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import prepare_blocks
 from fsdpctl.resolve.data import vocabulary_of
@@ -56,7 +55,6 @@ from fsdpctl.train.journal import Journal
 from fsdpctl.train.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
 from fsdpctl.train.trainer import Trainer
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, SPLIT: torch.bfloat16}
 OPTIMIZER_CLASSES: dict[str, Any] = {"adamw": ShardedAdamW, "sgd": ShardedSGD, MUON: ShardedMuon}
 
 
@@ -93,13 +91,12 @@ def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
     given = config.strategy
     rests = Offload.PARAMS in given.on_host
     untrained = Offload.STATES | Offload.PARAMS if rests else Offload.NONE
-    dtypes = (_DTYPES[name or "float32"] for name in config.precision.dtypes)
     return Sharding(
         given.name,
         dp_shard_size=given.dp_shard_size,
         owner_map=owner_map_of(config),
         prefetch=config.prefetch.planned,
-        precision=Precision(*dtypes, has_remainders=config.precision.master_dtype == SPLIT),
+        precision=Precision.of(config.precision.planned),
         offload=given.on_host if trains else untrained,
         share_memory=shares_memory(config),
     )
@@ -123,9 +120,9 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
         ranks_per_copy(strategy, ranks, config.strategy.dp_shard_size),
         reshards=strategy.reshard_after_forward,
         prefetch=config.prefetch.planned,
-        param_dtype=_DTYPES[str(config.precision.param_dtype)],
-        reduce_dtype=_DTYPES[str(config.precision.reduce_dtype)],
-        master_dtype=_DTYPES[str(config.precision.master_dtype)],
+        param_dtype=torch_dtype(str(config.precision.param_dtype)),
+        reduce_dtype=torch_dtype(str(config.precision.reduce_dtype)),
+        master_dtype=torch_dtype(str(config.precision.master_dtype)),
         compiles=config.train.compile,
     )
     return _with_counts(peer_model(module, setup, device, None if empty else _draw(config, module)))
