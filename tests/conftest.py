@@ -22,7 +22,7 @@ os.environ.update(NO_COLOR="1", TERM="dumb", TERMINAL_WIDTH="100", HF_HUB_OFFLIN
 # Whoever runs tests in the background may have it ignored, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from fsdpctl.data.chats import workers  # noqa: E402  # after the environment
+from fsdpctl.chats import workers  # noqa: E402  # after the environment
 from fsdpctl.data.files import standard_library  # noqa: E402
 from tests import ledger  # noqa: E402
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
+from fsdpctl.chats.values import Message
 from fsdpctl.checkpoint.base import checked_weights
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.pretrained import attached_files, open_weights, read_assets
@@ -25,8 +26,7 @@ from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import notes_on_adapters
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_of_checkpoint, usual_length
-from fsdpctl.data.chats.preview import prompt_tokens
-from fsdpctl.data.chats.values import Message
+from fsdpctl.data.chat_preview import prompt_tokens
 from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
 from fsdpctl.data.tokenizer_files import VOCABULARIES
 from fsdpctl.errors import FsdpctlError, UsageError

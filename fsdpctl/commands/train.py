@@ -164,7 +164,7 @@ def _dry_run(composed: Composed, resume: str) -> None:
 
 def _show_samples(opened: "Opened") -> None:
     """Print the first conversations as they are trained, and the lengths of all."""
-    from fsdpctl.data.chats.preview import histogram, preview
+    from fsdpctl.data.chat_preview import histogram, preview
     from fsdpctl.data.data_set import contents_of
     from fsdpctl.data.packing import DocumentSet
     from fsdpctl.data.tokenizer import FileTokenizer

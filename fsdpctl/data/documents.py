@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from fsdpctl.chats.formats import Plain
+from fsdpctl.chats.lines import lines_of
+from fsdpctl.chats.values import counted, listed
 from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.data_files import DataFiles
-from fsdpctl.data.chats.file_notes import counted, listed
-from fsdpctl.data.chats.formats import Plain
-from fsdpctl.data.chats.rows import lines_of
 from fsdpctl.data.files import left_out, problem_in
 from fsdpctl.data.tokenizer import CONTEXT, TextPiece
 from fsdpctl.errors import UsageError

@@ -3,9 +3,8 @@
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import xxhash
 
@@ -16,7 +15,6 @@ from fsdpctl.errors import UsageError, first_of
 
 _FILES_FOR_WHOLE_HOLDOUT = 50  # with fewer files, the end of each is held out instead
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
-T = TypeVar("T")
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
@@ -25,19 +23,6 @@ def is_held_out(content: bytes, fraction: float) -> bool:
     A hash of its content decides, so more data moves no document from one part to the other.
     """
     return xxhash.xxh3_64_intdigest(content, seed=1) < int(fraction * (1 << 64))
-
-
-def batches(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
-    """Yield items in order, as many as have `least` together; the last ones may have less."""
-    batch, total = list[T](), 0
-    for item in items:
-        batch.append(item)
-        total += size(item)
-        if total >= least:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
 
 
 def problem_in(content: bytes) -> str:

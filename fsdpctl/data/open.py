@@ -22,11 +22,11 @@ from fsdpctl.config.data import (
 from fsdpctl.config.data_files import kind_of
 from fsdpctl.config.sources import DataSource, sources_in
 from fsdpctl.data.cache import read_cache, write_cache
-from fsdpctl.data.chats.open import open_chats, rendering_of
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.documents import read_text
-from fsdpctl.data.files import batches, find_data, hold_out, left_out, standard_library
+from fsdpctl.data.files import find_data, hold_out, left_out, standard_library
 from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture
+from fsdpctl.data.open_chats import open_chats, rendering_of
 from fsdpctl.data.token_files import stream_of
 from fsdpctl.data.token_formats import TokenFile, open_token_files
 from fsdpctl.data.tokenizer import BATCH, ByteTokenizer, TextPiece, Tokenizer, open_tokenizer
@@ -34,6 +34,7 @@ from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.activity import doing
+from fsdpctl.io.units import batches
 
 _OWN, _PATH, _VAL_PATH = "python_stdlib", "data.path", "data.val_path"
 _ENCODING = 5  # increase it if the same text gives other tokens

@@ -22,13 +22,14 @@ import xxhash
 
 from fsdpctl.config.data_files import TOKENIZE, DataFiles
 from fsdpctl.data.documents import PIECE, PassedOver, documents
-from fsdpctl.data.files import batches, find_data, left_out
+from fsdpctl.data.files import find_data, left_out
 from fsdpctl.data.order import permute
 from fsdpctl.data.token_files import write_header
 from fsdpctl.data.tokenizer import BATCH, TextPiece, Tokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import open_own, refusing, replace
+from fsdpctl.io.units import batches
 from fsdpctl.io.untrusted import MIB, read_json
 
 _WINDOW = 1 << 16  # documents that are shuffled together

@@ -15,7 +15,7 @@ from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
-from tests.data.chats.families import say, write_lines, write_tokenizer
+from tests.chats.families import say, write_lines, write_tokenizer
 from tests.data.token_file import write_token_file
 
 ROW = json.dumps({"text": "a b"}) + "\n"

@@ -13,7 +13,7 @@ from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
-from tests.data.chats.families import write_lines
+from tests.chats.families import write_lines
 from tests.data.layouts import POSTS, TEXTS, Layout, layouts, write_layout
 from tests.data.token_file import encoded, write_token_file
 

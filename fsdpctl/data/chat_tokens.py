@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpctl.data.chats.formats import Chat, ChatLine, Plain
-from fsdpctl.data.chats.rows import lines_of
-from fsdpctl.data.chats.samples import ChatSample
-from fsdpctl.data.chats.workers import TemplateSetup, rendered
-from fsdpctl.data.files import batches, is_held_out
+from fsdpctl.chats.formats import Chat, ChatLine, Plain
+from fsdpctl.chats.lines import lines_of
+from fsdpctl.chats.samples import ChatSample
+from fsdpctl.chats.workers import TemplateSetup, rendered
+from fsdpctl.data.files import is_held_out
 from fsdpctl.data.packing import Flags
 from fsdpctl.data.tokenizer import Encoded, FileTokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import CONVERSATIONS, Advance, doing
+from fsdpctl.io.units import batches
 
 PARTS = ("train", "val")
 _BATCH = 1 << 20  # characters that are tokenized together: a token and its place take 150 bytes

@@ -17,10 +17,10 @@ from typing import IO, Any
 
 import msgspec
 
+from fsdpctl.chats.formats import ChatLine, Plain, detect_format, parse_row
+from fsdpctl.chats.tables import objects_of_table, open_zstd
+from fsdpctl.chats.values import shown
 from fsdpctl.config.data import TEMPLATE
-from fsdpctl.data.chats.formats import ChatLine, Plain, detect_format, parse_row
-from fsdpctl.data.chats.tables import objects_of_table, open_zstd
-from fsdpctl.data.chats.values import shown
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import MOST_BYTES, open_regular
 from fsdpctl.io.untrusted import MIB, parse_json

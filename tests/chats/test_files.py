@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from fsdpctl.data.chats.formats import Chat, Plain
-from fsdpctl.data.chats.rows import lines_of
+from fsdpctl.chats.formats import Chat, Plain
+from fsdpctl.chats.lines import lines_of
 from fsdpctl.data.files import find_data
 from fsdpctl.errors import UsageError
-from tests.data.chats.families import say, write_lines
+from tests.chats.families import say, write_lines
 
 TEXTS: list[dict[str, Any]] = [{"text": "a"}, {"text": "b [] é", "id": 1}, {"text": "c"}]
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.data.chats import building
-from fsdpctl.data.chats.preview import histogram, preview
+from fsdpctl.data import chat_tokens
+from fsdpctl.data.chat_preview import histogram, preview
 from fsdpctl.data.files import is_held_out
 from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import cache_folder
-from tests.data.chats.families import say, write_lines, write_tokenizer
-from tests.data.chats.opened import opened, trained_texts
+from tests.chats.families import say, write_lines, write_tokenizer
+from tests.chats.opened import opened, trained_texts
 from tests.io.activity import shown_activities
 
 
@@ -34,7 +34,7 @@ def kept_folder():
 
 def test_tokens_are_mapped_from_the_cache(tmp_path, monkeypatch):
     first = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
-    monkeypatch.setattr(building, "rendered", None)  # would be called to render again
+    monkeypatch.setattr(chat_tokens, "rendered", None)  # would be called to render again
     again = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
     assert isinstance(again.train.tokens, np.memmap)
     assert again.fingerprint == first.fingerprint

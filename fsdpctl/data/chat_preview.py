@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 from rich.text import Text
 
-from fsdpctl.data.chats.formats import Chat
-from fsdpctl.data.chats.open import setup_of
-from fsdpctl.data.chats.template import open_template
-from fsdpctl.data.chats.values import Message
-from fsdpctl.data.chats.workers import rendered
+from fsdpctl.chats.formats import Chat
+from fsdpctl.chats.values import Message
+from fsdpctl.chats.workers import rendered
+from fsdpctl.data.chat_template import open_template
+from fsdpctl.data.open_chats import setup_of
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer
 from fsdpctl.io.texts import printable

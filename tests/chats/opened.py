@@ -7,7 +7,7 @@ from fsdpctl.config.data import DataConfig
 from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer
-from tests.data.chats.families import write_lines, write_tokenizer
+from tests.chats.families import write_lines, write_tokenizer
 
 DATE = "2026-01-31"
 

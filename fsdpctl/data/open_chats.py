@@ -1,6 +1,8 @@
 """Conversations of the section `data`, rendered and tokenized once, then mapped from the cache."""
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
@@ -9,13 +11,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from fsdpctl.chats.formats import TOOLS
+from fsdpctl.chats.values import counted, listed
+from fsdpctl.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
 from fsdpctl.config.data import CHAT, DataConfig
 from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data.cache import CacheEntry, read_cache, write_cache
-from fsdpctl.data.chats.building import PARTS, Building, BuildPlan
-from fsdpctl.data.chats.file_notes import counted, notes_on_files
-from fsdpctl.data.chats.template import ChatTemplate, control_pattern, open_template
-from fsdpctl.data.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
+from fsdpctl.data.chat_template import ChatTemplate, control_pattern, open_template
+from fsdpctl.data.chat_tokens import PARTS, Building, BuildPlan
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.files import find_data
 from fsdpctl.data.packing import DocumentSet, Packing
@@ -24,6 +27,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular
 
 _CHUNK_BYTES = 1 << 22
+_MOST_FILES = 8  # that are named
 _ENCODING = 6  # increase it if the same input gives other tokens
 _POLICIES = {
     "split": "each is trained on as it is when it is the last one",
@@ -109,7 +113,7 @@ def open_chats(rendering: Rendering, config: DataConfig, key: str = "data.path")
     train, val = (_part(entry, part, packing, str(config.path)) for part in PARTS)
     assert train is not None
     about = found.about(validates=config.takes_validation)
-    about_files = tuple(notes_on_files([*files.train, *files.validation], entry.facts, template))
+    about_files = tuple(_notes_on_files([*files.train, *files.validation], entry.facts, template))
     today = rendering.today
     named = [("train" if key == "data.path" else "validation", train), ("validation", val)]
     return DataSet(
@@ -272,3 +276,30 @@ def _about_part(name: str, part: DocumentSet, chats: int) -> str:
         f"{name}: {counted(chats, 'conversation')}, {counted(len(part), 'sample')}, "
         f"{part.num_tokens:,} tokens, {part.num_trained / part.num_tokens:.0%} of them trained on"
     )
+
+
+def _notes_on_files(
+    files: Sequence[Path], facts: Mapping[str, Any], template: ChatTemplate | None
+) -> list[str]:
+    """Return the format of each file, and the keys that neither fsdpctl nor the template uses."""
+    written = "" if template is None else template.text + template.tool_text
+    words = set(re.findall(r"\w+", written))
+    known = zip(files, facts["formats"], facts["keys"], strict=True)
+    lines, rest = [], Counter[str]()
+    for number, (file, name, counts) in enumerate(known):
+        ignored, followed = dict(counts["ignored"]), dict(counts["followed"])
+        for key in counts["ignored"]:
+            if "[]" in key and key.rpartition(".")[2] in words:
+                del ignored[key]
+        for key in {*TOOLS} & followed.keys() if "tools" not in words else ():
+            ignored[key] = followed.pop(key)
+        if number >= _MOST_FILES:
+            rest.update(ignored)
+            continue
+        more = f", with {listed(followed)}" if followed else ""
+        lines.append(f"{file}: {name}{more}")
+        lines += [f"{file}: ignored: {listed(ignored)}"] if ignored else []
+    if len(files) > _MOST_FILES:
+        text = counted(len(files) - _MOST_FILES, "more file")
+        lines.append(f"{text}, ignored: {listed(rest)}" if rest else text)
+    return lines

@@ -7,13 +7,14 @@ from typing import Any
 
 from msgspec.msgpack import Ext
 
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.untrusted import parse_json
 
 Message = dict[str, Any]
 _TYPES: dict[type, str] = {
     str: "text", list: "a list", dict: "a JSON object", bool: "a Boolean", type(None): "null"
 }  # fmt: skip
+_MOST_KEYS = 12  # that are named
 _INTEGER = 1  # the code of an integer above 64 bits, which MessagePack lacks
 
 
@@ -92,3 +93,17 @@ def as_object(value: object, key: str) -> dict[str, Any]:
         value = without_nulls(parse_json(value, dict[str, Any], key), key)
     found: dict[str, Any] = expect(value, dict, key)
     return found
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """List keys with the number of their rows, most frequent first."""
+    names = [
+        f"{shown(key)} ({counted(count, 'row')})"
+        for key, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+    ]
+    return first_of(names, _MOST_KEYS)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -14,7 +14,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 
-from fsdpctl.data.chats.values import Message
+from fsdpctl.chats.values import Message
 
 Spans = list[tuple[int, int]]  # of characters, half-open
 # A template that asks whether arguments of calls are text already.

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from fsdpctl.chats.render import Renderer, RenderError
 from fsdpctl.config.data import DataConfig
-from fsdpctl.data.chats.render import Renderer, RenderError
-from fsdpctl.data.chats.template import open_template
+from fsdpctl.data.chat_template import open_template
 from fsdpctl.data.open import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
-from tests.data.chats.families import say, template_of, write_tokenizer
-from tests.data.chats.opened import DATE, opened
+from tests.chats.families import say, template_of, write_tokenizer
+from tests.chats.opened import DATE, opened
 
 TALK = say("hello", "good day")
 

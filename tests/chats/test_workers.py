@@ -4,12 +4,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from fsdpctl.data.chats import workers as running
-from fsdpctl.data.chats.formats import Chat
-from fsdpctl.data.chats.workers import TemplateSetup, rendered
+from fsdpctl.chats import workers as running
+from fsdpctl.chats.formats import Chat
+from fsdpctl.chats.workers import TemplateSetup, rendered
 from fsdpctl.errors import UsageError
-from tests.data.chats.families import say, template_of
-from tests.data.chats.opened import DATE
+from tests.chats.families import say, template_of
+from tests.chats.opened import DATE
 
 pytestmark = pytest.mark.usefixtures("template_processes_of_a_run")
 CHAT = Chat(say("a", "b"), [True, True])

@@ -26,13 +26,13 @@ from typing import IO
 import msgspec
 
 import fsdpctl
-from fsdpctl.data.chats.formats import Chat
-from fsdpctl.data.chats.render import Renderer, RenderError
-from fsdpctl.data.chats.samples import ChatSample, ChatSamples, LossPolicy, samples_of
-from fsdpctl.data.chats.turns import TurnError
-from fsdpctl.data.chats.values import from_extension
-from fsdpctl.data.files import batches
+from fsdpctl.chats.formats import Chat
+from fsdpctl.chats.render import Renderer, RenderError
+from fsdpctl.chats.samples import ChatSample, ChatSamples, LossPolicy, samples_of
+from fsdpctl.chats.turns import TurnError
+from fsdpctl.chats.values import from_extension
 from fsdpctl.errors import UsageError
+from fsdpctl.io.units import batches
 from fsdpctl.io.untrusted import MIB
 
 MOST_SECONDS, MOST_BYTES = 10.0, 2 << 30  # per chat; most need less than a hundredth
@@ -136,7 +136,7 @@ class _Batch:
 def _start(given: IO[bytes], made: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a process that imports this package, and nothing from the current directory."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "fsdpctl.data.chats.workers"],
+        [sys.executable, "-P", "-m", "fsdpctl.chats.workers"],
         stdin=given,
         stdout=made,
         stderr=subprocess.DEVNULL,

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from fsdpctl.data.chats.formats import Chat
-from fsdpctl.data.chats.messages import ASSISTANT, REASONING
-from fsdpctl.data.chats.render import Rendered, Renderer
-from fsdpctl.data.chats.values import Message
+from fsdpctl.chats.formats import Chat
+from fsdpctl.chats.messages import ASSISTANT, REASONING
+from fsdpctl.chats.render import Rendered, Renderer
+from fsdpctl.chats.values import Message
 from fsdpctl.io.untrusted import parse_json
 
 # No two share their first or last character. Whatever a template writes next to the content

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from fsdpctl.data.chats.formats import Chat
-from fsdpctl.data.chats.render import Renderer
-from fsdpctl.data.chats.rows import lines_of
-from fsdpctl.data.chats.samples import LossPolicy, samples_of
+from fsdpctl.chats.formats import Chat
+from fsdpctl.chats.lines import lines_of
+from fsdpctl.chats.render import Renderer
+from fsdpctl.chats.samples import LossPolicy, samples_of
 
 TEXT = '{"x":1,"b":[1,null]}'
 LOOP = (

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import IO, Any
 
-from fsdpctl.data.chats.formats import is_used
+from fsdpctl.chats.formats import is_used
 from fsdpctl.errors import UsageError
 
 _BATCH = 64  # rows that are read at a time

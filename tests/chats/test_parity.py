@@ -6,8 +6,8 @@ import pytest
 import transformers.utils.chat_template_utils as theirs
 from transformers import PreTrainedTokenizerFast
 
-from tests.data.chats.families import FAMILIES, MARKED, say, template_of
-from tests.data.chats.opened import DATE, opened
+from tests.chats.families import FAMILIES, MARKED, say, template_of
+from tests.chats.opened import DATE, opened
 
 CHATS = (
     say("Hello there", "I am fine", "What is the weather?", "yes  no\n\nmaybe"),

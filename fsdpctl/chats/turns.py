@@ -8,10 +8,10 @@ control token. If that isn't certain, the conversation is rejected.
 
 from dataclasses import dataclass
 
-from fsdpctl.data.chats.conversation import Conversation, filled, fillers_for, text_of
-from fsdpctl.data.chats.messages import ASSISTANT
-from fsdpctl.data.chats.render import Spans
-from fsdpctl.data.chats.values import Message
+from fsdpctl.chats.conversation import Conversation, filled, fillers_for, text_of
+from fsdpctl.chats.messages import ASSISTANT
+from fsdpctl.chats.render import Spans
+from fsdpctl.chats.values import Message
 
 _THOUGHT = "</think>"  # templates may move or drop the reasoning before it
 

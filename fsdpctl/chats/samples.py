@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fsdpctl.data.chats.conversation import (
+from fsdpctl.chats.conversation import (
     Conversation,
     text_of,
     with_arguments,
     with_joined_parts,
 )
-from fsdpctl.data.chats.formats import Chat
-from fsdpctl.data.chats.render import Renderer, RenderError, Spans
-from fsdpctl.data.chats.turns import Turn, TurnError, find_turn
-from fsdpctl.data.chats.values import Message
+from fsdpctl.chats.formats import Chat
+from fsdpctl.chats.render import Renderer, RenderError, Spans
+from fsdpctl.chats.turns import Turn, TurnError, find_turn
+from fsdpctl.chats.values import Message
 from fsdpctl.errors import UsageError
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from fsdpctl.config.data import ALPACA, TEMPLATE
-from fsdpctl.data.chats.messages import (
+from fsdpctl.chats.messages import (
     ASSISTANT,
     FLAGS,
     MEDIA,
@@ -21,7 +20,7 @@ from fsdpctl.data.chats.messages import (
     loss_flag,
     system_message,
 )
-from fsdpctl.data.chats.values import (
+from fsdpctl.chats.values import (
     Keys,
     Message,
     as_list,
@@ -30,6 +29,7 @@ from fsdpctl.data.chats.values import (
     expect_text,
     without_nulls,
 )
+from fsdpctl.config.data import ALPACA, TEMPLATE
 from fsdpctl.errors import UsageError, first_of, nearest
 
 SYSTEM = ("system", "system_prompt", "system_message")

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from fsdpctl.data.chats.formats import Plain
-from fsdpctl.data.chats.rows import lines_of
+from fsdpctl.chats.formats import Plain
+from fsdpctl.chats.lines import lines_of
 from fsdpctl.errors import UsageError
-from tests.data.chats.families import say
-from tests.data.chats.opened import opened, trained_of
+from tests.chats.families import say
+from tests.chats.opened import opened, trained_of
 
 CHAT = say("hello", "good day", system="be kind")
 

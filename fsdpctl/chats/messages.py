@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from fsdpctl.data.chats.values import (
+from fsdpctl.chats.values import (
     Keys,
     Message,
     as_list,

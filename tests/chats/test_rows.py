@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from fsdpctl.data.chats.formats import Chat, Plain
-from fsdpctl.data.chats.rows import lines_of
-from fsdpctl.data.chats.values import from_extension
+from fsdpctl.chats.formats import Chat, Plain
+from fsdpctl.chats.lines import lines_of
+from fsdpctl.chats.values import from_extension
 from fsdpctl.errors import UsageError
 
 SURROGATE = "\\ud800"

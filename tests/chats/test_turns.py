@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpctl.data.chats.conversation import FILLERS
-from fsdpctl.data.chats.formats import Chat
-from fsdpctl.data.chats.render import Renderer
-from fsdpctl.data.chats.samples import LossPolicy, samples_of
+from fsdpctl.chats.conversation import FILLERS
+from fsdpctl.chats.formats import Chat
+from fsdpctl.chats.render import Renderer
+from fsdpctl.chats.samples import LossPolicy, samples_of
 from fsdpctl.errors import UsageError
-from tests.data.chats.families import FAMILIES, MARKED, say, template_of
-from tests.data.chats.opened import opened, trained_of, trained_texts
+from tests.chats.families import FAMILIES, MARKED, say, template_of
+from tests.chats.opened import opened, trained_of, trained_texts
 
 TALK = say("hello", "good \nday", "why", "because")
 # What has a loss: of each sample, of each answer, with the token that ends it.

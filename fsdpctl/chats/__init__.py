@@ -1,0 +1,1 @@
+"""Rows of files as conversations, and conversations as text, rendered by chat templates."""

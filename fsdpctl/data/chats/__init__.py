@@ -1,1 +1,0 @@
-"""Conversations as token sequences with a loss mask, rendered by chat templates."""
