@@ -1,9 +1,8 @@
 """Saving and loading in custom training loops."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -101,8 +100,7 @@ def _with_states(
     return _FlatOptimizer(model, optimizer, state_kinds(reader), counts=counts)
 
 
-@dataclass(frozen=True, slots=True)
-class _FullShard:
+class _FullShard(NamedTuple):
     """A shard that the optimizer steps as one tensor."""
 
     shard: FlatShard

@@ -75,10 +75,13 @@ def write_gguf(
     if destination.is_dir() or (destination.exists() and not overwrite):
         raise UsageError(f"{destination}: already exists; pass --overwrite to replace a file")
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
-    library = _library()
+    try:
+        import gguf
+    except ImportError:
+        raise UsageError("--format gguf: gguf not installed; run `pip install gguf`") from None
     _check(model, reader)
     weights = exported_weights(reader, dtype, merges=merges)
-    tensors = _tensors(weights, model, dtype, library)
+    tensors = _tensors(weights, model, dtype, gguf)
     check_space(destination, sum(each.nbytes for each in tensors))
     scratch = destination.with_name(f"{destination.name}.tmp-{os.getpid()}")
     with refusing(destination):
@@ -99,14 +102,6 @@ def write_gguf(
             "sliding window, so its results differ beyond this length"
         )
     return Exported(destination, size, len(tensors), tuple(notes))
-
-
-def _library() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise UsageError("--format gguf: gguf not installed; run `pip install gguf`") from None
-    return gguf
 
 
 def _check(model: ModelConfig, reader: CheckpointReader) -> None:

@@ -36,7 +36,11 @@ def open_weights(model: ModelConfig, folder: Path | None = None, above: int = 0)
     """
     folder = folder or weights_folder(model)
     if is_hugging_face(folder):
-        return _hugging_face_weights(folder, model)
+        from fsdpctl.checkpoint.hub_weights import from_hub  # imports torch
+
+        files = _files_of_weights(folder)
+        stored = {name: (file, file.entries[name]) for name, file in files.items()}
+        return from_hub(FileTensors(folder, stored), model)
     return whole_weights(CheckpointReader(folder), above)
 
 
@@ -99,14 +103,6 @@ def tokenizer_beside(folder: Path) -> str | None:
 
 def attached_files(reader: CheckpointReader) -> dict[str, bytes]:
     return {name: reader.attachment(name) or b"" for name in reader.manifest.attachments}
-
-
-def _hugging_face_weights(folder: Path, model: ModelConfig) -> Tensors:
-    from fsdpctl.checkpoint.hub_weights import from_hub  # imports torch
-
-    files = _files_of_weights(folder)
-    stored = {name: (file, file.entries[name]) for name, file in files.items()}
-    return from_hub(FileTensors(folder, stored), model)
 
 
 def _files_of_weights(folder: Path) -> dict[str, TensorFile]:
