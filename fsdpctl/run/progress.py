@@ -13,7 +13,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -48,7 +47,6 @@ class RunProgress:
         self._total = total_steps
         self._log_every = log_every
         self._live: Progress | None = None
-        self._task: TaskID | None = None
         self._done_here = 0
         self._began = time.monotonic()
         self._first = ExitStack()  # until a step is complete
@@ -56,7 +54,7 @@ class RunProgress:
         self._is_quiet = bool(os.environ.get(QUIET))
         if shows and not self._is_quiet and self._console.is_terminal:
             self._live = _make_bar(self._console)
-            self._task = self._live.add_task("", total=total_steps, completed=first_step, note="")
+            self._live.add_task("", total=total_steps, completed=first_step, note="")
 
     def start(self, *, compiles: bool = False) -> None:
         """Show the bar, and until a step is complete that the first one is computed."""
@@ -74,8 +72,8 @@ class RunProgress:
             self._live.stop()
 
     def _note(self, text: str) -> None:
-        if self._live is not None and self._task is not None:
-            self._live.update(self._task, note=text)
+        if self._live is not None:
+            self._live.update(self._live.task_ids[0], note=text)
 
     def step(self, metrics: "StepMetrics", share_saved: float | None) -> None:
         """Show a completed step, and the fraction written of the checkpoint in progress, if any."""
@@ -84,12 +82,12 @@ class RunProgress:
         self._first.close()
         saving = "" if share_saved is None else f"  saving {share_saved:.0%}"
         is_due = metrics.step % self._log_every == 0 or metrics.step == self._total
-        if self._live is not None and self._task is not None:
+        if self._live is not None:
             note = (
                 f"loss {metrics.figures.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  "
                 f"{_mfu(metrics)}{_memory(metrics.memory)}{saving}"
             )
-            self._live.update(self._task, completed=metrics.step, note=note)
+            self._live.update(self._live.task_ids[0], completed=metrics.step, note=note)
         elif is_due or self._done_here == 1:
             each = (time.monotonic() - self._began) / self._done_here
             left = format_seconds(each * (self._total - metrics.step))

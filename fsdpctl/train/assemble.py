@@ -104,34 +104,31 @@ def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
 
 def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> TrainedModel:
     """Return the model, sharded by the configured engine. Collective."""
+    model: TrainedModel
     if config.engine.name == FSDPCTL:
-        model = make_model(config, device, empty=empty, trains=True)
-        model.mesh.measure_waits()
-        model.overlap_param_gather = True
-        return _with_counts(model)
-    module, strategy = make_module(config), get_strategy(config.strategy.name)
-    ranks = collectives_for(device).size
-    from fsdpctl.peers.model import peer_model  # takes a second
-    from fsdpctl.peers.setup import PeerSetup
+        model = own = make_model(config, device, empty=empty, trains=True)
+        own.mesh.measure_waits()
+        own.overlap_param_gather = True
+    else:
+        from fsdpctl.peers.model import peer_model  # takes a second
+        from fsdpctl.peers.setup import PeerSetup
 
-    setup = PeerSetup(
-        config.engine.name,
-        tuple(block_names(module)),
-        ranks_per_copy(strategy, ranks, config.strategy.dp_shard_size),
-        reshards=strategy.reshard_after_forward,
-        prefetch=config.prefetch.planned,
-        param_dtype=torch_dtype(str(config.precision.param_dtype)),
-        reduce_dtype=torch_dtype(str(config.precision.reduce_dtype)),
-        master_dtype=torch_dtype(str(config.precision.master_dtype)),
-        compiles=config.train.compile,
-    )
-    return _with_counts(peer_model(module, setup, device, None if empty else _draw(config, module)))
-
-
-def _with_counts(model: TrainedModel) -> TrainedModel:
-    """Let routers count tokens over all ranks, if they are to."""
+        plain, strategy = make_module(config), get_strategy(config.strategy.name)
+        ranks = collectives_for(device).size
+        setup = PeerSetup(
+            config.engine.name,
+            tuple(block_names(plain)),
+            ranks_per_copy(strategy, ranks, config.strategy.dp_shard_size),
+            reshards=strategy.reshard_after_forward,
+            prefetch=config.prefetch.planned,
+            param_dtype=torch_dtype(str(config.precision.param_dtype)),
+            reduce_dtype=torch_dtype(str(config.precision.reduce_dtype)),
+            master_dtype=torch_dtype(str(config.precision.master_dtype)),
+            compiles=config.train.compile,
+        )
+        model = peer_model(plain, setup, device, None if empty else _draw(config, plain))
     module: Any = model.module
-    module.reduce_counts = model.collectives.all_reduce
+    module.reduce_counts = model.collectives.all_reduce  # of the routers' tokens
     return model
 
 

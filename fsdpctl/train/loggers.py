@@ -82,16 +82,12 @@ class Loggers:
         """Start the loggers after `step`; `warn` gets a message about each that fails."""
         self._warn = warn
         self._loggers: dict[str, Logger] = {}
-        if not is_on:
-            return
-        if config.log.tensorboard:
-            self._begin("tensorboard", lambda: _TensorBoard(run_dir, step))
-        if config.log.wandb:
-            self._begin("wandb", lambda: _Wandb(config, run_dir))
-
-    def _begin(self, name: str, make: Callable[[], Logger]) -> None:
-        with self._dropping(name):
-            self._loggers[name] = make()
+        if is_on and config.log.tensorboard:
+            with self._dropping("tensorboard"):
+                self._loggers["tensorboard"] = _TensorBoard(run_dir, step)
+        if is_on and config.log.wandb:
+            with self._dropping("wandb"):
+                self._loggers["wandb"] = _Wandb(config, run_dir)
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Log the numbers in a line of metrics.jsonl."""

@@ -6,11 +6,11 @@ since that slows down every allocation.
 """
 
 import ctypes
-from collections.abc import Callable
+import warnings
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerAction, profile
+from torch.profiler import profile, schedule
 
 from fsdpctl.io.run_files import PROFILES
 from fsdpctl.run.step_metrics import StepMetrics
@@ -79,25 +79,14 @@ class Profiling(Callback):
             traced.export_chrome_trace(str(file))
             self._is_written = True
 
-        self._profile = profile(
-            schedule=_schedule(run.total_steps - run.step, skipped), on_trace_ready=write
-        )
+        steps = run.total_steps - run.step
+        first = skipped if steps >= skipped + _TRACED else 0
+        with warnings.catch_warnings(action="ignore"):  # of a trace that begins at once
+            active = min(_TRACED, steps - first)
+            rule = schedule(wait=max(first - 1, 0), warmup=min(first, 1), active=active, repeat=1)
+        self._profile = profile(schedule=rule, on_trace_ready=write)
         self._profile.start()
         run.is_traced = True
-
-
-def _schedule(steps: int, skipped: int) -> Callable[[int], ProfilerAction]:
-    first = skipped if steps >= skipped + _TRACED else 0
-    last = min(first + _TRACED, steps) - 1
-
-    def action(step: int) -> ProfilerAction:
-        if step == last:
-            return ProfilerAction.RECORD_AND_SAVE
-        if first <= step < last:
-            return ProfilerAction.RECORD
-        return ProfilerAction.WARMUP if step == first - 1 else ProfilerAction.NONE
-
-    return action
 
 
 class HeapTrim(Callback):
