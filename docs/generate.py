@@ -65,13 +65,15 @@ def _cells(row: Strategy) -> tuple[str, ...]:
     part = "own part" if row.has_owner_map else "shard"
     within = " within `dp_shard_size` ranks" if row.replicates else ""
     over = ", summed over replicas" if row.replicates else ""
-    if row.shards_over_copies:
+    if row.shards_over_replicas:
         within, part, over = f"{within}, compute dtype", "shard over all ranks", ""
     if not row.shards_params:
         after = "full"
     else:
         after = "freed" if row.reshard_after_forward else "kept until the unit's backward ends"
-    renewed = "new values sent to all replicas" if row.shards_over_copies else "parameters gathered"
+    renewed = (
+        "new values sent to all replicas" if row.shards_over_replicas else "parameters gathered"
+    )
     return (
         "full" if not row.shards_params else f"shard{within}",
         after,

@@ -104,7 +104,6 @@ class Collectives:
         return Handle(finish)
 
     def _own(self, buffer: Gathering) -> Tensor:
-        """Return this rank's part."""
         own = buffer.parts[self.rank]
         return buffer.whole[own.start : own.stop]
 

@@ -60,7 +60,6 @@ class ObjectExchange:
     """A process group of all ranks for a thread that communicates while training runs."""
 
     def __init__(self) -> None:
-        """Create the group. Collective."""
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._group = None if alone else dist.new_group(backend="gloo", timeout=_PATIENCE)
         self.rank = 0 if alone else dist.get_rank()

@@ -186,7 +186,6 @@ def host_cores(node: str | None) -> set[int]:
 
 
 def _listed(text: str) -> set[int]:
-    """Return the numbers of a list such as 0-3,8."""
     ends = [[int(end) for end in each.split("-")] for each in text.strip().split(",") if each]
     return {number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}
 
@@ -240,7 +239,6 @@ class HostInputs:
     """The inputs of a model's blocks, of which the last one stays: backward needs it at once."""
 
     def __init__(self, num_blocks: int) -> None:
-        """`num_blocks` are recomputed."""
         self._last = num_blocks - 1
         self.sizes: dict[int, int] = {}  # bytes of the last input, by the number of its block
         self.slots = HostSlots(self._last, self._allocate)

@@ -29,7 +29,7 @@ HostUpdate = Callable[["FlatShard", Tensor, HostScalars, Callable[[Span], None]]
 
 
 @dataclass(frozen=True, slots=True)
-class LeftGradient:
+class GradientOnHost:
     """A reduced gradient that has left for host memory."""
 
     values: Tensor  # on the host, once `arrived` is reached
@@ -93,7 +93,7 @@ class FlatShard:
         self.device = master.device  # of its gradient
         self._settle: Callable[[], None] | None = None
         self._grad: Tensor | None = None  # if the masters are on another device
-        self.left: LeftGradient | None = None  # if it is on the host, too
+        self.grad_on_host: GradientOnHost | None = None  # if it is on the host, too
 
     def add_remainder(self, remainder: Tensor, grad_dtype: torch.dtype) -> None:
         """Turn the master weights, which are bf16, into the upper half of 24 bits."""
@@ -161,7 +161,7 @@ class FlatShard:
     @property
     def has_grad(self) -> bool:
         """Whether there is a reduced gradient, here or on the host."""
-        return self.grad is not None or self.left is not None
+        return self.grad is not None or self.grad_on_host is not None
 
     @property
     def trainable(self) -> bool:
@@ -268,8 +268,9 @@ def scale_gradients(shards: Iterable[FlatShard], factor: Tensor | float) -> None
     """Multiply the reduced gradients; waits for those that are on the host."""
     on_device = []
     for shard in shards:
-        if shard.left is not None:
-            shard.left.on_host().mul_(factor.cpu() if isinstance(factor, Tensor) else factor)
+        if shard.grad_on_host is not None:
+            on_cpu = factor.cpu() if isinstance(factor, Tensor) else factor
+            shard.grad_on_host.on_host().mul_(on_cpu)
         elif shard.grad is not None:
             on_device.append(shard.grad)
     if on_device:

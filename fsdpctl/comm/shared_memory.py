@@ -307,7 +307,6 @@ class SharedMemory:
 
 
 def _is_before(found: int, count: int) -> bool:
-    """Return whether a counter of 32 bits has not reached `count` yet."""
     return (found - count) & 0x80000000 != 0
 
 

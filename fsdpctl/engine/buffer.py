@@ -108,7 +108,7 @@ class UnitBuffer:
             for placement in self.layout.placements
         ]
 
-    def point_to_whole(self) -> None:
+    def point_to_slot(self) -> None:
         """Let the parameters read the slot."""
         for param, view in self._unsharded:
             param.data = view
@@ -184,6 +184,6 @@ class UnitBuffer:
         """Drop all gradients: of parameters, held back and reduced."""
         for param in self.params:
             param.grad = None
-        self.shard.grad = self.shard.left = None
+        self.shard.grad = self.shard.grad_on_host = None
         self.held_gradients = None
         self.present.clear()

@@ -143,9 +143,9 @@ class _Builder:
     def buffer(self, unit: str, layout: FlatLayout, whole: Tensor) -> UnitBuffer:
         place, rest = self.plan.place, self.plan.rest(layout)
         master, resting = self.at_rest(rest, whole, trainable=layout.trainable)
-        owned = layout.owned(place.rank, place.copy)
+        owned = layout.owned(place.rank, place.replica)
         owners = place.num_replicas // layout.shares
-        written = share_of(owned, place.copy % owners, owners)
+        written = share_of(owned, place.replica % owners, owners)
         shard = FlatShard(
             unit, layout, master, held=rest.held, owned=owned, written=written, num_owners=owners
         )

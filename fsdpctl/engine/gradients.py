@@ -203,7 +203,6 @@ class GradientReducer:
         return torch.empty(numel, dtype=shard.grad_dtype, device=shard.device)
 
     def _how(self, flat: _Flat) -> tuple[float, torch.dtype]:
-        """Return the factor and the dtype of the additions."""
         own = flat.buffer.shard.grad_dtype
         return self._scales[1], torch.promote_types(flat.buffer.reduce_dtype, own)
 

@@ -252,7 +252,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _homes(optimizer: torch.optim.Optimizer) -> list[Runtime]:
-    """Return the runtimes of the models whose flat parameters it has."""
     references = {getattr(param, _HOME, None) for param in _params(optimizer)} - {None}
     found = [home() for home in references if home is not None]
     return [runtime for runtime in found if runtime is not None]

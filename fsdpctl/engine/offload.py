@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.host import Copier, HostWorker, Job, Moment, T, wait_for
-from fsdpctl.comm.shards import HostScalars, HostUpdate, LeftGradient, gradient_norms
+from fsdpctl.comm.shards import GradientOnHost, HostScalars, HostUpdate, gradient_norms
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.models.describe import torch_dtype
@@ -71,21 +71,21 @@ class HostGradients:
             gradient = shard.grad
             if gradient is None:
                 continue
-            if shard.left is not None:
+            if shard.grad_on_host is not None:
                 before = torch.empty_like(gradient)
-                wait_for(shard.left.arrived)
-                wait_for(self._copier.up(before, shard.left.values))
+                wait_for(shard.grad_on_host.arrived)
+                wait_for(self._copier.up(before, shard.grad_on_host.values))
                 gradient.add_(before)
             (norm,) = gradient_norms([gradient])
             target = self._place(buffer)
-            shard.left = LeftGradient(target, norm, self._copier.down(target, gradient))
+            shard.grad_on_host = GradientOnHost(target, norm, self._copier.down(target, gradient))
 
     def finish(self) -> ShardedUnit | None:
         """Free the gradients on the device that were sent last; return their unit."""
         unit, self._unit = self._unit, None
         for buffer in () if unit is None else unit.trained_buffers:
-            if buffer.shard.left is not None:
-                wait_for(buffer.shard.left.arrived)
+            if buffer.shard.grad_on_host is not None:
+                wait_for(buffer.shard.grad_on_host.arrived)
             buffer.shard.grad = None
         return unit
 
@@ -96,7 +96,7 @@ class _Step:
 
     buffer: UnitBuffer
     gradients: list[Tensor]  # its gradient on the device; emptied when it may be freed
-    left: LeftGradient | None  # if the host has it
+    left: GradientOnHost | None  # if the host has it
     job: Job | None  # of its unit, which ends with this buffer
 
     def sent(self) -> Tensor:
@@ -288,9 +288,8 @@ class HostStates:
         return ready
 
 
-def _taken(buffer: UnitBuffer) -> tuple[list[Tensor], LeftGradient | None]:
-    """Take a buffer's reduced gradient."""
+def _taken(buffer: UnitBuffer) -> tuple[list[Tensor], GradientOnHost | None]:
     shard = buffer.shard
-    gradient, left = shard.grad, shard.left
-    shard.grad = shard.left = None
+    gradient, left = shard.grad, shard.grad_on_host
+    shard.grad = shard.grad_on_host = None
     return [] if gradient is None else [gradient], left

@@ -51,7 +51,6 @@ class _Sharded:
         return self._alone("pickling").__reduce_ex__(protocol)
 
     def _alone(self: Any, what: str) -> Any:
-        """Return a parameter of the original class with the same values."""
         if is_at_rest(self):
             raise not_possible(f"{what} the module between steps, when it has no parameters,")
         return self.data.as_subclass(_plain(type(self))).requires_grad_(self.requires_grad)

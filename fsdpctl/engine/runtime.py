@@ -178,7 +178,6 @@ class Runtime:
         return all(len(each.present) == len(each.params) for each in self.trained_buffers)
 
     def _do(self, events: Iterable[Event]) -> None:
-        """Do what the schedule says."""
         for event in events:
             unit = self.units[event.unit]
             match event.kind:

@@ -19,7 +19,7 @@ from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.step import Prefetch, StepPlan
-from fsdpctl.plan.strategy import Offload, Strategy, get_strategy, ranks_per_copy
+from fsdpctl.plan.strategy import Offload, Strategy, get_strategy, ranks_per_replica
 from fsdpctl.plan.units import Division, UnitSpec, divide
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def shard_from(
                 "shard_model: the module is sharded already; call model.unwrap() first"
             )
         row, asked = requested_strategy(sharding), sharding.owner_map
-        copy_size = ranks_per_copy(row, world.size, sharding.dp_shard_size)
+        replica_size = ranks_per_replica(row, world.size, sharding.dp_shard_size)
         if asked != "even" and not (row.has_owner_map or sharding.share_memory):
             raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
         check_values(module, needs_values=source.initialize is None and not source.is_empty)
@@ -114,7 +114,7 @@ def shard_from(
             units,
             row,
             world.size,
-            copy_size,
+            replica_size,
             asked,
             shares_memory=shares,
             offloads_params=on_host,
@@ -124,7 +124,7 @@ def shard_from(
         return _described(*made, sharding, dict(module.named_buffers()))
 
     row, made = agreed(world, division, described)
-    mesh = mesh or make_mesh(world, source.device, made.ranks_per_copy)
+    mesh = mesh or make_mesh(world, source.device, made.ranks_per_replica)
     names, offload = sharding.precision.names, sharding.on_host
     plan = StepPlan(made, mesh.place, names, sharding.prefetch, offload)
     return ShardedModel(module, build_runtime(module, plan, mesh, source), row)
@@ -145,7 +145,7 @@ def units_of(module: nn.Module, sharding: Sharding) -> tuple[UnitSpec, ...]:
 def _described(
     row: Strategy, division: Division, sharding: Sharding, buffers: dict[str, Tensor]
 ) -> Iterator[str]:
-    yield f"strategy {row.name}, with {division.ranks_per_copy} ranks per replica"
+    yield f"strategy {row.name}, with {division.ranks_per_replica} ranks per replica"
     yield f"owner map {sharding.owner_map}"
     yield str(sharding.prefetch)
     yield str(sharding.precision)

@@ -18,7 +18,6 @@ from fsdpctl.models.describe import all_named_parameters
 
 @torch.no_grad()
 def _full_values(shard: FlatShard, mesh: Mesh) -> Tensor:
-    """Return the full flat buffer of a shard's master weights, on the device."""
     master = shard.weights()
     if shard.is_replicated:
         return master
@@ -76,8 +75,8 @@ def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
             for buffer in unit.buffers:
                 for param in buffer.params:
                     lend(param, is_lent=False)
-                if unit.is_whole:
-                    buffer.point_to_whole()
+                if unit.is_unsharded:
+                    buffer.point_to_slot()
                 else:
                     buffer.point_to_rest()
 

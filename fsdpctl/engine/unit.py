@@ -113,7 +113,7 @@ class ShardedUnit:
         self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
         self.nbytes = sum(each.whole.nbytes for each in self.buffers)  # unsharded, with padding
         self.slot = slot
-        self.is_whole = False  # its parameters can be read; otherwise reading them gives NaN
+        self.is_unsharded = False  # its parameters can be read; otherwise reading them gives NaN
         self._gather: Handle | None = None
         self._params = tuple(param for buffer in buffers for param in buffer.params)
         self._version = max((param._version for param in self._params), default=0)
@@ -130,8 +130,8 @@ class ShardedUnit:
         """Let the parameters read the slot, once it has their values."""
         self._wait()
         for buffer in self.buffers:
-            buffer.point_to_whole()
-        self.is_whole = True
+            buffer.point_to_slot()
+        self.is_unsharded = True
         self._set_version(self._version)
 
     def release(self) -> None:
@@ -139,7 +139,7 @@ class ShardedUnit:
         self._wait()
         for buffer in self.buffers:
             buffer.point_to_rest()
-        self.is_whole = False
+        self.is_unsharded = False
         self._set_version(self._version + 1)
         self.slot.free()
 
@@ -151,7 +151,7 @@ class ShardedUnit:
     def masters_changed(self) -> None:
         """Invalidate every graph that saved the old values."""
         self._version += 2
-        self._set_version(self._version + (not self.is_whole))
+        self._set_version(self._version + (not self.is_unsharded))
 
     def _set_version(self, version: int) -> None:
         _set_versions(self._params, (version,) * len(self._params))

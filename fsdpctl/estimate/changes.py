@@ -8,7 +8,7 @@ from typing import Any
 from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.optimizers import get_optimizer
-from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, get_strategy, sharded_over_copies
+from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, get_strategy, sharded_over_replicas
 from fsdpctl.resolve.settle import RunPlan, settle
 
 _MOST_NODES = 1 << 10
@@ -81,7 +81,7 @@ def _chunked(plan: RunPlan) -> list[Values]:
 
 def _shared_out(plan: RunPlan) -> list[Values]:
     given = plan.config.strategy
-    row = sharded_over_copies(get_strategy(given.name))
+    row = sharded_over_replicas(get_strategy(given.name))
     is_one = given.dp_shard_size == plan.config.num_ranks
     if row is None or plan.config.engine.name != FSDPCTL or is_one:
         return []

@@ -24,7 +24,7 @@ from fsdpctl.estimate.traced import ShortModule, TracedModule
 from fsdpctl.models.describe import dtype_name
 from fsdpctl.plan.precision import Dtypes
 from fsdpctl.plan.step import StepPlan
-from fsdpctl.plan.strategy import ENGINES, FSDPCTL, ranks_per_copy
+from fsdpctl.plan.strategy import ENGINES, FSDPCTL, ranks_per_replica
 from fsdpctl.plan.units import UnitSpec, divide
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import ALLOCATORS, StepEstimate, estimate_steps
@@ -230,7 +230,7 @@ def _plan(
 ) -> TrainingPlan:
     """Return the plan of the first rank."""
     strategy = requested_strategy(given)
-    size = ranks_per_copy(strategy, world_size, given.dp_shard_size)
+    size = ranks_per_replica(strategy, world_size, given.dp_shard_size)
     shares = given.share_memory and world_size > 1 and assumed.device == "cpu"
     division = divide(units, strategy, world_size, size, given.owner_map, shares_memory=shares)
     place = first_place(division, world_size, assumed.device, shares_memory=shares)

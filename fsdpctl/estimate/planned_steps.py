@@ -55,7 +55,7 @@ def first_place(
     division: Division, num_ranks: int, device: str, *, shares_memory: bool = False
 ) -> RankPlace:
     """Return the position of the first rank."""
-    size, transport = division.ranks_per_copy, Transport.GLOO
+    size, transport = division.ranks_per_replica, Transport.GLOO
     if device == "cuda":
         transport = Transport.NCCL
     elif shares_memory:

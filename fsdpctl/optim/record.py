@@ -89,7 +89,7 @@ def sum_of_squares(model: Sharded) -> Tensor:
     """Return this rank's share of the gradient's sum of squares, as a float64 scalar."""
     shards = model.flat_shards()
     grads = [grad for shard in shards if (grad := shard.owned_grad) is not None]
-    left = [shard.left.norm for shard in shards if shard.left is not None]
+    left = [shard.grad_on_host.norm for shard in shards if shard.grad_on_host is not None]
     if not grads and not left:
         device = shards[0].device if shards else None
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -80,7 +80,6 @@ class ShardedSteps(torch.optim.Optimizer):
         return groups
 
     def _is_alone(self, param: ParamSpec) -> bool:
-        """Return whether a parameter is stepped as a tensor of its own."""
         return False
 
     def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -140,7 +139,6 @@ class ShardedSteps(torch.optim.Optimizer):
         return loss
 
     def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
-        """Start a step of master weights in host memory."""
         raise NotImplementedError
 
     def _settle(self) -> None:

@@ -30,7 +30,7 @@ class FullyShard:
     ) -> None:
         """Shard `module` in place: its parameters become DTensors. Collective."""
         device_type = values.device.type
-        mesh = _mesh(device_type, world.size, setup.ranks_per_copy)
+        mesh = _mesh(device_type, world.size, setup.ranks_per_replica)
         shard = partial(fully_shard, mesh=mesh, mp_policy=_policy(setup))
         self._root, self._blocks = module, [module.get_submodule(name) for name in setup.blocks]
         for block in self._blocks:
@@ -40,17 +40,17 @@ class FullyShard:
         values.fill(module)
         shard(module, reshard_after_forward=False)
         _set_prefetch(list(_sharded(self._blocks)), setup)
-        num_copies = self.num_copies = world.size // setup.ranks_per_copy
-        self.place = world.rank % setup.ranks_per_copy
-        copy = world.rank // setup.ranks_per_copy
+        num_replicas = self.num_replicas = world.size // setup.ranks_per_replica
+        self.place = world.rank % setup.ranks_per_replica
+        copy = world.rank // setup.ranks_per_replica
         self.locals = [
-            _local(name, param, (self.place, setup.ranks_per_copy), (copy, num_copies))
+            _local(name, param, (self.place, setup.ranks_per_replica), (copy, num_replicas))
             for name, param in module.named_parameters()
         ]
         self._waits = HostWaits()
         # On the CPU, the host waits within each collective. On CUDA, streams wait, which is not
         # observable, nor are the sums over replicas.
-        knows = device_type == "cpu" and num_copies == 1
+        knows = device_type == "cpu" and num_replicas == 1
         if knows:
             _watch(self._all(), self._waits)
         self.take_waits: Callable[[], Seconds] | None = self._waits.take if knows else None
@@ -85,10 +85,10 @@ def _sharded(modules: Sequence[nn.Module]) -> Iterator[FSDPModule]:
         yield each
 
 
-def _mesh(device_type: str, num_ranks: int, ranks_per_copy: int) -> DeviceMesh:
-    if ranks_per_copy == num_ranks:
+def _mesh(device_type: str, num_ranks: int, ranks_per_replica: int) -> DeviceMesh:
+    if ranks_per_replica == num_ranks:
         return init_device_mesh(device_type, (num_ranks,))
-    shape = (num_ranks // ranks_per_copy, ranks_per_copy)
+    shape = (num_ranks // ranks_per_replica, ranks_per_replica)
     return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
@@ -124,9 +124,9 @@ def _local(name: str, param: nn.Parameter, part: tuple[int, int], copy: tuple[in
     )
     held = Span(start, stop)
     assert param.to_local().numel() == held.numel
-    copy_index, num_copies = copy
-    written = share_of(held, copy_index, num_copies)
-    return Local(name, tuple(param.shape), param, held, held, written, num_copies)
+    copy_index, num_replicas = copy
+    written = share_of(held, copy_index, num_replicas)
+    return Local(name, tuple(param.shape), param, held, held, written, num_replicas)
 
 
 class _Timed:

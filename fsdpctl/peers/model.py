@@ -105,7 +105,7 @@ class PeerModel(nn.Module):
     @torch.no_grad()
     def check_replicas(self) -> None:
         """Compare replicas by checksum; EngineError names a parameter that differs. Collective."""
-        if self._runner.num_copies == 1:
+        if self._runner.num_replicas == 1:
             return
         sums = [as_integers(shard.master).sum(dtype=torch.int64) for shard in self._shards]
         names = [local.name for local in self._runner.locals]
@@ -135,7 +135,6 @@ def peer_model(
 
 
 def _report_progress(name: str, block: nn.Module) -> None:
-    """Report the progress of this rank, as fsdpctl's engine does."""
 
     def backward(gradient: Tensor) -> None:
         RANK_STATUS.at(f"backward {name}")

@@ -43,7 +43,7 @@ class Replicated:
         values.fill(module)
         options: dict[str, Any] = {_SENDS_BUFFERS: False}
         self._wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
-        self.num_copies = world.size
+        self.num_replicas = world.size
         self._device = values.device
         self._narrow = None if setup.param_dtype == setup.master_dtype else setup.param_dtype
         self.locals = [

@@ -16,7 +16,7 @@ class PeerSetup:
 
     engine: str  # of plan/strategy.py
     blocks: tuple[str, ...]  # the modules that are gathered, freed and reduced as one
-    ranks_per_copy: int
+    ranks_per_replica: int
     reshards: bool  # whether blocks are freed after their forward
     prefetch: Prefetch
     param_dtype: torch.dtype

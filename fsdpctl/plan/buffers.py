@@ -80,7 +80,7 @@ def _combining(plan: StepPlan, layout: FlatLayout, numel: int) -> int:
     if layout.shares == 1:
         return 0
     shares = EvenParts(numel // layout.shares, layout.shares)
-    return _workspace(plan, shares, plan.place.copy) * plan.dtypes_of(layout).gradient.itemsize
+    return _workspace(plan, shares, plan.place.replica) * plan.dtypes_of(layout).gradient.itemsize
 
 
 def unit_bytes(plan: StepPlan) -> dict[str, UnitBytes]:
@@ -230,7 +230,6 @@ class _Replay:
                 self._allocate(Buffer.WHOLE_GRADS, name, index, flat.held.whole_grads)
 
     def _start(self, name: str, unit: UnitBytes) -> _Piece:
-        """Start a reduction, and return what it covers."""
         was_held, number = name in self._holding, self._next_piece[name]
         self._holding.discard(name)
         sendings = [each.held if was_held else each.fresh[number] for each in unit.flats]

@@ -58,7 +58,6 @@ class EvenParts(Sequence[Span]):
     num_parts: int
 
     def __len__(self) -> int:
-        """Return the number of parts."""
         return self.num_parts
 
     @overload
@@ -66,7 +65,6 @@ class EvenParts(Sequence[Span]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Span]: ...
     def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
-        """Return the span of one rank, or of several."""
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(self.num_parts))]
         place = index if 0 <= index < self.num_parts else range(self.num_parts)[index]
@@ -144,9 +142,9 @@ class FlatLayout:
         count = len(self.parts) * self.shares
         return EvenParts(self.numel // count, count)
 
-    def owned(self, rank: int, copy: int) -> Span:
-        """Return the span whose master weights rank `rank` of replica `copy` has."""
-        return self.owned_parts[rank * self.shares + (copy if self.shares > 1 else 0)]
+    def owned(self, rank: int, replica: int) -> Span:
+        """Return the span whose master weights rank `rank` of a replica has."""
+        return self.owned_parts[rank * self.shares + (replica if self.shares > 1 else 0)]
 
     @property
     def shares_of_part(self) -> EvenParts:

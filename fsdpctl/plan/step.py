@@ -36,7 +36,7 @@ class RankPlace:
     size: int  # the number of those
     num_replicas: int
     transport: Transport
-    copy: int = 0  # the replica that it belongs to
+    replica: int = 0  # the one that it belongs to
 
     def share_of(self, nbytes: int) -> int:
         """Return this rank's share of memory that exists once for all ranks, else all of it."""
@@ -260,7 +260,7 @@ class StepPlan:
         """Return the elements of a flat buffer whose master weights this rank has."""
         if not self.strategy.shards_optimizer:
             return Span(0, layout.numel)
-        return layout.owned(self.place.rank, self.place.copy)
+        return layout.owned(self.place.rank, self.place.replica)
 
     def rest(self, layout: FlatLayout) -> Rest:
         """Return what rests of a flat buffer."""

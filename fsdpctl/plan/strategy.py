@@ -19,14 +19,13 @@ class Strategy:
     shards_grads: bool  # once reduced
     shards_optimizer: bool  # states and master weights
     replicates: bool  # one replica per group of `dp_shard_size` ranks
-    shards_over_copies: bool = False  # gradients, states and master weights: over all ranks
+    shards_over_replicas: bool = False  # gradients, states and master weights: over all ranks
 
     def __post_init__(self) -> None:
-        """Reject an inconsistent row."""
         sharded = self.shards_params and self.shards_grads and self.shards_optimizer
-        if self.shards_over_copies and not (self.replicates and sharded):
+        if self.shards_over_replicas and not (self.replicates and sharded):
             raise UsageError(
-                f"strategy {self.name}: shards_over_copies requires replicates, and parameters, "
+                f"strategy {self.name}: shards_over_replicas requires replicates, and parameters, "
                 "gradients and optimizer states that are sharded"
             )
 
@@ -43,20 +42,20 @@ class Strategy:
     @property
     def renews_params(self) -> bool:
         """Whether ranks need parameters after a step that others have updated."""
-        return self.shards_optimizer and (not self.shards_params or self.shards_over_copies)
+        return self.shards_optimizer and (not self.shards_params or self.shards_over_replicas)
 
     @property
     def can_offload_params(self) -> bool:
         """Whether a rank's part of the parameters can rest in host memory."""
-        return self.shards_params and not self.shards_over_copies
+        return self.shards_params and not self.shards_over_replicas
 
-    def shares(self, num_copies: int) -> int:
+    def shares(self, num_replicas: int) -> int:
         """Return the shares of a rank's part, one for the master weights of each replica."""
-        return num_copies if self.shards_over_copies else 1
+        return num_replicas if self.shards_over_replicas else 1
 
 
 _TABLE = (
-    #        name, known as, shards params, reshards, grads, optimizer, replicates, over copies
+    #        name, known as, shards params, reshards, grads, optimizer, replicates, over replicas
     Strategy("no_shard", "DDP", False, False, False, False, False),
     Strategy("shard_optimizer", "ZeRO-1", False, False, True, True, False),
     Strategy("shard_grad_op", "ZeRO-2", True, False, True, True, False),
@@ -109,29 +108,28 @@ def with_resharding(name: str, reshards: bool) -> Strategy:
 
 
 def _row_like(wanted: Strategy) -> Strategy | None:
-    """Return the row that equals `wanted` except for its name, if there is one."""
     for row in _TABLE:
         if replace(row, name=wanted.name, known_as=wanted.known_as) == wanted:
             return row
     return None
 
 
-def sharded_over_copies(strategy: Strategy) -> Strategy | None:
+def sharded_over_replicas(strategy: Strategy) -> Strategy | None:
     """Return the row like a hybrid one whose replicas share the optimizer states, if any."""
-    if not strategy.replicates or strategy.shards_over_copies:
+    if not strategy.replicates or strategy.shards_over_replicas:
         return None
-    return _row_like(replace(strategy, shards_over_copies=True))
+    return _row_like(replace(strategy, shards_over_replicas=True))
 
 
 def effective_strategy(
     strategy: Strategy,
-    copy_size: int,
+    replica_size: int,
     world_size: int,
     *,
     shares_memory: bool = False,
     offloads_params: bool = False,
 ) -> tuple[Strategy, int]:
-    """Return the strategy that runs if `copy_size` ranks share a replica, and its shard size.
+    """Return the strategy that runs if `replica_size` ranks share a replica, and its shard size.
 
     A single rank shares nothing. If all ranks share memory, it has all parameters once, unsharded,
     and each rank steps its part. If every rank has a replica, parameters are unsharded, and all
@@ -142,12 +140,12 @@ def effective_strategy(
         return STRATEGIES["no_shard"], 1
     if shares_memory:
         return STRATEGIES["shard_optimizer"], world_size
-    has_copies = copy_size < world_size and (copy_size > 1 or offloads_params)
-    if not strategy.replicates or has_copies:
-        return strategy, copy_size
-    alike = replace(strategy, replicates=False, shards_over_copies=False)
-    if copy_size < world_size:
-        shares = strategy.shards_over_copies
+    has_replicas = replica_size < world_size and (replica_size > 1 or offloads_params)
+    if not strategy.replicates or has_replicas:
+        return strategy, replica_size
+    alike = replace(strategy, replicates=False, shards_over_replicas=False)
+    if replica_size < world_size:
+        shares = strategy.shards_over_replicas
         alike = replace(
             alike,
             shards_params=False,
@@ -158,7 +156,7 @@ def effective_strategy(
     return _row_like(alike) or alike, world_size
 
 
-def ranks_per_copy(strategy: Strategy, world_size: int, dp_shard_size: int | None) -> int:
+def ranks_per_replica(strategy: Strategy, world_size: int, dp_shard_size: int | None) -> int:
     """Return how many ranks share one replica of the model."""
     if not strategy.replicates:
         if dp_shard_size is not None:
@@ -189,7 +187,7 @@ def strategies_of(engine: str) -> list[str]:
     return [
         row.name
         for row in rows
-        if not is_theirs or (row.shards_params and not row.shards_over_copies)
+        if not is_theirs or (row.shards_params and not row.shards_over_replicas)
     ]
 
 

@@ -58,7 +58,6 @@ class UnitOrder:
         return self._reads_weights(unit) and not keeps
 
     def _reads_weights(self, unit: str) -> bool:
-        """Return whether a unit has a backward that reads its weights."""
         return unit not in self.before_all_trained and unit not in self.needs_no_backward_gather
 
 
@@ -133,7 +132,7 @@ class Division:
     units: tuple[UnitSpec, ...]
     layouts: dict[str, tuple[FlatLayout, ...]]  # by unit
     strategy: Strategy
-    ranks_per_copy: int = 1
+    ranks_per_replica: int = 1
 
     @property
     def order(self) -> UnitOrder:
@@ -145,19 +144,19 @@ def divide(
     units: tuple[UnitSpec, ...],
     strategy: Strategy,
     num_ranks: int,
-    copy_size: int,
+    replica_size: int,
     owner_map: str | OwnerMap,
     *,
     shares_memory: bool = False,
     offloads_params: bool = False,
 ) -> Division:
-    """Divide the units over the ranks, of which `copy_size` share a replica if any do.
+    """Divide the units over the ranks, of which `replica_size` share a replica if any do.
 
     All ranks may share the memory of one machine, and parameters may rest on the host.
     """
     effective, parts = effective_strategy(
         strategy,
-        copy_size,
+        replica_size,
         num_ranks,
         shares_memory=shares_memory,
         offloads_params=offloads_params,

@@ -149,7 +149,6 @@ class CachingAllocator:
             pool.free = kept
 
     def _pools_of(self, stream: int) -> tuple[_Pool, _Pool]:
-        """Blocks for small or for large requests."""
         if stream not in self._pools:
             # A block of a segment that cannot grow is only split if more than a small one is left.
             least = _ROUNDING if self._expandable else _SMALL + 1

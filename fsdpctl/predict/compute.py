@@ -147,7 +147,6 @@ class UnitRow:
 
 
 def _relative(each: Happening, index: Mapping[str, int], here: int) -> object:
-    """Return `each` relative to unit `here` of a row."""
     if isinstance(each, Made | Passing):
         return each
     unit = each.place.unit
@@ -171,7 +170,6 @@ class Program:
     """The pass through the whole model as operations on an allocator."""
 
     def __init__(self, passed: Pass, units: Sequence[str], rows: Sequence[UnitRow]) -> None:
-        """Expand a traced pass to all `units` of the model, in forward order."""
         self.units = tuple(units)
         self._passed = passed
         self._row_of = {name: row for row in rows for name in row.whole}

@@ -95,7 +95,6 @@ class DdpSteps:
         )
 
     def _collect(self, unit: str, *, reduces: bool) -> None:
-        """Copy the gradients into the buckets, and reduce every bucket that is full."""
         recorder = self._recorder
         for param in self._params[unit]:
             recorder.free(recorder.gradient(param.name))

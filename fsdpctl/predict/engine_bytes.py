@@ -64,7 +64,7 @@ class Estimate:
     """The memory of the fullest rank."""
 
     rank: int  # among those that share a replica
-    copy: int  # its replica
+    replica: int  # that it belongs to
     breakdown: dict[Category, int]  # at the peak
     largest: dict[Category, int]  # each category at its own peak
 
@@ -83,7 +83,7 @@ def _estimate_rank(plan: TrainingPlan) -> Estimate:
     moments, place = timeline(plan), plan.step.place
     peak = max(moments, key=lambda held: sum(held.values()))
     largest = {each: max(held[each] for held in moments) for each in CATEGORIES}
-    return Estimate(place.rank, place.copy, peak, largest)
+    return Estimate(place.rank, place.replica, peak, largest)
 
 
 def timeline(plan: TrainingPlan) -> list[dict[Category, int]]:

@@ -137,7 +137,6 @@ class _EngineBuffers:
         self._recorder.pass_through(min(own, ADDED_AT_A_TIME * itemsize))
 
     def _drop(self, layout: FlatLayout) -> None:
-        """Free autograd's gradients of a flat buffer, unless they were freed."""
         for param in layout.params:
             key = self._recorder.gradient(param.name)
             if key is not None and param.name not in self._dropped:
@@ -260,7 +259,6 @@ class FsdpctlSteps:
         )
 
     def _from_host(self, unit: str) -> int:
-        """Return the bytes of a unit's part that come from host memory."""
         return sum(
             rest.part.numel * rest.dtypes.compute.itemsize
             for rest in map(self._step.rest, self._step.layouts[unit])
@@ -295,7 +293,7 @@ class FsdpctlSteps:
 
     def _combine(self, unit: str, nbytes: int) -> None:
         strategy = self._step.strategy
-        kind = C.REDUCE_SCATTER if strategy.shards_over_copies else C.ALL_REDUCE
+        kind = C.REDUCE_SCATTER if strategy.shards_over_replicas else C.ALL_REDUCE
         group, queue = RankGroup.REPLICAS, COPIES
         if self._place.num_replicas == 1:  # the parts of unsharded gradients are put together
             kind, group, queue = C.GATHER, RankGroup.SHARD, GATHERS
@@ -326,17 +324,18 @@ class FsdpctlSteps:
         recorder.end_step()
 
     def _renew(self, event: Event) -> None:
-        """Start to send a unit's new parameters to other ranks."""
         if self._place.transport is Transport.SHARED:
             return  # ranks read what their owner has written
-        over_copies = self._step.strategy.shards_over_copies
-        group, label = RankGroup.REPLICAS if over_copies else RankGroup.SHARD, f"renew {event.unit}"
+        over_replicas = self._step.strategy.shards_over_replicas
+        group, label = (
+            RankGroup.REPLICAS if over_replicas else RankGroup.SHARD,
+            f"renew {event.unit}",
+        )
         key = self._recorder.start(C.GATHER, event.nbytes, group, label, queue=GATHERS)
         self._renewing[event.unit] = key
 
 
 def _allocate_model(step: StepPlan, recorder: Recorder, *, draws: bool) -> None:
-    """Build the model; `draws`: initialize its values on the device, one unit at a time."""
     recorder.at("building the model")
     scratch: dict[str, int] = {}  # by dtype
     slots = {name: slot for slot in step.slots for name in slot.units}

@@ -161,7 +161,6 @@ def step_matrices(plan: TrainingPlan, recorder: Recorder) -> int:
 
 
 def _matrices(step: StepPlan) -> Iterator[ParamSpec]:
-    """Yield the matrices that a rank updates."""
     for layout in (each for of_unit in step.layouts.values() for each in of_unit):
         for piece in layout.pieces(step.held(layout)):
             if is_muons(piece.param):
@@ -169,7 +168,6 @@ def _matrices(step: StepPlan) -> Iterator[ParamSpec]:
 
 
 def _most_matrices(step: StepPlan) -> Iterator[ParamSpec]:
-    """Return those of the rank with the most work."""
     place = step.place
     ranks = range(place.size) if step.strategy.shards_optimizer else [place.rank]
     steps = [replace(step, place=replace(place, rank=rank)) for rank in ranks]

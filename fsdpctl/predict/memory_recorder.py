@@ -28,7 +28,6 @@ class When:
     unit: str
 
     def __str__(self) -> str:
-        """Return the moment as text."""
         return f"{self.doing} {self.unit}".strip()
 
 

@@ -23,9 +23,9 @@ class TrainingPlan:
         """The dtypes of most parameters."""
         return self.step.usual
 
-    def at(self, rank: int, copy: int = 0) -> "TrainingPlan":
+    def at(self, rank: int, replica: int = 0) -> "TrainingPlan":
         """Return the plan of another rank of a replica."""
-        place = replace(self.step.place, rank=rank, copy=copy)
+        place = replace(self.step.place, rank=rank, replica=replica)
         return replace(self, step=replace(self.step, place=place))
 
     def states_of(self, layout: FlatLayout) -> int:

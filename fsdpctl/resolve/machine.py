@@ -17,7 +17,7 @@ from fsdpctl.plan.strategy import (
     Strategy,
     effective_strategy,
     get_strategy,
-    ranks_per_copy,
+    ranks_per_replica,
     strategies_of,
 )
 from fsdpctl.resolve.launchers import Place, place_of
@@ -202,5 +202,5 @@ def resolved_strategy(config: Config) -> StrategyConfig:
     asked = given.dp_shard_size
     if row.replicates and asked is None:
         asked = config.launch.nproc_per_node
-    size = ranks_per_copy(row, ranks, asked)
+    size = ranks_per_replica(row, ranks, asked)
     return replace(given, dp_shard_size=size if row.replicates else None, owner_map=owners)

@@ -40,7 +40,7 @@ from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.batch import context_groups, plan_batches
 from fsdpctl.plan.optimizers import MUON, get_optimizer
-from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy, ranks_per_copy
+from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy, ranks_per_replica
 from fsdpctl.resolve.blocks import prepare_blocks
 from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.machine import owner_map_of, shares_memory
@@ -118,7 +118,7 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
         setup = PeerSetup(
             config.engine.name,
             tuple(block_names(plain)),
-            ranks_per_copy(strategy, ranks, config.strategy.dp_shard_size),
+            ranks_per_replica(strategy, ranks, config.strategy.dp_shard_size),
             reshards=strategy.reshard_after_forward,
             prefetch=config.prefetch.planned,
             param_dtype=torch_dtype(str(config.precision.param_dtype)),

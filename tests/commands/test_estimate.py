@@ -58,7 +58,7 @@ def test_other_engines_are_estimated_and_their_strategies_named():
     code, text = invoke("estimate-memory", *H100, "engine=fsdp2", "--all-strategies", "--json")
     found = [each["strategy"] for each in json.loads(text)]
     assert code == 0
-    can = [n for n, row in STRATEGIES.items() if row.shards_params and not row.shards_over_copies]
+    can = [n for n, row in STRATEGIES.items() if row.shards_params and not row.shards_over_replicas]
     assert found == can
     code, text = invoke("estimate-memory", *H100, "engine=ddp", "strategy=no_shard", "--json")
     assert json.loads(text)["engine"] == "ddp"

@@ -193,7 +193,7 @@ def every_case() -> list[Case]:
     able = [
         Case(name, offload="params")
         for name, row in STRATEGIES.items()
-        if row.shards_params and not row.shards_over_copies
+        if row.shards_params and not row.shards_over_replicas
     ]
     for rests in able:
         found += [

@@ -44,8 +44,8 @@ def test_a_single_replica_runs_the_strategy_without_replicas(
 
 
 def test_a_strategy_that_shares_unsharded_states_is_rejected():
-    with pytest.raises(UsageError, match="strategy mine: shards_over_copies requires replicates"):
-        Strategy("mine", "", True, True, True, True, replicates=False, shards_over_copies=True)
+    with pytest.raises(UsageError, match="strategy mine: shards_over_replicas requires replicates"):
+        Strategy("mine", "", True, True, True, True, replicates=False, shards_over_replicas=True)
 
 
 def test_no_such_strategy_keeps_parameters_until_backward():

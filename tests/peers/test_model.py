@@ -43,14 +43,14 @@ def draw(name: str, whole: Tensor) -> None:
     whole.copy_(torch.randn(whole.shape, generator=generator))
 
 
-def made(engine: str, ranks_per_copy: int = 1) -> PeerModel:
+def made(engine: str, ranks_per_replica: int = 1) -> PeerModel:
     with torch.device("meta"):
         net = Net()
     net.scale = torch.tensor([2.0])
     setup = PeerSetup(
         engine,
         ("blocks.0",),
-        ranks_per_copy,
+        ranks_per_replica,
         reshards=True,
         prefetch=Prefetch(1, 1),
         param_dtype=torch.float32,
@@ -78,13 +78,13 @@ def reference(batches: list[Tensor], lr: float) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in net.named_parameters()}
 
 
-@pytest.mark.parametrize(("engine", "ranks_per_copy"), [("fsdp2", 2), ("fsdp2", 1), ("ddp", 1)])
+@pytest.mark.parametrize(("engine", "ranks_per_replica"), [("fsdp2", 2), ("fsdp2", 1), ("ddp", 1)])
 @distributed(world_size=2)
 def test_steps_equal_those_of_one_process(
-    rank: int, world_size: int, engine: str, ranks_per_copy: int
+    rank: int, world_size: int, engine: str, ranks_per_replica: int
 ) -> None:
     batches = [torch.randn(4, 3, generator=torch.Generator().manual_seed(each)) for each in (1, 2)]
-    model = made(engine, ranks_per_copy)
+    model = made(engine, ranks_per_replica)
     optimizer = ShardedAdamW(model, lr=1e-2)
     for _ in range(2):
         model(batches[rank]).backward()
@@ -105,12 +105,12 @@ def test_steps_equal_those_of_one_process(
     assert sum(every) == sum(param.numel() for param in expected.values())
 
 
-@pytest.mark.parametrize(("engine", "ranks_per_copy"), [("fsdp2", 1), ("ddp", 1)])
+@pytest.mark.parametrize(("engine", "ranks_per_replica"), [("fsdp2", 1), ("ddp", 1)])
 @distributed(world_size=2)
 def test_a_replica_that_differs_is_found(
-    rank: int, world_size: int, engine: str, ranks_per_copy: int
+    rank: int, world_size: int, engine: str, ranks_per_replica: int
 ) -> None:
-    model = made(engine, ranks_per_copy)
+    model = made(engine, ranks_per_replica)
     model.check_replicas()
     if rank == 1:
         model.flat_shards()[0].master[0] += 1e-3

@@ -42,7 +42,7 @@ def planned(
 ) -> Estimate:
     units = divide_module(make_net(tied=tied), None)
     division = divide(units, STRATEGIES[strategy], ranks, ranks // copies, owner_map)
-    place = RankPlace(0, division.ranks_per_copy, copies, Transport.GLOO)
+    place = RankPlace(0, division.ranks_per_replica, copies, Transport.GLOO)
     step = StepPlan(division, place, Dtypes("bfloat16" if bf16 else None))
     return estimate(TrainingPlan(step, reduces))
 
@@ -90,7 +90,7 @@ def test_the_estimate_is_exact_with_replicas(rank: int, world_size: int, whole: 
         model = shard_model(net, strategy, dp_shard_size=2, precision=precision)
         held = model.collectives.gather_objects(measured(model, rank, reduces))
         expected = planned(strategy, "even", 4, reduces, tied=tied, bf16=bf16, copies=2)
-        assert max(held) == held[expected.copy * 2 + expected.rank] == expected.peak_bytes
+        assert max(held) == held[expected.replica * 2 + expected.rank] == expected.peak_bytes
 
 
 @pytest.mark.slow

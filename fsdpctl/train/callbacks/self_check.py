@@ -50,8 +50,8 @@ class SelfCheck(Callback):
         if self._norms or run.step + 1 != self._at:
             return
         for shard in filter(lambda each: each.trainable, run.parts.model.flat_shards()):
-            if shard.left is not None:
-                norm = shard.left.norm
+            if shard.grad_on_host is not None:
+                norm = shard.grad_on_host.norm
             elif shard.grad is not None:
                 norm = torch.linalg.vector_norm(shard.grad, dtype=torch.float32)
             else:
