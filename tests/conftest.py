@@ -23,7 +23,7 @@ os.environ.update(NO_COLOR="1", TERM="dumb", TERMINAL_WIDTH="100", HF_HUB_OFFLIN
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from fsdpctl.chats import workers  # noqa: E402  # after the environment
-from fsdpctl.data.files import standard_library  # noqa: E402
+from fsdpctl.data.documents import standard_library  # noqa: E402
 from tests import ledger  # noqa: E402
 
 _BEGAN = time.monotonic()
@@ -42,7 +42,7 @@ def _render_here(given: IO[bytes], made: IO[bytes]) -> mock.Mock:
 def _what_many_tests_need_once() -> Iterator[None]:
     """Read the standard library once, and render templates in this process."""
     with (
-        mock.patch("fsdpctl.data.open.standard_library", functools.cache(standard_library)),
+        mock.patch("fsdpctl.data.open_data.standard_library", functools.cache(standard_library)),
         mock.patch.object(workers, "_start", _render_here),
     ):
         yield

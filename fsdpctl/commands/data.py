@@ -11,7 +11,7 @@ from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.commands.console import say
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.data.open import open_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.data.tokenizer import open_tokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError

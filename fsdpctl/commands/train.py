@@ -184,7 +184,7 @@ def _show_samples(opened: "Opened") -> None:
 
 def _check_large_token_files(opened: "Opened") -> None:
     """Check files with a checksum that are too large to be read before every run."""
-    from fsdpctl.data.token_files import check_tokens
+    from fsdpctl.data.token_formats import check_tokens
     from fsdpctl.resolve.data import is_quick
 
     for file in () if is_quick(opened.data.token_files) else opened.data.token_files:

@@ -14,7 +14,7 @@ from fsdpctl.chats.formats import Chat, ChatLine, Plain
 from fsdpctl.chats.lines import lines_of
 from fsdpctl.chats.samples import ChatSample
 from fsdpctl.chats.workers import TemplateSetup, rendered
-from fsdpctl.data.files import is_held_out
+from fsdpctl.data.documents import is_held_out
 from fsdpctl.data.packing import Flags
 from fsdpctl.data.tokenizer import Encoded, FileTokenizer, Tokens
 from fsdpctl.errors import UsageError

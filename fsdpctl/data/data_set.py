@@ -1,12 +1,16 @@
-"""The data of a run."""
+"""The data of a run, of one source or of several."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from fsdpctl.data.mixture import Mixture
+from fsdpctl.config.sources import DataSource
+from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture
 from fsdpctl.data.packing import DocumentSet
+from fsdpctl.data.streams import TokenStream
 from fsdpctl.data.token_formats import TokenFile
 from fsdpctl.data.tokenizer import Tokenizer
-from fsdpctl.data.tokens import TokenStream
+from fsdpctl.errors import UsageError
 
 Corpus = TokenStream | DocumentSet | Mixture
 
@@ -44,3 +48,69 @@ class DataSet:
     def fingerprint(self) -> str:
         """A checksum of the content of both parts."""
         return self.train.fingerprint + (self.val.fingerprint if self.val else "")
+
+
+def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> DataSet:
+    """Return the data of several sources; without shares, each has that of its tokens.
+
+    Raises:
+        UsageError: If two have one name, or are of other tokenizers.
+    """
+    first, names = found[0], [each.name for each in sources]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"{key}: two sources are called {twice[0]}; write NAME=PATH:SHARE")
+    for source, other in zip(sources, found, strict=True):
+        check_alike(sources[0].path, first, source.path, other)
+    total = sum(each.train.num_tokens for each in found)
+    shares = [
+        one.train.num_tokens / total if each.share is None else each.share
+        for each, one in zip(sources, found, strict=True)
+    ]
+    if least := next((n for n, x in zip(names, shares, strict=True) if x * PERIOD < 0.5), None):
+        raise UsageError(
+            f"{key}: {least}: its share is less than one of {PERIOD:,} samples; give it "
+            "a larger one, or join it with another source"
+        )
+
+    def part(name: str) -> tuple[MixedSource, ...]:
+        streams = [getattr(each, name) for each in found]
+        about = zip(sources, shares, streams, strict=True)
+        return tuple(MixedSource(s.name, share, s.epochs, each) for s, share, each in about if each)
+
+    val = part("val")
+    return replace(
+        first,
+        train=Mixture(part("train"), "" if key == "data.path" else f" ({key})"),
+        val=Mixture(val, " (data.val_fraction)") if val else None,
+        description=", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
+        gzip_bits_per_byte=None,
+        token_files=tuple(file for each in found for file in each.token_files),
+        notes=_notes(names, found),
+        about_files=tuple(note for each in found for note in each.about_files),
+        date=next((each.date for each in found if each.date), None),
+        template=next((each.template for each in found if each.template), None),
+        end_tokens=tuple(dict.fromkeys(end for each in found for end in each.end_tokens)),
+        has_val_files=any(each.has_val_files for each in found),
+    )
+
+
+def _notes(names: Sequence[str], found: Sequence[DataSet]) -> tuple[str, ...]:
+    """Return the lines on each source, once those on all of them."""
+    said = Counter(note for each in found for note in each.notes)
+    about = list(zip(names, found, strict=True))
+    lines = (
+        note if said[note] == len(found) else f"{name}: {note}"
+        for name, each in about
+        for note in each.notes
+    )
+    return (*(f"{name}: {each.description}" for name, each in about), *dict.fromkeys(lines))
+
+
+def check_alike(path: str, one: DataSet, other_path: str, other: DataSet) -> None:
+    """Check that the tokens of two sources are of one tokenizer."""
+    alike = other.tokenizer.checksum == one.tokenizer.checksum
+    if not alike or other.vocab_size != one.vocab_size:
+        raise UsageError(
+            f"{other_path}: tokens of {other.tokenizer.name}, {other.vocab_size:,} different ones, "
+            f"unlike those of {path}: of {one.tokenizer.name}, {one.vocab_size:,}"
+        )

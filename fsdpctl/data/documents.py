@@ -1,23 +1,32 @@
-"""Documents of files: texts, or the column `text` of rows, read piece by piece."""
+"""Documents of files, read piece by piece, and which of them are held out for validation.
 
+A document is a text, or the column `text` of a row.
+"""
+
+import hashlib
+import os
+import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+import xxhash
 
 from fsdpctl.chats.formats import Plain
 from fsdpctl.chats.lines import lines_of
 from fsdpctl.chats.values import counted, listed
 from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.data_files import DataFiles
-from fsdpctl.data.files import left_out, problem_in
 from fsdpctl.data.tokenizer import CONTEXT, TextPiece
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.activity import Advance
 from fsdpctl.io.files import open_regular, refusing
 from fsdpctl.io.untrusted import MIB
 
+_FILES_FOR_WHOLE_HOLDOUT = 50  # with fewer files, the end of each is held out instead
+_NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
 PIECE = 16 * MIB  # bytes of a text file that are tokenized at a time
 _UNFOLDS = 4  # times its size, that a compressed file is assumed to become
 _PACKED = (".gz", ".zst", ".parquet")
@@ -76,6 +85,65 @@ def read_text(found: DataFiles, key: str, path: str) -> tuple[list[bytes], Passe
     return texts, passed
 
 
+def left_out(skipped: Sequence[str]) -> str:
+    """Describe which files were skipped, as the end of a sentence; empty if none were."""
+    files = "file" if len(skipped) == 1 else "files"
+    return f", {len(skipped)} {files} skipped: {first_of(skipped, 2)}" if skipped else ""
+
+
+def standard_library() -> list[bytes]:
+    """Return the source files of Python's standard library, without its tests."""
+    root, files = Path(sysconfig.get_paths()["stdlib"]), list[Path]()
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]  # not entered
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort(key=lambda file: file.parts)
+    texts = [text for file in files if (text := file.read_bytes()) and not problem_in(text)]
+    if not texts:
+        raise UsageError(f"data=python_stdlib: no source files below {root}; set data=text")
+    return texts
+
+
+def is_held_out(content: bytes, fraction: float) -> bool:
+    """Return whether a document is in the `fraction` that is held out for validation.
+
+    A hash of its content decides, so more data moves no document from one part to the other.
+    """
+    return xxhash.xxh3_64_intdigest(content, seed=1) < int(fraction * (1 << 64))
+
+
+def hold_out(texts: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
+    """Split texts into those to train on and those to validate on.
+
+    Of many, some are held out whole, in the order of their hashes, so that their sizes add up to
+    the fraction. Of few, the end of each is held out.
+    """
+    if not fraction:
+        return [*texts], []
+    if len(texts) < _FILES_FOR_WHOLE_HOLDOUT:
+        parts = [_split_document(each, fraction) for each in texts]
+        return [a for a, _ in parts if a], [b for _, b in parts if b]
+    held, left = set[int](), fraction * sum(map(len, texts))
+    for index in sorted(range(len(texts)), key=lambda each: hashlib.sha256(texts[each]).digest()):
+        if len(texts[index]) <= left:
+            held.add(index)
+            left -= len(texts[index])
+    is_held = [index in held for index in range(len(texts))]
+    kept = [each for each, held_out in zip(texts, is_held, strict=True) if not held_out]
+    return kept, [each for each, held_out in zip(texts, is_held, strict=True) if held_out]
+
+
+def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:
+    """Split off the end, at a line break if one is near, never within a character."""
+    cut = len(document) - int(len(document) * fraction)
+    line = document.find(b"\n", cut, cut + 4096)
+    if 0 <= line < len(document) - 1:
+        cut = line + 1
+    while cut < len(document) and document[cut] & 0xC0 == 0x80:
+        cut += 1
+    return document[:cut], document[cut:]
+
+
 def _rows(file: Path, passed: PassedOver) -> Iterator[TextPiece]:
     counts = Counter[str]()
     name, lines = lines_of(str(file), counts)
@@ -110,6 +178,17 @@ def _texts(file: Path, where: str, passed: PassedOver, most: int | None) -> Iter
             yield _piece(before, now, "", ends=True)
         else:
             passed.empty += 1
+
+
+def problem_in(content: bytes) -> str:
+    """Return why `content` isn't text, empty if it is."""
+    if b"\0" in content:
+        return "binary"
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 at byte {error.start + 1}"
+    return ""
 
 
 def _piece(before: str, text: str, after: str, *, ends: bool) -> TextPiece:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fsdpctl.data.order import Indices, mixed_bits, samples_at
 from fsdpctl.data.packing import DocumentSet, Rows, Sample
-from fsdpctl.data.tokens import TokenStream
+from fsdpctl.data.streams import TokenStream
 from fsdpctl.errors import UsageError
 
 PERIOD = 4096  # samples

@@ -16,12 +16,12 @@ from fsdpctl.chats.values import counted, listed
 from fsdpctl.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
 from fsdpctl.config.data import CHAT, DataConfig
 from fsdpctl.config.data_files import DataFiles
-from fsdpctl.data.cache import CacheEntry, read_cache, write_cache
 from fsdpctl.data.chat_template import ChatTemplate, control_pattern, open_template
 from fsdpctl.data.chat_tokens import PARTS, Building, BuildPlan
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.data.files import find_data
+from fsdpctl.data.find_data import find_data
 from fsdpctl.data.packing import DocumentSet, Packing
+from fsdpctl.data.token_cache import CacheEntry, read_cache, write_cache
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular

@@ -16,10 +16,11 @@ from fsdpctl.config.data import LOSS, TOKEN_FORMATS, TOKEN_SUFFIXES, TOKENS
 from fsdpctl.config.data_files import DataFiles, select_files
 from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.config.sources import is_remote
-from fsdpctl.data.files import find_data
-from fsdpctl.data.remote import RemoteShard, describe_remote
-from fsdpctl.data.shards import Index, Shard, stamp_of
+from fsdpctl.data.find_data import find_data
+from fsdpctl.data.remote_tokens import RemoteShard, describe_remote
+from fsdpctl.data.token_reads import Index, Shard, ShardTokens, stamp_of
 from fsdpctl.errors import UsageError
+from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import open_regular, refusing
 from fsdpctl.io.stores import StoredFile
 from fsdpctl.io.untrusted import as_type, check_version, read_json
@@ -32,6 +33,7 @@ _LLM_C = {(20240520, 1): ("uint16", 50257), (20240801, 7): ("uint32", 128256)}
 _MEGATRON, _MEGATRON_HEADER = b"MMIDIDX\0\0", "<9sQBQQ"
 _MEGATRON_DTYPES = {1: "|u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _NUMPY = b"\x93NUMPY"
+_CHUNK = 1 << 22  # tokens that are checked at a time
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -154,6 +156,29 @@ def open_token_files(
         )
     count = len(found.train)
     return TokenFiles(opened[:count], opened[count:], found)
+
+
+def check_tokens(file: TokenFile, vocab_size: int | None) -> None:
+    """Read and check all tokens; `vocab_size` is that of the model.
+
+    Raises:
+        UsageError: If the checksum differs from the header's, or a token isn't in the vocabulary.
+    """
+    tokens, digest, path = ShardTokens([file.shard]), xxhash.xxh3_64(), file.shard.path
+    most = file.vocab_size or vocab_size or MOST_TOKENS
+    with doing(f"checking {path}", BYTES, file.size) as advance:
+        for start in range(0, len(tokens), _CHUNK):
+            part = tokens[start : start + _CHUNK]
+            digest.update(part.data)
+            for worst in (int(part.argmax()), int(part.argmin())):
+                if not 0 <= part[worst] < most:
+                    raise UsageError(
+                        f"{path}: token {start + worst}: expected less than {most}, the size of "
+                        f"the vocabulary, got {part[worst]}{file.hint and f'; {file.hint}'}"
+                    )
+            advance(part.nbytes)
+    if file.xxh3 not in (None, digest.hexdigest()):
+        raise UsageError(f"{path}: corrupted: the checksum differs from its header")
 
 
 def _in_store(shard: Shard, places: Mapping[str, tuple[StoredFile, str]]) -> RemoteShard:

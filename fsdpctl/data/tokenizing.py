@@ -21,10 +21,10 @@ import numpy as np
 import xxhash
 
 from fsdpctl.config.data_files import TOKENIZE, DataFiles
-from fsdpctl.data.documents import PIECE, PassedOver, documents
-from fsdpctl.data.files import find_data, left_out
+from fsdpctl.data.documents import PIECE, PassedOver, documents, left_out
+from fsdpctl.data.find_data import find_data
 from fsdpctl.data.order import permute
-from fsdpctl.data.token_files import write_header
+from fsdpctl.data.token_formats import OURS
 from fsdpctl.data.tokenizer import BATCH, TextPiece, Tokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, doing
@@ -265,3 +265,21 @@ class _Writer:
         self._state.files += 1
         self._save(self._state)
         self._begin()
+
+
+def write_header(
+    path: Path, tokenizer: Tokenizer, num_tokens: int, xxh3: str, num_bytes: int | None
+) -> None:
+    """Write the header of NAME.bin, which exists."""
+    header = {
+        "format": OURS[0],
+        "version": OURS[1],
+        "dtype": np.dtype(tokenizer.dtype).name,
+        "num_tokens": num_tokens,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.name,
+        "tokenizer_xxh3": tokenizer.checksum,
+        "num_bytes": num_bytes,
+        "xxh3": xxh3,
+    }
+    replace(path.with_suffix(".json"), json.dumps(header, indent=2) + "\n")

@@ -10,7 +10,7 @@ from fsdpctl.config.any_decoder import family_of, with_sizes
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.schema import Config
-from fsdpctl.data.open import open_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.hardware import device_of, host_of, network_of
 from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, planned_steps

@@ -7,7 +7,7 @@ from fsdpctl.config.data import TOKENS, DataConfig
 from fsdpctl.config.recipe import find_recipe, first_comment, recipe_names
 from fsdpctl.config.schema import Config
 from fsdpctl.config.sources import is_remote, sources_in
-from fsdpctl.data.files import find_data
+from fsdpctl.data.find_data import find_data
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import check_is_no_file

@@ -15,10 +15,9 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words
 from fsdpctl.config.sources import absolute_paths
 from fsdpctl.data.data_set import DataSet, contents_of
-from fsdpctl.data.open import open_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import PackedRows
-from fsdpctl.data.token_files import check_tokens
-from fsdpctl.data.token_formats import TokenFile
+from fsdpctl.data.token_formats import TokenFile, check_tokens
 from fsdpctl.errors import UsageError
 
 _CHECKED_BYTES = 1 << 30  # of all token files

@@ -24,7 +24,7 @@ from fsdpctl.config.serialize import config_words
 from fsdpctl.config.sources import is_remote, sources_in
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.data.open import open_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.engine.build import Precision, Sharding, Source
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from

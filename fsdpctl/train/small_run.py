@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches, MicroBatch
-from fsdpctl.data.tokens import TokenStream
+from fsdpctl.data.streams import TokenStream
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.data.open import open_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer
 from tests.chats.families import write_lines, write_tokenizer

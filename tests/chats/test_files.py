@@ -11,7 +11,7 @@ import pytest
 
 from fsdpctl.chats.formats import Chat, Plain
 from fsdpctl.chats.lines import lines_of
-from fsdpctl.data.files import find_data
+from fsdpctl.data.find_data import find_data
 from fsdpctl.errors import UsageError
 from tests.chats.families import say, write_lines
 

@@ -9,8 +9,8 @@ import pytest
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data import chat_tokens
 from fsdpctl.data.chat_preview import histogram, preview
-from fsdpctl.data.files import is_held_out
-from fsdpctl.data.open import open_data
+from fsdpctl.data.documents import is_held_out
+from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import cache_folder

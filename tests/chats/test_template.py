@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdpctl.chats.render import Renderer, RenderError
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.chat_template import open_template
-from fsdpctl.data.open import open_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError

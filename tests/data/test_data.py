@@ -14,15 +14,14 @@ from transformers import PreTrainedTokenizerFast
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.data.documents import read_text
-from fsdpctl.data.files import find_data, hold_out, standard_library
-from fsdpctl.data.open import open_data
+from fsdpctl.data.documents import hold_out, read_text, standard_library
+from fsdpctl.data.find_data import find_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.data.order import permute, samples_at
 from fsdpctl.data.packing import IGNORED
-from fsdpctl.data.token_files import stream_of
+from fsdpctl.data.streams import TokenStream, stream_of
 from fsdpctl.data.token_formats import open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
-from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 from tests.data.token_file import write_token_file

@@ -8,12 +8,12 @@ import pytest
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.data import DataConfig
 from fsdpctl.config.data_files import data_files, kind_of, option_of_data
-from fsdpctl.data.open import open_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import DocumentSet
+from fsdpctl.data.streams import TokenStream
 from fsdpctl.data.token_formats import open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
-from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
 from tests.chats.families import say, write_lines, write_tokenizer
 from tests.data.token_file import write_token_file

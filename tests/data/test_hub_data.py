@@ -7,7 +7,7 @@ import pytest
 from fsdpctl.config.data import DataConfig
 from fsdpctl.config.data_files import option_of_data
 from fsdpctl.config.sources import absolute_paths, sources_in
-from fsdpctl.data.files import find_data
+from fsdpctl.data.find_data import find_data
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError

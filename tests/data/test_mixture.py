@@ -9,8 +9,8 @@ from fsdpctl.config.data import DataConfig
 from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture, ShareSchedule
-from fsdpctl.data.open import open_data
-from fsdpctl.data.tokens import TokenStream
+from fsdpctl.data.open_data import open_data
+from fsdpctl.data.streams import TokenStream
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 

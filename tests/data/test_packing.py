@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.order import pack
 from fsdpctl.data.packing import IGNORED, DocumentSet, Packing
-from fsdpctl.data.tokens import TokenStream
+from fsdpctl.data.streams import TokenStream
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 

@@ -10,10 +10,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.data import remote
+from fsdpctl.data import remote_tokens
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.files import find_data
-from fsdpctl.data.open import open_data
+from fsdpctl.data.find_data import find_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import IGNORED
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io import stores
@@ -127,9 +127,9 @@ def test_samples_that_are_fetched_together_share_a_question_about_their_file(buc
     ({"created": 5.25}, {"created": datetime.fromtimestamp(5.25, tz=UTC)}),
 ])  # fmt: skip
 def test_a_listing_and_an_answer_about_the_same_file_have_the_same_version(listed, single):
-    assert remote._version(listed) == remote._version(single)
+    assert remote_tokens._version(listed) == remote_tokens._version(single)
     changed = {name: f"{value}+" for name, value in single.items()}
-    assert remote._version(changed) != remote._version(listed)
+    assert remote_tokens._version(changed) != remote_tokens._version(listed)
 
 
 def test_flags_of_the_loss_are_fetched_with_their_tokens(bucket):
@@ -202,7 +202,7 @@ def test_other_data_and_unknown_stores_are_refused():
 def test_the_window_of_samples_that_wait_is_limited(bucket, monkeypatch):
     _, upload = bucket
     upload()
-    monkeypatch.setattr(remote, "_MOST_AHEAD", 5)
+    monkeypatch.setattr(remote_tokens, "_MOST_AHEAD", 5)
     rows = batches("memory://bucket").rows
     rows.fetch(range(30))
     held = [len(each.ahead) for each in rows.stream.tokens.shards]

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.data.open import open_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import IGNORED
-from fsdpctl.data.token_files import check_tokens
-from fsdpctl.data.token_formats import open_token_files
-from fsdpctl.data.tokens import TokenStream
+from fsdpctl.data.streams import TokenStream
+from fsdpctl.data.token_formats import check_tokens, open_token_files
 from fsdpctl.errors import UsageError
 
 TOKENS = np.random.default_rng(0).integers(0, 500, 999)

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.data.open import open_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError

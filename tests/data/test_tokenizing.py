@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fsdpctl.data import tokenizing
-from fsdpctl.data.token_files import check_tokens
-from fsdpctl.data.token_formats import open_token_files
+from fsdpctl.data.token_formats import check_tokens, open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer, open_tokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError

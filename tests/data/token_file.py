@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from fsdpctl.data.token_files import write_header
 from fsdpctl.data.tokenizer import TextPiece, Tokenizer, Tokens
+from fsdpctl.data.tokenizing import write_header
 from fsdpctl.io.files import replacing
 
 

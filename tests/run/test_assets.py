@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.data.data_set import DataSet
+from fsdpctl.data.streams import TokenStream
 from fsdpctl.data.tokenizer import FileTokenizer, open_tokenizer
-from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
 from fsdpctl.run.assets import collect_assets, end_tokens, read_run_assets, write_assets
 from tests.data.layouts import SPECIALS, Layout, write_layout

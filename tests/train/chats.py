@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.open import open_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import IGNORED, Rows
 from fsdpctl.models.row_documents import spans
 from fsdpctl.plan.batch import plan_batches

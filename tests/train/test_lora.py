@@ -21,7 +21,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.open import open_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
 from fsdpctl.models.registry import initialize_parameter

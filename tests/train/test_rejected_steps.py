@@ -11,8 +11,8 @@ from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
 from fsdpctl.config.schema import KEYS
 from fsdpctl.config.training import TrainConfig
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.open import open_data
-from fsdpctl.data.tokens import TokenStream
+from fsdpctl.data.open_data import open_data
+from fsdpctl.data.streams import TokenStream
 from fsdpctl.optim.record import Limits, StepFigures
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.train.assemble import make_model

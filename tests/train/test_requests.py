@@ -10,7 +10,7 @@ import pytest
 
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.open import open_data
+from fsdpctl.data.open_data import open_data
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.train import requests

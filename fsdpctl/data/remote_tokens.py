@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from fsdpctl.config.data import LOSS, TOKEN_NEIGHBORS, TOKEN_SUFFIXES
-from fsdpctl.data.shards import Shard, Values
+from fsdpctl.data.token_reads import Shard, Values
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.files import cache_folder, replace

@@ -1,21 +1,31 @@
-"""Data by its name on the Hugging Face Hub, found in its cache. Nothing is downloaded."""
+"""The files of data: at a path, or by its name on the Hugging Face Hub in its cache."""
 
 import re
 from pathlib import Path
 
 from fsdpctl.config.data import CHAT
-from fsdpctl.config.data_files import DataFiles, kind_of, select_files
+from fsdpctl.config.data_files import DataFiles, data_files, kind_of, select_files
 from fsdpctl.config.hub_cache import cache_folder
+from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
 
-HUB = "hf://"
+_HUB = "hf://"
 _NAME = re.compile(
     r"hf://(?:datasets/)?(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>[\w.-]+))?(?::(?P<config>[\w.-]+))?(?:/(?P<split>[\w.-]+))?"
 )
 
 
-def hub_files(path: str, key: str, option: str | None) -> DataFiles:
+def find_data(path: str, key: str = "data.path", option: str | None = None) -> DataFiles:
+    """Return the files of `data_files`, or of a data set in the cache of the Hugging Face Hub."""
+    if path.startswith(_HUB):
+        return _hub_files(path, key, option)
+    if is_remote(path, f"{key}={path}"):
+        raise UsageError(f"{key}={path}: only data=tokens reads from object stores")
+    return data_files(path, key, option)
+
+
+def _hub_files(path: str, key: str, option: str | None) -> DataFiles:
     """Return the files of `hf://ORG/NAME[@REVISION][:CONFIG][/SPLIT]` in the cache.
 
     A configuration and a split are words in the names of files and their directories; without

@@ -1,13 +1,14 @@
 """Streams of tokens, and their samples."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
 
 from fsdpctl.data.packing import IGNORED, Rows, Sample
-from fsdpctl.data.shards import ShardTokens
+from fsdpctl.data.token_formats import TokenFile
+from fsdpctl.data.token_reads import ShardTokens
 from fsdpctl.data.tokenizer import Tokens
 
 
@@ -45,6 +46,28 @@ class TokenStream:
     def rows(self, seq_len: int) -> "StreamRows":
         """Split the stream into samples of `seq_len` tokens, each with the token after it."""
         return StreamRows(self, seq_len)
+
+
+def stream_of(files: Sequence[TokenFile], origin: str, *, isolates: bool = False) -> TokenStream:
+    """Return the tokens of files, one file after the other."""
+    sizes = [each.num_bytes for each in files]
+    known = [each for each in sizes if each is not None]
+    return TokenStream(
+        ShardTokens([each.shard for each in files]),
+        sum(known) if len(known) == len(files) else None,
+        files[0].xxh3 if len(files) == 1 and files[0].xxh3 else _fingerprint(files),
+        origin,
+        isolates,
+    )
+
+
+def _fingerprint(files: Sequence[TokenFile]) -> str:
+    """Return a checksum of the files' checksums, or of their sizes and first bytes."""
+    digest = xxhash.xxh3_64()
+    for file in files:
+        shard = file.shard
+        digest.update(f"{shard.count} {shard.dtype.str} {file.xxh3 or file.start};".encode())
+    return digest.hexdigest()
 
 
 def _part(tokens: Tokens | ShardTokens, start: int, stop: int) -> Tokens | ShardTokens:

@@ -1,7 +1,6 @@
 """The data of a run: text, token files or chats, opened by the section `data`."""
 
 import gzip
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,18 +19,16 @@ from fsdpctl.config.data import (
     check_chat_keys,
 )
 from fsdpctl.config.data_files import kind_of
-from fsdpctl.config.sources import DataSource, sources_in
-from fsdpctl.data.cache import read_cache, write_cache
-from fsdpctl.data.data_set import DataSet
-from fsdpctl.data.documents import read_text
-from fsdpctl.data.files import find_data, hold_out, left_out, standard_library
-from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture
+from fsdpctl.config.sources import sources_in
+from fsdpctl.data.data_set import DataSet, check_alike, mix
+from fsdpctl.data.documents import hold_out, left_out, read_text, standard_library
+from fsdpctl.data.find_data import find_data
 from fsdpctl.data.open_chats import open_chats, rendering_of
-from fsdpctl.data.token_files import stream_of
+from fsdpctl.data.streams import TokenStream, stream_of
+from fsdpctl.data.token_cache import read_cache, write_cache
 from fsdpctl.data.token_formats import TokenFile, open_token_files
 from fsdpctl.data.tokenizer import BATCH, ByteTokenizer, TextPiece, Tokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
-from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.activity import doing
 from fsdpctl.io.units import batches
@@ -69,7 +66,7 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
         _opened(open_one, replace(alone, path=path), key)
         for path, key in ((config.path, _PATH), (config.val_path, _VAL_PATH))
     )
-    _check_alike(str(config.path), mixed, config.val_path, held)
+    check_alike(str(config.path), mixed, config.val_path, held)
     return replace(
         mixed,
         val=held.train,
@@ -89,72 +86,6 @@ def _opened(
         raise UsageError(f"{key}={config.path}: shares are only valid in data.path")
     found = [open_one(replace(config, path=each.path), key) for each in sources]
     return mix(sources, found, key) if len(sources) > 1 else found[0]
-
-
-def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> DataSet:
-    """Return the data of several sources; without shares, each has that of its tokens.
-
-    Raises:
-        UsageError: If two have one name, or are of other tokenizers.
-    """
-    first, names = found[0], [each.name for each in sources]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"{key}: two sources are called {twice[0]}; write NAME=PATH:SHARE")
-    for source, other in zip(sources, found, strict=True):
-        _check_alike(sources[0].path, first, source.path, other)
-    total = sum(each.train.num_tokens for each in found)
-    shares = [
-        one.train.num_tokens / total if each.share is None else each.share
-        for each, one in zip(sources, found, strict=True)
-    ]
-    if least := next((n for n, x in zip(names, shares, strict=True) if x * PERIOD < 0.5), None):
-        raise UsageError(
-            f"{key}: {least}: its share is less than one of {PERIOD:,} samples; give it "
-            "a larger one, or join it with another source"
-        )
-
-    def part(name: str) -> tuple[MixedSource, ...]:
-        streams = [getattr(each, name) for each in found]
-        about = zip(sources, shares, streams, strict=True)
-        return tuple(MixedSource(s.name, share, s.epochs, each) for s, share, each in about if each)
-
-    val = part("val")
-    return replace(
-        first,
-        train=Mixture(part("train"), "" if key == _PATH else f" ({key})"),
-        val=Mixture(val, " (data.val_fraction)") if val else None,
-        description=", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
-        gzip_bits_per_byte=None,
-        token_files=tuple(file for each in found for file in each.token_files),
-        notes=_notes(names, found),
-        about_files=tuple(note for each in found for note in each.about_files),
-        date=next((each.date for each in found if each.date), None),
-        template=next((each.template for each in found if each.template), None),
-        end_tokens=tuple(dict.fromkeys(end for each in found for end in each.end_tokens)),
-        has_val_files=any(each.has_val_files for each in found),
-    )
-
-
-def _notes(names: Sequence[str], found: Sequence[DataSet]) -> tuple[str, ...]:
-    """Return the lines on each source, once those on all of them."""
-    said = Counter(note for each in found for note in each.notes)
-    about = list(zip(names, found, strict=True))
-    lines = (
-        note if said[note] == len(found) else f"{name}: {note}"
-        for name, each in about
-        for note in each.notes
-    )
-    return (*(f"{name}: {each.description}" for name, each in about), *dict.fromkeys(lines))
-
-
-def _check_alike(path: str, one: DataSet, other_path: str, other: DataSet) -> None:
-    """Check that the tokens of two sources are of one tokenizer."""
-    alike = other.tokenizer.checksum == one.tokenizer.checksum
-    if not alike or other.vocab_size != one.vocab_size:
-        raise UsageError(
-            f"{other_path}: tokens of {other.tokenizer.name}, {other.vocab_size:,} different ones, "
-            f"unlike those of {path}: of {one.tokenizer.name}, {one.vocab_size:,}"
-        )
 
 
 def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
