@@ -23,11 +23,10 @@ from fsdpctl.io.files import last_line
 from fsdpctl.io.run_files import CHECKPOINTS, LATEST, LOGS, METRICS, RUN_CONFIG, RUNS, check_own
 from fsdpctl.io.units import format_bytes
 from fsdpctl.io.untrusted import MIB
-from fsdpctl.run.environment import read_starts
+from fsdpctl.run.environment import SavedEstimate, read_estimate, read_starts
 from fsdpctl.run.heartbeat import FAILED, RUNNING, STOPPED, HeartbeatRecord, read_heartbeat
 from fsdpctl.run.metrics import MetricsLine, read_metrics
 from fsdpctl.run.progress import format_seconds
-from fsdpctl.run.saved_estimate import SavedEstimate, read_estimate
 
 STARTING, FINISHED, NOT_STARTED = "starting", "finished", "not started"
 _STEPS = "train.steps"

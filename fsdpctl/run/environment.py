@@ -1,4 +1,4 @@
-"""environment.json: the software, hardware and commit that each start of a run used."""
+"""environment.json, the software, hardware and commit of each start of a run; its estimate.json."""
 
 import contextlib
 import json
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from fsdpctl import __version__
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file, replace
-from fsdpctl.io.run_files import ENVIRONMENT, OVERRIDES
-from fsdpctl.io.untrusted import read_json
+from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, OVERRIDES
+from fsdpctl.io.untrusted import Count, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -118,3 +118,22 @@ def revision(folder: Path) -> str | None:
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedEstimate:
+    """The estimated peak of the rank that needs most, and the predicted step time."""
+
+    peak_allocated_bytes: Count
+    peak_reserved_bytes: Count
+    peak_engine_bytes: Count | None  # of the allocated bytes, those of fsdpctl's engine
+    predicted_step_seconds: float | None = None
+    prediction_source: str = ""  # of the hardware specs
+
+
+def read_estimate(run_dir: Path) -> SavedEstimate | None:
+    """Return the estimate that a run saved before it started, or None if there is no valid one."""
+    try:
+        return read_json(run_dir / ESTIMATE, SavedEstimate)
+    except UsageError:
+        return None  # the run does not need it

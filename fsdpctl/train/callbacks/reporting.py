@@ -19,8 +19,8 @@ from fsdpctl.data.mixture import MixedRows
 from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.io.units import format_bytes
+from fsdpctl.run.environment import read_estimate
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord
-from fsdpctl.run.saved_estimate import read_estimate
 from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory, proportional_memory
 from fsdpctl.train.callback import Callback, TrainingRun, is_joint
 from fsdpctl.train.callbacks.checkpoints import Checkpoints
@@ -215,7 +215,15 @@ class Heartbeat(Callback):
             threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def step(self, run: TrainingRun, done: StepMetrics) -> None:
-        self._set(done.step)
+        step, now = done.step, time.monotonic()
+        is_first = self._first is None
+        if self._first is None:
+            self._first = step, now
+        first, began = self._first
+        each = (now - began) / (step - first) if step > first else None
+        self._record = replace(self._record, step=step, seconds_per_step=each)
+        if is_first:  # readers shall see at once that the run is no longer starting
+            self._write()
 
     def end(self, run: TrainingRun, error: BaseException | None) -> None:
         """Record the end. Ranks that end together first wait for rank 0, and time out otherwise."""
@@ -227,17 +235,6 @@ class Heartbeat(Callback):
         self._has_ended.set()
         self._record = replace(self._record, state=state, message=message[:_LONGEST])
         self._write()
-
-    def _set(self, step: int) -> None:
-        now = time.monotonic()
-        is_first = self._first is None
-        if self._first is None:
-            self._first = step, now
-        first, began = self._first
-        each = (now - began) / (step - first) if step > first else None
-        self._record = replace(self._record, step=step, seconds_per_step=each)
-        if is_first:  # readers shall see at once that the run is no longer starting
-            self._write()
 
     def _run(self) -> None:
         while not self._has_ended.wait(self._every):
