@@ -11,12 +11,7 @@ from fsdpctl.importers.shared import (
     read_zero,
 )
 from fsdpctl.importers.training import TrainingRows
-from fsdpctl.importers.translation import (
-    RankDegrees,
-    SourceBatch,
-    Translation,
-    TranslationRow,
-)
+from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation, TranslationRow
 
 _UNUSED = (
     "compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank",

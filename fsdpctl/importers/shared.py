@@ -211,13 +211,10 @@ def read_activation_offload(found: Translation, value: SourceKey) -> None:
     found.map(value, "activation_checkpointing.offload=true", note=note)
 
 
-def read_fsdp(
-    found: Translation, section: str, *, version: str, strategy: str = "", reentrant: bool = False
-) -> None:
+def read_fsdp(found: Translation, section: str, *, version: str, strategy: str = "") -> None:
     """Translate the FSDP section of accelerate or axolotl, with or without `fsdp_` in its keys.
 
-    `version` is "1" or "2"; `strategy` is one that is set outside of the section. Checkpoints are
-    `reentrant` if the file does not say.
+    `version` is "1" or "2"; `strategy` is one that is set outside of the section.
     """
 
     def take(name: str) -> SourceKey | None:
@@ -247,8 +244,7 @@ def read_fsdp(
         read_offload(found, offload, OF_FSDP)
     key = "gradient_checkpointing_kwargs.use_reentrant"
     value = found.source.take(key)
-    is_reentrant = value.is_on if value else reentrant
-    if is_reentrant and version == "1" and "model.lora.rank" in found.settings:
+    if value and value.is_on and version == "1" and "model.lora.rank" in found.settings:
         note = "FSDP 1 keeps inputs of blocks with frozen weights until backward ends"
         found.map(value, "engine.program=transformers_reentrant", default=key, note=note)
     wrap = take("auto_wrap_policy")

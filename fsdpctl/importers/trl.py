@@ -8,12 +8,7 @@ from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.defaults import CHANGES_TRL, TRL
 from fsdpctl.importers.models import map_model
-from fsdpctl.importers.shared import (
-    quantized,
-    read_deepspeed,
-    read_optimizer,
-    read_targets,
-)
+from fsdpctl.importers.shared import quantized, read_deepspeed, read_optimizer, read_targets
 from fsdpctl.importers.training import (
     TrainingRows,
     add_schedule,

@@ -108,11 +108,7 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | None = None,
-    scores: Scores = PLAIN,
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, scores: Scores = PLAIN
 ) -> Tensor:
     """Attend to the tokens that `mask` allows: by default each token and those before it.
 
@@ -142,12 +138,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: Scores
 
 
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None = None,
-    scores: Scores = PLAIN,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scores: Scores = PLAIN
 ) -> Tensor:
     if scores.sinks is not None or scores.softcap is not None:
         return _attend_plainly(q, k, v, mask, scores)

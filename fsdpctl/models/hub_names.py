@@ -7,7 +7,6 @@ and two or three tensors each in the files. Its own conversion tables say which.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -38,9 +37,11 @@ def stored_parts(module: TransformersDecoder, stored: Sequence[str]) -> dict[str
     Tensors without parts are left out, and so is what transformers itself ignores. UsageError if a
     conversion does more than to place tensors one after another.
     """
+    from transformers.core_model_loading import dot_natural_key
+
     renames = _Renames(module)
     found: dict[str, dict[str, list[str]]] = {}  # by name in memory and pattern
-    for name in sorted(stored, key=_natural):
+    for name in sorted(stored, key=dot_natural_key):
         target, pattern = renames.target(name)
         found.setdefault(target, {}).setdefault(pattern, []).append(name)
     shapes, buffers = renames.shapes, renames.buffers
@@ -147,9 +148,3 @@ def _check_numbers(name: str, stored: Sequence[str]) -> None:
         raise CheckpointError(
             f"{name}: {stored[0]} to {stored[-1]}: expected {len(stored)} tensors numbered from 0"
         )
-
-
-def _natural(name: str) -> Any:
-    from transformers.core_model_loading import dot_natural_key
-
-    return dot_natural_key(name)

@@ -58,6 +58,11 @@ class Packing(ABC):
         blocks = -(-rest // BLOCK)
         return groups * self.group_bytes + bool(blocks) * (self._constants + blocks * self._block)
 
+    def empty(self, numel: int, device: torch.device) -> nn.Parameter:
+        """Return an uninitialized parameter of `numel` packed weights."""
+        packed = torch.empty(self.packed_bytes(numel), dtype=torch.uint8, device=device)
+        return nn.Parameter(packed, requires_grad=False)
+
     @torch.no_grad()
     def quantize(self, weights: Tensor) -> Tensor:
         """Return the bytes of the flattened `weights`, which begin with a group."""
@@ -267,9 +272,7 @@ class FrozenLinear(PackedWeights):
     def quantize(self, packing: Packing) -> None:
         """Replace the weight by an uninitialized one that is packed."""
         self.packing = packing
-        size = packing.packed_bytes(self.rows * self.columns)
-        packed = torch.empty(size, dtype=torch.uint8, device=self.weight.device)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight = packing.empty(self.rows * self.columns, self.weight.device)
 
     def packed_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {} if self.packing is None else {"weight": (self.rows, self.columns)}

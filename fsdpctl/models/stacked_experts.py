@@ -207,12 +207,8 @@ def pack(name: str, experts: Any, packing: Packing) -> None:
                 f"model.base_dtype={packing.name}: {name}.{word} has {rows} x {columns} weights "
                 f"per expert, which are not blocks of {BLOCK}; set model.quantize_experts=false"
             )
-        packed = torch.empty(
-            packing.packed_bytes(count * rows * columns),
-            dtype=torch.uint8,
-            device=getattr(adopted, word).device,
-        )
-        setattr(adopted, word, nn.Parameter(packed, requires_grad=False))
+        device = getattr(adopted, word).device
+        setattr(adopted, word, packing.empty(count * rows * columns, device))
     adopted.packing = packing
 
 
