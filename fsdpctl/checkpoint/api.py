@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdpctl.checkpoint.base import Ranks
-from fsdpctl.checkpoint.load import ShardedOptimizer, state_kinds
-from fsdpctl.checkpoint.load import load_checkpoint as load_into
+from fsdpctl.checkpoint.load import ShardedOptimizer, load_into, state_kinds
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader

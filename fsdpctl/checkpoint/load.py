@@ -7,13 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.manifest import (
-    BUFFER,
-    PARAMETER,
-    REMAINDER,
-    Progress,
-    tensor_key,
-)
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, REMAINDER, Progress, tensor_key
 from fsdpctl.checkpoint.quantized import quantized_as
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
@@ -102,7 +96,7 @@ def optimizer_steps(optimizer: ShardedOptimizer) -> dict[str, int]:
 
 
 @torch.no_grad()
-def load_checkpoint(
+def load_into(
     reader: CheckpointReader,
     model: Sharded,
     optimizer: ShardedOptimizer | None,

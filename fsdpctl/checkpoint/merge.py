@@ -131,7 +131,7 @@ class MergedWeights:
             added = self._update(name, info.shape, first, stop).reshape(-1)
             offset = within.start - first * columns
             values = values + self._scale * added[offset : offset + within.numel]
-            yield within, cast(_bytes(values), "F32", info.dtype, name)
+            yield within, cast(values.view(np.uint8).data, "F32", info.dtype, name)
 
     def _update(self, name: str, shape: Sequence[int], first: int, stop: int) -> Matrix:
         """Return rows of the product of a weight's adapter; experts follow one another."""
@@ -163,8 +163,3 @@ class MergedWeights:
             for _, data in self._weights.read(key)
         ]
         return np.concatenate(parts).reshape(info.shape)
-
-
-def _bytes(values: Matrix) -> memoryview:
-    flat: NDArray[np.uint8] = np.ascontiguousarray(values).view(np.uint8)
-    return flat.data

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdpctl.checkpoint.base import base_info, checked_weights, first_weights, pretrained_weights
 from fsdpctl.checkpoint.folders import newest_checkpoint, way_on
-from fsdpctl.checkpoint.load import load_checkpoint, load_weights
+from fsdpctl.checkpoint.load import load_into, load_weights
 from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -308,6 +308,6 @@ def _resume(
         raise CheckpointError(f"{error}{way_on(newest)}") from None
     weights = checked_weights(reader, model.collectives)
     try:
-        return load_checkpoint(reader, model, optimizer, weights), reader.manifest.base
+        return load_into(reader, model, optimizer, weights), reader.manifest.base
     except CheckpointError as error:
         raise CheckpointError(f"{error}{way_on(newest)}") from None

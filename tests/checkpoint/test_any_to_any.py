@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.load import load_into
 from fsdpctl.checkpoint.manifest import Progress, tensor_key
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -82,7 +82,7 @@ def load_all(rank: int, world_size: int, folder: Path, dtype: str, strategies: l
         for path in sorted(each for each in folder.iterdir() if each.is_dir()):
             source, _, count = path.name.rpartition("-")
             model, optimizer = make(strategy, world_size, DTYPES[dtype][0])
-            load_checkpoint(CheckpointReader(path), model, optimizer)
+            load_into(CheckpointReader(path), model, optimizer)
             check_bits(model, optimizer, whole_tensors(path))
             expected: Losses = torch.load(path.with_suffix(f".{LOSSES}"))
             found = train(model, optimizer, range(2, 4))

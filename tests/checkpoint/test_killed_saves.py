@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fsdpctl.checkpoint.folders import newest_checkpoint, passed_over, remove_unfinished
-from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.load import load_into
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange
@@ -71,7 +71,7 @@ def goes_on(rank: int, world_size: int, folder: Path, mode: str) -> None:
     newest = newest_checkpoint(folder / CHECKPOINTS)
     assert newest is not None
     model, optimizer = trained("full_shard", steps=0)
-    done = load_checkpoint(CheckpointReader(newest), model, optimizer)
+    done = load_into(CheckpointReader(newest), model, optimizer)
     train_on(model, optimizer, 1)
     save(make_saver(folder, mode), model, optimizer, done.step + 1)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fsdpctl.checkpoint.base import base_info, checked_weights, pretrained_weights
 from fsdpctl.checkpoint.consolidate import consolidate
-from fsdpctl.checkpoint.load import load_checkpoint, load_weights
+from fsdpctl.checkpoint.load import load_into, load_weights
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, BaseInfo, Progress
 from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.checkpoint.publish import About
@@ -75,7 +75,7 @@ def test_buffers_come_from_the_checkpoint_and_frozen_parameters_from_the_base(
     assert weight_bytes(weights) == weight_bytes(base)
     torch.manual_seed(1)
     resumed, evaluated = (shard_model(Counting(), name) for name in ("no_shard", "full_shard"))
-    load_checkpoint(part, resumed, None, weights)
+    load_into(part, resumed, None, weights)
     load_weights(weights, evaluated)
     for other in (resumed, evaluated):
         assert not differing(model, other)
@@ -96,7 +96,7 @@ def test_a_partial_run_resumes_evaluates_and_exports_its_biases(tmp_path: Path) 
     about = About(Progress(1), config_words(config), base=info)
     reader = save(tmp_path / "step-00000001", model, about)
     resumed, evaluated = load(config), load(config)
-    load_checkpoint(reader, resumed, None, checked_weights(reader, ranks))
+    load_into(reader, resumed, None, checked_weights(reader, ranks))
     load_weights(pretrained_weights(config.model, reader.folder, ranks), evaluated)
     for other in (resumed, evaluated):
         assert all(torch.equal(expected[name], found) for name, found in other.state_dict().items())

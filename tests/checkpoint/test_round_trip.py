@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.load import load_into
 from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo, Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -68,7 +68,7 @@ def saves(rank: int, world_size: int, folder: Path) -> None:
 @distributed()
 def saves_again(rank: int, world_size: int, source: Path, folder: Path, strategy: str) -> None:
     model, optimizer = trained(strategy, steps=0)
-    assert load_checkpoint(CheckpointReader(source), model, optimizer).samples == 10
+    assert load_into(CheckpointReader(source), model, optimizer).samples == 10
     save(folder, model, optimizer)
 
 
@@ -99,7 +99,7 @@ def test_training_resumes_bit_for_bit(rank, world_size, strategy, tmp_path):
     save(tmp_path / "c", model, optimizer)
     train_on(model, optimizer, 3)
     resumed, its_optimizer = trained(strategy, steps=0)
-    progress = load_checkpoint(CheckpointReader(tmp_path / "c"), resumed, its_optimizer)
+    progress = load_into(CheckpointReader(tmp_path / "c"), resumed, its_optimizer)
     assert progress.samples == 10
     train_on(resumed, its_optimizer, 3)
     assert largest_difference(model.state_dict(), resumed.state_dict()) == 0.0
@@ -190,7 +190,7 @@ def test_empty_parameters_and_buffers_survive(rank: int, world_size: int, tmp_pa
     model = shard_model(make(), "full_shard")
     save(tmp_path / "c", model, ShardedAdamW(model))
     other = shard_model(make(), "no_shard")
-    load_checkpoint(CheckpointReader(tmp_path / "c"), other, None)
+    load_into(CheckpointReader(tmp_path / "c"), other, None)
     assert (
         largest_difference(
             {k: v for k, v in model.state_dict().items() if v.numel()},
@@ -221,4 +221,4 @@ def test_a_checkpoint_of_a_different_model_is_rejected(rank, world_size, tmp_pat
     save(tmp_path / "c", model, optimizer)
     other = shard_model(make_net(tied=False), "full_shard")
     with pytest.raises(CheckpointError, match=r"model/head.weight not found"):
-        load_checkpoint(CheckpointReader(tmp_path / "c"), other, None)
+        load_into(CheckpointReader(tmp_path / "c"), other, None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.load import load_into
 from fsdpctl.checkpoint.manifest import REMAINDER, Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -121,7 +121,7 @@ def train_alike(rank: int, world_size: int, folder: Path, kind: str, strategies:
 def go_on(rank: int, world_size: int, folder: Path, kind: str) -> None:
     """A checkpoint of other ranks is loaded and saved again without a change."""
     model, optimizer = made("full_shard", kind)
-    load_checkpoint(CheckpointReader(folder / f"no_shard {kind}"), model, optimizer)
+    load_into(CheckpointReader(folder / f"no_shard {kind}"), model, optimizer)
     again = save(model, optimizer, folder / f"again-{world_size} {kind}")
     assert_same(again, whole_tensors(folder / f"no_shard {kind}"))
     assert all(loss == loss for loss in train(model, optimizer, range(STEPS, STEPS + 2)))
@@ -172,7 +172,7 @@ def resume(rank: int, world_size: int, folder: Path, kind: str) -> None:
     losses = train(model, optimizer, range(2, 6))
     expected = save(model, optimizer, folder / "late")
     model, optimizer = made("full_shard", kind)
-    load_checkpoint(CheckpointReader(folder / "early"), model, optimizer)
+    load_into(CheckpointReader(folder / "early"), model, optimizer)
     assert train(model, optimizer, range(2, 6)) == losses
     assert_same(save(model, optimizer, folder / "resumed"), expected)
 
@@ -189,7 +189,7 @@ def test_moments_are_converted_once_when_another_dtype_resumes(tmp_path):
         optimizer = ShardedAdamW(model, lr=0.02, state_dtype=dtype)
         if number:
             before = tmp_path / str(number - 1)
-            load_checkpoint(CheckpointReader(before), model, optimizer)
+            load_into(CheckpointReader(before), model, optimizer)
         else:
             train(model, optimizer, range(STEPS))
         stages.append(save(model, optimizer, tmp_path / str(number)))
