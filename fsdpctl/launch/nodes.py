@@ -98,14 +98,9 @@ class Exchange:
         found, others = list(own), self._others(number)
         for node, told in others.items():
             since = self._news.quiet.get(node, 0.0)
-            found += (
-                told.states
-                if told.hangs
-                else [
-                    replace(each, answers=False, waits=False, seconds=each.seconds + since)
-                    for each in told.states
-                ]
-            )
+            for each in told.states:
+                late = replace(each, answers=False, waits=False, seconds=each.seconds + since)
+                found.append(each if told.hangs else late)
         return found, min([self.own, *(node for node, told in others.items() if told.hangs)])
 
     def leave(self, after: int | None = None) -> None:

@@ -175,17 +175,16 @@ class Watchdog:
 
     def _end_hang(self, ranks: Ranks) -> None:
         """Have all ranks write their stacks, find the cause of the hang, and kill them."""
-        states, own = self._asked(ranks), self._exchange.own if self._exchange else 0
-        first = own
-        if self._exchange:
-            states, first = self._exchange.share_states(self._number, states)
+        states, first, exchange = self._asked(ranks), 0, self._exchange
+        if exchange:
+            states, first = exchange.share_states(self._number, states)
         limit = max(map(self._limit_of, range(self._count)))
         self.hang = report(states, limit, is_usual=limit == self._limit)
         self.failed_at = time.time()
-        if self._say and first == own:
+        if self._say and (exchange is None or exchange.own == first):
             self._say(self.hang)
-        if self._say and self._exchange:  # if a rank ends first, those of other hosts fail unnamed
-            self._exchange.leave(after=first)
+        if self._say and exchange:  # earlier, ranks of other hosts would fail unnamed
+            exchange.leave(after=first)
         _kill(ranks)
         if self._say:
             os._exit(ExitCode.FAILED)
@@ -240,7 +239,7 @@ def watch_as_rank(
         say(f"rank {place.rank}: no watchdog: {path}: {error.strerror}")
         return
     if store.add(f"{key}/opened", 1) == place.local_world_size:
-        path.unlink()  # now, because it would remain if the ranks are killed
+        path.unlink(missing_ok=True)  # now, because it would remain if the ranks are killed
     watchdog.start()
 
 
