@@ -48,7 +48,7 @@ RanksPerNode = Annotated[
     str | None,
     typer.Option("--nproc-per-node", metavar="N", help="Same as launch.nproc_per_node=N."),
 ]
-_RECIPES = (".yaml", ".yml")
+YAML = (".yaml", ".yml")
 
 
 class ConfigArguments(NamedTuple):
@@ -66,7 +66,7 @@ def normalized(
     rest = iter(settings or [])
     for text in rest:
         name, equals, value = text.partition("=")
-        if text.endswith(_RECIPES) and not equals and not text.startswith("-"):
+        if text.endswith(YAML) and not equals and not text.startswith("-"):
             if recipe is not None:
                 raise UsageError(f"{text}: conflicts with the recipe {recipe}; pass only one")
             recipe = text

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fsdpctl.commands.config_args import (
+    YAML,
     Recipe,
     Settings,
     check_choice,
@@ -20,7 +21,6 @@ from fsdpctl.errors import DoesNotFitError, UsageError
 from fsdpctl.importers.recipe import read_others
 from fsdpctl.predict.memory_recorder import without_gc
 
-_SUFFIXES = (".yaml", ".yml")
 _FITTED = ("micro_batch", "seq_len", "model")
 
 
@@ -102,7 +102,7 @@ def _files_of(sources: Sequence[Path]) -> list[Path]:
                 raise UsageError(f"--from {source}: not found")
             found.append(source)
             continue
-        below = (each for each in source.rglob("*") if each.suffix in _SUFFIXES)
+        below = (each for each in source.rglob("*") if each.suffix in YAML)
         inside = sorted(each for each in below if each.is_file() and not each.is_symlink())
         if not inside:
             raise UsageError(f"--from {source}: contains no YAML file")

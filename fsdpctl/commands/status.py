@@ -114,7 +114,11 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
         yield "loss", f"{found.loss:.4f}"
     if found.val_loss is not None:
         yield "validation", f"loss {found.val_loss:.4f} at step {found.val_step}"
-    yield "checkpoint", _checkpoint(found.checkpoint) if found.checkpoint else "none yet"
+    saved = "none yet"
+    if (newest := found.checkpoint) is not None:
+        saved = f"step {newest.step}, {format_seconds(newest.age_seconds)} ago, "
+        saved += f"{format_bytes(newest.num_bytes)}, {newest.problem or 'complete'}"
+    yield "checkpoint", saved
     if found.tokens_per_second is not None:
         yield "speed", _speed(found)
     if found.peak_reserved_bytes is not None:
@@ -177,13 +181,6 @@ def _step_line(found: Status) -> str:
     if found.seconds_since_step is not None:
         text += f"; last update {format_seconds(found.seconds_since_step)} ago"
     return text
-
-
-def _checkpoint(newest: Newest) -> str:
-    return (
-        f"step {newest.step}, {format_seconds(newest.age_seconds)} ago, "
-        f"{format_bytes(newest.num_bytes)}, {newest.problem or 'complete'}"
-    )
 
 
 def read_status(run_dir: Path) -> Status:

@@ -52,6 +52,13 @@ def make_text(folder: Path) -> Path:
     return file
 
 
+def words(folder: Path, steps: int, *more: str) -> list[str]:
+    """Settings of a short run; the last of those with one name counts."""
+    own = [*TINY, f"data.path={make_text(folder)}", "train.run_dir=run", f"train.steps={steps}"]
+    last = dict(word.split("=", 1) for word in (*own, *more))
+    return [f"{name}={value}" for name, value in last.items()]
+
+
 def figures(run_dir: Path) -> list[tuple[int, float | None, float | None]]:
     """Step, loss and validation loss of every line that has one."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())

@@ -15,15 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.commands.run import TINY, command, environment, figures, fsdpctl, make_text
+from tests.commands.run import command, environment, figures, fsdpctl, words
 
 pytestmark = pytest.mark.slow
 LONG = 100_000
-
-
-def words(folder: Path, steps: int, *more: str) -> list[str]:
-    data = f"data.path={make_text(folder)}"
-    return [*TINY, data, "train.run_dir=run", f"train.steps={steps}", *more]
 
 
 def heard() -> None:

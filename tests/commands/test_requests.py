@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.run import TINY, command, environment, figures, fsdpctl, make_text
-from tests.commands.test_interruptions import ended, wait_for
+from tests.commands.run import command, environment, figures, fsdpctl, make_text, words
+from tests.commands.test_interruptions import ended, has_stepped, wait_for
 
 pytestmark = pytest.mark.slow
 LONG = 100_000
@@ -59,19 +59,12 @@ class Run:
         (folder / "planted" / "sitecustomize.py").write_text(PLANTED)
         make_text(folder)
 
-    def words(self, steps: int, *more: str) -> list[str]:
-        given = [
-            *TINY, "data.path=words.txt", "train.run_dir=run", f"train.steps={steps}", *more
-        ]  # fmt: skip
-        last = dict(word.split("=", 1) for word in given)
-        return [f"{name}={value}" for name, value in last.items()]
-
     def start(
         self, steps: int, *more: str, slow: str = "", after: int = 0
     ) -> subprocess.Popen[str]:
         paths = f"{self.folder / 'planted'}:{environment()['PYTHONPATH']}"
         self.process = subprocess.Popen(
-            command("train", *self.words(steps, *more)), cwd=self.folder, text=True,
+            command("train", *words(self.folder, steps, *more)), cwd=self.folder, text=True,
             env={**environment(), "PYTHONPATH": paths, "SLOW": slow, "AFTER": str(after)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -79,13 +72,6 @@ class Run:
 
     def has_come_to(self, phase: str) -> Callable[[], object]:
         return (self.folder / f"came-to-{phase}").exists
-
-    def has_stepped(self, step: int = 30) -> Callable[[], object]:
-        return lambda: self.metrics.is_file() and f'"step": {step},' in self.metrics.read_text()
-
-    @property
-    def metrics(self) -> Path:
-        return self.dir / "metrics.jsonl"
 
     def checkpoints(self) -> list[str]:
         return sorted(each.name for each in (self.dir / "checkpoints").glob("step-*"))
@@ -202,7 +188,7 @@ def test_a_save_at_the_end_is_completed(run, way):
 
 def test_a_stop_file_saves_like_a_signal(run, whole):
     process = run.start(LONG)
-    wait_for(run.has_stepped())
+    wait_for(has_stepped(run.folder))
     (run.dir / "STOP").touch()
     code, said = ended(process)
     assert code == 75, said
@@ -213,13 +199,13 @@ def test_a_stop_file_saves_like_a_signal(run, whole):
 
 def test_a_save_request_saves_and_the_run_continues(run):
     process = run.start(LONG, "checkpoint.every=0")
-    wait_for(run.has_stepped())
+    wait_for(has_stepped(run.folder))
     (run.dir / "SAVE").touch()
     wait_for(lambda: not (run.dir / "SAVE").exists())
     (saved,) = run.checkpoints()
     manifest = json.loads((run.dir / "checkpoints" / saved / "manifest.json").read_text())
     assert manifest["progress"]["step"] >= 30
-    wait_for(run.has_stepped(int(saved[5:]) + 20))
+    wait_for(has_stepped(run.folder, int(saved[5:]) + 20))
     process.terminate()
     assert ended(process)[0] == 75
 
@@ -229,7 +215,7 @@ def test_a_save_request_saves_during_a_validation(run):
     wait_for(run.has_come_to("validation"))
     (run.dir / "SAVE").touch()
     wait_for(lambda: not (run.dir / "SAVE").exists())
-    assert "val_loss" not in run.metrics.read_text()
+    assert "val_loss" not in (run.dir / "metrics.jsonl").read_text()
     assert run.checkpoints() == ["step-00000020"]
     code, said = ended(process)
     assert code == 0, said
@@ -240,7 +226,7 @@ def test_a_profile_request_traces_a_running_run(run):
     process = run.start(LONG, slow="save")
     for _ in range(2):
         before = list((run.dir / "profile").glob("*")) if (run.dir / "profile").exists() else []
-        wait_for(run.has_stepped())
+        wait_for(has_stepped(run.folder))
         (run.dir / "PROFILE").touch()
         wait_for(lambda: not (run.dir / "PROFILE").exists())
         files = [each for each in (run.dir / "profile").iterdir() if each not in before]
@@ -289,10 +275,10 @@ def test_a_file_stops_every_node(tmp_path):
         run = Run(tmp_path)
         endpoint = f"{there.addresses[0]}:29500"
         more = ["launch.nnodes=2", "launch.nproc_per_node=1", f"launch.rdzv_endpoint={endpoint}"]
-        words = [run.words(LONG, *more, f"launch.node_rank={node}") for node in range(2)]
+        words = [words(run.folder, LONG, *more, f"launch.node_rank={node}") for node in range(2)]
         nodes = [there.start(each, "train", *words[each], cwd=tmp_path) for each in range(2)]
         try:
-            wait_for(run.has_stepped())
+            wait_for(has_stepped(run.folder))
             (run.dir / "STOP").touch()
             for process in nodes:
                 code, said = ended(process)
@@ -309,7 +295,7 @@ def test_non_finite_steps_exit_with_76(tmp_path):
     more = ["optimizer.lr=1e30", "lr_scheduler.warmup_steps=0", "optimizer.max_grad_norm=0"]
     for action, advice in (("stop", "train.on_nonfinite=skip"), ("skip", "train.max_skips=3")):
         about = ["train.max_skips=3", f"train.on_nonfinite={action}", f"train.run_dir=of-{action}"]
-        result = fsdpctl("train", *run.words(40, *more, *about), cwd=tmp_path)
+        result = fsdpctl("train", *words(run.folder, 40, *more, *about), cwd=tmp_path)
         assert result.returncode == 76, result.stderr
         assert advice in result.stderr
         assert os.path.exists(tmp_path / f"of-{action}" / "metrics.jsonl")

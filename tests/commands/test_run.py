@@ -23,31 +23,24 @@ from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.launch.outcome import Failure, Outcome
 from fsdpctl.launch.run_lines import _strategy
 from fsdpctl.resolve.machine import placed_here
-from tests.commands.run import TINY, command, environment, figures, fsdpctl, make_text
+from tests.commands.run import command, environment, figures, fsdpctl, words
 from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
 
 STEPS = 150
-
-
-def words(folder: Path, *more: str) -> list[str]:
-    given = [
-        *TINY, f"data.path={make_text(folder)}", f"train.steps={STEPS}", "train.run_dir=run", *more,
-    ]  # fmt: skip
-    return [f"{name}={value}" for name, value in dict(w.split("=", 1) for w in given).items()]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run."""
     folder = tmp_path_factory.mktemp("finished")
-    result = fsdpctl("train", *words(folder), cwd=folder)
+    result = fsdpctl("train", *words(folder, STEPS), cwd=folder)
     assert result.returncode == 0, result.stderr
     return folder / "run"
 
 
 def test_a_run_leaves_what_it_promises(tmp_path):
     short = ["train.steps=30", "checkpoint.every=10", "optimizer.lr=1e-2"]
-    result = fsdpctl("train", *words(tmp_path, *short), cwd=tmp_path)
+    result = fsdpctl("train", *words(tmp_path, STEPS, *short), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     run = tmp_path / "run"
     assert {each.name for each in run.iterdir()} >= {
@@ -75,7 +68,7 @@ def test_a_run_leaves_what_it_promises(tmp_path):
 @pytest.mark.slow
 def test_the_same_command_again_reports_that_the_run_is_finished(finished):
     before = (finished / "metrics.jsonl").read_bytes()
-    result = fsdpctl("train", *words(finished.parent), cwd=finished.parent)
+    result = fsdpctl("train", *words(finished.parent, STEPS), cwd=finished.parent)
     assert result.returncode == 0
     assert "finished at step 150" in result.stdout
     assert (finished / "metrics.jsonl").read_bytes() == before
@@ -83,7 +76,7 @@ def test_the_same_command_again_reports_that_the_run_is_finished(finished):
 
 @pytest.mark.slow
 def test_another_configuration_is_rejected_with_the_keys(finished):
-    result = fsdpctl("train", *words(finished.parent), "optimizer.lr=1", cwd=finished.parent)
+    result = fsdpctl("train", *words(finished.parent, STEPS), "optimizer.lr=1", cwd=finished.parent)
     assert result.returncode == 2
     assert "optimizer.lr 0.0" in result.stderr
     assert "train.run_dir=" in result.stderr
@@ -92,7 +85,7 @@ def test_another_configuration_is_rejected_with_the_keys(finished):
 @pytest.mark.slow
 def test_another_length_and_strategy_resume_the_run(finished, tmp_path):
     subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
-    changed = [word for word in words(finished.parent) if not word.startswith("train.steps")]
+    changed = [word for word in words(finished.parent, STEPS) if not word.startswith("train.steps")]
     result = fsdpctl(
         "train", *changed, "train.steps=160", "strategy=no_shard", "launch.nproc_per_node=3",
         cwd=tmp_path,
@@ -157,7 +150,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(finished, tmp_path, how):
     assert (found, said in text) == (code, True), text
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not [each for each in alive if is_living(each)]
-    result = fsdpctl("train", *words(tmp_path), cwd=tmp_path)
+    result = fsdpctl("train", *words(tmp_path, STEPS), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "resumes at step" in result.stdout
     assert figures(tmp_path / "run") == figures(finished)
@@ -168,7 +161,7 @@ def test_a_second_launcher_does_not_disturb_the_first(tmp_path):
     process = start(tmp_path, 100_000)
     wait_for(has_stepped(tmp_path))
     try:
-        second = fsdpctl("train", *words(tmp_path, "train.steps=100000"), cwd=tmp_path)
+        second = fsdpctl("train", *words(tmp_path, STEPS, "train.steps=100000"), cwd=tmp_path)
         assert second.returncode == 2
         assert "in use by a running launcher" in second.stderr
     finally:
@@ -184,7 +177,7 @@ def test_the_tokenizer_is_kept_with_the_run(tmp_path):
     tokenizer.pre_tokenizer = Whitespace()
     (tmp_path / "mine").mkdir()
     tokenizer.save(str(tmp_path / "mine" / "tokenizer.json"))
-    typed = [word for word in words(tmp_path) if not word.startswith("train.steps")]
+    typed = [word for word in words(tmp_path, STEPS) if not word.startswith("train.steps")]
     result = fsdpctl("train", *typed, "train.steps=3", "data.tokenizer=mine", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     (tmp_path / "mine" / "tokenizer.json").unlink()
@@ -196,7 +189,7 @@ def test_the_tokenizer_is_kept_with_the_run(tmp_path):
 
 @pytest.mark.slow
 def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
-    line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path)))
+    line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path, STEPS)))
     subprocess.run(
         ["bash", "-c", f"{line} | head -2"],
         cwd=tmp_path,
@@ -214,7 +207,7 @@ def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
 @pytest.mark.slow
 def test_resume_never_and_resume_path_start_new_runs(finished, tmp_path):
     subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
-    typed = words(finished.parent)
+    typed = words(finished.parent, STEPS)
     again = fsdpctl("train", *typed, "--resume", "never", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert figures(tmp_path / "run-2") == figures(finished)
@@ -250,11 +243,9 @@ os.pidfd_open = refuse
 @pytest.mark.slow
 def test_a_run_says_that_its_ranks_cannot_share_memory(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(REFUSES)
-    text = f"data.path={make_text(tmp_path)}"
-    words = [*TINY, text, "train.steps=1", f"train.run_dir={tmp_path / 'run'}"]
     given = environment()
     found = subprocess.run(
-        command("train", *words),
+        command("train", *words(tmp_path, 1, f"train.run_dir={tmp_path / 'run'}")),
         env=given | {"PYTHONPATH": f"{tmp_path}:{given['PYTHONPATH']}"},
         capture_output=True,
         text=True,

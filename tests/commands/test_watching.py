@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.run.heartbeat import lock_run_dir
-from tests.commands.run import fsdpctl, invoke
-from tests.commands.test_interruptions import ended, has_stepped, start, wait_for, words
+from tests.commands.run import fsdpctl, invoke, words
+from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
 
 
 def status(folder: Path) -> dict[str, object]:

@@ -107,7 +107,7 @@ def _comparison(
 ) -> MeasuredComparison | SimulatedComparison:
     if runs is None:
         return SimulatedComparison(found)
-    return MeasuredComparison(found, runs, num_rounds=num_rounds, is_kept=is_kept, say=note)
+    return MeasuredComparison(found, runs, num_rounds=num_rounds, is_kept=is_kept)
 
 
 def _report(
@@ -125,13 +125,8 @@ def _report(
     if all(row.status == NOT_REACHED for row in rows):
         return
     is_predicted = isinstance(comparison, SimulatedComparison)
-    about = describe(
-        [each.config for each in comparison.variants],
-        rows,
-        *how,
-        is_predicted=is_predicted,
-        is_complete=is_complete,
-    )
+    configs = [each.config for each in comparison.variants]
+    about = describe(configs, rows, *how, is_predicted=is_predicted, is_complete=is_complete)
     if folder is not None:
         with refusing(f"--out {folder}"):
             write_report(rows, about, folder)

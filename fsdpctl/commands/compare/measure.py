@@ -7,7 +7,7 @@ resumed instead would have to write and read a checkpoint per turn, and would wa
 Separate runs also show how much starts differ, and must end with the same loss.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from fsdpctl.commands.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Round, Row
 from fsdpctl.commands.compare.simulate import with_memory
 from fsdpctl.commands.compare.vary import Variant
+from fsdpctl.commands.console import note
 from fsdpctl.config.auto import left_open
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.estimator import Estimator
@@ -44,17 +45,10 @@ class MeasuredComparison:
     """A comparison by runs; its results are available at any time, also after an exception."""
 
     def __init__(
-        self,
-        variants: Sequence[Variant],
-        folder: Path,
-        *,
-        num_rounds: int,
-        is_kept: bool,
-        say: Callable[[str], None],
+        self, variants: Sequence[Variant], folder: Path, *, num_rounds: int, is_kept: bool
     ) -> None:
         """Prepare a comparison in an existing directory without running anything."""
         self._folder, self._num_rounds, self._is_kept = folder, num_rounds, is_kept
-        self._say = say
         self._estimator = Estimator()
         self.variants = list(variants)
         self._assets: dict[str, Mapping[str, bytes]] = {}  # by label
@@ -76,7 +70,7 @@ class MeasuredComparison:
             running = [each for each in self.variants if each.row.status == OK]
             for place, each in enumerate(in_turn(running, number, self._num_rounds), start=1):
                 turn = f"round {number + 1}/{self._num_rounds}  {place}/{len(running)}"
-                self._say(f"{turn}  {each.row.label}")
+                note(f"{turn}  {each.row.label}")
                 with doing(f"running {each.row.label}"):
                     self._run_once(each, number)
 
