@@ -1,10 +1,10 @@
 """What a sharded model does and holds while it runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.plan.schedule import Event
+from fsdpctl.plan.schedule import Event, EventKind
 
 
 @contextmanager
@@ -22,3 +22,16 @@ def gathered_nbytes(model: ShardedModel) -> int:
     """The bytes that are allocated for gathered parameters now."""
     slots = {id(unit.slot): unit.slot for unit in model._runtime.units.values()}
     return sum(slot.allocated_nbytes for slot in slots.values())
+
+
+def most_whole_units(events: Sequence[Event]) -> list[frozenset[str]]:
+    """Return the units whose parameters take memory after each event."""
+    alive: set[str] = set()
+    states = []
+    for event in events:
+        if event.kind in (EventKind.GATHER, EventKind.READY):
+            alive.add(event.unit)
+        elif event.kind is EventKind.RELEASE:
+            alive.discard(event.unit)
+        states.append(frozenset(alive))
+    return states

@@ -12,10 +12,9 @@ from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.step import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed, in_turn
-from tests.engine.events import gathered_nbytes, recording
+from tests.engine.events import gathered_nbytes, most_whole_units, recording
 from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import HALF, WHOLE, cases, half_of
-from tests.plan.whole_units import most_whole_units
 
 MICRO_STEPS = {"one": (True,), "last": (False, False, True), "every": (True, True)}
 
@@ -92,12 +91,8 @@ def test_events_of_one_rank_equal_the_plan(strategy: str) -> None:
 
 
 @distributed(world_size=2)
-def test_counted_bytes_are_those_of_the_storages(rank: int, world_size: int) -> None:
-    for strategy in STRATEGIES:
-        check_bytes_of_storages(rank, world_size, strategy)
-
-
-def check_bytes_of_storages(rank: int, world_size: int, strategy: str) -> None:
+@in_turn(strategy=list(STRATEGIES))
+def test_counted_bytes_are_those_of_the_storages(rank: int, world_size: int, strategy: str) -> None:
     """After a backward with held gradients, after one with reduced ones, and after the step."""
     model = shard_model(make_net(tied=True), strategy)
     optimizer = ShardedAdamW(model, lr=1e-2)
@@ -106,13 +101,8 @@ def check_bytes_of_storages(rank: int, world_size: int, strategy: str) -> None:
     def check() -> None:
         gradients = [s.grad for s in model.flat_shards() if s.grad is not None]
         reduced = sum(each.untyped_storage().nbytes() for each in gradients)
-        whole = [
-            buffer.held_gradients
-            for unit in model._runtime.units.values()
-            for buffer in unit.buffers
-            if buffer.held_gradients is not None
-        ]
-        held = sum(each.untyped_storage().nbytes() for each in whole)
+        whole = [each.held_gradients for each in model._runtime.buffers]
+        held = sum(each.untyped_storage().nbytes() for each in whole if each is not None)
         ledger = model.ledger
         assert ledger.held(Buffer.GRADS) == reduced
         assert ledger.held(Buffer.WHOLE_GRADS) == held

@@ -21,7 +21,7 @@ from fsdpctl.plan.step import (
 )
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import UnitOrder, UnitSpec, divide
-from tests.plan.whole_units import most_whole_units
+from tests.engine.events import most_whole_units
 
 K = EventKind
 COMPUTES = (K.FORWARD, K.LEAVE, K.BACKWARD)

@@ -19,7 +19,7 @@ from fsdpctl.plan.units import divide
 from fsdpctl.predict.engine_bytes import Estimate, estimate, timeline
 from fsdpctl.predict.recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
 from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import WHOLE, cases, fast
 
@@ -95,12 +95,10 @@ def test_the_estimate_is_exact_with_replicas(rank: int, world_size: int, whole: 
 
 @pytest.mark.slow
 @distributed(world_size=4)
-def test_gradients_and_states_are_sharded_as_in_the_table(rank: int, world_size: int) -> None:
-    for strategy in STRATEGIES:
-        check_shares(rank, world_size, strategy)
-
-
-def check_shares(rank: int, world_size: int, strategy: str) -> None:
+@in_turn(strategy=list(STRATEGIES))
+def test_gradients_and_states_are_sharded_as_in_the_table(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """Measured from storage: 1/W, or the whole; two moments for each."""
     row = STRATEGIES[strategy]
     parts = 2 if row.replicates else 4
