@@ -75,15 +75,10 @@ class ConvertedRecipe:
 
 
 def convert(found: Translation, typed: Mapping[str, str], num_ranks: int) -> ConvertedRecipe:
-    """Return a recipe that trains what a file describes.
+    """Return a recipe that trains what a file describes; UsageError if none can.
 
-    Args:
-        found: The translated file.
-        typed: Settings of the command line by name, which take precedence.
-        num_ranks: Ranks of this machine, if neither the file nor `typed` has their number.
-
-    Raises:
-        UsageError: If the file describes what no recipe can have.
+    Settings `typed` on the command line take precedence. There are `num_ranks` ranks if neither
+    these nor the file have their number.
     """
     kept = _by_setting([*found.rows, *found.training])
     if found.model is not None:

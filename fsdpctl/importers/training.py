@@ -149,16 +149,10 @@ class TrainingRows:
     def data(
         self, value: SourceKey | None, paths: Iterable[str], *, is_text: bool = False, own: str = ""
     ) -> str:
-        """Add the data if all of `paths` are here; the Hub's names have to be downloaded.
+        """Add the data if all of `paths` are here, not names on the Hub; return its option.
 
-        Args:
-            value: The key of the data.
-            paths: Files, directories and names.
-            is_text: Whether the rows are plain text.
-            own: The key that selects prompts of the tool's own, which the rows alone don't give.
-
-        Returns:
-            The option of `data`.
+        Its key is `value`. The key `own` selects prompts of the tool's own, which the rows alone
+        don't give.
         """
         listed = [(path, self.file(path)) for path in paths]
         absent = [path for path, file in listed if file is None]
@@ -181,11 +175,7 @@ class TrainingRows:
 
 
 def read_hugging_face_training(rows: TrainingRows, *, adapts: bool) -> int | None:
-    """Translate the names of transformers' TrainingArguments.
-
-    Returns:
-        The number of steps, if the file has it.
-    """
+    """Translate the names of transformers' TrainingArguments; return the steps, if it has them."""
     epochs = "num_epochs" if rows.value("num_epochs") else "num_train_epochs"
     steps = rows.steps("max_steps")
     if steps is not None and (unused := rows.value(epochs)) is not None:
@@ -203,10 +193,7 @@ def read_hugging_face_training(rows: TrainingRows, *, adapts: bool) -> int | Non
 def add_schedule(rows: TrainingRows, value: SourceKey, warmup: tuple[SourceKey, str]) -> None:
     """Translate a schedule of transformers with its arguments; rates are the same in each step.
 
-    Args:
-        rows: The rows of the translation.
-        value: The name of the schedule.
-        warmup: The key and the settings of the warmup.
+    `value` is its name, `warmup` the key and the settings of its warmup.
     """
     given = rows.below("lr_scheduler_kwargs")
     arguments = _arguments(given)

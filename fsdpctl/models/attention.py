@@ -55,12 +55,7 @@ def attention_mask(
 ) -> AttentionMask | None:
     """Return the mask of a layer; None: full rows, causally.
 
-    Args:
-        x: Shape (batch, length, ...), in the compute dtype.
-        head_dim: The width of a head.
-        window: The earlier tokens in sight; None: all.
-        documents: The documents that are packed into rows, if any.
-        scores: Of the layer.
+    `x` is of shape (batch, length, ...), in the compute dtype. `window` are the tokens in sight.
     """
     context = None if documents is None else documents.context
     if documents is not None and documents.are_rows:

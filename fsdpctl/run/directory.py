@@ -102,11 +102,8 @@ def look(
     """Find out what `--resume RESUME` means for `config` and its run directory. Writes nothing.
 
     `config` may have `auto` left; `fresh` is the new directory, if an earlier look has named it.
-    With `only_here`, checkpoints in the run's object store do not count.
-
-    Raises:
-        UsageError: If the directory is not of this run, or the checkpoint is of another model.
-        CheckpointError: If the checkpoint is corrupted.
+    With `only_here`, checkpoints in the run's object store do not count. UsageError if the
+    directory is not of this run, or the checkpoint of another model; CheckpointError if corrupted.
     """
     if resume == "auto":
         return _look_for_resume(config, None if only_here else remote_of(config))

@@ -75,13 +75,9 @@ def _num_frozen(module: Any) -> int:
 def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
     """Return 6 (N - N_embedding) + 12 L h s as torchtitan: h is the total width of a layer's heads.
 
-    Args:
-        model: The model.
-        num_params: The parameters that a token uses.
-        seq_len: The tokens of a sequence.
-
-    An embedding is a lookup and does not count, unless it is also the output head.
-    Attention counts as if every token saw all `seq_len`; causal masking does not halve it.
+    N are the `num_params` parameters that a token uses. An embedding is a lookup and does not
+    count, unless it is also the output head. Attention counts as if every token saw all
+    `seq_len`; causal masking does not halve it.
     """
     assert model.vocab_size is not None
     if not declared(model, "tie_word_embeddings"):

@@ -86,9 +86,7 @@ class RunLock:
         """Lock the run directory for this launcher.
 
         If processes of a killed launcher remain, call `on_wait()` and wait for them to exit.
-
-        Raises:
-            UsageError: If another launcher is alive or one of its ranks does not exit.
+        UsageError if another launcher is alive, or one of its ranks does not exit.
         """
         deadline = time.monotonic() + _WIND_DOWN_SECONDS
         has_called = False
@@ -168,10 +166,8 @@ def _state_of(pid: int) -> str:
 def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
     """Create the directory if it does not exist, and lock it.
 
-    `on_wait` is called before a wait for the ranks of a killed launcher.
-
-    Raises:
-        UsageError: If the directory is not writable, full or in use.
+    `on_wait` is called before a wait for the ranks of a killed launcher. UsageError if the
+    directory is not writable, full or in use.
     """
     with refusing(f"train.run_dir={run_dir}"):
         while True:
