@@ -102,7 +102,7 @@ def tokenizer_beside(folder: Path) -> str | None:
 
 
 def attached_files(reader: CheckpointReader) -> dict[str, bytes]:
-    return {name: reader.attachment(name) or b"" for name in reader.manifest.attachments}
+    return {name: reader.attachment(name) for name in reader.manifest.attachments}
 
 
 def _files_of_weights(folder: Path) -> dict[str, TensorFile]:

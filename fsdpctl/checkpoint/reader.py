@@ -118,12 +118,9 @@ class CheckpointReader:
         lower = tensor_key(REMAINDER, name)
         return lower if kind == PARAMETER and lower in self.manifest.tensors else None
 
-    def attachment(self, name: str) -> bytes | None:
-        """Return a file that comes with the model, such as tokenizer.json; None if not attached."""
-        known = self.manifest.attachments.get(name)
-        if known is None:
-            return None
-        path = self.folder / name
+    def attachment(self, name: str) -> bytes:
+        """Return an attached file that comes with the model, such as tokenizer.json."""
+        known, path = self.manifest.attachments[name], self.folder / name
         content = read_regular(path, CheckpointError)
         if len(content) != known.size or checksum(content) != known.xxh3:
             raise CheckpointError(f"{path}: corrupted: does not match {MANIFEST}")

@@ -103,7 +103,7 @@ class RemoteReader(CheckpointReader):
     def __str__(self) -> str:
         return self._place.url
 
-    def attachment(self, name: str) -> bytes | None:
+    def attachment(self, name: str) -> bytes:
         """Return a file that comes with the model."""
         with naming(self.folder, str(self)):
             return super().attachment(name)

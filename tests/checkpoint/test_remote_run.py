@@ -108,7 +108,7 @@ def test_a_checkpoint_comes_back_as_it_was(run, tmp_path, monkeypatch):
 
 def test_a_checkpoint_with_templates_is_copied_whole(run, tmp_path):
     source = CheckpointReader(folders(run)[0])
-    files = {name: source.attachment(name) or b"" for name in source.manifest.attachments}
+    files = {name: source.attachment(name) for name in source.manifest.attachments}
     about = About(Progress(50), attachments={**files, f"{TEMPLATES}/tool.jinja": b"{{ x }}"})
     folder = step_folder(run / CHECKPOINTS, 50)
     with new_directory(folder) as scratch:
