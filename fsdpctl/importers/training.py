@@ -41,10 +41,10 @@ class TrainingRows:
         """Return the first of `keys` that is set."""
         return next((self._keys[key] for key in keys if key in self._keys), None)
 
-    def known(self, *keys: str) -> SourceKey:
-        """Return the first of `keys` that is set, else the tool's default of the first."""
-        text = self._defaults[keys[0]][0]
-        return self.value(*keys) or SourceKey(keys[0], text, tuple(text.split(", ")))
+    def known(self, key: str) -> SourceKey:
+        """Return the value of a key, else the tool's default."""
+        text = self._defaults[key][0]
+        return self.value(key) or SourceKey(key, text, tuple(text.split(", ")))
 
     def below(self, prefix: str) -> dict[str, SourceKey]:
         return {key: value for key, value in self._keys.items() if key.startswith(prefix)}

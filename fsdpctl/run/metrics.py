@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -83,15 +83,12 @@ def read_metrics(path: Path, *, last_bytes: int | None = None) -> Iterator[Metri
     An incomplete last line, which a killed run leaves, is skipped. UsageError if another line is
     corrupted, or the file cannot be read.
     """
-    with open(open_regular(path), "rb") as file:
-        for _, line in _read(file, path, last_bytes):
-            yield line
+    for _, line in _read(path, last_bytes):
+        yield line
 
 
-def _read(
-    file: BinaryIO, path: Path, last_bytes: int | None = None
-) -> Iterator[tuple[bytes, MetricsLine]]:
-    with refusing(path):
+def _read(path: Path, last_bytes: int | None = None) -> Iterator[tuple[bytes, MetricsLine]]:
+    with open(open_regular(path), "rb") as file, refusing(path):
         size = file.seek(0, os.SEEK_END)
         start = 0 if last_bytes is None else max(0, size - last_bytes)
         file.seek(start)
@@ -110,11 +107,9 @@ def _read(
             yield text, line
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:
+def _lines(path: Path) -> Iterator[MetricsLine]:
     """Read the run's own file, which need not exist."""
-    if path.is_file():
-        with open(open_regular(path), "rb") as file:
-            yield from _read(file, path)
+    return read_metrics(path) if path.is_file() else iter(())
 
 
 def last_step(path: Path) -> int:
@@ -128,13 +123,13 @@ def last_step(path: Path) -> int:
 
 def went_on(path: Path, restart: int) -> bool:
     """Return whether the ranks of restart number `restart` completed a step."""
-    restarts = (line.restart for _, line in _lines(path))
+    restarts = (line.restart for line in _lines(path))
     return any(isinstance(each, dict) and each.get("number") == restart for each in restarts)
 
 
 def was_validated(path: Path, step: int) -> bool:
     """Return whether metrics.jsonl has a finite validation loss of `step`."""
-    return any(line.step == step and isinstance(line.val_loss, float) for _, line in _lines(path))
+    return any(line.step == step and isinstance(line.val_loss, float) for line in _lines(path))
 
 
 class MetricsFile:
@@ -168,7 +163,7 @@ def _cut_back(path: Path, step: int) -> float:
     if not path.is_file():
         return 0.0
     kept, longest = [], 0.0
-    for text, line in _lines(path):
+    for text, line in _read(path):
         longest = max(longest, line.checkpoint_write_seconds)
         if line.step <= step or line.is_permanent:
             kept.append(text.rstrip(b"\n") + b"\n")

@@ -134,21 +134,13 @@ class RequestCollector:
         if name in self._passed_on and _remove(self._run_dir / name):
             self._passed_on.discard(name)
 
-    def remove_left_over(self) -> list[str]:
-        """Remove the requests to an earlier start; return a message for each."""
-        found = [name for name in REQUESTS if _is_left_over(self._run_dir, name)]
-        return self._remove(found, "from before this start")
-
-    def remove_late(self) -> list[str]:
-        """Remove the requests that came after the last step; return a message for each."""
-        found = [name for name in REQUESTS if (self._run_dir / name).exists()]
-        return self._remove(found, "came after the last step")
-
-    def _remove(self, names: Sequence[str], why: str) -> list[str]:
-        if not self._is_main:
-            return []
+    def remove_unwanted(self, *, late: bool) -> list[str]:
+        """Remove requests to an earlier start, or `late` ones; return a message for each."""
+        found = [name for name in REQUESTS if self._is_main and (self._run_dir / name).exists()]
+        names = [name for name in found if late or _is_left_over(self._run_dir, name)]
         for name in names:
             _remove(self._run_dir / name)
+        why = "came after the last step" if late else "from before this start"
         return [f"{name}: request removed ({why})" for name in names]
 
 

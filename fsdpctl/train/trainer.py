@@ -73,7 +73,7 @@ class Trainer:
                 self._act(requested)
         if self.is_ending:
             self.requests.done(STOP)
-        for line in self.requests.remove_late():
+        for line in self.requests.remove_unwanted(late=True):
             self.journal.say(line)
         self.journal.close()
 
@@ -82,7 +82,7 @@ class Trainer:
         """Begin all callbacks, and end each with the error of the block, whatever happens."""
         error: BaseException | None = None
         try:
-            for line in self.requests.remove_left_over():
+            for line in self.requests.remove_unwanted(late=False):
                 self.journal.say(line)
             self._each(lambda callback: callback.begin(self))
             yield
