@@ -93,11 +93,8 @@ class OwnHead(nn.Linear):
     ) -> Tensor:
         """Return logits, or the cross entropy in nats, in float32, summed over targets.
 
-        Args:
-            hidden: Last hidden states, (batch, length, width).
-            targets: As in `TransformersDecoder.forward`.
-            chunk_tokens: As in `TransformersDecoder.forward`.
-            outputs: The other outputs of the backbone.
+        `hidden` are the last hidden states, (batch, length, width), and `outputs` the others of the
+        backbone. The rest is as in `TransformersDecoder.forward`.
         """
         if targets is None:
             return self._logits(hidden, outputs)
