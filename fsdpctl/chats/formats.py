@@ -174,12 +174,10 @@ def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]
 
 
 def _missing(keys: tuple[tuple[str, ...], ...], fields: Mapping[str, Any]) -> str:
-    """Return the first key that a row of a format must have and `fields` does not."""
     return next((each[0] for each in keys if not any(key in fields for key in each)), "")
 
 
 def _check_kind(fields: Mapping[str, Any], name: str) -> None:
-    """Check that a row of a format has no key that makes it data of another kind."""
     for key, value in fields.items():
         if name == _TEXT and key in _BESIDE_TEXT:
             continue

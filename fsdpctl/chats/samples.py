@@ -217,7 +217,6 @@ def _all_but(work: _Work, whole: str) -> ChatSample:
 
 
 def _count_texts(work: _Work, whole: str) -> None:
-    """Count messages whose text has an effect that may be unintended."""
     controls = work.talk.controls
     for message in work.talk.messages:
         text = text_of(message)

@@ -53,7 +53,6 @@ def find_turn(talk: Conversation, index: int, count: int) -> Turn:
 
 
 def _content(talk: Conversation, index: int, messages: list[Message]) -> tuple[int, int]:
-    """Return the span that changes with the text of the message."""
     whole = talk.render(messages).text
     found = _differing(talk, index, messages, whole)
     if found is None:
@@ -147,7 +146,6 @@ def _check_header(
 
 
 def _ahead_of_plain(talk: Conversation, index: int, start: int) -> str:
-    """Return the text between the prompt and the content of a message that has only text."""
     messages = [*talk.messages[:index], {"role": ASSISTANT, "content": "plain words"}]
     whole = talk.render(messages).text
     found = _differing(talk, index, messages, whole)

@@ -100,12 +100,10 @@ class Batches:
         return -(-self._most(count) // self.plan.micro_batch_size)
 
     def _validated(self, number: int) -> tuple[int, int]:
-        """Return the first row of a global batch of validation, and its rows."""
         start = number * self.plan.global_batch_size
         return start, min(self.plan.global_batch_size, self.num_samples - start)
 
     def _most(self, count: int) -> int:
-        """Return the most of `count` rows that a rank has."""
         return -(-count // (self.plan.world_size // self.plan.context_parallel))
 
     def _share(self, count: int, rank: int) -> slice:
@@ -134,7 +132,6 @@ class Batches:
         return {part.name: replace(self, rows=rows) for part, rows in of_part}
 
     def _gather(self, samples: Indices, rank: int, num_rows: int) -> MicroBatch:
-        """Return the samples, padded with ignored targets to `num_rows`."""
         context = self.plan.context(rank)
         size = tokens_per_rank(self.rows.seq_len, self.plan.context_parallel)
         length, padding = self.rows.seq_len, size * self.plan.context_parallel - self.rows.seq_len
@@ -185,7 +182,6 @@ def _without_rest(batch: MicroBatch) -> MicroBatch:
 
 
 def _first(lengths: tuple[int, ...], end: int) -> tuple[int, ...]:
-    """Return the lengths of what is within the first `end` tokens."""
     ends = [min(each, end) for each in accumulate(lengths)]
     found = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
     return tuple(each for each in found if each)

@@ -80,7 +80,6 @@ def open_template(tokenizer: FileTokenizer, file: str | None) -> ChatTemplate:
 
 
 def _found(tokenizer: FileTokenizer) -> tuple[Any, str]:
-    """Return the template or the templates by name, and their location."""
     files, folder = tokenizer.files(), Path(tokenizer.name)
     found = tokenizer.auto.chat_template
     if not found and TEMPLATE_JSON in files:  # where processors of transformers find it

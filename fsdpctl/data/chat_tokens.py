@@ -121,7 +121,6 @@ class Building:
     def _placed(
         self, lines: Iterator[tuple[ChatLine, bytes]], part: str | None
     ) -> Iterator[tuple[ChatLine, str]]:
-        """Yield each line with its part."""
         self._keys.append({"followed": Counter(), "ignored": Counter()})
         fraction = 0.0 if self._plan.validation else self._plan.val_fraction
         for line, content in lines:
@@ -221,7 +220,6 @@ def _size(item: tuple[ChatSample | Plain, Any]) -> int:
 
 
 def _is_cut(text: Plain) -> bool:
-    """Return whether the places of tokens tell which are masked."""
     return text.untrained > 0 and not text.is_apart
 
 

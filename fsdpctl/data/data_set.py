@@ -95,7 +95,6 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
 
 
 def _notes(names: Sequence[str], found: Sequence[DataSet]) -> tuple[str, ...]:
-    """Return the lines on each source, once those on all of them."""
     said = Counter(note for each in found for note in each.notes)
     about = list(zip(names, found, strict=True))
     lines = (

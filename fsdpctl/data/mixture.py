@@ -193,11 +193,9 @@ class MixedRows(Rows):
         return ShareSchedule(sizes, [each.share for each in self.parts], np.array(caps))
 
     def __len__(self) -> int:
-        """Return the samples of all sources."""
         return int(self._begins[-1])
 
     def __getitem__(self, number: int) -> Sample:
-        """Return a sample."""
         rows, place = self._place(number)
         return rows[place]
 

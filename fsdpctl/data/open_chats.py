@@ -155,7 +155,6 @@ def _part(entry: CacheEntry, name: str, packing: Packing, origin: str) -> Docume
 
 
 def _first_prompt(part: DocumentSet) -> tuple[int, ...]:
-    """Return the tokens before the first assistant message of the first sample."""
     tokens, trained = part[0]
     answers = np.flatnonzero(trained[1:]) + 1
     return tuple(int(each) for each in tokens[: answers[0] if len(answers) else len(tokens)])
@@ -215,7 +214,6 @@ def _entry_name(config: DataConfig, files: DataFiles, rendering: Rendering) -> s
 
 
 def _checksum(files: Sequence[Path]) -> str:
-    """Return a checksum of the contents of files."""
     digest = xxhash.xxh3_128()
     for path in files:
         with open(open_regular(path, follows=True), "rb") as file:

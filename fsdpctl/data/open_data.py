@@ -27,7 +27,14 @@ from fsdpctl.data.open_chats import open_chats, rendering_of
 from fsdpctl.data.streams import TokenStream, stream_of
 from fsdpctl.data.token_cache import read_cache, write_cache
 from fsdpctl.data.token_formats import TokenFile, open_token_files
-from fsdpctl.data.tokenizer import BATCH, ByteTokenizer, TextPiece, Tokenizer, open_tokenizer
+from fsdpctl.data.tokenizer import (
+    BATCH,
+    ByteTokenizer,
+    FileTokenizer,
+    TextPiece,
+    Tokenizer,
+    open_tokenizer,
+)
 from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.activity import doing
@@ -80,7 +87,6 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
 def _opened(
     open_one: Callable[[DataConfig, str], DataSet], config: DataConfig, key: str
 ) -> DataSet:
-    """Open the sources that a key names."""
     sources = sources_in(str(config.path), key)
     if key == _VAL_PATH and any(each.share is not None for each in sources):
         raise UsageError(f"{key}={config.path}: shares are only valid in data.path")
@@ -91,6 +97,8 @@ def _opened(
 def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
     texts, held, about, notes = _own(config) if config.name == _OWN else _read(config, key)
     has_files = bool(held)
+    if isinstance(tokenizer, FileTokenizer):
+        tokenizer.begun = 0  # in the texts of other sources
     if not has_files:
         texts, held = hold_out(texts, config.val_fraction)
     if not texts:

@@ -127,11 +127,9 @@ class DocumentSet:
         return np.diff(self.starts)
 
     def __len__(self) -> int:
-        """Return the number of documents."""
         return len(self.starts) - 1
 
     def __getitem__(self, number: int) -> tuple[Tokens, Flags]:
-        """Return the tokens of a document, and which of them are trained on."""
         span = slice(int(self.starts[number]), int(self.starts[number + 1]))
         return self.tokens[span], self.trained[span]
 
@@ -183,7 +181,6 @@ class PackedRows(Rows):
             self._rows = [[int(number)] for number in numbers]
 
     def _count_trained(self, too_long: Flags) -> Numbers:
-        """Return the trained tokens of each document, after truncation."""
         starts, flags = self._documents.starts, self._documents.trained
         if not len(self._lengths):
             return self._lengths
@@ -209,7 +206,6 @@ class PackedRows(Rows):
         return self._num_tokens
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return len(self._rows)
 
     def count_tokens(self, numbers: Sequence[int]) -> int:

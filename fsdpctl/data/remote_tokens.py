@@ -133,7 +133,6 @@ def _version(about: Mapping[str, Any]) -> str:
 
 
 def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, str]]]:
-    """Return the store, and the size of each file at a URL, with what tells its version."""
     place = open_store(path, f"{key}={path}")
     store, root = place.store, place.path
     is_glob = re.search(r"[*?\[]", root) is not None

@@ -90,7 +90,6 @@ class StreamRows(Rows):
         )
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return max(0, (self.stream.num_tokens - 1) // self.seq_len)
 
     def __getitem__(self, number: int) -> Sample:

@@ -95,7 +95,6 @@ class ShardTokens:
     """
 
     def __init__(self, shards: Sequence[Shard], start: int = 0, stop: int | None = None) -> None:
-        """Set the files, and the part in tokens."""
         self.shards = tuple(shards)
         self._begins = np.cumsum([0, *(each.count for each in shards)], dtype=np.int64)
         self._start = start
@@ -105,7 +104,6 @@ class ShardTokens:
         self.flags = ShardTokens(flags, start, stop) if flags else None
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return self._stop - self._start
 
     def part(self, start: int, stop: int) -> "ShardTokens":

@@ -152,7 +152,6 @@ def _about(found: DataFiles, output: Output, tokenizer: Tokenizer) -> str:
 
 
 def _existing(output: Output) -> list[Path]:
-    """Return the files at the destination, with their headers."""
     if output.shard_tokens is None:
         return [each for each in (output.path, output.path.with_suffix(".json")) if each.exists()]
     name = f"{glob.escape(output.path.stem)}-[0-9][0-9][0-9][0-9][0-9]"
@@ -250,7 +249,6 @@ class _Writer:
         replace(self._output.state, json.dumps(asdict(state)) + "\n", durable=True)
 
     def _complete(self) -> None:
-        """Give the file its name, and begin the next one."""
         path, size = self._output.file(self._state.files), None
         self._file.flush()
         os.fsync(self._file.fileno())
