@@ -44,7 +44,7 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
         ranks // shared * passes, ranks, micro_batch_size=1, num_micro_batches=passes,
         context_parallel=shared,
     )  # fmt: skip
-    stream = _stream(plan.global_batch_size * config.train.seq_len)
+    stream = _stream(config, plan.global_batch_size * config.train.seq_len)
     batches = Batches(stream.rows(config.train.seq_len), plan, 0, VOCABULARY)
     small = replace(parts, config=config, model=model, train_batches=batches, val_batches=None)
     figures = run_passes(small, 0, 0, StepClock(parts.device, model.take_waits)).figures()
@@ -84,9 +84,10 @@ def _small_config(config: Config) -> Config:
     return replace(config, model=model, train=train)
 
 
-def _stream(num_tokens: int) -> TokenStream:
-    """Return random tokens, and the one after the last."""
-    drawn = np.random.default_rng(0).integers(VOCABULARY, size=num_tokens + 1, dtype=np.uint16)
+def _stream(config: Config, num_tokens: int) -> TokenStream:
+    """Return random tokens of the small copy, and the one after the last."""
+    size = min(VOCABULARY, config.model.vocab_size or VOCABULARY)
+    drawn = np.random.default_rng(0).integers(size, size=num_tokens + 1, dtype=np.uint16)
     return TokenStream(drawn, None)
 
 
@@ -94,7 +95,8 @@ def _gradients(parts: TrainingParts) -> dict[str, Tensor]:
     """Return the gradients of one sample in one process, in training."""
     config = _small_config(parts.config)
     module = small_copy(config.model, parts.device).train()
-    tokens = torch.from_numpy(_stream(config.train.seq_len).tokens[:].astype(np.int64)).unsqueeze(0)
+    stream = _stream(config, config.train.seq_len)
+    tokens = torch.from_numpy(stream.tokens[:].astype(np.int64)).unsqueeze(0)
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
     summed_loss(module, batch, parts.device, config.train.loss_chunk_tokens or 0).backward()
     return {
