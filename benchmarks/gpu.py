@@ -29,12 +29,12 @@ from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.recipe import known_gpu
+from fsdpctl.engine.blocks import checkpoint_block
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.models.registry import build_plain
+from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.resolve.blocks import checkpoint_block
-from fsdpctl.resolve.small_copy import allocate
 from fsdpctl.run.flops import ModelFlops, flops_per_token
 
 WARM_UP = 4

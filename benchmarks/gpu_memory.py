@@ -27,11 +27,12 @@ from benchmarks.one_gpu import DEVICE, draw, joined, sharded
 from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.engine.build import Precision, Sharding, Source
-from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
+from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.step import Prefetch
+from fsdpctl.resolve.open import plan_on_cluster
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.train.assemble import make_module, make_optimizer
 from tests.train_step import train_step
@@ -68,7 +69,7 @@ def draw_words(draw: random.Random, models: list[str], lengths: list[str]) -> li
 
 def resolved(words: list[str]) -> RunPlan:
     """Return the configuration as it is placed on H200s."""
-    return plan_for_estimate(compose_config([*words, "cluster=h200"]))
+    return plan_on_cluster(compose_config([*words, "cluster=h200"]))
 
 
 def measure(words: list[str]) -> dict[str, int]:
@@ -82,7 +83,7 @@ def measure(words: list[str]) -> dict[str, int]:
     }
 
 
-def _train(config: Config, nccl: NcclCollectives) -> None:
+def _train(config: Settled, nccl: NcclCollectives) -> None:
     sharding = Sharding(
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
         precision=Precision.of(config.precision.planned),

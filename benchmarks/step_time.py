@@ -30,9 +30,9 @@ from benchmarks.contestants import CONTESTANTS
 from benchmarks.report import arguments, write_report
 from fsdpctl.config.compose import compose_config
 from fsdpctl.models.registry import build_plain, initialize_parameter
+from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.resolve.small_copy import allocate
 
 WARM_UP = 1  # rounds
 TURN = 3  # steps

@@ -17,9 +17,10 @@ import torch
 from benchmarks.little_memory import BASELINE, BF16, WAYS
 from benchmarks.report import arguments, write_report
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.place import place
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.train.assemble import make_model, make_optimizer
 from fsdpctl.train.step import Optimizer
 from tests.train_step import train_step
@@ -48,9 +49,9 @@ def _bytes(model: ShardedModel, optimizer: Optimizer) -> dict[str, float]:
     }
 
 
-def _made(settings: list[str], width: int) -> tuple[Config, ShardedModel, Optimizer]:
+def _made(settings: list[str], width: int) -> tuple[Settled, ShardedModel, Optimizer]:
     shape = [*SHAPE, f"model.hidden_size={width}", f"model.intermediate_size={3 * width}"]
-    config = placed_on_cluster(compose_config([*shape, *settings]).config)
+    config = as_kept(place(compose_config([*shape, *settings]).config))
     model = make_model(config, torch.device("cpu"))
     return config, model, make_optimizer(config, model)
 

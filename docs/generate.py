@@ -15,7 +15,7 @@ from docs import evidence, measured
 from docs.rooms import rooms_picture
 from fsdpctl.commands.app import app
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
+from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import plan_run, sent_in_step
 from fsdpctl.estimate.search import estimates_of
 from fsdpctl.models.describe import divide_module
@@ -24,6 +24,7 @@ from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.predict.engine_bytes import estimate, timeline
 from fsdpctl.predict.recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
+from fsdpctl.resolve.open import plan_on_cluster
 
 DOCS = Path(__file__).parent
 PAGES = tuple(page for page in sorted(DOCS.glob("*.md")) if "<!-- /" in page.read_text())
@@ -107,7 +108,7 @@ def replicas_table() -> str:
     estimator = Estimator()
     for settings in REPLICAS:
         composed = compose_config(["launch.device=cuda", *settings], str(REPLICAS_RECIPE))
-        found = estimator.estimate(plan_for_estimate(composed))
+        found = estimator.estimate(plan_on_cluster(composed))
         placed = found.config
         sent = sent_in_step(placed, divide_module(build_model(placed.model), None), 1)
         count = placed.strategy.dp_shard_size or placed.num_ranks
@@ -180,7 +181,7 @@ def estimated_recipe(file: Path) -> str:
 
 def planned(name: str) -> TrainingPlan:
     """Return the training plan of the page's model under a strategy."""
-    config = plan_for_estimate(compose_config([*MODEL, f"strategy={name}"])).config
+    config = plan_on_cluster(compose_config([*MODEL, f"strategy={name}"])).config
     return plan_run(config, divide_module(build_model(config.model), None), 1)
 
 

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from docs.generate import PAGES, PICTURE, RECIPES, draw, estimated_recipe, filled
 from fsdpctl.config.compose import compose_config
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.run import open_run
+from fsdpctl.resolve.open import open_run
 from tests.commands.run import environment, invoke
 from tests.hostile import make_checkpoint, make_hugging_face
 from tests.train.chats import make_chat_model, make_chats

@@ -9,7 +9,7 @@ from fsdpctl.data.batches import MicroBatch
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.batch import ContextParallel, tokens_per_rank
-from fsdpctl.resolve.chunks import loss_chunk_tokens
+from fsdpctl.resolve.settle import as_kept, settle
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.step import Optimizer
 
@@ -21,6 +21,7 @@ def train_step(
     device: torch.device = torch.device("cpu"),
 ) -> None:
     """All micro-batches of a step, the record, and the optimizer."""
+    chunk = settle(as_kept(config)).config.train.loss_chunk_tokens or 0
     steps, samples = config.accumulation.steps, config.train.micro_batch_size
     assert steps is not None
     assert samples is not None
@@ -35,7 +36,7 @@ def train_step(
         batch = MicroBatch(tokens, tokens.clone(), lengths, context, packs)
         holds = config.accumulation.name == "last" and micro_step < steps - 1
         with model.no_sync() if holds else nullcontext():
-            loss = summed_loss(model, batch, device, loss_chunk_tokens(config, samples))
+            loss = summed_loss(model, batch, device, chunk)
             (loss / tokens.numel()).backward()
         loss_sum += loss.detach()
     record = record_step(

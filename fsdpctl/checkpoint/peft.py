@@ -143,7 +143,7 @@ def _adapter_config(
     stacked = [adapted_weight(x) for x in adapted if OF_EXPERTS in x or x in renamed]
     lora = model.lora
     assert lora.rank is not None
-    alpha = 2.0 * lora.rank if lora.alpha is None else lora.alpha
+    alpha = lora.used_alpha
     content: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -23,9 +23,9 @@ from fsdpctl.checkpoint.manifest import (
 from fsdpctl.checkpoint.tensor_file import open_tensor_file, sync, write_synced
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.peft import ADAPTER_CONFIG
-from fsdpctl.config.sealed import CHECKSUMS, MANIFEST
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import refusing
+from fsdpctl.io.run_files import CHECKSUMS, MANIFEST
 
 _SPARE_BYTES = 1 << 20  # for the manifest and directory entries
 WRITTEN = {"fsdpctl": "consolidated"}  # in the metadata of exported tensor files

@@ -27,10 +27,10 @@ from fsdpctl.checkpoint.tensor_file import (
     open_tensor_file,
     sync,
 )
-from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.data.tokenizer_files import TEMPLATES
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.files import open_regular, read_regular
+from fsdpctl.io.run_files import MANIFEST
 from fsdpctl.plan.layout import Span, round_up
 
 

@@ -27,10 +27,10 @@ from fsdpctl.checkpoint.tensor_file import (
     open_tensor_file,
     sync,
 )
-from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import MOST_BYTES
+from fsdpctl.io.run_files import MANIFEST
 from fsdpctl.io.stores import StoredFile
 
 _BLOCK, _LEAST_BLOCK = 8 << 20, 256 << 10  # bytes of a request

@@ -16,12 +16,11 @@ from fsdpctl.checkpoint.manifest import Manifest, read_manifest
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote import TRANSFERS, RemoteReader, fetch_manifest, ranges_of
 from fsdpctl.config.schema import Config
-from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.config.sources import is_remote
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io.activity import Advance
-from fsdpctl.io.run_files import STEP
+from fsdpctl.io.run_files import MANIFEST, STEP
 from fsdpctl.io.stores import StoredFile, asked, open_store
 
 KEY = "checkpoint.remote"

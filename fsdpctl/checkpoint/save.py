@@ -37,8 +37,8 @@ from fsdpctl.checkpoint.tensor_file import (
 )
 from fsdpctl.checkpoint.tensors import DTYPE_NAMES, Staging, tensor_bytes
 from fsdpctl.comm.shards import Sharded, trainable_shards
-from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import FsdpctlError
+from fsdpctl.io.run_files import MANIFEST
 from fsdpctl.plan.layout import ParamSpec, Piece, Span
 
 OnBytes = Callable[[int], None]

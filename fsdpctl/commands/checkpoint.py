@@ -16,7 +16,7 @@ from fsdpctl.checkpoint.tensor_file import EXPORT_DTYPES
 from fsdpctl.commands.config_args import check_choice
 from fsdpctl.commands.console import note, say
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.hub_cache import cached_model
+from fsdpctl.config.hub import cached_model
 from fsdpctl.config.keys import parse_bytes
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.serialize import config_words, model_words_only

@@ -86,7 +86,7 @@ class StepSample:
 def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
     """Return the samples of a step, and why it was rejected; the data must not have changed."""
     from fsdpctl.data.batches import Batches
-    from fsdpctl.resolve.settle import settle
+    from fsdpctl.resolve.settle import plan_of
     from fsdpctl.run.directory import read_config
 
     if not (run_dir / METRICS).is_file():
@@ -104,7 +104,7 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
         }
         numbers = bad.samples
     else:
-        plan = settle(config).batches
+        plan = plan_of(config).batches
         batches = Batches(
             data.train.rows(config.train.seq_len), plan, config.train.seed, data.vocab_size
         )

@@ -17,15 +17,15 @@ from fsdpctl.commands.console import AsJson, say, show_json
 from fsdpctl.commands.sample import Weights, note_adapters
 from fsdpctl.config.auto import Selection
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.hub_cache import cached_model
+from fsdpctl.config.hub import cached_model
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.schema import PrefetchConfig
-from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.data.batches import Batches
 from fsdpctl.io.activity import doing
+from fsdpctl.io.run_files import MANIFEST
 from fsdpctl.plan.strategy import strategies_of
 from fsdpctl.resolve.data import vocabulary_of
-from fsdpctl.resolve.run import Opened, open_run
+from fsdpctl.resolve.open import Opened, open_run
 from fsdpctl.resolve.settle import settle
 from fsdpctl.train.assemble import make_model, strategy_alone
 from fsdpctl.train.loss import validation_loss

@@ -10,8 +10,8 @@ from fsdpctl.checkpoint.checksums import ExportedDirectory
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.commands.checkpoint import Source, opened_checkpoint, verify_base
 from fsdpctl.commands.console import AsJson, say, show_json, show_table
-from fsdpctl.config.sealed import CHECKSUMS
 from fsdpctl.io.activity import BYTES, doing
+from fsdpctl.io.run_files import CHECKSUMS
 from fsdpctl.io.texts import one_line
 
 _PARAMETER, _REMAINDER = "model", "remainder"  # the kinds of weights

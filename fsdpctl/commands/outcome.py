@@ -103,12 +103,12 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     from fsdpctl.estimate.advice import advice
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.launch.begin import change_lines
-    from fsdpctl.resolve.settle import settle
+    from fsdpctl.resolve.settle import plan_of
     from fsdpctl.run.directory import read_config
 
     estimator = Estimator()
     try:
-        found = estimator.estimate(settle(read_config(run_dir)))
+        found = estimator.estimate(plan_of(read_config(run_dir)))
     except UsageError:
         return []  # the configuration is corrupted; report the failure alone
     lacks = lacked_memory or not found.fits

@@ -21,7 +21,7 @@ from fsdpctl.comm.base import Collectives
 from fsdpctl.commands.checkpoint import found_checkpoint
 from fsdpctl.commands.console import emit, note, out
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.hub_cache import cached_model
+from fsdpctl.config.hub import cached_model
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import notes_on_adapters
 from fsdpctl.config.schema import Config
@@ -32,7 +32,8 @@ from fsdpctl.data.tokenizer_files import VOCABULARIES
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import DISPLAY, doing
 from fsdpctl.io.texts import printable
-from fsdpctl.resolve.decoder_check import with_attention
+from fsdpctl.models.decoder_check import with_attention
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.assets import end_tokens
 from fsdpctl.train.assemble import make_model, strategy_alone
 from fsdpctl.train.callbacks.sample import Sampling, TextStream, generate
@@ -105,7 +106,8 @@ class TextGenerator:
         config, weights, files = _opened(source)
         # Compiling takes longer than it saves on a few tokens.
         train = replace(config.train, compile=False)
-        self.config = replace(config, train=train, model=with_attention(config.model))
+        model = with_attention(config.model)
+        self.config = as_kept(replace(config, train=train, model=model))
         self.source, self._count = source, count
         model, self._context = config.model, config.train.seq_len
         if model.is_pretrained:  # the model knows longer texts than those it was fine-tuned on

@@ -17,10 +17,18 @@ from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.commands.console import AsJson, show_json, show_table
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import KEYS
-from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import last_line
-from fsdpctl.io.run_files import CHECKPOINTS, LATEST, LOGS, METRICS, RUN_CONFIG, RUNS, check_own
+from fsdpctl.io.run_files import (
+    CHECKPOINTS,
+    LATEST,
+    LOGS,
+    MANIFEST,
+    METRICS,
+    RUN_CONFIG,
+    RUNS,
+    check_own,
+)
 from fsdpctl.io.units import format_bytes
 from fsdpctl.io.untrusted import MIB
 from fsdpctl.run.environment import SavedEstimate, read_estimate, read_starts

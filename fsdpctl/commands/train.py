@@ -17,7 +17,7 @@ from fsdpctl.commands.config_args import (
 from fsdpctl.commands.console import emit, note, out, say
 from fsdpctl.commands.convert import converted, words_beside
 from fsdpctl.commands.outcome import TOO_EARLY, report_exit
-from fsdpctl.config.auto import Selection, filled, left_open
+from fsdpctl.config.auto import Selection, left_open, selected
 from fsdpctl.config.compose import Composed, First
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_to_type, words_to_yaml
@@ -28,7 +28,7 @@ from fsdpctl.launch.run import run, silence_torch_of_lost_peers
 
 if TYPE_CHECKING:
     from fsdpctl.launch.begin import Decision
-    from fsdpctl.resolve.run import Opened
+    from fsdpctl.resolve.open import Opened
     from fsdpctl.run.directory import Look
 
 
@@ -110,7 +110,7 @@ def _print_config(composed: Composed, resume: str) -> None:
     config = composed.config
     if left_open(config):
         from fsdpctl.launch.begin import decide_on_cluster
-        from fsdpctl.resolve.machine import LOCAL
+        from fsdpctl.resolve.place import LOCAL
         from fsdpctl.resolve.settle import settle
 
         if config.cluster.name != LOCAL:
@@ -121,15 +121,15 @@ def _print_config(composed: Composed, resume: str) -> None:
             selection = Selection.of(settle(seen.config, decision.selection).config)
         note(*decision.lines)
         assert selection is not None
-        config = filled(config, selection)
+        config = selected(config, selection)
     emit(words_to_yaml(words_to_type(config)).rstrip())
 
 
 def _opened(composed: Composed, resume: str) -> "tuple[Opened, Look, Decision]":
     """Open a run without the launcher's variables: it may be shown where no launcher runs."""
     from fsdpctl.launch.begin import decide, decide_on_cluster
-    from fsdpctl.resolve.machine import LOCAL
-    from fsdpctl.resolve.run import open_run
+    from fsdpctl.resolve.open import open_run
+    from fsdpctl.resolve.place import LOCAL
     from fsdpctl.run.directory import look
 
     config = composed.config

@@ -1,6 +1,7 @@
 """Configurations of decoders, as transformers reads them from a config.json."""
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,7 +10,6 @@ from inspect import getattr_static
 from types import FunctionType
 from typing import Any
 
-from fsdpctl.config.config_values import check_about, check_parts, rejection
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.run_files import CONFIG_JSON
@@ -23,6 +23,15 @@ _NOT_THE_MODELS = (
     "id2label", "label2id", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
 _METHODS = (FunctionType, classmethod, staticmethod, dict)  # of transformers' classes, and tables
+# Where transformers looks for the text model in a configuration.
+_PARTS = ("text_config", "decoder", "generator", "text_encoder")
+# Keys about the file, which fsdpctl sets when it writes one, and their values.
+_DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "auto")
+_ABOUT = {"dtype": _DTYPES, "torch_dtype": _DTYPES, "use_cache": ("true", "false")}
+# Of the errors of transformers' validators: the key, the type and the value; or what precedes them.
+_FIELD = re.compile(r"Field '(\w+)' expected (\w+), got \w+ \(value: (.*)\)")
+_VALIDATOR = re.compile(r"Class validation error for validator '\w+': \w+: ")
+_TYPES = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 # Our keys, and the attributes of a configuration of transformers; the first that is set counts.
 NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -49,7 +58,7 @@ def words_of_content(content: Mapping[str, Any], where: str) -> dict[str, str]:
     """
     if content.get("quantization_config") is not None:
         raise UsageError(f"{where}: quantization_config: not supported; expected full weights")
-    check_about(content, where)
+    _check_about(content, where)
     kept = _of_the_model(content)
     config = read_configuration(kept, where, own_code="auto_map" in content)
     if config.model_type != kept["model_type"]:  # the text model of one that sees or hears, too
@@ -63,7 +72,6 @@ def words_of_content(content: Mapping[str, Any], where: str) -> dict[str, str]:
 
 
 def content_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the values of config.json that describe a model."""
     return parse_json(str(model.config_json), dict[str, Any], CONFIG_OF)
 
 
@@ -78,13 +86,11 @@ def declared(model: ModelConfig, name: str) -> Any:
 
 
 def family_of(model: ModelConfig) -> str:
-    """Return the `model_type` of a model."""
     return family_in(str(model.config_json))
 
 
 @lru_cache(maxsize=8)
 def family_in(text: str) -> str:
-    """Return the `model_type` in a config.json."""
     return str(parse_json(text, dict[str, Any], CONFIG_OF).get("model_type"))
 
 
@@ -112,7 +118,6 @@ def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> di
 
 
 def with_sizes(model: ModelConfig, **sizes: Any) -> ModelConfig:
-    """Return a model with other sizes by our keys."""
     content = canonical(resized(content_of(model), sizes, CONFIG_OF))
     return replace(model, **sizes, config_json=content)
 
@@ -181,13 +186,13 @@ def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool
             for name in content:
                 if isinstance(getattr_static(made, name, None), _METHODS):
                     raise UsageError(f"{where}: {name}: not a key of such a file")
-            check_parts(content, where, made.sub_configs)
+            _check_parts(content, where, made.sub_configs)
             numbers = json.loads(json.dumps(content), object_hook=_special_float)
             return made.from_dict(numbers).get_text_config()
     except UsageError:
         raise
     except Exception as error:  # its validators raise what they like
-        raise UsageError(f"{where}: {rejection(error)} (transformers {version})") from None
+        raise UsageError(f"{where}: {_rejection(error)} (transformers {version})") from None
 
 
 def known_names(config: Any) -> dict[str, Collection[str]]:
@@ -232,3 +237,43 @@ def _value(config: Any, names: Sequence[str]) -> int | float | None:
         if isinstance(value, int | float):
             return value
     return None
+
+
+def _check_parts(content: Mapping[str, Any], where: str, parts: Collection[str]) -> None:
+    """Check that nested configurations are those that the model has, and are mappings.
+
+    Raises:
+        UsageError: If they aren't.
+    """
+    for name in {*_PARTS, *parts} & content.keys():
+        value = content[name]
+        if value is not None and name not in parts:
+            raise UsageError(
+                f"{where}: {name}: not supported; {content.get('model_type')} has no such part"
+            )
+        if value is not None and not isinstance(value, Mapping):
+            raise UsageError(f"{where}: {name}: expected a mapping, got {_shown(value)}")
+
+
+def _check_about(content: Mapping[str, Any], where: str) -> None:
+    """Check the keys about the file, which nothing else reads; UsageError names one."""
+    for name, known in _ABOUT.items():
+        value = content.get(name)
+        text = str(value).lower().removeprefix("torch.")
+        if text not in (*known, "none") and not isinstance(value, Mapping):
+            expected = f"{', '.join(known)}{nearest(text, known)}"
+            raise UsageError(f"{where}: {name} {_shown(value)}: expected {expected}")
+
+
+def _rejection(error: Exception) -> str:
+    """Return what transformers rejects: `KEY VALUE: expected TYPE`, or its own reason."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if found := _FIELD.search(reason):
+        name, kind, value = found.groups()
+        return f"{name} {_shown(value.strip(chr(39)))}: expected {_TYPES.get(kind, kind)}"
+    return _VALIDATOR.sub("", reason)
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

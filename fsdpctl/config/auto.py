@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdpctl.config.keys import AUTO, CHOSEN
-from fsdpctl.config.schema import Config, PrefetchConfig
+from fsdpctl.config.schema import C, Config, PrefetchConfig
 from fsdpctl.errors import UsageError
 
 STRATEGY, RECOMPUTATION, PREFETCH = "strategy", "activation_checkpointing", "prefetch"
@@ -41,7 +41,6 @@ class Selection:
         )
 
     def text(self, names: Sequence[str]) -> str:
-        """Return the settings called `names` as KEY=VALUE, separated by spaces."""
         values = {
             STRATEGY: self.strategy,
             RECOMPUTATION: self.activation_checkpointing,
@@ -69,17 +68,14 @@ def left_open(config: Config) -> tuple[str, ...]:
     return (*names, *([MICRO_BATCH] if config.train.micro_batch_size == CHOSEN else []))
 
 
-def filled(config: Config, selection: Selection) -> Config:
+def selected(config: C, selection: Selection) -> C:
     """Return `config` with the selected value for every setting that is `auto`, and only those."""
     names = left_open(config)
+    values = {
+        RECOMPUTATION: selection.activation_checkpointing,
+        MICRO_BATCH: selection.micro_batch_size,
+    }
+    config = config.changed({name: value for name, value in values.items() if name in names})
     if STRATEGY in names:
         config = replace(config, strategy=config.strategy.under(selection.strategy))
-    if RECOMPUTATION in names:
-        mode = replace(config.activation_checkpointing, name=selection.activation_checkpointing)
-        config = replace(config, activation_checkpointing=mode)
-    if PREFETCH in names:
-        config = replace(config, prefetch=selection.prefetch)
-    if MICRO_BATCH in names:
-        train = replace(config.train, micro_batch_size=selection.micro_batch_size)
-        config = replace(config, train=train)
-    return config
+    return replace(config, prefetch=selection.prefetch) if PREFETCH in names else config

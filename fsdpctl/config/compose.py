@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_model, with_model
-from fsdpctl.config.hub_models import hub_models
+from fsdpctl.config.hub import hub_models
 from fsdpctl.config.keys import Value
 from fsdpctl.config.overrides import gathered
 from fsdpctl.config.recipe import (

@@ -12,8 +12,7 @@ from fsdpctl.config.any_decoder import (
     resized,
     words_of_content,
 )
-from fsdpctl.config.hub_cache import local_model
-from fsdpctl.config.hub_models import hub_models
+from fsdpctl.config.hub import hub_models, local_model
 from fsdpctl.config.keys import Value
 from fsdpctl.config.model_path import LORA_KEYS, is_checkpoint, model_words, words_of_file
 from fsdpctl.config.overrides import OVERRIDES, merged
@@ -103,7 +102,6 @@ def _changed(words: Mapping[str, str], given: Mapping[str, str], where: str) -> 
 def _check_weights(
     given: Mapping[str, str], words: Mapping[str, str], changed: Mapping[str, str], where: str
 ) -> None:
-    """Check that no setting contradicts the weights."""
     of_lora = LORA_KEYS if "model.lora.rank" in words else ()
     for name in (*(each for each in _SIZES if each != _FREE), *of_lora):
         text, known = {**changed, **given}.get(name, ""), words.get(name)

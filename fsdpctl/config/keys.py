@@ -41,7 +41,6 @@ class Key:
 
     @property
     def allowed(self) -> str:
-        """A description of the allowed values."""
         words = ", ".join(self.choices) or ("mapping" if self.is_mapping else self.type)
         if self.read is not None:
             return f"a list of {words}"

@@ -37,11 +37,15 @@ class LoraConfig:
     )
 
     @property
+    def used_alpha(self) -> float:
+        """Alpha, by default twice the rank."""
+        return 2.0 * (self.rank or 1) if self.alpha is None else self.alpha
+
+    @property
     def scale(self) -> float:
         """The factor of an adapter's output."""
         rank = self.rank or 1
-        alpha = 2.0 * rank if self.alpha is None else self.alpha
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
+        return self.used_alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.any_decoder import words_of_content
-from fsdpctl.config.hub_cache import local_model
-from fsdpctl.config.hub_models import hub_models
+from fsdpctl.config.hub import hub_models, local_model
 from fsdpctl.config.peft import has_adapters
 from fsdpctl.config.recipe import read_recipe
-from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import CHECKPOINTS as CHECKPOINTS
-from fsdpctl.io.run_files import CONFIG_JSON
+from fsdpctl.io.run_files import CONFIG_JSON, MANIFEST, read_sealed
 from fsdpctl.io.run_files import RUN_CONFIG as RUN_CONFIG
 from fsdpctl.io.untrusted import as_type, read_json
 
@@ -69,7 +67,6 @@ def model_words(path: str) -> dict[str, str]:
 
 
 def words_of_file(file: Path) -> dict[str, str]:
-    """Return the settings of a config.json."""
     return _prefixed(words_of_content(read_json(file, dict[str, Any]), str(file)))
 
 

@@ -79,7 +79,6 @@ def _of_parameter(name: str) -> str:
 
 
 def has_adapters(folder: Path) -> bool:
-    """Return whether a directory has a file of PEFT."""
     return any(os.path.lexists(folder / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
 
 
@@ -113,7 +112,6 @@ def _checked(content: Mapping[str, Any], where: str, file: Path) -> _Adapters:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter."""
     return name.endswith((f".{DOWN}.weight", f".{UP}.weight"))
 
 

@@ -45,7 +45,6 @@ class EngineConfig:
 
     @property
     def facts(self) -> ProgramFacts:
-        """The facts about the program."""
         return PROGRAMS[self.program]
 
 

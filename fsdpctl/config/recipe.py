@@ -34,7 +34,6 @@ def first_comment(file: Path) -> str:
 
 
 def choices_of(group: str) -> list[str]:
-    """Return the options of a group."""
     return sorted(file.stem for file in (package_folder("conf") / group).glob("*.yaml"))
 
 
@@ -58,7 +57,6 @@ def known_gpu(device_name: str) -> Gpu | None:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the recipes of the package."""
     return sorted(file.stem for file in package_folder("recipes").glob("*.yaml"))
 
 

@@ -7,7 +7,7 @@ for `auto` until a run resolves it.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any, NewType, Self, TypeVar
 
 from fsdpctl.config.any_decoder import NAMES, with_sizes
 from fsdpctl.config.data import DataConfig
@@ -51,7 +51,6 @@ class StrategyConfig:
 
     @property
     def on_host(self) -> Offload:
-        """The states that are in host memory."""
         return Offload.parse(self.offload)
 
     def under(self, name: str) -> "StrategyConfig":
@@ -77,7 +76,6 @@ class PrefetchConfig:
 
     @property
     def planned(self) -> Prefetch:
-        """The same numbers for the plan."""
         return Prefetch(self.forward, self.backward)
 
 
@@ -113,7 +111,6 @@ class PrecisionConfig:
 
     @property
     def planned(self) -> Dtypes:
-        """All dtypes; those that are not set are float32."""
         given = (self.param_dtype, self.reduce_dtype, self.master_dtype)
         param, reduce, master = (name or "float32" for name in given)
         return Dtypes(param, reduce, master.removesuffix("+int8"), master == SPLIT)
@@ -243,7 +240,6 @@ class Config:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of a placed configuration."""
         assert self.launch.nproc_per_node is not None
         return self.launch.nproc_per_node * self.launch.nnodes
 
@@ -273,6 +269,11 @@ def _set(part: Any, path: list[str], value: Any) -> Any:
     return replace(part, **{first: _set(getattr(part, first), rest, value) if rest else value})
 
 
+C = TypeVar("C", bound=Config)  # of functions that keep the type
+# What a configuration becomes on its way, for mypy; `replace` and `changed` keep the type.
+Placed = NewType("Placed", Config)  # its device, ranks and dtypes are known
+Filled = NewType("Filled", Placed)  # with the values that follow from the data and the model
+Settled = NewType("Settled", Filled)  # for a number of ranks, checked; nothing is `auto`
 SECTIONS: dict[str, type] = {
     each.name: type(getattr(Config(), each.name)) for each in fields(Config)
 }

@@ -51,7 +51,6 @@ class NameFilter:
         return (replace(self, names=rest) if rest else None), True
 
     def matches(self, name: str) -> bool:
-        """Return whether the name of a layer or parameter is selected."""
         return any(self._finds(part, name) for part in self._parts)
 
     def matches_by(self, word: str, name: str) -> bool:

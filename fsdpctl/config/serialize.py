@@ -110,7 +110,6 @@ def words_for_others(config: Config) -> dict[str, str]:
 
 
 def model_words_only(words: Mapping[str, str]) -> dict[str, str]:
-    """Return only the settings of the model."""
     return {
         name: text for name, text in words.items() if name == "model" or name.startswith("model.")
     }

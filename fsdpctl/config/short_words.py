@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fsdpctl.config.data_files import option_of_data
-from fsdpctl.config.hub_models import hub_models
+from fsdpctl.config.hub import hub_models
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.sources import sources_in
 from fsdpctl.errors import UsageError

@@ -79,7 +79,6 @@ class SourceConfig:
         return value if value is not None and not value.is_off else None
 
     def text(self, *keys: str, default: str = "") -> str:
-        """Take a key and return its text."""
         value = self.take(*keys)
         return default if value is None else value.text.strip()
 
@@ -108,7 +107,6 @@ class SourceConfig:
         return found
 
     def error(self, value: SourceKey, why: str) -> UsageError:
-        """Return an error about a value."""
         return UsageError(f"{self.file}: {value.key}: {value.text[:80]}: {why}")
 
     def peek(self) -> tuple[SourceKey, ...]:
@@ -116,7 +114,6 @@ class SourceConfig:
         return tuple(x for x in self._left.values() if x.text.strip().lower() not in _UNSET)
 
     def is_null(self, key: str) -> bool:
-        """Return whether the file has `key` without a value."""
         return key in self._null
 
     def all_keys(self) -> tuple[SourceKey, ...]:
@@ -124,7 +121,6 @@ class SourceConfig:
         return self._all
 
     def rest(self) -> Iterator[SourceKey]:
-        """Take all keys that are left, in the order of the file."""
         left, self._left = self.peek(), {}
         yield from left
 

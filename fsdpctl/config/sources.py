@@ -92,7 +92,6 @@ def _source(word: str, key: str) -> DataSource:
 
 
 def absolute_paths(text: str, key: str = "data.path") -> str:
-    """Return `text` with each path made absolute."""
     found = sources_in(text, key)
     paths = [each.path if "://" in each.path else os.path.abspath(each.path) for each in found]
     if len(found) == 1:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.data_files import DataFiles, data_files, kind_of, select_files
-from fsdpctl.config.hub_cache import cache_folder
+from fsdpctl.config.hub import cache_folder
 from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
 

@@ -11,7 +11,7 @@ from fsdpctl.estimate import changes as c
 from fsdpctl.estimate.accuracy import is_faster
 from fsdpctl.estimate.changes import Change, Knob, halves, micro_batches
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.hardware import at_speed
+from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.activity import doing
 from fsdpctl.resolve.settle import RunPlan
@@ -19,21 +19,8 @@ from fsdpctl.resolve.settle import RunPlan
 Fitting = tuple[Change, RunEstimate]
 
 _CHANGES = 3
-# What costs least first.
-_TOGETHER = (
-    c.EXPANDABLE, c.CHUNKED, c.REDUCED_EVERY_TIME, c.SHARED_OUT, c.FULLY_SHARDED,
-    c.RECOMPUTED_IN_PART, c.RECOMPUTED, c.SINGLE_SAMPLE, c.SHARED_SAMPLES, c.ACTIVATIONS_ON_HOST,
-    c.FEED_FORWARD_IN_CHUNKS, c.IN_FOUR_BITS, c.COMPUTED_IN_BF16,
-)  # fmt: skip
-_SINGLE = (
-    c.EXPANDABLE, c.CHUNKED, c.REDUCED_EVERY_TIME, c.SHARED_OUT, c.COMPRESSED, c.FULLY_SHARDED,
-    c.RECOMPUTED_IN_PART, c.SMALLER_BATCH, c.SHARED_SAMPLES, c.RECOMPUTED, c.ACTIVATIONS_ON_HOST,
-    c.FEED_FORWARD_IN_CHUNKS, c.STATES_ON_HOST, c.GRADIENTS_ON_HOST, c.PARAMS_ON_HOST,
-    c.IN_FOUR_BITS, c.COMPUTED_IN_BF16,
-)  # fmt: skip
-_STATES = ((), (c.STATES_ON_HOST,), (c.GRADIENTS_ON_HOST,), (c.COMPRESSED,))  # treatments of them
 # In which settings are dispensed with: the last of those first, or smaller micro-batches first.
-_LAST_FIRST = (c.PARAMS_ON_HOST, *_TOGETHER[::-1])
+_LAST_FIRST = (c.PARAMS_ON_HOST, *c.TOGETHER[::-1])
 _ORDERS = (_LAST_FIRST, (c.SINGLE_SAMPLE, *_LAST_FIRST))
 
 
@@ -66,7 +53,7 @@ class _Search:
 
     def alone(self) -> list[Fitting]:
         """Return single settings that suffice; of the values of one setting, the fastest."""
-        single = (change for knob in _SINGLE for change in knob.changes(self._plan))
+        single = (change for knob in c.SINGLE for change in knob.changes(self._plan))
         found: list[Fitting] = []
         for each in self._by_time(list(self.fitting(single))):
             keys = each[0].values.keys()  # strategies differ in more than their degree
@@ -77,7 +64,7 @@ class _Search:
     def together(self, *, more_ranks: bool) -> list[Fitting]:
         """Return settings that suffice together, for each treatment of the optimizer states."""
         here, kept = Change({}, "", self._plan), list[Fitting]()
-        for states in _STATES:
+        for states in c.STATES:
             there = any("states" in x.values.get("strategy.offload", "") for x, _ in kept)
             if states == (c.GRADIENTS_ON_HOST,) and there:
                 continue
@@ -94,7 +81,7 @@ class _Search:
         nodes = list(c.more_nodes(self._plan))
         fewest = [
             (bisect_left(nodes, True, key=lambda n: self._fit(self._all(n, x)) is not None), x)
-            for x in _STATES[:2]
+            for x in c.STATES[:2]
         ]
         index, states = min(fewest, key=lambda each: each[0])
         return None if index == len(nodes) else self._needed(nodes[index], states, _ORDERS[0])
@@ -106,7 +93,7 @@ class _Search:
 
         The settings are dispensed with in `order`.
         """
-        knobs = [*_TOGETHER, *states, c.PARAMS_ON_HOST]
+        knobs = [*c.TOGETHER, *states, c.PARAMS_ON_HOST]
         found = self._fit(_with(base, knobs))
         for knob in order if found else ():
             fewer = [each for each in knobs if each is not knob]
@@ -121,7 +108,7 @@ class _Search:
         return found
 
     def _all(self, base: Change, states: Sequence[Knob]) -> Change:
-        return _with(base, [*_TOGETHER, *states, c.PARAMS_ON_HOST])
+        return _with(base, [*c.TOGETHER, *states, c.PARAMS_ON_HOST])
 
     def _fit(self, change: Change) -> Fitting | None:
         return next(self.fitting([change]), None)
@@ -129,7 +116,7 @@ class _Search:
     def _by_time(self, found: list[Fitting]) -> list[Fitting]:
         """Sort by the predicted step time; changes that may err by their difference stay."""
         try:
-            plans = [at_speed(change.plan)[0] for change, _ in found]
+            plans = [replace(x.plan, config=with_speed(x.plan.config)[0]) for x, _ in found]
             times = [self._estimator.predict(each).seconds for each in plans]
         except UsageError:  # the hardware is not specified
             return found

@@ -13,15 +13,16 @@ from fsdpctl.config.auto import (
     Selection,
     left_open,
 )
-from fsdpctl.config.schema import Config, PrefetchConfig
+from fsdpctl.config.schema import Filled, PrefetchConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import Band, band_of
 from fsdpctl.estimate.hardware import ASSUMED
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch import plan_batches
-from fsdpctl.plan.strategy import STRATEGIES, Strategy
-from fsdpctl.resolve.machine import resolved_strategy, strategy_that_runs, supported_strategies
+from fsdpctl.plan.strategy import STRATEGIES, Strategy, ranks_per_replica
+from fsdpctl.resolve.place import strategy_that_runs, supported_strategies
 from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.usual import OF_STRATEGY, filled
 
 _MOST_PASSES = 8  # micro-batches per step up to which every number that divides the share is tried
 
@@ -39,14 +40,14 @@ class SearchPoint(NamedTuple):
 class Axes:
     """The values of each setting; a setting that is not `auto` has one."""
 
-    placed: Config
+    placed: Filled
     names: tuple[str, ...]  # of the settings that are `auto`
     strategies: tuple[str, ...]
     recomputations: tuple[str, ...]  # the least first
     sizes: tuple[int | None, ...]  # the smallest first
 
     @staticmethod
-    def of(placed: Config) -> "Axes":
+    def of(placed: Filled) -> "Axes":
         """Return the combinations for a placed configuration.
 
         Raises:
@@ -65,7 +66,6 @@ class Axes:
 
     @property
     def count(self) -> int:
-        """The number of combinations."""
         prefetches = sum(len(self._prefetches(each)) for each in self.strategies)
         return prefetches * len(self.recomputations) * len(self.sizes)
 
@@ -75,11 +75,9 @@ class Axes:
         return SearchPoint(strategy, recomputation, self.sizes[place], last if most else 0)
 
     def less_prefetch(self, point: SearchPoint) -> SearchPoint | None:
-        """Return the point with less prefetch, or None."""
         return point._replace(prefetch=point.prefetch - 1) if point.prefetch else None
 
     def selection(self, point: SearchPoint) -> Selection:
-        """Return the values of a point."""
         prefetch = self._prefetches(point.strategy)[point.prefetch]
         return Selection(point.strategy, point.recomputation, prefetch, point.size)
 
@@ -103,7 +101,7 @@ class Axes:
         return PREFETCHES if row.reshard_after_forward else (PREFETCHES[0], PREFETCHES[-1])
 
 
-def _strategies(placed: Config) -> tuple[str, ...]:
+def _strategies(placed: Filled) -> tuple[str, ...]:
     """Return the strategies of the engine, without those that are equivalent on these ranks.
 
     Replicas make sense on several nodes, or if `strategy.dp_shard_size` is set.
@@ -118,12 +116,14 @@ def _strategies(placed: Config) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-def _effective(placed: Config, name: str) -> tuple[Strategy, int]:
+def _effective(placed: Filled, name: str) -> tuple[Strategy, int]:
     under = replace(placed, strategy=placed.strategy.under(name))
-    return strategy_that_runs(under, STRATEGIES[name], resolved_strategy(under).dp_shard_size)
+    size = filled(under, OF_STRATEGY).strategy.dp_shard_size
+    row = STRATEGIES[name]
+    return strategy_that_runs(under, row, ranks_per_replica(row, placed.num_ranks, size))
 
 
-def _sizes(placed: Config) -> tuple[int, ...]:
+def _sizes(placed: Filled) -> tuple[int, ...]:
     """Return micro-batch sizes: a rank's whole share, repeated halves, and other divisors."""
     groups, asked = placed.num_groups, placed.accumulation.steps
     samples = placed.train.global_batch_size
@@ -202,11 +202,9 @@ class Ranking:
         return band_of(candidate.estimate, candidate.seconds)
 
     def text(self, selection: Selection) -> str:
-        """Return a selection as KEY=VALUE settings."""
         return selection.text(self.names)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         return {
             "names": list(self.names),
             "combinations": self.count,

@@ -29,7 +29,6 @@ class Change:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The settings as KEY=VALUE."""
         texts = ((k, v if k in GROUPS else KEYS[k].text(v)) for k, v in self.values.items())
         return tuple(f"{key}={text}" for key, text in texts)
 
@@ -99,7 +98,6 @@ def _fully_sharded(plan: RunPlan) -> list[Values]:
 
 
 def micro_batches(plan: RunPlan, sizes: Iterable[int]) -> list[Values]:
-    """Return smaller micro-batches."""
     more = _passes_as_needed(plan)
     now = plan.batches.micro_batch_size
     return [{"train.micro_batch_size": size, **more} for size in sizes if size < now]
@@ -259,3 +257,16 @@ ADAPTERS = Knob(
     ),
     _adapters,
 )
+# What costs least first.
+TOGETHER = (
+    EXPANDABLE, CHUNKED, REDUCED_EVERY_TIME, SHARED_OUT, FULLY_SHARDED, RECOMPUTED_IN_PART,
+    RECOMPUTED, SINGLE_SAMPLE, SHARED_SAMPLES, ACTIVATIONS_ON_HOST, FEED_FORWARD_IN_CHUNKS,
+    IN_FOUR_BITS, COMPUTED_IN_BF16,
+)  # fmt: skip
+SINGLE = (
+    EXPANDABLE, CHUNKED, REDUCED_EVERY_TIME, SHARED_OUT, COMPRESSED, FULLY_SHARDED,
+    RECOMPUTED_IN_PART, SMALLER_BATCH, SHARED_SAMPLES, RECOMPUTED, ACTIVATIONS_ON_HOST,
+    FEED_FORWARD_IN_CHUNKS, STATES_ON_HOST, GRADIENTS_ON_HOST, PARAMS_ON_HOST, IN_FOUR_BITS,
+    COMPUTED_IN_BF16,
+)  # fmt: skip
+STATES = ((), (STATES_ON_HOST,), (GRADIENTS_ON_HOST,), (COMPRESSED,))  # treatments of them

@@ -29,7 +29,6 @@ class Choices:
         self._places: set[int] = set()  # storages of results of `nonzero`
 
     def result_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-        """Return an operator's result on the meta device."""
         if func is _aten.nonzero.default:
             return self._found_in(args[0])
         if func is _aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):

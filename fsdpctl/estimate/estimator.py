@@ -1,22 +1,25 @@
 """Estimates the memory and the step time of a configuration: it is traced, planned and replayed."""
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
 
 from fsdpctl.comm.host import host_inputs_bytes
-from fsdpctl.config.any_decoder import family_of, with_sizes
-from fsdpctl.config.compose import Composed
-from fsdpctl.config.keys import AUTO
-from fsdpctl.config.schema import Config
-from fsdpctl.data.open_data import open_data
+from fsdpctl.config.any_decoder import family_of
+from fsdpctl.config.schema import Settled
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.hardware import device_of, host_of, network_of
-from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, planned_steps
+from fsdpctl.estimate.hardware import device_of, host_of, network_of, with_speed
+from fsdpctl.estimate.planned_steps import estimate_run, fullest_rank, plan_run, planned_steps
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.traced import TracedModel
+from fsdpctl.io import files
 from fsdpctl.io.activity import doing
+from fsdpctl.io.run_files import ESTIMATE
 from fsdpctl.plan.batch import tokens_per_rank
 from fsdpctl.plan.step import RankPlace
 from fsdpctl.plan.strategy import FSDPCTL
@@ -28,14 +31,10 @@ from fsdpctl.predict.peak import StepEstimate, UnevenStepError, estimate_steps
 from fsdpctl.predict.recorder import Machine, RankGroup, Steps, TaskRecorder
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.amounts import with_enough_samples
 from fsdpctl.resolve.attention_kernel import kernel_of
-from fsdpctl.resolve.data import vocabulary_of
-from fsdpctl.resolve.decoder_check import with_decoder
-from fsdpctl.resolve.machine import placed_on_cluster, with_batch_size
-from fsdpctl.resolve.preflight import check_trained
-from fsdpctl.resolve.rules import checked
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.place import on_cluster
+from fsdpctl.resolve.rules import check_trained
+from fsdpctl.resolve.settle import RunPlan
 
 _MOST_TRACED = 64  # models that are kept
 _SIMULATED = 3  # passes: another one takes as long as the second to last
@@ -101,7 +100,7 @@ class Estimator:
         return None
 
     def _estimate(self, plan: RunPlan) -> RunEstimate:
-        plan = on_cluster(plan)
+        plan = replace(plan, config=on_cluster(plan.config))
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan)
         check_trained(config, traced.units)
         program, last = _program(plan, traced), traced.units[-1]
@@ -140,7 +139,6 @@ class Estimator:
         return replace(shown, tokens=batches.global_batch_size * config.train.seq_len)
 
     def traced_model(self, plan: RunPlan) -> TracedModel:
-        """Return the traced model."""
         config = plan.config
         alike = (
             config.model,
@@ -161,7 +159,7 @@ class Estimator:
         return _traced[alike]
 
 
-def _replayed(config: Config, recorder: MemoryRecorder, steps: Steps) -> StepEstimate:
+def _replayed(config: Settled, recorder: MemoryRecorder, steps: Steps) -> StepEstimate:
     try:
         return estimate_steps(
             recorder,
@@ -202,39 +200,9 @@ def _program(plan: RunPlan, traced: TracedModel) -> Program:
     return traced.program(micro, length, train.loss_chunk_tokens or 0)
 
 
-def placed_for_estimate(composed: Composed, *, every: bool = False) -> Config:
-    """Return a configuration on its cluster, with the vocabulary of its data if it sets none.
-
-    With `every`, its strategy is not the one that is estimated.
-
-    Raises:
-        UsageError: If the configuration is not valid.
-    """
-    config = placed_on_cluster(composed.config)
-    checked(replace(config, strategy=config.strategy.under(AUTO)) if every else config)
-    config, _ = with_decoder(config)
-    config = with_enough_samples(with_batch_size(config), composed.automatic)
-    if config.model.vocab_size is not None:
-        return config
-    vocab_size = vocabulary_of(config, open_data(config.data, config.train.seed))
-    return replace(config, model=with_sizes(config.model, vocab_size=vocab_size))
-
-
-def plan_for_estimate(composed: Composed) -> RunPlan:
-    """Return the plan of a configuration without `auto` on its cluster.
-
-    Raises:
-        UsageError: If the configuration is not valid.
-    """
-    return settle(placed_for_estimate(composed))
-
-
-def on_cluster(plan: RunPlan) -> RunPlan:
-    """Return a plan with the memory that its cluster or this machine has."""
-    return replace(plan, config=placed_on_cluster(plan.config))
-
-
-def _simulate(config: Config, traced: TracedModel, program: Program, passes: int) -> StepPrediction:
+def _simulate(
+    config: Settled, traced: TracedModel, program: Program, passes: int
+) -> StepPrediction:
     plan = plan_run(config, traced.units, passes)
     recorder = TaskRecorder(program, _machine(config, plan.step.place))
     steps = planned_steps(config, traced.units, plan, recorder)
@@ -255,7 +223,7 @@ def _simulate(config: Config, traced: TracedModel, program: Program, passes: int
     )
 
 
-def _machine(config: Config, place: RankPlace) -> Machine:
+def _machine(config: Settled, place: RankPlace) -> Machine:
     ranks, nodes = config.num_ranks, config.launch.nnodes
     context = config.train.context_parallel
     size, on_node = place.size, ranks // nodes
@@ -267,3 +235,35 @@ def _machine(config: Config, place: RankPlace) -> Machine:
         RankGroup.CONTEXT: Group(context, -(-context // on_node)),
     }
     return Machine(device_of(config), network_of(config), host_of(config), groups)
+
+
+def write_estimate(
+    run_dir: Path,
+    plan: RunPlan,
+    module: nn.Module,
+    found: RunEstimate,
+    estimator: Estimator,
+) -> None:
+    """Write the estimate of a run, and the predicted time of its steps on GPUs."""
+    engine = None
+    if plan.config.engine.name == FSDPCTL:
+        passes = plan.batches.num_micro_batches
+        engine = estimate_run(plan.config, module, passes).peak_bytes
+    content = {
+        **found.to_dict(),
+        "peak_engine_bytes": engine,
+        **_prediction(plan, estimator),
+    }
+    text = json.dumps(content, indent=2)
+    files.replace(run_dir / ESTIMATE, text + "\n")
+
+
+def _prediction(plan: RunPlan, estimator: Estimator) -> dict[str, float | str]:
+    if plan.config.launch.device == "cpu":
+        return {}
+    config, source = with_speed(plan.config)
+    try:
+        seconds = estimator.predict(replace(plan, config=config)).seconds
+    except UsageError:
+        return {}  # the run does not need it
+    return {"predicted_step_seconds": seconds, "prediction_source": source}

@@ -38,14 +38,12 @@ class Fit:
 
     @property
     def settings(self) -> str:
-        """The value as command-line settings."""
         if self.estimate is None or self.key != FITTED["micro_batch"]:
             return f"{self.key}={self.value}"
         samples = self.estimate.batches.global_batch_size
         return f"{self.key}={self.value} train.global_batch_size={samples}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the value of `fit` in `--json`."""
         return {
             "key": self.key,
             "value": self.value,
@@ -105,7 +103,6 @@ def longer_samples(
 def _largest(
     estimator: Estimator, plan: RunPlan, what: str, begin: int, most: int, *, multiple: int
 ) -> Fit:
-    """Return the largest multiple that fits."""
     seen: dict[int, RunEstimate] = {}
 
     def fits(count: int) -> bool:

@@ -17,7 +17,7 @@ from fsdpctl.importers.translation import (
     settings_of,
 )
 from fsdpctl.plan.strategy import FSDPCTL
-from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import checked
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
@@ -41,7 +41,6 @@ class ImportedConfig:
         return {f"{name}={text}" for name, text in words if _differs(self.composed, name, text)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the value of `from` in `estimate-memory --from FILE --json`."""
         found = self.translation
         return {
             "file": str(found.file),
@@ -92,7 +91,7 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
     ]
     rows += _longer(composed(rows).config)
     rows += _ranks(composed(rows), translation.degrees)
-    placed = placed_on_cluster(composed(rows).config)
+    placed = place(composed(rows).config)
     if translation.degrees is not None:
         rows.append(_arranged(translation, translation.degrees, placed.num_ranks))
     if translation.batch is not None:
@@ -100,7 +99,7 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
     found, own_engine = composed(rows), ""
     if found.config.engine.name != FSDPCTL and "engine" not in typed:
         try:
-            checked(placed_on_cluster(found.config))
+            checked(place(found.config))
         except UsageError as error:
             dropped.add("engine")
             found, own_engine = composed(rows), str(error)
@@ -150,7 +149,7 @@ def _ranks(composed: Composed, degrees: RankDegrees | None) -> Iterator[Translat
     """Yield the number of nodes by the degrees, unless a number of ranks is set."""
     if degrees is None or degrees.total is None or composed.config.launch.nproc_per_node:
         return
-    node = placed_on_cluster(composed.config).launch.nproc_per_node or 1
+    node = place(composed.config).launch.nproc_per_node or 1
     total = degrees.total * composed.config.train.context_parallel
     nodes = total // node if total > node and total % node == 0 else 1
     words = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")

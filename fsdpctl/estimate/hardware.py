@@ -9,14 +9,13 @@ import torch
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.placement import ClusterConfig
 from fsdpctl.config.recipe import known_gpu
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import C, Settled
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
 from fsdpctl.plan.strategy import FSDP2, FSDPCTL
 from fsdpctl.predict.hardware import SHARED_CORES, DataSheet, HostSheet, RingNetwork
 from fsdpctl.resolve.attention_kernel import kernel_of
-from fsdpctl.resolve.machine import LOCAL
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.place import LOCAL, on_cluster
 
 _TERA, _GIGA = 1e12, 1e9
 _PER_STEP = 0.015  # seconds: data loading, hooks, and waits of the host
@@ -30,7 +29,7 @@ _LONG_GAIN = {"hopper": {CUDNN: 0.14}}  # by four published steps with samples o
 _FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set
 
 
-def device_of(config: Config) -> DataSheet:
+def device_of(config: Settled) -> DataSheet:
     """Return the device of a placed configuration.
 
     Raises:
@@ -56,7 +55,7 @@ def device_of(config: Config) -> DataSheet:
     )
 
 
-def _attention(config: Config) -> Mapping[str, float]:
+def _attention(config: Settled) -> Mapping[str, float]:
     """Return the shares of peak FLOP/s that torch's attention operators reach."""
     cluster, kernel = config.cluster, kernel_of(config)
     shares = dict(SHARES[cluster.architecture or _USUAL])
@@ -67,7 +66,7 @@ def _attention(config: Config) -> Mapping[str, float]:
     return {name: shares[name] for name in (FLASH, CUDNN, EFFICIENT)}
 
 
-def network_of(config: Config) -> RingNetwork:
+def network_of(config: Settled) -> RingNetwork:
     """Return the network of a placed configuration.
 
     Raises:
@@ -79,8 +78,7 @@ def network_of(config: Config) -> RingNetwork:
     return RingNetwork(cluster.intra_bandwidth * _GIGA, cluster.inter_bandwidth * _GIGA)
 
 
-def host_of(config: Config) -> HostSheet:
-    """Return the host of a placed configuration."""
+def host_of(config: Settled) -> HostSheet:
     cluster, launch = config.cluster, config.launch
     assert launch.nproc_per_node is not None
     return HostSheet(
@@ -91,7 +89,7 @@ def host_of(config: Config) -> HostSheet:
     )
 
 
-def _unknown(config: Config, missing: str) -> UsageError:
+def _unknown(config: Settled, missing: str) -> UsageError:
     return UsageError(
         f"cluster={config.cluster.name}: {missing} required; set them or another cluster="
     )
@@ -115,12 +113,13 @@ _SPECS = (
 )
 
 
-def with_speed(config: Config) -> tuple[Config, str]:
-    """Return a placed configuration with complete hardware specs, and the source of these specs.
+def with_speed(config: C) -> tuple[C, str]:
+    """Return a configuration with complete hardware specs, and the source of these specs.
 
     A specified cluster has its own. For this machine, they come from the settings, then from the
     cluster with the same GPUs, or from assumptions that are only good enough to rank candidates.
     """
+    config = on_cluster(config)
     cluster = config.cluster
     if cluster.name != LOCAL:
         return config, f"specs of cluster={cluster.name}"
@@ -129,12 +128,6 @@ def with_speed(config: Config) -> tuple[Config, str]:
     else:
         found, whose = _specified(_CPU), "specs as set" if cluster.flops else f"{ASSUMED} CPU specs"
     return replace(config, cluster=_filled(cluster, found)), whose
-
-
-def at_speed(plan: RunPlan) -> tuple[RunPlan, str]:
-    """Return a plan as `with_speed` does."""
-    config, whose = with_speed(plan.config)
-    return replace(plan, config=config), whose
 
 
 def _filled(given: ClusterConfig, found: ClusterConfig) -> ClusterConfig:

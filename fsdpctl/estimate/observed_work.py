@@ -71,7 +71,6 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
 
 
 def _tensors(values: object) -> list[Tensor]:
-    """Return the tensors in nested lists and tuples."""
     if isinstance(values, Tensor):
         return [values]
     if not isinstance(values, list | tuple):

@@ -63,7 +63,6 @@ class MemoryEstimate:
 
     @property
     def peak_allocated(self) -> int:
-        """The bytes of all tensors."""
         return self.step.allocated
 
     @property
@@ -73,12 +72,10 @@ class MemoryEstimate:
 
     @property
     def breakdown(self) -> dict[str, int]:
-        """The allocated bytes by category."""
         return self.step.breakdown
 
     @property
     def when(self) -> str:
-        """The moment of the peak, as text."""
         return str(self.step.peak.when)
 
     def verdict(self, available: int | str) -> str:
@@ -92,7 +89,6 @@ class MemoryEstimate:
         return self.step.verdict(available)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimate for JSON."""
         return {
             "num_parameters": self.num_params,
             "rank": self.rank,
@@ -228,7 +224,6 @@ def _plan(
     world_size: int,
     assumed: Assumed,
 ) -> TrainingPlan:
-    """Return the plan of the first rank."""
     strategy = requested_strategy(given)
     size = ranks_per_replica(strategy, world_size, given.dp_shard_size)
     shares = given.share_memory and world_size > 1 and assumed.device == "cpu"

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.optimizers import ADAMW, KeptStates, Muon, get_optimizer, tiled_dtype
 from fsdpctl.plan.step import RankPlace, StepPlan, Transport
@@ -16,14 +16,13 @@ from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.machine import owner_map_of, shares_memory
+from fsdpctl.resolve.place import owner_map_of, shares_memory
 
 REPEATING = 3  # micro-steps; another one needs no more memory
 _REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
 
 
-def _divide_run(config: Config, units: tuple[UnitSpec, ...]) -> Division:
-    """Divide the units of a model for a resolved configuration."""
+def _divide_run(config: Settled, units: tuple[UnitSpec, ...]) -> Division:
     given, ranks = config.strategy, config.num_ranks
     size = given.dp_shard_size or ranks
     return divide(
@@ -42,8 +41,7 @@ def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
     return (*[every] * (count - 1), True)
 
 
-def kept_states(config: Config) -> KeptStates:
-    """Return the optimizer states."""
+def kept_states(config: Settled) -> KeptStates:
     about, row = config.optimizer, get_optimizer(config.optimizer.name)
     has_moments = about.momentum > 0 or not row.needs_momentum
     muon = Muon(about.ns_steps, about.nesterov) if row.steps_matrices else None
@@ -54,7 +52,6 @@ def kept_states(config: Config) -> KeptStates:
 def first_place(
     division: Division, num_ranks: int, device: str, *, shares_memory: bool = False
 ) -> RankPlace:
-    """Return the position of the first rank."""
     size, transport = division.ranks_per_replica, Transport.GLOO
     if device == "cuda":
         transport = Transport.NCCL
@@ -63,7 +60,7 @@ def first_place(
     return RankPlace(0, size, num_ranks // size, transport)
 
 
-def plan_run(config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int) -> TrainingPlan:
+def plan_run(config: Settled, units: tuple[UnitSpec, ...], num_micro_batches: int) -> TrainingPlan:
     """Return the plan of the first rank for a resolved configuration."""
     division, ranks = _divide_run(config, units), config.num_ranks
     device, shares = str(config.launch.device), shares_memory(config)
@@ -78,7 +75,7 @@ def plan_run(config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int
     return TrainingPlan(step, reducing_passes(shown, every=every), kept_states(config))
 
 
-def estimate_run(config: Config, module: nn.Module, num_micro_batches: int) -> Estimate:
+def estimate_run(config: Settled, module: nn.Module, num_micro_batches: int) -> Estimate:
     """Return the engine's memory on the fullest rank, for a resolved configuration."""
     return estimate(plan_run(config, divide_module(module, None), num_micro_batches))
 
@@ -108,7 +105,7 @@ def steps_of(
 
 
 def planned_steps(
-    config: Config,
+    config: Settled,
     units: tuple[UnitSpec, ...],
     plan: TrainingPlan,
     recorder: Recorder,
@@ -147,11 +144,10 @@ class SentBytes:
 
     @property
     def total(self) -> int:
-        """The sum of both."""
         return round(self.within + self.between)
 
 
-def sent_in_step(config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int) -> SentBytes:
+def sent_in_step(config: Settled, units: tuple[UnitSpec, ...], num_micro_batches: int) -> SentBytes:
     """Return what a rank sends for a resolved configuration, whose model has these units."""
     plan = plan_run(config, units, num_micro_batches)
     every = config.accumulation.name == "every"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.io.units import format_bytes
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.predict.peak import StepEstimate
@@ -46,18 +46,15 @@ class RunEstimate:
     shared: int = 0  # bytes that the ranks of the machine share, of which each counts its share
 
     @property
-    def config(self) -> Config:
-        """The settings of the plan."""
+    def config(self) -> Settled:
         return self.plan.config
 
     @property
     def batches(self) -> BatchPlan:
-        """The batches of the plan."""
         return self.plan.batches
 
     @property
     def allocated(self) -> int:
-        """The bytes of all tensors at the peak."""
         return self.step.allocated
 
     @property
@@ -67,7 +64,6 @@ class RunEstimate:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes that a rank may use."""
         assert self.config.cluster.memory is not None
         return int(self.config.cluster.memory * _GIB)
 
@@ -171,7 +167,6 @@ class RunEstimate:
         return self.host_limit is not None and self.node_bytes > self.host_limit
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the output of `estimate-memory --json`."""
         config, outside = self.config, self.outside
         return {
             "strategy": config.strategy.name,
@@ -203,5 +198,4 @@ class RunEstimate:
 
     @property
     def tokens_per_step(self) -> int:
-        """The tokens per step of all ranks."""
         return self.batches.global_batch_size * self.config.train.seq_len

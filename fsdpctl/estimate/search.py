@@ -16,15 +16,16 @@ from functools import partial
 
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import Composed
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Filled
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import TIE
 from fsdpctl.estimate.candidates import Axes, Candidate, Ranking, SearchPoint
-from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
+from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.activity import doing
-from fsdpctl.resolve.machine import supported_strategies
+from fsdpctl.resolve.open import fill_on_cluster
+from fsdpctl.resolve.place import supported_strategies
 from fsdpctl.resolve.settle import settle
 
 KEPT = 6  # candidates: the selected one and those that it is compared with
@@ -42,7 +43,7 @@ def estimates_of(
     Raises:
         UsageError: If the configuration is invalid.
     """
-    placed = placed_for_estimate(composed, every=every)
+    placed = fill_on_cluster(composed, every=every)
     if not every:
         return [_estimated(estimator, placed)]
     found, errors = [], []
@@ -57,14 +58,14 @@ def estimates_of(
     return found
 
 
-def _estimated(estimator: Estimator, placed: Config) -> tuple[RunEstimate, Ranking | None]:
+def _estimated(estimator: Estimator, placed: Filled) -> tuple[RunEstimate, Ranking | None]:
     if not left_open(placed):
         return estimator.estimate(settle(placed)), None
     ranking = choose(estimator, placed)
     return ranking.estimate, ranking
 
 
-def choose(estimator: Estimator, placed: Config) -> Ranking:
+def choose(estimator: Estimator, placed: Filled) -> Ranking:
     """Rank the candidates that fit, for the `auto` settings of a placed configuration.
 
     The same configuration always gives the same ranking.

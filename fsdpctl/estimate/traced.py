@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.schema import ActivationCheckpointingConfig, Config
+from fsdpctl.config.schema import ActivationCheckpointingConfig, Settled
+from fsdpctl.engine.blocks import checkpoint_blocks, chunk_feed_forward
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.recurrences import packages_of
 from fsdpctl.estimate.trace import trace
@@ -26,7 +27,6 @@ from fsdpctl.plan.batch import ContextParallel
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import TRACED_OF_A_ROW, Pass, Program, UnitRow
 from fsdpctl.resolve.attention_kernel import kernel_of
-from fsdpctl.resolve.blocks import checkpoint_blocks, chunk_feed_forward
 
 _PLAIN = (bool, int, float, str, type(None))
 _NUMBERS_A_LAYER = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
@@ -195,7 +195,7 @@ def _built(config: ModelConfig, chunk_tokens: int, plain_norms: bool) -> BuiltMo
 class TracedModel:
     """The model of a configuration, which is traced at any size and length."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Settled) -> None:
         """Build the model of a placed configuration on the meta device.
 
         Raises:

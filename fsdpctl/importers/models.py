@@ -5,8 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from fsdpctl.config.hub_cache import local_model
-from fsdpctl.config.hub_models import hub_models
+from fsdpctl.config.hub import hub_models, local_model
 from fsdpctl.config.model_path import model_words
 from fsdpctl.config.overrides import OVERRIDES
 from fsdpctl.config.source_config import SourceKey

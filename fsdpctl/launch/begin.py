@@ -11,22 +11,21 @@ from fsdpctl.config.auto import Selection, left_open
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Filled, Settled
 from fsdpctl.errors import DoesNotFitError
 from fsdpctl.estimate.accuracy import kind_of
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.estimate.changes import Change
-from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
+from fsdpctl.estimate.estimator import Estimator, write_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.saved import write_estimate
 from fsdpctl.estimate.search import choose
 from fsdpctl.io.activity import Talk, doing
 from fsdpctl.io.units import format_bytes
 from fsdpctl.launch.run_lines import describe_run
 from fsdpctl.resolve.launchers import Place
-from fsdpctl.resolve.machine import LOCAL, placed_on_cluster
-from fsdpctl.resolve.run import Opened, open_run
+from fsdpctl.resolve.open import Opened, fill_on_cluster, open_run
+from fsdpctl.resolve.place import LOCAL
 from fsdpctl.resolve.settle import settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
@@ -39,9 +38,9 @@ class Begun:
 
     run_dir: Path
     lock: RunLock
-    base: Config  # as opened: settings that depend on the ranks are as requested
+    base: Filled  # as opened: settings that depend on the ranks are as requested
     selection: Selection | None  # of the settings that are `auto`
-    config: Config  # settled for the ranks of the current round
+    config: Settled  # settled for the ranks of the current round
     step: int  # of the checkpoint that the current round starts from
 
     @property
@@ -165,20 +164,20 @@ def decide(
     if seen.kept is not None:
         kept, source = Selection.of(seen.kept), seen.source or seen.run_dir / RUN_CONFIG
         return Decision(kept, (f"{'auto':<8}{kept.text(names)}, as in {source}",))
-    return _decided(placed_on_cluster(config), note, opened if probes else None)
+    return _decided(config, note, opened if probes else None)
 
 
 def decide_on_cluster(composed: Composed, note: Callable[[str], None]) -> Decision:
     """Select what is `auto` for the ranks of `cluster`, which need not exist. Opens no run."""
-    return _decided(placed_for_estimate(composed), note)
+    return _decided(fill_on_cluster(composed), note)
 
 
 def _decided(
-    placed: Config, note: Callable[[str], None], probes_of: Opened | None = None
+    config: Filled, note: Callable[[str], None], probes_of: Opened | None = None
 ) -> Decision:
     note("selecting the fastest configuration that fits")
-    ranking = choose(Estimator(), placed)
-    if probes_of is not None and placed.auto.probe and placed.cluster.name == LOCAL:
+    ranking = choose(Estimator(), config)
+    if probes_of is not None and config.auto.probe and config.cluster.name == LOCAL:
         from fsdpctl.launch.probe import probed  # imports the trainer
 
         ranking = probed(ranking, probes_of, note)

@@ -8,12 +8,12 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.launch.workers import launch_workers
-from fsdpctl.resolve.run import Opened
+from fsdpctl.resolve.open import Opened
 from fsdpctl.resolve.settle import settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
@@ -83,7 +83,7 @@ def probed(ranking: Ranking, opened: Opened, note: Callable[[str], None]) -> Ran
     return replace(ranking, ranked=(*measured, *others), failures=tuple(failures), probing=spent)
 
 
-def _probe(config: Config, settings: str, assets: Mapping[str, bytes]) -> float | str:
+def _probe(config: Settled, settings: str, assets: Mapping[str, bytes]) -> float | str:
     """Return the seconds of a step, or the reason of a failure."""
     try:
         failure = short_run(config, settings, assets, "all candidates were probed")
@@ -96,7 +96,7 @@ def _probe(config: Config, settings: str, assets: Mapping[str, bytes]) -> float 
         return str(error)
 
 
-def short_run(config: Config, settings: str, assets: Mapping[str, bytes], what: str) -> str | None:
+def short_run(config: Settled, settings: str, assets: Mapping[str, bytes], what: str) -> str | None:
     """Run the steps of a settled configuration, without validation, checkpoints and samples.
 
     Its run directory does not exist yet. `settings` and `assets` are written there; `what` a stop

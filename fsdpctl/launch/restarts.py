@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import FINAL, LOST, UsageError
 from fsdpctl.io.activity import DISPLAY
@@ -98,7 +98,7 @@ def _next_round(
     return RestartRound(members, ranks)
 
 
-def settled_on(begun: Begun, members: list[int], say: Say, *, is_stuck: bool) -> Config | None:
+def settled_on(begun: Begun, members: list[int], say: Say, *, is_stuck: bool) -> Settled | None:
     """Settle the run on the remaining nodes, with one rank fewer per node if it was stuck."""
     launch = begun.launch
     least_nodes = launch.nnodes_min or launch.nnodes

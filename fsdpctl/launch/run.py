@@ -61,9 +61,9 @@ def _as_node(
 ) -> "tuple[Outcome, Path] | None":
     from fsdpctl.launch.nodes import Nodes
     from fsdpctl.launch.restarts import follow_restarts, train_with_restarts
-    from fsdpctl.resolve.machine import placed_here
+    from fsdpctl.resolve.place import place
 
-    launch = placed_here(config, where).launch
+    launch = place(config, where).launch
     talk.say(f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}")
     with doing("connecting"):
         nodes = Nodes(launch)
@@ -143,9 +143,9 @@ def _as_rank(
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
     from fsdpctl.launch.addresses import own_address, reached_store, split_endpoint
-    from fsdpctl.resolve.machine import placed_here
+    from fsdpctl.resolve.place import place as placed
 
-    launch = placed_here(config, where).launch
+    launch = placed(config, where).launch
     nodes = place.world_size // place.local_world_size
     address, port = split_endpoint(endpoint_of(place.address, place.port), for_others=nodes > 1)
     is_first = place.rank == 0 and not place.store_is_there

@@ -10,7 +10,7 @@ from torch import nn
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.config.any_decoder import family_of
-from fsdpctl.config.schema import LENGTHS, Config
+from fsdpctl.config.schema import LENGTHS, Config, Settled
 from fsdpctl.config.serialize import usual_length
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.estimate.planned_steps import plan_run
@@ -22,8 +22,8 @@ from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy
-from fsdpctl.resolve.machine import shares_memory, strategy_that_runs
-from fsdpctl.resolve.run import Opened
+from fsdpctl.resolve.open import Opened
+from fsdpctl.resolve.place import shares_memory, strategy_that_runs
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.directory import Look, Standing, changes
 from fsdpctl.run.flops import describe_flops
@@ -240,7 +240,7 @@ def _uploads(seen: Look) -> str:
     return "" if remote is None else f"; checkpoints are uploaded to {remote.url}"
 
 
-def describe_units(config: Config, module: nn.Module) -> Iterator[str]:
+def describe_units(config: Settled, module: nn.Module) -> Iterator[str]:
     """Yield the units and their layout over the ranks, a line each; then each rank's share.
 
     Only for fsdpctl's engine: PyTorch's have no units that span parameters.

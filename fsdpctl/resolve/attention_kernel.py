@@ -1,11 +1,10 @@
 """The attention kernel of a configuration: whether it can run, and which one `auto` stands for."""
 
-from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
 
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import C, Config, Placed
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import (
     CUDNN,
@@ -20,52 +19,45 @@ from fsdpctl.plan.attention_kernels import (
     THEIRS,
     TWO_BYTES,
 )
-from fsdpctl.resolve.machine import with_architecture
+from fsdpctl.resolve.place import architecture_here
 
 _FIRST_CUDNN = 91501  # 9.15.1: earlier results may be wrong for lengths not divisible by 128
 
 
-def kernel_of(config: Config) -> str | None:
+def kernel_of(config: Config, *, here: bool = False) -> str | None:
     """Return the kernel of a placed configuration; None on the CPU, unless it is set: torch's.
 
-    `auto` is a kernel of torch itself, by the GPU. If it cannot run, such as on packed samples or
-    with a mask, torch's other kernels serve.
+    `auto` is a kernel of torch itself, by the GPU of its cluster or, with `here`, of this machine.
+    If it cannot run, such as on packed samples or with a mask, torch's other kernels serve.
     """
     kernel = config.model.attention
     if kernel not in (None, THEIRS) or config.launch.device == "cpu":
         return None if kernel == THEIRS else kernel
-    can = [name for name in OF_TORCH if not _problem(with_kernel(config, name), here=False)]
+    can = [name for name in OF_TORCH if not _problem(config, name, here=here)]
     if CUDNN in can and (torch.backends.cudnn.version() or _FIRST_CUDNN) < _FIRST_CUDNN:
         can.remove(CUDNN)
-    shares = SHARES.get(config.cluster.architecture or "", {})
+    shares = SHARES.get(_architecture(config, here=here) or "", {})
     return max(can, key=lambda name: shares.get(name, 0.0), default=EFFICIENT)
 
 
-def with_kernel(config: Config, kernel: str | None) -> Config:
-    """`config` with another attention kernel."""
-    return replace(config, model=replace(config.model, attention=kernel))
-
-
-def with_run_kernel(config: Config, kept: str | None = None) -> Config:
+def with_run_kernel(config: C, kept: str | None = None) -> C:
     """`config`, placed here, with the kernel that its run has kept, or a new one if it cannot run.
 
     Losses depend on the kernel in their last digits.
     """
     if config.model.attention is not None or config.launch.device == "cpu":
         return config
-    here = with_architecture(config)
-    if kept is None or _problem(with_kernel(here, kept), here=True):
-        kept = kernel_of(here)
-    return with_kernel(config, kept)
+    if kept is None or _problem(config, kept, here=True):
+        kept = kernel_of(config, here=True)
+    return config.changed({"model.attention": kept})
 
 
-def notes_on_kernel(config: Config) -> tuple[str, ...]:
+def notes_on_kernel(config: Placed) -> tuple[str, ...]:
     """Return a line if `auto` leaves out an installed kernel, for a configuration placed here."""
     if config.model.attention is not None or config.launch.device == "cpu":
         return ()
-    here = with_architecture(config)
-    for name in PACKAGES if here.cluster.architecture else ():
-        if not _problem(with_kernel(here, name), here=True):
+    for name in PACKAGES if architecture_here() else ():
+        if not _problem(config, name, here=True):
             line = f"package {PACKAGES[name]} is not used; set model.attention={name} to use it"
             return (f"model.attention=auto: {line}",)
     return ()
@@ -73,19 +65,24 @@ def notes_on_kernel(config: Config) -> tuple[str, ...]:
 
 def check_attention(config: Config, *, here: bool = False) -> None:
     """Check that the selected kernel can run a placed configuration; `here`: with its package."""
-    if problem := _problem(config, here=here):
-        given = config.model.attention
-        known = [name for name in KERNELS if not _problem(with_kernel(config, name), here=here)]
+    given = config.model.attention
+    if problem := _problem(config, given, here=here):
+        known = [name for name in KERNELS if not _problem(config, name, here=here)]
         expected = ", ".join(["auto", *known])
         raise UsageError(f"model.attention={given}: {problem}; expected {expected}")
 
 
-def _problem(config: Config, *, here: bool) -> str:
-    kernel, architecture = config.model.attention, config.cluster.architecture
+def _architecture(config: Config, *, here: bool) -> str | None:
+    is_here = here and config.launch.device == "cuda"
+    return architecture_here() if is_here else config.cluster.architecture
+
+
+def _problem(config: Config, kernel: str | None, *, here: bool) -> str:
     if kernel in (None, THEIRS):
         return ""
     if config.launch.device == "cpu":
         return "" if kernel in ON_CPU else "not supported on launch.device=cpu"
+    architecture = _architecture(config, here=here)
     if kernel in TWO_BYTES and config.precision.param_dtype == "float32":
         return "not supported in precision.param_dtype=float32"
     if kernel in NOT_DETERMINISTIC and config.train.deterministic:

@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.any_decoder import with_sizes
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import C, Config
 from fsdpctl.config.serialize import config_from_words
 from fsdpctl.config.sources import absolute_paths
 from fsdpctl.data.data_set import DataSet, contents_of
@@ -42,7 +41,6 @@ def is_quick(files: Sequence[TokenFile]) -> bool:
 
 
 def check_amount(config: Config, data: DataSet) -> None:
-    """Check the amount of training data of a run whose sample length is not set."""
     count = data.train.num_tokens
     if count >= _LEAST_TOKENS:
         return
@@ -67,7 +65,7 @@ def vocabulary_of(config: Config, data: DataSet) -> int:
     )
 
 
-def with_data(config: Config, data: DataSet) -> Config:
+def with_data(config: C, data: DataSet) -> C:
     """Fill in what follows from the data, and make its paths absolute."""
     vocab_size = vocabulary_of(config, data)
     if vocab_size < data.vocab_size:
@@ -76,21 +74,18 @@ def with_data(config: Config, data: DataSet) -> Config:
             f"{data.vocab_size}"
         )
     given, name = config.data, data.tokenizer.name
-    paths: dict[str, Any] = {
-        each: absolute_paths(value, f"data.{each}")
-        for each in ("path", "val_path")
-        if (value := getattr(given, each)) is not None
+    values: dict[str, Any] = {
+        key: absolute_paths(value, key)
+        for key in ("data.path", "data.val_path")
+        if (value := config.value(key)) is not None
     }
     if given.template is not None:
-        paths["template"] = os.path.abspath(given.template)
-    tokenizer: str | None = name if name == "bytes" else os.path.abspath(name)
-    if not data.has_text:
-        tokenizer = given.tokenizer  # the tokens of a file may be of one that is unknown
-    return replace(
-        config,
-        model=with_sizes(config.model, vocab_size=vocab_size),
-        data=replace(given, tokenizer=tokenizer, date=data.date or given.date, **paths),
-    )
+        values["data.template"] = os.path.abspath(given.template)
+    if data.has_text:  # the tokens of a file may be of one that is unknown
+        values["data.tokenizer"] = name if name == "bytes" else os.path.abspath(name)
+    if data.date:
+        values["data.date"] = data.date
+    return config.changed({"model.vocab_size": vocab_size, **values})
 
 
 def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:

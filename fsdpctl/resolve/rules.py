@@ -5,18 +5,42 @@ condition can return the part of the message that differs, `{found}`. A setting 
 breaks no rule.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from fsdpctl.config.keys import AUTO
-from fsdpctl.config.schema import KEYS, SECTIONS, Config, OptimizerConfig
+from fsdpctl.config.placement import OURS
+from fsdpctl.config.schema import KEYS, SECTIONS, C, Config, OptimizerConfig
+from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.optimizers import ADAMW, CUTTING, OPTIMIZERS, OptimizerRow, get_optimizer
+from fsdpctl.models.decoder_check import check_shared_rows
+from fsdpctl.plan.optimizers import (
+    ADAMW,
+    CUTTING,
+    MUON,
+    OPTIMIZERS,
+    OptimizerRow,
+    get_optimizer,
+    is_muons,
+)
 from fsdpctl.plan.precision import SPLIT
-from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, check_strategy, get_strategy
+from fsdpctl.plan.strategy import (
+    DDP,
+    FSDPCTL,
+    Offload,
+    check_strategy,
+    get_strategy,
+    ranks_per_replica,
+)
+from fsdpctl.plan.units import UnitSpec
 from fsdpctl.resolve.attention_kernel import check_attention
-from fsdpctl.resolve.machine import may_share_memory, resolved_strategy, strategy_that_runs
+from fsdpctl.resolve.place import may_share_memory, strategy_that_runs
+from fsdpctl.resolve.usual import OF_STRATEGY, filled
+
+_EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsdpctl
 
 
 class Rule(NamedTuple):
@@ -26,7 +50,7 @@ class Rule(NamedTuple):
     is_broken: Callable[[Config], bool | str]
 
 
-def checked(config: Config) -> Config:
+def checked(config: C) -> C:
     """Check the settings of a placed configuration against one another.
 
     Returns the configuration with the sizes of its strategy, unless that is `auto`.
@@ -34,10 +58,12 @@ def checked(config: Config) -> Config:
     if config.strategy.name != AUTO:
         row = get_strategy(config.strategy.name)
         check_strategy(config.engine.name, row)
-        config = replace(config, strategy=resolved_strategy(config))
+        config = filled(config, OF_STRATEGY)
+        ranks_per_replica(row, config.num_ranks, config.strategy.dp_shard_size)
     for message in _broken(config):
         raise UsageError(message)
     check_attention(config)
+    check_shared_rows(config)
     return config
 
 
@@ -112,6 +138,20 @@ _INPUTS = "activation_checkpointing.offload=true: requires "
 _CONTEXT = "train.context_parallel={train.context_parallel}: "
 RULES = (
     Rule(
+        "strategy.owner_map={strategy.owner_map}: only valid with strategy=shard_optimizer, got "
+        "strategy={strategy.name}",
+        lambda c: (
+            c.strategy.name != AUTO
+            and c.strategy.owner_map != "even"
+            and not get_strategy(c.strategy.name).has_owner_map
+        ),
+    ),
+    Rule(
+        "precision.master_dtype={SPLIT}: requires precision.param_dtype=bfloat16, got "
+        "{precision.param_dtype}",
+        lambda c: c.precision.master_dtype == SPLIT and c.precision.param_dtype != "bfloat16",
+    ),
+    Rule(
         "precision.master_dtype={SPLIT}: only valid with optimizer=adamw",
         lambda c: c.optimizer.name != ADAMW and c.precision.master_dtype == SPLIT,
     ),
@@ -182,3 +222,49 @@ RULES = (
         lambda c: c.train.seq_len > c.model.max_seq_len,
     ),
 )
+
+
+def check_preflight(config: Config) -> None:
+    """Check what estimates have no need of: packages for logging, the command of `after_save`."""
+    if (program := config.engine.program) != OURS:
+        raise UsageError(f"engine.program={program}: for estimates only; expected {OURS}")
+    for name in _EXTRAS:
+        if getattr(config.log, name) and not _is_installed(name):
+            raise UsageError(f"log.{name}=true: {name} is not installed; pip install {name}")
+    if config.checkpoint.after_save is not None:
+        command_words(config.checkpoint.after_save)
+    remote = config.checkpoint.remote
+    if remote is not None and not is_remote(remote, f"checkpoint.remote={remote}"):
+        raise UsageError(
+            f"checkpoint.remote={remote}: expected a directory in an object store, such as "
+            "s3://BUCKET/runs"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether a package has source: wandb leaves directories of its name behind."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def command_words(command: str) -> list[str]:
+    """Split `checkpoint.after_save` as a shell does, without expansions, and find the program."""
+    where = f"checkpoint.after_save={command}"
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"{where}: {str(error).lower()}") from None
+    if not words:
+        raise UsageError(f"{where}: expected a command")
+    if shutil.which(words[0]) is None:
+        raise UsageError(f"{where}: program {words[0]} not found")
+    return words
+
+
+def check_trained(config: Config, units: Sequence[UnitSpec]) -> None:
+    params = [param for unit in units for param in unit.params]
+    config.strategy.on_host.check_rests(trains_all=all(param.trainable for param in params))
+    if config.optimizer.name == MUON and not any(map(is_muons, params)):
+        raise UsageError(
+            "optimizer=muon: the model has no trained matrix in a block; use optimizer=adamw"
+        )

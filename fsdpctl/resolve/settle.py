@@ -2,26 +2,25 @@
 
 from dataclasses import dataclass, replace
 
-from fsdpctl.config.auto import MICRO_BATCH, Selection, filled, left_open
+from fsdpctl.config.auto import MICRO_BATCH, Selection, left_open, selected
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Config, Filled, Placed, Settled
 from fsdpctl.plan.batch import BatchPlan, plan_batches
-from fsdpctl.resolve.chunks import loss_chunk_tokens, mlp_chunk_tokens
-from fsdpctl.resolve.decoder_check import check_shared_rows
 from fsdpctl.resolve.rules import checked
+from fsdpctl.resolve.usual import OF_BATCHES, Facts, check_chunks, filled
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
     """The settings of a run without `auto`, as config.yaml has them, and how they divide a step."""
 
-    asked: Config  # with what was selected: a change of a setting begins with it
-    config: Config
+    asked: Filled  # with what was selected: a change of a setting begins with it
+    config: Settled
     batches: BatchPlan
 
 
 def settle(
-    config: Config, selection: Selection | None = None, launch: LaunchConfig | None = None
+    config: Filled, selection: Selection | None = None, launch: LaunchConfig | None = None
 ) -> RunPlan:
     """Return the plan of a placed configuration; opens neither data nor model.
 
@@ -34,26 +33,36 @@ def settle(
     config = config if launch is None else replace(config, launch=launch)
     names = left_open(config)
     if selection is not None:
-        config = filled(config, selection)
+        config = selected(config, selection)
     asked, config = config, checked(config)
-    check_shared_rows(config)
     if selection is not None and MICRO_BATCH in names:
         share = -(-config.train.global_batch_size // config.num_groups)
         size = min(config.train.micro_batch_size or share, share)
-        config = replace(config, train=replace(config.train, micro_batch_size=size))
-    batches = plan_batches(
+        config = config.changed({MICRO_BATCH: size})
+    batches = _batches(config)
+    check_chunks(config, batches)
+    values = {
+        MICRO_BATCH: batches.micro_batch_size,
+        "accumulation.steps": batches.num_micro_batches,
+    }
+    config = filled(config, OF_BATCHES, Facts(batches=batches)).changed(values)
+    return RunPlan(asked, Settled(config), batches)
+
+
+def as_kept(config: Config) -> Settled:
+    """Return a configuration that a run has kept, in its directory or a checkpoint, as settled."""
+    return Settled(Filled(Placed(config)))
+
+
+def plan_of(kept: Config) -> RunPlan:
+    return RunPlan(as_kept(kept), as_kept(kept), _batches(kept))
+
+
+def _batches(config: Config) -> BatchPlan:
+    return plan_batches(
         config.train.global_batch_size,
         config.num_ranks,
         micro_batch_size=config.train.micro_batch_size,
         num_micro_batches=config.accumulation.steps,
         context_parallel=config.train.context_parallel,
     )
-    size = batches.micro_batch_size
-    train = replace(
-        config.train,
-        micro_batch_size=size,
-        loss_chunk_tokens=loss_chunk_tokens(config, size),
-        mlp_chunk_tokens=mlp_chunk_tokens(config, size),
-    )
-    accumulation = replace(config.accumulation, steps=batches.num_micro_batches)
-    return RunPlan(asked, replace(config, train=train, accumulation=accumulation), batches)

@@ -27,7 +27,7 @@ from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint, re
 from fsdpctl.config.from_path import CONFIG_JSON
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Config, Filled, Settled
 from fsdpctl.config.serialize import (
     config_from_words,
     config_of_checkpoint,
@@ -40,7 +40,7 @@ from fsdpctl.io.run_files import HEARTBEAT, LOCK, OVERRIDES, RUNS, check_is_no_f
 from fsdpctl.io.run_files import LOGS as LOGS
 from fsdpctl.io.run_files import METRICS as METRICS
 from fsdpctl.resolve.attention_kernel import with_run_kernel
-from fsdpctl.resolve.run import decides_losses
+from fsdpctl.resolve.open import decides_losses
 from fsdpctl.run.assets import write_assets
 from fsdpctl.run.metrics import was_validated
 
@@ -66,7 +66,7 @@ class Standing(Enum):
 class Look:
     """A run directory as it is: what a start of a run would do there."""
 
-    config: Config  # with the run directory and the attention kernel
+    config: Filled  # with the run directory and the attention kernel
     standing: Standing
     step: int  # of the checkpoint to start from
     before: Mapping[str, str] = field(default_factory=dict)  # settings of the last start by hand
@@ -97,7 +97,7 @@ def _config_as_started(run_dir: Path) -> Config:
 
 
 def look(
-    config: Config, resume: str, fresh: Path | None = None, *, only_here: bool = False
+    config: Filled, resume: str, fresh: Path | None = None, *, only_here: bool = False
 ) -> Look:
     """Find out what `--resume RESUME` means for `config` and its run directory. Writes nothing.
 
@@ -125,7 +125,7 @@ def look(
     return Look(config, Standing.RESUMES, manifest.progress.step, before, source=source)
 
 
-def changes(seen: Look, config: Config) -> list[str]:
+def changes(seen: Look, config: Filled) -> list[str]:
     """Return the settings of a settled configuration that the last start by hand had otherwise.
 
     They do not decide the losses, unless the run starts from the state of another run.
@@ -151,7 +151,7 @@ def _fresh_run_dir(run_dir: Path, remote: RemoteCheckpoints | None) -> Path:
     )
 
 
-def _look_for_resume(config: Config, remote: RemoteCheckpoints | None) -> Look:
+def _look_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Look:
     run_dir = Path(str(config.train.run_dir))
     is_here = _is_run(run_dir)
     newest = newest_checkpoint(run_dir / CHECKPOINTS) if is_here else None
@@ -270,7 +270,7 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def prepare_run_dir(
-    seen: Look, config: Config, settings: Sequence[str], assets: Mapping[str, bytes]
+    seen: Look, config: Settled, settings: Sequence[str], assets: Mapping[str, bytes]
 ) -> None:
     """Write the files that the workers read, for a settled configuration. The lock must be held."""
     run_dir = seen.run_dir

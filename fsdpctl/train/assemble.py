@@ -19,12 +19,13 @@ from fsdpctl.comm.collectives import ObjectExchange, collectives_for
 from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.config.serialize import config_words
 from fsdpctl.config.sources import is_remote, sources_in
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open_data import open_data
+from fsdpctl.engine.blocks import prepare_blocks
 from fsdpctl.engine.build import Precision, Sharding, Source
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from
@@ -38,12 +39,12 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.optim.sgd import ShardedSGD
-from fsdpctl.plan.batch import context_groups, plan_batches
+from fsdpctl.plan.batch import context_groups
 from fsdpctl.plan.optimizers import MUON, get_optimizer
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy, ranks_per_replica
-from fsdpctl.resolve.blocks import prepare_blocks
 from fsdpctl.resolve.data import vocabulary_of
-from fsdpctl.resolve.machine import owner_map_of, shares_memory
+from fsdpctl.resolve.place import owner_map_of, shares_memory
+from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.train.callbacks.checkpoints import Checkpoints
 from fsdpctl.train.callbacks.profiling import HeapTrim, Profiling, watch_allocations
@@ -59,7 +60,7 @@ OPTIMIZER_CLASSES: dict[str, Any] = {"adamw": ShardedAdamW, "sgd": ShardedSGD, M
 
 
 def make_model(
-    config: Config,
+    config: Settled,
     device: torch.device,
     *,
     strategy: str | None = None,
@@ -78,12 +79,12 @@ def make_model(
     return shard_from(source, module, sharding)
 
 
-def strategy_alone(config: Config) -> str:
+def strategy_alone(config: Settled) -> str:
     """Return the strategy of a rank by itself, which gathers parameters that rest on the host."""
     return "full_shard" if Offload.PARAMS in config.strategy.on_host else "no_shard"
 
 
-def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
+def sharding_of(config: Settled, *, trains: bool = False) -> Sharding:
     """Return how fsdpctl's engine shards the model.
 
     If it `trains`, states may be on the host. Otherwise, masters are there if parameters are.
@@ -102,7 +103,7 @@ def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
     )
 
 
-def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> TrainedModel:
+def make_trained_model(config: Settled, device: torch.device, *, empty: bool) -> TrainedModel:
     """Return the model, sharded by the configured engine. Collective."""
     model: TrainedModel
     if config.engine.name == FSDPCTL:
@@ -132,7 +133,7 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
     return model
 
 
-def _draw(config: Config, module: nn.Module) -> Callable[[str, Tensor], None]:
+def _draw(config: Settled, module: nn.Module) -> Callable[[str, Tensor], None]:
     """Return the initializer of a parameter, which also reports progress to the watchdog."""
     quantized, packing = quantized_shapes(module), packing_of(module)
 
@@ -148,7 +149,7 @@ def _draw(config: Config, module: nn.Module) -> Callable[[str, Tensor], None]:
     return draw
 
 
-def make_module(config: Config) -> TransformersDecoder:
+def make_module(config: Settled) -> TransformersDecoder:
     """Return the module on the meta device, with blocks checkpointed and compiled as configured."""
     module = build_model(config.model)
     fill_buffers(module)
@@ -156,7 +157,7 @@ def make_module(config: Config) -> TransformersDecoder:
     return module
 
 
-def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:
+def make_optimizer(config: Settled, model: TrainedModel) -> Optimizer:
     """Return the optimizer over the model's shards; UsageError if no optimizer has this name."""
     about, row = config.optimizer, get_optimizer(config.optimizer.name)
     given = {name: getattr(about, name) for name in (*row.keys, "weight_decay")}
@@ -177,7 +178,7 @@ def share_samples(device: torch.device, num_ranks: int, context_parallel: int) -
 
 
 def make_trainer(
-    config: Config,
+    plan: RunPlan,
     world: World,
     context: LaunchContext,
     *,
@@ -189,7 +190,8 @@ def make_trainer(
     If it `shows`, rank 0 shows the progress, writes heartbeats and runs the user's command. If it
     `only_measures`, it only does steps, without validation and checkpoints.
     """
-    run_dir, ranks = Path(str(config.train.run_dir)), ObjectExchange()
+    config, ranks = plan.config, ObjectExchange()
+    run_dir = Path(str(config.train.run_dir))
     is_main = world.rank == 0
     heartbeat = Heartbeat(run_dir, ranks, is_on=shows and is_main)
     if config.log.memory_snapshot:
@@ -198,7 +200,7 @@ def make_trainer(
         places = ranks.gather_objects(place_of(world.device))
         if is_main:
             add_start(run_dir, describe_start(run_dir, places))
-    parts, done, base = _load(config, run_dir, world, ranks)
+    parts, done, base = _load(plan, run_dir, world, ranks)
     journal = Journal(config, run_dir, done.step, is_main=is_main, shows=shows)
     if reason := parts.model.collectives.not_shared:
         journal.warn(f"ranks do not share memory: {reason}")
@@ -220,17 +222,11 @@ def make_trainer(
 
 
 def _load(
-    config: Config, run_dir: Path, world: World, ranks: ObjectExchange
+    plan: RunPlan, run_dir: Path, world: World, ranks: ObjectExchange
 ) -> tuple[TrainingParts, Progress, BaseInfo | None]:
     """Return the objects of a run, its progress, and the base that its checkpoints leave out."""
+    config, batches = plan.config, plan.batches
     train, data = config.train, _data(config)
-    plan = plan_batches(
-        train.global_batch_size,
-        world.world_size,
-        micro_batch_size=train.micro_batch_size,
-        num_micro_batches=config.accumulation.steps,
-        context_parallel=train.context_parallel,
-    )
     share_samples(world.device, world.world_size, train.context_parallel)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     model = make_trained_model(
@@ -248,16 +244,16 @@ def _load(
         data=data,
         model=model,
         optimizer=optimizer,
-        train_batches=Batches(data.train.rows(train.seq_len), plan, train.seed, vocab_size),
+        train_batches=Batches(data.train.rows(train.seq_len), batches, train.seed, vocab_size),
         val_batches=(
-            None if val is None else Batches(val.rows(train.seq_len), plan, 0, vocab_size)
+            None if val is None else Batches(val.rows(train.seq_len), batches, 0, vocab_size)
         ),
         device=world.device,
     )
     return parts, done, base
 
 
-def _data(config: Config) -> DataSet:
+def _data(config: Settled) -> DataSet:
     """Return the data. One rank of each node prepares it first, for the cache. Collective."""
     ranks, is_first = ObjectExchange(), int(os.environ.get("LOCAL_RANK", 0)) == 0
     data = open_data(config.data, config.train.seed) if is_first else None
@@ -272,7 +268,7 @@ def _data(config: Config) -> DataSet:
 
 
 def _fill(
-    config: Config, model: TrainedModel, optimizer: Optimizer, data: DataSet, newest: Path | None
+    config: Settled, model: TrainedModel, optimizer: Optimizer, data: DataSet, newest: Path | None
 ) -> tuple[Progress, BaseInfo | None]:
     """Load the newest checkpoint or pretrained weights; return the progress and any base."""
     if newest is not None:
@@ -293,7 +289,7 @@ def _of_data(words: Mapping[str, str]) -> dict[str, str]:
 
 
 def _resume(
-    newest: Path, config: Config, model: TrainedModel, optimizer: Optimizer, data: DataSet
+    newest: Path, config: Settled, model: TrainedModel, optimizer: Optimizer, data: DataSet
 ) -> tuple[Progress, BaseInfo | None]:
     try:
         reader = CheckpointReader(newest)

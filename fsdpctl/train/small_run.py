@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.streams import TokenStream
+from fsdpctl.engine.blocks import prepare_blocks
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from
+from fsdpctl.models.small_copy import VOCABULARY, draw, meta_copy, small_copy
 from fsdpctl.plan.batch import plan_batches, tokens_per_rank
-from fsdpctl.resolve.blocks import prepare_blocks
-from fsdpctl.resolve.small_copy import VOCABULARY, draw, meta_copy, small_copy
 from fsdpctl.run.step_metrics import StepClock
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.step import TrainingParts, run_passes

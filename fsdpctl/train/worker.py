@@ -22,7 +22,7 @@ from fsdpctl.io.texts import one_line
 
 if TYPE_CHECKING:
     from fsdpctl.comm.world import Store, World
-    from fsdpctl.config.schema import Config
+    from fsdpctl.resolve.settle import RunPlan
 
 MODULE = "fsdpctl.train.worker"
 MEASURE = "measure"  # as last argument: only steps, without output
@@ -111,10 +111,12 @@ def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None
     import torch
 
     from fsdpctl.comm.world import joined_world
+    from fsdpctl.resolve.settle import plan_of
     from fsdpctl.run.directory import read_config
     from fsdpctl.run.heartbeat import RunLock
 
-    config = read_config(run_dir)
+    plan = plan_of(read_config(run_dir))
+    config = plan.config
     lock = RunLock(run_dir)
     lock.join()
     started = float(os.environ.get("FSDPCTL_STARTED") or psutil.Process().create_time())
@@ -125,11 +127,11 @@ def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch
         torch.use_deterministic_algorithms(True)
     with joined_world(str(config.launch.device), config.launch.timeout, store) as world:
-        _run(config, world, started, only_measures=only_measures)
+        _run(plan, world, started, only_measures=only_measures)
     lock.release()
 
 
-def _run(config: "Config", world: "World", started: float, *, only_measures: bool) -> None:
+def _run(plan: "RunPlan", world: "World", started: float, *, only_measures: bool) -> None:
     from fsdpctl.models.kernels import using
     from fsdpctl.train.assemble import make_trainer
     from fsdpctl.train.callbacks.profiling import keep_snapshot
@@ -139,14 +141,14 @@ def _run(config: "Config", world: "World", started: float, *, only_measures: boo
     about = {"shows": not only_measures, "only_measures": only_measures}
     trainer = None
     try:
-        with using(config.model.attention):
-            trainer = make_trainer(config, world, context, **about)
+        with using(plan.config.model.attention):
+            trainer = make_trainer(plan, world, context, **about)
             trainer.run()
         for number in STOP_SIGNALS:  # the run is complete, and must not fail because of a late one
             signal.signal(number, signal.SIG_IGN)
     except Exception as error:
         if not only_measures:
-            keep_snapshot(error, Path(str(config.train.run_dir)), world.rank)
+            keep_snapshot(error, Path(str(plan.config.train.run_dir)), world.rank)
         report(error)  # before anything that may have to wait
         if trainer is not None:
             trainer.leave()

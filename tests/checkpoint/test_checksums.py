@@ -8,7 +8,7 @@ import pytest
 
 from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.config.sealed import CHECKSUMS
+from fsdpctl.io.run_files import CHECKSUMS
 from tests.commands.run import invoke
 from tests.hostile import make_checkpoint, make_hugging_face
 

@@ -22,15 +22,15 @@ from fsdpctl.checkpoint.publish import About, new_directory, write_manifest
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.config.serialize import config_to_yaml, config_words
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.data.tokenizer_files import TEMPLATES
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import stores
 from fsdpctl.io.activity import Talk
-from fsdpctl.io.run_files import CHECKPOINTS, LOGS, RUN_CONFIG
+from fsdpctl.io.run_files import CHECKPOINTS, LOGS, MANIFEST, RUN_CONFIG
 from fsdpctl.launch import begin
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.directory import Standing, look, prepare_run_dir
 from fsdpctl.train.callbacks.each_save import EachSave, SaveOutcome
 from tests.hostile import TINY_MODEL, make_checkpoint, reseal
@@ -362,7 +362,7 @@ def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypa
 def test_a_run_resumes_from_its_store(run, tmp_path):
     settings = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
     here = tmp_path / "new" / "run"
-    config = compose_config([*settings, f"train.run_dir={here}"]).config
+    config = as_kept(compose_config([*settings, f"train.run_dir={here}"]).config)
     assert look(config, "auto").standing is Standing.NEW
     for folder in folders(run):
         reseal(folder, lambda content: content.update(config=config_words(config)))
@@ -395,7 +395,7 @@ def test_a_run_resumes_from_its_store(run, tmp_path):
 
 def test_a_finished_run_completes_its_upload(run, monkeypatch):
     settings = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
-    config = compose_config([*settings, f"train.run_dir={run}"]).config
+    config = as_kept(compose_config([*settings, f"train.run_dir={run}"]).config)
     for folder in folders(run):
         reseal(folder, lambda content: content.update(config=config_words(config)))
     (run / RUN_CONFIG).write_text(config_to_yaml(config))
@@ -412,7 +412,7 @@ def test_a_finished_run_completes_its_upload(run, monkeypatch):
 def test_a_store_that_fails_is_not_taken_for_an_empty_one(run, tmp_path, monkeypatch):
     upload(RemoteCheckpoints(URL), folders(run)[0])
     words = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
-    config = compose_config([*words, f"train.run_dir={tmp_path}/new/run"]).config
+    config = as_kept(compose_config([*words, f"train.run_dir={tmp_path}/new/run"]).config)
     for name in ("ls", "info"):
         with monkeypatch.context() as planting:
             planting.setattr(MemoryFileSystem, name, lambda *given, **about: slow_store())

@@ -19,8 +19,7 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.search import choose
 from fsdpctl.launch.begin import describe_ranking
 from fsdpctl.launch.probe import probed, worth_probing
-from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.resolve.run import Opened, open_run
+from fsdpctl.resolve.open import Opened, open_run
 from fsdpctl.resolve.settle import settle
 from tests.commands.run import TINY, fsdpctl, invoke, make_text
 from tests.commands.test_interruptions import start, wait_for
@@ -44,7 +43,7 @@ def words(folder: Path, *more: str) -> list[str]:
 def ranked(words: list[str]) -> tuple[Opened, Ranking]:
     """Return an opened run, and the candidates for its ranks."""
     opened = open_run(compose_config(words))
-    return opened, choose(Estimator(), placed_on_cluster(opened.config))
+    return opened, choose(Estimator(), opened.config)
 
 
 def selected(text: str) -> str:

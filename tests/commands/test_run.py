@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM
 from fsdpctl.commands.outcome import _show_failure
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.launch.outcome import Failure, Outcome
 from fsdpctl.launch.run_lines import _strategy
-from fsdpctl.resolve.machine import placed_here
+from fsdpctl.resolve.place import place
 from tests.commands.run import command, environment, figures, fsdpctl, words
 from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
 
@@ -232,6 +233,7 @@ def test_resume_never_and_resume_path_start_new_runs(finished, tmp_path):
 
 # ---- memory ----------------------------------------------------------------------------------
 
+HERE = LaunchConfig(), None
 LACKING = ["model.vocab_size=256", "cluster.memory=0.75", "train.seq_len=2048"]
 REFUSES = """
 import os
@@ -271,7 +273,7 @@ def test_the_first_lines_say_whether_ranks_share_memory(words: list[str], text: 
     pytest.param(-9, "", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_panel_says_what_was_needed_and_what_would_fit(tmp_path, capsys, exit_code, message):
-    config = placed_here(compose_config(LACKING).config)
+    config = place(compose_config(LACKING).config, HERE)
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(config))
     failure = Failure(1, "here", exit_code, message, 0)
     _show_failure(failure, tmp_path, Outcome((failure,), None))
@@ -281,7 +283,7 @@ def test_the_panel_says_what_was_needed_and_what_would_fit(tmp_path, capsys, exi
     assert "peak " in said
     assert "to fit" in said
     assert "activation_checkpointing=" in said or "train.micro_batch_size=" in said
-    fits = placed_here(compose_config([LACKING[0], "train.seq_len=16"]).config)
+    fits = place(compose_config([LACKING[0], "train.seq_len=16"]).config, HERE)
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(fits))
     killed = Failure(1, "here", -9, "", 0)
     _show_failure(killed, tmp_path, Outcome((killed,), None))

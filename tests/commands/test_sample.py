@@ -10,8 +10,8 @@ import torch
 from fsdpctl.commands import sample
 from fsdpctl.commands.sample import sample_text
 from fsdpctl.data.tokenizer import ByteTokenizer
+from fsdpctl.engine import blocks
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.resolve import blocks
 from fsdpctl.train.callbacks.sample import Sampling, TextStream, draw
 from tests.checkpoint.test_gguf import sharded
 from tests.commands.run import invoke

@@ -17,12 +17,13 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate import estimator
 from fsdpctl.estimate.advice import advice
-from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
+from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.activity import Talk
 from fsdpctl.launch import restarts
 from fsdpctl.launch.begin import Begun, begin
 from fsdpctl.launch.outcome import Outcome
+from fsdpctl.resolve.open import plan_on_cluster
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.directory import read_config
 from tests.commands.run import environment, make_text
@@ -76,7 +77,7 @@ def test_the_table_of_commands_repeats_what_each_says(name):
 
 def test_advice_estimates_no_settings_together_if_one_suffices(monkeypatch):
     """Each estimate of a large model takes as long as a start."""
-    plan = plan_for_estimate(
+    plan = plan_on_cluster(
         compose_config(
             ["model=llama3_405b", "cluster=h100", "launch.nproc_per_node=8", "launch.nnodes=2048"]
         )

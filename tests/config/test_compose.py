@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import choices_of, read_recipe, recipe_names
-from fsdpctl.config.schema import GROUPS, KEYS
+from fsdpctl.config.schema import GROUPS, KEYS, SIZES
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.machine import with_batch_size
+from fsdpctl.resolve.usual import OF_STEP, filled
 
 AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m\"日本:%@*?\\"
 
@@ -160,11 +160,10 @@ def test_only_one_key_sets_the_batch_size():
     with pytest.raises(UsageError, match="set the size of a step with one of them"):
         compose_config(["train.global_batch_size=3", "train.global_batch_tokens=100"])
     config = compose_config(["train.global_batch_tokens=1000", "train.seq_len=300"]).config
-    sized = with_batch_size(config).train
-    assert (sized.global_batch_size, sized.global_batch_tokens) == (3, None)
+    assert filled(config, OF_STEP, automatic=SIZES).value(SIZES[0]) == 3
     short = compose_config(["train.global_batch_tokens=299", "train.seq_len=300"]).config
     with pytest.raises(UsageError, match=r"fewer than the train.seq_len=300 of one sample"):
-        with_batch_size(short)
+        filled(short, OF_STEP, automatic=SIZES)
 
 
 @pytest.fixture

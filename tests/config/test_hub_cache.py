@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.hub_cache import cached_model, local_model
+from fsdpctl.config.hub import cached_model, local_model
 from fsdpctl.errors import UsageError
 
 SHA = "0123456789abcdef0123456789abcdef01234567"

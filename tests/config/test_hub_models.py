@@ -3,10 +3,10 @@
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.hub_models import hub_models
+from fsdpctl.config.hub import hub_models
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_plain
-from fsdpctl.resolve.run import open_run
+from fsdpctl.resolve.open import open_run
 from tests.commands.run import invoke
 
 MODELS = hub_models()

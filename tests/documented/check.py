@@ -25,7 +25,7 @@ from tests.documented.lines import ROOT, Line
 _WORK = (
     "fsdpctl.commands.train._train", "fsdpctl.commands.train._dry_run",
     "fsdpctl.commands.estimate_text.estimates_of", "fsdpctl.commands.compare.command._comparison",
-    "fsdpctl.resolve.run.open_run", "fsdpctl.commands.evaluate.open_run",
+    "fsdpctl.resolve.open.open_run", "fsdpctl.commands.evaluate.open_run",
     "fsdpctl.commands.sample.sample_text", "fsdpctl.commands.sample._chat",
     "fsdpctl.commands.checkpoint.consolidate",
     "fsdpctl.commands.checkpoint.shard_weights", "fsdpctl.commands.checkpoint.write_gguf",

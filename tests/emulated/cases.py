@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.engine.build import Precision, Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
@@ -15,7 +16,6 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.step import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Offload
-from fsdpctl.resolve.blocks import checkpoint_blocks
 from tests.engine.events import gathered_nbytes
 from tests.engine.models import WIDE, make_net, next_token_loss, token_batches
 from tests.engine.odd import freeze_all_but_vectors, in_four_bits

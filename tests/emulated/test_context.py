@@ -10,7 +10,8 @@ from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.data.batches import MicroBatch
 from fsdpctl.plan.batch import ContextParallel
-from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.place import place
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.train.assemble import make_model, share_samples
 from fsdpctl.train.loss import summed_loss
 from tests.commands.run import TINY
@@ -23,7 +24,7 @@ WORDS = [*TINY, "precision=fp32", "launch.nproc_per_node=2", "model.vocab_size=6
 
 def losses(rank: int, device: torch.device) -> Tensor:
     """Of two steps, whose gradients are reduced in between."""
-    config = placed_on_cluster(compose_config([*WORDS, f"launch.device={device.type}"]).config)
+    config = as_kept(place(compose_config([*WORDS, f"launch.device={device.type}"]).config))
     share_samples(device, 2, 2)
     model = make_model(config, device)
     generator = torch.Generator().manual_seed(0)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.host import SentInput
+from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.blocks import checkpoint_blocks
 from tests.distributed import distributed
 from tests.emulated.cases import Case, every_case
 from tests.engine.test_host_inputs import Chain, Dropping

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.config.model import LoraConfig
+from fsdpctl.engine.blocks import checkpoint_block
 from fsdpctl.models.lora import LoraLinear
 from fsdpctl.models.quantized import NF4, FrozenLinear
-from fsdpctl.resolve.blocks import checkpoint_block
 from tests.engine.models import OddBlock, OddNet, next_token_loss, token_batches
 
 Batches = list[list[list[Tensor]]]  # [step][rank][micro-step]

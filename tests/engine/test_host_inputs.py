@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.host import Copier, HostInputs, HostSlots
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
+from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.errors import EngineError
-from fsdpctl.resolve.blocks import checkpoint_blocks
-from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.place import place
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.train.assemble import make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.engine.odd import KINDS, InPlace, Kind, Stack, square_loss
@@ -258,7 +259,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def trained(config: Config, rank: int, *, offload: bool) -> dict[str, Tensor]:
+def trained(config: Settled, rank: int, *, offload: bool) -> dict[str, Tensor]:
     about = replace(config.activation_checkpointing, offload=offload)
     config = replace(config, activation_checkpointing=about)
     torch.manual_seed(rank)
@@ -272,15 +273,15 @@ def trained(config: Config, rank: int, *, offload: bool) -> dict[str, Tensor]:
     return state
 
 
-def check_bits(config: Config, rank: int) -> None:
+def check_bits(config: Settled, rank: int) -> None:
     one, other = (trained(config, rank, offload=offload) for offload in (False, True))
     assert all(torch.equal(values, other[name]) for name, values in one.items())
 
 
-def composed(ranks: int, words: list[str]) -> Config:
+def composed(ranks: int, words: list[str]) -> Settled:
     size = f"train.global_batch_size={4 * ranks}"
     words = [f"launch.nproc_per_node={ranks}", size, *SMALL, *words]
-    return placed_on_cluster(compose_config(words).config)
+    return as_kept(place(compose_config(words).config))
 
 
 @pytest.mark.parametrize("words", CASES, ids=["packed", "selective", "adapters"])
@@ -323,4 +324,4 @@ def test_decoders_of_transformers_have_the_same_bits(
     decoders.save_decoder(family, tmp_path)
     mixed = ["model.init=random", "launch.nproc_per_node=1", "train.global_batch_size=4"]
     settings = [*SMALL[-3:], *mixed, "launch.device=cpu", f"activation_checkpointing={mode}"]
-    check_bits(placed_on_cluster(decoders.compose(tmp_path, *settings)), 0)
+    check_bits(as_kept(place(decoders.compose(tmp_path, *settings))), 0)

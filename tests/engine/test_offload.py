@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
 from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.engine.blocks import checkpoint_block
 from fsdpctl.engine.build import Precision, Sharding
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.shard import shard_model
@@ -27,7 +28,6 @@ from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.blocks import checkpoint_block
 from tests.distributed import distributed, in_turn
 from tests.engine.events import recording
 from tests.engine.models import make_net, next_token_loss

@@ -10,22 +10,21 @@ from fsdpctl.config.auto import (
     PREFETCHES,
     RECOMPUTATIONS,
     Selection,
-    filled,
     left_open,
+    selected,
 )
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.recipe import choices_of, known_gpu
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Config, Filled
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Ranking, SearchPoint
-from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
-from fsdpctl.estimate.hardware import at_speed, with_speed
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.launch.begin import describe_ranking
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.resolve.run import open_run
+from fsdpctl.resolve.open import fill_on_cluster, open_run
 from fsdpctl.resolve.settle import settle
 from tests.matrix import fast
 
@@ -48,8 +47,8 @@ def composed(*words: str) -> Composed:
     return compose_config([*(w for w in TOY if w.partition("=")[0] not in named), *words])
 
 
-def placed(*words: str) -> Config:
-    return placed_for_estimate(composed(*words))
+def placed(*words: str) -> Filled:
+    return fill_on_cluster(composed(*words))
 
 
 @cache
@@ -80,8 +79,8 @@ def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_on
     fitting = []
     for strategy in axes.strategies:
         for mode in axes.recomputations:
-            for place in range(len(axes.sizes)):
-                point: SearchPoint | None = axes.point(strategy, mode, place, most=True)
+            for index in range(len(axes.sizes)):
+                point: SearchPoint | None = axes.point(strategy, mode, index, most=True)
                 while point is not None:
                     plan = axes.plan(point)
                     if estimator.estimate(plan).verdict == "fits":
@@ -224,7 +223,7 @@ def test_there_is_a_runner_up_if_anything_else_fits():
 
 
 def test_a_run_selects_for_the_ranks_that_it_has_here():
-    config = placed_on_cluster(open_run(composed(*OPEN)).config)
+    config = open_run(composed(*OPEN)).config
     assert choose(Estimator(), config).to_dict() == ranking(*OPEN).to_dict()
 
 
@@ -248,11 +247,11 @@ def test_a_selected_micro_batch_is_limited_to_the_share_of_a_rank():
 def test_a_selection_fills_in_what_is_auto_and_nothing_else():
     config = compose_config([*OPEN, "strategy.dp_shard_size=2", "optimizer.lr=0.5"]).config
     selection = Selection.of(compose_config(["strategy=hybrid_shard"]).config)
-    made = filled(config, selection)
+    made = selected(config, selection)
     assert left_open(made) == ()
     assert (made.strategy.name, made.strategy.dp_shard_size) == ("hybrid_shard", 2)
     assert made.optimizer == config.optimizer
-    assert filled(made, Selection.of(Config())) == made
+    assert selected(made, Selection.of(Config())) == made
 
 
 @pytest.mark.parametrize(
@@ -312,7 +311,7 @@ def test_specs_that_are_set_are_not_assumed():
     on_gpu, whose = with_speed(placed("launch.device=cuda"))
     assert on_gpu.cluster.flops is not None
     assert torch.cuda.is_available() or "assumed" in whose
-    plan, _ = at_speed(settle(placed("strategy=full_shard")))
+    plan = settle(with_speed(placed("strategy=full_shard"))[0])
     assert Estimator().predict(plan).seconds > 0
 
 
@@ -320,7 +319,7 @@ def test_inputs_of_blocks_are_only_on_the_host_if_something_is_recomputed():
     config = placed(*OPEN, "activation_checkpointing.offload=true")
     assert Axes.of(config).recomputations == ("selective", "full")
     selection = Selection("full_shard", "full", config.prefetch, 1)
-    assert filled(config, selection).activation_checkpointing.offload
+    assert selected(config, selection).activation_checkpointing.offload
 
 
 def test_assumed_specs_have_no_error_band():

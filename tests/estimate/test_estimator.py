@@ -11,7 +11,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate import traced
 from fsdpctl.estimate.accuracy import is_faster, kind_of
 from fsdpctl.estimate.advice import advice
-from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
+from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.fit import FITTED, _edge, largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import estimates_of
@@ -21,6 +21,7 @@ from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Part, PassPosition, Program
 from fsdpctl.predict.peak import UnevenStepError
+from fsdpctl.resolve.open import plan_on_cluster
 from fsdpctl.resolve.settle import RunPlan
 from tests.matrix import fast, matrix
 from tests.models.decoders import save_decoder
@@ -29,7 +30,7 @@ H100 = ["model=llama3_8b", "cluster=h100"]
 
 
 def resolved(*words: str) -> RunPlan:
-    return plan_for_estimate(compose_config(list(words)))
+    return plan_on_cluster(compose_config(list(words)))
 
 
 def estimated(*words: str) -> RunEstimate:

@@ -8,11 +8,12 @@ from fsdpctl.commands.compare.vary import variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError, UsageError
 from fsdpctl.estimate.advice import advice
-from fsdpctl.estimate.estimator import Estimator, placed_for_estimate, plan_for_estimate
+from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.fit import largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import choose
 from fsdpctl.launch.begin import check_fits
+from fsdpctl.resolve.open import fill_on_cluster, plan_on_cluster
 from tests.commands.run import invoke
 
 SMALL = ["model.num_layers=2", "train.seq_len=512", "train.global_batch_size=4",
@@ -28,7 +29,7 @@ SHORTAGES = [
 
 
 def estimated(*words: str) -> RunEstimate:
-    return Estimator().estimate(plan_for_estimate(compose_config([*SMALL, *words])))
+    return Estimator().estimate(plan_on_cluster(compose_config([*SMALL, *words])))
 
 
 @pytest.mark.parametrize(("words", "short"), SHORTAGES)
@@ -45,7 +46,7 @@ def test_each_shortage_is_named_and_no_command_takes_it_for_fitting(words, short
 
 @pytest.mark.parametrize(("words", "short"), SHORTAGES)
 def test_neither_auto_nor_a_simulation_selects_what_train_refuses(words, short):
-    ranking = choose(Estimator(), placed_for_estimate(compose_config(
+    ranking = choose(Estimator(), fill_on_cluster(compose_config(
         [*SMALL, *words, "strategy=auto", "activation_checkpointing=auto"])))  # fmt: skip
     with pytest.raises(UsageError, match=f"nothing fits; closest is .*: {short[0]}: about"):
         _ = ranking.best
@@ -75,7 +76,7 @@ def test_a_run_that_only_fits_by_emptying_the_cache_does_not_fit():
              "launch.allocator=native"]  # fmt: skip
 
     def with_memory(*more: str) -> RunEstimate:
-        return Estimator().estimate(plan_for_estimate(compose_config([*words, *more])))
+        return Estimator().estimate(plan_on_cluster(compose_config([*words, *more])))
 
     found = with_memory()
     needed = found.peak_reserved - (found.peak_reserved - found.allocated) // 8 + found.outside.high

@@ -5,8 +5,9 @@ import pytest
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.changes import FEED_FORWARD_IN_CHUNKS, SHARED_SAMPLES
-from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
+from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.fit import largest_that_fits, longer_samples
+from fsdpctl.resolve.open import plan_on_cluster
 from fsdpctl.resolve.settle import RunPlan
 
 SMALL = [
@@ -17,7 +18,7 @@ SMALL = [
 
 
 def planned(*more: str) -> RunPlan:
-    return plan_for_estimate(compose_config([*SMALL, *more]))
+    return plan_on_cluster(compose_config([*SMALL, *more]))
 
 
 def test_samples_are_shared_by_divisors_of_a_node_and_of_the_heads():

@@ -23,14 +23,15 @@ from fsdpctl.checkpoint.tensors import tensor_of
 from fsdpctl.config.any_decoder import read_configuration, words_of_content
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Config, Settled
 from fsdpctl.config.serialize import config_words
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.resolve.decoder_check import with_decoder
-from fsdpctl.resolve.small_copy import allocate
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.train.assemble import make_model, make_module
 from tests.models.tiny import _OF_ITS_OWN, WORDS, _sizes
 
@@ -142,11 +143,11 @@ def their_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def compose(folder: Path, *words: str) -> Config:
+def compose(folder: Path, *words: str) -> Settled:
     fixed = ["model=hf", f"model.path={folder}"]
     if not any(word.startswith("precision=") for word in words):
         fixed.append("precision=fp32")
-    return compose_config([*fixed, *words]).config
+    return as_kept(compose_config([*fixed, *words]).config)
 
 
 def saved(
@@ -158,7 +159,7 @@ def saved(
     return CheckpointReader(folder)
 
 
-def load(config: Config, strategy: str = "full_shard") -> ShardedModel:
+def load(config: Settled, strategy: str = "full_shard") -> ShardedModel:
     model = make_model(config, CPU, strategy=strategy, empty=True)
     load_weights(open_weights(config.model), model)
     return model

@@ -13,8 +13,8 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_plain
+from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
-from fsdpctl.resolve.small_copy import allocate
 from tests.models.families import VOCABULARY
 
 SIZES: dict[str, Any] = {

@@ -19,12 +19,12 @@ from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.norms import fuse_norms
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.layout import Span
 from fsdpctl.resolve.attention_kernel import check_attention
-from fsdpctl.resolve.decoder_check import with_decoder
 from fsdpctl.train.assemble import make_model, make_optimizer
 from fsdpctl.train.callbacks.sample import Sampling, generate
 from tests.distributed import distributed

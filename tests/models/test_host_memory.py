@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.config.compose import compose_config
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.train.assemble import make_model
 from tests.distributed import distributed
 
@@ -26,7 +27,7 @@ def most_held() -> int:
 
 @distributed(world_size=4)
 def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
-    config = compose_config(["model=hf", f"model.path={folder}"]).config
+    config = as_kept(compose_config(["model=hf", f"model.path={folder}"]).config)
     load_weights(open_weights(config.model), make_model(config, torch.device("cpu"), empty=True))
     Path("/proc/self/clear_refs").write_text("5")  # what was imported has been held by now
     before = most_held()

@@ -15,9 +15,9 @@ from fsdpctl.models import attention
 from fsdpctl.models.attention import attend, attention_mask
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.row_documents import make_documents, spans
+from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.resolve.small_copy import allocate
 from tests.matrix import fast
 from tests.models.families import FEW, LENGTH, OTHERS, VOCABULARY, save_model
 

@@ -11,10 +11,11 @@ from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.train.assemble import make_model
 from tests.models.decoders import saved
 
@@ -39,9 +40,9 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def make_checkpoint(folder: Path, words: list[str]) -> tuple[Config, ShardedModel]:
+def make_checkpoint(folder: Path, words: list[str]) -> tuple[Settled, ShardedModel]:
     known = {word.split("=")[0]: word for word in [*SMALL, *words]}
-    config = compose_config(list(known.values())).config
+    config = as_kept(compose_config(list(known.values())).config)
     model = make_model(config, torch.device("cpu"))
     saved(model, config, folder, ByteTokenizer().files())
     return config, model

@@ -8,11 +8,11 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.models.describe import block_names
 from fsdpctl.models.row_documents import make_documents, spans
 from fsdpctl.models.sinks import attend_to_sequences
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.resolve.blocks import checkpoint_blocks
 from tests.matrix import fast
 from tests.models.decoders import CPU, tiny_config
 from tests.models.test_packed import gradients, summed

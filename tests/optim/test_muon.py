@@ -12,22 +12,23 @@ from torch import Tensor, nn
 
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import initialize_parameter
+from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.optimizers import MATRICES, Muon, is_muons, muon_flops
 from fsdpctl.plan.units import lay_out
-from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import checked
-from fsdpctl.resolve.small_copy import allocate
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.train.assemble import make_model, make_module, make_optimizer
 from tests.checkpoint.test_any_to_any import held
 from tests.checkpoint.test_round_trip import whole_tensors
@@ -130,14 +131,14 @@ DECODERS = {
 HEADS, WIDTH, HIDDEN = 4, 16, 80
 
 
-def decoder_config(words: list[str], ranks: int, strategy: str = "shard_optimizer") -> Config:
+def decoder_config(words: list[str], ranks: int, strategy: str = "shard_optimizer") -> Settled:
     small = [
         "model.num_layers=2", f"model.hidden_size={HEADS * WIDTH}", f"model.num_heads={HEADS}",
         f"model.intermediate_size={HIDDEN}", "model.vocab_size=40", "model.max_seq_len=16",
         "launch.device=cpu", f"launch.nproc_per_node={ranks}", "train.seq_len=8",
         "optimizer=muon", f"optimizer.lr={LR}", f"strategy={strategy}",
     ]  # fmt: skip
-    return checked(placed_on_cluster(compose_config([*small, *words]).config))
+    return as_kept(checked(place(compose_config([*small, *words]).config)))
 
 
 def decoder_loss(module: nn.Module, tokens: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ def decoder_loss(module: nn.Module, tokens: Tensor) -> Tensor:
     return loss / tokens[:, 1:].numel()
 
 
-def drawn(config: Config) -> nn.Module:
+def drawn(config: Settled) -> nn.Module:
     """The module with its initial weights, unsharded."""
     module = make_module(config)
     if isinstance(module, TransformersDecoder):
@@ -308,7 +309,7 @@ def test_what_muon_cannot_do_is_rejected_first(words: list[str], said: str) -> N
     usual_words = [f"{name}={value}" for name, value in usual.items() if name not in given]
     config = compose_config([*words, *usual_words]).config
     with pytest.raises(UsageError, match=said):
-        checked(placed_on_cluster(config))
+        checked(place(config))
 
 
 def test_a_model_without_matrices_or_with_cut_ones_is_rejected() -> None:

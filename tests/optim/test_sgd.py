@@ -14,7 +14,7 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import UsageError
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import checked
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, one_step, token_batches
@@ -179,4 +179,4 @@ def test_a_skipped_step_changes_no_masters_of_16_bits(precision):
 )
 def test_options_of_other_optimizers_are_rejected(words, said):
     with pytest.raises(UsageError, match=said):
-        checked(placed_on_cluster(compose_config(words).config))
+        checked(place(compose_config(words).config))

@@ -4,16 +4,16 @@ import random
 from collections.abc import Sequence
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.optimizers import STATE_DTYPES
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.resolve.preflight import check_trained
-from fsdpctl.resolve.rules import checked
+from fsdpctl.resolve.place import place
+from fsdpctl.resolve.rules import check_trained, checked
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.train.assemble import make_module
 
 ARCHITECTURES = ["llama", "llama", "mistral", "qwen3", "gpt2"]
@@ -39,7 +39,7 @@ def random_config(
     strategies: Sequence[str] = tuple(STRATEGIES),
     *,
     on_gloo: bool = True,
-) -> Config:
+) -> Settled:
     """Draw until the settings are valid together."""
     optimizer = draw.choice(OPTIMIZERS)
     while True:
@@ -52,8 +52,7 @@ def random_config(
         if on_gloo and draw.random() < 0.6:
             words += [f"strategy.offload={draw.choice(OFFLOADS)}"]
         try:
-            config = placed_on_cluster(compose_config(words).config)
-            config = checked(config)
+            config = as_kept(checked(place(compose_config(words).config)))
             check_trained(config, divide_module(make_module(config), None))
         except UsageError:
             continue

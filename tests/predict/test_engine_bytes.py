@@ -7,7 +7,6 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.estimate.estimator import plan_for_estimate
 from fsdpctl.estimate.planned_steps import estimate_run, plan_run
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
@@ -19,6 +18,7 @@ from fsdpctl.plan.units import divide
 from fsdpctl.predict.engine_bytes import Estimate, estimate, timeline
 from fsdpctl.predict.recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
+from fsdpctl.resolve.open import plan_on_cluster
 from tests.distributed import distributed, in_turn
 from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import WHOLE, cases, fast
@@ -125,7 +125,7 @@ WORDS = ["model.vocab_size=1000", "launch.device=cpu", "launch.share_memory=fals
 
 
 def of_config(*words: str) -> Estimate:
-    plan = plan_for_estimate(compose_config([*WORDS, *words]))
+    plan = plan_on_cluster(compose_config([*WORDS, *words]))
     passes = plan.batches.num_micro_batches
     return estimate_run(plan.config, build_model(plan.config.model), passes)
 
@@ -152,7 +152,7 @@ def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
     words = ["model.num_layers=7", "model.hidden_size=32", "model.intermediate_size=48"]
     words += ["strategy=shard_optimizer", "strategy.owner_map=balanced", "accumulation=last"]
     words += ["launch.nproc_per_node=100", "train.global_batch_size=400", "accumulation.steps=4"]
-    config = plan_for_estimate(compose_config([*WORDS, *words])).config
+    config = plan_on_cluster(compose_config([*WORDS, *words])).config
     plan = plan_run(config, divide_module(build_model(config.model), None), 4)
     peaks = [max(sum(h.values()) for h in timeline(plan.at(rank))) for rank in range(100)]
     assert of_config(*words).peak_bytes == max(peaks)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdpctl.comm.host import Copier
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
+from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.step import HOST_SCALARS
@@ -20,6 +20,7 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import HostQueue, HostSheet
 from fsdpctl.predict.simulator import COMPUTE, TimelineSpan, Transfer, chrome_trace
+from fsdpctl.resolve.open import plan_on_cluster
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.train.assemble import make_model, make_optimizer
 from tests.distributed import distributed, in_turn
@@ -39,7 +40,7 @@ PREDICTOR = Estimator()
 
 def planned(words: str) -> RunPlan:
     named = {word.partition("=")[0]: word for word in (*SMALL.split(), *words.split())}
-    return plan_for_estimate(compose_config(list(named.values())))
+    return plan_on_cluster(compose_config(list(named.values())))
 
 
 def predicted(words: str) -> StepPrediction:

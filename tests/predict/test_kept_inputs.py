@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.resolve.open import plan_on_cluster
 from tests.distributed import distributed
 
 TOKENS, WIDTH, BLOCKS = 1000, 64, 6
@@ -84,7 +85,7 @@ def test_an_estimate_with_kept_inputs_has_two_hidden_states_of_each_later_block(
     words = ["model=llama_tiny", "cluster=2xh100", "model.lora.rank=4", *sizes]
 
     def kept_inputs(*more: str) -> list[tuple[int, int]]:
-        peak = Estimator().estimate(plan_for_estimate(compose_config([*words, *more]))).step.peak
+        peak = Estimator().estimate(plan_on_cluster(compose_config([*words, *more]))).step.peak
         found = (each for each in peak.largest if each.what == "kept input")
         return [(each.count, each.nbytes) for each in found]
 

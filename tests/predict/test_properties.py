@@ -6,11 +6,12 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.estimator import Estimator, StepPrediction, plan_for_estimate
+from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import NET, NODE, CollectiveKind, Group
 from fsdpctl.predict.simulator import Transfer
+from fsdpctl.resolve.open import plan_on_cluster
 from fsdpctl.resolve.settle import RunPlan
 
 TINY = (
@@ -23,7 +24,7 @@ PREDICTOR = Estimator()
 
 def planned(*words: str) -> RunPlan:
     named = {word.partition("=")[0]: word for word in [*TINY.split(), *words]}
-    return plan_for_estimate(compose_config(list(named.values())))
+    return plan_on_cluster(compose_config(list(named.values())))
 
 
 def step(*words: str) -> StepPrediction:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fsdpctl.engine.blocks import checkpoint_block
 from fsdpctl.estimate.trace import trace
 from fsdpctl.estimate.traced import ShortModule
 from fsdpctl.models.describe import divide_module
@@ -26,7 +27,6 @@ from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Constant, Script, replay
 from fsdpctl.predict.recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.blocks import checkpoint_block
 from tests.predict.titan import LLAMA_7B, LLAMA_8B, Shape, Titan
 
 GIB = 1 << 30

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdpctl.comm import process_group
 from fsdpctl.comm.host import host_inputs_bytes
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import plan_run
@@ -29,8 +29,8 @@ from fsdpctl.predict import fsdpctl_update
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, find_peak
-from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.place import place
+from fsdpctl.resolve.settle import as_kept, settle
 from fsdpctl.train.assemble import make_model, make_optimizer, share_samples
 from tests.distributed import distributed
 from tests.engine.nccl import nccl_path
@@ -44,7 +44,7 @@ SAMPLED = range(5, 8)
 
 
 def predicted(
-    config: Config, rank: int, model: ShardedModel, transport: Transport | None = None
+    config: Settled, rank: int, model: ShardedModel, transport: Transport | None = None
 ) -> tuple[int, list[Event], int]:
     """Return the estimated peak of all tensors, the planned events, and bytes next to those.
 
@@ -78,7 +78,7 @@ def predicted(
     return peak, planned_step(plan.step, reduces), states
 
 
-def check(config: Config, rank: int, transport: Transport | None = None) -> tuple[int, int]:
+def check(config: Settled, rank: int, transport: Transport | None = None) -> tuple[int, int]:
     """Return the estimated and the real peak of all tensors in a step, after other checks.
 
     Those are of the bytes that the engine allocates, event by event, and of optimizer states.
@@ -162,7 +162,7 @@ def test_engine_bytes_of_states_on_the_host_are_exact(more: str) -> None:
         "train.micro_batch_size=4", "train.global_batch_size=8", "accumulation.steps=2",
         "accumulation=every",
     ]  # fmt: skip
-    check(placed_on_cluster(compose_config([*words, *more.split()]).config), 0)
+    check(as_kept(place(compose_config([*words, *more.split()]).config)), 0)
 
 
 @pytest.mark.parametrize("mode", fast("full", slow=["selective"]))
@@ -177,7 +177,7 @@ def test_two_inputs_of_recomputed_blocks_stay_on_the_device(mode: str) -> None:
     found = []
     for offload in ("false", "true"):
         typed = [*words, f"activation_checkpointing.offload={offload}"]
-        config = placed_on_cluster(compose_config(typed).config)
+        config = as_kept(place(compose_config(typed).config))
         model = make_model(config, torch.device("cpu"))
         optimizer = make_optimizer(config, model)
         peak, _ = watched_step(model, partial(train_step, config, model, optimizer))

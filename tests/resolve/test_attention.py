@@ -7,23 +7,23 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, model_words
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Filled
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.estimator import placed_for_estimate
 from fsdpctl.resolve.attention_kernel import (
     check_attention,
     kernel_of,
     notes_on_kernel,
-    with_kernel,
     with_run_kernel,
 )
-from fsdpctl.resolve.run import decides_losses, run_identity
+from fsdpctl.resolve.open import decides_losses, fill_on_cluster, run_identity
 from fsdpctl.run.directory import changes, look
 
+KERNEL = "model.attention"
 
-def placed(*words: str) -> Config:
-    return placed_for_estimate(compose_config(["model.vocab_size=64", *words]))
+
+def placed(*words: str) -> Filled:
+    return fill_on_cluster(compose_config(["model.vocab_size=64", *words]))
 
 
 def test_the_kernel_does_not_change_the_name_of_a_run():
@@ -37,7 +37,7 @@ def test_the_kernel_does_not_change_the_name_of_a_run():
 
 def test_the_kernel_is_not_part_of_a_model(tmp_path):
     (tmp_path / CHECKPOINTS).mkdir()
-    config = with_kernel(placed(), "cudnn")
+    config = placed().changed({KERNEL: "cudnn"})
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(config))
     assert "model.attention: cudnn" in (tmp_path / RUN_CONFIG).read_text()
     assert "model.attention" not in model_words(str(tmp_path))
@@ -62,7 +62,7 @@ def test_a_kernel_that_cannot_run_is_rejected_in_one_line(words, said):
 
 
 @pytest.mark.skipif(find_spec("flash_attn_interface") is not None, reason="it is installed")
-def test_a_missing_package_is_named_at_the_start_of_a_run():
+def test_a_missing_package_is_named_at_the_start_of_a_run(hopper):
     config = placed("cluster=h100", "model.attention=flash3")
     with pytest.raises(UsageError, match="flash3: package flash_attn_interface not found"):
         check_attention(config, here=True)
@@ -86,7 +86,7 @@ def test_auto_leaves_out_versions_of_cudnn_that_were_wrong(monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr("fsdpctl.resolve.machine.architecture_here", lambda: "hopper")
+    monkeypatch.setattr("fsdpctl.resolve.attention_kernel.architecture_here", lambda: "hopper")
 
 
 def test_a_run_keeps_its_kernel_while_it_can_run(hopper):
@@ -94,7 +94,7 @@ def test_a_run_keeps_its_kernel_while_it_can_run(hopper):
     assert with_run_kernel(config).model.attention == "cudnn"  # by the GPU here
     assert with_run_kernel(config, "flash").model.attention == "flash"
     assert with_run_kernel(config, "flash3").model.attention == "cudnn"  # no longer installed
-    assert with_run_kernel(with_kernel(config, "flash"), "cudnn").model.attention == "flash"
+    assert with_run_kernel(config.changed({KERNEL: "flash"}), "cudnn").model.attention == "flash"
     assert with_run_kernel(placed("launch.device=cpu"), "flash").model.attention is None
 
 
@@ -104,7 +104,7 @@ def test_a_start_has_the_kernel_that_its_estimate_has(hopper, tmp_path):
     for resume in ("auto", "never"):
         assert look(config, resume).config.model.attention == kernel_of(config) == "cudnn"
     run.mkdir()
-    (run / RUN_CONFIG).write_text(config_to_yaml(with_kernel(config, "flash")))
+    (run / RUN_CONFIG).write_text(config_to_yaml(config.changed({KERNEL: "flash"})))
     seen = look(config, "auto")
     assert seen.config.model.attention == "flash"
     assert changes(seen, seen.config) == []
@@ -118,4 +118,4 @@ def test_a_note_names_an_installed_kernel_that_auto_leaves_out(hopper, monkeypat
     (line,) = notes_on_kernel(config)
     assert "set model.attention=flash3 to use it" in line
     assert notes_on_kernel(placed("launch.device=cpu")) == ()
-    assert notes_on_kernel(with_kernel(config, "flash")) == ()
+    assert notes_on_kernel(config.changed({KERNEL: "flash"})) == ()

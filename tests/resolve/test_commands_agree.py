@@ -15,7 +15,7 @@ from fsdpctl.plan.optimizers import STATE_DTYPES
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.run import open_run
+from fsdpctl.resolve.open import open_run
 from fsdpctl.resolve.settle import settle
 from tests.commands.run import TINY, make_text
 

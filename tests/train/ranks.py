@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fsdpctl.comm.world import World
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.run_files import METRICS
-from fsdpctl.resolve.run import open_run
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.open import open_run
+from fsdpctl.resolve.settle import plan_of, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.train import step
@@ -69,7 +69,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
 
 
-def resolved(typed: list[str]) -> Config:
+def resolved(typed: list[str]) -> Settled:
     return settle(open_run(compose_config(typed)).config).config
 
 
@@ -89,7 +89,7 @@ def made(
     dist.barrier()
     world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), device)
     context = LaunchContext(stop_requested, time.time(), lambda wait_for_all: wait_for_all())
-    return make_trainer(seen.config, world, context, shows=False)
+    return make_trainer(plan_of(seen.config), world, context, shows=False)
 
 
 def plant(trainer: Trainer, plants: Plants) -> None:

@@ -15,7 +15,7 @@ from fsdpctl.checkpoint.folders import complete_checkpoints
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import CHECKPOINTS, LOGS
-from fsdpctl.resolve.preflight import command_words
+from fsdpctl.resolve.rules import command_words
 from fsdpctl.train.callbacks import each_save
 from fsdpctl.train.callbacks.each_save import EachSave, SaveOutcome
 from tests.checkpoint.test_saver import fake_checkpoints

@@ -4,7 +4,7 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.data.packing import DocumentSet
-from fsdpctl.resolve.run import Opened, open_run
+from fsdpctl.resolve.open import Opened, open_run
 from tests.chats.families import write_lines, write_tokenizer
 
 USUAL = 16

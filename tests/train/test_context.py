@@ -10,7 +10,7 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.run import open_run
+from fsdpctl.resolve.open import open_run
 from fsdpctl.resolve.settle import settle
 from fsdpctl.train import loss as losses
 from tests.commands.run import TINY, invoke

@@ -14,8 +14,8 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.training import CheckpointConfig, LogConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import TENSORBOARD, WANDB_ID
-from fsdpctl.resolve import preflight as besides
-from fsdpctl.resolve.preflight import check_preflight
+from fsdpctl.resolve import rules as besides
+from fsdpctl.resolve.rules import check_preflight
 from fsdpctl.train import loggers
 from fsdpctl.train.loggers import Loggers
 

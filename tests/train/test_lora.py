@@ -23,12 +23,14 @@ from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.open_data import open_data
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
+from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.schedule import EventKind
-from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.open import plan_on_cluster
+from fsdpctl.resolve.place import place
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.train.assemble import make_model
 from tests.commands.run import figures, invoke, make_text
 from tests.distributed import distributed
@@ -172,7 +174,7 @@ def test_checkpoints_contain_the_trained_parameters_and_have_the_estimated_size(
     assert all("lora_" in key for key in reader.manifest.tensors)
     assert reader.manifest.base is not None
     assert reader.manifest.base.path == str(tmp_path / "base")
-    estimate = Estimator().estimate(plan_for_estimate(compose_config(typed)))
+    estimate = Estimator().estimate(plan_on_cluster(compose_config(typed)))
     stored = sum(reader.info(key).nbytes for key in reader.manifest.tensors)
     assert stored == estimate.checkpoint_bytes
 
@@ -304,7 +306,7 @@ def test_the_head_is_gathered_once_each_way_however_many_chunks_the_loss_has(
     more = ["model.vocab_size=64", "model.overrides.tie_word_embeddings=false", "model.lora.rank=2"]
     for prefetch in ("none", "both"):
         config = compose_config([*more, f"prefetch={prefetch}", "launch.device=cpu"]).config
-        config = placed_on_cluster(config)
+        config = as_kept(place(config))
         model = make_model(config, torch.device("cpu"))
         tokens = torch.arange(60).view(2, 30)
         with recording(model) as forward:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.resolve.run import open_run
+from fsdpctl.resolve.open import open_run
 from fsdpctl.resolve.settle import settle
 from tests.commands.run import TINY, make_text
 from tests.distributed import distributed

@@ -1,16 +1,13 @@
 """Feed-forward layers in chunks: equal losses with less memory."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.resolve.chunks import mlp_chunk_tokens
-from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.place import place
+from fsdpctl.resolve.settle import as_kept, settle
 from fsdpctl.train.assemble import make_module
 from tests.matrix import fast
 from tests.models.decoders import compose, plain_module, save_decoder
@@ -60,11 +57,13 @@ def test_chunks_need_less_memory_and_are_few():
              "train.seq_len=1048576", "model.max_seq_len=1048576", "train.context_parallel=8",
              "train.global_batch_size=1", "model.vocab_size=512",
              "activation_checkpointing=full"]  # fmt: skip
-    config = placed_on_cluster(compose_config([*words, f"{CHUNKS}=auto"]).config)
-    assert mlp_chunk_tokens(config, 1) == 12544  # as much memory as 131,072 hidden states
-    assert mlp_chunk_tokens(replace(config, train=replace(config.train, seq_len=8192)), 1) == 0
+    config = as_kept(place(compose_config([*words, f"{CHUNKS}=auto"]).config))
+    chunk = settle(config).config.train.mlp_chunk_tokens
+    assert chunk == 12544  # as much memory as 131,072 hidden states
+    short = settle(config.changed({"train.seq_len": 8192}))
+    assert short.config.train.mlp_chunk_tokens == 0
     with pytest.raises(UsageError, match=rf"{CHUNKS}=1023: .* expected at least 1024"):
-        mlp_chunk_tokens(replace(config, train=replace(config.train, mlp_chunk_tokens=1023)), 1)
-    plain = replace(config, train=replace(config.train, mlp_chunk_tokens=0))
+        settle(config.changed({CHUNKS: 1023}))
+    plain = config.changed({CHUNKS: 0})
     chunked, whole = (Estimator().estimate(settle(each)).step.allocated for each in (config, plain))
     assert chunked < whole

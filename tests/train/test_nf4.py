@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM
 from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.estimator import Estimator, plan_for_estimate
+from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.plan.schedule import EventKind
-from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.open import plan_on_cluster
+from fsdpctl.resolve.place import place
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.train.assemble import make_model
 from tests.commands.run import invoke
 from tests.distributed import distributed
@@ -79,7 +81,7 @@ def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(
 ) -> None:
     """Drawn weights: each rank has its part of what quantizing the whole gives."""
     more = [f"launch.nproc_per_node={world_size}", "launch.device=cpu", "model.vocab_size=64"]
-    config = placed_on_cluster(compose_config(["model.lora.rank=2", FOUR_BITS, *more]).config)
+    config = as_kept(place(compose_config(["model.lora.rank=2", FOUR_BITS, *more]).config))
     model = make_model(config, torch.device("cpu"))
     shapes = quantized_shapes(model.module)
     with recording(model) as events:
@@ -106,7 +108,7 @@ def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(
 def test_weights_of_a_file_are_quantized_when_they_are_loaded(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     given = ["model=hf", f"model.path={tmp_path}", "model.lora.rank=2", FOUR_BITS]
-    config = compose_config(given).config
+    config = as_kept(compose_config(given).config)
     model = make_model(config, torch.device("cpu"), empty=True)
     load_weights(weights_in_model_path(config.model, model.module, 0), model)
     state, stored = model.state_dict(), load_file(tmp_path / "model.safetensors")
@@ -150,7 +152,7 @@ def test_checkpoints_leave_the_base_out_unless_it_was_drawn(tmp_path, trained):
     reader = newest(tmp_path)
     kinds = {reader.info(key).dtype for key in reader.manifest.tensors}
     assert kinds == {"F32", "U8"}
-    estimate = Estimator().estimate(plan_for_estimate(compose_config(typed)))
+    estimate = Estimator().estimate(plan_on_cluster(compose_config(typed)))
     stored = sum(reader.info(key).nbytes for key in reader.manifest.tensors)
     assert stored == estimate.checkpoint_bytes
     more = [each for each in typed if not each.startswith("train.run_dir")]
@@ -182,10 +184,10 @@ def test_an_export_is_the_model_that_was_trained(tmp_path, trained, family):
     with torch.no_grad():
         assert (merged(tokens()).logits - adapted(tokens()).logits).abs().max() <= 1e-5
     figures = []
-    for place in (folder / "run", tmp_path / "merged"):
+    for source in (folder / "run", tmp_path / "merged"):
         more = ["data=text", f"data.path={folder / 'words.txt'}", "train.seq_len=16"]
         more += ["data.val_fraction=0", "data.tokenizer=bytes"]
-        code, said = invoke("evaluate", str(place), *(more if place.name == "merged" else []))
+        code, said = invoke("evaluate", str(source), *(more if source.name == "merged" else []))
         assert code == 0, said
         figures.append(float(said.split("loss ")[1].split()[0]))
     assert figures[0] == pytest.approx(figures[1], abs=2e-4)
@@ -195,7 +197,7 @@ def test_an_export_is_the_model_that_was_trained(tmp_path, trained, family):
 @distributed(world_size=4)
 def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
     given = ["model=hf", f"model.path={folder}", "model.lora.rank=2", FOUR_BITS]
-    config = compose_config([*given, "model.lora.targets=q_proj"]).config
+    config = as_kept(compose_config([*given, "model.lora.targets=q_proj"]).config)
 
     def load() -> None:
         model = make_model(config, torch.device("cpu"), empty=True)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdpctl.engine.blocks import missing_compiler
 from fsdpctl.engine.offload import HostStates
-from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.run.directory import changes, look
 from tests.commands.run import figures
 from tests.distributed import distributed

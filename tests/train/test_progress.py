@@ -8,6 +8,7 @@ import torch
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import known_gpu
 from fsdpctl.optim.record import StepFigures
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.flops import ModelFlops, describe_flops, flops_per_token, model_flops
 from fsdpctl.run.progress import RunProgress
 from fsdpctl.run.step_metrics import PeakMemory, StepMetrics, StepTimes
@@ -129,14 +130,14 @@ _LAYERS = 3 * _PER_LAYER + 32  # and the last norm
     ],
 )
 def test_flops_follow_the_formula(words, expected):
-    config = compose_config([*SHAPE, *words]).config
+    config = as_kept(compose_config([*SHAPE, *words]).config)
     device = torch.device("cpu")
     model = make_model(config, device).module
     assert model_flops(config, model, device, 2) == ModelFlops(expected, None)
 
 
 def test_a_run_describes_the_peak_that_mfu_is_relative_to(monkeypatch):
-    config = compose_config(SHAPE).config
+    config = as_kept(compose_config(SHAPE).config)
     model = make_model(config, torch.device("cpu")).module
     assert describe_flops(config, model).endswith("; MFU n/a: no peak FLOP/s known for a CPU")
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")

@@ -12,11 +12,10 @@ from torch import nn
 
 from fsdpctl.data.batches import Batches
 from fsdpctl.errors import SelfCheckError
-from fsdpctl.models import attention
+from fsdpctl.models import attention, decoder_check
 from fsdpctl.models.context import to_tokens
 from fsdpctl.models.row_documents import Documents
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.resolve import decoder_check
 from fsdpctl.train import assemble, loss, small_run, step
 from fsdpctl.train.callbacks import self_check
 from fsdpctl.train.schedule import lr_factor

@@ -40,7 +40,6 @@ from fsdpctl.commands.console import AsJson, emit, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import refusing
-from fsdpctl.resolve.machine import placed_here, placed_on_cluster
 
 _STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
 _ROUNDS = Key("--rounds", "whole number", 3, "", minimum=1, maximum=1_000)
@@ -149,7 +148,7 @@ def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> list[Va
     """Return the variants to compare, and print which settings and combinations are ignored."""
     made = partial(variants, recipe=asked.recipe, steps=steps)
     found = made(asked.settings)
-    if share_alike(found, placed_on_cluster if simulates else placed_here):
+    if share_alike(found, simulates=simulates):
         found = made([*asked.settings, OVER_GLOO])
         note("over gloo: ranks that share memory (launch.share_memory) run all strategies alike")
     found, lacking = possible(found)

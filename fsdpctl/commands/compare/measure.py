@@ -28,8 +28,7 @@ from fsdpctl.launch.probe import short_run
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.data import notes_on_data
-from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.resolve.run import Opened, open_run
+from fsdpctl.resolve.open import Opened, open_run
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.metrics import read_metrics
@@ -68,8 +67,8 @@ class MeasuredComparison:
             self._prepare(each)
         for number in range(self._num_rounds):
             running = [each for each in self.variants if each.row.status == OK]
-            for place, each in enumerate(in_turn(running, number, self._num_rounds), start=1):
-                turn = f"round {number + 1}/{self._num_rounds}  {place}/{len(running)}"
+            for count, each in enumerate(in_turn(running, number, self._num_rounds), start=1):
+                turn = f"round {number + 1}/{self._num_rounds}  {count}/{len(running)}"
                 note(f"{turn}  {each.row.label}")
                 with doing(f"running {each.row.label}"):
                     self._run_once(each, number)
@@ -79,8 +78,7 @@ class MeasuredComparison:
             opened = open_run(each.composed)
             selection = None
             if left_open(opened.config):
-                placed = placed_on_cluster(opened.config)
-                selection = choose(self._estimator, placed).best.selection
+                selection = choose(self._estimator, opened.config).best.selection
             plan = settle(opened.config, selection)
             about_data = notes_on_data(opened.config, opened.data)
             if differs := [each for each in opened.notes if each not in about_data]:

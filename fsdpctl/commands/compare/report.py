@@ -19,7 +19,7 @@ from fsdpctl import __version__
 from fsdpctl.commands.compare.row import OK, Row, columns, names_of
 from fsdpctl.commands.drawing import BLUE, SKY, annotate, bar_axes, bars
 from fsdpctl.config.schema import KEYS, Config
-from fsdpctl.resolve.run import decides_losses
+from fsdpctl.resolve.open import decides_losses
 
 JSON, PAGE = "compare.json", "compare.html"
 _GIB = 1 << 30

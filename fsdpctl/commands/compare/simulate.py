@@ -11,11 +11,12 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import SHORT, band_of
 from fsdpctl.estimate.advice import advice
-from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
+from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.estimate.planned_steps import sent_in_step
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import choose
 from fsdpctl.predict.simulator import chrome_trace
+from fsdpctl.resolve.open import fill_on_cluster
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.flops import flops_per_token
 
@@ -97,7 +98,7 @@ class SimulatedComparison:
                 (folder / TRACES / f"{number:02d}.json").write_text(text, encoding="utf-8")
 
     def _predict(self, each: Variant) -> None:
-        placed = placed_for_estimate(each.composed)
+        placed = fill_on_cluster(each.composed)
         if placed.launch.device == "cpu":
             raise UsageError(
                 "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or compare by "

@@ -1,18 +1,19 @@
 """Expansion of settings with commas into variants."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from fsdpctl.commands.compare.row import Row
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.recipe import find_recipe, read_recipe
-from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, Config, PrecisionConfig
+from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, Config
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
-from fsdpctl.resolve.machine import shares_memory
+from fsdpctl.resolve.launchers import place_of
+from fsdpctl.resolve.place import place, shares_memory
 from fsdpctl.resolve.settle import RunPlan
 
 _COMMA = re.compile(r",(?![^\[]*\])")  # between alternatives: not within a list
@@ -78,16 +79,13 @@ def variants(words: Sequence[str], recipe: str | None, *, steps: int) -> list[Va
 OVER_GLOO = "launch.share_memory=false"
 
 
-def share_alike(found: Sequence[Variant], place: Callable[[Config], Config]) -> bool:
-    """Return whether strategies vary that would not differ, because ranks would share memory.
-
-    `place` is `placed_here`, or for simulations `placed_on_cluster`.
-    """
+def share_alike(found: Sequence[Variant], *, simulates: bool) -> bool:
+    """Return whether strategies vary that would not differ, because ranks would share memory."""
     configs = [each.composed.config for each in found]
     strategies = {each.strategy.name for each in configs}
     return len(strategies) > 1 and any(
         each.launch.share_memory is None
-        and shares_memory(place(replace(each, precision=PrecisionConfig())))
+        and shares_memory(place(each, None if simulates else place_of(each.launch)))
         for each in configs
     )
 

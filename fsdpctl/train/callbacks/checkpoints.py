@@ -19,7 +19,7 @@ from fsdpctl.config.serialize import words_for_others
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import CHECKPOINTS
-from fsdpctl.resolve.preflight import command_words
+from fsdpctl.resolve.rules import command_words
 from fsdpctl.run.assets import read_run_assets
 from fsdpctl.run.progress import format_seconds
 from fsdpctl.train.callback import Callback, TrainingRun, is_joint

@@ -19,11 +19,10 @@ from typing import Any
 
 from fsdpctl.checkpoint.folders import remove_old
 from fsdpctl.checkpoint.remote_run import KEY, RemoteCheckpoints
-from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io.files import last_line, open_own
-from fsdpctl.io.run_files import CHECKPOINTS, LOGS
+from fsdpctl.io.run_files import CHECKPOINTS, LOGS, MANIFEST
 
 LOG = "after-save.log"
 UPLOAD, COMMAND = "upload", "after_save"  # names of values in metrics.jsonl

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Settled
 from fsdpctl.errors import SignalError, StoppedError, UsageError
-from fsdpctl.resolve import decoder_check
-from fsdpctl.resolve.decoder_check import check_decoder, check_shared_rows, with_decoder
+from fsdpctl.models import decoder_check
+from fsdpctl.models.decoder_check import check_decoder, check_shared_rows, with_decoder
 from fsdpctl.resolve.settle import settle
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
@@ -26,7 +26,7 @@ DOES = {
 }  # fmt: skip
 
 
-def shared(config: Config) -> Config:
+def shared(config: Settled) -> Settled:
     return replace(config, train=replace(config.train, context_parallel=2))
 
 
@@ -46,7 +46,7 @@ def test_the_start_finds_what_a_decoder_does(family, tmp_path):
         with pytest.raises(UsageError, match=f"data.packing=true: {family} mixes"):
             with_decoder(compose(tmp_path, *words, "data.packing=true"))
     said = rf"context_parallel=2: model: .*{refusal}"
-    for check in (check_shared_rows, with_decoder, settle) if refusal else ():
+    for check in (check_shared_rows, settle) if refusal else ():
         with pytest.raises(UsageError, match=said):
             check(shared(config))
     if not refusal:

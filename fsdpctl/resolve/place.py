@@ -1,26 +1,24 @@
-"""Place a configuration on this machine or, for estimates, on a specified cluster."""
+"""The place of a configuration: this machine or, for estimates, a specified cluster."""
 
 from dataclasses import replace
 
 import torch
 
 from fsdpctl.config.recipe import known_gpu
-from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
+from fsdpctl.config.schema import C, Config, Placed
 from fsdpctl.errors import UsageError
 from fsdpctl.io.control_group import host_memory
 from fsdpctl.plan.optimizers import MATRICES, MUON
-from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import (
     FSDPCTL,
     STRATEGIES,
     Offload,
     Strategy,
     effective_strategy,
-    get_strategy,
-    ranks_per_replica,
     strategies_of,
 )
-from fsdpctl.resolve.launchers import Place, place_of
+from fsdpctl.resolve.launchers import Place
+from fsdpctl.resolve.usual import OF_PLACE, filled
 
 LOCAL = "local"
 _GIB = 1 << 30
@@ -32,9 +30,21 @@ _ARCHITECTURES = {
 }  # fmt: skip
 
 
-def placed_here(config: Config, where: Place | None = None) -> Config:
-    """Fill in device and ranks for this machine, from `where` or the launcher's variables."""
-    launch, place = where or place_of(config.launch)
+def place(config: Config, where: Place | None = None) -> Placed:
+    """Return a configuration with its device, ranks and dtypes.
+
+    The ranks are on this machine, as `where` has them, or else on `cluster`, which need not exist:
+    then it has its memory too. The host memory of another machine is unknown unless it is set.
+
+    Raises:
+        UsageError: If this machine does not have the devices.
+    """
+    placed = on_cluster(config) if where is None else _here(config, where)
+    return Placed(filled(placed, OF_PLACE))
+
+
+def _here(config: Config, where: Place) -> Config:
+    launch, place = where
     has_cuda = torch.cuda.is_available()
     if launch.device == "cuda" and not has_cuda:
         raise UsageError("launch.device=cuda: torch finds no CUDA device; expected cpu or auto")
@@ -46,16 +56,11 @@ def placed_here(config: Config, where: Place | None = None) -> Config:
         raise UsageError(
             f"launch.nproc_per_node={ranks}: expected at most {available}, the CUDA devices"
         )
-    return _with_precision(
-        replace(config, launch=replace(launch, device=device, nproc_per_node=ranks))
-    )
+    return replace(config, launch=replace(launch, device=device, nproc_per_node=ranks))
 
 
-def placed_on_cluster(config: Config) -> Config:
-    """Fill in device, ranks and memory for `cluster`, which need not exist.
-
-    The host memory of another machine is unknown unless it is set.
-    """
+def on_cluster(config: C) -> C:
+    """Return a configuration with the ranks and the memory of `cluster`, where it lacks them."""
     launch, cluster = config.launch, config.cluster
     here = cluster.name in (LOCAL, "cpu")
     has_cuda = torch.cuda.is_available() if cluster.name == LOCAL else not here
@@ -67,18 +72,15 @@ def placed_on_cluster(config: Config) -> Config:
         in_host: float | None = memory * ranks
     else:
         in_host = host_memory() / _GIB if here else None
-    placed = replace(
-        config,
-        launch=replace(launch, device=device, nproc_per_node=ranks),
-        cluster=replace(
-            cluster,
-            memory=memory,
-            host_memory=cluster.host_memory or in_host,
-            ranks_per_node=ranks,
-            architecture=cluster.architecture or (architecture_here() if found else None),
-        ),
-    )
-    return _with_precision(placed)
+    values = {
+        "launch.device": device,
+        "launch.nproc_per_node": ranks,
+        "cluster.memory": memory,
+        "cluster.host_memory": cluster.host_memory or in_host,
+        "cluster.ranks_per_node": ranks,
+        "cluster.architecture": cluster.architecture or (architecture_here() if found else None),
+    }
+    return config.changed(values)
 
 
 def notes_on_cluster(config: Config) -> tuple[str, ...]:
@@ -93,27 +95,6 @@ def notes_on_cluster(config: Config) -> tuple[str, ...]:
 def architecture_here() -> str | None:
     """Return the generation of this machine's first GPU, if its attention kernels are known."""
     return _ARCHITECTURES.get(torch.cuda.get_device_capability(0))
-
-
-def with_architecture(config: Config) -> Config:
-    """`config`, placed here, with the generation of this machine's GPUs."""
-    if config.launch.device != "cuda":
-        return config
-    return replace(config, cluster=replace(config.cluster, architecture=architecture_here()))
-
-
-def with_batch_size(config: Config) -> Config:
-    """Convert the size of a step from tokens to samples, if it is set in tokens."""
-    train = config.train
-    if train.global_batch_tokens is None:
-        return config
-    size = train.global_batch_tokens // train.seq_len
-    if size == 0:
-        raise UsageError(
-            f"train.global_batch_tokens={train.global_batch_tokens}: fewer than the "
-            f"train.seq_len={train.seq_len} of one sample"
-        )
-    return replace(config, train=replace(train, global_batch_size=size, global_batch_tokens=None))
 
 
 def shares_memory(config: Config) -> bool:
@@ -157,26 +138,6 @@ def _memory_here(device: str, ranks: int) -> float:
     return host_memory() / ranks
 
 
-def _with_precision(config: Config) -> Config:
-    given = config.precision
-    on_cuda = config.launch.device == "cuda"
-    # Cards that only emulate bf16, V100 and T4, are many times slower with it.
-    bf16 = on_cuda and (
-        not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-    )
-    is_split = given.master_dtype == SPLIT  # of which the bf16 half is gathered
-    param_dtype = given.param_dtype or ("bfloat16" if bf16 or is_split else "float32")
-    if is_split and param_dtype != "bfloat16":
-        raise UsageError(
-            f"precision.master_dtype={SPLIT}: requires precision.param_dtype=bfloat16, got "
-            f"{param_dtype}"
-        )
-    precision = PrecisionConfig(
-        given.name, param_dtype, given.reduce_dtype or "float32", given.master_dtype or "float32"
-    )
-    return replace(config, precision=precision)
-
-
 def supported_strategies(config: Config) -> list[str]:
     """Return the strategies that the engine and the optimizer support."""
     is_muon = config.optimizer.name == MUON
@@ -186,21 +147,3 @@ def supported_strategies(config: Config) -> list[str]:
         if not (is_muon and STRATEGIES[name].shards_params)
         and (STRATEGIES[name].can_offload_params or Offload.PARAMS not in config.strategy.on_host)
     ]
-
-
-def resolved_strategy(config: Config) -> StrategyConfig:
-    """Return the strategy with its sizes filled in for a placed configuration."""
-    given = config.strategy
-    row, ranks = get_strategy(given.name), config.num_ranks
-    usual = MATRICES if config.optimizer.name == MUON else "even"
-    owners = given.owner_map or (usual if row.has_owner_map else "even")
-    if owners != "even" and not row.has_owner_map:
-        raise UsageError(
-            f"strategy.owner_map={owners}: only valid with strategy=shard_optimizer, got "
-            f"strategy={row.name}"
-        )
-    asked = given.dp_shard_size
-    if row.replicates and asked is None:
-        asked = config.launch.nproc_per_node
-    size = ranks_per_replica(row, ranks, asked)
-    return replace(given, dp_shard_size=size if row.replicates else None, owner_map=owners)

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from fsdpctl.config.any_decoder import canonical, content_of, family_of
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import C, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.models.context import use_exchange
 from fsdpctl.models.row_documents import make_documents, spans
+from fsdpctl.models.small_copy import small_copy
 from fsdpctl.models.transformers_build import initializer
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import THEIRS
 from fsdpctl.plan.batch import ContextParallel
-from fsdpctl.resolve.small_copy import small_copy
 
 T = TypeVar("T")
 _LENGTHS = ((5, 9), (8, 6))  # tokens of the documents in two sequences
@@ -53,14 +53,13 @@ class Found(NamedTuple):
     ignores_padding: bool  # padding after a document does not change it
 
 
-def with_decoder(config: Config) -> tuple[Config, tuple[str, ...]]:
+def with_decoder(config: C) -> tuple[C, tuple[str, ...]]:
     """Return the configuration with what the decoder supports of attention and `data.packing`.
 
     Returns it with messages to print.
 
     Raises:
-        UsageError: If the model sees later tokens, documents would be mixed, or ranks cannot share
-            its rows.
+        UsageError: If the model sees later tokens, or documents would be mixed.
     """
     found, family = check_decoder(config.model), family_of(config.model)
     config, notes = replace(config, model=with_attention(config.model)), list[str]()
@@ -82,7 +81,6 @@ def with_decoder(config: Config) -> tuple[Config, tuple[str, ...]]:
                 f"data.packing=false (auto): {family} would mix the documents of a sequence"
             )
             config = replace(config, data=replace(config.data, packing=False))
-    check_shared_rows(config)
     return config, tuple(notes)
 
 

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.resolve.blocks import (
+from fsdpctl.engine.blocks import (
     checkpoint_block,
     checkpoint_blocks,
     compile_block,
     missing_compiler,
 )
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 from tests.commands.run import TINY
 from tests.models.decoders import drawn
 

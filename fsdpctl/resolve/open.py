@@ -6,39 +6,39 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
-
 from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import tokenizer_beside
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import Composed
-from fsdpctl.config.hub_cache import local_model
-from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.hub import local_model
+from fsdpctl.config.keys import AUTO
 from fsdpctl.config.peft import notes_on_adapters
-from fsdpctl.config.schema import Config, OptimizerConfig
+from fsdpctl.config.schema import C, Config, Filled
 from fsdpctl.config.serialize import config_words
 from fsdpctl.data.data_set import DataSet
+from fsdpctl.data.open_data import open_data
+from fsdpctl.engine.blocks import missing_compiler
 from fsdpctl.io.activity import doing
+from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.describe import divide_module
-from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.resolve.amounts import total_steps, with_length, with_size, with_warmup
 from fsdpctl.resolve.attention_kernel import check_attention, notes_on_kernel
-from fsdpctl.resolve.blocks import missing_compiler
-from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
-from fsdpctl.resolve.decoder_check import with_decoder
-from fsdpctl.resolve.launchers import Place, place_of
-from fsdpctl.resolve.machine import (
-    notes_on_cluster,
-    placed_here,
-    with_architecture,
-    with_batch_size,
+from fsdpctl.resolve.data import (
+    DATE,
+    checked_data,
+    date_of_run,
+    notes_on_data,
+    on_date,
+    vocabulary_of,
+    with_data,
 )
-from fsdpctl.resolve.preflight import check_preflight, check_trained
-from fsdpctl.resolve.rules import checked
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.launchers import Place, place_of
+from fsdpctl.resolve.place import notes_on_cluster, place
+from fsdpctl.resolve.rules import check_preflight, check_trained, checked
+from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.usual import OF_DATA, OF_MODEL, OF_STEP, Facts, filled, total_steps
 
 # Settings that decide the losses; the others may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
@@ -49,7 +49,7 @@ _DECIDING_KEYS = ("train.seed", "train.seq_len", "train.global_batch_size")
 class Opened:
     """A run with its data and its model; settings that depend on its ranks are as requested."""
 
-    config: Config  # every setting that decides the losses is final, and so is the run directory
+    config: Filled  # every setting that decides the losses is final, and so is the run directory
     automatic: frozenset[str]  # keys that were `auto`
     data: DataSet
     module: TransformersDecoder  # on the meta device
@@ -81,35 +81,52 @@ def open_run(composed: Composed, where: Place | None = None) -> Opened:
 
 
 def _open(composed: Composed, where: Place) -> Opened:
-    left = left_open(composed.config)
+    left_open(composed.config)  # fails if a selected setting has a value too
     check_preflight(composed.config)
-    config = placed_here(composed.config, where)
+    config = place(composed.config, where)
     checked(config)  # an error does not wait for the data
-    check_attention(with_architecture(config), here=True)
+    check_attention(config, here=True)
     config, notes = _with_compiler(config)
     notes += notes_on_cluster(config) + notes_on_kernel(config)
-    config = _with_alpha(_with_model_path(config))
+    config = _with_model_path(config)
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
     data = checked_data(config)
-    config = with_batch_size(with_data(with_length(config, data, composed.automatic), data))
-    config = with_size(config, data, composed.automatic)
-    if not left:
-        settle(config)
+    config = with_data(filled(config, OF_DATA, Facts(data), composed.automatic), data)
+    config = filled(config, OF_STEP, Facts(data), composed.automatic)
     module = build_model(config.model)
     check_trained(config, divide_module(module, None))
     if config.model.is_pretrained:
         check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
-    config = replace(config, optimizer=_with_lr(config.optimizer, config.model, module))
     steps = total_steps(config, data)
-    config = replace(config, train=replace(config.train, steps=steps, epochs=None, tokens=None))
-    config = with_warmup(config, composed.automatic)
+    others = ("train.epochs", "train.tokens", "train.global_batch_tokens")
+    config = config.changed({"train.steps": steps, **dict.fromkeys(others)})
+    config = filled(config, OF_MODEL, Facts(data, module), composed.automatic)
     config = _with_run_dir(config, composed.recipe)
     notes += notes_on_data(config, data)
-    return Opened(config, composed.automatic, data, module, steps, notes)
+    return Opened(Filled(config), composed.automatic, data, module, steps, notes)
 
 
-def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:
+def fill_on_cluster(composed: Composed, *, every: bool = False) -> Filled:
+    """Return a configuration on its cluster, with the vocabulary of its data if it sets none.
+
+    It is not opened. With `every`, its strategy is not the one that is estimated.
+    """
+    config = place(composed.config)
+    checked(replace(config, strategy=config.strategy.under(AUTO)) if every else config)
+    config, _ = with_decoder(config)
+    config = filled(config, OF_STEP, automatic=composed.automatic)
+    if config.model.vocab_size is None:
+        data = open_data(config.data, config.train.seed)
+        config = config.changed({"model.vocab_size": vocabulary_of(config, data)})
+    return Filled(config)
+
+
+def plan_on_cluster(composed: Composed) -> RunPlan:
+    return settle(fill_on_cluster(composed))
+
+
+def _with_compiler(config: C) -> tuple[C, tuple[str, ...]]:
     missing = missing_compiler(str(config.launch.device)) if config.train.compile else None
     if missing is None:
         return config, ()
@@ -117,7 +134,7 @@ def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:
     return replace(config, train=replace(config.train, compile=False)), (note,)
 
 
-def _with_model_path(config: Config) -> Config:
+def _with_model_path(config: C) -> C:
     """Make the path absolute, and use its tokenizer if no other is set."""
     if config.model.path is None:
         return config
@@ -130,28 +147,6 @@ def _with_model_path(config: Config) -> Config:
     if data.tokenizer is None and (data.name != "tokens" or model.is_pretrained):
         data = replace(data, tokenizer=tokenizer_beside(Path(str(model.path))))
     return replace(config, model=model, data=data)
-
-
-def _with_alpha(config: Config) -> Config:
-    lora = config.model.lora
-    if lora.rank is None or lora.alpha is not None:
-        return config
-    lora = replace(lora, alpha=2.0 * lora.rank)
-    return replace(config, model=replace(config.model, lora=lora))
-
-
-def _with_lr(optimizer: OptimizerConfig, model: ModelConfig, module: nn.Module) -> OptimizerConfig:
-    """Set the peak learning rate for the model's size.
-
-    The rule matches the values published for Llama 3: 3e-4 at 8 B and 1.5e-4 at 70 B parameters.
-    Pretrained weights are usually trained with a tenth of it, and LoRA adapters with the full rate.
-    """
-    if optimizer.lr is not None:
-        return optimizer
-    millions = sum(count_weights(module).values()) / 1e6
-    tunes_all_weights = model.is_pretrained and model.lora.rank is None
-    lr = (3e-4 if tunes_all_weights else 3e-3) / max(1.0, millions) ** 0.25
-    return replace(optimizer, lr=float(f"{lr:.2g}"))
 
 
 def run_identity(config: Config) -> str:
@@ -168,7 +163,7 @@ def run_identity(config: Config) -> str:
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:6]
 
 
-def _with_run_dir(config: Config, recipe: str | None) -> Config:
+def _with_run_dir(config: C, recipe: str | None) -> C:
     run_dir = config.train.run_dir
     if run_dir is not None and Path(run_dir).is_symlink():  # such as runs/latest
         run_dir = os.path.relpath(os.path.realpath(run_dir))

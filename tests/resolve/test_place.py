@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.resolve.machine import placed_here, placed_on_cluster
+from fsdpctl.resolve.place import place
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -17,16 +17,17 @@ def test_bf16_is_selected_only_if_the_card_supports_it(monkeypatch, native):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    monkeypatch.setattr("fsdpctl.resolve.machine._memory_here", lambda device, ranks: 1e9)
-    placed = placed_here(compose_config(["launch.device=cuda"]).config)
+    monkeypatch.setattr("fsdpctl.resolve.place._memory_here", lambda device, ranks: 1e9)
+    config = compose_config(["launch.device=cuda"]).config
+    placed = place(config, (config.launch, None))
     assert placed.precision.param_dtype == ("bfloat16" if native else "float32")
 
 
 def test_host_memory_is_that_of_this_machine_or_of_a_known_cluster(monkeypatch):
-    monkeypatch.setattr("fsdpctl.resolve.machine.host_memory", lambda: 12 << 30)
+    monkeypatch.setattr("fsdpctl.resolve.place.host_memory", lambda: 12 << 30)
 
     def memory(*words: str) -> tuple[float | None, float | None]:
-        cluster = placed_on_cluster(compose_config(list(words)).config).cluster
+        cluster = place(compose_config(list(words)).config).cluster
         return cluster.memory, cluster.host_memory
 
     on_cpu = ["launch.device=cpu", "launch.nproc_per_node=3"]

@@ -1,7 +1,8 @@
-"""Models by their name on the Hugging Face Hub, found in its cache. Nothing is downloaded."""
+"""Models by their name on the Hugging Face Hub: in its cache, or known. Nothing is downloaded."""
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import read_json
 
+TABLE = Path(__file__).parent / "hub_models.json"
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -52,7 +54,6 @@ def cached_model(path: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the directory of the Hub's cache."""
     from huggingface_hub import constants  # takes 0.1 s, and few commands need it
 
     return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE))
@@ -78,3 +79,16 @@ def _missing(snapshot: Path, *, weights: bool) -> str:
     elif weights:
         needed.append(_WEIGHTS)
     return next((each for each in needed if not (snapshot / each).is_file()), "")
+
+
+@lru_cache(maxsize=1)
+def hub_models() -> dict[str, dict[str, Any]]:
+    """Return the configurations of published models by name, for estimates.
+
+    The table has facts only, with their source: the values of config.json that differ from the
+    defaults of transformers, with resolved rope_parameters, and the public number of parameters,
+    which a test compares with the module's. Models can have equal configurations.
+    """
+    content = read_json(TABLE, dict[str, Any])
+    models: dict[str, dict[str, Any]] = content["models"]
+    return {**models, **{name: models[same] for name, same in content["aliases"].items()}}
