@@ -31,11 +31,7 @@ class PaddedAdamW:
             {"params": plain, "weight_decay": 0.0},
         ]
         self._optimizer = torch.optim.AdamW(
-            groups,
-            lr=lr,
-            betas=(0.9, 0.95),
-            weight_decay=weight_decay,
-            fused=True,
+            groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
         )
 
     @torch.no_grad()

@@ -6,14 +6,7 @@ from typing import Any
 
 import msgspec
 
-from fsdpctl.chats.values import (
-    Keys,
-    Message,
-    as_list,
-    as_object,
-    expect,
-    expect_text,
-)
+from fsdpctl.chats.values import Keys, Message, as_list, as_object, expect, expect_text
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.untrusted import parse_json
 

@@ -7,12 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fsdpctl.chats.conversation import (
-    Conversation,
-    text_of,
-    with_arguments,
-    with_joined_parts,
-)
+from fsdpctl.chats.conversation import Conversation, text_of, with_arguments, with_joined_parts
 from fsdpctl.chats.formats import Chat
 from fsdpctl.chats.render import Renderer, RenderError, Spans
 from fsdpctl.chats.turns import Turn, TurnError, find_turn

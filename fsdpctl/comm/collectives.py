@@ -25,9 +25,7 @@ _PATIENCE = timedelta(days=1)  # disks may be slow; a rank that exits is noticed
 
 
 def collectives_for(
-    device: torch.device,
-    groups: Sequence[Sequence[int]] | None = None,
-    purpose: str = "gather",
+    device: torch.device, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
 ) -> Collectives:
     """Return the collectives of this rank's group in `groups`, or of all ranks.
 

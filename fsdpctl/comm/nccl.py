@@ -97,9 +97,7 @@ class NcclCollectives(ProcessGroupCollectives):
                 for owner, span in enumerate(parts):
                     if span.numel:
                         dist.reduce(
-                            whole[span.start : span.stop],
-                            group=self.reduce_group,
-                            group_dst=owner,
+                            whole[span.start : span.stop], group=self.reduce_group, group_dst=owner
                         )
             done = self.reduce_stream.record_event()
         return InPlace(self._after(done, part))

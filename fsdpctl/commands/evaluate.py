@@ -42,11 +42,7 @@ class _Evaluation:
     loss_by_source: dict[str, float]  # of a mixture
 
 
-def evaluate(
-    source: Weights,
-    settings: Settings = None,
-    as_json: AsJson = False,
-) -> None:
+def evaluate(source: Weights, settings: Settings = None, as_json: AsJson = False) -> None:
     """Compute loss, perplexity and bits per byte.
 
     A run or checkpoint is evaluated on its own data, unless data=… is set:

@@ -154,47 +154,25 @@ class ClusterConfig:
         auto=True,
     )
     flops: float | None = key(
-        None,
-        "TFLOP/s of dense matrix products in bf16",
-        minimum=1e-3,
-        maximum=1e6,
-        optional=True,
+        None, "TFLOP/s of dense matrix products in bf16", minimum=1e-3, maximum=1e6, optional=True
     )
     flops_fp32: float | None = key(
-        None,
-        "TFLOP/s of dense matrix products in fp32",
-        minimum=1e-3,
-        maximum=1e6,
-        optional=True,
+        None, "TFLOP/s of dense matrix products in fp32", minimum=1e-3, maximum=1e6, optional=True
     )
     memory_bandwidth: float | None = key(
         None, "GB/s of device memory", minimum=1e-3, maximum=1e6, optional=True
     )
     intra_bandwidth: float | None = key(
-        None,
-        "GB/s per rank within a node, per direction",
-        optional=True,
-        minimum=1e-4,
-        maximum=1e6,
+        None, "GB/s per rank within a node, per direction", optional=True, minimum=1e-4, maximum=1e6
     )
     inter_bandwidth: float | None = key(
-        None,
-        "GB/s per rank between nodes, per direction",
-        optional=True,
-        minimum=1e-4,
-        maximum=1e6,
+        None, "GB/s per rank between nodes, per direction", optional=True, minimum=1e-4, maximum=1e6
     )
     host_bandwidth: float = key(
-        200.0,
-        "GB/s of a node's host memory, which its ranks share",
-        minimum=1e-3,
-        maximum=1e6,
+        200.0, "GB/s of a node's host memory, which its ranks share", minimum=1e-3, maximum=1e6
     )
     pcie_bandwidth: float = key(
-        31.5,
-        "GB/s between a GPU and its host, per direction",
-        minimum=1e-4,
-        maximum=1e6,
+        31.5, "GB/s between a GPU and its host, per direction", minimum=1e-4, maximum=1e6
     )
     architecture: str | None = key(
         None,

@@ -136,10 +136,7 @@ class OptimizerConfig:
     )
     eps: float = key(1e-8, "adamw, muon: epsilon, added to the denominator", minimum=0)
     momentum: float = key(
-        0.9,
-        "sgd, muon: momentum; 0: none; 0.95 with optimizer=muon",
-        minimum=0,
-        maximum=0.999999,
+        0.9, "sgd, muon: momentum; 0: none; 0.95 with optimizer=muon", minimum=0, maximum=0.999999
     )
     nesterov: bool = key(True, "muon: Nesterov momentum")
     ns_steps: int = key(NS_STEPS, "muon: Newton-Schulz steps per update", minimum=1, maximum=99)
@@ -200,8 +197,7 @@ class ActivationCheckpointingConfig:
 
     name: str = "none"
     offload: bool = key(
-        False,
-        "inputs of recomputed blocks in host memory from forward to backward",
+        False, "inputs of recomputed blocks in host memory from forward to backward"
     )
 
 

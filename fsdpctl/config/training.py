@@ -36,9 +36,7 @@ class TrainConfig:
         auto=True,
     )
     context_parallel: int = key(
-        1,
-        "number of adjacent ranks that share each sample; for long samples",
-        minimum=1,
+        1, "number of adjacent ranks that share each sample; for long samples", minimum=1
     )
     global_batch_size: int = key(
         None,

@@ -8,12 +8,7 @@ from typing import Any
 import xxhash
 
 from fsdpctl.data.tokenizer import FileTokenizer
-from fsdpctl.data.tokenizer_files import (
-    TEMPLATE_FILE,
-    TEMPLATE_JSON,
-    TEMPLATES,
-    TOKENIZER_CONFIG,
-)
+from fsdpctl.data.tokenizer_files import TEMPLATE_FILE, TEMPLATE_JSON, TEMPLATES, TOKENIZER_CONFIG
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file
 from fsdpctl.io.untrusted import parse_json

@@ -9,15 +9,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from fsdpctl.config.data import (
-    CHAT,
-    LOSS,
-    MOST_HELD_OUT,
-    TEXT,
-    TOKENS,
-    DataConfig,
-    check_chat_keys,
-)
+from fsdpctl.config.data import CHAT, LOSS, MOST_HELD_OUT, TEXT, TOKENS, DataConfig, check_chat_keys
 from fsdpctl.config.data_files import kind_of
 from fsdpctl.config.sources import sources_in
 from fsdpctl.data.data_set import DataSet, check_alike, mix

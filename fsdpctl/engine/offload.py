@@ -206,11 +206,7 @@ class HostStates:
         return found
 
     def _run(
-        self,
-        steps: Sequence[_Step],
-        update: HostUpdate,
-        scalars: HostScalars,
-        after: Moment,
+        self, steps: Sequence[_Step], update: HostUpdate, scalars: HostScalars, after: Moment
     ) -> None:
         if after is not None and any(each.buffer.rests_on_host for each in steps):
             after.synchronize()  # copies of the parameters may read what the step writes
@@ -256,12 +252,7 @@ class HostStates:
         return target, self._copier.down(target, source, after)
 
     def _step(
-        self,
-        step: _Step,
-        gradient: Tensor,
-        update: HostUpdate,
-        scalars: HostScalars,
-        after: Moment,
+        self, step: _Step, gradient: Tensor, update: HostUpdate, scalars: HostScalars, after: Moment
     ) -> Moment:
         shard, sent, stays = step.buffer.shard, step.sent(), step.buffer.rests_on_host
         master = shard.param.detach()

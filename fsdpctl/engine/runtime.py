@@ -128,11 +128,7 @@ class Runtime:
     """Gathers, releases and reduces units as their modules run."""
 
     def __init__(
-        self,
-        units: Sequence[ShardedUnit],
-        plan: StepPlan,
-        mesh: Mesh,
-        reducer: GradientReducer,
+        self, units: Sequence[ShardedUnit], plan: StepPlan, mesh: Mesh, reducer: GradientReducer
     ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.plan, self.strategy = plan, plan.strategy

@@ -238,22 +238,14 @@ def _machine(config: Settled, place: RankPlace) -> Machine:
 
 
 def write_estimate(
-    run_dir: Path,
-    plan: RunPlan,
-    module: nn.Module,
-    found: RunEstimate,
-    estimator: Estimator,
+    run_dir: Path, plan: RunPlan, module: nn.Module, found: RunEstimate, estimator: Estimator
 ) -> None:
     """Write the estimate of a run, and the predicted time of its steps on GPUs."""
     engine = None
     if plan.config.engine.name == FSDPCTL:
         passes = plan.batches.num_micro_batches
         engine = estimate_run(plan.config, module, passes).peak_bytes
-    content = {
-        **found.to_dict(),
-        "peak_engine_bytes": engine,
-        **_prediction(plan, estimator),
-    }
+    content = {**found.to_dict(), "peak_engine_bytes": engine, **_prediction(plan, estimator)}
     text = json.dumps(content, indent=2)
     files.replace(run_dir / ESTIMATE, text + "\n")
 

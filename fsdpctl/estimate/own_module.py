@@ -89,11 +89,7 @@ class MemoryEstimate:
         return self.step.verdict(available)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "num_parameters": self.num_params,
-            "rank": self.rank,
-            **self.step.to_dict(),
-        }
+        return {"num_parameters": self.num_params, "rank": self.rank, **self.step.to_dict()}
 
 
 def estimate_memory(
@@ -218,11 +214,7 @@ def _dtypes(module: nn.Module, precision: Precision, engine: str) -> Dtypes:
 
 
 def _plan(
-    units: tuple[UnitSpec, ...],
-    given: Sharding,
-    dtypes: Dtypes,
-    world_size: int,
-    assumed: Assumed,
+    units: tuple[UnitSpec, ...], given: Sharding, dtypes: Dtypes, world_size: int, assumed: Assumed
 ) -> TrainingPlan:
     strategy = requested_strategy(given)
     size = ranks_per_replica(strategy, world_size, given.dp_shard_size)

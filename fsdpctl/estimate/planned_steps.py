@@ -105,10 +105,7 @@ def steps_of(
 
 
 def planned_steps(
-    config: Settled,
-    units: tuple[UnitSpec, ...],
-    plan: TrainingPlan,
-    recorder: Recorder,
+    config: Settled, units: tuple[UnitSpec, ...], plan: TrainingPlan, recorder: Recorder
 ) -> Steps:
     """Return the steps of a rank for a resolved configuration, as `steps_of`."""
     strategy, engine = get_strategy(config.strategy.name), config.engine

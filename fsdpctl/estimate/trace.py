@@ -210,10 +210,7 @@ class _Hooks:
                     leaf.register_hook(lambda gradient: self._begin_backward(name))
             self._enter(PassPosition(Part.AROUND, name))
 
-        return [
-            module.register_forward_pre_hook(before),
-            module.register_forward_hook(after),
-        ]
+        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def _enter(self, place: PassPosition) -> None:
         if torch._C._current_graph_task_id() != -1:

@@ -50,10 +50,7 @@ Row = tuple[str, Callable[[Config, Facts], Any]]
 
 
 def filled(
-    config: C,
-    rows: Iterable[Row],
-    facts: Facts = Facts(),
-    automatic: Collection[str] | None = None,
+    config: C, rows: Iterable[Row], facts: Facts = Facts(), automatic: Collection[str] | None = None
 ) -> C:
     """Return the configuration with the value of each row whose key is `auto`.
 
@@ -166,10 +163,7 @@ def _warmup(c: Config, f: Facts) -> int | None:
     return min(usual, -(-steps // 10)) if c.data.name == CHAT else usual
 
 
-OF_MODEL: tuple[Row, ...] = (
-    ("optimizer.lr", _peak_rate),
-    ("lr_scheduler.warmup_steps", _warmup),
-)
+OF_MODEL: tuple[Row, ...] = (("optimizer.lr", _peak_rate), ("lr_scheduler.warmup_steps", _warmup))
 
 
 def total_steps(c: Config, data: DataSet) -> int:

@@ -178,12 +178,7 @@ def share_samples(device: torch.device, num_ranks: int, context_parallel: int) -
 
 
 def make_trainer(
-    plan: RunPlan,
-    world: World,
-    context: LaunchContext,
-    *,
-    shows: bool,
-    only_measures: bool = False,
+    plan: RunPlan, world: World, context: LaunchContext, *, shows: bool, only_measures: bool = False
 ) -> Trainer:
     """Return the trainer of a run in the state of its newest checkpoint. Collective.
 

@@ -324,7 +324,7 @@ NARROW = Precision(BF, BF, BF, has_remainders=True)
         ("states", "shard_optimizer contiguous", CODED),
         ("states", "full_shard", {"precision": SPLIT, "module": in_four_bits}),
         ("states", "full_shard", {"state_dtype": F32, "precision": Precision(BF, BF, BF)}),
-    ],
+    ]
 )
 def test_same_bits_of_compressed_states(
     rank: int, world_size: int, mode: str, strategy: str, case: dict[str, Any]
@@ -354,7 +354,7 @@ def test_what_the_host_cannot_step_is_rejected() -> None:
         (GRADIENTS, "shard_grad_op", Precision(), False, None),
         (GRADIENTS, "shard_optimizer", BF16, True, None),
         ("states", "shard_optimizer contiguous", BF16, False, None),  # of units with one owner
-    ],
+    ]
 )
 def test_same_bits(rank: int, world_size: int, mode: str, **case: Any) -> None:
     _check_alike(rank, mode, **case)

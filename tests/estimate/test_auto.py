@@ -6,13 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from fsdpctl.config.auto import (
-    PREFETCHES,
-    RECOMPUTATIONS,
-    Selection,
-    left_open,
-    selected,
-)
+from fsdpctl.config.auto import PREFETCHES, RECOMPUTATIONS, Selection, left_open, selected
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.recipe import choices_of, known_gpu
 from fsdpctl.config.schema import Config, Filled

@@ -11,13 +11,7 @@ import pytest
 import yaml
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.errors import (
-    DoesNotFitError,
-    NonFiniteError,
-    SelfCheckError,
-    StoppedError,
-    UsageError,
-)
+from fsdpctl.errors import DoesNotFitError, NonFiniteError, SelfCheckError, StoppedError, UsageError
 from fsdpctl.resolve.launchers import place_of
 from tests.commands.run import invoke
 

@@ -119,8 +119,7 @@ def test_non_finite_steps_are_handled(tmp_path: Path) -> None:
         ]
         applied = {k: v for k, v in losses(tmp_path / name).items() if not math.isnan(v)}
         assert applied == pytest.approx(
-            {k: v for k, v in losses(tmp_path / "ours").items() if not math.isnan(v)},
-            rel=TOLERANCE,
+            {k: v for k, v in losses(tmp_path / "ours").items() if not math.isnan(v)}, rel=TOLERANCE
         )
 
 

@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.precision import Dtypes
 from fsdpctl.plan.schedule import Event, EventKind, Schedule, step_events
-from fsdpctl.plan.step import (
-    Prefetch,
-    RankPlace,
-    Reductions,
-    StepPlan,
-    Transport,
-    assign_slots,
-)
+from fsdpctl.plan.step import Prefetch, RankPlace, Reductions, StepPlan, Transport, assign_slots
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import UnitOrder, UnitSpec, divide
 from tests.engine.events import most_whole_units

@@ -74,9 +74,7 @@ def resolved(typed: list[str]) -> Settled:
 
 
 def made(
-    typed: list[str],
-    stop_requested: Callable[[], bool] = lambda: False,
-    device: torch.device = CPU,
+    typed: list[str], stop_requested: Callable[[], bool] = lambda: False, device: torch.device = CPU
 ) -> Trainer:
     """Return the trainer of this rank, and make the run directory. Collective."""
     opened = open_run(compose_config(typed))

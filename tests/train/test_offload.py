@@ -72,11 +72,7 @@ def killed(rank: int, world_size: int, typed: list[str], last: int, slow: float)
         (1, 6, ["strategy.offload=all"]),
         slow=[
             (2, 5, ["strategy.offload=states,gradients"]),
-            (
-                2,
-                4,
-                ["strategy.offload=all", "checkpoint.mode=async"],
-            ),  # while it is written
+            (2, 4, ["strategy.offload=all", "checkpoint.mode=async"]),  # while it is written
             (3, 5, ["strategy.offload=states", "strategy=shard_optimizer", "precision=bf16"]),
         ],
     ),

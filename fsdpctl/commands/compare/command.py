@@ -29,13 +29,7 @@ from fsdpctl.commands.compare.vary import (
     share_alike,
     variants,
 )
-from fsdpctl.commands.config_args import (
-    ConfigArguments,
-    RanksPerNode,
-    Recipe,
-    Settings,
-    normalized,
-)
+from fsdpctl.commands.config_args import ConfigArguments, RanksPerNode, Recipe, Settings, normalized
 from fsdpctl.commands.console import AsJson, emit, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
