@@ -275,8 +275,8 @@ def test_a_file_stops_every_node(tmp_path):
         run = Run(tmp_path)
         endpoint = f"{there.addresses[0]}:29500"
         more = ["launch.nnodes=2", "launch.nproc_per_node=1", f"launch.rdzv_endpoint={endpoint}"]
-        words = [words(run.folder, LONG, *more, f"launch.node_rank={node}") for node in range(2)]
-        nodes = [there.start(each, "train", *words[each], cwd=tmp_path) for each in range(2)]
+        typed = [words(run.folder, LONG, *more, f"launch.node_rank={node}") for node in range(2)]
+        nodes = [there.start(each, "train", *typed[each], cwd=tmp_path) for each in range(2)]
         try:
             wait_for(has_stepped(run.folder))
             (run.dir / "STOP").touch()
