@@ -123,7 +123,7 @@ def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
     if engine != FSDPCTL or (is_even and plan.states.dtype is None):
         return plan
     if is_even:
-        return plan.at(fullest_ranks(plan)[0].step.place.rank)
+        return fullest_ranks(plan)[0]
     if plan.step.place.size <= _REPLAYED:
         return plan.at(estimate(plan).rank)
     owned = [
