@@ -45,7 +45,7 @@ from fsdpctl.errors import FsdpctlError
 from fsdpctl.models.decoder_check import check_decoder, with_attention
 from fsdpctl.models.registry import build_plain
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.train.assemble import make_module
+from fsdpctl.training.assemble import make_module
 from tests.models.decoders import (
     batches_of,
     fill,
@@ -55,13 +55,13 @@ from tests.models.decoders import (
     tiny_config,
     whole,
 )
-from tests.train.chats import make_chat_model, make_chats
+from tests.training.chats import make_chat_model, make_chats
 
 _LIMIT = 300.0  # seconds of a command
 _IMPORTED = (  # by what runs in forks
     "fsdpctl.commands.app", "fsdpctl.commands.estimate", "fsdpctl.commands.train",
     "fsdpctl.commands.checkpoint", "fsdpctl.launch.begin", "fsdpctl.launch.run",
-    "fsdpctl.train.worker", "fsdpctl.commands.evaluate", "fsdpctl.checkpoint.consolidate",
+    "fsdpctl.training.worker", "fsdpctl.commands.evaluate", "fsdpctl.checkpoint.consolidate",
     "torch._dynamo",
 )  # fmt: skip
 _SETTINGS = (

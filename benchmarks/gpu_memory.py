@@ -34,7 +34,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.step import Prefetch
 from fsdpctl.resolve.open import plan_on_cluster
 from fsdpctl.resolve.settle import RunPlan
-from fsdpctl.train.assemble import make_module, make_optimizer
+from fsdpctl.training.assemble import make_module, make_optimizer
 from tests.train_step import train_step
 
 _GIB = 1 << 30

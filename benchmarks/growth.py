@@ -47,7 +47,7 @@ def reads(folder: Path, steps: int, batch: int) -> Iterator[Read]:
             step = last_step(run / "metrics.jsonl")
             if step and not ranks:
                 children = psutil.Process(launcher.pid).children(recursive=True)
-                ranks = [each for each in children if "fsdpctl.train.worker" in each.cmdline()]
+                ranks = [each for each in children if "fsdpctl.training.worker" in each.cmdline()]
             try:
                 found = [each.memory_info() for each in ranks]
             except psutil.NoSuchProcess:

@@ -21,8 +21,8 @@ from fsdpctl.config.schema import Settled
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.train.assemble import make_model, make_optimizer
-from fsdpctl.train.step import Optimizer
+from fsdpctl.training.assemble import make_model, make_optimizer
+from fsdpctl.training.step import Optimizer
 from tests.train_step import train_step
 
 ADAPTERS = ["precision=fp32", "model.lora.rank=8"]

@@ -21,7 +21,7 @@ from fsdpctl.config.serialize import config_words
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.io.run_files import MANIFEST, seal
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.train.assemble import make_model
+from fsdpctl.training.assemble import make_model
 from tests.data.token_file import write_token_file
 
 TINY_MODEL = [

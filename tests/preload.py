@@ -13,7 +13,7 @@ for _name in (
     "tests.peers.runs",
     "tests.predict.watch",
     "tests.reference",
-    "tests.train.ranks",
+    "tests.training.ranks",
 ):
     import_module(_name)
 # Imports Hydra's plugins and fills the caches of its parser.

@@ -29,7 +29,7 @@ LAYERS = [
     {"resolve"},
     {"estimate"},
     {"run"},
-    {"train"},
+    {"training"},
     {"launch"},
     {"commands"},
 ]
@@ -50,7 +50,7 @@ COMMANDS_WITH_TORCH = tuple(
 )
 SPEAKS_DISTRIBUTED = {"comm", "launch", "peers"}
 # The agent's protocol for a worker's error message is part of how it is launched.
-EXCEPTIONS = {("fsdpctl.train.worker", "torch.distributed.elastic.multiprocessing.errors")}
+EXCEPTIONS = {("fsdpctl.training.worker", "torch.distributed.elastic.multiprocessing.errors")}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMS = 400, 40, 7
 MAX_OPTIONS = 8  # of a command, which are typed by name
 MAX_ROOM = 0.10  # of the package
@@ -206,7 +206,7 @@ PLANTED = [
     (too_long, {"fsdpctl.plan.a": "def f(a, b, c, d, *, e, f, g, h): ..."}),
     (distributed_elsewhere, {"fsdpctl.engine.unit": "import torch.distributed as dist"}),
     (distributed_elsewhere, {"fsdpctl.optim.record": "from torch import distributed"}),
-    (distributed_elsewhere, {"fsdpctl.train.trainer": "from torch.distributed import barrier"}),
+    (distributed_elsewhere, {"fsdpctl.training.trainer": "from torch.distributed import barrier"}),
 ]
 
 

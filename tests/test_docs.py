@@ -15,7 +15,7 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.open import open_run
 from tests.commands.run import environment, invoke
 from tests.hostile import make_checkpoint, make_hugging_face
-from tests.train.chats import make_chat_model, make_chats
+from tests.training.chats import make_chat_model, make_chats
 
 ROOT = Path(__file__).parent.parent
 SOURCES = (ROOT, ROOT / "fsdpctl")

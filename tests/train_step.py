@@ -10,8 +10,8 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.batch import ContextParallel, tokens_per_rank
 from fsdpctl.resolve.settle import as_kept, settle
-from fsdpctl.train.loss import summed_loss
-from fsdpctl.train.step import Optimizer
+from fsdpctl.training.loss import summed_loss
+from fsdpctl.training.step import Optimizer
 
 
 def train_step(

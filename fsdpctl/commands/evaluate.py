@@ -27,8 +27,8 @@ from fsdpctl.plan.strategy import strategies_of
 from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.open import Opened, open_run
 from fsdpctl.resolve.settle import settle
-from fsdpctl.train.assemble import make_model, strategy_alone
-from fsdpctl.train.loss import validation_loss
+from fsdpctl.training.assemble import make_model, strategy_alone
+from fsdpctl.training.loss import validation_loss
 
 _OF_THE_DATA = ("data", "train.seq_len")
 

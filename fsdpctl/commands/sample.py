@@ -35,8 +35,8 @@ from fsdpctl.io.texts import printable
 from fsdpctl.models.decoder_check import with_attention
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.assets import end_tokens
-from fsdpctl.train.assemble import make_model, strategy_alone
-from fsdpctl.train.callbacks.sample import Sampling, TextStream, generate
+from fsdpctl.training.assemble import make_model, strategy_alone
+from fsdpctl.training.callbacks.sample import Sampling, TextStream, generate
 
 Weights = Annotated[
     Path, typer.Argument(metavar="SRC", help="A run, a checkpoint, or a Hugging Face directory.")

@@ -19,7 +19,7 @@ from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.run.heartbeat import lock_run_dir
 from fsdpctl.run.metrics import read_metrics
-from fsdpctl.train.worker import MEASURE
+from fsdpctl.training.worker import MEASURE
 
 _COUNT = 3  # candidates that are probed
 _WITHIN = 0.3  # above the fastest prediction: slower candidates are not probed

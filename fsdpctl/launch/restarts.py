@@ -19,8 +19,8 @@ from fsdpctl.launch.workers import launch_workers
 from fsdpctl.resolve.settle import settle
 from fsdpctl.run.directory import changes, look, prepare_restart
 from fsdpctl.run.metrics import last_step, went_on
-from fsdpctl.train.callbacks.reporting import RESTART, Restart
-from fsdpctl.train.requests import take_stop
+from fsdpctl.training.callbacks.reporting import RESTART, Restart
+from fsdpctl.training.requests import take_stop
 
 Say = Callable[[str], None]
 

@@ -156,7 +156,7 @@ def _as_rank(
     from fsdpctl.launch.handshake import Handshake
     from fsdpctl.launch.nodes import Exchange
     from fsdpctl.launch.watchdog import watch_as_rank
-    from fsdpctl.train.worker import become_rank
+    from fsdpctl.training.worker import become_rank
 
     store = PrefixStore(f"attempt-{place.attempt}", shared)
     meeting = Handshake(store, place.rank, place.world_size, noun="rank", patience=launch.timeout)

@@ -34,7 +34,7 @@ from fsdpctl.launch.addresses import bound_store, interface_of, loopback
 from fsdpctl.launch.nodes import Nodes
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
 from fsdpctl.launch.watchdog import Watchdog
-from fsdpctl.train.worker import MODULE, PAGES
+from fsdpctl.training.worker import MODULE, PAGES
 
 _FILES, _FILES_PER_RANK = 128, 16  # open files of a launcher, with a reserve
 _BARRIER_SECONDS = 1  # short, because launchers wait for each other on their own

@@ -22,7 +22,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.train.callbacks.checkpoints import Checkpoints
+from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from tests.checkpoint.killer import Killer
 from tests.checkpoint.test_round_trip import read_everything, train_on, trained, whole_tensors
 from tests.distributed import distributed

@@ -32,7 +32,7 @@ from fsdpctl.io.run_files import CHECKPOINTS, LOGS, MANIFEST, RUN_CONFIG
 from fsdpctl.launch import begin
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.directory import Standing, look, prepare_run_dir
-from fsdpctl.train.callbacks.each_save import EachSave, SaveOutcome
+from fsdpctl.training.callbacks.each_save import EachSave, SaveOutcome
 from tests.hostile import TINY_MODEL, make_checkpoint, reseal
 from tests.run.test_heartbeat import wait_for
 
@@ -304,7 +304,7 @@ def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monk
 
 
 def test_the_end_of_a_run_says_how_much_is_uploaded(run, monkeypatch):
-    monkeypatch.setattr("fsdpctl.train.callbacks.each_save._REPORT_INTERVAL", 0.05)
+    monkeypatch.setattr("fsdpctl.training.callbacks.each_save._REPORT_INTERVAL", 0.05)
     uploads = EachSave(CheckpointConfig(), run, lambda done: None, remote=RemoteCheckpoints(URL))
     plain = RemoteCheckpoints.upload
 

@@ -15,7 +15,7 @@ from fsdpctl.commands.app import COMMANDS, main
 from tests.commands.run import TINY, invoke, make_text
 from tests.hostile import make_checkpoint, make_tokens
 from tests.run.runs import make_run
-from tests.train.chats import make_chat_model, make_chats
+from tests.training.chats import make_chat_model, make_chats
 
 TEXT = ["train", "--dry-run", "data.path=words.txt", *TINY]
 # The first word of a row; a key that is typed again replaces its own.

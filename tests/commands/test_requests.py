@@ -22,9 +22,9 @@ PLANTED = """
 import os, time
 if "RANK" in os.environ:
     from pathlib import Path
-    from fsdpctl.train import loss, trainer
-    from fsdpctl.train.callbacks import sample as generate
-    from fsdpctl.train.callbacks import checkpoints
+    from fsdpctl.training import loss, trainer
+    from fsdpctl.training.callbacks import sample as generate
+    from fsdpctl.training.callbacks import checkpoints
 
     SLOW = os.environ.get("SLOW", "")
 

@@ -18,7 +18,7 @@ ONLY_CHECKED = {
     "kubectl": "needs a cluster: tests/examples runs the command in the file",
     "sky": "needs a cluster: tests/examples runs the command in the file",
     "model.attention=flash3": "needs a GPU and its kernels",
-    "log.wandb=true": "needs an account; tests/train/test_loggers.py",
+    "log.wandb=true": "needs an account; tests/training/test_loggers.py",
     "--install-completion": "changes files of the user's shell",
     "python -m": "a benchmark or a campaign, up to hours",
 }

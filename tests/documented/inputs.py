@@ -13,7 +13,7 @@ from tests.commands.run import invoke, make_text
 from tests.documented.lines import Line
 from tests.hostile import make_checkpoint, make_hugging_face
 from tests.models.families import FAMILIES
-from tests.train.chats import make_chat_model, make_chats
+from tests.training.chats import make_chat_model, make_chats
 
 _LAYERS = 16  # of Llama 3.2 1B, whose last two the page on fine-tuning selects by number
 _FAMILIES = {

@@ -11,7 +11,7 @@ from tests.commands.run import fsdpctl
 from tests.documented.execute import ONLY_CHECKED, PACKAGES, execute, reason_to_only_check
 from tests.documented.inputs import RUNS, make_inputs, prepared
 from tests.documented.lines import ROOT, Line, documented_lines
-from tests.train.chats import make_chat_model, make_chats
+from tests.training.chats import make_chat_model, make_chats
 
 # Each text once: the same command has the same inputs on every page.
 TEXTS = {line.text: line for line in documented_lines()}

@@ -12,8 +12,8 @@ from fsdpctl.data.batches import MicroBatch
 from fsdpctl.plan.batch import ContextParallel
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.train.assemble import make_model, share_samples
-from fsdpctl.train.loss import summed_loss
+from fsdpctl.training.assemble import make_model, share_samples
+from fsdpctl.training.loss import summed_loss
 from tests.commands.run import TINY
 from tests.distributed import distributed
 from tests.matrix import fast

@@ -13,7 +13,7 @@ from tests.emulated.test_trainer import FP32, assert_close, environment, train
 from tests.launch.hosts import hosts
 from tests.launch.test_nodes import _ended
 from tests.launch.test_restarts import _wait_for_step, _workers
-from tests.train.ranks import words
+from tests.training.ranks import words
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,9 +13,9 @@ from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.config.any_decoder import declared
 from fsdpctl.config.compose import compose_config
 from fsdpctl.models import registry
-from fsdpctl.train import assemble
+from fsdpctl.training import assemble
 from tests.distributed import distributed
-from tests.train.ranks import made, words
+from tests.training.ranks import made, words
 
 MODEL = compose_config([]).config.model
 

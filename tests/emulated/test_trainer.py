@@ -10,8 +10,8 @@ import pytest
 from tests import emulated
 from tests.commands.run import command, figures
 from tests.commands.run import environment as usual_environment
-from tests.train.chats import make_chat_model, make_chats
-from tests.train.ranks import words
+from tests.training.chats import make_chat_model, make_chats
+from tests.training.ranks import words
 
 pytestmark = [
     pytest.mark.slow,

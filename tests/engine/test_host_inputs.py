@@ -21,7 +21,7 @@ from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.errors import EngineError
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.training.assemble import make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.engine.odd import KINDS, InPlace, Kind, Stack, square_loss
 from tests.predict.drawing import random_config

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdpctl.data.batches import Batches
-from fsdpctl.train import loss
+from fsdpctl.training import loss
 
 _training, _summed = Batches.training, loss.summed_loss
 

@@ -88,7 +88,7 @@ class Run:
         found = []
         for each in psutil.process_iter(["cmdline"]):
             line = each.info["cmdline"] or []
-            if "fsdpctl.train.worker" in line and str(self.run_dir) in line:
+            if "fsdpctl.training.worker" in line and str(self.run_dir) in line:
                 found.append(each)
         return found
 

@@ -320,7 +320,7 @@ def test_a_rank_that_is_killed_is_named_on_every_node(tmp_path: Path) -> None:
         started = _start(found, tmp_path, "launch.nproc_per_node=1", "train.steps=100000")
         _wait_for_a_step(tmp_path / "run")
         workers = psutil.Process(started[1].pid).children(recursive=True)
-        next(each for each in workers if "fsdpctl.train.worker" in each.cmdline()).kill()
+        next(each for each in workers if "fsdpctl.training.worker" in each.cmdline()).kill()
         ends = _ended(started)
     assert [code for code, _ in ends] == [1, 1], ends
     assert all("rank 1" in text and "SIGKILL" in text for _, text in ends)

@@ -40,7 +40,7 @@ def _workers(launcher: "subprocess.Popen[str]") -> list[psutil.Process]:
     found = []
     for each in psutil.Process(launcher.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it may have ended meanwhile
-            if "fsdpctl.train.worker" in each.cmdline():
+            if "fsdpctl.training.worker" in each.cmdline():
                 found.append(each)
     return found
 
@@ -74,7 +74,7 @@ def test_a_hung_rank_is_named_and_restarted(tmp_path):
     assert "restart 1 of 1: no progress for more than launch.hang_timeout=6 s: rank 0" in said
     assert "stopped by a signal" in said
     stacks = (tmp_path / "run" / "logs" / "restart-1" / "rank-00001.log").read_text()
-    assert "fsdpctl/train/trainer.py" in stacks  # where the other one waited
+    assert "fsdpctl/training/trainer.py" in stacks  # where the other one waited
 
 
 def test_an_invalid_configuration_is_not_restarted(tmp_path):

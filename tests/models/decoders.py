@@ -32,7 +32,7 @@ from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.train.assemble import make_model, make_module
+from fsdpctl.training.assemble import make_model, make_module
 from tests.models.tiny import _OF_ITS_OWN, WORDS, _sizes
 
 LENGTH = 16

@@ -25,8 +25,8 @@ from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.layout import Span
 from fsdpctl.resolve.attention_kernel import check_attention
-from fsdpctl.train.assemble import make_model, make_optimizer
-from fsdpctl.train.callbacks.sample import Sampling, generate
+from fsdpctl.training.assemble import make_model, make_optimizer
+from fsdpctl.training.callbacks.sample import Sampling, generate
 from tests.distributed import distributed
 from tests.engine.models import one_step
 from tests.engine.test_parity import largest_difference

@@ -11,7 +11,7 @@ from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.config.compose import compose_config
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.train.assemble import make_model
+from fsdpctl.training.assemble import make_model
 from tests.distributed import distributed
 
 BLOCKS, WIDTH = 24, 512

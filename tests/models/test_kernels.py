@@ -17,7 +17,7 @@ from fsdpctl.models.attention import attend, attention_mask, import_kernels
 from fsdpctl.models.kernels import using
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.row_documents import assumed_documents
-from fsdpctl.train.callbacks.sample import Sampling, generate
+from fsdpctl.training.callbacks.sample import Sampling, generate
 
 LAYERS, LENGTH, WINDOW = 3, 64, 16
 FLASH = "_scaled_dot_product_flash_attention"

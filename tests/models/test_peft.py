@@ -16,7 +16,7 @@ from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_words, notes_on_adapters
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
-from fsdpctl.train.assemble import make_model
+from fsdpctl.training.assemble import make_model
 from tests.models.decoders import CPU, compose, load_decoder, save_decoder, saved
 
 peft = pytest.importorskip("peft")

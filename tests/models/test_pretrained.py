@@ -17,7 +17,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.data.tokenizer import open_tokenizer
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.train.assemble import make_optimizer
+from fsdpctl.training.assemble import make_optimizer
 from tests.distributed import distributed
 from tests.matrix import fast
 from tests.models import decoders

@@ -23,7 +23,7 @@ from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.stacked_experts import StackedExperts
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.run.flops import model_flops
-from fsdpctl.train.assemble import make_model
+from fsdpctl.training.assemble import make_model
 from tests.distributed import distributed
 from tests.matrix import fast
 from tests.models.decoders import (

@@ -16,7 +16,7 @@ from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.train.assemble import make_model
+from fsdpctl.training.assemble import make_model
 from tests.models.decoders import saved
 
 SMALL = ["model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48",

@@ -29,7 +29,7 @@ from fsdpctl.plan.units import lay_out
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import checked
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.train.assemble import make_model, make_module, make_optimizer
+from fsdpctl.training.assemble import make_model, make_module, make_optimizer
 from tests.checkpoint.test_any_to_any import held
 from tests.checkpoint.test_round_trip import whole_tensors
 from tests.distributed import distributed

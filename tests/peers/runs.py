@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.commands.run import figures
 from tests.distributed import distributed
-from tests.train.ranks import made, words
+from tests.training.ranks import made, words
 
 FSDP2, DDP = ["engine=fsdp2"], ["engine=ddp", "strategy=no_shard"]
 HYBRID = [*FSDP2, "strategy=hybrid_shard", "strategy.dp_shard_size=2"]

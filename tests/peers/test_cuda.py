@@ -8,7 +8,7 @@ import torch
 
 from tests.commands.run import fsdpctl
 from tests.peers.runs import DDP, FSDP2, losses
-from tests.train.ranks import words
+from tests.training.ranks import words
 
 pytestmark = [
     pytest.mark.cuda,

@@ -6,7 +6,7 @@ import pytest
 
 from fsdpctl.plan.strategy import ENGINES, STRATEGIES, strategies_of
 from tests.commands.run import invoke
-from tests.train.ranks import words
+from tests.training.ranks import words
 
 
 @pytest.mark.parametrize(

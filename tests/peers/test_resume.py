@@ -7,7 +7,7 @@ import pytest
 
 from tests.commands.run import fsdpctl
 from tests.peers.runs import ALONE, DDP, FSDP2, HYBRID, TOLERANCE, begin, losses, train
-from tests.train.ranks import words
+from tests.training.ranks import words
 
 FSDPCTL = ["engine=fsdpctl"]
 WAYS = [

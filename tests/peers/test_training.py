@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed import distributed
 from tests.peers.runs import ALONE, DDP, FSDP2, HYBRID, TOLERANCE, begin, losses, train
-from tests.train.ranks import made, plant
+from tests.training.ranks import made, plant
 
 KEEPS = [*FSDP2, "strategy=shard_grad_op"]
 # By what is special: ranks, words of all, and of each run that is compared with one of ours.

@@ -14,7 +14,7 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import check_trained, checked
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.train.assemble import make_module
+from fsdpctl.training.assemble import make_module
 
 ARCHITECTURES = ["llama", "llama", "mistral", "qwen3", "gpt2"]
 TRAINABLE = [

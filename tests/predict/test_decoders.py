@@ -9,7 +9,7 @@ from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import checked
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.training.assemble import make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder

@@ -22,7 +22,7 @@ from fsdpctl.predict.hardware import HostQueue, HostSheet
 from fsdpctl.predict.simulator import COMPUTE, TimelineSpan, Transfer, chrome_trace
 from fsdpctl.resolve.open import plan_on_cluster
 from fsdpctl.resolve.settle import RunPlan
-from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.training.assemble import make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.predict.test_properties import Free, Instant, Plain, on
 from tests.train_step import train_step

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdpctl.comm.host import Copier
 from fsdpctl.predict.simulator import COMPUTE
-from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.training.assemble import make_model, make_optimizer
 from tests.predict.test_host_steps import DOWN, UP, Even, Host, on_host, planned, predicted, spans
 from tests.predict.test_properties import Free, Instant
 from tests.train_step import train_step

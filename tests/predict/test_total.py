@@ -31,7 +31,7 @@ from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, find_peak
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept, settle
-from fsdpctl.train.assemble import make_model, make_optimizer, share_samples
+from fsdpctl.training.assemble import make_model, make_optimizer, share_samples
 from tests.distributed import distributed
 from tests.engine.nccl import nccl_path
 from tests.matrix import WHOLE, fast

@@ -13,8 +13,8 @@ from fsdpctl.errors import StoppedError
 from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.train.callback import TrainingRun
-from fsdpctl.train.callbacks.reporting import Heartbeat
+from fsdpctl.training.callback import TrainingRun
+from fsdpctl.training.callbacks.reporting import Heartbeat
 
 RANKS, RUN = cast(ObjectExchange, Mock()), cast(TrainingRun, None)
 

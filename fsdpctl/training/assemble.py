@@ -1,0 +1,304 @@
+"""Construction of a training run from a resolved configuration."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.checkpoint.base import base_info, checked_weights, first_weights, pretrained_weights
+from fsdpctl.checkpoint.folders import newest_checkpoint, way_on
+from fsdpctl.checkpoint.load import load_into, load_weights
+from fsdpctl.checkpoint.manifest import BaseInfo, Progress
+from fsdpctl.checkpoint.pretrained import weights_folder
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.comm.collectives import ObjectExchange, collectives_for
+from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
+from fsdpctl.comm.world import World
+from fsdpctl.config.model_path import CHECKPOINTS
+from fsdpctl.config.schema import Settled
+from fsdpctl.config.serialize import config_words
+from fsdpctl.config.sources import is_remote, sources_in
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.data_set import DataSet
+from fsdpctl.data.open_data import open_data
+from fsdpctl.engine.blocks import prepare_blocks
+from fsdpctl.engine.build import Precision, Sharding, Source
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.shard import shard_from
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.models.context import use_exchange
+from fsdpctl.models.describe import block_names, torch_dtype
+from fsdpctl.models.quantized import packing_of, quantized_shapes
+from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.transformers_build import fill_buffers
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.muon import ShardedMuon
+from fsdpctl.optim.sgd import ShardedSGD
+from fsdpctl.plan.batch import context_groups
+from fsdpctl.plan.optimizers import MUON, get_optimizer
+from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy, ranks_per_replica
+from fsdpctl.resolve.data import vocabulary_of
+from fsdpctl.resolve.place import owner_map_of, shares_memory
+from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.run.environment import add_start, describe_start, place_of
+from fsdpctl.training.callbacks.checkpoints import Checkpoints
+from fsdpctl.training.callbacks.profiling import HeapTrim, Profiling, watch_allocations
+from fsdpctl.training.callbacks.reporting import Checks, Heartbeat, RunReporter
+from fsdpctl.training.callbacks.sample import SampleText
+from fsdpctl.training.callbacks.self_check import SelfCheck
+from fsdpctl.training.callbacks.validation import Validation
+from fsdpctl.training.journal import Journal
+from fsdpctl.training.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
+from fsdpctl.training.trainer import Trainer
+
+OPTIMIZER_CLASSES: dict[str, Any] = {"adamw": ShardedAdamW, "sgd": ShardedSGD, MUON: ShardedMuon}
+
+
+def make_model(
+    config: Settled,
+    device: torch.device,
+    *,
+    strategy: str | None = None,
+    empty: bool = False,
+    trains: bool = False,
+) -> ShardedModel:
+    """Return the model, sharded by fsdpctl's engine as configured. Collective.
+
+    Its weights are initialized from the seed, or zeros if `empty`. Only if it `trains`, states are
+    in host memory as configured.
+    """
+    if strategy:
+        config = replace(config, strategy=config.strategy.under(strategy))
+    sharding, module = sharding_of(config, trains=trains), make_module(config)
+    source = Source(device, None if empty else _draw(config, module), is_empty=empty)
+    return shard_from(source, module, sharding)
+
+
+def strategy_alone(config: Settled) -> str:
+    """Return the strategy of a rank by itself, which gathers parameters that rest on the host."""
+    return "full_shard" if Offload.PARAMS in config.strategy.on_host else "no_shard"
+
+
+def sharding_of(config: Settled, *, trains: bool = False) -> Sharding:
+    """Return how fsdpctl's engine shards the model.
+
+    If it `trains`, states may be on the host. Otherwise, masters are there if parameters are.
+    """
+    given = config.strategy
+    rests = Offload.PARAMS in given.on_host
+    untrained = Offload.STATES | Offload.PARAMS if rests else Offload.NONE
+    return Sharding(
+        given.name,
+        dp_shard_size=given.dp_shard_size,
+        owner_map=owner_map_of(config),
+        prefetch=config.prefetch.planned,
+        precision=Precision.of(config.precision.planned),
+        offload=given.on_host if trains else untrained,
+        share_memory=shares_memory(config),
+    )
+
+
+def make_trained_model(config: Settled, device: torch.device, *, empty: bool) -> TrainedModel:
+    """Return the model, sharded by the configured engine. Collective."""
+    model: TrainedModel
+    if config.engine.name == FSDPCTL:
+        model = own = make_model(config, device, empty=empty, trains=True)
+        own.mesh.measure_waits()
+        own.overlap_param_gather = True
+    else:
+        from fsdpctl.peers.model import peer_model  # takes a second
+        from fsdpctl.peers.setup import PeerSetup
+
+        plain, strategy = make_module(config), get_strategy(config.strategy.name)
+        ranks = collectives_for(device).size
+        setup = PeerSetup(
+            config.engine.name,
+            tuple(block_names(plain)),
+            ranks_per_replica(strategy, ranks, config.strategy.dp_shard_size),
+            reshards=strategy.reshard_after_forward,
+            prefetch=config.prefetch.planned,
+            param_dtype=torch_dtype(str(config.precision.param_dtype)),
+            reduce_dtype=torch_dtype(str(config.precision.reduce_dtype)),
+            master_dtype=torch_dtype(str(config.precision.master_dtype)),
+            compiles=config.train.compile,
+        )
+        model = peer_model(plain, setup, device, None if empty else _draw(config, plain))
+    module: Any = model.module
+    module.reduce_counts = model.collectives.all_reduce  # of the routers' tokens
+    return model
+
+
+def _draw(config: Settled, module: nn.Module) -> Callable[[str, Tensor], None]:
+    """Return the initializer of a parameter, which also reports progress to the watchdog."""
+    quantized, packing = quantized_shapes(module), packing_of(module)
+
+    def draw(name: str, whole: Tensor) -> None:
+        RANK_STATUS.at(LOADING)
+        drawn = whole
+        if name in quantized:
+            drawn = torch.empty(quantized[name], device=whole.device)
+        initialize_parameter(name, drawn, seed=config.train.seed, config=config.model)
+        if packing is not None and name in quantized:
+            whole.copy_(packing.quantize(drawn))
+
+    return draw
+
+
+def make_module(config: Settled) -> TransformersDecoder:
+    """Return the module on the meta device, with blocks checkpointed and compiled as configured."""
+    module = build_model(config.model)
+    fill_buffers(module)
+    prepare_blocks(module, config)
+    return module
+
+
+def make_optimizer(config: Settled, model: TrainedModel) -> Optimizer:
+    """Return the optimizer over the model's shards; UsageError if no optimizer has this name."""
+    about, row = config.optimizer, get_optimizer(config.optimizer.name)
+    given = {name: getattr(about, name) for name in (*row.keys, "weight_decay")}
+    if "beta1" in given:
+        given["betas"] = given.pop("beta1"), given.pop("beta2")
+    if dtype := given.get("state_dtype"):
+        given["state_dtype"] = getattr(torch, dtype)
+    # The trainer sets the rate before every step.
+    made: Optimizer = OPTIMIZER_CLASSES[row.name](model, lr=about.lr or 0.0, **given)
+    return made
+
+
+def share_samples(device: torch.device, num_ranks: int, context_parallel: int) -> None:
+    """Let attention exchange with the ranks that share this one's samples. Collective."""
+    if context_parallel > 1:
+        groups = context_groups(num_ranks, context_parallel)
+        use_exchange(collectives_for(device, groups, "context").all_to_all)
+
+
+def make_trainer(
+    plan: RunPlan, world: World, context: LaunchContext, *, shows: bool, only_measures: bool = False
+) -> Trainer:
+    """Return the trainer of a run in the state of its newest checkpoint. Collective.
+
+    If it `shows`, rank 0 shows the progress, writes heartbeats and runs the user's command. If it
+    `only_measures`, it only does steps, without validation and checkpoints.
+    """
+    config, ranks = plan.config, ObjectExchange()
+    run_dir = Path(str(config.train.run_dir))
+    is_main = world.rank == 0
+    heartbeat = Heartbeat(run_dir, ranks, is_on=shows and is_main)
+    if config.log.memory_snapshot:
+        watch_allocations(world.device)
+    if shows:
+        places = ranks.gather_objects(place_of(world.device))
+        if is_main:
+            add_start(run_dir, describe_start(run_dir, places))
+    parts, done, base = _load(plan, run_dir, world, ranks)
+    journal = Journal(config, run_dir, done.step, is_main=is_main, shows=shows)
+    if reason := parts.model.collectives.not_shared:
+        journal.warn(f"ranks do not share memory: {reason}")
+    if only_measures:
+        return Trainer(parts, done, context, journal, [RunReporter(journal, None)])
+    checkpoints = Checkpoints(config, ranks, journal, base, runs_command=shows and is_main)
+    callbacks = [  # in the order of their hooks, at the end too
+        SelfCheck(config.train.self_check, done.step, sharding_of(config)),
+        Validation(config, has_data=parts.val_batches is not None),
+        Profiling(parts.model, run_dir, world.rank, at_start=config.train.profile),
+        checkpoints,
+        RunReporter(journal, checkpoints),
+        heartbeat,
+        Checks(run_dir, done.step),
+        SampleText(),
+        *([HeapTrim()] if world.device.type == "cpu" else []),
+    ]
+    return Trainer(parts, done, context, journal, callbacks)
+
+
+def _load(
+    plan: RunPlan, run_dir: Path, world: World, ranks: ObjectExchange
+) -> tuple[TrainingParts, Progress, BaseInfo | None]:
+    """Return the objects of a run, its progress, and the base that its checkpoints leave out."""
+    config, batches = plan.config, plan.batches
+    train, data = config.train, _data(config)
+    share_samples(world.device, world.world_size, train.context_parallel)
+    newest = newest_checkpoint(run_dir / CHECKPOINTS)
+    model = make_trained_model(
+        config, world.device, empty=newest is not None or config.model.is_pretrained
+    )
+    optimizer = make_optimizer(config, model)
+    done, base = _fill(config, model, optimizer, data, newest)
+    # All ranks have read: the slowest may take longer than NCCL waits in a first collective.
+    ranks.gather_objects(None)
+    RANK_STATUS.at("ready")
+    val, vocab_size = data.val, data.vocab_size or vocabulary_of(config, data)
+    parts = TrainingParts(
+        config=config,
+        run_dir=run_dir,
+        data=data,
+        model=model,
+        optimizer=optimizer,
+        train_batches=Batches(data.train.rows(train.seq_len), batches, train.seed, vocab_size),
+        val_batches=(
+            None if val is None else Batches(val.rows(train.seq_len), batches, 0, vocab_size)
+        ),
+        device=world.device,
+    )
+    return parts, done, base
+
+
+def _data(config: Settled) -> DataSet:
+    """Return the data. One rank of each node prepares it first, for the cache. Collective."""
+    ranks, is_first = ObjectExchange(), int(os.environ.get("LOCAL_RANK", 0)) == 0
+    data = open_data(config.data, config.train.seed) if is_first else None
+    path = config.data.path
+    stores = any(is_remote(each.path) for each in sources_in(path)) if path else False
+    if config.data.holds_documents or stores:
+        ranks.gather_objects(None)
+    data = data or open_data(config.data, config.train.seed)
+    if len(set(ranks.gather_objects(data.fingerprint))) > 1:
+        raise UsageError(f"data.path={path}: the ranks see different data; did it change?")
+    return data
+
+
+def _fill(
+    config: Settled, model: TrainedModel, optimizer: Optimizer, data: DataSet, newest: Path | None
+) -> tuple[Progress, BaseInfo | None]:
+    """Load the newest checkpoint or pretrained weights; return the progress and any base."""
+    if newest is not None:
+        return _resume(newest, config, model, optimizer, data)
+    if not config.model.is_pretrained:
+        return Progress(), None
+    # Rank 0 decides: `model.path` may be a run that saves checkpoints meanwhile.
+    (found, *_) = model.collectives.gather_objects(str(weights_folder(config.model)))
+    folder = Path(found)
+    weights = pretrained_weights(config.model, folder, model.collectives)
+    load_weights(first_weights(config.model, model.module, config.train.seed, weights), model)
+    trains_all = all(shard.trainable for shard in model.flat_shards())
+    return Progress(), None if trains_all else base_info(folder, weights, model.collectives)
+
+
+def _of_data(words: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in words.items() if name.startswith("data.")}
+
+
+def _resume(
+    newest: Path, config: Settled, model: TrainedModel, optimizer: Optimizer, data: DataSet
+) -> tuple[Progress, BaseInfo | None]:
+    try:
+        reader = CheckpointReader(newest)
+        is_same = reader.manifest.progress.data_fingerprint in ("", data.fingerprint)
+        # Of a run that starts from the state of another, the first lines name other data.
+        if not is_same and _of_data(reader.manifest.config) == _of_data(config_words(config)):
+            raise UsageError(
+                f"train.run_dir={newest.parent.parent}: the data differs from that of the run's "
+                "earlier steps; set another train.run_dir"
+            )
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{way_on(newest)}") from None
+    weights = checked_weights(reader, model.collectives)
+    try:
+        return load_into(reader, model, optimizer, weights), reader.manifest.base
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{way_on(newest)}") from None

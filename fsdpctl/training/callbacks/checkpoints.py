@@ -1,0 +1,226 @@
+"""Checkpoints at intervals, on request and at the end, in the background if configured."""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdpctl.checkpoint.folders import LATEST, complete_checkpoints, point_to, step_folder, step_of
+from fsdpctl.checkpoint.manifest import BaseInfo
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.remote_run import remote_of
+from fsdpctl.checkpoint.save import Snapshot, rank_pieces, take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
+from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import words_for_others
+from fsdpctl.errors import FsdpctlError
+from fsdpctl.io.activity import doing
+from fsdpctl.io.run_files import CHECKPOINTS
+from fsdpctl.resolve.rules import command_words
+from fsdpctl.run.assets import read_run_assets
+from fsdpctl.run.progress import format_seconds
+from fsdpctl.training.callback import Callback, TrainingRun, is_joint
+from fsdpctl.training.callbacks.each_save import EachSave
+from fsdpctl.training.journal import Journal
+from fsdpctl.training.requests import SAVE, RequestFlags
+
+_REPORTED = 5.0  # seconds; a faster save is not worth a line
+_POLL_SECONDS = 0.5
+_OTHERS_SECONDS = 1800.0  # that other ranks may take longer to write than this one
+_LEAVING_SECONDS = 10.0  # that a failing run waits for a checkpoint without progress
+
+
+@dataclass(slots=True)
+class Save:
+    """A checkpoint in progress or complete."""
+
+    step: int
+    num_bytes: int
+    began: float
+    stall: float = 0.0  # seconds that training waited for it
+    seconds: float = 0.0  # until it was complete
+    written: int = 0  # bytes
+    note: str = ""  # a failure after it was complete, on rank 0
+    done: Future[None] = field(default_factory=Future)
+
+    def advance(self, count: int) -> None:
+        self.written += count
+
+    def to_line(self) -> dict[str, Any]:
+        line = {
+            "step": self.step,
+            "checkpoint_seconds": round(self.stall, 6),
+            "checkpoint_write_seconds": round(self.seconds, 6),
+        }
+        return {**line, "warning": f"saved, but {self.note}"} if self.note else line
+
+
+class Checkpoints(Callback):
+    """The checkpoints of a run: written one at a time, by all ranks at the same steps.
+
+    In the background, a save costs the step a copy of this rank's part into host memory. A save
+    waits until the previous one is complete.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: ObjectExchange,
+        journal: Journal,
+        base: BaseInfo | None,
+        *,
+        runs_command: bool,
+    ) -> None:
+        """Save as configured, without the weights that `base` has; report to `journal`.
+
+        A thread uses the collectives of `ranks` during training. `runs_command`: whether this rank
+        uploads, and runs `checkpoint.after_save`.
+        """
+        about, run_dir = config.checkpoint, journal.run_dir
+        self._every, self._last = about.every, config.train.steps
+        self._ranks, self._journal, self._base = ranks, journal, base
+        self._folder = run_dir / CHECKPOINTS
+        self._settings = words_for_others(config)
+        self._staging = Staging() if about.mode == "async" else None
+        self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._current: Save | None = None
+        self._saved_step = -1
+        self._is_awaited = False  # a SAVE file is there until the checkpoint is complete
+        self._each_save = EachSave(
+            about,
+            run_dir,
+            lambda done: journal.record(done.to_line(), done.line),
+            remote=remote_of(config) if runs_command else None,
+            words=command_words(about.after_save) if runs_command and about.after_save else (),
+        )
+
+    @property
+    def share_written(self) -> float | None:
+        """The fraction written of this rank's part of the checkpoint in progress, if any."""
+        current = self._current
+        if current is None:
+            return None
+        return current.written / current.num_bytes if current.num_bytes else 1.0
+
+    def begin(self, run: TrainingRun) -> None:
+        """Begin with the checkpoint that the run resumes from, if any."""
+        self._saved_step = run.step if run.step else -1
+        for folder in complete_checkpoints(self._folder):  # whose upload may have been interrupted
+            self._each_save.add(folder, step_of(folder), only_uploads=True)
+
+    def prepare(self, run: TrainingRun) -> None:
+        """Allocate pinned host memory for the copies of the first save, in a thread."""
+        if self._staging is not None:
+            trained_only, parts = self._base is not None, run.parts
+            pieces = rank_pieces(
+                parts.model, parts.optimizer, self._ranks.rank, trained_only=trained_only
+            )
+            self._staging.prepare([each.values.detach() for each in pieces])
+
+    def is_due(self, step: int) -> bool:
+        return step == self._last or (self._every > 0 and step % self._every == 0)
+
+    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
+        """Save if due or requested; before the run ends, wait until the checkpoint is complete."""
+        if requested.ends or requested.save or run.is_due(self):
+            self.save(run, was_requested=requested.save)
+        if requested.ends or run.step == self._last:
+            self.finish(run)
+        return requested
+
+    def save(self, run: TrainingRun, *, was_requested: bool = False) -> None:
+        """Save this step unless it is saved; FsdpctlError if the last save failed. Collective."""
+        if self._saved_step != run.step:
+            began, model = time.perf_counter(), run.parts.model
+            self.finish(run)
+            model.check_replicas()  # each replica writes a share of the checkpoint
+            about = About(run.progress(), self._settings, self._assets, self._base)
+            snapshot = take_snapshot(
+                model, run.parts.optimizer, self._ranks.rank, about, self._staging
+            )
+            save = self._current = Save(run.step, snapshot.num_bytes, began)
+            save.done = self._writer.submit(self._write, snapshot, save)
+            if self._staging is None:
+                self._wait(save)  # detects a checkpoint without progress
+            save.stall = time.perf_counter() - began
+            self._saved_step = run.step
+        self._is_awaited |= was_requested
+
+    def _write(self, snapshot: Snapshot, save: Save) -> None:
+        folder = step_folder(self._folder, save.step)
+        write_checkpoint(folder, snapshot, self._ranks, save.advance)
+        if self._ranks.rank == 0:
+            try:
+                point_to(self._folder / LATEST, folder)
+                self._each_save.remove_old()
+            except OSError as error:  # only noted: nothing is lost
+                save.note = f"{error.filename or self._folder}: {error.strerror}"
+            self._each_save.add(folder, save.step)
+        save.seconds = time.perf_counter() - save.began
+
+    def _wait(self, save: Save) -> None:
+        since, shown = time.perf_counter(), 0.0
+        with doing("waiting for the checkpoint", "%") as advance:
+            while not wait([save.done], _POLL_SECONDS).done:
+                share = self.share_written or 0.0
+                # A rank that has written its part may wait for others; without progress it hangs.
+                if share != shown:
+                    since = time.perf_counter()
+                waits = share == 1 and time.perf_counter() - since < _OTHERS_SECONDS
+                if waits or share != shown:
+                    RANK_STATUS.at("saving")
+                advance(int(100 * share) - int(100 * shown))
+                shown = share
+
+    def finish(self, run: TrainingRun) -> None:
+        """Wait until the checkpoint in progress is complete, and report it."""
+        if self._current is not None:
+            self._wait(self._current)
+        self.idle(run)
+
+    def idle(self, run: TrainingRun) -> None:
+        """Report a checkpoint that has become complete, and remove the request for it."""
+        saved = self._current
+        if saved is not None and saved.done.done():
+            self._current = None
+            try:
+                saved.done.result()
+            except FsdpctlError:
+                self._journal.check_in_place()  # a missing run directory is the cause
+                raise
+            # A run that stops waits for the upload, too.
+            run.requests.limit.save_took(saved.seconds + self._each_save.upload_seconds)
+            self._journal.write(saved.to_line())
+            if saved.note:
+                self._journal.say(f"step {saved.step}: saved, but {saved.note}")
+            if saved.seconds > _REPORTED:
+                self._journal.say(f"step {saved.step}: saved in {format_seconds(saved.seconds)}")
+        if self._is_awaited and self._current is None:
+            self._is_awaited = False
+            run.requests.done(SAVE)
+
+    def end(self, run: TrainingRun, error: BaseException | None) -> None:
+        """Wait for uploads and the user's command, on ranks that end together; check uploads."""
+        if is_joint(error):
+            self._journal.check_in_place()
+            RANK_STATUS.at(FINISHING)
+            self._each_save.wait(self._journal.say)
+            if error is None:  # else it is the more important one; a warning was printed
+                self._each_save.check_uploaded()
+
+    def leave(self) -> None:
+        """After a failure, let the checkpoint in progress complete as long as it advances."""
+        current = self._current
+        if current is None:
+            return
+        written, since = current.written, time.perf_counter()
+        while time.perf_counter() - since < _LEAVING_SECONDS:
+            if wait([current.done], _POLL_SECONDS).done:
+                return
+            if current.written != written:
+                RANK_STATUS.at("completing a checkpoint")
+                written, since = current.written, time.perf_counter()

@@ -1,0 +1,155 @@
+"""Text generation, token by token, and a sample of it at the end of a run."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdpctl.comm.base import raised
+from fsdpctl.data.tokenizer import Tokenizer
+from fsdpctl.io.activity import doing
+from fsdpctl.models.kernels import without_cudnn
+from fsdpctl.models.transformers_decoder import Cache, Decoder, evaluating
+from fsdpctl.training.callback import Callback, TrainingRun
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the bytes of a character that is not complete
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Parameters of random sampling."""
+
+    seed: int
+    temperature: float = 0.8  # 0: greedy
+    top_p: float = 1.0  # probability mass of the likeliest tokens to sample from
+    ends: tuple[int, ...] = ()  # tokens that end the text; they are returned too
+
+
+class TextStream:
+    """The text of tokens that arrive one by one, in pieces of whole characters.
+
+    Note: only the last tokens are decoded again, so that a long text takes linear time; those
+    before a new token decide about spaces. As in Hugging Face's text-generation-inference.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._before, self._new = list(before), list[int]()
+        self._num_returned = 0  # characters of the new tokens
+
+    def add(self, token: int) -> str:
+        """Return the text that a token completes; empty if a character is incomplete."""
+        self._new.append(token)
+        return self._piece(is_last=False)
+
+    def rest(self) -> str:
+        """Return the text that is left, with an incomplete character."""
+        return self._piece(is_last=True)
+
+    def _piece(self, *, is_last: bool) -> str:
+        decode = self._tokenizer.decode
+        before, text = decode(self._before), decode([*self._before, *self._new])
+        text = text[len(before) :] if text.startswith(before) else decode(self._new)
+        is_complete = is_last or not text.endswith(_INCOMPLETE)
+        end = len(text) if is_complete else len(text) - 1
+        piece = text[self._num_returned : end]
+        self._num_returned += len(piece)
+        if is_complete and self._new:
+            self._before, self._new, self._num_returned = self._new, [], 0
+        return piece
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    prompt: list[int],
+    turns: Iterable[object],
+    *,
+    context: int,
+    sampling: Sampling,
+    device: torch.device,
+    caches: bool = True,
+) -> Iterator[int]:
+    """Yield the tokens that follow `prompt`, one per turn. Collective for a sharded model.
+
+    `turns` is an iterable of the same length on every rank: `range(COUNT)`, or one that may end
+    sooner. The model sees the last `context` tokens. `caches`: whether to cache keys and values;
+    compiled blocks would compile for each length.
+    """
+    generator = torch.Generator().manual_seed(sampling.seed)
+    tokens, cache = list(prompt), Cache()
+    for _ in turns:
+        with evaluating(model), without_cudnn():
+            if caches and len(tokens) <= context:
+                logits = model(torch.tensor([tokens[len(cache) :]], device=device), cache=cache)
+            else:  # the position of every token has changed, so nothing in the cache is valid
+                logits = model(torch.tensor([tokens[-context:]], device=device))
+        tokens.append(draw(logits[0, -1].float().cpu(), sampling, generator))
+        yield tokens[-1]
+        if tokens[-1] in sampling.ends:
+            return
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw one token from 1-D logits by nucleus sampling (Holtzman et al., 2020)."""
+    if not sampling.temperature:
+        return int(logits.argmax())
+    odds = torch.softmax(logits / sampling.temperature, dim=-1)
+    if sampling.top_p < 1:
+        sorted_odds, order = odds.sort(descending=True, stable=True)
+        before = sorted_odds.cumsum(0) - sorted_odds
+        odds[order[before >= sampling.top_p]] = 0
+    return int(torch.multinomial(odds, 1, generator=generator))
+
+
+class SampleText(Callback):
+    """Generated text of `train.sample_tokens` tokens, or fewer if a stop is requested."""
+
+    def end(self, run: TrainingRun, error: BaseException | None) -> None:
+        if error is not None or not run.parts.config.train.sample_tokens:
+            return
+        if run.is_ending:
+            run.journal.say("sample skipped (stop requested)")
+            return
+        if not run.parts.data.has_text:
+            run.journal.say("no sample: the tokenizer of the data is unknown (data.tokenizer)")
+            return
+        with doing("generating a sample (Ctrl-C skips it)"):
+            self._sample(run)
+
+    def _sample(self, run: TrainingRun) -> None:
+        config, data = run.parts.config, run.parts.data
+        count, sync = config.train.sample_tokens, run.request_sync()
+        number, has_ended = 0, False
+
+        def turns() -> Iterator[None]:
+            for _ in range(count):
+                # All ranks end together, even if rounding lets them draw different tokens.
+                ended = raised(run.ranks, [has_ended], run.parts.device)
+                if not sync.goes_on() or ended.tolist()[0]:
+                    return
+                yield
+
+        tokens = generate(
+            run.parts.model,
+            list(data.prompt) or data.tokenizer.encode_prompt(""),
+            turns(),
+            context=config.train.seq_len,
+            sampling=Sampling(config.train.seed),
+            device=run.parts.device,
+            caches=not config.train.compile,
+        )
+        if data.prompt:
+            run.journal.say(f"prompt:\n{data.tokenizer.decode(data.prompt).rstrip()}")
+        run.journal.say("sample:")
+        text = TextStream(data.tokenizer)
+        with run.journal.progress.stream() as write:
+            for token in tokens:
+                number += 1
+                has_ended |= token in data.end_tokens
+                write("" if has_ended else text.add(token))
+            write(text.rest())
+        run.is_ending = sync.received.ends
+        if run.is_ending:
+            run.journal.say(f"sample stopped after {number} of {count} tokens (stop requested)")

@@ -1,0 +1,166 @@
+"""The check of the first step of a start: whether it was what the configuration says."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fsdpctl.data.packing import IGNORED
+from fsdpctl.engine.build import Sharding
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.errors import SelfCheckError
+from fsdpctl.io.activity import doing
+from fsdpctl.models.transformers_decoder import evaluating
+from fsdpctl.run.step_metrics import StepMetrics
+from fsdpctl.training.callback import Callback, TrainingRun
+from fsdpctl.training.loss import summed_loss
+from fsdpctl.training.requests import RequestFlags
+from fsdpctl.training.small_run import compare_gradients, unused_units
+from fsdpctl.training.step import TrainedModel
+
+_LEAK = {"float32": 1e-5, "bfloat16": 1e-3}  # of the loss of a document
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_APART = 1024  # changes of many weights may cancel out in one sum, but not in all of these
+_NORM = {"float32": 1e-3, "bfloat16": 0.1}  # relative
+
+
+class SelfCheck(Callback):
+    """Checks the first step of a start, and stops the run if something is wrong.
+
+    It warns if the first step that is applied with a learning rate above 0 changes no weight.
+    """
+
+    def __init__(self, mode: str, first_step: int, sharding: Sharding) -> None:
+        """Check the step after `first_step`; `mode` is the value of `train.self_check`."""
+        self._sharding = sharding
+        self._mode = mode
+        self._at = first_step + 1 if mode != "off" else -1
+        self._norms: dict[str, Tensor] = {}  # of the gradients, by unit
+        self._tokens = 0
+        self._awaits_change = mode != "off"
+        self._before: list[Tensor] = []  # sums of the weights before the newest step
+        self._lr = 0.0  # of the newest step, if it was applied
+
+    def has_gradients(self, run: TrainingRun) -> None:
+        """Measure the gradients of the units, and sum the weights."""
+        if self._awaits_change:
+            self._before = _sums(run.parts.model)
+        if self._norms or run.step + 1 != self._at:
+            return
+        for shard in filter(lambda each: each.trainable, run.parts.model.flat_shards()):
+            if shard.grad_on_host is not None:
+                norm = shard.grad_on_host.norm
+            elif shard.grad is not None:
+                norm = torch.linalg.vector_norm(shard.grad, dtype=torch.float32)
+            else:
+                continue
+            self._norms[shard.unit] = norm + self._norms.get(shard.unit, 0)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `step` is the one to check, or no weight has changed so far."""
+        return step == self._at or self._awaits_change
+
+    def step(self, run: TrainingRun, done: StepMetrics) -> None:
+        """Keep the number of tokens in the loss, and the learning rate."""
+        self._lr = done.lr if done.figures.was_applied else 0.0
+        if done.step == self._at:
+            self._tokens = done.figures.tokens
+
+    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
+        """Check everything; SelfCheckError if something is wrong that is not only to be printed."""
+        if not run.is_due(self):
+            return requested
+        began, is_first, found = time.perf_counter(), run.step == self._at, list[str]()
+        warnings = [*self._warnings(run)]
+        if is_first:
+            self._at = -1
+            with doing("checking the first step"):
+                found = list(dict.fromkeys(self._findings(run)))
+        if is_first or warnings:
+            run.journal.write({"step": run.step, "self_check": [*found, *warnings]})
+        for line in (*found, *warnings):
+            run.journal.say(f"self-check: {line}")
+        if found and self._mode == "auto":
+            raise SelfCheckError(
+                f"train.self_check: {found[0]}; set train.self_check=warn to train nevertheless"
+            )
+        if is_first and not (found or warnings):
+            run.journal.say(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
+        return requested
+
+    def _warnings(self, run: TrainingRun) -> Iterator[str]:
+        """Yield whether a step that should change weights has changed none. Collective."""
+        if not self._awaits_change or self._lr <= 0:
+            return
+        self._awaits_change = False
+        pairs = zip(self._before, _sums(run.parts.model), strict=True)
+        changed = any(not torch.equal(before, after) for before, after in pairs)
+        if not any(run.ranks.gather_objects(changed)):
+            yield (
+                f"warning: step {run.step} was applied with a learning rate of {self._lr:g}, but "
+                "changed no weight; set a higher optimizer.lr, or precision.master_dtype=float32"
+            )
+
+    def _findings(self, run: TrainingRun) -> Iterator[str]:
+        """Yield what is wrong, the same on every rank. Collective."""
+        if not self._tokens:
+            yield "no token of the step is trained on"
+            return
+        model, config = run.parts.model, run.parts.config
+        own = {unit for unit, norm in self._norms.items() if norm}
+        units = {s.unit for s in model.flat_shards() if s.trainable}
+        units -= set().union(*run.ranks.gather_objects(own))
+        for unit in sorted(units - unused_units(run.parts, units)):
+            yield f"{unit or 'the root'}: no parameter has a gradient"
+        if run.parts.device.type == "cuda":  # its kernels mask documents by themselves
+            yield from _leaks(run)
+        if isinstance(model, ShardedModel):
+            norm, expected = compare_gradients(run.parts, self._sharding)
+            if not abs(norm - expected) <= _NORM[str(config.precision.param_dtype)] * expected:
+                yield (
+                    f"gradient norm {norm:.6g} of a small copy of the model on {run.ranks.size} "
+                    f"ranks; expected {expected:.6g}, that of one process"
+                )
+
+
+def _sums(model: TrainedModel) -> list[Tensor]:
+    """Return sums of the bits of each trained shard: those of every `_APART`th element."""
+    shards = [shard for shard in model.flat_shards() if shard.trainable]
+    parts = [each for shard in shards for each in (shard.master, shard.remainder)]
+    found = []
+    for bits in (each.view(_INTEGERS[each.itemsize]) for each in parts if each is not None):
+        end = len(bits) // _APART * _APART
+        found += [bits[:end].view(-1, _APART).sum(0, dtype=torch.int64), bits[end:].clone()]
+    return found
+
+
+@torch.no_grad()
+def _leaks(run: TrainingRun) -> Iterator[str]:
+    """Yield whether a packed document sees another one in its sequence. Collective."""
+    parts = run.parts
+    if parts.config.data.packing is False:  # a sequence has one document, and padding after it
+        return
+    batches = parts.train_batches
+    position = run.samples - batches.plan.global_batch_size
+    batch = batches.training(position, run.ranks.rank, 0)
+    packed = enumerate(batch.lengths if batch.holds_documents else ())
+    row = next((row for row, lengths in packed if len(lengths) > 1), None)
+    if not any(run.ranks.gather_objects(row is not None)):
+        return
+    targets, moved = torch.full_like(batch.targets, IGNORED), batch.tokens.clone()
+    if row is not None:  # the loss of its last document, and its other documents with other tokens
+        *before, last = batch.lengths[row]
+        start, stop = batch.own(sum(before)), batch.own(sum(before) + last)
+        targets[row, start:stop] = batch.tokens[row, start:stop]
+        moved[row, :start] = (moved[row, :start] + 1) % batches.vocab_size
+    losses, chunk = [], parts.config.train.loss_chunk_tokens or 0
+    for tokens in (batch.tokens, moved):
+        changed = replace(batch, tokens=tokens, targets=targets)
+        with evaluating(parts.model):
+            losses.append(float(summed_loss(parts.model, changed, parts.device, chunk)))
+    limit = _LEAK[str(parts.config.precision.param_dtype)] * abs(losses[0])
+    leaks = row is not None and abs(losses[1] - losses[0]) > limit
+    if any(run.ranks.gather_objects(leaks)):
+        yield "packed documents see each other; set data.packing=false"

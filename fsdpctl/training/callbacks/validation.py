@@ -1,0 +1,79 @@
+"""Validation at intervals and at the end of a run."""
+
+from fsdpctl.config.schema import Config
+from fsdpctl.io.activity import doing
+from fsdpctl.io.run_files import METRICS
+from fsdpctl.run.metrics import was_validated
+from fsdpctl.training.callback import Callback, TrainingRun
+from fsdpctl.training.loss import describe_validation, validation_loss
+from fsdpctl.training.requests import RequestFlags
+
+
+class Validation(Callback):
+    """The validation loss, every `train.eval_every` steps and after the last step."""
+
+    def __init__(self, config: Config, *, has_data: bool) -> None:
+        assert config.train.steps is not None
+        self._every, self._last = config.train.eval_every, config.train.steps
+        self._has_data = has_data
+        self._is_owed = False  # an earlier start stopped before this step's validation
+
+    def begin(self, run: TrainingRun) -> None:
+        """Determine whether an earlier start owes a validation that no start has done since."""
+        if run.owes_validation:
+            metrics = run.parts.run_dir / METRICS
+            is_done = run.ranks.rank == 0 and was_validated(metrics, run.step)
+            run.owes_validation = not any(run.ranks.gather_objects(is_done))
+            self._is_owed = run.owes_validation and self._has_data
+
+    def is_due(self, step: int) -> bool:
+        every = self._every > 0 and step % self._every == 0
+        return self._has_data and (every or step == self._last)
+
+    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
+        """Validate, unless a stop was requested or is requested in the meantime."""
+        if not (self._is_owed or run.is_due(self)):
+            return requested
+        run.handle_requests()
+        self._is_owed, run.owes_validation = False, True
+        if requested.ends:
+            run.journal.say(f"step {run.step}: validation skipped (stop requested)")
+            return requested
+        return requested | self._validate(run)
+
+    def _validate(self, run: TrainingRun) -> RequestFlags:
+        parts, train, is_last = run.parts, run.parts.config.train, run.step == self._last
+        assert parts.val_batches is not None
+        at_most = train.final_eval_batches if is_last else train.eval_batches
+        total, done = parts.val_batches.num_validation_batches(at_most), 0
+        sync = run.request_sync(run.lag)
+
+        def goes_on(number: int) -> bool:
+            nonlocal done
+            done = number
+            advance(1)
+            continues = sync.goes_on()
+            if sync.received.save:
+                run.save(was_requested=True)
+            run.idle()
+            return continues or number == total
+
+        with doing("validating", "batches", total) as advance:
+            loss = validation_loss(
+                parts.model,
+                parts.val_batches,
+                run.ranks,
+                parts.device,
+                at_most=at_most,
+                chunk_tokens=train.loss_chunk_tokens or 0,
+                goes_on=goes_on,
+            )
+        if loss is None:
+            how_far = f"validation stopped after {done} of {total} batches"
+            run.journal.say(f"step {run.step}: {how_far} (stop requested)")
+        else:
+            run.owes_validation = False
+            run.journal.write({"step": run.step, **loss.to_line()})
+            text = describe_validation(loss, parts.data, compare=is_last)
+            run.journal.say(f"step {run.step}: {text}")
+        return sync.complete()

@@ -1,0 +1,182 @@
+"""The objects of a run, and one optimizer step that does not wait for the device."""
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fsdpctl.config.schema import Config
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.data_set import DataSet
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.record import Limits, LocalStepStats, StepRecord, record_step
+from fsdpctl.optim.sgd import ShardedSGD
+from fsdpctl.plan.batch import tokens_per_rank
+from fsdpctl.run.flops import ModelFlops
+from fsdpctl.run.step_metrics import StepClock, StepMetrics, peak_memory
+from fsdpctl.training.loss import SourceLosses, summed_loss
+from fsdpctl.training.schedule import lr_factor
+
+if TYPE_CHECKING:
+    from fsdpctl.peers.model import PeerModel  # imports PyTorch's engines, which takes a second
+
+Optimizer = ShardedAdamW | ShardedSGD  # ShardedMuon is a ShardedAdamW
+TrainedModel: TypeAlias = "ShardedModel | PeerModel"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchContext:
+    """The process of a rank, as the training loop sees it."""
+
+    stop_requested: Callable[[], bool]  # by a signal to this rank
+    started: float  # when the launch began, in seconds since the epoch
+    # Called once there is something to save, with a barrier of all ranks. Before that, a stop
+    # request ends this rank at once.
+    on_first_step: Callable[[Callable[[], None]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingParts:
+    """The objects of a training run, made by assemble.py."""
+
+    config: Config
+    run_dir: Path
+    data: DataSet
+    model: TrainedModel
+    optimizer: Optimizer
+    train_batches: Batches
+    val_batches: Batches | None
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device may still be computing."""
+
+    step: int  # steps, including this one
+    samples: int  # samples consumed, including this step
+    tokens: int  # in the samples of all ranks, without padding
+    record: StepRecord
+    limits: Limits  # above which the step is not applied
+    lr: float
+    clock: StepClock
+
+
+def launch_step(
+    parts: TrainingParts,
+    step: int,
+    samples: int,
+    *,
+    limits: Limits,
+    own: Callable[[], LocalStepStats],
+    is_traced: bool = False,
+) -> LaunchedStep:
+    """Launch the step that follows `step` steps and `samples` samples. Collective.
+
+    Above `limits`, it is not applied. `own`, called after the backward passes, returns this rank's
+    requests and gradient norm. While a profile is recorded (`is_traced`), nothing is prefetched for
+    the next step, since torch crashes if a trace ends in between.
+    """
+    config = parts.config
+    clock = StepClock(parts.device, parts.model.take_waits)
+    record = run_passes(parts, step, samples, clock, limits=limits, own=own)
+    assert config.optimizer.lr is not None
+    assert config.train.steps is not None
+    lr = config.optimizer.lr * lr_factor(config.lr_scheduler, step, config.train.steps)
+    for group in parts.optimizer.param_groups:
+        group["lr"] = lr
+    parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
+    parts.optimizer.zero_grad()
+    clock.lap("optimizer")
+    model, goes_on = parts.model, step + 1 < config.train.steps
+    if goes_on and not is_traced and isinstance(model, ShardedModel) and model.can_prefetch:
+        model.prefetch_forward_params()  # overlaps with what is between the steps
+    after = samples + config.train.global_batch_size
+    tokens = parts.train_batches.count_tokens(samples)
+    return LaunchedStep(step + 1, after, tokens, record, limits, lr, clock)
+
+
+def run_passes(
+    parts: TrainingParts,
+    step: int,
+    samples: int,
+    clock: StepClock,
+    *,
+    limits: Limits = Limits(),
+    own: Callable[[], LocalStepStats] = LocalStepStats,
+) -> StepRecord:
+    """Run the passes of a step, as `launch_step`; return its record with gradients. Collective."""
+    loss_sum, tokens, nominal, by_source = _run_micro_steps(parts, step, samples, clock)
+    parts.model.sync_gradients()
+    return record_step(
+        parts.model,
+        loss_sum=loss_sum,
+        tokens=torch.full((), tokens, device=parts.device),  # does not wait for the device
+        nominal_tokens=nominal * parts.model.collectives.size,
+        max_grad_norm=parts.config.optimizer.max_grad_norm,
+        own=replace(own(), by_source=by_source),
+        limits=limits,
+    )
+
+
+def finish_step(
+    launched: LaunchedStep, device: torch.device, flops: ModelFlops, num_ranks: int
+) -> StepMetrics:
+    """Return the metrics of a launched step; may wait for the device."""
+    figures = launched.record.figures()
+    return StepMetrics(
+        launched.step,
+        launched.samples,
+        launched.tokens,
+        figures,
+        launched.lr,
+        launched.clock.times(),
+        peak_memory(device),
+        flops,
+        num_ranks,
+    )
+
+
+def _run_micro_steps(
+    parts: TrainingParts, step: int, samples: int, clock: StepClock
+) -> tuple[Tensor, int, int, Tensor | None]:
+    """Run forward and backward of every micro-batch.
+
+    Returns the sum of the losses of target tokens in float64, the number of these tokens, the one
+    by which losses were divided, and the losses and tokens of each source of a mixture.
+    """
+    config, plan = parts.config, parts.train_batches.plan
+    rank = parts.model.collectives.rank
+    length = tokens_per_rank(config.train.seq_len, plan.context_parallel)
+    nominal = plan.micro_batch_size * plan.num_micro_batches * length
+    loss_sum = torch.zeros((), dtype=torch.float64, device=parts.device)
+    tokens = 0
+    sources = SourceLosses(parts.model.module, parts.train_batches, parts.device)
+    for micro_step in range(plan.num_micro_batches):
+        _reseed(config.train.seed, step, micro_step, rank)
+        batch = parts.train_batches.training(samples, rank, micro_step)
+        clock.lap("data")
+        is_last = micro_step == plan.num_micro_batches - 1
+        holds = config.accumulation.name == "last" and not is_last
+        with parts.model.no_sync() if holds else contextlib.nullcontext():
+            chunk = config.train.loss_chunk_tokens or 0
+            sources.begin()
+            loss = summed_loss(parts.model, batch, parts.device, chunk)
+            sources.add(batch)
+            (loss / nominal).backward()
+        loss_sum += loss.detach()
+        tokens += int((batch.targets >= 0).sum())
+        clock.lap("compute")
+    return loss_sum, tokens, nominal, sources.sums()
+
+
+def _reseed(*place: int) -> None:
+    """Seed torch's generators from the position in the run."""
+    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)

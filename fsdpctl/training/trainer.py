@@ -1,0 +1,218 @@
+"""The training loop: launch a step, report completed steps, act between steps."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.comm.rank_status import RANK_STATUS
+from fsdpctl.errors import StoppedError
+from fsdpctl.optim.record import LocalStepStats
+from fsdpctl.run.flops import model_flops
+from fsdpctl.training.callback import Callback, is_joint
+from fsdpctl.training.callbacks.checkpoints import Checkpoints
+from fsdpctl.training.journal import Journal
+from fsdpctl.training.rejected_steps import GradientProbe, RejectionRule
+from fsdpctl.training.requests import STOP, RequestCollector, RequestFlags, RequestSync, TimeLimit
+from fsdpctl.training.step import (
+    LaunchContext,
+    LaunchedStep,
+    TrainingParts,
+    finish_step,
+    launch_step,
+)
+
+
+class Trainer:
+    """The loop over the remaining steps of a run, and the state that all ranks agree on.
+
+    Everything else, such as validation and checkpoints, is a callback.
+    """
+
+    def __init__(
+        self,
+        parts: TrainingParts,
+        done: Progress,
+        context: LaunchContext,
+        journal: Journal,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        """Continue after the steps of `done`, with `callbacks` in the order of their hooks."""
+        config, ranks = parts.config, parts.model.collectives
+        assert config.train.steps is not None
+        self.parts, self.ranks, self.journal = parts, ranks, journal
+        self.total_steps = config.train.steps
+        self.step = done.step  # launched optimizer steps
+        self.samples = done.samples
+        self.owes_validation = done.owes_validation
+        self.is_ending = False  # a stop was requested after the last step
+        self.is_traced = False  # a profile is being recorded
+        # On CUDA the host launches one step ahead instead of waiting for the device.
+        self.lag = int(parts.device.type == "cuda")
+        self._callbacks = callbacks
+        self._checkpoints = next((x for x in callbacks if isinstance(x, Checkpoints)), None)
+        self._context = context
+        self._queue: deque[LaunchedStep] = deque()
+        self._acted = done.step  # the step after which everything due has been done
+        self._handles_requests = False
+        self._rule = RejectionRule(config.train, done)
+        self._probe = GradientProbe(parts.model.module)
+        self._flops = model_flops(config, parts.model.module, parts.device, ranks.size)
+        self.requests = RequestCollector(
+            parts.run_dir,
+            TimeLimit(config.launch.time_limit, context.started, journal.seconds_to_save),
+            is_main=ranks.rank == 0,
+            stop_requested=context.stop_requested,
+            check=journal.check_in_place,
+        )
+
+    def run(self) -> None:
+        """Train to the last step; StoppedError or NonFiniteError if the run ends before."""
+        with self._running():
+            self._act(RequestFlags())  # validates if an earlier start still owes it
+            while self.step < self.total_steps:
+                self._launch()
+                requested = self._report(0 if self._is_due() else self.lag)
+                if requested.ends or requested.save:
+                    requested |= self._report(0)  # to save the state after the newest step
+                self._act(requested)
+        if self.is_ending:
+            self.requests.done(STOP)
+        for line in self.requests.remove_unwanted(late=True):
+            self.journal.say(line)
+        self.journal.close()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Begin all callbacks, and end each with the error of the block, whatever happens."""
+        error: BaseException | None = None
+        try:
+            for line in self.requests.remove_unwanted(late=False):
+                self.journal.say(line)
+            self._each(lambda callback: callback.begin(self))
+            yield
+        except BaseException as caught:
+            error = caught
+        for each in self._callbacks:
+            try:
+                each.end(self, error)
+            except Exception as caught:
+                error = caught if is_joint(error) else error
+        if error is not None:
+            raise error
+
+    def leave(self) -> None:
+        """After a failure, let the checkpoint in progress complete as far as possible."""
+        if self._checkpoints is not None:
+            self._checkpoints.leave()
+
+    # ---- for callbacks -------------------------------------------------------------------
+
+    def is_due(self, callback: Callback) -> bool:
+        """Return whether a callback has work after this step that it has not done yet."""
+        return self.step != self._acted and callback.is_due(self.step)
+
+    def save(self, *, was_requested: bool = False) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.save(self, was_requested=was_requested)
+
+    def progress(self) -> Progress:
+        return Progress(
+            self.step,
+            self.samples,
+            self.parts.data.fingerprint,
+            owes_validation=self.owes_validation,
+            num_skips=self._rule.number,
+            accepted=list(self._rule.accepted),
+        )
+
+    def request_sync(self, lag: int = 0) -> RequestSync:
+        """Return an exchange of requests between the ranks during long work."""
+        return RequestSync(self.requests.look, self.ranks, self.parts.device, lag)
+
+    def idle(self) -> None:
+        self._each(lambda callback: callback.idle(self))
+
+    def handle_requests(self) -> None:
+        """From now on a stop request saves before it ends the run. Collective, once."""
+        if not self._handles_requests:
+            self._handles_requests = True
+            if self._checkpoints is not None:
+                self._checkpoints.prepare(self)
+            self._context.on_first_step(self.ranks.barrier)
+
+    # ---- the three phases ----------------------------------------------------------------
+
+    def _launch(self) -> None:
+        """Launch a step; its results are reported later."""
+        began = time.perf_counter()
+        RANK_STATUS.at("data", self.step + 1 if self._handles_requests else None)
+
+        def own() -> LocalStepStats:
+            self._each(lambda callback: callback.has_gradients(self))
+            flags = self.requests.look(time.perf_counter() - began).flags
+            return LocalStepStats(flags, self._probe.take())
+
+        launched = launch_step(
+            self.parts,
+            self.step,
+            self.samples,
+            limits=self._rule.limits(self.step + 1),
+            own=own,
+            is_traced=self.is_traced,
+        )
+        self.step, self.samples = launched.step, launched.samples
+        self._queue.append(launched)
+        self._each(lambda callback: callback.launched(self))
+
+    def _report(self, keep: int) -> RequestFlags:
+        """Report all launched steps except the newest `keep`; return what was requested in them."""
+        requested = RequestFlags()
+        while len(self._queue) > keep:
+            RANK_STATUS.at("step results")
+            launched = self._queue.popleft()
+            done = finish_step(launched, self.parts.device, self._flops, self.ranks.size)
+            requested |= RequestFlags(*done.figures.flags)
+            for each in self._callbacks:
+                each.step(self, done)
+            self.requests.limit.step_took(done.times.total)
+            rejected = self._rule.judge(done.step, done.figures, launched.limits)
+            if rejected is not None:
+                batches = self.parts.train_batches
+                position = launched.samples - batches.plan.global_batch_size
+                self.journal.write(rejected.to_line(batches, position))
+                if rejected.action == "stop":
+                    raise self._rule.as_error(rejected)
+                self.journal.say(rejected.message)
+            self.handle_requests()
+        return requested
+
+    def _act(self, requested: RequestFlags) -> None:
+        """Do what is due after this step and what was requested; StoppedError if it is to stop."""
+        for each in self._callbacks:
+            requested = each.act(self, requested)
+        self._acted = self.step
+        self.idle()
+        self.is_ending = requested.ends
+        if requested.ends and (self.step < self.total_steps or self.owes_validation):
+            self.requests.done(STOP)
+            raise StoppedError(self._reason(requested))
+
+    def _is_due(self) -> bool:
+        """Return whether the newest step must be reported before anything else."""
+        return self.step == self.total_steps or any(map(self.is_due, self._callbacks))
+
+    def _each(self, hook: Callable[[Callback], None]) -> None:
+        for each in self._callbacks:
+            hook(each)
+
+    def _reason(self, requested: RequestFlags) -> str:
+        saved = "" if self._checkpoints is None else ", saved"
+        why = ""
+        if requested.by_clock:
+            why = f"; launch.time_limit={self.parts.config.launch.time_limit:g} is near"
+        elif requested.by_file:
+            why = f"; requested by {self.parts.run_dir / STOP}"
+        owed = "; its validation is pending" if self.owes_validation else ""
+        return f"stopped at step {self.step} of {self.total_steps}{saved}{why}{owed}"

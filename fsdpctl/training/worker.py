@@ -1,0 +1,224 @@
+"""The program of every rank: `python -m fsdpctl.training.worker RUN_DIR [measure]`."""
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from fsdpctl.errors import STOP_SIGNALS
+from fsdpctl.io.activity import DISPLAY
+from fsdpctl.io.files import open_own
+from fsdpctl.io.texts import one_line
+
+if TYPE_CHECKING:
+    from fsdpctl.comm.world import Store, World
+    from fsdpctl.resolve.settle import RunPlan
+
+MODULE = "fsdpctl.training.worker"
+MEASURE = "measure"  # as last argument: only steps, without output
+PAGES = "FSDPCTL_PAGES"  # environment variable: the file for the status of ranks on this host
+
+_PR_SET_PDEATHSIG = 1
+
+_INTERVAL, _POLL_SECONDS, _MOMENT = 1.0, 0.5, 0.3  # seconds
+_stop_signal: int | None = None
+_can_save = threading.Event()  # a step is completed
+
+
+def _request_stop(number: int, frame: FrameType | None) -> None:
+    global _stop_signal
+    _stop_signal = number
+
+
+def tie_to_launcher() -> None:
+    """Have the kernel kill this worker, and its children, when its launcher exits.
+
+    It does not save first: without its launcher a rank may be suspended or its peers missing, and
+    the last checkpoint is complete. Until the first step is completed, a stop request ends the
+    worker at once, wherever it waits or compiles.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    _die_with_parent()
+    os.register_at_fork(after_in_child=_die_with_parent)
+    if os.getppid() != int(os.environ.get("FSDPCTL_LAUNCHER", os.getppid())):
+        sys.exit(1)  # the launcher exited before the call above
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _handle_signals(wait_for_all: Callable[[], None]) -> None:
+    """From now on, let a stop signal complete the step and save.
+
+    If a signal ended another rank before it got here, waiting for that rank fails. This rank has
+    received the same signal or will in a moment, and also ends by it.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, _request_stop)
+    try:
+        wait_for_all()
+    except Exception:
+        time.sleep(_MOMENT)
+        if _stop_signal is not None:
+            signal.signal(_stop_signal, signal.SIG_DFL)
+            os.kill(os.getpid(), _stop_signal)
+        raise
+    _can_save.set()
+
+
+def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
+    """Until a step is completed, end all ranks on a STOP file or at the time limit."""
+    from fsdpctl.errors import StoppedError
+    from fsdpctl.training.requests import early_request
+
+    while not _can_save.wait(_INTERVAL):
+        if (why := early_request(run_dir, seconds, started)) is not None:
+            error = StoppedError(f"stopped before there was anything to save ({why})")
+            report(error)
+            _leave(error.exit_code)
+
+
+def _keep_errors(logs: Path, rank: int) -> Path:
+    """Redirect standard error to a file of this rank, which is removed if the rank succeeds."""
+    path = logs / f"rank-{rank:05d}.log"
+    with contextlib.suppress(OSError), open_own(path, "wb", folders=1) as file:
+        os.dup2(file.fileno(), 2)
+    return path
+
+
+def report(error: BaseException) -> None:
+    """Write the cause for the launcher to the file that torch's agent reads."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
+
+
+def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None:
+    import psutil
+    import torch
+
+    from fsdpctl.comm.world import joined_world
+    from fsdpctl.resolve.settle import plan_of
+    from fsdpctl.run.directory import read_config
+    from fsdpctl.run.heartbeat import RunLock
+
+    plan = plan_of(read_config(run_dir))
+    config = plan.config
+    lock = RunLock(run_dir)
+    lock.join()
+    started = float(os.environ.get("FSDPCTL_STARTED") or psutil.Process().create_time())
+    if int(os.environ["RANK"]) == 0:
+        about = (run_dir, config.launch.time_limit, started)
+        threading.Thread(target=_watch_start, args=about, daemon=True).start()
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch
+        torch.use_deterministic_algorithms(True)
+    with joined_world(str(config.launch.device), config.launch.timeout, store) as world:
+        _run(plan, world, started, only_measures=only_measures)
+    lock.release()
+
+
+def _run(plan: "RunPlan", world: "World", started: float, *, only_measures: bool) -> None:
+    from fsdpctl.models.kernels import using
+    from fsdpctl.training.assemble import make_trainer
+    from fsdpctl.training.callbacks.profiling import keep_snapshot
+    from fsdpctl.training.step import LaunchContext
+
+    context = LaunchContext(lambda: _stop_signal is not None, started, _handle_signals)
+    about = {"shows": not only_measures, "only_measures": only_measures}
+    trainer = None
+    try:
+        with using(plan.config.model.attention):
+            trainer = make_trainer(plan, world, context, **about)
+            trainer.run()
+        for number in STOP_SIGNALS:  # the run is complete, and must not fail because of a late one
+            signal.signal(number, signal.SIG_IGN)
+    except Exception as error:
+        if not only_measures:
+            keep_snapshot(error, Path(str(plan.config.train.run_dir)), world.rank)
+        report(error)  # before anything that may have to wait
+        if trainer is not None:
+            trainer.leave()
+        raise
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit at once: the regular shutdown may wait for peers that wait for this rank."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def serve_watchdog() -> None:
+    """Publish this rank's status, write stacks on SIGUSR2, and answer a watchdog."""
+    from fsdpctl.comm.rank_status import RANK_STATUS
+
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # also while a thread holds Python
+    if (path := os.environ.get(PAGES)) is not None:
+        RANK_STATUS.open(Path(path), int(os.environ["LOCAL_RANK"]))
+    RANK_STATUS.at("starting")
+    threading.Thread(target=_answer, daemon=True).start()
+
+
+def _answer() -> None:
+    from fsdpctl.comm.rank_status import RANK_STATUS
+
+    while not RANK_STATUS.answer():
+        time.sleep(_POLL_SECONDS)
+
+
+def main() -> None:
+    """Train as config.yaml in the run directory says, and exit with the code of the outcome."""
+    tie_to_launcher()
+    _work(Path(sys.argv[1]), only_measures=MEASURE in sys.argv[2:])
+
+
+def become_rank(run_dir: Path, store: "Store") -> None:
+    """Train as rank `RANK` of another launcher, in a prepared run; ranks meet in `store`."""
+    tie_to_launcher()
+    _work(run_dir, store)
+
+
+def _work(run_dir: Path, store: "Store | None" = None, *, only_measures: bool = False) -> None:
+    rank, terminal = int(os.environ["RANK"]), os.dup(2)
+    if rank == 0 and not only_measures:
+        DISPLAY.start(sys.stdout, f"starting {os.environ['WORLD_SIZE']} ranks")
+    log = _keep_errors(run_dir / "logs", rank)
+    from fsdpctl.errors import FsdpctlError
+
+    serve_watchdog()
+    try:
+        _train(run_dir, store, only_measures=only_measures)
+    except FsdpctlError as error:
+        if store is not None and rank == 0:  # there is no launcher of fsdpctl to print it
+            os.write(terminal, f"fsdpctl: {one_line(str(error))}\n".encode())
+        with contextlib.suppress(OSError):
+            print(f"{socket.gethostname()}: {error}", file=sys.stderr)
+        _leave(error.exit_code)
+    except Exception as error:
+        if store is not None:
+            os.write(terminal, f"fsdpctl: rank {rank}: {error!r:.300}; see {log}\n".encode())
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        _leave(1)
+    with contextlib.suppress(OSError):
+        log.unlink(missing_ok=True)
+    _leave(0)  # torch's threads may abort a process while its interpreter shuts down
+
+
+if __name__ == "__main__":
+    main()

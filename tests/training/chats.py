@@ -1,0 +1,124 @@
+"""A tiny chat model of any family, conversations for it, and a plain loop over them."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from fsdpctl.config.schema import Config
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.open_data import open_data
+from fsdpctl.data.packing import IGNORED, Rows
+from fsdpctl.models.row_documents import spans
+from fsdpctl.plan.batch import plan_batches
+from fsdpctl.training.schedule import lr_factor
+from tests.models.decoders import save_decoder
+from tests.models.families import FAMILIES, VOCABULARY, save_model
+
+WORDS = [
+    "red", "blue", "green", "cat", "dog", "tree", "house", "river", "sky", "sun", "moon", "star",
+]  # fmt: skip
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_chat_model(folder: Path, family: str, **settings: Any) -> Path:
+    """A directory as transformers writes it, with a tokenizer and ChatML."""
+    if family in FAMILIES:
+        save_model(family, folder)
+    else:
+        sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+        save_decoder(family, folder, **sizes, **settings)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    controls = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=controls, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([" ".join(WORDS), "user assistant reverse"] * 9, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {
+        "eos_token": controls[0],
+        "chat_template": CHATML,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return folder
+
+
+def make_chats(file: Path, count: int = 300) -> Path:
+    """Conversations of one to three turns."""
+    draw = random.Random(0)
+    lines = []
+    for _ in range(count):
+        messages = []
+        for _ in range(draw.randint(1, 3)):
+            asked = draw.choices(WORDS, k=draw.randint(1, 5))
+            messages += [
+                {"role": "user", "content": " ".join(asked)},
+                {"role": "assistant", "content": " ".join(reversed(asked))},
+            ]
+        lines.append(json.dumps({"messages": messages}))
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def summed_alone(model: Any, rows: Rows, number: int) -> tuple[Tensor, int]:
+    """The loss of a row, its documents one by one, and how many targets it has."""
+    sample = rows[number]
+    tokens, targets = torch.from_numpy(sample.tokens), torch.from_numpy(sample.targets)
+    total = torch.zeros(())
+    for start, end in spans(sample.lengths):
+        if (targets[start:end] == IGNORED).all():
+            continue
+        logits = model(tokens[None, start:end], use_cache=False).logits[0].float()
+        wanted = targets[start:end]
+        total = total + F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
+    return total, int((targets != IGNORED).sum())
+
+
+def plain_losses(model: Any, config: Config, steps: int) -> list[float]:
+    """Of each step of a plain loop in one process over the rows of a resolved run."""
+    rows = open_data(config.data, config.train.seed).train.rows(config.train.seq_len)
+    batches = Batches(
+        rows, plan_batches(config.train.global_batch_size, 1), config.train.seed, 1 << 20
+    )
+    trained = [param for param in model.parameters() if param.requires_grad]
+    about = config.optimizer
+    groups = [
+        {"params": [each for each in trained if each.ndim > 1], "weight_decay": about.weight_decay},
+        {"params": [each for each in trained if each.ndim <= 1], "weight_decay": 0.0},
+    ]
+    assert about.lr is not None
+    optimizer = torch.optim.AdamW(groups, lr=about.lr, betas=(about.beta1, about.beta2))
+    found = []
+    for step in range(steps):
+        parts = [
+            summed_alone(model, rows, n)
+            for n in batches.numbers(step * batches.plan.global_batch_size)
+        ]
+        count = sum(part[1] for part in parts)
+        loss = torch.stack([part[0] for part in parts]).sum() / count
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, about.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = about.lr * lr_factor(config.lr_scheduler, step, steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def opened_by_transformers(folder: Path) -> Any:
+    """To be trained in float32, without dropout."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,0 +1,118 @@
+"""The end of a run, which callbacks share, and its journal."""
+
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.config.schema import Config
+from fsdpctl.config.training import CheckpointConfig
+from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
+from fsdpctl.io.run_files import LOGS, METRICS
+from fsdpctl.run.heartbeat import read_heartbeat
+from fsdpctl.training.callback import TrainingRun
+from fsdpctl.training.callbacks.checkpoints import Checkpoints
+from fsdpctl.training.callbacks.reporting import Heartbeat
+from fsdpctl.training.journal import Journal
+from tests.checkpoint.test_saver import fake_checkpoints
+from tests.distributed import distributed
+from tests.training.ranks import lines
+
+RUN = cast(TrainingRun, SimpleNamespace())
+
+
+def configured(**about: Any) -> Config:
+    config = replace(Config(), **about)
+    return replace(config, train=replace(config.train, steps=9))
+
+
+def journal_in(folder: Path, config: Config, step: int = 0, *, rank: int = 0) -> Journal:
+    (folder / LOGS).mkdir(exist_ok=True)
+    return Journal(config, folder, step, is_main=rank == 0, shows=rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (None, "ended"),
+        (StoppedError("stopped at step 7"), "stopped"),
+        (NonFiniteError("step 7: loss nan"), "stopped"),
+    ],
+)
+@distributed(world_size=2)
+def test_ranks_end_together_once_the_command_is_done(
+    rank: int, world_size: int, error: Exception | None, state: str, tmp_path: Path
+) -> None:
+    config = configured(checkpoint=CheckpointConfig(after_save="sh -c 'sleep 0.2'"))
+    journal, ranks = journal_in(tmp_path, config, rank=rank), ObjectExchange()
+    checkpoints = Checkpoints(config, ranks, journal, None, runs_command=rank == 0)
+    heartbeat = Heartbeat(tmp_path, ranks, is_on=rank == 0)
+    began = time.monotonic()
+    if rank == 0:
+        journal.write({"step": 7, "loss": 1.0})
+        folder = fake_checkpoints(tmp_path / "checkpoints", 7)[0]
+        checkpoints._each_save.add(folder, 7)
+    for each in (checkpoints, heartbeat):
+        each.end(RUN, error)
+    assert time.monotonic() - began >= 0.2
+    if rank == 0:
+        record = read_heartbeat(tmp_path)
+        assert record is not None
+        assert (record.state, record.message) == (state, "" if error is None else str(error))
+        assert [line.get("after_save") for line in lines(tmp_path)] == [None, "done"]
+    journal.close()
+
+
+@distributed(world_size=2)
+def test_a_rank_that_fails_alone_does_not_wait(rank: int, world_size: int, tmp_path: Path) -> None:
+    ranks = ObjectExchange()
+    if rank == 1:
+        return
+    Heartbeat(tmp_path, ranks).end(RUN, RuntimeError("planted"))
+    record = read_heartbeat(tmp_path)
+    assert record is not None
+    assert (record.state, record.message) == ("failed", "RuntimeError: planted")
+
+
+def test_values_reach_the_loggers_and_a_failed_logger_is_lines(tmp_path, monkeypatch, capsys):
+    def fail(run_dir: Path, step: int) -> Any:
+        raise ValueError("no room")
+
+    monkeypatch.setattr("fsdpctl.training.loggers._TensorBoard", fail)
+    config = configured(log=replace(Config().log, tensorboard=True))
+    journal = journal_in(tmp_path, config, 5)
+    sent: list[Any] = []
+    monkeypatch.setattr(journal.loggers, "line", sent.append)
+    journal.write({"step": 6, "loss": 1.0})
+    warning = "log.tensorboard: no room; the run continues without it"
+    assert warning in capsys.readouterr().out
+    assert lines(tmp_path) == [{"step": 5, "warning": warning}, {"step": 6, "loss": 1.0}]
+    assert sent == [{"step": 6, "loss": 1.0}]
+    journal.warn("odd")
+    assert lines(tmp_path)[-1] == {"step": 6, "warning": "odd"}
+    journal.close()
+    journal.warn("late")  # of a thread, after the end
+
+
+@pytest.mark.parametrize("way", ["deleted", "moved", "replaced"])
+def test_a_run_directory_that_is_lost_is_an_error(tmp_path, way):
+    run = tmp_path / "run"
+    run.mkdir()
+    journal = journal_in(run, configured())
+    journal.check_in_place()
+    if way == "deleted":
+        shutil.rmtree(run)
+    elif way == "moved":
+        run.rename(tmp_path / "elsewhere")
+    else:
+        (run / METRICS).unlink()
+        (run / METRICS).touch()
+    with pytest.raises(FsdpctlError, match="deleted or moved during the run"):
+        journal.check_in_place()
+    journal.close()
+    journal_in(tmp_path, configured(), rank=1).check_in_place()  # rank 0 alone decides

@@ -1,0 +1,164 @@
+"""Runs with states in host memory, or moments in another dtype: resumed, killed, with adapters."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdpctl.engine.blocks import missing_compiler
+from fsdpctl.engine.offload import HostStates
+from fsdpctl.run.directory import changes, look
+from tests.commands.run import figures
+from tests.distributed import distributed
+from tests.matrix import fast
+from tests.training import test_lora
+from tests.training.ranks import made, resolved, train, words
+
+STEPS = 7
+
+
+def typed_for(folder: Path, ranks: int, *more: str) -> list[str]:
+    return words(folder, ranks, f"train.steps={STEPS}", f"train.run_dir={folder / 'run'}", *more)
+
+
+def run(
+    folder: Path, ranks: int, *more: str, **about: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses of all steps and the weights."""
+    typed, file = typed_for(folder, ranks, *more), folder / "weights.pt"
+    train(world_size=ranks, typed=typed, plants={}, result=str(file), **about)
+    assert Path(f"{file}.error").read_text() == ""
+    return losses_in(folder), torch.load(file)
+
+
+def losses_in(folder: Path) -> list[float]:
+    return [loss for _, loss, _ in figures(folder / "run") if loss is not None]
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@distributed(timeout=60)
+def killed(rank: int, world_size: int, typed: list[str], last: int, slow: float) -> None:
+    """Kill all ranks within the host's part of a step, when the first units have new weights."""
+    right, trainer = HostStates._step, made(typed)
+    done = 0
+
+    def step(self: HostStates, *given: Any) -> Any:
+        nonlocal done
+        time.sleep(slow)  # so that the next forward waits for the rest
+        if trainer.step >= last:
+            if done == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done += 1
+        return right(self, *given)
+
+    with mock.patch.object(HostStates, "_step", step):
+        trainer.run()
+
+
+@pytest.mark.parametrize(
+    "case",
+    fast(
+        (1, 6, ["strategy.offload=all"]),
+        slow=[
+            (2, 5, ["strategy.offload=states,gradients"]),
+            (2, 4, ["strategy.offload=all", "checkpoint.mode=async"]),  # while it is written
+            (3, 5, ["strategy.offload=states", "strategy=shard_optimizer", "precision=bf16"]),
+        ],
+    ),
+)
+def test_a_run_that_is_killed_in_a_step_of_the_host_resumes_with_the_same_bits(
+    tmp_path: Path, case: tuple[int, int, list[str]]
+) -> None:
+    ranks, last, more = case
+    (tmp_path / "whole").mkdir()
+    losses, weights = run(tmp_path / "whole", ranks, *more)
+    with pytest.raises(AssertionError, match=r"died without a report|closed|reset"):
+        killed(world_size=ranks, typed=typed_for(tmp_path, ranks, *more), last=last, slow=0.002)
+    before = losses_in(tmp_path)
+    assert before == losses[: len(before)]
+    assert last - 1 <= len(before) <= last
+    after, found = run(tmp_path, ranks, *more)
+    assert_same(found, weights)
+    assert after[-3:] == losses[-3:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["states", "states,gradients", "all"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_stopped_run_resumes_at_another_number_of_ranks(tmp_path, ranks, offload):
+    (tmp_path / "whole").mkdir()
+    losses, weights = run(tmp_path / "whole", 2)
+    more = [f"strategy.offload={offload}"]
+    run(tmp_path, 2, *more, "train.steps=4")
+    found, resumed = run(tmp_path, ranks, *more)
+    assert found == pytest.approx(losses, abs=1e-5)
+    for name, value in weights.items():
+        assert torch.allclose(resumed[name], value, atol=1e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, ["strategy.offload=states"]),
+        (2, ["strategy.offload=states,gradients", "model.base_dtype=nf4", "precision=bf16"]),
+        (1, ["strategy.offload=params", "model.base_dtype=nf4", "precision=bf16"]),
+        (2, ["strategy.offload=all"]),
+        (3, ["strategy.offload=states,gradients", "accumulation=last", "accumulation.steps=2"]),
+    ],
+)
+def test_adapters_have_the_bits_of_states_on_the_device(tmp_path, ranks, more):
+    state: dict[str, dict[str, Tensor]] = {}
+    losses = []
+    on_device = [each for each in more if "offload" not in each]
+    for name, settings in (("device", on_device), ("host", more)):
+        folder = tmp_path / name
+        folder.mkdir()
+        typed = test_lora.words(folder, ranks, *settings)
+        state[name] = test_lora.run(typed, ranks, folder / "state")
+        losses.append(test_lora.losses(folder))
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0] - 0.1
+    assert_same(state["host"], state["device"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_compiler("cpu") is not None, reason=str(missing_compiler("cpu")))
+@pytest.mark.parametrize("offload", ["states", "all"])
+def test_compiled_blocks_have_the_bits_of_states_on_the_device(tmp_path, offload):
+    found = []
+    for mode in ("none", offload):
+        folder = tmp_path / mode
+        folder.mkdir()
+        settings = ["train.compile=true", f"strategy.offload={mode}"]
+        found.append(run(folder, 2, *settings))
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize("ranks", fast(1, slow=[2]))
+def test_a_run_resumes_with_another_dtype_of_moments_and_prints_it(tmp_path, ranks):
+    found, before = [], ""
+    for number, dtype in enumerate(("float32", "int8", "float32"), start=1):
+        more = [f"optimizer.state_dtype={dtype}", f"train.steps={3 * number}"]
+        config = resolved(typed_for(tmp_path, ranks, *more))
+        printed = changes(look(config, "auto"), config) if before else []
+        line = f"optimizer.state_dtype was {before}, is {dtype}, which changes the losses"
+        assert (line in printed) == bool(before)
+        found, before = run(tmp_path, ranks, *more)[0], dtype
+    (tmp_path / "whole").mkdir()
+    expected = run(tmp_path / "whole", ranks, "train.steps=9")[0]
+    assert found[:4] == expected[:4]  # the first update that differs is that of step 4
+    assert found[4:] != expected[4:]
+    assert found == pytest.approx(expected, abs=0.02)

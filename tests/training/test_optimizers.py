@@ -1,0 +1,47 @@
+"""The optimizers: every name has a row, a class and an option, and no other name trains."""
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.recipe import package_folder
+from fsdpctl.config.schema import KEYS
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.planned_steps import kept_states
+from fsdpctl.plan.optimizers import OPTIMIZERS
+from fsdpctl.resolve.open import fill_on_cluster
+from fsdpctl.resolve.settle import as_kept
+from fsdpctl.training.assemble import OPTIMIZER_CLASSES, make_optimizer
+
+
+def test_every_optimizer_has_a_row_a_class_and_an_option():
+    options = {each.stem for each in (package_folder("conf") / "optimizer").glob("*.yaml")}
+    assert set(OPTIMIZERS) == set(OPTIMIZER_CLASSES) == options
+    keys = {f"optimizer.{key}" for row in OPTIMIZERS.values() for key in row.keys}
+    assert keys <= set(KEYS)
+
+
+def test_an_unknown_optimizer_neither_trains_nor_is_estimated():
+    composed = compose_config([])
+    config = as_kept(composed.config)
+    config = replace(config, optimizer=replace(config.optimizer, name="lion"))
+    match = "^optimizer=lion: not supported; expected adamw, sgd, muon$"
+    with pytest.raises(UsageError, match=match):
+        fill_on_cluster(replace(composed, config=config))
+    with pytest.raises(UsageError, match=match):
+        kept_states(config)
+    with pytest.raises(UsageError, match=match):
+        make_optimizer(config, nn.Linear(1, 1))  # type: ignore[arg-type]  # is not looked at
+
+
+@pytest.mark.parametrize(
+    ("name", "momentum", "states"),
+    [("adamw", 0.9, (2, 4)), ("sgd", 0.9, (1, 0)), ("sgd", 0.0, (0, 0)), ("muon", 0.0, (2, 4))],
+)
+def test_states_are_those_of_the_row(name, momentum, states):
+    config = as_kept(fill_on_cluster(compose_config([])))
+    optimizer = replace(config.optimizer, name=name, momentum=momentum)
+    found = kept_states(replace(config, optimizer=optimizer))
+    assert (found.moments, found.counter) == states

@@ -1,0 +1,153 @@
+"""What a run says while it waits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.recipe import known_gpu
+from fsdpctl.optim.record import StepFigures
+from fsdpctl.resolve.settle import as_kept
+from fsdpctl.run.flops import ModelFlops, describe_flops, flops_per_token, model_flops
+from fsdpctl.run.progress import RunProgress
+from fsdpctl.run.step_metrics import PeakMemory, StepMetrics, StepTimes
+from fsdpctl.training.assemble import make_model
+
+
+def test_a_quiet_run_prints_warnings_alone_and_logs_everything(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FSDPCTL_QUIET", "1")
+    log = tmp_path / "run.log"
+    progress = RunProgress(10, 0, log_every=1, shows=True, log=log)
+    progress.say("step 1: saved")
+    progress.say("a link is slow", is_warning=True)
+    with progress.stream() as write:
+        for piece in ("Once ", "upon"):
+            write(piece)
+    assert capsys.readouterr().out == "a link is slow\n"
+    said = [line.split(maxsplit=2)[2] for line in log.read_text().splitlines()]
+    assert said == ["step 1: saved", "a link is slow", "Once upon"]
+
+
+def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:
+    figures = StepFigures(loss=3.2149, grad_norm=0.8412, tokens=20_000, was_applied=True)
+    times = StepTimes(total=1.0, compute=1.0, exposed_communication=0.0, data=0.0, optimizer=0.0)
+    flops = ModelFlops(48_000_000_000, peak)
+    return StepMetrics(120, 1920, 20_000, figures, 2.9e-4, times, memory, flops, num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        (PeakMemory(None, 333 << 20), "333.0 MiB"),
+        (PeakMemory(1, 459 << 30, 791 << 30, 0), "459.0/791.0 GiB (58%)"),
+    ],
+)
+def test_a_line_has_the_values_that_other_trainers_print(capsys, memory, said):
+    progress = RunProgress(1000, 0, log_every=10, shows=True, log=None)
+    progress.step(step_metrics(memory), None)
+    line = capsys.readouterr().out
+    start = (
+        "step 120/1000  loss 3.215  grad_norm 0.84  lr 0.00029  20,000 tok/s (10,000 per rank)  "
+    )
+    assert line.startswith(f"{start}{said}  ")
+    assert "num_alloc_retries" in step_metrics(memory).to_line()
+
+
+def test_the_mfu_is_shown_if_the_peak_of_the_device_is_known(capsys):
+    metrics = step_metrics(PeakMemory(1, 459 << 30, 791 << 30, 0), peak=2 * 989e12)
+    RunProgress(1000, 0, log_every=10, shows=True, log=None).step(metrics, None)
+    assert "(10,000 per rank)  48.5% MFU  459.0/791.0 GiB" in capsys.readouterr().out
+    line = metrics.to_line()
+    assert line["mfu"] == pytest.approx(0.485, abs=1e-3)
+    assert line["model_flops_per_token"] == 48_000_000_000
+    assert line["tokens_per_second_per_rank"] == 10_000
+    assert step_metrics(PeakMemory(1, 1, 1, 0)).to_line()["mfu"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GB200", 2500e12),
+        ("Tesla V100-SXM2-16GB", 15.7e12),
+        ("NVIDIA RTX A1000", None),  # not an A10
+    ],
+)
+def test_peaks_are_found_by_device_name(name, peak):
+    gpu = known_gpu(name)
+    assert (gpu and gpu.peak) == peak
+
+
+def test_flops_are_counted_as_in_torchtitan():
+    """57.9 GFLOP a token for Llama 3 8B at 8,192, which agrees with its log."""
+    config = compose_config(["model=llama3_8b"]).config.model
+    assert flops_per_token(config, 8_030_261_248, 8192) == pytest.approx(57.9e9, rel=1e-3)
+    words = ["model=llama3_8b", "model.overrides.tie_word_embeddings=true"]
+    tied = compose_config(words).config.model
+    without_head = 8_030_261_248 - 128_256 * 4096
+    assert flops_per_token(tied, without_head, 8192) == flops_per_token(config, 8_030_261_248, 8192)
+
+
+SHAPE = [
+    "model.num_layers=3", "model.hidden_size=32", "model.intermediate_size=48",
+    "model.num_heads=4", "model.num_kv_heads=2", "model.vocab_size=101", "train.seq_len=24",
+    "launch.device=cpu", "precision=fp32",
+]  # fmt: skip
+_PER_LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32  # attention, MLP, norms
+_ATTENTION = 12 * 3 * 32 * 24
+_LAYERS = 3 * _PER_LAYER + 32  # and the last norm
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["model.overrides.tie_word_embeddings=false"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
+        (["model.overrides.tie_word_embeddings=true"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
+        # Of what is frozen no gradient is computed: 4 a parameter.
+        (
+            ["model.overrides.tie_word_embeddings=false", "model.trainable=lm_head"],
+            6 * 101 * 32 + 4 * _LAYERS + _ATTENTION,
+        ),
+        (
+            [
+                "model.overrides.tie_word_embeddings=false",
+                "model.lora.rank=2",
+                "model.lora.targets=q_proj",
+            ],
+            4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION,
+        ),
+        (
+            [
+                "model.overrides.tie_word_embeddings=true",
+                "model.lora.rank=2",
+                "model.lora.targets=q_proj",
+            ],
+            4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION,
+        ),
+    ],
+)
+def test_flops_follow_the_formula(words, expected):
+    config = as_kept(compose_config([*SHAPE, *words]).config)
+    device = torch.device("cpu")
+    model = make_model(config, device).module
+    assert model_flops(config, model, device, 2) == ModelFlops(expected, None)
+
+
+def test_a_run_describes_the_peak_that_mfu_is_relative_to(monkeypatch):
+    config = as_kept(compose_config(SHAPE).config)
+    model = make_model(config, torch.device("cpu")).module
+    assert describe_flops(config, model).endswith("; MFU n/a: no peak FLOP/s known for a CPU")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    launch = replace(config.launch, device="cuda")
+    on_cuda = replace(config, launch=launch)
+    assert "MFU n/a: peak FLOP/s known for bfloat16 only" in describe_flops(on_cuda, model)
+    precision = replace(config.precision, param_dtype="bfloat16")
+    in_bf16 = replace(on_cuda, precision=precision)
+    assert describe_flops(in_bf16, model).endswith(
+        "MFU of 989 TFLOP/s per rank (NVIDIA H200 in bfloat16)"
+    )
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA K80")
+    assert describe_flops(in_bf16, model).endswith("MFU n/a: no peak FLOP/s known for NVIDIA K80")

@@ -1,0 +1,224 @@
+"""All ranks act on the request to one rank, at the same point and in time."""
+
+import os
+import time
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.open_data import open_data
+from fsdpctl.errors import FsdpctlError
+from fsdpctl.plan.batch import plan_batches
+from fsdpctl.training import requests
+from fsdpctl.training.assemble import make_model
+from fsdpctl.training.callbacks.sample import Sampling, generate
+from fsdpctl.training.loss import validation_loss
+from fsdpctl.training.requests import (
+    SAVE,
+    STOP,
+    RequestCollector,
+    RequestFlags,
+    RequestSync,
+    TimeLimit,
+    early_request,
+)
+from tests.distributed import distributed
+from tests.matrix import fast
+from tests.training.ranks import CPU, resolved, words
+
+BEFORE = 1e9  # nanoseconds
+
+
+def test_requests_survive_the_exchange_as_flags():
+    for name in RequestFlags.__dataclass_fields__:
+        asked = RequestFlags(**{name: True})
+        assert RequestFlags(*asked.flags) == asked
+        assert (RequestFlags() | asked, asked | RequestFlags()) == (asked, asked)
+        assert asked.ends == (name not in ("save", "profile"))
+
+
+# ---- the clock -------------------------------------------------------------------------------
+
+
+def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0 + seconds)
+
+
+def test_the_time_limit_leaves_two_steps_and_three_saves(monkeypatch):
+    limit = TimeLimit(100.0, 1000.0, longest_save=3.0)
+    limit.step_took(40.0)  # which compiles
+    for seconds, is_near in ((76.9, False), (77.0, True)):
+        at(monkeypatch, seconds)
+        assert limit.is_near(7.0) == is_near
+    for seconds in (1.0, 2.0, 1.5):
+        limit.step_took(seconds)
+    limit.save_took(5.0)
+    for seconds, is_near in ((80.9, False), (81.0, True)):
+        at(monkeypatch, seconds)
+        assert limit.is_near(1.9) == is_near
+    limit.save_took(1.0)
+    assert limit.is_near()
+
+
+def test_without_a_limit_there_is_no_stop(monkeypatch):
+    limit = TimeLimit(None, 1000.0, 0.0)
+    at(monkeypatch, 1e12)
+    assert not limit.is_near()
+
+
+def test_a_start_stops_at_its_time_limit_or_on_a_new_stop_file(tmp_path, monkeypatch):
+    (tmp_path / RUN_CONFIG).touch()
+    at(monkeypatch, 50)
+    assert early_request(tmp_path, 51.0, 1000.0) is None
+    assert early_request(tmp_path, 50.0, 1000.0) == "launch.time_limit=50 exceeded"
+    touch(tmp_path / STOP, -BEFORE)
+    assert early_request(tmp_path, None, 1000.0) is None
+    touch(tmp_path / STOP, BEFORE)
+    assert early_request(tmp_path, None, 1000.0) == f"requested by {tmp_path / STOP}"
+    assert not (tmp_path / STOP).exists()
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+
+def touch(path: Path, later: float) -> None:
+    """Create a file `later` nanoseconds after the run's configuration."""
+    path.touch()
+    when = (path.parent / RUN_CONFIG).stat().st_mtime_ns + int(later)
+    os.utime(path, ns=(when, when))
+
+
+def collector(folder: Path, *, is_main: bool = True, by_signal: bool = False) -> RequestCollector:
+    (folder / RUN_CONFIG).touch()
+    return RequestCollector(
+        folder, TimeLimit(None, 0.0, 0.0), is_main=is_main, stop_requested=lambda: by_signal,
+        check=lambda: None,
+    )  # fmt: skip
+
+
+def test_a_signal_and_the_check_of_the_directory_do_not_depend_on_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(requests, "_INTERVAL", 0.0)
+    for is_main in (True, False):
+        own = collector(tmp_path, is_main=is_main, by_signal=True)
+        assert own.look() == RequestFlags(by_signal=True)
+
+    def missing() -> None:
+        raise FsdpctlError("deleted")
+
+    checked = collector(tmp_path)
+    monkeypatch.setattr(checked, "_check", missing)
+    with pytest.raises(FsdpctlError, match="deleted"):
+        checked.look()
+
+
+def test_files_are_looked_for_once_a_second_and_reported_once(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    found = collector(tmp_path)
+    touch(tmp_path / SAVE, BEFORE)
+    assert found.look() == RequestFlags()  # it has just looked
+    now += 1.0
+    assert found.look() == RequestFlags(save=True)
+    now += 1.0
+    assert found.look() == RequestFlags()
+    found.done(SAVE)
+    assert not (tmp_path / SAVE).exists()
+    touch(tmp_path / SAVE, BEFORE)
+    now += 1.0
+    assert found.look() == RequestFlags(save=True)
+
+
+def test_a_file_that_cannot_be_removed_is_one_request(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    found = collector(tmp_path)
+    (tmp_path / SAVE).mkdir()
+    now += 1.0
+    assert found.look().save
+    found.done(SAVE)
+    now += 1.0
+    assert not found.look().save
+
+
+def test_other_ranks_ignore_files(tmp_path, monkeypatch):
+    found = collector(tmp_path, is_main=False)
+    monkeypatch.setattr(requests, "_INTERVAL", 0.0)
+    touch(tmp_path / STOP, -BEFORE)
+    assert found.look() == RequestFlags()
+    assert found.remove_unwanted(late=False) == found.remove_unwanted(late=True) == []
+    assert (tmp_path / STOP).exists()
+
+
+def test_only_files_older_than_the_start_are_left_over(tmp_path):
+    found = collector(tmp_path)
+    touch(tmp_path / STOP, -BEFORE)
+    touch(tmp_path / SAVE, BEFORE)
+    assert found.remove_unwanted(late=False) == ["STOP: request removed (from before this start)"]
+    assert not (tmp_path / STOP).exists()
+    assert found.remove_unwanted(late=True) == ["SAVE: request removed (came after the last step)"]
+    assert not (tmp_path / SAVE).exists()
+
+
+# ---- between the steps -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", fast(3, slow=[2]))
+@distributed()
+def test_a_validation_ends_on_all_ranks_after_the_same_batch(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    own = tmp_path / str(rank)
+    own.mkdir()
+    config = resolved(words(own, world_size, "data.val_fraction=0.2"))
+    data, model = open_data(config.data), make_model(config, CPU)
+    assert data.val is not None
+    plan = plan_batches(12, world_size)
+    batches = Batches(data.val.rows(config.train.seq_len), plan, 0, data.vocab_size)
+    for lag in (0, 1):
+        seen = 0
+
+        def look() -> RequestFlags:
+            return RequestFlags(by_signal=rank == world_size - 1 and seen == 3, save=rank == 0)  # noqa: B023
+
+        sync = RequestSync(look, model.collectives, CPU, lag)
+
+        def goes_on(number: int) -> bool:
+            nonlocal seen
+            seen = number
+            return sync.goes_on()  # noqa: B023
+
+        about: dict[str, Any] = {"at_most": 0, "chunk_tokens": 0}
+        loss = validation_loss(model, batches, model.collectives, CPU, **about, goes_on=goes_on)
+        assert (loss, seen) == (None, 3 + lag)
+        assert sync.complete() == RequestFlags(by_signal=True, save=True)
+        whole = validation_loss(model, batches, model.collectives, CPU, **about)
+        assert whole is not None
+
+
+@distributed(world_size=2)
+def test_a_sample_ends_on_all_ranks_after_the_same_token(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    own = tmp_path / str(rank)
+    own.mkdir()
+    config = resolved(words(own, world_size))
+    model = make_model(config, CPU)
+    drawn = 0
+
+    def look() -> RequestFlags:
+        nonlocal drawn
+        drawn += 1
+        return RequestFlags(by_file=rank == 0 and drawn == 5)
+
+    sync = RequestSync(look, model.collectives, CPU)
+    turns = takewhile(lambda turn: sync.goes_on(), range(20))
+    about: dict[str, Any] = {"context": 16, "sampling": Sampling(0), "device": CPU}
+    tokens = list(generate(model, [1], turns, **about))
+    assert len(tokens) == 4
+    assert sync.received == RequestFlags(by_file=True)
+    whole = list(generate(model, [1], range(20), **about))
+    assert whole[:4] == tokens

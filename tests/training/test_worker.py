@@ -1,0 +1,89 @@
+"""A rank that fails alone while its process group blocks, and signals."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands.run import TINY, command, environment, make_text
+
+# A stand-in for NCCL: ending the process group blocks, and so does a checkpoint's thread.
+PLANTED = """
+import os, time
+if "RANK" in os.environ:
+    import torch.distributed as dist
+    from fsdpctl.training import trainer
+    from fsdpctl.training.callbacks import checkpoints
+
+    dist.destroy_process_group = lambda *group: time.sleep(3600)
+    launch = trainer.Trainer._launch
+
+    def fails(self):
+        if self.step == 5 and os.environ["RANK"] == "1":
+            raise RuntimeError("planted on one rank")
+        launch(self)
+
+    trainer.Trainer._launch = fails
+    if "BLOCKS_SAVING" in os.environ:
+        checkpoints.write_checkpoint = lambda *about: time.sleep(3600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks_saving", [False, True])
+def test_the_error_of_one_rank_ends_the_run_at_once(tmp_path: Path, blocks_saving: bool) -> None:
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    tiny = [word for word in TINY if not word.startswith("checkpoint.every")]
+    words = [*tiny, f"data.path={make_text(tmp_path)}", "train.steps=20", "launch.timeout=300"]
+    words += ["checkpoint.every=3", "train.run_dir=run"]
+    about = {**environment(), "PYTHONPATH": f"{tmp_path}:{environment()['PYTHONPATH']}"}
+    if blocks_saving:
+        about["BLOCKS_SAVING"] = "1"
+    began = time.monotonic()
+    done = subprocess.run(
+        command("train", *words),
+        cwd=tmp_path, env=about, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "rank 1" in said
+    assert "planted on one rank" in said
+    assert time.monotonic() - began < 90
+
+
+ARRIVES = """
+import os, signal, sys
+from fsdpctl.training import worker
+
+worker.tie_to_launcher()
+
+def wait_for_all():
+    {}
+
+worker._handle_signals(wait_for_all)
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(5 if worker._stop_signal == signal.SIGTERM else 6)
+"""
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "code"),
+    [
+        ("pass", 5),  # heard
+        ("os.kill(os.getpid(), signal.SIGTERM)", 5),
+        # Its peer was ended by the same signal before it could hear it.
+        ("os.kill(os.getpid(), signal.SIGTERM); raise OSError('closed by peer')", -signal.SIGTERM),
+        ("raise OSError('closed by peer')", 1),
+    ],
+)
+def test_a_signal_that_another_rank_received_first_is_not_a_failure(
+    meanwhile: str, code: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ARRIVES.format(meanwhile)], env=environment(), timeout=60,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
