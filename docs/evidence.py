@@ -102,7 +102,7 @@ def _outcome(case: dict[str, Any]) -> str:
 
 
 def phrases() -> dict[str, str]:
-    """Return the figures of docs/evidence.md, each in a phrase."""
+    """Return figures in phrases, of docs/method/evidence.md and README.md."""
     cases, works = report_of("faults")["results"], _working_decoders()
     damaged = [each for each in cases if each["what"] == "newest checkpoint"]
     peaks = report_of("peak-memory-cpu")["results"]
@@ -110,6 +110,7 @@ def phrases() -> dict[str, str]:
     estimates, steps = report_of("estimates")["results"], report_of("published-steps")
     small, published = estimates["small"], [abs(each["error"]) for each in estimates["published"]]
     timed = [abs(each["error"]) for each in steps["results"] if "differs" not in each]
+    off = f"off by {median(published):.1%} (median) and {max(published):.1%} (most)"
     first, *later = report_of("growth")["results"]
     largest = max(each["over_first"] for each in later) - 1
     (startup,) = report_of("startup")["results"]
@@ -119,9 +120,8 @@ def phrases() -> dict[str, str]:
         "peak memory": f"{min(ratios):.2f} to {max(ratios):.2f} times PyTorch's peak",
         "estimates": f"peak of all tensors at most {max(e['worst_error'] for e in small):.2%} off "
         f"in {sum(each['configurations'] for each in small)} runs",
-        "published runs": f"at most {max(published):.1%} off in {len(published)} measurements on "
-        "H100",
-        "published steps": f"{median(timed):.1%} off (median), {max(timed):.1%} at most, in "
+        "published runs": f"{off} in {len(published)} measurements on H100",
+        "published steps": f"off by {median(timed):.1%} (median) and {max(timed):.1%} (most) in "
         f"{len(timed)} steps; more in {len(steps['results']) - len(timed)} whose programs differ",
         "growth": f"{later[-1]['over_first'] - 1:+.1%} from step {first['step']:,} to step "
         f"{later[-1]['step']:,}, {largest:+.1%} at most between them",

@@ -27,7 +27,11 @@ from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.open import plan_on_cluster
 
 DOCS = Path(__file__).parent
-PAGES = tuple(page for page in sorted(DOCS.glob("*.md")) if "<!-- /" in page.read_text())
+PAGES = tuple(
+    page
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("**/*.md")))
+    if "<!-- /" in page.read_text()
+)
 PICTURE = DOCS / "strategies.png"
 RECIPES = tuple(sorted((DOCS.parent / "recipes").glob("*.yaml")))
 ESTIMATED = "# Estimated:"

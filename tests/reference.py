@@ -20,7 +20,14 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 class PaddedAdamW:
     """torch.optim.AdamW over copies of the parameters, each padded to a multiple of 64."""
 
-    def __init__(self, params: dict[str, nn.Parameter], lr: float, weight_decay: float) -> None:
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter],
+        lr: float,
+        weight_decay: float,
+        *,
+        eps: float = 1e-8,
+    ) -> None:
         self._params = params
         self._padded = {name: nn.Parameter(_padded(param)) for name, param in params.items()}
         decays = {name: _decays(name, param) for name, param in params.items()}
@@ -31,7 +38,7 @@ class PaddedAdamW:
             {"params": plain, "weight_decay": 0.0},
         ]
         self._optimizer = torch.optim.AdamW(
-            groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
+            groups, lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=weight_decay, fused=True
         )
 
     @torch.no_grad()

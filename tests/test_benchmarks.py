@@ -85,7 +85,7 @@ def test_a_rank_grows_from_step_200_to_5000_by_at_most_what_the_pages_say() -> N
     first, *later = json.loads((measured.RESULTS / "growth.json").read_text())["results"]
     assert (first["step"], later[-1]["step"]) == (200, 5000)
     assert max(each["over_first"] for each in later) <= 1.02
-    for page in ("long-runs", "evidence"):
+    for page in ("long-runs", "method/evidence"):
         assert "grows by at most 2% in 5,000 steps" in _words_of(page)
 
 

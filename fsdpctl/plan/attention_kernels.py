@@ -13,7 +13,7 @@ NOT_DETERMINISTIC = (CUDNN,)
 PACKAGES = {FLASH3: "flash_attn_interface", FLASH4: "flash_attn.cute"}
 
 # The share of a GPU's peak FLOP/s that long causal attention reaches, forward and backward,
-# by the architecture of `cluster.architecture`; docs/time-model.md has the sources.
+# by the architecture of `cluster.architecture`; docs/method/time-model.md has the sources.
 SHARES = {
     "ampere": {FLASH: 0.61, CUDNN: 0.50, EFFICIENT: 0.31},
     "ada": {FLASH: 0.61, CUDNN: 0.61, EFFICIENT: 0.31},

@@ -119,7 +119,7 @@ _ATTENTION = (WorkKind.ATTENTION, WorkKind.ATTENTION_BACKWARD)
 class DataSheet:
     """A GPU by its data sheet, with the efficiencies that kernels reach.
 
-    Rates are for dense operations. Sources of the efficiencies are in docs/time-model.md.
+    Rates are for dense operations. Sources of the efficiencies are in docs/method/time-model.md.
     """
 
     flops: Mapping[int, float]  # FLOP/s by bytes of an element
