@@ -237,3 +237,9 @@ def test_the_command_line_and_the_plan_import_no_torch():
 
 def test_an_import_of_torch_would_be_noticed():
     assert imports_torch("sys.modules['torch'] = sys")  # as an import does, in less time
+
+
+def test_the_page_draws_the_layers():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    drawn = page.split("checks:\n\n")[1].split("\n\n")[0].splitlines()
+    assert [set(line.strip().split("   ")[0].split()) for line in drawn] == LAYERS[::-1]

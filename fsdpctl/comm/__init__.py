@@ -1,1 +1,1 @@
-"""Collectives, process groups and the status of ranks: all that uses `torch.distributed`."""
+"""Collectives, process groups, the status of ranks, and what a rank holds of a unit."""

@@ -269,7 +269,9 @@ C = TypeVar("C", bound=Config)  # of functions that keep the type
 # What a configuration becomes on its way, for mypy; `replace` and `changed` keep the type.
 Placed = NewType("Placed", Config)  # its device, ranks and dtypes are known
 Filled = NewType("Filled", Placed)  # with the values that follow from the data and the model
-Settled = NewType("Settled", Filled)  # for a number of ranks, checked; nothing is `auto`
+Settled = NewType(
+    "Settled", Filled
+)  # for a number of ranks, checked; nothing that is selected is `auto`
 SECTIONS: dict[str, type] = {
     each.name: type(getattr(Config(), each.name)) for each in fields(Config)
 }

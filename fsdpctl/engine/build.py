@@ -14,7 +14,7 @@ from fsdpctl.comm.host import HostWorker
 from fsdpctl.comm.shards import FlatShard
 from fsdpctl.engine.buffer import Resting, UnitBuffer
 from fsdpctl.engine.gradients import GradientReducer
-from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
+from fsdpctl.engine.hooks import hook_backward_at_parameters, hook_root, hook_unit
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import HostParams, ShardedUnit, Slot
@@ -267,7 +267,7 @@ def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: Source)
     hook_root(module, runtime, None if compute is None else torch_dtype(compute))
     for unit in runtime.units.values():
         if not gathers or unit is runtime.root:
-            hook_gradients(runtime, unit)
+            hook_backward_at_parameters(runtime, unit)
         if unit is not runtime.root:
             hook_unit(module.get_submodule(unit.name), runtime, unit)
     return runtime

@@ -130,7 +130,7 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
     _hook(module, runtime, before, after)
 
 
-def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:
+def hook_backward_at_parameters(runtime: Runtime, unit: ShardedUnit) -> None:
     """Begin a backward that reaches a parameter before any module.
 
     A loss can depend only on parameters that stay unsharded after the forward.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.comm.shards import FlatShard, persistent_buffers, scale_gradients, trainable_shards
-from fsdpctl.engine import state
+from fsdpctl.engine import full_state
 from fsdpctl.engine.grad_presence import GradPresence, check_replicas
 from fsdpctl.engine.hooks import guard_module, watch_first_forward
 from fsdpctl.engine.ledger import Ledger
@@ -207,7 +207,7 @@ class ShardedModel(nn.Module):
 
     def update_shards(self, flat: Tensor) -> None:
         """Overwrite this rank's masters with `flat`, 1-D, in the order of `flat_shards`."""
-        state.update_shards(self._runtime, flat)
+        full_state.update_shards(self._runtime, flat)
 
     def flat_parameters(self) -> list[nn.Parameter]:
         """Return this rank's trainable shards, for elementwise optimizers and torch.nn.utils.
@@ -228,11 +228,11 @@ class ShardedModel(nn.Module):
 
         With `writeback`, rank 0's changes are written to the shards of all ranks.
         """
-        return state.full_parameters(self._runtime, writeback=writeback)
+        return full_state.full_parameters(self._runtime, writeback=writeback)
 
     def unwrap(self) -> nn.Module:
         """Return the module with full parameters, and end this model. Collective."""
-        module = state.unwrap(self.module, self._runtime)
+        module = full_state.unwrap(self.module, self._runtime)
         self._has_ended = True
         return module
 
@@ -250,7 +250,7 @@ class ShardedModel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load full tensors under the module's names; each rank keeps its parts. Always strict."""
-        state.load_full_state(self.module, self._runtime, state_dict)
+        full_state.load_full_state(self.module, self._runtime, state_dict)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Raise an error: trainable and frozen parameters are sharded separately."""
@@ -267,7 +267,7 @@ class ShardedModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full masters and buffers on the CPU, under the module's names. Collective."""
-        return state.full_state(self.module, self.flat_shards(), self.mesh)
+        return full_state.full_state(self.module, self.flat_shards(), self.mesh)
 
     def name_ranges(self, *, is_on: bool) -> None:
         """Turn named ranges of units and collectives in profiles on or off."""

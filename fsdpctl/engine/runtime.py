@@ -1,4 +1,4 @@
-"""The state of a sharded model while it runs: follows the schedule as modules and autograd run."""
+"""Executes the schedule of a sharded model as its modules and autograd run."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence

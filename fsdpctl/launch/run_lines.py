@@ -27,7 +27,7 @@ from fsdpctl.resolve.place import shares_memory, strategy_that_runs
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.directory import Look, Standing, changes
 from fsdpctl.run.flops import describe_flops
-from fsdpctl.training.schedule import warmup_steps
+from fsdpctl.training.learning_rate import warmup_steps
 
 Row = tuple[str, int, int, str]  # kind, parameters, padding and shares of a unit
 _SHOWN_RANKS = 8

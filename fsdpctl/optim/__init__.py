@@ -1,1 +1,1 @@
-"""Optimizers of flat shards, gradient clipping and learning-rate schedules."""
+"""Optimizers of flat shards, and gradient clipping."""

@@ -26,7 +26,7 @@ _BLOCK_WORK = 10  # bytes: a new scale, the same in float32, and a factor
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """An optimizer. `train.assemble` makes it."""
+    """An optimizer. `training/assemble.py` makes it."""
 
     name: str
     keys: tuple[str, ...]  # of `optimizer` that not all of them have

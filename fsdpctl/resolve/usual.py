@@ -1,4 +1,4 @@
-"""The values of `auto`: a row per key, for every command, in the order in which they are known.
+"""Values of `auto` that follow from others: a row per key, in the order in which they are known.
 
 Note: a key is filled in where all that its row reads is known: on a machine or cluster, with the
 data, with the model, or for a number of ranks. Except for the least samples of a step, the number

@@ -20,8 +20,8 @@ from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.batch import tokens_per_rank
 from fsdpctl.run.flops import ModelFlops
 from fsdpctl.run.step_metrics import StepClock, StepMetrics, peak_memory
+from fsdpctl.training.learning_rate import lr_factor
 from fsdpctl.training.loss import SourceLosses, summed_loss
-from fsdpctl.training.schedule import lr_factor
 
 if TYPE_CHECKING:
     from fsdpctl.peers.model import PeerModel  # imports PyTorch's engines, which takes a second

@@ -10,7 +10,7 @@ from fsdpctl.commands.config_args import completions
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import nearest
-from fsdpctl.training.schedule import lr_factor
+from fsdpctl.training.learning_rate import lr_factor
 from tests.commands.run import TINY, invoke, make_text
 from tests.hostile import make_checkpoint
 from tests.training.chats import make_chats

@@ -20,7 +20,7 @@ from fsdpctl.importers.axolotl import read_axolotl
 from fsdpctl.importers.recipe import ConvertedRecipe, convert, recipe_text
 from fsdpctl.importers.translation import Translation
 from fsdpctl.importers.trl import read_trl
-from fsdpctl.training.schedule import lr_factor
+from fsdpctl.training.learning_rate import lr_factor
 
 Reader = Callable[[SourceConfig], Translation]
 AXOLOTL: dict[str, Any] = {

@@ -18,7 +18,7 @@ from fsdpctl.models.row_documents import Documents
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.training import assemble, loss, small_run, step
 from fsdpctl.training.callbacks import self_check
-from fsdpctl.training.schedule import lr_factor
+from fsdpctl.training.learning_rate import lr_factor
 from tests.commands.run import make_text
 from tests.distributed import distributed
 from tests.matrix import fast

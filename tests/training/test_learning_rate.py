@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from fsdpctl.config.schema import LrSchedulerConfig
-from fsdpctl.training.schedule import lr_factor, warmup_steps
+from fsdpctl.training.learning_rate import lr_factor, warmup_steps
 
 THEIRS = LrSchedulerConfig(start_lr_ratio=0.0, min_lr_ratio=0.0, reaches_min=False)
 LINEAR = replace(THEIRS, name="wsd", decay_ratio=1.0)
