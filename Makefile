@@ -36,6 +36,7 @@ bench: $(VENV)/developed  ## compare with PyTorch's engines on CPU ranks, about 
 	$(BIN)/python -m benchmarks.growth --out $(RESULTS)/growth.json
 	$(BIN)/python -m benchmarks.little_memory --out $(RESULTS)/little-memory.json
 	$(BIN)/python -m benchmarks.update_time --out $(RESULTS)/update-time.json
+	$(BIN)/python -m benchmarks.waiting --out $(RESULTS)/waiting.json
 	$(BIN)/python -m benchmarks.step_time --out $(RESULTS)/step-time-cpu.json
 
 gpu:  ## test and measure on a GPU; HALF=1 or HALF=2: half of it, five minutes; WHEELS=DIR: install these wheels first

@@ -26,6 +26,9 @@ def main() -> None:
     """Run the command line."""
     # Its warnings would precede the one line of an error; what matters in them is checked.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Threads of OpenMP that wait would spin, on cores that other processes need; torch reads it
+    # when it loads, here and in all children. GOMP_SPINCOUNT takes precedence.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from fsdpctl.commands.app import main as run  # takes a moment
 
     run()

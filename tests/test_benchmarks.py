@@ -40,6 +40,7 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
         ("decoders", ["--only", "llama"]),
         ("little_memory", ["--seeds", "1", "--steps", "30"]),
         ("update_time", ["--rounds", "1", "--width", "64"]),
+        ("waiting", ["--rounds", "1", "--steps", "6"]),
     ],
 )
 def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words: list[str]) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_STARTS = 200
 # Only the variables that affect how ranks compute and communicate: others may hold secrets.
 _PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_")
-_NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 _GIT_SECONDS = 5.0
 
 

@@ -39,7 +39,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_run_leaves_what_it_promises(tmp_path):
+def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     short = ["train.steps=30", "checkpoint.every=10", "optimizer.lr=1e-2"]
     result = fsdpctl("train", *words(tmp_path, STEPS, *short), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -54,6 +55,8 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     assert names == ["latest", "step-00000020", "step-00000030"]
     assert (run / "checkpoints" / "latest").resolve().name == "step-00000030"
     assert not list((run / "logs").glob("rank-*.log"))
+    (start,) = json.loads((run / "environment.json").read_text())["starts"]
+    assert start["variables"]["OMP_WAIT_POLICY"] == "PASSIVE"  # threads of ranks do not spin
     losses = [line[1] for line in figures(run) if line[1] is not None]
     assert len(losses) == 30
     assert losses[-1] < losses[0] - 1
