@@ -63,21 +63,25 @@ def _next(run_dir: Path) -> str:
 
 def _show_failure(cause: Failure | None, run_dir: Path, outcome: Outcome) -> None:
     record_cause(run_dir, outcome.reason)
-    title, lines = "ranks hang", [f"cause  {outcome.reason}"]
-    if cause is None:
-        title = "other nodes are unreachable"
-    elif not outcome.hang:
-        waited = "ranks timed out waiting for others"
-        title = waited if cause.waited_in_vain else f"rank {cause.rank} on {cause.host} failed"
-        lines = [f"cause  {cause.cause}"]
-    if outcome.silent_nodes:
-        nodes = ", ".join(map(str, outcome.silent_nodes))
+    logs = run_dir / "logs"
+    if outcome.lost:
+        about = outcome.hang or "its launcher was killed, or its host is down or disconnected"
+        lines = [f"cause  {about}", f"hint   {AGAIN}", f"log    {logs}/rank-*.log"]
+        show_panel(f"{outcome.lost}; {outcome.stopped}", lines)
+        return
+    if cause is None or outcome.hang:
+        title = "ranks hang" if outcome.hang else "ranks were stopped"
+        lines = [f"hint   {AGAIN}", f"log    {logs}/rank-*.log (stack of each rank)"]
+        show_panel(title, [f"cause  {outcome.reason}", *lines])
+        return
+    title = f"rank {cause.rank} on {cause.host} failed"
+    if cause.waited_in_vain:
+        title = "ranks timed out waiting for others"
+    lines = [f"cause  {cause.cause}"]
+    if outcome.silent:
+        nodes = ", ".join(map(str, outcome.silent))
         lines.append(f"detail launcher of node {nodes} unreachable: exited, or disconnected")
-    if outcome.hang or cause is None:
-        lines += [f"hint   {AGAIN}", f"log    {run_dir / 'logs'}/rank-*.log (stack of each rank)"]
-    else:
-        lines += _about(cause, run_dir, outcome)
-    show_panel(title, lines)
+    show_panel(title, [*lines, *_about(cause, run_dir, outcome)])
 
 
 def _about(cause: Failure, run_dir: Path, outcome: Outcome) -> list[str]:

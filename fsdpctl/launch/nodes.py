@@ -1,6 +1,7 @@
 """The exchange of the launchers of several nodes, or of ranks on several hosts, during a run."""
 
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ class Told:
     ended: Ended | None = None
     orders: dict[int, RestartRound] = field(default_factory=dict)  # by round; only node 0 decides
     has_left: bool = False
+    host: str = field(default_factory=socket.gethostname)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class News:
     beat: int = 0
     told: dict[int, Told] = field(default_factory=dict)  # by nodes of which it is news, or quiet
     quiet: dict[int, float] = field(default_factory=dict)  # seconds without a beat
+    host: str = ""  # of node 0
 
 
 class Exchange:
@@ -194,7 +197,7 @@ class Exchange:
             for n, each in self._seen.items()
             if n in quiet or each.hangs or each.ended or each.orders or each.has_left
         }
-        return News(beat, told_now, quiet)
+        return News(beat, told_now, quiet, self._told.host)
 
 
 def _key(node: int) -> str:
@@ -226,7 +229,14 @@ class Nodes(Exchange):
         self._await(math.inf, lambda told: (told.number, told.ended is not None) > (number, False))
         found = {node: told.ended for node, told in self._others(number).items() if told.ended}
         found[self.own] = own
-        return Outcome.of(found, self.own, tuple(n for n in self.members if n not in found))
+        return Outcome.of(found, self.own, self._silent(found))
+
+    def _silent(self, found: Mapping[int, Ended]) -> dict[int, str]:
+        """Return the hosts of nodes that did not report; without node 0, nothing is known."""
+        if 0 not in found:
+            return {0: self._news.host}
+        told = self._news.told
+        return {n: told[n].host if n in told else "" for n in self.members if n not in found}
 
     def order(self, number: int, following: RestartRound) -> None:
         """Tell the other nodes what follows round `number`; only node 0 does."""

@@ -5,7 +5,7 @@ import re
 import signal
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,13 @@ from fsdpctl.errors import STOP_SIGNALS, ExitCode, InterruptError, StoppedError
 from fsdpctl.io.control_group import OWN, ROOT, memory_files
 
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
-_BROKEN = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL",
-    "a rank has ended while",
-)  # fmt: skip
+# Of collectives and of the store of ranks, whose peers have exited or are unreachable.
+_BROKEN = re.compile(
+    "Connection (closed|reset|refused|was)|Broken pipe|NCCL|gloo|TCPStore|DistStore|"
+    "a rank has ended while|unreachable|No route to host",
+    re.IGNORECASE,
+)
+_MOST = 4  # ranks that a title names
 _ENDED_BY_SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")  # the agent's message
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _OF_MACHINE = Path("/proc/vmstat")
@@ -46,6 +49,11 @@ class Failure:
     def waited_in_vain(self) -> bool:
         """Whether it timed out waiting for other ranks, and so may not be the cause."""
         return not self.was_killed and _TIMED_OUT.search(self.message) is not None
+
+    @property
+    def lacked_others(self) -> bool:
+        """Whether it reports only that other ranks do not answer."""
+        return _BROKEN.search(self.message) is not None or self.waited_in_vain
 
     @property
     def cause(self) -> str:
@@ -99,20 +107,22 @@ class Outcome:
     stop_signal: int | None  # that this launcher received
     was_asked: bool = False  # this or another launcher received a stop signal
     stopped_early: bool = False  # before workers were started
-    silent_nodes: tuple[int, ...] = ()  # whose launchers did not report
+    silent: Mapping[int, str] = field(default_factory=dict)  # host of each node without a report
     hang: str = ""  # the ranks that hung, in one line
     failed_at: float | None = None  # seconds since the epoch; by this launcher's clock
     were_ended: bool = False  # this launcher's workers, because those of another node had failed
 
     @classmethod
-    def of(cls, ended: Mapping[int, Ended], own: int, silent: tuple[int, ...] = ()) -> "Outcome":
+    def of(
+        cls, ended: Mapping[int, Ended], own: int, silent: Mapping[int, str] | None = None
+    ) -> "Outcome":
         """Combine the reports of the launchers of all nodes; this one is number `own`."""
         return cls(
             tuple(failure for node in sorted(ended) for failure in ended[node].failures),
             ended[own].stop_signal,
             any(each.stop_signal is not None for each in ended.values()),
             any(each.stopped_early for each in ended.values()),
-            silent,
+            silent or {},
             next((each.hang for each in ended.values() if each.hang), ""),
             ended[own].failed_at,
             ended[own].were_ended,
@@ -133,10 +143,27 @@ class Outcome:
     @property
     def reason(self) -> str:
         """Why it failed, in one line."""
-        if self.hang or self.cause is None:
-            nodes = ", ".join(map(str, self.silent_nodes))
-            return self.hang or f"node {nodes} is unreachable"
+        if self.lost or self.hang or self.cause is None:
+            return self.lost or self.hang or "another node has failed"
         return f"rank {self.cause.rank} on {self.cause.host}: {self.cause.cause}"
+
+    @property
+    def lost(self) -> str:
+        """The nodes that are unreachable, if no rank of the others failed by itself."""
+        cause = None if self.hang else self.cause
+        if not self.silent or (cause is not None and not cause.lacked_others):
+            return ""
+        nodes = ", ".join(f"{n} on {host}" if host else str(n) for n, host in self.silent.items())
+        is_one = len(self.silent) == 1
+        return f"node {nodes} is unreachable" if is_one else f"nodes {nodes} are unreachable"
+
+    @property
+    def stopped(self) -> str:
+        """The ranks that stopped in consequence."""
+        ranks = [str(each.rank) for each in self.failures]
+        if not 0 < len(ranks) <= _MOST:
+            return f"{len(ranks)} ranks stopped" if ranks else "the ranks of this node stopped"
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} stopped"
 
     @property
     def was_stopped_at_start(self) -> bool:
@@ -162,7 +189,7 @@ class Outcome:
         ]
         own = [each for each in early if each.message or each.exit_code != -signal.SIGTERM]
         killed = [each for each in own if each.was_killed]
-        spoken = [each for each in own if not any(word in each.message for word in _BROKEN)]
+        spoken = [each for each in own if not _BROKEN.search(each.message)]
         return next(iter([*killed, *spoken, *own, *early]), None)
 
     @property

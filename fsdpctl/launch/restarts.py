@@ -76,7 +76,7 @@ def _next_round(
     metrics = begun.run_dir / METRICS
     is_stuck = number > 0 and not went_on(metrics, number)
     reached = begun.step if is_stuck else last_step(metrics)
-    members = [0] if nodes is None else [n for n in nodes.members if n not in outcome.silent_nodes]
+    members = [0] if nodes is None else [n for n in nodes.members if n not in outcome.silent]
     config = settled_on(begun, members, say, is_stuck=is_stuck)
     if config is None:
         return None

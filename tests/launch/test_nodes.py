@@ -142,10 +142,10 @@ def test_all_nodes_detect_failed_and_unreachable_nodes(monkeypatch: pytest.Monke
             return None
         found = nodes.share(0, Ended((failure,) if nodes.own == 2 else ()))
         failed = nodes.own == 2 or nodes.has_failed_elsewhere(0)
-        return found.failures, found.silent_nodes, failed
+        return found.failures, found.silent, failed
 
     first, _, third = together(3, act)
-    assert first.result() == third.result() == ((failure,), (1,), True)
+    assert first.result() == third.result() == ((failure,), {1: socket.gethostname()}, True)
 
 
 @pytest.mark.slow
@@ -315,12 +315,26 @@ def test_a_stop_request_on_one_node_saves_and_stops_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_named_on_every_node(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["rank", "launcher"])
+def test_a_rank_or_launcher_that_is_killed_is_named(tmp_path: Path, what: str) -> None:
     with hosts(2) as found:
         started = _start(found, tmp_path, "launch.nproc_per_node=1", "train.steps=100000")
         _wait_for_a_step(tmp_path / "run")
-        workers = psutil.Process(started[1].pid).children(recursive=True)
-        next(each for each in workers if "fsdpctl.training.worker" in each.cmdline()).kill()
+        launcher = psutil.Process(started[1].pid)
+        workers = launcher.children(recursive=True)
+        rank = next(each for each in workers if "fsdpctl.training.worker" in each.cmdline())
+        (rank if what == "rank" else launcher).kill()
         ends = _ended(started)
-    assert [code for code, _ in ends] == [1, 1], ends
-    assert all("rank 1" in text and "SIGKILL" in text for _, text in ends)
+    if what == "rank":
+        assert [code for code, _ in ends] == [1, 1], ends
+        assert all("rank 1" in text and "SIGKILL" in text for _, text in ends)
+        return
+    (code, said), host = ends[0], socket.gethostname()
+    assert code == 1
+    assert f"node 1 on {host} is unreachable; rank 0 stopped" in said
+    assert "gloo" not in said
+    assert "gloo" in (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
+    assert (
+        f"failed: node 1 on {host} is unreachable\n"
+        in fsdpctl("status", "run", cwd=tmp_path).stdout
+    )

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -122,5 +123,6 @@ def test_a_run_continues_without_a_lost_node(tmp_path):
             each.kill()
         ends = _ended(started)
     assert [ends[0][0], ends[2][0]] == [0, 0], ends
-    assert "2 ranks resume at step 25" in ends[0][1]
+    lost = f"restart 1 of 1: node 1 on {socket.gethostname()} is unreachable; 2 ranks resume at"
+    assert f"{lost} step 25" in ends[0][1]
     assert last_step(tmp_path / "run" / "metrics.jsonl") == 300
