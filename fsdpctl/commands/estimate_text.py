@@ -2,15 +2,19 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fsdpctl.commands.console import emit, note, say, show_json, show_table
 from fsdpctl.commands.drawing import draw_estimates, draw_largest
 from fsdpctl.config.compose import Composed
+from fsdpctl.config.schema import Config
 from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
 from fsdpctl.estimate.advice import advice
+from fsdpctl.estimate.candidates import differs_here
 from fsdpctl.estimate.changes import Change
+from fsdpctl.estimate.duration import has_length, run_time
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.fit import FITTED, Fit, largest_that_fits, longer_samples
 from fsdpctl.estimate.from_others import ImportedConfig, completed
@@ -18,7 +22,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import estimates_of
 from fsdpctl.importers.recipe import read_others
 from fsdpctl.io.activity import doing
-from fsdpctl.io.units import format_bytes
+from fsdpctl.io.units import figure, format_bytes
 from fsdpctl.launch.begin import change_lines, describe_ranking
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 
@@ -48,7 +52,9 @@ def show_estimates(
         _draw(estimates, fits, plot)
     if as_json:
         entries = [
-            each.to_dict() | ({} if ranking is None else {"selected": ranking.to_dict()})
+            each.to_dict()
+            | _time_dict(estimator, each)
+            | ({} if ranking is None else {"selected": ranking.to_dict()})
             for each, ranking in found
         ]
         for entry, largest in zip(entries, fits, strict=False):
@@ -60,7 +66,7 @@ def show_estimates(
     if others is not None:
         _show_translation(others)
     if every:
-        _show_all(estimates, fits)
+        _show_all(estimator, composed.config, estimates, fits)
         for each, ranking in found:
             if ranking is not None:
                 say(f"{each.config.strategy.name}: {next(describe_ranking(ranking))}")
@@ -120,15 +126,19 @@ def _draw(estimates: list[RunEstimate], fits: list[Fit], folder: Path) -> None:
         note(f"written: {draw_largest(fits, names, folder)}")
 
 
-def _show_all(estimates: list[RunEstimate], fits: list[Fit]) -> None:
+def _show_all(
+    estimator: Estimator, config: Config, estimates: list[RunEstimate], fits: list[Fit]
+) -> None:
     say(*_heading(estimates[0]))
-    _show_strategies(estimates)
+    _show_strategies(estimator, estimates)
     shown = {each.config.strategy.name for each in estimates}
-    engine = estimates[0].config.engine.name
+    engine = config.engine.name
     known = strategies_of(engine)
     if missing := [name for name in STRATEGIES if name not in known]:
         say(f"engine={engine} does not support {', '.join(missing)}")
-    if refused := [name for name in known if name not in shown]:
+    if alike := [name for name in known if not differs_here(config, name)]:
+        say(f"on one node, {', '.join(alike)} equal strategies above")
+    if refused := [name for name in known if name not in {*shown, *alike}]:
         say(f"other settings exclude {', '.join(refused)}; strategy={refused[0]} shows why")
     for each, fit in zip(estimates, fits, strict=False):
         say(f"{each.config.strategy.name}: {_fit_line(fit)}")
@@ -137,7 +147,7 @@ def _show_all(estimates: list[RunEstimate], fits: list[Fit]) -> None:
 def _show_one(estimator: Estimator, found: RunEstimate, fits: list[Fit]) -> None:
     say(*_heading(found))
     _show_breakdown(found)
-    say("", *_conclusions(found))
+    say("", *_conclusions(found), *_time_lines(estimator, found))
     if fits:
         say(f"fit     {_fit_line(fits[0])}")
     if fits and fits[0].key == "train.seq_len" and fits[0].estimate is not None:
@@ -147,6 +157,23 @@ def _show_one(estimator: Estimator, found: RunEstimate, fits: list[Fit]) -> None
     if nothing_fits:
         changes = advice(estimator, found.plan)
         say(*change_lines(changes), *_fits_with(estimator, changes, fits))
+
+
+def _time_lines(estimator: Estimator, found: RunEstimate) -> Iterator[str]:
+    """Yield lines about the time of a run that fits; on a CPU only if its length is set."""
+    if found.verdict == "too_large":
+        return
+    try:
+        yield from run_time(estimator, found).lines()
+    except UsageError as error:
+        if has_length(found.config):
+            yield f"time    {error}"
+
+
+def _time_dict(estimator: Estimator, found: RunEstimate) -> dict[str, Any]:
+    with suppress(UsageError):
+        return run_time(estimator, found).to_dict()
+    return {}
 
 
 def _fits_with(
@@ -198,20 +225,24 @@ def _trained(estimate: RunEstimate) -> str:
     return "".join(parts)
 
 
-def _show_strategies(estimates: list[RunEstimate]) -> None:
-    """Print the memory at the peak, a row for each strategy."""
+def _show_strategies(estimator: Estimator, estimates: list[RunEstimate]) -> None:
+    """Print the memory at the peak, and the time of a step, a row for each strategy."""
     parts = [
         name
         for name in estimates[0].step.breakdown
         if name != "rounding" and any(each.step.breakdown[name] for each in estimates)
     ]
     names = [name.replace("_", " ") for name in [*parts, "allocated", "reserved", "margin"]]
+    figures = {"step_seconds": "s/step", "hours": "hours", "cost": "cost"}
     rows = []
     for each in estimates:
         cells = [format_bytes(each.step.breakdown[name]) for name in parts]
         cells += map(format_bytes, (each.allocated, each.peak_reserved, each.margin))
+        times = _time_dict(estimator, each)
+        cells += ["-" if (x := times.get(name)) is None else figure(x) for name in figures]
         verdict = each.verdict if each.verdict != "too_large" else _VERDICTS["too_large"]
         rows.append((each.config.strategy.name, *cells, verdict))
+    names += figures.values()
     show_table(("strategy", *names, ""), rows, right=names)
 
 

@@ -174,6 +174,13 @@ class ClusterConfig:
     pcie_bandwidth: float = key(
         31.5, "GB/s between a GPU and its host, per direction", minimum=1e-4, maximum=1e6
     )
+    price: float | None = key(
+        None,
+        "estimates only: price of a GPU hour, in any currency",
+        minimum=0,
+        maximum=1e6,
+        optional=True,
+    )
     architecture: str | None = key(
         None,
         "GPU generation, which determines the supported attention kernels",

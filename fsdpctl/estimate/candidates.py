@@ -13,7 +13,7 @@ from fsdpctl.config.auto import (
     Selection,
     left_open,
 )
-from fsdpctl.config.schema import Filled, PrefetchConfig
+from fsdpctl.config.schema import Config, Filled, PrefetchConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import Band, band_of
 from fsdpctl.estimate.hardware import ASSUMED
@@ -101,17 +101,22 @@ class Axes:
         return PREFETCHES if row.reshard_after_forward else (PREFETCHES[0], PREFETCHES[-1])
 
 
-def _strategies(placed: Filled) -> tuple[str, ...]:
-    """Return the strategies of the engine, without those that are equivalent on these ranks.
+def differs_here(config: Config, name: str) -> bool:
+    """Return whether a strategy without replicas does not do the same.
 
     Replicas make sense on several nodes, or if `strategy.dp_shard_size` is set.
     """
-    has_replicas = placed.launch.nnodes > 1 or placed.strategy.dp_shard_size is not None
+    has_replicas = config.launch.nnodes > 1 or config.strategy.dp_shard_size is not None
+    return has_replicas or not STRATEGIES[name].replicates
+
+
+def _strategies(placed: Filled) -> tuple[str, ...]:
+    """Return the strategies of the engine, without those that are equivalent on these ranks."""
     found: dict[tuple[Strategy, int], str] = {}
     # Of equivalent ones, the one that runs.
     named = sorted(supported_strategies(placed), key=lambda n: _effective(placed, n)[0].name != n)
     for name in named:
-        if has_replicas or not STRATEGIES[name].replicates:
+        if differs_here(placed, name):
             found.setdefault(_effective(placed, name), name)
     return tuple(found.values())
 

@@ -19,7 +19,7 @@ from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Filled
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import TIE
-from fsdpctl.estimate.candidates import Axes, Candidate, Ranking, SearchPoint
+from fsdpctl.estimate.candidates import Axes, Candidate, Ranking, SearchPoint, differs_here
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
@@ -37,8 +37,9 @@ def estimates_of(
 ) -> list[tuple[RunEstimate, Ranking | None]]:
     """Estimate a configuration, with every `auto` setting selected; a ranking if there is one.
 
-    With `every`, estimate each strategy that the engine and the other settings support, without
-    keys that it does not use. If nothing fits, the estimate is that of the closest combination.
+    With `every`, estimate each strategy that the engine and the other settings support, and that
+    differs from others on these nodes, without keys that it does not use. If nothing fits, the
+    estimate is that of the closest combination.
 
     Raises:
         UsageError: If the configuration is invalid.
@@ -47,7 +48,7 @@ def estimates_of(
     if not every:
         return [_estimated(estimator, placed)]
     found, errors = [], []
-    for name in supported_strategies(placed):
+    for name in (each for each in supported_strategies(placed) if differs_here(placed, each)):
         try:
             each = replace(placed, strategy=placed.strategy.under(name))
             found.append(_estimated(estimator, each))

@@ -13,6 +13,11 @@ def format_bytes(count: float) -> str:
     return f"{sign}{size / _GIB:.2f} GiB" if size >= _GIB else f"{sign}{size / _MIB:.1f} MiB"
 
 
+def figure(amount: float) -> str:
+    """Format a number with three digits, or all before the point."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:#.3g}"
+
+
 def batches(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
     """Yield items in order, as many as have `least` together; the last ones may have less."""
     batch, total = list[T](), 0

@@ -228,6 +228,8 @@ def check_preflight(config: Config) -> None:
     """Check what estimates have no need of: packages for logging, the command of `after_save`."""
     if (program := config.engine.program) != OURS:
         raise UsageError(f"engine.program={program}: for estimates only; expected {OURS}")
+    if (price := config.cluster.price) is not None:
+        raise UsageError(f"cluster.price={price:g}: for estimates and compare --simulate only")
     for name in _EXTRAS:
         if getattr(config.log, name) and not _is_installed(name):
             raise UsageError(f"log.{name}=true: {name} is not installed; pip install {name}")

@@ -55,12 +55,22 @@ def test_duplicate_alternatives_are_merged():
     ("strategy=full_shard,no_shrad", "did you mean no_shard?"),
     ("strategy=full_shard,", "empty alternative"),
     ("train.micro_batch_size=1,x", "train.micro_batch_size=x"), ("train.steps=5,6", "--steps"),
+    ("cluster.price=1,2", "one for each of the 0 values of cluster"),
     ("train.run_dir=here", "not supported by compare"), ("strateg=a,b", "did you mean strategy?"),
 ])  # fmt: skip
 def test_mistakes_are_reported_before_anything_runs(word, part):
     with pytest.raises(UsageError) as caught:
         labels(word)
     assert part in str(caught.value)
+
+
+def test_prices_are_those_of_the_clusters_in_their_order():
+    words = ["cluster=h100,a10", "cluster.price=3,1", "launch.nnodes=1,2", "train.tokens=1e9"]
+    found = variants(words, None, steps=None)
+    assert [each.row.varied["cluster.price"] for each in found] == ["3", "3", "1", "1"]
+    assert {each.composed.config.train.tokens for each in found} == {10**9}
+    code, said = invoke("compare", "--simulate", *words[:3], "--by", "cost")
+    assert (code, "requires cluster.price, and a length" in said) == (2, True)
 
 
 def test_a_directory_that_is_not_empty_is_rejected(tmp_path):

@@ -11,13 +11,18 @@ from tests.commands.run import invoke
 
 OTHERS = Path(__file__).parent.parent / "importers" / "files"
 H100 = ["model=llama3_8b", "cluster=h100"]
+LENGTH = ["train.tokens=10e9", "cluster.price=2"]
 
 
 def test_one_strategy_as_json():
-    code, text = invoke("estimate-memory", *H100, "--json")
+    code, text = invoke("estimate-memory", *H100, *LENGTH, "--json")
     found = json.loads(text)
     assert code == 0
     assert found["strategy"] == "full_shard"
+    assert found["steps"] == -(-(10**10) // found["tokens_per_step"])
+    assert found["hours"] == found["steps"] * found["step_seconds"] / 3600
+    assert (found["gpu_hours"], found["cost"]) == (8 * found["hours"], 16 * found["hours"])
+    assert found["error_band"]["kind"] == "dense"
     assert found["peak_allocated_bytes"] == sum(found["breakdown"].values())
     assert found["verdict"] == "fits"
     assert found["peak_reserved_bytes"] >= found["peak_allocated_bytes"]
@@ -30,7 +35,7 @@ def test_every_strategy_as_json():
     code, text = invoke("estimate-memory", *H100, "--all-strategies", "--json")
     found = {each["strategy"]: each for each in json.loads(text)}
     assert code == 0
-    assert list(found) == list(STRATEGIES)
+    assert list(found) == [name for name, row in STRATEGIES.items() if not row.replicates]
     assert found["no_shard"]["verdict"] == "too_large"
     least = min(found.values(), key=lambda each: each["peak_allocated_bytes"])
     assert least["strategy"] == "full_shard"
@@ -39,11 +44,29 @@ def test_every_strategy_as_json():
 def test_the_text_has_the_breakdown_and_the_margin():
     code, text = invoke("estimate-memory", *H100)
     assert code == 0
-    for part in ("activations", "reserved by the allocator", "peak at: ", "to spare", "tokens"):
-        assert part in text
+    parts = ("activations", "reserved by the allocator", "peak at: ", "to spare", "tok/s (specs")
+    assert all(part in text for part in parts)
+    assert "GPU hours" not in text
     code, text = invoke("estimate-memory", *H100, "--all-strategies")
     assert code == 0
     assert all(name in text for name in STRATEGIES)
+
+
+def test_the_length_of_a_run_is_known_by_its_data_or_the_reason_is_printed(tmp_path):
+    (tmp_path / "text.txt").write_text("some words\n" * 10_000)
+    words = [*H100, "data=text", "train.epochs=3", "train.seq_len=128", "data.val_fraction=0"]
+    path = f"data.path={tmp_path / 'text.txt'}"
+    _, text = invoke("estimate-memory", *words, path, "cluster.price=2")
+    steps = -(-3 * (110_000 // 128) // 16)
+    assert f"length  {steps} steps of 2,048 tokens: " in text
+    assert " GPU hours (" in text
+    assert " of cost (" in text
+    _, text = invoke("estimate-memory", *words, "data.path=no")
+    assert "size of the data unknown; set train.tokens (data.path=no: not found" in text
+    _, text = invoke("estimate-memory", "train.steps=10")
+    assert "time    launch.device=cpu: times are predicted for GPUs only; set cluster" in text
+    code, text = invoke("train", "cluster.price=2", "--dry-run")
+    assert (code, "for estimates and compare --simulate only" in text) == (2, True)
 
 
 def test_a_configuration_that_does_not_fit_has_changes_and_an_exit_code():
@@ -58,7 +81,7 @@ def test_other_engines_are_estimated_and_their_strategies_named():
     code, text = invoke("estimate-memory", *H100, "engine=fsdp2", "--all-strategies", "--json")
     found = [each["strategy"] for each in json.loads(text)]
     assert code == 0
-    can = [n for n, row in STRATEGIES.items() if row.shards_params and not row.shards_over_replicas]
+    can = [n for n, row in STRATEGIES.items() if row.shards_params and not row.replicates]
     assert found == can
     code, text = invoke("estimate-memory", *H100, "engine=ddp", "strategy=no_shard", "--json")
     assert json.loads(text)["engine"] == "ddp"
@@ -69,9 +92,10 @@ def test_the_largest_model_of_each_strategy_is_drawn(tmp_path):
     words = ["model=gpt2", "cluster=a100_40", "cluster.memory=6GiB", "--fit", "model"]
     code, text = invoke("estimate-memory", *words, "--all-strategies", "--plot", str(tmp_path))
     assert code == 0
-    assert text.count("model.num_layers=") == len(STRATEGIES)
+    alone = [name for name, row in STRATEGIES.items() if not row.replicates]
+    assert text.count("model.num_layers=") == len(alone)
     drawn = {path.name for path in tmp_path.iterdir()}
-    steps = {f"{kind}-{name}.png" for kind in ("step", "fit") for name in STRATEGIES}
+    steps = {f"{kind}-{name}.png" for kind in ("step", "fit") for name in alone}
     assert drawn == {*steps, "strategies.png", "largest.png"}
 
 

@@ -10,12 +10,14 @@ import typer
 
 from fsdpctl.commands.compare.measure import MeasuredComparison
 from fsdpctl.commands.compare.report import (
+    BY,
     PAGE,
     command_of,
     describe,
     failures,
     losses,
     ordered,
+    recommendation,
     rows_as_json,
     write_report,
 )
@@ -29,10 +31,11 @@ from fsdpctl.commands.compare.vary import (
     share_alike,
     variants,
 )
-from fsdpctl.commands.config_args import ConfigArguments, RanksPerNode, Recipe, Settings, normalized
+from fsdpctl.commands.config_args import ConfigArguments, Recipe, Settings, check_choice, normalized
 from fsdpctl.commands.console import AsJson, emit, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.duration import has_length
 from fsdpctl.io.files import refusing
 
 _STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
@@ -51,21 +54,29 @@ def compare(  # noqa: PLR0913  # each is an option
         typer.Option(metavar="DIR", help="Directory to keep the runs in, with a page and JSON."),
     ] = None,
     as_json: AsJson = False,
-    nproc_per_node: RanksPerNode = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Predict for `cluster`, run nothing.")
     ] = False,
+    by: Annotated[
+        str, typer.Option(metavar="|".join(BY), help="What the order is by, the least first.")
+    ] = "time",
 ) -> None:
     """Compare variants by short runs or simulation.
 
     Prints a table of speed, memory and loss, the best variant first. Commas separate
     alternatives, as in `strategy=full_shard,no_shard train.micro_batch_size=1,2`. Without any, all
-    strategies are compared. `--simulate cluster=h100 launch.nnodes=2,4,8` needs no GPU.
+    strategies are compared. `--simulate cluster=8xa100_80,8xh100 train.tokens=10e9` needs no GPU.
     """
+    check_choice("--by", by, BY)
     length, number = int(str(_STEPS.parse(steps))), int(str(_ROUNDS.parse(rounds)))
-    asked = normalized(settings, recipe, nproc_per_node)
+    asked = normalized(settings, recipe)
     found = _variants(asked, length, simulates=simulate)
-    how = _how(asked, length, number, simulates=simulate)
+    configs = [each.composed.config for each in found]
+    if by == "cost" and not all(x.cluster.price is not None and has_length(x) for x in configs):
+        raise UsageError(
+            "--by cost: requires cluster.price, and a length such as train.tokens=10e9"
+        )
+    how = _how(asked, length, number, by, simulates=simulate)
     is_complete = False
     with ExitStack() as stack:
         folder = None if out is None else _new_folder(out.expanduser())
@@ -75,7 +86,7 @@ def compare(  # noqa: PLR0913  # each is an option
             comparison.run()
             is_complete = True
         finally:  # the results so far, even if it is stopped
-            _report(comparison, how, folder, as_json=as_json, is_complete=is_complete)
+            _report(comparison, how, folder, by=by, as_json=as_json, is_complete=is_complete)
     rows = comparison.rows
     failed = [row for row in rows if row.status != OK]
     if len(failed) == len(found) or (failed and not simulate):  # a simulated one may lack memory
@@ -83,7 +94,7 @@ def compare(  # noqa: PLR0913  # each is an option
 
 
 def _how(
-    asked: ConfigArguments, length: int, num_rounds: int, *, simulates: bool
+    asked: ConfigArguments, length: int, num_rounds: int, by: str, *, simulates: bool
 ) -> tuple[str, str]:
     how = "simulation of the planned step on streams and links; nothing ran"
     options = ["--simulate"]
@@ -92,6 +103,7 @@ def _how(
         how = f"{rounds} of {length} steps per variant"
         options = ["--steps", str(length), "--rounds", str(num_rounds)]
     options += ["--recipe", asked.recipe] if asked.recipe else []
+    options += [] if by == BY[0] else ["--by", by]
     return how, command_of(asked.settings, options)
 
 
@@ -108,10 +120,11 @@ def _report(
     how: tuple[str, str],
     folder: Path | None,
     *,
+    by: str,
     as_json: bool,
     is_complete: bool,
 ) -> None:
-    rows = ordered(comparison.rows)
+    rows = ordered(comparison.rows, by)
     if rows and all(row.status.startswith(REFUSED) for row in rows):
         others = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
         raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{others}")
@@ -122,7 +135,7 @@ def _report(
     about = describe(configs, rows, *how, is_predicted=is_predicted, is_complete=is_complete)
     if folder is not None:
         with refusing(f"--out {folder}"):
-            write_report(rows, about, folder)
+            write_report(rows, about, folder, by)
             if isinstance(comparison, SimulatedComparison):
                 comparison.write_traces(folder)
     if as_json:
@@ -132,7 +145,7 @@ def _report(
         cells = zip(*(each.cells for each in shown), strict=True)
         numbers = [each.title for each in shown if not each.is_text]
         show_table([each.title for each in shown], cells, right=numbers)
-        say(*failures(rows), *losses(rows))
+        say(*recommendation(rows, by), *failures(rows), *losses(rows))
     note(*(comparison.notes if isinstance(comparison, SimulatedComparison) else ()))
     if folder is not None:
         note(f"written: {folder / PAGE}")
@@ -140,7 +153,7 @@ def _report(
 
 def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> list[Variant]:
     """Return the variants to compare, and print which settings and combinations are ignored."""
-    made = partial(variants, recipe=asked.recipe, steps=steps)
+    made = partial(variants, recipe=asked.recipe, steps=None if simulates else steps)
     found = made(asked.settings)
     if share_alike(found, simulates=simulates):
         found = made([*asked.settings, OVER_GLOO])

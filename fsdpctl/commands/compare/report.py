@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from jinja2 import Environment, StrictUndefined
@@ -19,30 +20,71 @@ from fsdpctl import __version__
 from fsdpctl.commands.compare.row import OK, Row, columns, names_of
 from fsdpctl.commands.drawing import BLUE, SKY, annotate, bar_axes, bars
 from fsdpctl.config.schema import KEYS, Config
+from fsdpctl.io.units import figure as short
 from fsdpctl.resolve.open import decides_losses
 
 JSON, PAGE = "compare.json", "compare.html"
 _GIB = 1 << 30
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 _DPI = 144
+BY = ("time", "gpu-hours", "cost", "memory")  # what variants are compared by
+_SPEED = "tokens_per_second", "Throughput", "tokens per second, all ranks"
+_DRAWN = {  # by what variants are compared by: of a row, heading and unit of its chart
+    "time": ("hours", "Time of the run", "hours"),
+    "gpu-hours": ("gpu_hours", "GPU time of the run", "GPU hours"),
+    "cost": ("cost", "Cost of the run", "cost at cluster.price"),
+}
 _ROUNDING = 1e-5  # relative, of a loss: what another order of additions changes in fp32
 
 
-def ordered(rows: Sequence[Row]) -> list[Row]:
-    """Return the recommended row first, then the others by speed; rows without results are last.
+def ordered(rows: Sequence[Row], by: str = "time") -> list[Row]:
+    """Return the recommended row first, then the others in order; rows without results are last.
 
-    Of the rows whose spread overlaps that of the fastest, it is the one with the fewest ranks, then
-    the one with the least memory.
+    Of the rows that are tied with the best, it is one with the fewest ranks, and of those that are
+    tied with the best of them the one with the least memory.
     """
-    fastest, found = sorted(rows, key=lambda row: -row.speed), list[Row]()
-    if fastest and fastest[0].speed:
-        least = fastest[0].spread[0]
-        found = [min((row for row in fastest if row.spread[1] >= least), key=_cost)]
-    return [*found, *(row for row in fastest if row not in found)]
+    in_order = sorted(rows, key=lambda row: _amount(row, by))
+    found = [row for row in in_order if row.speed]
+    for cost in (lambda row: row.world_size or 0, lambda row: row.memory or float("inf")):
+        tied = [row for row in found if _is_tied(found[0], row, by)]
+        least = min(map(cost, tied), default=0)
+        found = [row for row in tied if cost(row) == least]
+    return [*found[:1], *(row for row in in_order if row not in found[:1])]
 
 
-def _cost(row: Row) -> tuple[int, float]:
-    return row.world_size or 0, float("inf") if row.memory is None else row.memory
+def _amount(row: Row, by: str) -> float:
+    """Return what is compared, the less the better."""
+    if not row.speed:
+        return float("inf")
+    amounts = {
+        "time": row.hours or 1 / row.speed,
+        "gpu-hours": row.gpu_hours or (row.world_size or 1) / row.speed,
+        "cost": row.cost or float("inf"),
+        "memory": row.memory or float("inf"),
+    }
+    return amounts[by]
+
+
+def _is_tied(best: Row, row: Row, by: str) -> bool:
+    """Return whether a row may be as good, as the spread or the error band of times is.
+
+    Predictions for as many ranks err alike.
+    """
+    amount, least = _amount(row, by), _amount(best, by)
+    if by == "memory":
+        return amount <= least
+    if best.error_band is not None and best.world_size != row.world_size:
+        return amount <= least * best.error_band.high
+    return amount * row.speed / row.spread[1] <= least * best.speed / best.spread[0]
+
+
+def recommendation(rows: Sequence[Row], by: str) -> Iterator[str]:
+    """Yield why the first row is recommended, if another one is better by `by`."""
+    best = min(rows, key=lambda row: _amount(row, by))
+    if _amount(best, by) < _amount(rows[0], by):
+        is_smaller = (rows[0].world_size or 0) < (best.world_size or 0)
+        why = "has fewer ranks" if is_smaller else "needs less memory"
+        yield f"recommended: {rows[0].label}, which {why}; {best.label} is tied by {by}"
 
 
 def failures(rows: Sequence[Row]) -> Iterator[str]:
@@ -111,8 +153,9 @@ def describe(
     first = configs[0]
     versions = {"fsdpctl": __version__, "torch": torch.__version__}
     if is_predicted:
-        device = ", ".join(dict.fromkeys(each.cluster.name for each in configs))
-        specs = asdict(first.cluster).items()
+        names = dict.fromkeys(each.cluster.name for each in configs)
+        device = ", ".join(names)
+        specs = asdict(first.cluster).items() if len(names) == 1 else ()
         machine = {n: str(v) for n, v in specs if v is not None and n != "name"}
     else:
         processor = _processor()
@@ -173,40 +216,49 @@ def rows_as_json(rows: Sequence[Row]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=2)
 
 
-def write_report(rows: Sequence[Row], about: ComparisonInfo, folder: Path) -> None:
+def write_report(rows: Sequence[Row], about: ComparisonInfo, folder: Path, by: str = BY[0]) -> None:
     """Write all results, in the order of `rows`, into an existing directory."""
     (folder / JSON).write_text(rows_as_json(rows) + "\n", encoding="utf-8")
-    (folder / PAGE).write_text(_page(rows, about), encoding="utf-8")
+    (folder / PAGE).write_text(_page(rows, about, by), encoding="utf-8")
 
 
-def _page(rows: Sequence[Row], about: ComparisonInfo) -> str:
+def _page(rows: Sequence[Row], about: ComparisonInfo, by: str) -> str:
     """Return one HTML file with everything in it, which loads nothing and runs nothing."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     ran = [row for row in rows if row.speed]
+    picture = io.BytesIO()
+    if ran:
+        draw_rows(ran, about.title, by).savefig(picture, dpi=_DPI)
     return template.render(
         about=about,
+        by=by,
         columns=columns(rows),
         kinds=["" if row.status == OK else "failed" for row in rows],
-        notes=[*failures(rows), *losses(rows)],
-        picture=_picture(ran, about.title) if ran else "",
+        notes=[*recommendation(rows, by), *failures(rows), *losses(rows)],
+        picture=base64.b64encode(picture.getvalue()).decode(),
     )
 
 
-def _picture(rows: Sequence[Row], title: str) -> str:
+def draw_rows(rows: Sequence[Row], title: str, by: str) -> Any:
+    """Return a figure with a bar per variant: what they are compared by, or tokens per second."""
+    name, heading, unit = _DRAWN.get(by, _SPEED)
+    if any(getattr(row, name) is None for row in rows):
+        name, heading, unit = _SPEED
+    values = [getattr(row, name) for row in rows]
+    edges = [tuple(speed / row.speed for speed in row.expected) for row in rows]
+    if name != _SPEED[0]:  # the slowest takes longest
+        edges = [(1 / high, 1 / low) for low, high in edges]
     labels = [" · ".join(row.varied.values()) or row.strategy for row in rows]
-    figure, axes = bar_axes("Throughput", title, labels, " · ".join(names_of(rows)))
-    bars(axes, [row.speed for row in rows], color=[BLUE, *[SKY] * (len(rows) - 1)])
-    for place, row in enumerate(rows):
-        low, high = row.spread
+    figure, axes = bar_axes(heading, title, labels, " · ".join(names_of(rows)))
+    bars(axes, values, color=[BLUE, *[SKY] * (len(rows) - 1)])
+    for place, (value, (low, high)) in enumerate(zip(values, edges, strict=True)):
         axes.errorbar(
-            row.speed, place, xerr=[[row.speed - low], [high - row.speed]],
+            value, place, xerr=[[value * (1 - low)], [value * (high - 1)]],
             color="black", capsize=4, linewidth=1.2,
         )  # fmt: skip
-        annotate(axes, 0, place, f"{row.speed:,.0f}", "black" if place else "white")
-    axes.set_xlim(0, max(row.spread[1] for row in rows) * 1.04)
-    axes.set_xlabel("tokens per second, all ranks")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    content = io.BytesIO()
-    figure.savefig(content, dpi=_DPI)
-    return base64.b64encode(content.getvalue()).decode()
+        annotate(axes, value * high, place, short(value))
+    axes.set_xlim(0, 1.12 * max(v * high for v, (_, high) in zip(values, edges, strict=True)))
+    axes.set_xlabel(unit)
+    axes.xaxis.set_major_formatter("{x:,g}")
+    return figure

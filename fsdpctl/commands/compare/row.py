@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdpctl.io.units import format_bytes
+from fsdpctl.io.units import figure, format_bytes
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.accuracy import Band
@@ -56,6 +56,10 @@ class Row:
     tokens_per_second_spread: tuple[float, float] | None = None
     step_seconds: float | None = None
     error_band: "Band | None" = None  # of a predicted step time
+    steps: int | None = None  # of a run whose length is set, and the predicted figures of the run
+    hours: float | None = None
+    gpu_hours: float | None = None
+    cost: float | None = None
     compute_seconds: float | None = None  # of a step: forward and backward
     exposed_communication_seconds: float | None = None  # of a step: computation waits
     optimizer_seconds: float | None = None
@@ -87,9 +91,15 @@ class Row:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The interval of its speed."""
+        """The interval of its speed, relative to variants on the same number of ranks."""
         predicted = self.speed * (1 - _TOLERANCE), self.speed * (1 + _TOLERANCE)
         return self.tokens_per_second_spread or predicted
+
+    @property
+    def expected(self) -> tuple[float, float]:
+        """The interval of its speed, in which published steps were if it is predicted."""
+        band = self.error_band
+        return self.spread if band is None else (self.speed / band.high, self.speed / band.low)
 
     @property
     def memory(self) -> int | None:
@@ -113,6 +123,7 @@ class Column:
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """Return the varied settings, and every metric that at least one row has."""
+    median = "; median of the rounds" if any(row.rounds for row in rows) else ""
     found = []
     for name in names_of(rows):
         settings = tuple(
@@ -122,7 +133,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     for title, meaning, cell in _COLUMNS:
         cells = tuple(cell(row) or _NOTHING for row in rows)
         if set(cells) != {_NOTHING}:
-            found.append(Column(title, meaning, cells))
+            found.append(Column(title, meaning.format(median=median), cells))
     return found
 
 
@@ -160,18 +171,23 @@ def _share(name: str) -> Cell:
 
 
 _COLUMNS: tuple[tuple[str, str, Cell], ...] = (
-    ("tokens/s", "of all ranks; median of the rounds", _number("tokens_per_second", ",.0f")),
+    ("tokens/s", "of all ranks{median}", _number("tokens_per_second", ",.0f")),
     ("spread", "slowest and fastest round; of a single round its quartiles", _spread),
-    ("ms/step", "median", _number("step_seconds", ",.1f", 1e3)),
-    ("error band", "of ms/step, by published steps of the same kind", _cell("error_band", str)),
-    ("compute", "share of a step in forward and backward", _share("compute_seconds")),
+    ("ms/step", "time of a step{median}", _number("step_seconds", ",.1f", 1e3)),
+    (
+        "error band",
+        "of predicted times, by published steps of the same kind",
+        _cell("error_band", lambda band: str(band).rpartition(": ")[2].partition(",")[0]),
+    ),
+    ("hours", "of the whole run: training alone", _cell("hours", figure)),
+    ("GPU hours", "of the whole run", _cell("gpu_hours", figure)),
+    ("cost", "of these hours, at cluster.price", _cell("cost", figure)),
     (
         "exposed comm",
         "share of a step in which computation waits for communication",
         _share("exposed_communication_seconds"),
     ),
     ("optimizer", "share of a step, with the gradient norm", _share("optimizer_seconds")),
-    ("data", "share of a step in creating batches", _share("data_seconds")),
     ("MFU", "model FLOPs utilization", _number("mfu", ".1%")),
     (
         "engine peak",

@@ -9,8 +9,9 @@ from fsdpctl.commands.compare.vary import Variant, new_variant
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.accuracy import SHORT, band_of
+from fsdpctl.estimate.accuracy import SHORT
 from fsdpctl.estimate.advice import advice
+from fsdpctl.estimate.duration import RunTime, run_time
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.estimate.planned_steps import sent_in_step
 from fsdpctl.estimate.run_estimate import RunEstimate
@@ -118,22 +119,25 @@ class SimulatedComparison:
         self._predicted[each.row.label] = step, estimate.margin
         units = self._estimator.traced_model(plan).units
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
-        row = replace(_with_times(each.row, config, step, estimate), sent_bytes_per_step=sent)
+        time = run_time(self._estimator, estimate, step)
+        if time.unknown and time.unknown not in self.notes:
+            self.notes.append(time.unknown)
+        row = replace(_with_times(each.row, time, step, estimate), sent_bytes_per_step=sent)
         each.row = with_memory(row, estimate)
 
 
-def _with_times(row: Row, config: Config, step: StepPrediction, estimate: RunEstimate) -> Row:
-    speed = step.tokens / step.seconds
+def _with_times(row: Row, time: RunTime, step: StepPrediction, estimate: RunEstimate) -> Row:
     return replace(
         row,
-        world_size=config.num_ranks,
-        tokens_per_second=speed,
+        world_size=time.num_ranks,
+        tokens_per_second=time.tokens_per_second,
         step_seconds=step.seconds,
-        error_band=band_of(estimate, step.seconds),
+        error_band=time.band,
         compute_seconds=step.compute,
         exposed_communication_seconds=step.exposed_communication,
         optimizer_seconds=step.optimizer,
-        mfu=_utilization(config, speed, estimate),
+        mfu=_utilization(estimate.config, time.tokens_per_second, estimate),
+        **time.of_run(),
     )
 
 

@@ -17,9 +17,7 @@ from fsdpctl.resolve.place import place, shares_memory
 from fsdpctl.resolve.settle import RunPlan
 
 _COMMA = re.compile(r",(?![^\[]*\])")  # between alternatives: not within a list
-_SET_BY_COMPARE = dict.fromkeys(LENGTHS, "pass --steps to set the length of each run") | {
-    "train.run_dir": "pass --out to keep the runs"
-}
+_CLUSTER, _PRICE = "cluster", "cluster.price"
 
 
 @dataclass(slots=True, eq=False)
@@ -42,20 +40,25 @@ def new_variant(varied: dict[str, str], composed: Composed) -> Variant:
     return Variant(composed, Row(varied, config.strategy.name, config.engine.name))
 
 
-def variants(words: Sequence[str], recipe: str | None, *, steps: int) -> list[Variant]:
+def variants(words: Sequence[str], recipe: str | None, *, steps: int | None) -> list[Variant]:
     """Return every combination of the alternatives in `words`; without any, all strategies.
 
+    Runs have `steps`; None: they are simulated, for the length in `words`. Prices are those of the
+    clusters in their order; a single price is that of all.
     Commas separate alternatives of group options and numbers; in texts, such as paths, and within
     brackets they have no meaning. If strategies vary, each variant ignores values that its strategy
     does not use. If engines vary and no strategy is set, strategies vary too: none of PyTorch's
     engines has all.
     """
-    for word in words:
-        name = word.partition("=")[0]
-        if name in _SET_BY_COMPARE:
-            raise UsageError(f"{name}: not supported by compare; {_SET_BY_COMPARE[name]}")
+    for name in (word.partition("=")[0] for word in words):
+        if name == "train.run_dir":
+            raise UsageError(f"{name}: not supported by compare; pass --out to keep the runs")
+        if name in LENGTHS and steps is not None:
+            raise UsageError(
+                f"{name}: only valid with --simulate; pass --steps to set the length of each run"
+            )
     alternatives = {
-        name: list(dict.fromkeys(_COMMA.split(text)))
+        name: _COMMA.split(text) if name == _PRICE else list(dict.fromkeys(_COMMA.split(text)))
         for name, equals, text in (word.partition("=") for word in words)
         if equals and _COMMA.search(text) and _has_alternatives(name)
     }
@@ -70,10 +73,28 @@ def variants(words: Sequence[str], recipe: str | None, *, steps: int) -> list[Va
     if "strategy" not in names and (between_engines or not alternatives):
         alternatives = {"strategy": list(STRATEGIES), **alternatives}
     fixed = [word for word in words if word.partition("=")[0] not in alternatives]
-    return [
-        _variant(dict(zip(alternatives, values, strict=True)), fixed, recipe, steps)
-        for values in product(*alternatives.values())
-    ]
+    if steps is not None:
+        fixed.append(f"train.steps={steps}")
+    prices = _prices(alternatives)
+    found = []
+    for values in product(*alternatives.values()):
+        varied = dict(zip(alternatives, values, strict=True))
+        varied |= {_PRICE: prices[varied[_CLUSTER]]} if prices else {}
+        found.append(_variant(varied, fixed, recipe))
+    return found
+
+
+def _prices(alternatives: dict[str, list[str]]) -> dict[str, str]:
+    """Remove the prices from the alternatives, and return that of each cluster."""
+    if _PRICE not in alternatives:
+        return {}
+    prices, clusters = alternatives.pop(_PRICE), alternatives.get(_CLUSTER, [])
+    if len(prices) != len(clusters):
+        raise UsageError(
+            f"{_PRICE}={','.join(prices)}: expected one price, or one for each of the "
+            f"{len(clusters)} values of cluster"
+        )
+    return dict(zip(clusters, prices, strict=True))
 
 
 OVER_GLOO = "launch.share_memory=false"
@@ -134,11 +155,9 @@ def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     return kept, [f"skipped: {problem}"] if problem else []
 
 
-def _variant(
-    varied: dict[str, str], fixed: Sequence[str], recipe: str | None, steps: int
-) -> Variant:
+def _variant(varied: dict[str, str], fixed: Sequence[str], recipe: str | None) -> Variant:
     words = [*fixed, *(f"{name}={text}" for name, text in varied.items())]
-    composed = compose_config([*words, f"train.steps={steps}"], recipe)
+    composed = compose_config(words, recipe)
     config = composed.config
     if "strategy" in varied:
         given = config.strategy

@@ -11,8 +11,15 @@ import pytest
 from matplotlib.image import imread
 
 from fsdpctl.commands.compare.measure import in_turn, summarized
-from fsdpctl.commands.compare.report import ComparisonInfo, losses, ordered, write_report
+from fsdpctl.commands.compare.report import (
+    ComparisonInfo,
+    losses,
+    ordered,
+    recommendation,
+    write_report,
+)
 from fsdpctl.commands.compare.row import FAILED, NOT_REACHED, Round, Row, columns
+from fsdpctl.estimate.accuracy import Band
 
 MIB = 1 << 20
 ABOUT = ComparisonInfo(
@@ -107,6 +114,31 @@ def predicted(name: str, low: float, speed: float, high: float, ranks: int | Non
 )
 def test_the_fastest_is_first_and_ties_are_decided_by_ranks_then_memory(rows, expected):
     assert [row.strategy for row in ordered(rows)] == list(expected)
+
+
+def sized(name: str, ranks: int, hours: float) -> Row:
+    band = Band("dense", 0.9, 1.1, 50)
+    figures: dict[str, Any] = {
+        "hours": hours,
+        "gpu_hours": ranks * hours,
+        "cost": ranks * hours / 2,
+    }
+    return Row(
+        {"strategy": name}, name, world_size=ranks, tokens_per_second=1000 / hours,
+        error_band=band, estimated_peak_tensor_bytes=ranks, **figures,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("by", "expected"), [
+    ("time", "cba"), ("gpu-hours", "acb"), ("cost", "acb"), ("memory", "abc"),
+])  # fmt: skip
+def test_the_smaller_cluster_is_recommended_within_the_error_band(by, expected):
+    rows = ordered([sized("a", 8, 80), sized("b", 16, 44), sized("c", 32, 19)], by)
+    assert "".join(row.strategy for row in rows) == expected
+    said = "strategy=a, which has fewer ranks; strategy=c is tied by"
+    assert list(recommendation(rows, by)) == (
+        [f"recommended: {said} {by}"] if expected == "acb" else []
+    )
 
 
 def with_losses(**ends: float) -> list[Row]:

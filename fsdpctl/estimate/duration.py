@@ -1,0 +1,120 @@
+"""How long a run takes and what it costs, by the predicted time of its steps."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fsdpctl.config.schema import LENGTHS, Config, Settled
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.accuracy import Band, band_of
+from fsdpctl.estimate.estimator import Estimator, StepPrediction
+from fsdpctl.estimate.hardware import ASSUMED, with_speed
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.io.units import figure
+from fsdpctl.resolve.data import checked_data
+from fsdpctl.resolve.usual import total_steps
+
+_HOUR = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class RunTime:
+    """The time of a run on GPUs: training alone, without validation, checkpoints and restarts."""
+
+    step_seconds: float
+    tokens: int  # of a step, of all ranks
+    num_ranks: int
+    steps: int | None = None  # of the run; None: its length is not set
+    price: float | None = None  # of a GPU hour
+    band: Band | None = None  # None: the specs of the hardware are assumed
+    source: str = ""  # of these specs
+    unknown: str = ""  # why the length that is set is unknown
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
+
+    @property
+    def hours(self) -> float | None:
+        return None if self.steps is None else self.steps * self.step_seconds / _HOUR
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return None if self.hours is None else self.hours * self.num_ranks
+
+    @property
+    def cost(self) -> float | None:
+        return None if self.gpu_hours is None or self.price is None else self.gpu_hours * self.price
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "error_band": self.band and asdict(self.band),
+            "prediction_source": self.source,
+            **self.of_run(),
+        }
+
+    def of_run(self) -> dict[str, Any]:
+        """Return the figures of the whole run, None if its length or the price is not set."""
+        names = ("steps", "hours", "gpu_hours", "cost")
+        return {name: getattr(self, name) for name in names}
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line about a step, and one about the run, with the range of each figure."""
+        about = self.source if self.band is None else f"{self.source}; {self.band}"
+        yield (
+            f"time    {figure(self.step_seconds)} s/step predicted, "
+            f"{self.tokens_per_second:,.0f} tok/s ({about})"
+        )
+        if self.unknown:
+            yield f"length  {self.unknown}"
+        elif self.steps is not None:
+            names = {"hours": self.hours, "GPU hours": self.gpu_hours, "of cost": self.cost}
+            found = (
+                f"{figure(amount)} {name}{self._range(amount)}"
+                for name, amount in names.items()
+                if amount is not None
+            )
+            yield f"length  {self.steps:,} steps of {self.tokens:,} tokens: {', '.join(found)}"
+
+    def _range(self, amount: float) -> str:
+        band = self.band
+        return f" ({figure(amount * band.low)} to {figure(amount * band.high)})" if band else ""
+
+
+def has_length(config: Config) -> bool:
+    """Return whether the length of a run is set."""
+    return any(config.value(name) is not None for name in LENGTHS)
+
+
+def run_time(
+    estimator: Estimator, estimate: RunEstimate, step: StepPrediction | None = None
+) -> RunTime:
+    """Predict the time of a run, or use its predicted `step`.
+
+    Raises:
+        UsageError: If the device is a CPU, or its specs are incomplete.
+    """
+    config, source = with_speed(estimate.config)
+    if config.launch.device == "cpu":
+        raise UsageError("launch.device=cpu: times are predicted for GPUs only; set cluster")
+    step = step or estimator.predict(replace(estimate.plan, config=config))
+    band = None if source.startswith(ASSUMED) else band_of(estimate, step.seconds)
+    steps, unknown = _steps(config, step.tokens)
+    price = config.cluster.price
+    return RunTime(step.seconds, step.tokens, config.num_ranks, steps, price, band, source, unknown)
+
+
+def _steps(config: Settled, tokens: int) -> tuple[int | None, str]:
+    """Return the number of steps, each of `tokens`, or why it is unknown."""
+    train = config.train
+    if not has_length(config):
+        return None, ""
+    if train.epochs is None:
+        return train.steps or -(-(train.tokens or 0) // tokens), ""
+    try:
+        return total_steps(config, checked_data(config)), ""
+    except UsageError as error:
+        text = f"train.epochs={train.epochs:g}: size of the data unknown; set train.tokens"
+        return None, f"{text} ({error})"
