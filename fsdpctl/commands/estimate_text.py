@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdpctl.commands.console import emit, note, say, show_json, show_table
 from fsdpctl.commands.drawing import draw_estimates, draw_largest
+from fsdpctl.config.auto import STRATEGY, left_open
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
@@ -47,7 +48,8 @@ def show_estimates(
     estimator = Estimator()
     found = estimates_of(estimator, composed, every=every)
     estimates = [each for each, _ in found]
-    fits = [] if fit is None else [largest_that_fits(estimator, x.plan, fit) for x in estimates]
+    names = [*composed.unset, *(x for x in left_open(composed.config) if x != STRATEGY)]
+    fits = [largest_that_fits(estimator, x.plan, fit, names) for x in estimates if fit is not None]
     if plot is not None:
         _draw(estimates, fits, plot)
     if as_json:

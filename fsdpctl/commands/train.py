@@ -27,7 +27,6 @@ from fsdpctl.launch.paths import check_paths
 from fsdpctl.launch.run import run, silence_torch_of_lost_peers
 
 if TYPE_CHECKING:
-    from fsdpctl.launch.begin import Decision
     from fsdpctl.resolve.open import Opened
     from fsdpctl.run.directory import Look
 
@@ -106,50 +105,40 @@ def _train(composed: Composed, settings: list[str], resume: str) -> None:
 
 
 def _print_config(composed: Composed, resume: str) -> None:
-    """Print the configuration; lines about the selection go to standard error."""
-    config = composed.config
-    if left_open(config):
-        from fsdpctl.launch.begin import decide_on_cluster
-        from fsdpctl.resolve.place import LOCAL
-        from fsdpctl.resolve.settle import settle
+    """Print the configuration; lines about the selection go to standard error.
 
-        if config.cluster.name != LOCAL:
-            decision = decide_on_cluster(composed, note)
-            selection = decision.selection
-        else:
-            _, seen, decision = _opened(composed, resume)
-            selection = Selection.of(settle(seen.config, decision.selection).config)
+    Settings that are selected if their defaults do not fit are left out.
+    """
+    config, names = composed.config, left_open(composed.config)
+    if names:
+        from fsdpctl.estimate.estimator import Estimator
+        from fsdpctl.launch.begin import decide_run
+
+        plan, _, decision = decide_run(*_opened(composed, resume), Estimator(), note)
         note(*decision.lines)
-        assert selection is not None
-        config = selected(config, selection)
-    emit(words_to_yaml(words_to_type(config)).rstrip())
+        config = selected(config, Selection.of(plan.config))
+    words, unset = words_to_type(config), {*composed.unset}
+    kept = {name: text for name, text in words.items() if not {name, name.split(".")[0]} & unset}
+    emit(words_to_yaml(kept).rstrip())
 
 
-def _opened(composed: Composed, resume: str) -> "tuple[Opened, Look, Decision]":
+def _opened(composed: Composed, resume: str) -> "tuple[Opened, Look]":
     """Open a run without the launcher's variables: it may be shown where no launcher runs."""
-    from fsdpctl.launch.begin import decide, decide_on_cluster
     from fsdpctl.resolve.open import open_run
-    from fsdpctl.resolve.place import LOCAL
     from fsdpctl.run.directory import look
 
-    config = composed.config
-    opened = open_run(composed, (config.launch, None))
-    seen = look(opened.config, resume)
-    if config.cluster.name != LOCAL and seen.kept is None and left_open(config):
-        return opened, seen, decide_on_cluster(composed, note)
-    return opened, seen, decide(opened, seen, note)
+    opened = open_run(composed, (composed.config.launch, None))
+    return opened, look(opened.config, resume)
 
 
 def _dry_run(composed: Composed, resume: str) -> None:
-    opened, seen, decision = _opened(composed, resume)
+    opened, seen = _opened(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.launch.begin import check_fits
+    from fsdpctl.launch.begin import check_fits, decide_run
     from fsdpctl.launch.run_lines import describe_run, describe_units
-    from fsdpctl.resolve.settle import settle
 
-    plan = settle(seen.config, decision.selection)
     estimator = Estimator()
-    estimate = estimator.estimate(plan)
+    plan, estimate, decision = decide_run(opened, seen, estimator, note)
     say(*decision.lines, *describe_run(opened, plan, seen, estimate), "")
     say(*describe_units(plan.config, opened.module))
     _show_samples(opened)

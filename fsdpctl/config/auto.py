@@ -1,10 +1,11 @@
 """The settings that `auto` selects: strategy, activation checkpointing, prefetch, micro-batch.
 
-Each of these is `auto` until it is selected. A `train.micro_batch_size` that is not set is not
-`auto`: it is a rank's whole share of the step.
+Each of these is `auto` until it is selected. Those that are not set have their plain defaults if
+these fit into memory, else they are `auto` too, except for the strategy. The default of
+`train.micro_batch_size` is a rank's whole share of the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fsdpctl.config.keys import AUTO, CHOSEN
@@ -19,6 +20,7 @@ PREFETCHES = (
     PrefetchConfig("backward", 0, 1),
     PrefetchConfig("both", 1, 1),
 )
+_HAS_DEFAULT = (RECOMPUTATION, PREFETCH, MICRO_BATCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,55 @@ class Selection:
             config.train.micro_batch_size,
         )
 
-    def text(self, names: Sequence[str]) -> str:
+    @staticmethod
+    def usual(config: Config) -> "Selection":
+        """Return the defaults for a placed configuration; the strategy has none."""
+        share = -(-config.train.global_batch_size // config.num_groups)
+        return replace(Selection.of(Config()), strategy="", micro_batch_size=share)
+
+    def words(self, names: Sequence[str], usual: "Selection | None" = None) -> list[str]:
+        """Return the settings of these names, without those that are `usual`."""
         values = {
             STRATEGY: self.strategy,
             RECOMPUTATION: self.activation_checkpointing,
             PREFETCH: self.prefetch.name,
             MICRO_BATCH: self.micro_batch_size,
         }
-        return " ".join(f"{name}={values[name]}" for name in names)
+        same = [] if usual is None else usual.words(names)
+        words = (f"{name}={values[name]}" for name in names)
+        return [word for word in words if word not in same]
+
+    def text(self, names: Sequence[str]) -> str:
+        return " ".join(self.words(names))
+
+
+def unset(given: Collection[str]) -> tuple[str, ...]:
+    """Return the names of settings that are selected if their defaults do not fit.
+
+    Those are without any of the `given` settings.
+    """
+    sections = {*given, *(name.partition(".")[0] for name in given)}
+    names = [name for name in _HAS_DEFAULT if name not in sections]
+    is_fixed = "accumulation.steps" in given  # and the micro-batch by it
+    return tuple(name for name in names if not (name == MICRO_BATCH and is_fixed))
+
+
+def kept_names(config: Config, kept: Config, unset: Collection[str]) -> tuple[str, ...]:
+    """Return the names that a run selects again as it was kept: `auto`, or without defaults."""
+    words = Selection.of(kept).words(tuple(unset), Selection.usual(kept))
+    return (*left_open(config), *(word.partition("=")[0] for word in words))
+
+
+def opened(config: C, names: Collection[str]) -> C:
+    """Return a configuration in which these settings are `auto`."""
+    values = {name: CHOSEN if name == MICRO_BATCH else AUTO for name in names}
+    usual = replace(config, prefetch=PrefetchConfig()) if PREFETCH in names else config
+    return usual.changed(values)
+
+
+def plain(config: C, names: Collection[str]) -> C:
+    """Return a configuration in which these settings have their defaults."""
+    return selected(opened(config, names), Selection.of(Config()))
 
 
 def left_open(config: Config) -> tuple[str, ...]:

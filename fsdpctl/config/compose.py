@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdpctl.config.auto import unset
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_model, with_model
 from fsdpctl.config.hub import hub_models
 from fsdpctl.config.keys import Value
@@ -46,6 +47,7 @@ class Composed:
     recipe: str | None  # its name, without directory and suffix
     dropped: tuple[str, ...]  # recipe keys overridden by an option on the command line
     automatic: frozenset[str]  # keys without a value
+    unset: tuple[str, ...] = ()  # settings that are selected if their defaults do not fit
     renamed: tuple[str, ...] = ()  # options by their names in other tools, a line each
 
 
@@ -92,7 +94,7 @@ def compose_config(
     _resolve_alternatives("the size of a step", SIZES, values, given, {name for name, _ in kept})
     automatic = frozenset(name for name, value in values.items() if value is None)
     config = to_config(values, choices)
-    return Composed(config, name, dropped, automatic, renamed)
+    return Composed(config, name, dropped, automatic, unset(dict(pairs)), renamed)
 
 
 def default_config() -> Config:

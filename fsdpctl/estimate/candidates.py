@@ -161,11 +161,12 @@ class Candidate:
 class Ranking:
     """The candidates that fit, the selected one first."""
 
-    names: tuple[str, ...]  # the settings that are `auto`
+    names: tuple[str, ...]  # the settings that are selected
     ranked: tuple[Candidate, ...]  # the best that fit; they differ in more than prefetch
     count: int  # of combinations
     whose: str  # the source of the hardware specs
     closest: RunEstimate | None = None  # of the combination that lacks least, if none fits
+    defaults: RunEstimate | None = None  # of those settings that are not set; they do not fit
     failures: tuple[str, ...] = ()  # of probes, a line each
     probing: float = 0.0  # seconds spent on all probes
 
@@ -177,23 +178,21 @@ class Ranking:
         return found
 
     @property
-    def best(self) -> Candidate:
-        """The selected candidate.
-
-        Raises:
-            UsageError: If nothing fits.
-        """
-        if not self.ranked:
-            raise UsageError(self.lacks)
-        return self.ranked[0]
+    def selection(self) -> Selection:
+        """The selected values, or those of the combination closest to fitting."""
+        return self.ranked[0].selection if self.ranked else Selection.of(self.estimate.config)
 
     @property
-    def lacks(self) -> str:
-        """The message if nothing fits: the closest combination and the memory that it lacks."""
-        left = " ".join(f"{name}=auto" for name in self.names)
-        found = self.estimate
-        closest = self.text(Selection.of(found.config))
-        return f"{left}: nothing fits; closest is {closest}: {'; '.join(found.shortages)}"
+    def summary(self) -> str:
+        """The selection, or the closest and the memory that it lacks; with the reason, if any."""
+        usual = self.defaults
+        same = None if usual is None else Selection.usual(usual.config)
+        text = " ".join(self.selection.words(self.names, same))
+        if not self.ranked:
+            text = f"nothing fits; closest is {text}: {'; '.join(self.estimate.shortages)}"
+        elif usual is not None:
+            text = f"selected: {text}"
+        return text if usual is None else f"the defaults need {usual.excess}; {text}"
 
     @property
     def predicts(self) -> bool:

@@ -1,10 +1,12 @@
 """The largest run that fits."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdpctl.config.auto import MICRO_BATCH, Selection
 from fsdpctl.config.model import MOST_LAYERS
+from fsdpctl.config.schema import Filled
 from fsdpctl.estimate.changes import (
     ACTIVATIONS_ON_HOST,
     FEED_FORWARD_IN_CHUNKS,
@@ -14,10 +16,11 @@ from fsdpctl.estimate.changes import (
 )
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import roomiest
 from fsdpctl.resolve.settle import RunPlan, settle
 
 FITTED = {
-    "micro_batch": "train.micro_batch_size",
+    "micro_batch": MICRO_BATCH,
     "seq_len": "train.seq_len",
     "model": "model.num_layers",
 }
@@ -35,13 +38,16 @@ class Fit:
     multiple: int  # that the value is a multiple of
     estimate: RunEstimate | None  # with it
     next: RunEstimate | None  # with the next value, which does not fit; None: a limit is reached
+    names: tuple[str, ...] = ()  # of the settings that are selected if their defaults do not fit
 
     @property
     def settings(self) -> str:
-        if self.estimate is None or self.key != FITTED["micro_batch"]:
-            return f"{self.key}={self.value}"
-        samples = self.estimate.batches.global_batch_size
-        return f"{self.key}={self.value} train.global_batch_size={samples}"
+        words, found = [f"{self.key}={self.value}"], self.estimate
+        if found is not None and self.key == MICRO_BATCH:
+            words.append(f"train.global_batch_size={found.batches.global_batch_size}")
+        if found is not None and self.names:
+            words += Selection.of(found.config).words(self.names, Selection.usual(found.config))
+        return " ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -53,27 +59,33 @@ class Fit:
         }
 
 
-def _valued(plan: RunPlan, what: str, value: int) -> RunPlan:
-    """Return `plan` with another size, and the global batch that all ranks then process."""
+def _valued(plan: RunPlan, what: str, value: int) -> Filled:
+    """Return the settings of `plan` with another size, and the global batch of all ranks then."""
     values = {FITTED[what]: value}
     if what == "micro_batch":
         passes = plan.batches.num_micro_batches
         samples = value * passes * plan.config.num_groups
         values |= {"accumulation.steps": passes, "train.global_batch_size": samples}
-    return settle(plan.asked.changed(values))
+    return plan.asked.changed(values)
 
 
-def largest_that_fits(estimator: Estimator, plan: RunPlan, what: str) -> Fit:
-    """Find the largest micro-batch, length or number of blocks of a run."""
+def largest_that_fits(
+    estimator: Estimator, plan: RunPlan, what: str, names: Collection[str] = ()
+) -> Fit:
+    """Find the largest micro-batch, length or number of blocks of a run.
+
+    The settings of `names` have their defaults if these fit, else values that fit.
+    """
     config = plan.config
     most = _MOST.get(what, config.model.max_seq_len)
     begin = config.value(FITTED[what])
+    tried = _Tried(estimator, plan, what, tuple(x for x in names if x != FITTED[what]))
     found = Fit(FITTED[what], 0, 1, None, None)
     if what == "seq_len" and most >= _LENGTHS:
-        found = _largest(estimator, plan, what, begin, most, multiple=_LENGTHS)
+        found = tried.largest(begin, most, multiple=_LENGTHS)
         most = _LENGTHS - 1
     if not found.value:
-        found = _largest(estimator, plan, what, begin, most, multiple=1)
+        found = tried.largest(begin, most, multiple=1)
     return found
 
 
@@ -88,31 +100,42 @@ def longer_samples(
     words: tuple[str, ...] = ()
     for knob in (RECOMPUTED, SHARED_SAMPLES, ACTIVATIONS_ON_HOST, FEED_FORWARD_IN_CHUNKS):
         begin = max(found.value, LONG)
-        plan = _valued(plan, "seq_len", begin)
+        plan = settle(_valued(plan, "seq_len", begin))
         for change in [*knob.changes(plan)][-1:]:
             if found.estimate is not None and found.next is None:
                 return  # the model's own limit
             most = change.plan.config.model.max_seq_len
             multiple = max(_LENGTHS, 1 << (min(begin, most).bit_length() - _BITS))
-            longer = _largest(estimator, change.plan, "seq_len", begin, most, multiple=multiple)
+            longer = _Tried(estimator, change.plan, "seq_len").largest(
+                begin, most, multiple=multiple
+            )
             if longer.value > found.value:
                 words, plan, found = (*words, *change.words), change.plan, longer
                 yield words, found
 
 
-def _largest(
-    estimator: Estimator, plan: RunPlan, what: str, begin: int, most: int, *, multiple: int
-) -> Fit:
-    seen: dict[int, RunEstimate] = {}
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A search for the largest size."""
 
-    def fits(count: int) -> bool:
-        seen[count] = estimator.estimate(_valued(plan, what, count * multiple))
-        return seen[count].fits
+    estimator: Estimator
+    plan: RunPlan
+    what: str
+    names: tuple[str, ...] = ()
 
-    most //= multiple
-    begin = min(max(begin // multiple, 1), most)
-    count = _edge(fits, lambda at: seen[at].margin, begin, most)
-    return Fit(FITTED[what], count * multiple, multiple, seen.get(count), seen.get(count + 1))
+    def largest(self, begin: int, most: int, *, multiple: int) -> Fit:
+        seen: dict[int, RunEstimate] = {}
+
+        def fits(count: int) -> bool:
+            valued = _valued(self.plan, self.what, count * multiple)
+            seen[count] = roomiest(self.estimator, valued, self.names)
+            return seen[count].fits
+
+        most //= multiple
+        begin = min(max(begin // multiple, 1), most)
+        count = _edge(fits, lambda at: seen[at].margin, begin, most)
+        found, over = seen.get(count), seen.get(count + 1)
+        return Fit(FITTED[self.what], count * multiple, multiple, found, over, self.names)
 
 
 def _edge(fits: Callable[[int], bool], margin: Callable[[int], int], begin: int, most: int) -> int:

@@ -103,6 +103,7 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
         except UsageError as error:
             dropped.add("engine")
             found, own_engine = composed(rows), str(error)
+    found = replace(found, unset=())  # as the other tool runs it
     return ImportedConfig(found, translation, tuple(rows), typed, own_engine)
 
 

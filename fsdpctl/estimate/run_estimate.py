@@ -105,18 +105,28 @@ class RunEstimate:
     @property
     def shortages(self) -> list[str]:
         """Which memory does not suffice, a clause each; none if the run fits."""
+        host = {"host memory": ("node", " (cluster.host_memory)")}
+        return [
+            f"{what}: about {needed} needed per {each}, {limit} available{key}"
+            for what, needed, limit in self._lacking
+            for each, key in [host.get(what, ("rank", ""))]
+        ]
+
+    @property
+    def excess(self) -> str:
+        """The first memory that does not suffice."""
+        what, needed, limit = self._lacking[0]
+        return f"{needed} of {limit}{f' {what}' if what != 'memory' else ''}"
+
+    @property
+    def _lacking(self) -> list[tuple[str, str, str]]:
+        """Which memory does not suffice, how much is needed, and how much there is."""
         found = []
         if self.step.verdict(self.available) != "fits":
-            needed = format_bytes(self.peak_reserved + self.outside.high)
-            limit = format_bytes(self.memory_bytes)
-            found.append(f"memory: about {needed} needed per rank, {limit} available")
+            found.append(("memory", self.peak_reserved + self.outside.high, self.memory_bytes))
         if self.host_limit is not None and self.lacks_host_memory:
-            needed, limit = format_bytes(self.node_bytes), format_bytes(self.host_limit)
-            found.append(
-                f"host memory: about {needed} needed per node, {limit} available "
-                "(cluster.host_memory)"
-            )
-        return found
+            found.append(("host memory", self.node_bytes, self.host_limit))
+        return [(what, format_bytes(needed), format_bytes(limit)) for what, needed, limit in found]
 
     @property
     def checkpoint_bytes(self) -> int:

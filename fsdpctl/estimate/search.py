@@ -10,11 +10,11 @@ memory decides.
 """
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
-from fsdpctl.config.auto import left_open
+from fsdpctl.config.auto import left_open, opened, plain
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Filled
 from fsdpctl.errors import UsageError
@@ -35,23 +35,22 @@ _SIZES = 3  # micro-batch sizes per strategy and mode, the largest that fit
 def estimates_of(
     estimator: Estimator, composed: Composed, *, every: bool
 ) -> list[tuple[RunEstimate, Ranking | None]]:
-    """Estimate a configuration, with every `auto` setting selected; a ranking if there is one.
+    """Estimate a configuration on its cluster, as `decide`.
 
     With `every`, estimate each strategy that the engine and the other settings support, and that
-    differs from others on these nodes, without keys that it does not use. If nothing fits, the
-    estimate is that of the closest combination.
+    differs from others on these nodes, without keys that it does not use.
 
     Raises:
         UsageError: If the configuration is invalid.
     """
     placed = fill_on_cluster(composed, every=every)
     if not every:
-        return [_estimated(estimator, placed)]
+        return [decide(estimator, placed, composed.unset)]
     found, errors = [], []
     for name in (each for each in supported_strategies(placed) if differs_here(placed, each)):
         try:
             each = replace(placed, strategy=placed.strategy.under(name))
-            found.append(_estimated(estimator, each))
+            found.append(decide(estimator, each, composed.unset))
         except UsageError as error:
             errors.append(error)
     if not found:
@@ -59,11 +58,39 @@ def estimates_of(
     return found
 
 
-def _estimated(estimator: Estimator, placed: Filled) -> tuple[RunEstimate, Ranking | None]:
-    if not left_open(placed):
-        return estimator.estimate(settle(placed)), None
-    ranking = choose(estimator, placed)
-    return ranking.estimate, ranking
+def decide(
+    estimator: Estimator, placed: Filled, unset: Collection[str]
+) -> tuple[RunEstimate, Ranking | None]:
+    """Select what is `auto`, and if the defaults of `unset` settings do not fit, these too.
+
+    This is the decision of every command. Returns the estimate with what is selected, and the
+    ranking if there is one. If nothing fits, the estimate is that of the closest combination.
+
+    Raises:
+        UsageError: If no combination is valid.
+    """
+    if left_open(placed):
+        ranking = choose(estimator, placed)
+        if ranking.ranked or not unset:
+            return ranking.estimate, ranking
+        usual = ranking.estimate
+    else:
+        ranking, usual = None, estimator.estimate(settle(placed))
+        if usual.fits or not unset:
+            return usual, None
+    more = replace(choose(estimator, opened(placed, unset)), defaults=usual)
+    if not more.ranked and more.estimate.margin <= usual.margin:
+        return usual, ranking
+    return more.estimate, more
+
+
+def roomiest(estimator: Estimator, placed: Filled, names: Collection[str]) -> RunEstimate:
+    """Return an estimate that fits, or the closest, if the settings of `names` may be selected.
+
+    It is that of their defaults if these fit.
+    """
+    found = estimator.fitting(settle(plain(placed, names)))
+    return found or _Search(estimator, Axes.of(opened(placed, names))).roomiest()
 
 
 def choose(estimator: Estimator, placed: Filled) -> Ranking:
@@ -105,6 +132,11 @@ class _Search:
         if len(others) < KEPT - 1:
             others += self._rest({selected, *others}, {_kind(selected), *map(_kind, others)})
         return [self._candidate(each) for each in (selected, *others[: KEPT - 1])]
+
+    def roomiest(self) -> RunEstimate:
+        """Return an estimate of a point that fits, or of the point that lacks least."""
+        any(self._fits(each) for name in self.axes.strategies for each in self._extremes(name))
+        return self.closest()
 
     def closest(self) -> RunEstimate:
         """Return the estimate of the point that lacks least.
@@ -182,19 +214,23 @@ class _Search:
 
     def _edges(self, strategy: str) -> Iterator[tuple[str, int]]:
         """Yield each recomputation mode, the least first, with the largest size that fits."""
-        last = len(self.axes.sizes) - 1
-        modes = self.axes.recomputations
+        if not any(map(self._fits, self._extremes(strategy))):
+            return
+        low, last = -1, len(self.axes.sizes) - 1
 
         def fits(mode: str, place: int) -> bool:
             return self._fits(self.axes.point(strategy, mode, place, most=False))
 
-        if not any(fits(*edge) for edge in ((modes[0], last), (modes[-1], 0), (modes[-1], last))):
-            return
-        low = -1
-        for mode in modes:
+        for mode in self.axes.recomputations:
             low = _edge(partial(fits, mode), low, last)
             if low >= 0:
                 yield mode, low
+
+    def _extremes(self, strategy: str) -> list[SearchPoint]:
+        """Return the points of which one fits if any does."""
+        last, modes = len(self.axes.sizes) - 1, self.axes.recomputations
+        ends = ((modes[0], last), (modes[-1], 0), (modes[-1], last))
+        return [self.axes.point(strategy, mode, place, most=False) for mode, place in ends]
 
     def _fits(self, point: SearchPoint) -> bool:
         estimate = self._estimate(point)

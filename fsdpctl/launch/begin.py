@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fsdpctl.checkpoint.folders import complete_checkpoints
 from fsdpctl.checkpoint.remote_run import remote_of
-from fsdpctl.config.auto import Selection, left_open
+from fsdpctl.config.auto import Selection, kept_names, left_open, opened
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
@@ -19,14 +19,13 @@ from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.estimate.changes import Change
 from fsdpctl.estimate.estimator import Estimator, write_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import choose
+from fsdpctl.estimate.search import decide
 from fsdpctl.io.activity import Talk, doing
 from fsdpctl.io.units import format_bytes
 from fsdpctl.launch.run_lines import describe_run
 from fsdpctl.resolve.launchers import Place
-from fsdpctl.resolve.open import Opened, fill_on_cluster, open_run
-from fsdpctl.resolve.place import LOCAL
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.open import Opened, open_run
+from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
 from fsdpctl.run.heartbeat import RunLock, claimed
@@ -39,7 +38,7 @@ class Begun:
     run_dir: Path
     lock: RunLock
     base: Filled  # as opened: settings that depend on the ranks are as requested
-    selection: Selection | None  # of the settings that are `auto`
+    selection: Selection | None  # of the settings in `base` that are `auto`
     config: Settled  # settled for the ranks of the current round
     step: int  # of the checkpoint that the current round starts from
 
@@ -67,33 +66,31 @@ def begin(
         UsageError: If the run is invalid; nothing remains of a directory that was created here.
         DoesNotFitError: If its memory does not suffice; likewise.
     """
-    opened = open_run(composed, where)
-    seen = look(opened.config, resume)
+    found = open_run(composed, where)
+    seen = look(found.config, resume)
     may_lack = seen.source is None and remote_of(seen.config) is not None
     if not may_lack and _is_finished(seen, talk):
         return None
     waiting = f"waiting for the workers of the last start of {seen.run_dir}"
     with claimed(seen.run_dir, lambda: talk.say(waiting)) as lock:
-        seen = look(opened.config, resume, seen.run_dir)  # the run may have moved on, or finished
+        seen = look(found.config, resume, seen.run_dir)  # the run may have moved on, or finished
         if seen.standing is Standing.FINISHED:
             _upload_rest(seen)
         if _is_finished(seen, talk):
             lock.release()
             return None
-        decision = decide(opened, seen, talk.note, probes=probes)
-        plan = settle(seen.config, decision.selection)
         estimator = Estimator()
-        estimate = estimator.estimate(plan)
-        described = describe_run(opened, plan, seen, estimate)
+        plan, estimate, decision = decide_run(found, seen, estimator, talk.note, probes=probes)
+        described = describe_run(found, plan, seen, estimate)
         for line in (*decision.lines, *described):
             talk.say(line)
         check_fits(estimate, estimator, talk.say)
         if (remote := remote_of(plan.config)) is not None:
             remote.check_writable()
-        assets = collect_assets(plan.config, opened.data)
+        assets = collect_assets(plan.config, found.data)
         prepare_run_dir(seen, plan.config, settings, assets)
-        write_estimate(seen.run_dir, plan, opened.module, estimate, estimator)
-    return Begun(seen.run_dir, lock, seen.config, decision.selection, plan.config, seen.step)
+        write_estimate(seen.run_dir, plan, found.module, estimate, estimator)
+    return Begun(seen.run_dir, lock, decision.base, decision.selection, plan.config, seen.step)
 
 
 def _is_finished(seen: Look, talk: Talk) -> bool:
@@ -146,50 +143,65 @@ def change_lines(changes: Sequence[tuple[Change, RunEstimate]]) -> list[str]:
 class Decision(NamedTuple):
     """The selected values, and the lines that explain them."""
 
+    base: Filled  # in which what is selected is `auto`
     selection: Selection | None = None  # None: no setting is `auto`
     lines: tuple[str, ...] = ()
 
 
-def decide(
-    opened: Opened, seen: Look, note: Callable[[str], None], *, probes: bool = False
-) -> Decision:
-    """Select what is `auto` for the ranks of an opened run; one that resumes keeps its selection.
+def decide_run(
+    found: Opened,
+    seen: Look,
+    estimator: Estimator,
+    note: Callable[[str], None],
+    *,
+    probes: bool = False,
+) -> tuple[RunPlan, RunEstimate, Decision]:
+    """Select for the ranks of an opened run, as `decide`; one that resumes keeps its selection.
 
-    With `probes`, candidates may run here, except for another cluster. UsageError if nothing fits.
+    With `probes`, candidates may run here.
     """
-    config = opened.config
-    names = left_open(config)
-    if not names:
-        return Decision()
-    if seen.kept is not None:
-        kept, source = Selection.of(seen.kept), seen.source or seen.run_dir / RUN_CONFIG
-        return Decision(kept, (f"{'auto':<8}{kept.text(names)}, as in {source}",))
-    return _decided(config, note, opened if probes else None)
+    made = _kept(found, seen) or _decided(found, seen.config, estimator, note, probes=probes)
+    plan = settle(made.base, made.selection)
+    return plan, estimator.estimate(plan), made
 
 
-def decide_on_cluster(composed: Composed, note: Callable[[str], None]) -> Decision:
-    """Select what is `auto` for the ranks of `cluster`, which need not exist. Opens no run."""
-    return _decided(fill_on_cluster(composed), note)
+def _kept(found: Opened, seen: Look) -> Decision | None:
+    """Return what the last start in the run directory had selected, or was set to."""
+    config, kept = seen.config, seen.kept
+    names = left_open(config) if kept is None else kept_names(config, kept, found.unset)
+    if kept is None or not names:
+        return None
+    selection, source = Selection.of(kept), seen.source or seen.run_dir / RUN_CONFIG
+    line = f"{'auto':<8}{selection.text(names)}, as in {source}"
+    return Decision(opened(config, names), selection, (line,))
 
 
 def _decided(
-    config: Filled, note: Callable[[str], None], probes_of: Opened | None = None
+    found: Opened,
+    config: Filled,
+    estimator: Estimator,
+    note: Callable[[str], None],
+    *,
+    probes: bool,
 ) -> Decision:
-    note("selecting the fastest configuration that fits")
-    ranking = choose(Estimator(), config)
-    if probes_of is not None and config.auto.probe and config.cluster.name == LOCAL:
+    if left_open(config):
+        note("selecting the fastest configuration that fits")
+    _, ranking = decide(estimator, config, found.unset)
+    if ranking is None:
+        return Decision(config)
+    base = opened(config, ranking.names)
+    if probes and config.auto.probe and ranking.defaults is None:
         from fsdpctl.launch.probe import probed  # imports the trainer
 
-        ranking = probed(ranking, probes_of, note)
-    return Decision(ranking.best.selection, tuple(describe_ranking(ranking)))
+        ranking = probed(ranking, found, note)
+    return Decision(base, ranking.selection, tuple(describe_ranking(ranking)))
 
 
 def describe_ranking(ranking: Ranking) -> Iterator[str]:
     """Yield the selection, its reason, and the runner-up; or what is missing if nothing fits."""
+    yield f"{'auto':<8}{ranking.summary}"
     if not ranking.ranked:
-        yield f"{'auto':<8}{ranking.lacks}"
         return
-    yield f"{'auto':<8}{ranking.text(ranking.best.selection)}"
     yield f"{'reason':<8}{_reason(ranking)}"
     yield f"{'next':<8}{_next(ranking)}"
     if ranking.probing:
@@ -197,7 +209,7 @@ def describe_ranking(ranking: Ranking) -> Iterator[str]:
 
 
 def _reason(ranking: Ranking) -> str:
-    first = ranking.best
+    first = ranking.ranked[0]
     fastest = min(ranking.ranked, key=lambda each: each.seconds)
     ranks = first.estimate.config.num_ranks
     among = f"of {ranking.count} combinations on {ranks} rank{'' if ranks == 1 else 's'}"
@@ -233,5 +245,5 @@ def _held(candidate: Candidate) -> str:
 
 def _probed(ranking: Ranking) -> str:
     count = sum(each.measured is not None for each in ranking.ranked) + len(ranking.failures)
-    result = f"{ranking.best.measured:.3g} s/step measured, {count} candidates"
+    result = f"{ranking.ranked[0].measured:.3g} s/step measured, {count} candidates"
     return "; ".join([result, *ranking.failures, f"{ranking.probing:.0f} s in total"])

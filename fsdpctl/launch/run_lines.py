@@ -43,7 +43,7 @@ def _count(number: float) -> str:
 
 
 def describe_run(opened: Opened, plan: RunPlan, seen: Look, estimate: RunEstimate) -> Iterator[str]:
-    """Yield the first lines of a run: every setting that matters, marked if it was `auto`."""
+    """Yield the first lines of a run: every setting that matters, marked if it was not set."""
     rows = [
         ("model", _model(opened)),
         ("ranks", _ranks(opened, plan)),
@@ -63,8 +63,10 @@ def describe_run(opened: Opened, plan: RunPlan, seen: Look, estimate: RunEstimat
         yield f"{name:<8}{text}"
 
 
-def _auto(opened: Opened, name: str) -> str:
-    return " (auto)" if name in opened.automatic else ""
+def _origin(opened: Opened, name: str, plan: RunPlan | None = None) -> str:
+    if plan is not None and plan.asked.value(name) != opened.config.value(name):
+        return " (auto)"  # selected
+    return " (default)" if name in opened.automatic else ""
 
 
 def _model(opened: Opened) -> str:
@@ -83,7 +85,7 @@ def _model(opened: Opened) -> str:
     of = "" if config.model.path is None else f"{family_of(config.model)}, "
     return (
         f"{config.model.name}, {of}{_count(count)} parameters{in_part}, vocabulary "
-        f"{config.model.vocab_size}{_auto(opened, 'model.vocab_size')}, {weights}"
+        f"{config.model.vocab_size}{_origin(opened, 'model.vocab_size')}, {weights}"
     )
 
 
@@ -125,10 +127,10 @@ def _ranks(opened: Opened, plan: RunPlan) -> str:
     total = "" if nodes == 1 else f"{ranks}, on each of {nodes} nodes "
     engine = "" if config.engine.name == FSDPCTL else f"engine {config.engine.name}, "
     return (
-        f"{total}{each}{_auto(opened, 'launch.nproc_per_node')} on "
-        f"{config.launch.device}{_auto(opened, 'launch.device')}, "
+        f"{total}{each}{_origin(opened, 'launch.nproc_per_node')} on "
+        f"{config.launch.device}{_origin(opened, 'launch.device')}, "
         f"{engine}{_strategy(config, ranks)}, "
-        f"prefetch {config.prefetch.name}, {dtypes}{_auto(opened, 'precision.param_dtype')}"
+        f"prefetch {config.prefetch.name}, {dtypes}{_origin(opened, 'precision.param_dtype')}"
     )
 
 
@@ -167,9 +169,9 @@ def _data(data: DataSet) -> str:
 
 def _batch(opened: Opened, plan: RunPlan) -> str:
     batches, train, model = plan.batches, plan.config.train, plan.config.model
-    auto = _auto(opened, "train.seq_len")
-    if auto and train.seq_len < usual_length(model.name, model.max_seq_len):
-        auto = " (auto: limited by the data)"
+    length = _origin(opened, "train.seq_len")
+    if length and train.seq_len < usual_length(model.name, model.max_seq_len):
+        length = " (default: limited by the data)"
     passes = "micro-batch" if batches.num_micro_batches == 1 else "micro-batches"
     shared = batches.context_parallel
     groups = batches.world_size // shared
@@ -177,11 +179,11 @@ def _batch(opened: Opened, plan: RunPlan) -> str:
     if shared > 1:
         who = f"group{'s' * (groups > 1)} of {shared} ranks"
     return (
-        f"{batches.global_batch_size} samples{_auto(opened, 'train.global_batch_size')} of "
-        f"{train.seq_len} tokens{auto} "
+        f"{batches.global_batch_size} samples{_origin(opened, 'train.global_batch_size')} of "
+        f"{train.seq_len} tokens{length} "
         f"per step: {groups} {who} x {batches.num_micro_batches} {passes} "
         f"of {batches.micro_batch_size}"
-        f"{_auto(opened, 'train.micro_batch_size')}"
+        f"{_origin(opened, 'train.micro_batch_size', plan)}"
     )
 
 
@@ -193,12 +195,12 @@ def _length(opened: Opened) -> str:
     late = warmup >= steps > 0
     reached = f", not reached within lr_scheduler.warmup_steps={warmup}" if late else ""
     few = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
-    chosen = " (auto)" if opened.automatic.issuperset(LENGTHS) else ""
+    chosen = " (default)" if opened.automatic.issuperset(LENGTHS) else ""
     passes = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return (
         f"{steps:,} step{'s' * (steps != 1)}{chosen}, {_count(tokens)} tokens, {passes} "
         f"epoch{'s' * (passes != '1')}{few * (steps < _FEW_STEPS)}; peak learning "
-        f"rate {config.optimizer.lr:g}{_auto(opened, 'optimizer.lr')}{reached}"
+        f"rate {config.optimizer.lr:g}{_origin(opened, 'optimizer.lr')}{reached}"
     )
 
 

@@ -50,7 +50,8 @@ class Opened:
     """A run with its data and its model; settings that depend on its ranks are as requested."""
 
     config: Filled  # every setting that decides the losses is final, and so is the run directory
-    automatic: frozenset[str]  # keys that were `auto`
+    automatic: frozenset[str]  # keys without a value
+    unset: tuple[str, ...]  # settings that are selected if their defaults do not fit
     data: DataSet
     module: TransformersDecoder  # on the meta device
     total_steps: int
@@ -104,7 +105,8 @@ def _open(composed: Composed, where: Place) -> Opened:
     config = filled(config, OF_MODEL, Facts(data, module), composed.automatic)
     config = _with_run_dir(config, composed.recipe)
     notes += notes_on_data(config, data)
-    return Opened(Filled(config), composed.automatic, data, module, steps, notes)
+    about = (composed.automatic, composed.unset)
+    return Opened(Filled(config), *about, data, module, steps, notes)
 
 
 def fill_on_cluster(composed: Composed, *, every: bool = False) -> Filled:

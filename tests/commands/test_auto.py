@@ -52,22 +52,23 @@ def selected(text: str) -> str:
     return line.removeprefix("auto    ").partition(",")[0]
 
 
-def test_every_command_selects_the_same_for_another_cluster():
-    code, text = invoke("estimate-memory", *H100, *OPEN)
+def test_every_command_selects_the_same(tmp_path):
+    given = words(tmp_path, *OPEN, "cluster.memory=0.5066")
+    code, text = invoke("estimate-memory", *given)
     assert code == 0
     chosen = dict(word.split("=") for word in selected(text).split())
     assert tuple(chosen) == NAMES
-    code, text = invoke("estimate-memory", *H100, *OPEN, "--json")
+    code, text = invoke("estimate-memory", *given, "--json")
     found = json.loads(text)
     assert found["selected"]["ranked"][0]["settings"] == " ".join(
         f"{k}={v}" for k, v in chosen.items()
     )
     assert found["strategy"] == chosen["strategy"]
     assert found["verdict"] == "fits"
-    code, text = invoke("train", "--dry-run", *H100, *OPEN)
+    code, text = invoke("train", "--dry-run", *given)
     assert code == 0
     assert selected(text) == " ".join(f"{k}={v}" for k, v in chosen.items())
-    code, text = invoke("train", "--print-config", *H100, *OPEN)
+    code, text = invoke("train", "--print-config", *given)
     assert code == 0
     recipe = yaml.safe_load(text[text.index("model:") :])
     assert {name: str(recipe[name]) for name in NAMES} == chosen
@@ -87,8 +88,7 @@ def test_the_other_settings_are_selected_for_each_strategy():
 def test_if_nothing_fits_train_fails_and_the_estimate_has_a_verdict(tmp_path):
     short = [*OPEN, "cluster.memory=0.2"]
     code, text = invoke("train", *words(tmp_path, *short))
-    assert code == 2
-    assert "nothing fits; closest is strategy=" in text
+    assert code == 3
     assert "MiB needed per rank, 204.8 MiB available" in text
     assert not (tmp_path / "run").exists()
     code, text = invoke("estimate-memory", *TINY, "model.vocab_size=256", *short, "--require-fit")
@@ -158,7 +158,7 @@ def test_a_run_prints_the_selection_and_keeps_it_when_it_resumes(tmp_path):
 def test_a_candidate_that_fails_is_removed_with_its_reason(tmp_path):
     given = words(tmp_path)
     opened, ranking = ranked([*given, "activation_checkpointing=auto"])
-    first = ranking.best
+    first = ranking.ranked[0]
     broken = _recomputing(first, "broken")
     found = probed(replace(ranking, ranked=(broken, first)), opened, lambda line: None)
     assert [each.selection.activation_checkpointing for each in found.ranked] == ["none"]

@@ -149,7 +149,7 @@ def test_an_estimate_is_of_a_real_length():
 def test_a_length_that_nobody_asked_for_follows_the_data(words):
     data = ["data=text", "data.path=words.txt"]
     said = dry_run(*data, "model=gpt2", "model.vocab_size=256")
-    assert "of 256 tokens (auto: limited by the data)" in said
+    assert "of 256 tokens (default: limited by the data)" in said
     code, said = invoke("train", *data, "train.seq_len=1024")
     assert (code, "longer than the validation data" in said) == (2, True)
 
@@ -285,7 +285,7 @@ def test_short_data_and_short_runs_are_told_what_follows(tmp_path):
     words = ["data=text", f"data.path={file}", "--dry-run", "launch.nproc_per_node=1"]
     code, said = invoke("train", *words, "train.steps=20")
     assert code == 0
-    assert "of 32 tokens (auto: limited by the data)" in said
+    assert "of 32 tokens (default: limited by the data)" in said
     assert "not reached within lr_scheduler.warmup_steps=50" in said
     assert "not reached" not in invoke("train", *words, "train.steps=200")[1]
 

@@ -311,13 +311,13 @@ def test_too_few_chats_train_with_a_warning(tmp_path):
     few = ["model=hf", f"model.path={model}", "data=chat", f"data.path={chats}", "--dry-run"]
     code, text = invoke("train", *few)
     assert (code, "; only 1: set train.epochs or a smaller" in text) == (0, True), text
-    assert "of 64 tokens (auto)" in text
+    assert "of 64 tokens (default)" in text
 
 
 def test_dry_run_shows_units_and_writes_nothing(words, tmp_path):
     code, said = invoke("train", "--dry-run", *words)
     assert code == 0
-    for part in ("model.layers.0-1 (2 x)", "root", "it would run", "2 (auto) on cpu (auto)"):
+    for part in ("model.layers.0-1 (2 x)", "root", "it would run", "2 (default) on cpu (default)"):
         assert part in said
     assert [each.name for each in tmp_path.iterdir()] == ["words.txt"]
 

@@ -14,7 +14,7 @@ import pytest
 from fsdpctl.commands.app import COMMANDS
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import DoesNotFitError, UsageError
 from fsdpctl.estimate import estimator
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator
@@ -189,8 +189,11 @@ def test_a_start_that_fails_leaves_no_directory_and_no_lock(tmp_path, monkeypatc
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "strategy=auto", "cluster.memory=0.2"]
     for run_dir in ("some/new/run", "there"):
         composed = compose_config([*words, f"train.run_dir={run_dir}"])
-        with pytest.raises(UsageError, match="nothing fits"):
-            begin(composed, words, "auto", QUIET)
+        lines: list[str] = []
+        with pytest.raises(DoesNotFitError, match="204.8 MiB available; change the settings"):
+            begin(composed, words, "auto", Talk(lines.append, lines.append))
+        assert any("nothing fits; closest is strategy=" in line for line in lines)
+        assert any(line.startswith("to fit  ") for line in lines)
     assert not (tmp_path / "some").exists()
     assert list(there.iterdir()) == []
 

@@ -18,10 +18,11 @@ from fsdpctl.commands.compare.simulate import with_memory
 from fsdpctl.commands.compare.vary import Variant
 from fsdpctl.commands.console import note
 from fsdpctl.config.auto import left_open
+from fsdpctl.config.auto import opened as with_auto
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import estimate_run, sent_in_step
-from fsdpctl.estimate.search import choose
+from fsdpctl.estimate.search import decide
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.launch.probe import short_run
@@ -76,10 +77,7 @@ class MeasuredComparison:
     def _prepare(self, each: Variant) -> None:
         try:
             opened = open_run(each.composed)
-            selection = None
-            if left_open(opened.config):
-                selection = choose(self._estimator, opened.config).best.selection
-            plan = settle(opened.config, selection)
+            plan = self._plan(opened)
             about_data = notes_on_data(opened.config, opened.data)
             if differs := [each for each in opened.notes if each not in about_data]:
                 raise UsageError(differs[0])  # the run would differ from the requested variant
@@ -89,6 +87,18 @@ class MeasuredComparison:
         each.plan = plan
         each.row = self._estimated(each.row, opened, plan)
         self._assets[each.row.label] = collect_assets(plan.config, opened.data)
+
+    def _plan(self, opened: Opened) -> RunPlan:
+        config = opened.config
+        try:
+            _, ranking = decide(self._estimator, config, opened.unset)
+        except UsageError:
+            if left_open(config):
+                raise
+            ranking = None  # the estimate does not support it, but it may run
+        if ranking is None:
+            return settle(config)
+        return settle(with_auto(config, ranking.names), ranking.selection)
 
     def _estimated(self, row: Row, opened: Opened, plan: RunPlan) -> Row:
         config = plan.config

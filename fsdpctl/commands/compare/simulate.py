@@ -6,7 +6,6 @@ from pathlib import Path
 
 from fsdpctl.commands.compare.row import OK, REFUSED, TOO_LARGE, Row
 from fsdpctl.commands.compare.vary import Variant, new_variant
-from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import SHORT
@@ -15,10 +14,10 @@ from fsdpctl.estimate.duration import RunTime, run_time
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.estimate.planned_steps import sent_in_step
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import choose
+from fsdpctl.estimate.search import decide
 from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.open import fill_on_cluster
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.flops import flops_per_token
 
 TRACES = "traces"  # in the directory of a comparison
@@ -105,10 +104,10 @@ class SimulatedComparison:
                 "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or compare by "
                 "runs without --simulate"
             )
-        if left_open(placed):
-            self._estimate(each, choose(self._estimator, placed).best.estimate.plan)
-        else:
-            self._estimate(each, settle(placed))
+        estimate, ranking = decide(self._estimator, placed, each.composed.unset)
+        if ranking is not None and ranking.defaults and ranking.ranked:
+            self.notes.append(f"{each.row.label}: {ranking.summary}")
+        self._estimate(each, estimate.plan)
 
     def _estimate(self, each: Variant, plan: RunPlan) -> None:
         config = plan.config

@@ -8,15 +8,18 @@ WORDS = ["model.num_layers=2", "strategy=no_shard,full_shard", "launch.nproc_per
          "train.seq_len=512", "train.global_batch_size=4", "cluster=h100"]  # fmt: skip
 
 
-def simulated(memory: str) -> SimulatedComparison:
-    words = [*WORDS, f"cluster.memory={memory}"]
+HELD = ["activation_checkpointing=none", "prefetch=both", "train.micro_batch_size=2"]
+
+
+def simulated(memory: str, *held: str) -> SimulatedComparison:
+    words = [*WORDS, f"cluster.memory={memory}", *held]
     found = SimulatedComparison(variants(words, None, steps=20))
     found.run()
     return found
 
 
 def test_the_cheapest_change_is_simulated():
-    found = simulated("1.99")  # of which context and communicators take up to 1.9
+    found = simulated("1.99", *HELD)  # of which context and communicators take up to 1.9
     *given, suggested = found.rows
     assert all(row.status.startswith(TOO_LARGE) for row in given)
     assert suggested.status == OK
@@ -35,6 +38,10 @@ def test_the_cheapest_change_is_simulated():
 
 def test_nothing_is_added_if_a_variant_fits_or_nothing_would():
     assert len(simulated("80").rows) == 2
+    found = simulated("1.99")  # with what is selected
+    assert (len(found.rows), [row.status for row in found.rows]) == (2, [OK, OK])
+    assert found.notes[1].startswith("strategy=full_shard: the defaults need 2.0")
+    assert "; selected: " in found.notes[1]
     assert [row.status == OK for row in simulated("0.01").rows] == [False, False]
 
 
