@@ -99,7 +99,7 @@ _ELSEWHERE = {
     "inspect": "inspect-checkpoint", "verify": "verify-checkpoint", "version": "--version",
 }  # fmt: skip
 _QUIET = ("-q", "--quiet")  # of every command
-_QUIETLY = "-q or --quiet shows no progress, only results, warnings and errors."
+_QUIETLY = "-q or --quiet hides plans and progress; results, warnings and errors remain."
 _TEXTS = ("--prompt",)  # options whose value may be any text
 _HELP = {"help_option_names": ["-h", "--help"]}
 _WIDEST_HELP = 120  # columns

@@ -1,8 +1,9 @@
 """Printing of lines, tables and panels."""
 
 import json
+import os
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import typer
@@ -11,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from fsdpctl.io.activity import QUIET
 from fsdpctl.io.console import PatientConsole
 from fsdpctl.io.texts import one_line, printable
 
@@ -30,6 +32,12 @@ def say(*lines: str) -> None:
     """Print lines to standard output, wrapped at words if that is a terminal."""
     for line in lines:
         _print(out, printable(line))
+
+
+def plan(line: str, show: Callable[[str], None] = say) -> None:
+    """Print a line about what follows, unless quiet."""
+    if not os.environ.get(QUIET):
+        show(line)
 
 
 def _print(console: PatientConsole, text: str) -> None:

@@ -14,7 +14,7 @@ from fsdpctl.commands.config_args import (
     composed_from,
     normalized,
 )
-from fsdpctl.commands.console import emit, note, out, say
+from fsdpctl.commands.console import emit, note, out, plan, say
 from fsdpctl.commands.convert import converted, words_beside
 from fsdpctl.commands.outcome import TOO_EARLY, report_exit
 from fsdpctl.config.auto import Selection, left_open, selected
@@ -90,12 +90,12 @@ def _begin(resume: str, config: Config, recipe: str | None) -> None:
     if config.launch.nnodes > 1:
         silence_torch_of_lost_peers()  # before anything imports torch
     if is_first() and not config.launch.node_rank:
-        say("opening the model and the data")
+        plan("opening the model and the data")
 
 
 def _train(composed: Composed, settings: list[str], resume: str) -> None:
     try:
-        found = run(composed, settings, resume, Talk(say, note))
+        found = run(composed, settings, resume, Talk(say, partial(plan, show=note), plan))
         if found is not None:
             report_exit(*found)
     except SignalError as error:

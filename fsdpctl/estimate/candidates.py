@@ -14,7 +14,6 @@ from fsdpctl.config.auto import (
     left_open,
 )
 from fsdpctl.config.schema import Config, Filled, PrefetchConfig
-from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import Band, band_of
 from fsdpctl.estimate.hardware import ASSUMED
 from fsdpctl.estimate.run_estimate import RunEstimate

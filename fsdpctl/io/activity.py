@@ -35,7 +35,8 @@ class Talk(NamedTuple):
     """Functions that print for a command."""
 
     say: Callable[[str], None]  # a line of its result
-    note: Callable[[str], None]  # a line about its progress
+    note: Callable[[str], None]  # a line about its progress; `-q` hides it, and the next
+    plan: Callable[[str], None]  # a line about what follows
 
 
 @dataclass

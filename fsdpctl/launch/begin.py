@@ -83,7 +83,7 @@ def begin(
         plan, estimate, decision = decide_run(found, seen, estimator, talk.note, probes=probes)
         described = describe_run(found, plan, seen, estimate)
         for line in (*decision.lines, *described):
-            talk.say(line)
+            (talk.say if line.startswith("note ") else talk.plan)(line)
         check_fits(estimate, estimator, talk.say)
         if (remote := remote_of(plan.config)) is not None:
             remote.check_writable()

@@ -64,7 +64,7 @@ def _as_node(
     from fsdpctl.resolve.place import place
 
     launch = place(config, where).launch
-    talk.say(f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}")
+    talk.plan(f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}")
     with doing("connecting"):
         nodes = Nodes(launch)
     try:
@@ -79,7 +79,7 @@ def _as_node(
             talk.say("node 0: the run is finished; nothing to do")
             return None
         count = "1 rank" if launch.nproc_per_node == 1 else f"{launch.nproc_per_node} ranks"
-        talk.say(f"run     {plan.run_dir}: {count} on this node; node 0 shows the progress")
+        talk.plan(f"run     {plan.run_dir}: {count} on this node; node 0 shows the progress")
         run_dir = Path(plan.run_dir)
         return follow_restarts(run_dir, launch, nodes, talk.say), run_dir
     finally:
@@ -94,7 +94,7 @@ def _invite(meeting: "Handshake", begin: "Begin", talk: Talk) -> "Begun | None":
             meeting.call_off("the run is finished; nothing to do", is_finished=True)
             return None
         others = f"the other {meeting.count - 1} of {meeting.count} {meeting.noun}s"
-        talk.say(f"waiting for {others}")
+        talk.plan(f"waiting for {others}")
         assert begun.launch.nproc_per_node is not None
         with doing(f"waiting for {others}"):
             meeting.invite(begun.run_dir, begun.launch.nproc_per_node)

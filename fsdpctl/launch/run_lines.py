@@ -29,7 +29,6 @@ from fsdpctl.run.directory import Look, Standing, changes
 from fsdpctl.run.flops import describe_flops
 from fsdpctl.training.learning_rate import warmup_steps
 
-Row = tuple[str, int, int, str]  # kind, parameters, padding and shares of a unit
 _SHOWN_RANKS = 8
 _FEW_STEPS = 20
 _OWNED = 4  # the master weight, the gradient and two moments of each element
@@ -46,14 +45,15 @@ def describe_run(opened: Opened, plan: RunPlan, seen: Look, estimate: RunEstimat
     """Yield the first lines of a run: every setting that matters, marked if it was not set."""
     rows = [
         ("model", _model(opened)),
-        ("ranks", _ranks(opened, plan)),
         ("data", _data(opened.data)),
+        ("ranks", _ranks(opened, plan)),
         ("batch", _batch(opened, plan)),
         ("length", _length(opened)),
         ("memory", _memory(estimate)),
-        ("flops", describe_flops(plan.config, opened.module)),
-        ("run", f"{_run(seen)}{_uploads(seen)}"),
     ]
+    if plan.config.launch.device == "cuda":
+        rows.append(("flops", describe_flops(plan.config, opened.module)))
+    rows.append(("run", f"{_run(seen)}{_uploads(seen)}"))
     rows += [("experts", text) for text in _experts(opened)]
     rows += [("note", text) for text in _in_float32(opened)]
     rows += [("blocks", text) for text in _blocks(plan.config)]
@@ -75,18 +75,28 @@ def _model(opened: Opened) -> str:
     in_part = "" if trained == count else f" ({_count(trained)} trained)"
     if (active := count_active(opened.module)) != count:
         in_part = f" ({_count(active)} active){in_part}"
-    weights = f"weights initialized from seed {config.train.seed}"
+    weights = "" if config.model.path is None else ", random weights"
     if config.model.is_pretrained:
-        weights = f"weights from {weights_folder(config.model)}"
+        weights = f", weights from {weights_folder(config.model)}"
     if config.model.base_dtype is not None:
         packed = quantized_shapes(opened.module).values()
         experts = " and experts" if any(len(shape) == 3 for shape in packed) else ""
-        weights += f", those of linear layers{experts} in {config.model.base_dtype}"
+        weights += f", linear layers{experts} in {config.model.base_dtype}"
     of = "" if config.model.path is None else f"{family_of(config.model)}, "
     return (
         f"{config.model.name}, {of}{_count(count)} parameters{in_part}, vocabulary "
-        f"{config.model.vocab_size}{_origin(opened, 'model.vocab_size')}, {weights}"
+        f"{config.model.vocab_size}{_origin(opened, 'model.vocab_size')}, {_dtypes(opened)}{weights}"
     )
+
+
+def _dtypes(opened: Opened) -> str:
+    precision = opened.config.precision
+    param, reduce, master = precision.param_dtype, precision.reduce_dtype, precision.master_dtype
+    others = {reduce: f"{reduce} reduction", master: f"{master} master weights"}
+    if reduce == master:
+        others = {master: f"{master} reduction and master weights"}
+    others.pop(param, None)
+    return ", ".join([f"{param}{_origin(opened, 'precision.param_dtype')}", *others.values()])
 
 
 def _experts(opened: Opened) -> Iterator[str]:
@@ -116,21 +126,13 @@ def _in_float32(opened: Opened) -> Iterator[str]:
 
 def _ranks(opened: Opened, plan: RunPlan) -> str:
     config, ranks = plan.config, plan.batches.world_size
-    precision = config.precision
-    dtypes = (
-        precision.param_dtype
-        if precision.param_dtype == precision.reduce_dtype == precision.master_dtype
-        else f"{precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
-        f"{precision.master_dtype} master weights"
-    )
     each, nodes = config.launch.nproc_per_node, config.launch.nnodes
     total = "" if nodes == 1 else f"{ranks}, on each of {nodes} nodes "
     engine = "" if config.engine.name == FSDPCTL else f"engine {config.engine.name}, "
     return (
         f"{total}{each}{_origin(opened, 'launch.nproc_per_node')} on "
         f"{config.launch.device}{_origin(opened, 'launch.device')}, "
-        f"{engine}{_strategy(config, ranks)}, "
-        f"prefetch {config.prefetch.name}, {dtypes}{_origin(opened, 'precision.param_dtype')}"
+        f"{engine}{_strategy(config, ranks)}"
     )
 
 
@@ -144,12 +146,11 @@ def _strategy(config: Config, ranks: int) -> str:
     if given.owner_map not in (None, "even"):
         name += f" with {given.owner_map} owners"
     name += ", parameters in host memory" * (Offload.PARAMS in given.on_host)
-    shares = shares_memory(config)
+    if shares_memory(config):
+        return f"{name}, sharing memory"
     effective, _ = strategy_that_runs(config, row, size)
     if effective.name == row.name:
-        return name + ", sharing memory" * shares
-    if shares:
-        return f"{name} (ranks share memory: runs as {effective.name})"
+        return name
     if ranks == 1:
         return f"{name} (one rank: runs as {effective.name})"
     replicas = "a replica per rank" if size == 1 else "one replica"
@@ -161,10 +162,7 @@ def _data(data: DataSet) -> str:
     text = f"{data.description}: {_count(data.train.num_tokens)} tokens ({whose})"
     if data.val is None:
         return f"{text}, none for validation"
-    text += f", {_count(data.val.num_tokens)} for validation"
-    if data.gzip_bits_per_byte is not None:
-        text += f" (gzip -9: {data.gzip_bits_per_byte:.2f} bits per byte)"
-    return text
+    return f"{text}, {_count(data.val.num_tokens)} for validation"
 
 
 def _batch(opened: Opened, plan: RunPlan) -> str:
@@ -193,24 +191,21 @@ def _length(opened: Opened) -> str:
     epochs = steps * train.global_batch_size / len(opened.data.train.rows(train.seq_len))
     warmup = warmup_steps(config.lr_scheduler, steps)
     late = warmup >= steps > 0
-    reached = f", not reached within lr_scheduler.warmup_steps={warmup}" if late else ""
-    few = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
+    reached = f" at step {warmup}" if late else ""
+    few = ""
+    if steps < _FEW_STEPS and "train.steps" in opened.automatic:
+        few = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
     chosen = " (default)" if opened.automatic.issuperset(LENGTHS) else ""
     passes = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return (
         f"{steps:,} step{'s' * (steps != 1)}{chosen}, {_count(tokens)} tokens, {passes} "
-        f"epoch{'s' * (passes != '1')}{few * (steps < _FEW_STEPS)}; peak learning "
+        f"epoch{'s' * (passes != '1')}{few}; peak learning "
         f"rate {config.optimizer.lr:g}{_origin(opened, 'optimizer.lr')}{reached}"
     )
 
 
 def _memory(estimate: RunEstimate) -> str:
-    largest = sorted(estimate.step.breakdown.items(), key=lambda each: each[1], reverse=True)
-    parts = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest if size > 0]
-    text = f"{format_bytes(estimate.allocated)} peak per rank ({estimate.step.peak.when}): "
-    text += ", ".join(parts)
-    if estimate.config.launch.device == "cuda":
-        text += f"; {format_bytes(estimate.peak_reserved)} reserved"
+    text = f"{format_bytes(estimate.peak_reserved)} per rank, estimated"
     if missing := [each for each in estimate.packages if find_spec(MODULES[each]) is None]:
         text += f"; without {' and '.join(missing)}, which is not installed, far more"
     if estimate.peak_reserved > estimate.available:
@@ -243,7 +238,7 @@ def _uploads(seen: Look) -> str:
 
 
 def describe_units(config: Settled, module: nn.Module) -> Iterator[str]:
-    """Yield the units and their layout over the ranks, a line each; then each rank's share.
+    """Yield the units and each rank's part of them, a line each; then the bytes of each rank.
 
     Only for fsdpctl's engine: PyTorch's have no units that span parameters.
     """
@@ -253,10 +248,9 @@ def describe_units(config: Settled, module: nn.Module) -> Iterator[str]:
     units, layouts = plan.division.units, plan.layouts
     totals: Counter[int] = Counter()
     nbytes: Counter[int] = Counter()
-    rows: list[tuple[str, Row]] = []
+    rows: list[tuple[str, str]] = []
     for unit in units:
         numel = sum(param.numel for param in unit.params)
-        padded = sum(layout.numel for layout in layouts[unit.name])
         owned = [
             sum(part.numel for part in parts)
             for parts in zip(*(layout.owned_parts for layout in layouts[unit.name]), strict=True)
@@ -266,23 +260,20 @@ def describe_units(config: Settled, module: nn.Module) -> Iterator[str]:
             copies = _OWNED if layout.trainable else 1
             size = plan.dtypes_of(layout).master.itemsize * copies
             nbytes.update({i: part.numel * size for i, part in enumerate(layout.owned_parts)})
-        rows.append((unit.name, (unit.kind, numel, padded - numel, _shares(owned))))
+        rows.append((unit.name, f"{numel:>14,}  {_shares(owned)}"))
     collapsed = _collapsed(rows)
     width = max(len(name) for name, _ in collapsed) + 2
-    yield f"{'unit':<{width}}{'kind':<11}{'parameters':>14}{'padding':>10}  elements of each rank"
-    for name, (kind, numel, padding, shown) in collapsed:
-        yield f"{name:<{width}}{kind:<11}{numel:>14,}{padding:>10,}  {shown}"
+    yield f"{'unit':<{width}}{'parameters':>14}  of each rank"
+    for name, text in collapsed:
+        yield f"{name:<{width}}{text}"
     numel = sum(param.numel for unit in units for param in unit.params)
     shares = [totals[rank] for rank in sorted(totals)]
-    mean = sum(shares) / len(shares)
-    yield f"{'all':<{width}}{'':<11}{numel:>14,}{'':>10}  {_shares(shares)}"
-    if mean:
-        held = "  ".join(map(format_bytes, _distinct([nbytes[rank] for rank in sorted(nbytes)])))
-        yield f"master weights, gradients and optimizer states owned by each rank: {held}"
-        yield f"the largest share is {max(shares) / mean:.3f} times the mean"
+    yield f"{'all':<{width}}{numel:>14,}  {_shares(shares)}"
+    held = "  ".join(map(format_bytes, _distinct([nbytes[rank] for rank in sorted(nbytes)])))
+    yield f"of each rank, with gradients and optimizer states: {held}"
 
 
-def _collapsed(rows: list[tuple[str, Row]]) -> list[tuple[str, Row]]:
+def _collapsed(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Merge adjacent rows that differ only in the number in their name: `layers.0-29 (30 x)`."""
     merged = []
     for row, adjacent in groupby(rows, key=lambda each: each[1]):

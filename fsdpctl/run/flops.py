@@ -47,7 +47,7 @@ def describe_flops(config: Config, module: Any) -> str:
 def _peak(config: Config, device: torch.device) -> tuple[float | None, str]:
     """Return the peak FLOP/s of a device and its name, or None and the reason."""
     if device.type != "cuda":
-        return None, "no peak FLOP/s known for a CPU"
+        return None, ""
     if config.precision.param_dtype != "bfloat16":
         return None, f"peak FLOP/s known for bfloat16 only, not {config.precision.param_dtype}"
     name = torch.cuda.get_device_name(device)

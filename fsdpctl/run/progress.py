@@ -45,8 +45,8 @@ class RunProgress:
         self._began = time.monotonic()
         self._first = ExitStack()  # until a step is complete
         self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
-        self._is_quiet = bool(os.environ.get(QUIET))
-        if shows and not self._is_quiet and self._console.is_terminal:
+        self._hides = bool(os.environ.get(QUIET))  # the bar and remarks
+        if shows and not self._hides and self._console.is_terminal:
             self._live = _make_bar(self._console)
             self._live.add_task("", total=total_steps, completed=first_step, note="")
 
@@ -97,7 +97,7 @@ class RunProgress:
 
         def write(piece: str) -> None:
             pieces.append(piece)
-            if not (self._console.quiet or self._is_quiet):
+            if not self._console.quiet:
                 self._console.file.write(printable(piece))
                 self._console.file.flush()
 
@@ -106,9 +106,9 @@ class RunProgress:
         if self._log is not None:
             journal(self._log, "".join(pieces))
 
-    def say(self, line: str, *, is_warning: bool = False) -> None:
-        """Print a permanent line, a warning also in a quiet run."""
-        if is_warning or not self._is_quiet:
+    def say(self, line: str, *, is_remark: bool = False) -> None:
+        """Print a permanent line; a remark, neither a result nor a warning, unless quiet."""
+        if not (is_remark and self._hides):
             self._console.print(printable(line), markup=False)
         if self._log is not None:
             journal(self._log, line)

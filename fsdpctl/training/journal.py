@@ -43,6 +43,10 @@ class Journal:
     def say(self, line: str) -> None:
         self.progress.say(line)
 
+    def remark(self, line: str) -> None:
+        """Print a line that `-q` hides."""
+        self.progress.say(line, is_remark=True)
+
     def write(self, line: dict[str, Any]) -> None:
         """Append an object to metrics.jsonl, and send its numbers to the experiment loggers."""
         if self._metrics is not None:
@@ -60,7 +64,7 @@ class Journal:
 
     def warn(self, message: str) -> None:
         """Print a warning, and record it with the last completed step."""
-        self.progress.say(message, is_warning=True)
+        self.progress.say(message)
         with suppress(FsdpctlError, ValueError):  # as in `record`; loggers take numbers only
             if self._metrics is not None:
                 self._metrics.write({"step": self._step, "warning": message})

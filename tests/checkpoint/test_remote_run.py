@@ -401,7 +401,7 @@ def test_a_finished_run_completes_its_upload(run, monkeypatch):
     (run / RUN_CONFIG).write_text(config_to_yaml(config))
     monkeypatch.setattr(begin, "open_run", lambda *about: SimpleNamespace(config=config))
     said: list[str] = []
-    talk = Talk(said.append, said.append)
+    talk = Talk(said.append, said.append, said.append)
     assert begin.begin(compose_config(settings), [], "auto", talk) is None
     assert said[0] == f"{run}: finished at step 40; nothing to do"
     assert [each.name for each in RemoteCheckpoints(URL).complete()] == [

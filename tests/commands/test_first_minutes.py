@@ -286,8 +286,8 @@ def test_short_data_and_short_runs_are_told_what_follows(tmp_path):
     code, said = invoke("train", *words, "train.steps=20")
     assert code == 0
     assert "of 32 tokens (default: limited by the data)" in said
-    assert "not reached within lr_scheduler.warmup_steps=50" in said
-    assert "not reached" not in invoke("train", *words, "train.steps=200")[1]
+    assert "peak learning rate 0.003 (default) at step 50" in said
+    assert "at step 50" not in invoke("train", *words, "train.steps=200")[1]
 
 
 @pytest.mark.slow

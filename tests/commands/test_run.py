@@ -260,7 +260,7 @@ def test_a_run_says_that_its_ranks_cannot_share_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "text"), [
-    ([], "full_shard (ZeRO-3, FSDP) (ranks share memory: runs as shard_optimizer)"),
+    ([], "full_shard (ZeRO-3, FSDP), sharing memory"),
     (["strategy=shard_optimizer"], "shard_optimizer (ZeRO-1), sharing memory"),
     (["launch.share_memory=false"], "full_shard (ZeRO-3, FSDP)"),
     (["launch.nnodes=2"], "full_shard (ZeRO-3, FSDP)"),

@@ -105,7 +105,7 @@ SMALL = [
     "data=text", "model.num_layers=2", "launch.device=cpu", "launch.nproc_per_node=2",
     "launch.nproc_min=1",
 ]  # fmt: skip
-QUIET = Talk(lambda line: None, lambda line: None)
+QUIET = Talk(*[lambda line: None] * 3)
 PACKAGE = str(Path(begin.__code__.co_filename).parent.parent)
 
 
@@ -161,7 +161,7 @@ def test_a_restart_on_fewer_ranks_prints_what_changed_and_a_start_by_hand_what_y
     def started(ranks: int) -> tuple[Begun, list[str]]:
         said: list[str] = []
         typed = [word.replace("per_node=2", f"per_node={ranks}") for word in words]
-        begun = begin(compose_config(typed), typed, "auto", Talk(said.append, print))
+        begun = begin(compose_config(typed), typed, "auto", Talk(said.append, print, said.append))
         assert begun is not None
         begun.lock.release()
         return begun, changed_in(said)

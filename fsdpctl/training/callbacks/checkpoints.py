@@ -198,7 +198,7 @@ class Checkpoints(Callback):
             if saved.note:
                 self._journal.say(f"step {saved.step}: saved, but {saved.note}")
             if saved.seconds > _REPORTED:
-                self._journal.say(f"step {saved.step}: saved in {format_seconds(saved.seconds)}")
+                self._journal.remark(f"step {saved.step}: saved in {format_seconds(saved.seconds)}")
         if self._is_awaited and self._current is None:
             self._is_awaited = False
             run.requests.done(SAVE)
@@ -208,7 +208,7 @@ class Checkpoints(Callback):
         if is_joint(error):
             self._journal.check_in_place()
             RANK_STATUS.at(FINISHING)
-            self._each_save.wait(self._journal.say)
+            self._each_save.wait(self._journal.remark)
             if error is None:  # else it is the more important one; a warning was printed
                 self._each_save.check_uploaded()
 

@@ -46,7 +46,7 @@ class Checks(Callback):
         if len(self._seconds) < _STEPS:
             self._seconds.append(done.times.total)
             if len(self._seconds) == _STEPS and (found := self.time()) is not None:
-                run.journal.say(found[0])
+                run.journal.remark(found[0])
                 run.journal.write({"step": done.step, **found[1]})
 
     def time(self) -> tuple[str, dict[str, Any]] | None:
@@ -76,7 +76,7 @@ class Checks(Callback):
             own = (engine or 0, memory.allocated or 0, memory.reserved, physical)
             largest = [max(values) for values in zip(*run.ranks.gather_objects(own), strict=True)]
             if (found := self.memory(engine is not None, on_cpu, largest)) is not None:
-                run.journal.say(found[0])
+                run.journal.remark(found[0])
                 run.journal.write({"step": run.step, **found[1]})
         return requested
 
@@ -173,7 +173,7 @@ class RunReporter(Callback):
             self._journal.write(line | by_source | rows.to_line(done.samples))
             size = run.parts.config.train.global_batch_size
             for text in rows.begun(done.samples - size, done.samples):
-                self._journal.say(f"step {done.step}: {text}")
+                self._journal.remark(f"step {done.step}: {text}")
         restart, self._restart = self._restart, None
         if restart is not None:
             about = restart.to_line(done.step)

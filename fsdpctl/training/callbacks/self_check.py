@@ -87,7 +87,7 @@ class SelfCheck(Callback):
                 f"train.self_check: {found[0]}; set train.self_check=warn to train nevertheless"
             )
         if is_first and not (found or warnings):
-            run.journal.say(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
+            run.journal.remark(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
         return requested
 
     def _warnings(self, run: TrainingRun) -> Iterator[str]:
