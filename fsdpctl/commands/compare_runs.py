@@ -14,12 +14,12 @@ from fsdpctl.commands.console import AsJson, say, show_json, show_table
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.run_files import METRICS, RUN_CONFIG, check_own
-from fsdpctl.run.environment import read_starts
+from fsdpctl.run.environment import RECORD, read_starts
 from fsdpctl.run.metrics import read_metrics
 
 _FIGURES = ("loss", "val_loss", "grad_norm")
 _Values = dict[int, float | None]  # by step; None: not finite
-_NOT_COMPARED = ("train.run_dir", "started", "command")
+_NOT_COMPARED = ("train.run_dir", "started", "command", RECORD)
 
 
 @dataclass(frozen=True, slots=True)

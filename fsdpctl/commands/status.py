@@ -31,18 +31,19 @@ from fsdpctl.io.run_files import (
 )
 from fsdpctl.io.units import format_bytes
 from fsdpctl.io.untrusted import MIB
-from fsdpctl.run.environment import SavedEstimate, read_estimate, read_starts
+from fsdpctl.run.environment import SavedEstimate, StartRecord, read_estimate, read_records
 from fsdpctl.run.heartbeat import FAILED, RUNNING, STOPPED, HeartbeatRecord, read_heartbeat
 from fsdpctl.run.metrics import MetricsLine, read_metrics
 from fsdpctl.run.progress import format_seconds
 
-STARTING, FINISHED, NOT_STARTED = "starting", "finished", "not started"
+STARTING, FINISHED, NOT_STARTED, KILLED = "starting", "finished", "not started", "killed"
 _STEPS = "train.steps"
 _METRICS_BYTES = 16 * MIB  # of the end of metrics.jsonl: some thirty thousand steps
 _RECENT, _MOST_WARNINGS = 50, 5
 _MOST_LOGS = 64
 _STARTS_WITHIN = 120.0  # seconds
 _MOST_NAMED = 5  # runs
+_BRIEF = 100  # characters of a cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Status:
     """The state of a run; None for unknown values."""
 
     run: str
-    state: str  # starting, running, finished, stopped, failed, not started
+    state: str  # starting, running, finished, stopped, failed, killed, not started
     message: str  # why it ended, unless it is complete
     host: str | None
     pid: int | None  # of rank 0
@@ -83,9 +84,9 @@ class Status:
     estimate: SavedEstimate | None  # made before the run started
     checkpoint: Newest | None
     starts: int
+    restarts: int  # of these starts
     since_step: int  # the following are counted from this step on
     skipped_steps: int
-    restarts: int
     warnings: list[str]
 
 
@@ -116,7 +117,10 @@ def _newest_run() -> Path:
 
 def _rows(found: Status) -> Iterator[tuple[str, str]]:
     yield "run", found.run
-    yield "state", _state_line(found)
+    state = _state_line(found)
+    yield "state", _brief(state)
+    if len(state) > _BRIEF:
+        yield "log", str(Path(found.run, LOGS))
     yield "step", _step_line(found)
     if found.loss is not None:
         yield "loss", f"{found.loss:.4f}"
@@ -137,8 +141,7 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
     yield from _estimated(found)
     if found.starts > 1 or found.restarts:
         words = "restart" if found.restarts == 1 else "restarts"
-        since = f"; {found.restarts} {words} since step {found.since_step}"
-        yield "starts", f"{found.starts}{since if found.restarts else ''}"
+        yield "starts", f"{found.starts}{f', {found.restarts} {words}' if found.restarts else ''}"
     if found.skipped_steps:
         yield (
             "skipped",
@@ -180,6 +183,14 @@ def _state_line(found: Status) -> str:
     return f"{found.state}: {found.message}" if found.message else found.state
 
 
+def _brief(text: str) -> str:
+    """Return at most the first sentences, clauses or words of a text."""
+    if len(text) <= _BRIEF:
+        return text
+    ends = [text.rfind(end, len(text) // 9, _BRIEF) for end in (". ", "; ", ": ")]
+    return text[: max(ends)] if max(ends) > 0 else f"{text[:_BRIEF].rpartition(' ')[0]} …"
+
+
 def _step_line(found: Status) -> str:
     text = str(found.step)
     if found.total_steps:
@@ -197,10 +208,10 @@ def read_status(run_dir: Path) -> Status:
     if not (run_dir / RUN_CONFIG).is_file():
         raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
     now, total = time.time(), _total_steps(run_dir)
-    record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_starts(run_dir)
+    record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_records(run_dir)
     newest = _newest(run_dir, now)
     steps = [line for line in lines if line.is_step]
-    recent, last = steps[-_RECENT:], steps[-1] if steps else None
+    recent, last = _of_newest(steps, starts), steps[-1] if steps else None
     validation = next((x for x in reversed(lines) if isinstance(x.val_loss, float)), None)
     step = max(last.step if last else 0, newest.step if newest else 0)
     is_done = _is_done(newest, validation, total)
@@ -215,7 +226,7 @@ def read_status(run_dir: Path) -> Status:
         step=step,
         total_steps=total,
         seconds_since_step=_age(run_dir / METRICS, now),
-        eta_seconds=_eta(record, steps, step, total) if state == RUNNING else None,
+        eta_seconds=_eta(record, recent, step, total) if state == RUNNING else None,
         loss=_number(last.loss) if last else None,
         val_loss=_number(validation.val_loss) if validation else None,
         val_step=validation.step if validation else None,
@@ -228,11 +239,17 @@ def read_status(run_dir: Path) -> Status:
         estimate=read_estimate(run_dir),
         checkpoint=newest,
         starts=len(starts),
+        restarts=sum(each.restart is not None for each in starts),
         since_step=lines[0].step if lines else 0,
         skipped_steps=_skipped(lines),
-        restarts=sum(line.restart is not None for line in lines),
-        warnings=_warnings(run_dir, lines),
+        warnings=_warnings(run_dir, starts),
     )
+
+
+def _of_newest(steps: Sequence[MetricsLine], starts: Sequence[StartRecord]) -> list[MetricsLine]:
+    """Return the last steps of the newest start: those before may have had other ranks."""
+    begun = next((each.step for each in reversed(starts) if each.step is not None), 0)
+    return [line for line in steps[-_RECENT:] if line.step > begun]
 
 
 def _lines(run_dir: Path) -> list[MetricsLine]:
@@ -312,12 +329,12 @@ def _first_error(run_dir: Path) -> str:
 
 
 def _eta(
-    record: HeartbeatRecord | None, steps: Sequence[MetricsLine], step: int, total: int | None
+    record: HeartbeatRecord | None, recent: Sequence[MetricsLine], step: int, total: int | None
 ) -> float | None:
     """Return the time left at the pace since the start, including saves and validations."""
     each = record.seconds_per_step if record else None
     if each is None:
-        each = _recent([line.seconds for line in steps[-_RECENT:]])
+        each = _recent([line.seconds for line in recent])
     return None if each is None or total is None else each * max(0, total - step)
 
 
@@ -342,6 +359,6 @@ def _newest(run_dir: Path, now: float) -> Newest | None:
     )
 
 
-def _warnings(run_dir: Path, lines: Sequence[MetricsLine]) -> list[str]:
-    found = [f"step {line.step}: {line.warning}" for line in lines if line.warning]
+def _warnings(run_dir: Path, starts: Sequence[StartRecord]) -> list[str]:
+    found = [text for each in starts for text in each.warnings]
     return [*found[-_MOST_WARNINGS:], *passed_over(run_dir / CHECKPOINTS)]

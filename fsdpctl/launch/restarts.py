@@ -3,8 +3,11 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Settled
@@ -18,8 +21,9 @@ from fsdpctl.launch.outcome import Outcome
 from fsdpctl.launch.workers import launch_workers
 from fsdpctl.resolve.settle import settle
 from fsdpctl.run.directory import changes, look, prepare_restart
-from fsdpctl.run.metrics import last_step, went_on
-from fsdpctl.training.callbacks.reporting import RESTART, Restart
+from fsdpctl.run.environment import Restart, read_records
+from fsdpctl.run.metrics import last_step
+from fsdpctl.training.callbacks.reporting import RESTART
 from fsdpctl.training.requests import take_stop
 
 Say = Callable[[str], None]
@@ -74,7 +78,7 @@ def _next_round(
         say(f"{begun.run_dir}: no restart (stop requested)")
         return None
     metrics = begun.run_dir / METRICS
-    is_stuck = number > 0 and not went_on(metrics, number)
+    is_stuck = number > 0 and not went_on(begun.run_dir, number)
     reached = begun.step if is_stuck else last_step(metrics)
     members = [0] if nodes is None else [n for n in nodes.members if n not in outcome.silent]
     config = settled_on(begun, members, say, is_stuck=is_stuck)
@@ -92,10 +96,18 @@ def _next_round(
     )
     for text in changed:
         say(f"{'changed':<8}{text}")
-    # The workers write it to metrics.jsonl after their first step.
+    # The workers record it after their first step.
     restart = Restart(number + 1, outcome.reason, outcome.failed_at or time.time(), lost)
-    os.environ[RESTART] = restart.to_text()
+    os.environ[RESTART] = msgspec.json.encode(restart).decode()
     return RestartRound(members, ranks)
+
+
+def went_on(run_dir: Path, restart: int) -> bool:
+    """Return whether the ranks of restart number `restart`, the newest, completed a step."""
+    with suppress(UsageError):  # a file that others refuse to read
+        newest = read_records(run_dir)[-1:]
+        return any(x.restart is not None and x.restart.number == restart for x in newest)
+    return False
 
 
 def settled_on(begun: Begun, members: list[int], say: Say, *, is_stuck: bool) -> Settled | None:

@@ -83,9 +83,10 @@ def _model(opened: Opened) -> str:
         experts = " and experts" if any(len(shape) == 3 for shape in packed) else ""
         weights += f", linear layers{experts} in {config.model.base_dtype}"
     of = "" if config.model.path is None else f"{family_of(config.model)}, "
+    vocabulary = f"{config.model.vocab_size}{_origin(opened, 'model.vocab_size')}"
     return (
-        f"{config.model.name}, {of}{_count(count)} parameters{in_part}, vocabulary "
-        f"{config.model.vocab_size}{_origin(opened, 'model.vocab_size')}, {_dtypes(opened)}{weights}"
+        f"{config.model.name}, {of}{_count(count)} parameters{in_part}, vocabulary {vocabulary}, "
+        f"{_dtypes(opened)}{weights}"
     )
 
 

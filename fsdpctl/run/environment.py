@@ -1,4 +1,4 @@
-"""environment.json, the software, hardware and commit of each start of a run; its estimate.json."""
+"""environment.json, the software, hardware and events of each start of a run; its estimate.json."""
 
 import contextlib
 import json
@@ -17,12 +17,14 @@ from fsdpctl import __version__
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file, replace
 from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, OVERRIDES
-from fsdpctl.io.untrusted import Count, read_json
+from fsdpctl.io.untrusted import Count, as_type, read_json
+from fsdpctl.run.metrics import Figure
 
 if TYPE_CHECKING:
     import torch
 
-MAX_STARTS = 200
+MAX_STARTS, MAX_WARNINGS = 200, 100  # the newest, and those of each start
+RECORD = "record"  # of what happened since the start, in its entry
 # Only the variables that affect how ranks compute and communicate: others may hold secrets.
 _PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_")
 _NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
@@ -42,12 +44,58 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 
 def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
     """Append a start and drop the oldest ones. Failures are ignored."""
+    starts: list[Mapping[str, Any]] = []
+    with contextlib.suppress(UsageError):  # unreadable for everyone
+        starts += read_starts(run_dir)
+    _write(run_dir, [*starts, start][-MAX_STARTS:])
+
+
+def add_to_start(run_dir: Path, about: Mapping[str, Any]) -> None:
+    """Add values to the record of the newest start; lists are appended. Failures are ignored."""
+    with contextlib.suppress(UsageError):
+        *others, newest = read_starts(run_dir) or [{}]
+        known = newest.get(RECORD)
+        record = dict(known) if isinstance(known, dict) else {}
+        for name, value in about.items():
+            before = record.get(name)
+            if isinstance(before, list) and isinstance(value, list):
+                value = [*before, *value][-MAX_WARNINGS:]
+            record[name] = value
+        _write(run_dir, [*others, {**newest, RECORD: record}])
+
+
+def _write(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> None:
     with contextlib.suppress(OSError):
-        starts: list[Mapping[str, Any]] = []
-        with contextlib.suppress(UsageError):  # unreadable for everyone
-            starts += read_starts(run_dir)
-        text = json.dumps({"starts": [*starts, start][-MAX_STARTS:]}, indent=1)
-        replace(run_dir / ENVIRONMENT, f"{text}\n")
+        replace(run_dir / ENVIRONMENT, json.dumps({"starts": starts}, indent=1) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The cause and the cost of a restart."""
+
+    number: Count
+    reason: str
+    failed_at: Figure  # seconds since the epoch
+    lost_steps: Count  # completed before, and to be repeated
+    step: Count = 0  # the first completed one
+    seconds_to_next_step: Figure = 0.0  # since the failure
+
+
+@dataclass(frozen=True, slots=True)
+class StartRecord:
+    """The events of a start that others read."""
+
+    step: Count | None = None  # that it began from; None: it ended before
+    restart: Restart | None = None  # if a launcher restarted the ranks, and a step is complete
+    warnings: list[str] = field(default_factory=list)
+    longest_save_seconds: Figure = 0.0
+    peak_engine_bytes: Count | None = None  # on the rank with the highest peak
+
+
+def read_records(run_dir: Path) -> list[StartRecord]:
+    """Return what was recorded of each start, oldest first."""
+    records = [each.get(RECORD, {}) for each in read_starts(run_dir)]
+    return as_type(records, list[StartRecord], str(run_dir / ENVIRONMENT))
 
 
 @dataclass(frozen=True, slots=True)

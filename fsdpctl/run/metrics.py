@@ -41,7 +41,7 @@ class RejectedRecord:
 
 @dataclass(frozen=True, slots=True)
 class MetricsLine:
-    """One line. A step has the values from `samples` on; other lines tell what happened there."""
+    """One line: a step has the values from `samples` on, others a validation or a rejected step."""
 
     step: Count
     samples: Count | None = None  # consumed, including this step
@@ -57,21 +57,12 @@ class MetricsLine:
     data_seconds: Figure | None = None
     peak_allocated_bytes: Count | None = None
     peak_reserved_bytes: Count | None = None
-    peak_engine_bytes: Count | None = None
     val_loss: Value = UNSET
-    checkpoint_write_seconds: Figure = 0.0
-    warning: str | None = None
     rejected_step: RejectedRecord | None = None
-    restart: Any = None
 
     @property
     def is_step(self) -> bool:
         return self.loss is not UNSET
-
-    @property
-    def is_permanent(self) -> bool:
-        """Whether it stays when the run resumes from an earlier step: nothing else records it."""
-        return self.rejected_step is not None or self.restart is not None
 
 
 _DECODER = msgspec.json.Decoder(MetricsLine)
@@ -121,12 +112,6 @@ def last_step(path: Path) -> int:
     return found
 
 
-def went_on(path: Path, restart: int) -> bool:
-    """Return whether the ranks of restart number `restart` completed a step."""
-    restarts = (line.restart for line in _lines(path))
-    return any(isinstance(each, dict) and each.get("number") == restart for each in restarts)
-
-
 def was_validated(path: Path, step: int) -> bool:
     """Return whether metrics.jsonl has a finite validation loss of `step`."""
     return any(line.step == step and isinstance(line.val_loss, float) for line in _lines(path))
@@ -140,7 +125,7 @@ class MetricsFile:
         self._path = path
         self._writing = threading.Lock()
         with refusing(path, full=FsdpctlError):  # a full disk is not a mistake in the settings
-            self.seconds_to_save = _cut_back(path, step)
+            _cut_back(path, step)
             self._file = open_own(path, "ab")
 
     def write(self, line: dict[str, Any]) -> None:
@@ -158,14 +143,8 @@ class MetricsFile:
             self._file.close()
 
 
-def _cut_back(path: Path, step: int) -> float:
-    """Remove lines after `step`; return the longest time that a checkpoint in the file took."""
-    if not path.is_file():
-        return 0.0
-    kept, longest = [], 0.0
-    for text, line in _read(path):
-        longest = max(longest, line.checkpoint_write_seconds)
-        if line.step <= step or line.is_permanent:
-            kept.append(text.rstrip(b"\n") + b"\n")
-    replace(path, b"".join(kept))
-    return longest
+def _cut_back(path: Path, step: int) -> None:
+    """Remove lines after `step`, except rejected steps: nothing else records those."""
+    if path.is_file():
+        kept = [text for text, x in _read(path) if x.step <= step or x.rejected_step is not None]
+        replace(path, b"".join(text.rstrip(b"\n") + b"\n" for text in kept))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import psutil
 import torch
 
 from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
@@ -139,14 +138,3 @@ def peak_memory(device: torch.device) -> PeakMemory:
             found.get("num_alloc_retries", 0),
         )
     return PeakMemory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-
-
-def proportional_memory() -> int:
-    """Return the physical memory of this process now, which counts its part of what is shared.
-
-    It is 0 where the system does not tell.
-    """
-    try:
-        return int(getattr(psutil.Process().memory_full_info(), "pss", 0))
-    except (OSError, psutil.Error):
-        return 0

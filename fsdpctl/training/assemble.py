@@ -191,16 +191,17 @@ def make_trainer(
     heartbeat = Heartbeat(run_dir, ranks, is_on=shows and is_main)
     if config.log.memory_snapshot:
         watch_allocations(world.device)
-    if shows:
-        places = ranks.gather_objects(place_of(world.device))
-        if is_main:
-            add_start(run_dir, describe_start(run_dir, places))
+    places = ranks.gather_objects(place_of(world.device))
+    if is_main:
+        add_start(run_dir, describe_start(run_dir, places))
     parts, done, base = _load(plan, run_dir, world, ranks)
     journal = Journal(config, run_dir, done.step, is_main=is_main, shows=shows)
     if reason := parts.model.collectives.not_shared:
         journal.warn(f"ranks do not share memory: {reason}")
     if only_measures:
-        return Trainer(parts, done, context, journal, [RunReporter(journal, None)])
+        return Trainer(
+            parts, done, context, journal, [RunReporter(journal, None), Checks(run_dir, done.step)]
+        )
     checkpoints = Checkpoints(config, ranks, journal, base, runs_command=shows and is_main)
     callbacks = [  # in the order of their hooks, at the end too
         SelfCheck(config.train.self_check, done.step, sharding_of(config)),

@@ -1,13 +1,15 @@
-"""The record of a run: messages, and values in metrics.jsonl and for experiment loggers."""
+"""The record of a run: messages, metrics.jsonl, experiment loggers, events in environment.json."""
 
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.schema import Config
-from fsdpctl.errors import LOST, FsdpctlError
+from fsdpctl.errors import LOST, FsdpctlError, UsageError
 from fsdpctl.io.run_files import LOG, METRICS
+from fsdpctl.run.environment import add_to_start, read_records
 from fsdpctl.run.metrics import MetricsFile
 from fsdpctl.run.progress import RunProgress
 from fsdpctl.training.loggers import Loggers
@@ -24,7 +26,8 @@ class Journal:
         With `shows`, rank 0 (`is_main`) shows the progress and writes to experiment loggers.
         """
         assert config.train.steps is not None
-        self.run_dir, self._step = run_dir, step
+        self.run_dir, self._step, self._recording = run_dir, step, Lock()
+        self.seconds_to_save = 0.0  # the longest time that a checkpoint of this run took so far
         self._metrics = MetricsFile(run_dir / METRICS, step) if is_main else None
         self.progress = RunProgress(
             config.train.steps,
@@ -34,11 +37,11 @@ class Journal:
             log=run_dir / LOG,
         )
         self.loggers = Loggers(config, run_dir, step, self.warn, is_on=is_main and shows)
-
-    @property
-    def seconds_to_save(self) -> float:
-        """The longest time that a checkpoint of this run took so far."""
-        return 0.0 if self._metrics is None else self._metrics.seconds_to_save
+        if is_main:
+            with suppress(UsageError):  # a file that others refuse to read
+                known = [each.longest_save_seconds for each in read_records(run_dir)]
+                self.seconds_to_save = max(known, default=0.0)
+            self.record({"step": step})
 
     def say(self, line: str) -> None:
         self.progress.say(line)
@@ -55,19 +58,23 @@ class Journal:
                 self._step = line["step"]
             self.loggers.line(line)
 
-    def record(self, line: dict[str, Any], message: str = "") -> None:
-        """Print a message and append an object; a full disk fails the run where training writes."""
-        if message:
-            self.say(message)
-        with suppress(FsdpctlError, ValueError):  # ValueError: the file is closed
-            self.write(line)
+    def record(self, about: dict[str, Any]) -> None:
+        """Add values to the record of this start; a full disk fails the run where it trains."""
+        if self._metrics is not None:
+            with self._recording:
+                add_to_start(self.run_dir, about)
 
-    def warn(self, message: str) -> None:
-        """Print a warning, and record it with the last completed step."""
-        self.progress.say(message)
-        with suppress(FsdpctlError, ValueError):  # as in `record`; loggers take numbers only
-            if self._metrics is not None:
-                self._metrics.write({"step": self._step, "warning": message})
+    def saved(self, line: dict[str, Any], seconds: float) -> None:
+        """Send the times of a checkpoint to the loggers, and record the longest."""
+        self.loggers.line(line)
+        if seconds > self.seconds_to_save:
+            self.seconds_to_save = seconds
+            self.record({"longest_save_seconds": round(seconds, 6)})
+
+    def warn(self, message: str, step: int | None = None) -> None:
+        """Print a warning about `step`, and record it; None: with the last completed step."""
+        self.say(message if step is None else f"step {step}: {message}")
+        self.record({"warnings": [f"step {self._step if step is None else step}: {message}"]})
 
     def check_in_place(self) -> None:
         """Raise FsdpctlError on rank 0 if the run directory or metrics.jsonl has been removed."""

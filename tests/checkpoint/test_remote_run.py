@@ -296,10 +296,9 @@ def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monk
     uploads.add(second, 20)
     uploads.wait(pytest.fail)
     uploads.check_uploaded()
-    lines = [each.to_line() for each in told]
-    assert [each["upload"] for each in lines] == ["failed", "done"]
-    assert "ZeroDivisionError" in lines[0]["warning"]
-    assert str(first) in lines[0]["warning"]
+    assert [each.outcome for each in told] == ["failed", "done"]
+    assert "ZeroDivisionError" in told[0].message
+    assert str(first) in told[0].message
     assert [each.name for each in RemoteCheckpoints(URL).complete()] == [second.name]
 
 

@@ -18,7 +18,7 @@ from tests.run.runs import make_run, step_line, write_lines
 def run(tmp_path):
     """Three steps and a validation."""
     folder = make_run(tmp_path / "run", done=3)
-    write_lines(folder, {"step": 3, "val_loss": 0.5}, {"step": 3, "warning": "a word"})
+    write_lines(folder, {"step": 3, "val_loss": 0.5})
     return folder
 
 
@@ -98,7 +98,7 @@ def test_a_corrupted_line_is_named_and_an_incomplete_last_line_is_skipped(run, t
     assert compared_runs(run, twin).differences == []
     with (twin / METRICS).open("a") as file:
         file.write("\n")
-    with pytest.raises(UsageError, match=r"twin/metrics\.jsonl, line 6: corrupted"):
+    with pytest.raises(UsageError, match=r"twin/metrics\.jsonl, line 5: corrupted"):
         compared_runs(run, twin)
 
 

@@ -191,7 +191,7 @@ def test_a_start_that_fails_leaves_no_directory_and_no_lock(tmp_path, monkeypatc
         composed = compose_config([*words, f"train.run_dir={run_dir}"])
         lines: list[str] = []
         with pytest.raises(DoesNotFitError, match="204.8 MiB available; change the settings"):
-            begin(composed, words, "auto", Talk(lines.append, lines.append))
+            begin(composed, words, "auto", Talk(lines.append, lines.append, lines.append))
         assert any("nothing fits; closest is strategy=" in line for line in lines)
         assert any(line.startswith("to fit  ") for line in lines)
     assert not (tmp_path / "some").exists()

@@ -13,6 +13,7 @@ from fsdpctl.commands.status import read_status
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, HEARTBEAT, LOGS, METRICS
+from fsdpctl.run.environment import add_start, add_to_start
 from fsdpctl.run.heartbeat import HeartbeatRecord, record_cause
 from fsdpctl.run.metrics import MetricsLine
 from tests.commands.run import invoke
@@ -27,6 +28,8 @@ from tests.run.runs import (
     write_heartbeat,
     write_lines,
 )
+
+RESTARTED = {"restart": {"number": 1, "reason": "lost", "failed_at": 1e9, "lost_steps": 2}}
 
 # ---- liveness --------------------------------------------------------------------------------
 
@@ -122,24 +125,33 @@ def test_a_second_start_without_restarts_shows_none(tmp_path):
     run = make_run(tmp_path / "run", done=2)
     (run / ENVIRONMENT).write_text('{"starts": [{}, {}]}')
     assert "restart" not in invoke("status", str(run))[1]
-    write_lines(run, {"step": 2, "restart": {"reason": "lost"}})
-    assert "; 1 restart since step 1" in invoke("status", str(run))[1]
+    add_to_start(run, RESTARTED)
+    assert "starts      2, 1 restart\n" in invoke("status", str(run))[1]
 
 
 def test_skipped_steps_restarts_and_warnings_are_reported(tmp_path):
     run = make_run(tmp_path / "run", done=2)
     write_lines(run, step_line(3, loss=None), step_line(4, grad_norm=None), step_line(5))
-    write_lines(run, {"step": 5, "restart": {"reason": "lost"}}, {"step": 5, "restart": 1})
-    write_lines(run, *({"step": 5, "warning": f"no {n}"} for n in range(9)))
+    for n in range(3):
+        add_start(run, {"record": RESTARTED})
+        add_to_start(run, {"warnings": [f"step 5: no {3 * n + each}" for each in range(3)]})
     (run / CHECKPOINTS / "step-00000005").mkdir()
-    (run / ENVIRONMENT).write_text('{"starts": [{}, {}]}')
     found = read_status(run)
-    assert (found.skipped_steps, found.restarts, found.starts) == (2, 2, 2)
+    assert (found.skipped_steps, found.restarts, found.starts) == (2, 3, 3)
     *quoted, incomplete = found.warnings
     assert quoted == [f"step 5: no {n}" for n in range(4, 9)]
     assert "step-00000005: incomplete" in incomplete
     write_lines(run, *({"step": 5, "rejected_step": REJECTED} for _ in range(7)))
     assert read_status(run).skipped_steps == 7
+
+
+def test_the_speed_is_that_of_the_newest_start(tmp_path):
+    run = make_run(tmp_path / "run", done=60)
+    for begun in (0, 55, None):  # the last one has not begun a step
+        add_start(run, {"record": {"step": begun}})
+    assert read_status(run).tokens_per_second == 100 * 58
+    add_to_start(run, {"step": 60})
+    assert read_status(run).tokens_per_second is None
 
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
@@ -172,9 +184,10 @@ def test_a_checkpoint_of_the_wrong_size_is_reported(tmp_path):
 
 DAMAGE = {
     "no line": (METRICS, b'{"step": 1}\nnothing\n'), "another type": (METRICS, b'{"step": "1"}\n'),
-    "not Unicode": (METRICS, b'{"step": 1, "warning": "\xff"}\n'),
+    "not Unicode": (METRICS, b'{"step": 1, "rejected_step": "\xff"}\n'),
     "infinite": (METRICS, b'{"step": 1, "val_loss": 1e999}\n'),
-    "deep": (METRICS, b'{"step": 1, "restart": ' + b"[" * 9999 + b"]" * 9999 + b"}\n"),
+    "deep": (METRICS, b'{"step": 1, "other": ' + b"[" * 9999 + b"]" * 9999 + b"}\n"),
+    "another record": (ENVIRONMENT, b'{"starts": [{"record": {"step": -1}}]}'),
     "no heartbeat": (HEARTBEAT, b"{}"), "a large heartbeat": (HEARTBEAT, b" " * (1 << 17)),
     "starts of another type": (ENVIRONMENT, b'{"starts": [1]}'),
     "no configuration": (RUN_CONFIG, b"- 1"),
@@ -255,7 +268,7 @@ def test_the_command_prints_a_table_or_json(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "runs" / "one", steps=4, done=3)
     save(run, 2)
-    write_lines(run, {"step": 3, "warning": "odd \x1b[2J"})
+    add_start(run, {"record": {"warnings": ["odd \x1b[2J"]}})
     (tmp_path / "runs" / "latest").symlink_to("one")
     code, said = invoke("status")
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in said.splitlines()}

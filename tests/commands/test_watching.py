@@ -82,9 +82,6 @@ def test_the_command_runs_on_every_checkpoint_and_the_end_waits_for_it(tmp_path)
     done = fsdpctl("train", *words(tmp_path, 100, command, "checkpoint.keep_last=3"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "step 50: checkpoint.after_save: exit code 1" in done.stdout
-    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    outcomes = [(line["step"], line["after_save"]) for line in lines if "after_save" in line]
-    assert outcomes == [(25, "done"), (50, "failed"), (75, "done"), (100, "done")]
     found = status(tmp_path)
     assert found["warnings"] == ["step 50: checkpoint.after_save: exit code 1"]
 

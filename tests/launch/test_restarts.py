@@ -1,7 +1,6 @@
 """Ranks that fail are started again, with those that are left, from the newest checkpoint."""
 
 import contextlib
-import json
 import signal
 import socket
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fsdpctl.run.environment import read_records
 from fsdpctl.run.metrics import last_step
 from tests.commands.run import environment, figures, make_text
 from tests.launch.hosts import hosts
@@ -58,12 +58,11 @@ def test_a_killed_rank_costs_only_steps(tmp_path):
     assert (tmp_path / "run" / "logs" / "restart-1").is_dir()
     whole = alone(tmp_path, 2, "train.steps=120")
     assert sorted(figures(tmp_path / "run"), key=str) == sorted(whole, key=str)
-    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    (line,) = [line["restart"] for line in lines if "restart" in line]
-    assert line["number"] == 1
-    assert line["lost_steps"] >= 5
-    assert 0 < line["seconds_to_next_step"] < _SECONDS
-    assert "killed by signal 9" in line["reason"]
+    (restart,) = [each.restart for each in read_records(tmp_path / "run") if each.restart]
+    assert (restart.number, restart.step) == (1, 26)
+    assert restart.lost_steps >= 5
+    assert 0 < restart.seconds_to_next_step < _SECONDS
+    assert "killed by signal 9" in restart.reason
 
 
 def test_a_hung_rank_is_named_and_restarted(tmp_path):

@@ -3,18 +3,23 @@
 import json
 import platform
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from fsdpctl.io.run_files import ENVIRONMENT, OVERRIDES
+from fsdpctl.launch.restarts import went_on
 from fsdpctl.run import environment
 from fsdpctl.run.environment import (
     RankDevice,
+    Restart,
     add_start,
+    add_to_start,
     describe_start,
     place_of,
+    read_records,
     read_starts,
     relevant,
     revision,
@@ -57,6 +62,24 @@ def test_only_variables_that_affect_the_computation_are_recorded():
     kept = {"NCCL_DEBUG": "a", "CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "c"}
     secrets = {"WANDB_API_KEY": "s", "AWS_SECRET_ACCESS_KEY": "s", "MY_NCCL_": "s", "HOME": "/"}
     assert relevant({**secrets, **kept}) == kept
+
+
+def test_events_are_added_to_the_newest_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "MAX_WARNINGS", 2)
+    for number in range(2):
+        add_start(tmp_path, {"started": number})
+        assert not went_on(tmp_path, 1)
+        add_to_start(tmp_path, {"step": 5 * number, "longest_save_seconds": 1.5 - number})
+    for text in "abc":
+        add_to_start(tmp_path, {"warnings": [text]})
+    first, second = read_records(tmp_path)
+    assert (first.step, first.longest_save_seconds, first.warnings) == (0, 1.5, [])
+    assert (second.step, second.longest_save_seconds, second.warnings) == (5, 0.5, ["b", "c"])
+    add_to_start(tmp_path, {"restart": asdict(Restart(1, "lost", 1e9, 3))})
+    assert went_on(tmp_path, 1)
+    assert not went_on(tmp_path, 2)
+    add_start(tmp_path, {})  # of another launcher, whose first restart is still to come
+    assert not went_on(tmp_path, 1)
 
 
 def test_the_newest_starts_are_kept(tmp_path, monkeypatch):

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.io.run_files import ESTIMATE
-from fsdpctl.training.callbacks.reporting import Checks
+from fsdpctl.run.environment import SavedEstimate
+from fsdpctl.training.callbacks.reporting import Checks, _compared_peaks
 
 MIB = 1 << 20
 
@@ -28,11 +29,7 @@ def test_the_step_time_is_compared_with_the_prediction(tmp_path):
     assert message == (
         "step time: 0.24 s measured, 0.3 s predicted (25% above measured; specs of cluster=h100)"
     )
-    assert values == {
-        "step_seconds": pytest.approx(0.24),
-        "predicted_step_seconds": 0.3,
-        "prediction_source": "specs of cluster=h100",
-    }
+    assert values == {"step_seconds": pytest.approx(0.24), "predicted_step_seconds": 0.3}
 
 
 def test_without_an_estimate_nothing_is_compared(tmp_path):
@@ -40,31 +37,16 @@ def test_without_an_estimate_nothing_is_compared(tmp_path):
         checks = Checks(folder, 0)
         checks._seconds = [1.0] * 3
         assert checks.time() is None
-    assert checks.memory(True, True, [MIB, 0, MIB, MIB]) is None
+    assert checks.memory(MIB) == "memory: 1.0 MiB per process, with Python and its libraries"
 
 
-@pytest.mark.parametrize(
-    ("on_cpu", "message"),
-    [
-        (
-            True,
-            "1.0 MiB engine peak, equal to the estimate; 4.0 MiB estimated for all tensors; "
-            "processes at most 8.0 MiB resident, 5.0 MiB proportional",
-        ),
-        (
-            False,
-            "2.0 MiB allocated peak, 4.0 MiB estimated (100.0% above measured); "
-            "8.0 MiB reserved peak, 6.0 MiB estimated (25.0% below measured)",
-        ),
-    ],
-)
-def test_peak_memory_is_compared_with_the_estimate(tmp_path, on_cpu, message):
-    peaks = {
-        "peak_engine_bytes": MIB, "peak_allocated_bytes": 4 * MIB, "peak_reserved_bytes": 6 * MIB,
-    }  # fmt: skip
-    checks = Checks(kept(tmp_path, **peaks), 0)
-    found = checks.memory(True, on_cpu, [MIB, 2 * MIB, 8 * MIB, 5 * MIB])
-    assert found is not None
-    assert found[0] == f"memory: {message}"
-    sizes = [MIB, MIB, 8 * MIB, 5 * MIB] if on_cpu else [2 * MIB, 4 * MIB, 8 * MIB, 6 * MIB]
-    assert [*found[1].values()] == sizes
+def test_peak_memory_is_compared_with_the_estimate(tmp_path):
+    known = SavedEstimate(4 * MIB, 6 * MIB, MIB)
+    peaks = {"peak_allocated_bytes": 4 * MIB, "peak_reserved_bytes": 8 * MIB}
+    assert _compared_peaks(peaks, known) == (
+        "memory: 4.0 MiB allocated peak, equal to the estimate; "
+        "8.0 MiB reserved peak, 6.0 MiB estimated (25.0% below measured)"
+    )
+    assert Checks(kept(tmp_path), 0).memory(9 * MIB) == (
+        "memory: 9.0 MiB per process, with Python and its libraries; 1.0 MiB estimated for tensors"
+    )

@@ -11,7 +11,7 @@ import pytest
 from msgspec import UNSET
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.run.metrics import MetricsFile, last_step, read_metrics, was_validated, went_on
+from fsdpctl.run.metrics import MetricsFile, last_step, read_metrics, was_validated
 from tests.run.runs import REJECTED
 
 
@@ -59,7 +59,7 @@ def test_the_reader_distinguishes_missing_from_non_finite_values(path: Path):
 
 def test_lines_of_several_threads_stay_whole(path: Path):
     file = MetricsFile(path, 0)
-    line = {"step": 1, "warning": "x" * 20_000}  # more than is written at once
+    line = {"step": 1, "loss/x": "x" * 20_000}  # more than is written at once
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(file.write, [line] * 200))
@@ -86,16 +86,6 @@ def test_rejected_steps_are_not_removed(path: Path):
     assert read(path) == [bad, {"step": 4, "loss": 2.0}]
 
 
-def test_the_longest_earlier_save_is_known(path: Path):
-    new = MetricsFile(path, 0)
-    new.close()
-    assert new.seconds_to_save == 0.0
-    write(path, *({"step": n, "checkpoint_write_seconds": n / 2} for n in (3, 9, 5)))
-    later = MetricsFile(path, 4)
-    later.close()
-    assert later.seconds_to_save == 4.5  # of a step that is cut off, too
-
-
 def test_a_finite_validation_loss_is_found(path: Path):
     assert not was_validated(path, 20)
     validated = {"step": 20, "val_loss": 1.5}, {"step": 40, "val_loss": None}
@@ -105,14 +95,5 @@ def test_a_finite_validation_loss_is_found(path: Path):
 
 
 def test_the_last_step_is_the_newest_whatever_follows_it(path: Path):
-    path.write_text('{"step": 40, "loss": 1.0}\n{"step": 25, "after_save": "done"}\n{"st')
+    path.write_text('{"step": 40, "loss": 1.0}\n{"step": 25, "val_loss": 1}\n{"st')
     assert last_step(path) == 40
-
-
-def test_a_restart_made_progress_if_it_is_recorded(path: Path):
-    assert not went_on(path, 1)
-    path.write_text('{"step": 30, "loss": 1.0}\n')
-    assert not went_on(path, 1)
-    path.write_text('{"step": 26, "restart": {"number": 1}}\n{"step": 26, "loss": 1.0}\n')
-    assert went_on(path, 1)
-    assert not went_on(path, 2)

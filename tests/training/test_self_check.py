@@ -16,6 +16,7 @@ from fsdpctl.models import attention, decoder_check
 from fsdpctl.models.context import to_tokens
 from fsdpctl.models.row_documents import Documents
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.run.environment import read_starts
 from fsdpctl.training import assemble, loss, small_run, step
 from fsdpctl.training.callbacks import self_check
 from fsdpctl.training.learning_rate import lr_factor
@@ -24,7 +25,7 @@ from tests.distributed import distributed
 from tests.matrix import fast
 from tests.models.decoders import save_decoder
 from tests.training.chats import make_chat_model, make_chats
-from tests.training.ranks import lines, made, words
+from tests.training.ranks import made, words
 
 LAYER = "model.layers.1"
 
@@ -109,8 +110,7 @@ def check(rank: int, world_size: int, typed: list[str], folder: str, names: list
         found = _found(typed, f"{folder}/{name}", plant())
         assert expected in found, (name, found)
     assert not _found(typed, f"{folder}/none", mock.patch.dict({}))
-    written = [each["self_check"] for each in lines(Path(folder, "none")) if "self_check" in each]
-    assert written == [[]]
+    assert read_starts(Path(folder, "none"))[-1]["record"]["self_check"] == []
 
 
 def test_mistakes_are_found(tmp_path):
@@ -179,9 +179,9 @@ def check_unchanged(rank: int, world_size: int, typed: list[str], folder: str) -
             last = dict(word.split("=", 1) for word in [*typed, *more.split()])
             settings = [f"{key}={value}" for key, value in last.items()]
             assert not _found(settings, f"{folder}/{number}", mock.patch.dict({})), name
-        written = [each for each in lines(Path(folder, str(number))) if "self_check" in each]
-        found = [each["step"] for each in written if "changed no weight" in str(each)]
-        assert found == expected, name
+        written = read_starts(Path(folder, str(number)))[-1]["record"].get("self_check", [])
+        found = [each.split()[2] for each in written if "changed no weight" in each]
+        assert found == list(map(str, expected)), name
 
 
 def test_a_step_that_changes_no_weight_has_a_warning(tmp_path):

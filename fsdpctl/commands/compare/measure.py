@@ -32,6 +32,7 @@ from fsdpctl.resolve.data import notes_on_data
 from fsdpctl.resolve.open import Opened, open_run
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.assets import collect_assets
+from fsdpctl.run.environment import StartRecord, read_records
 from fsdpctl.run.metrics import read_metrics
 
 T = TypeVar("T")
@@ -152,8 +153,7 @@ def in_turn(variants: Sequence[T], number: int, num_rounds: int) -> list[T]:
 def round_of(run_dir: Path, kept: str | None) -> Round:
     """Summarize the metrics of the run in `run_dir`, kept as `kept`; FsdpctlError if too few."""
     file = run_dir / METRICS
-    lines = list(read_metrics(file))
-    steps = [line for line in lines if line.is_step]
+    steps = [line for line in read_metrics(file) if line.is_step]
     timed = steps[int(len(steps) * _WARM_UP) :]
     if len(timed) < 2:
         raise FsdpctlError(f"{file}: too few steps to measure their speed")
@@ -161,7 +161,7 @@ def round_of(run_dir: Path, kept: str | None) -> Round:
         (line.tokens_per_second or 0.0 for line in timed), n=4, method="inclusive"
     )
     step_seconds = median(line.seconds or 0.0 for line in timed)
-    last, ending = steps[-1], lines[-1]
+    last = steps[-1]
     on_device = last.peak_allocated_bytes is not None
     return Round(
         run_dir=kept,
@@ -169,7 +169,7 @@ def round_of(run_dir: Path, kept: str | None) -> Round:
         tokens_per_second_quartiles=(low, high),
         step_seconds=step_seconds,
         mfu=_median([line.mfu for line in timed]),
-        peak_engine_bytes=ending.peak_engine_bytes,
+        peak_engine_bytes=next(reversed(read_records(run_dir)), StartRecord()).peak_engine_bytes,
         peak_tensor_bytes=last.peak_allocated_bytes,
         peak_reserved_bytes=last.peak_reserved_bytes if on_device else None,
         final_loss=last.loss if isinstance(last.loss, float) else None,

@@ -23,7 +23,7 @@ from fsdpctl.resolve.rules import command_words
 from fsdpctl.run.assets import read_run_assets
 from fsdpctl.run.progress import format_seconds
 from fsdpctl.training.callback import Callback, TrainingRun, is_joint
-from fsdpctl.training.callbacks.each_save import EachSave
+from fsdpctl.training.callbacks.each_save import EachSave, SaveOutcome
 from fsdpctl.training.journal import Journal
 from fsdpctl.training.requests import SAVE, RequestFlags
 
@@ -50,12 +50,11 @@ class Save:
         self.written += count
 
     def to_line(self) -> dict[str, Any]:
-        line = {
+        return {
             "step": self.step,
             "checkpoint_seconds": round(self.stall, 6),
             "checkpoint_write_seconds": round(self.seconds, 6),
         }
-        return {**line, "warning": f"saved, but {self.note}"} if self.note else line
 
 
 class Checkpoints(Callback):
@@ -93,10 +92,15 @@ class Checkpoints(Callback):
         self._each_save = EachSave(
             about,
             run_dir,
-            lambda done: journal.record(done.to_line(), done.line),
+            self._report,
             remote=remote_of(config) if runs_command else None,
             words=command_words(about.after_save) if runs_command and about.after_save else (),
         )
+
+    def _report(self, done: SaveOutcome) -> None:
+        self._journal.loggers.line(done.to_line())
+        if done.message:
+            self._journal.warn(done.message, done.step)
 
     @property
     def share_written(self) -> float | None:
@@ -194,9 +198,9 @@ class Checkpoints(Callback):
                 raise
             # A run that stops waits for the upload, too.
             run.requests.limit.save_took(saved.seconds + self._each_save.upload_seconds)
-            self._journal.write(saved.to_line())
+            self._journal.saved(saved.to_line(), saved.seconds)
             if saved.note:
-                self._journal.say(f"step {saved.step}: saved, but {saved.note}")
+                self._journal.warn(f"saved, but {saved.note}", saved.step)
             if saved.seconds > _REPORTED:
                 self._journal.remark(f"step {saved.step}: saved in {format_seconds(saved.seconds)}")
         if self._is_awaited and self._current is None:

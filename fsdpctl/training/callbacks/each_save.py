@@ -25,7 +25,7 @@ from fsdpctl.io.files import last_line, open_own
 from fsdpctl.io.run_files import CHECKPOINTS, LOGS, MANIFEST
 
 LOG = "after-save.log"
-UPLOAD, COMMAND = "upload", "after_save"  # names of values in metrics.jsonl
+UPLOAD, COMMAND = "upload", "after_save"  # names of values for loggers
 _KEYS = {UPLOAD: KEY, COMMAND: "checkpoint.after_save"}
 _REPORT_INTERVAL = 10.0  # seconds
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -57,14 +57,8 @@ class SaveOutcome:
         """The cause of a failure, after its setting."""
         return f"{_KEYS[self.name]}: {self.why}" if self.why else ""
 
-    @property
-    def line(self) -> str:
-        return f"step {self.step}: {self.message}" if self.why else ""
-
     def to_line(self) -> dict[str, Any]:
-        seconds = round(self.seconds, 6)
-        line = {"step": self.step, self.name: self.outcome, f"{self.name}_seconds": seconds}
-        return {**line, "warning": self.message} if self.why else line
+        return {"step": self.step, f"{self.name}_seconds": round(self.seconds, 6)}
 
 
 class EachSave:
@@ -122,7 +116,7 @@ class EachSave:
         """Check that the newest checkpoint is in the store; CheckpointError if it isn't."""
         newest = self._newest_upload
         if newest is not None and newest.outcome == "failed":
-            raise CheckpointError(f"{newest.line}; to retry, run it again")
+            raise CheckpointError(f"step {newest.step}: {newest.message}; to retry, run it again")
 
     def _work(self, folder: Path, step: int, words: Sequence[str]) -> None:
         with self._deleting:

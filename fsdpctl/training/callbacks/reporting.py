@@ -6,8 +6,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,9 +19,9 @@ from fsdpctl.data.mixture import MixedRows
 from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.io.units import format_bytes
-from fsdpctl.run.environment import read_estimate
+from fsdpctl.run.environment import Restart, SavedEstimate, read_estimate
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord
-from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory, proportional_memory
+from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory
 from fsdpctl.training.callback import Callback, TrainingRun, is_joint
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.journal import Journal
@@ -34,11 +34,11 @@ _LONGEST = 2000  # characters of a message
 
 
 class Checks(Callback):
-    """One line about memory and one about time, once the first steps are completed."""
+    """The peak memory of a run, on GPUs next to the estimate after the first steps, as the time."""
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         """Compare with the estimate in `run_dir` after three steps from `first_step` on."""
-        self._run_dir, self._estimate = run_dir, read_estimate(run_dir)
+        self._estimate = read_estimate(run_dir)
         self._at = first_step + _STEPS
         self._seconds: list[float] = []
 
@@ -47,7 +47,7 @@ class Checks(Callback):
             self._seconds.append(done.times.total)
             if len(self._seconds) == _STEPS and (found := self.time()) is not None:
                 run.journal.remark(found[0])
-                run.journal.write({"step": done.step, **found[1]})
+                run.journal.record(found[1])
 
     def time(self) -> tuple[str, dict[str, Any]] | None:
         """Return a message about the step time, and its values; None without a prediction."""
@@ -60,58 +60,50 @@ class Checks(Callback):
             f"step time: {measured:.3g} s measured, {predicted:.3g} s predicted "
             f"({_deviation(predicted, measured)}; {source})"
         )
-        return message, {
-            "step_seconds": measured,
-            "predicted_step_seconds": predicted,
-            "prediction_source": source,
-        }
+        return message, {"step_seconds": measured, "predicted_step_seconds": predicted}
 
     def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
-        if run.step == self._at:
-            self._at = -1
+        if run.step == self._at and run.parts.device.type == "cuda":
             memory = peak_memory(run.parts.device)
-            engine = engine_bytes(run.parts.model, run.parts.optimizer)
-            on_cpu = run.parts.device.type == "cpu"
-            physical = proportional_memory() if on_cpu else 0
-            own = (engine or 0, memory.allocated or 0, memory.reserved, physical)
-            largest = [max(values) for values in zip(*run.ranks.gather_objects(own), strict=True)]
-            if (found := self.memory(engine is not None, on_cpu, largest)) is not None:
-                run.journal.remark(found[0])
-                run.journal.write({"step": run.step, **found[1]})
+            own = (memory.allocated or 0, memory.reserved)
+            allocated, reserved = map(max, zip(*run.ranks.gather_objects(own), strict=True))
+            peaks = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
+            run.journal.record(peaks)
+            if self._estimate is not None:
+                run.journal.remark(_compared_peaks(peaks, self._estimate))
         return requested
 
-    def memory(
-        self, has_engine: bool, on_cpu: bool, largest: Sequence[int]
-    ) -> tuple[str, dict[str, int]] | None:
-        """Return a message about peak memory, and its values; None without an estimate of it."""
-        estimate, (engine, allocated, reserved, proportional) = self._estimate, largest
-        if estimate is None:
-            return None
-        if not on_cpu:
-            known = estimate.peak_allocated_bytes, estimate.peak_reserved_bytes
-            texts = [
-                _compared(allocated, "allocated peak", known[0]),
-                _compared(reserved, "reserved peak", known[1]),
-            ]
-            return f"memory: {'; '.join(texts)}", {
-                "fullest_allocated_bytes": allocated,
-                "estimated_allocated_bytes": known[0],
-                "fullest_reserved_bytes": reserved,
-                "estimated_reserved_bytes": known[1],
-            }
-        if not has_engine or estimate.peak_engine_bytes is None:
-            return None
-        total = format_bytes(estimate.peak_allocated_bytes)
-        what = _compared(engine, "engine peak", estimate.peak_engine_bytes)
-        process = f"processes at most {format_bytes(reserved)} resident"
-        if proportional:
-            process += f", {format_bytes(proportional)} proportional"
-        return f"memory: {what}; {total} estimated for all tensors; {process}", {
-            "fullest_engine_bytes": engine,
-            "estimated_engine_bytes": estimate.peak_engine_bytes,
-            "fullest_resident_bytes": reserved,
-            "fullest_proportional_bytes": proportional,
-        }
+    def end(self, run: TrainingRun, error: BaseException | None) -> None:
+        """After the last step, record peak memory, and on CPUs print that of the processes."""
+        if error is not None:
+            return
+        memory = peak_memory(run.parts.device)
+        own = engine_bytes(run.parts.model, run.parts.optimizer), memory.reserved
+        engines, reserved = zip(*run.ranks.gather_objects(own), strict=True)
+        peaks = {"peak_engine_bytes": None if None in engines else max(engines)}
+        if run.parts.device.type == "cpu":
+            peaks["peak_resident_bytes"] = max(reserved)
+            run.journal.remark(self.memory(max(reserved)))
+        run.journal.record(peaks)
+
+    def memory(self, resident: int) -> str:
+        """Return a message about the memory of a CPU process, next to the estimate."""
+        text = f"memory: {format_bytes(resident)} per process, with Python and its libraries"
+        if self._estimate is None:
+            return text
+        return f"{text}; {format_bytes(self._estimate.peak_reserved_bytes)} estimated for tensors"
+
+
+def _compared_peaks(peaks: Mapping[str, int], known: SavedEstimate) -> str:
+    """Return a message about the memory of the fullest GPU, next to the estimate."""
+    texts = []
+    for name in ("allocated", "reserved"):
+        measured, estimated = peaks[f"peak_{name}_bytes"], getattr(known, f"peak_{name}_bytes")
+        off = "equal to the estimate"
+        if measured != estimated:
+            off = f"{format_bytes(estimated)} estimated ({_deviation(estimated, measured, 1)})"
+        texts.append(f"{format_bytes(measured)} {name} peak, {off}")
+    return f"memory: {'; '.join(texts)}"
 
 
 def engine_bytes(model: TrainedModel, optimizer: Optimizer) -> int | None:
@@ -121,38 +113,13 @@ def engine_bytes(model: TrainedModel, optimizer: Optimizer) -> int | None:
     return peak if peak is None or on_host else peak + optimizer.memory_bytes()
 
 
-def _compared(measured: int, what: str, estimated: int) -> str:
-    text = f"{format_bytes(measured)} {what}"
-    if measured == estimated:
-        return f"{text}, equal to the estimate"
-    return f"{text}, {format_bytes(estimated)} estimated ({_deviation(estimated, measured, 1)})"
-
-
 def _deviation(expected: float, measured: float, digits: int = 0) -> str:
     off = expected / measured - 1 if measured else 0.0
     return f"{abs(off):.{digits}%} {'above' if off >= 0 else 'below'} measured"
 
 
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """The cause and the cost of a restart."""
-
-    number: int
-    reason: str
-    failed_at: float  # seconds since the epoch
-    lost_steps: int  # completed before, and to be repeated
-
-    def to_text(self) -> str:
-        """Return the value for the environment of the workers."""
-        return msgspec.json.encode(self).decode()
-
-    def to_line(self, step: int) -> dict[str, Any]:
-        seconds = round(time.time() - self.failed_at, 3)
-        return {"step": step, "restart": {**asdict(self), "seconds_to_next_step": seconds}}
-
-
 class RunReporter(Callback):
-    """The metrics of each step, the progress bar, and the peak memory of the engine."""
+    """The metrics of each step, the progress bar, and the cost of a restart."""
 
     def __init__(self, journal: Journal, checkpoints: Checkpoints | None) -> None:
         self._journal, self._checkpoints = journal, checkpoints
@@ -176,23 +143,17 @@ class RunReporter(Callback):
                 self._journal.remark(f"step {done.step}: {text}")
         restart, self._restart = self._restart, None
         if restart is not None:
-            about = restart.to_line(done.step)
-            self._journal.write(about)
-            seconds = about["restart"]["seconds_to_next_step"]
+            seconds = round(time.time() - restart.failed_at, 3)
+            restart = replace(restart, step=done.step, seconds_to_next_step=seconds)
+            self._journal.record({"restart": asdict(restart)})
             text = f"first completed step, {seconds:.1f} s after the failure"
             self._journal.say(f"step {done.step}: {text}")
         share = None if self._checkpoints is None else self._checkpoints.share_written
         self._journal.progress.step(done, share)
 
     def end(self, run: TrainingRun, error: BaseException | None) -> None:
-        """Stop the bar and loggers; after the last step, record peak memory of the fullest rank."""
         self._journal.progress.stop()
         self._journal.loggers.close(well=is_joint(error))
-        if error is None:
-            own = engine_bytes(run.parts.model, run.parts.optimizer)
-            peaks = [each for each in run.ranks.gather_objects(own) if each is not None]
-            peak = max(peaks) if len(peaks) == run.ranks.size else None
-            self._journal.write({"step": run.step, "peak_engine_bytes": peak})
 
 
 class Heartbeat(Callback):

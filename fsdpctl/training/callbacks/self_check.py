@@ -79,7 +79,7 @@ class SelfCheck(Callback):
             with doing("checking the first step"):
                 found = list(dict.fromkeys(self._findings(run)))
         if is_first or warnings:
-            run.journal.write({"step": run.step, "self_check": [*found, *warnings]})
+            run.journal.record({"self_check": [*found, *warnings]})
         for line in (*found, *warnings):
             run.journal.say(f"self-check: {line}")
         if found and self._mode == "auto":
