@@ -32,7 +32,14 @@ from fsdpctl.io.run_files import (
 from fsdpctl.io.units import format_bytes
 from fsdpctl.io.untrusted import MIB
 from fsdpctl.run.environment import SavedEstimate, StartRecord, read_estimate, read_records
-from fsdpctl.run.heartbeat import FAILED, RUNNING, STOPPED, HeartbeatRecord, read_heartbeat
+from fsdpctl.run.heartbeat import (
+    FAILED,
+    RUNNING,
+    STOPPED,
+    HeartbeatRecord,
+    read_heartbeat,
+    was_killed,
+)
 from fsdpctl.run.metrics import MetricsLine, read_metrics
 from fsdpctl.run.progress import format_seconds
 
@@ -300,7 +307,9 @@ def _is_done(newest: Newest | None, validation: MetricsLine | None, total: int |
 
 def _state(run_dir: Path, record: HeartbeatRecord | None, *, is_done: bool) -> tuple[str, str]:
     """Return the state, and why the run ended unless it is complete."""
-    if is_done and (record is None or not (record.is_alive or record.state == FAILED)):
+    is_killed = record is not None and was_killed(run_dir, record)
+    is_alive = record is not None and record.is_alive and not is_killed
+    if is_done and not is_alive and (record is None or record.state != FAILED):
         return FINISHED, ""
     if record is None:  # before the first heartbeat, a start has just written the configuration
         is_recent = time.time() - (run_dir / RUN_CONFIG).stat().st_mtime < _STARTS_WITHIN
@@ -309,11 +318,12 @@ def _state(run_dir: Path, record: HeartbeatRecord | None, *, is_done: bool) -> t
         return STOPPED, record.message
     if record.state == FAILED:
         return FAILED, record.cause or _first_error(run_dir) or record.message
-    if record.is_alive:
+    if is_alive:
         return (STARTING if record.step is None else RUNNING), ""
-    last = _first_error(run_dir)
-    missing = f"process {record.pid} on {record.host} was killed or is unreachable"
-    return FAILED, f"{missing}; {last}" if last else missing
+    about, last = f"process {record.pid} on {record.host}", _first_error(run_dir)
+    if not is_killed:
+        about += " was killed or is unreachable"
+    return (KILLED if is_killed else FAILED), f"{about}; {last}" if last else about
 
 
 def _first_error(run_dir: Path) -> str:

@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io import files
-from fsdpctl.io.files import leads_to, open_own, refusing
+from fsdpctl.io.files import leads_to, open_own, read_text_file, refusing
 from fsdpctl.io.run_files import HEARTBEAT, LOCK
 from fsdpctl.io.untrusted import Count, read_json
 
@@ -47,6 +47,7 @@ class HeartbeatRecord:
     step: Count | None = None  # steps completed; None before the first
     seconds_per_step: Seconds | None = None  # including everything between steps
     cause: str = ""  # of a failure, as the launcher found it
+    namespace: str = ""  # of process ids on the host, where the system has such
 
     @property
     def age(self) -> float:
@@ -64,6 +65,41 @@ def read_heartbeat(run_dir: Path) -> HeartbeatRecord | None:
     if not os.path.lexists(path):
         return None
     return read_json(path, HeartbeatRecord)
+
+
+def pid_namespace() -> str:
+    """Return the name of this process's namespace of process ids; empty where there is none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def was_killed(run_dir: Path, record: HeartbeatRecord) -> bool:
+    """Return whether rank 0 and its launcher have exited without a last heartbeat.
+
+    Only known on their host: False elsewhere, and in another container there.
+    """
+    here = socket.gethostname(), pid_namespace()
+    if record.state != RUNNING or (record.host, record.namespace) != here or not all(here):
+        return False
+    launcher = ""
+    with contextlib.suppress(UsageError):
+        launcher = read_text_file(run_dir / LOCK)[:_MOST_DIGITS]
+    pids = [record.pid, *([int(launcher)] if launcher.isdecimal() else [])]
+    return not any(_ran_at(record.time, pid) for pid in pids)
+
+
+def _ran_at(seconds: float, pid: int) -> bool:
+    """Return whether the process `pid` runs, and may have been started before a time."""
+    try:
+        process = psutil.Process(pid)
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        return not is_zombie and process.create_time() < seconds + INTERVAL
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True
 
 
 def record_cause(run_dir: Path, cause: str) -> None:

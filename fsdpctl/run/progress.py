@@ -116,7 +116,7 @@ class RunProgress:
 
 def _figures(metrics: "StepMetrics") -> str:
     figures = metrics.figures
-    each = f" ({metrics.tokens_per_second_per_rank:,.0f} per rank)" if metrics.num_ranks > 1 else ""
+    each = f" ({metrics.tokens_per_second_per_rank:,.0f} per rank)" if metrics.memory.total else ""
     return (
         f"loss {figures.loss:.3f}  grad_norm {figures.grad_norm:.2f}  lr {metrics.lr:.2g}  "
         f"{metrics.tokens_per_second:,.0f} tok/s{each}  {_mfu(metrics)}".rstrip()

@@ -2,6 +2,8 @@
 
 import json
 import os
+import socket
+import subprocess
 import time
 from dataclasses import asdict
 from typing import Any
@@ -12,9 +14,9 @@ from fsdpctl.commands import status
 from fsdpctl.commands.status import read_status
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, HEARTBEAT, LOGS, METRICS
+from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, HEARTBEAT, LOCK, LOGS, METRICS
 from fsdpctl.run.environment import add_start, add_to_start
-from fsdpctl.run.heartbeat import HeartbeatRecord, record_cause
+from fsdpctl.run.heartbeat import HeartbeatRecord, pid_namespace, record_cause
 from fsdpctl.run.metrics import MetricsLine
 from tests.commands.run import invoke
 from tests.fuzz.mutations import ODD
@@ -64,6 +66,34 @@ def test_the_age_of_the_heartbeat_decides(tmp_path, about, state):
     assert ("was killed or is unreachable" in found.message) == (
         state == "failed" and not record.message
     )
+
+
+def test_a_process_that_was_killed_on_this_host_is_killed_at_once(tmp_path):
+    run = make_run(tmp_path / "run", done=3)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    here = {"pid": ended.pid, "namespace": pid_namespace()}
+    write_heartbeat(run, **here)
+    assert (read_status(run).state, read_status(run).message) == (
+        "killed", f"process {ended.pid} on {socket.gethostname()}",
+    )  # fmt: skip
+    (run / LOCK).write_text(str(os.getpid()))  # its launcher restarts it
+    assert read_status(run).state == "running"
+    (run / LOCK).write_text("9" * 99)
+    for other in ({"namespace": "other"}, {"host": "other"}, {"pid": os.getpid()}):
+        write_heartbeat(run, **{**here, **other})
+        assert read_status(run).state == "running"
+    write_heartbeat(run, **here, state="ended")
+    assert read_status(run).state != "killed"
+
+
+def test_a_long_cause_is_cut_where_a_clause_ends(tmp_path):
+    run = make_run(tmp_path / "run", done=3)
+    cause = f"rank 1 on vm: no connection to node 1; {'Read error at pair.cc:537 ' * 12}"
+    write_heartbeat(run, state="failed", cause=cause)
+    said = invoke("status", str(run))[1]
+    assert f"state       failed: rank 1 on vm: no connection to node 1\nlog         {run}" in said
+    assert json.loads(invoke("status", str(run), "--json")[1])["message"] == cause
 
 
 def test_a_finished_run_is_one_whose_last_step_is_saved(tmp_path):

@@ -20,7 +20,7 @@ from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.io.units import format_bytes
 from fsdpctl.run.environment import Restart, SavedEstimate, read_estimate
-from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord
+from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord, pid_namespace
 from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory
 from fsdpctl.training.callback import Callback, TrainingRun, is_joint
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
@@ -167,7 +167,9 @@ class Heartbeat(Callback):
     ) -> None:
         """Write the first heartbeat and start the thread, if this rank `is_on`."""
         self._path, self._ranks, self._is_on, self._every = run_dir / HEARTBEAT, ranks, is_on, every
-        self._record = HeartbeatRecord(socket.gethostname(), os.getpid(), time.time())
+        self._record = HeartbeatRecord(
+            socket.gethostname(), os.getpid(), time.time(), namespace=pid_namespace()
+        )
         self._first: tuple[int, float] | None = None  # the first step, and when it was completed
         self._has_ended = threading.Event()
         self._writing = threading.Lock()
