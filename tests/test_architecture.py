@@ -149,8 +149,8 @@ def too_long(sources: Sources) -> list[str]:
                 count = len([each for each in given if each.arg not in ("self", "cls")])
                 if length > MAX_FUNCTION:
                     found.append(f"{module}.{node.name}: {length} lines")
-                own = f"fsdpctl.commands.{node.name.partition('_')[0]}."
-                is_command = f"{module}.".startswith(own)
+                own = [f"commands.{word}." for word in node.name.split("_")]
+                is_command = any(each in f"{module}." for each in own)
                 if count > (MAX_OPTIONS if is_command else MAX_PARAMS):
                     found.append(f"{module}.{node.name}: {count} parameters")
     return found

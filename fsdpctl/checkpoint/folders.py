@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.checkpoint.publish import new_directory
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.model_path import CHECKPOINTS, is_hugging_face
@@ -16,8 +17,8 @@ from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import nearest_path
+from fsdpctl.io.run_files import BEST, MANIFEST, RUN_CONFIG, STEP, check_own, check_steps
 from fsdpctl.io.run_files import LATEST as LATEST
-from fsdpctl.io.run_files import MANIFEST, RUN_CONFIG, STEP, check_own, check_steps
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # of a path, which has no empty names
 _MOST_PASSED_OVER = 3  # in full
@@ -52,6 +53,12 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 def newest_checkpoint(checkpoints: Path) -> Path | None:
     """Return the newest complete checkpoint, or None."""
     return next(filter(_is_complete, reversed(_steps_in(checkpoints))), None)
+
+
+def best_name(folder: Path) -> str:
+    """Return the name of the checkpoint that was the best one when `folder` was saved."""
+    best = read_manifest(folder).progress.best
+    return "" if best is None else step_folder(folder, best.step).name
 
 
 def passed_over(checkpoints: Path) -> list[str]:
@@ -174,7 +181,8 @@ def doomed(complete: Sequence[Path], keep: CheckpointConfig, spared: Collection[
 
 
 def remove_old(checkpoints: Path, keep: CheckpointConfig, spared: Collection[str] = ()) -> None:
-    for folder in doomed(complete_checkpoints(checkpoints), keep, spared):
+    best = (checkpoints / BEST).resolve().name
+    for folder in doomed(complete_checkpoints(checkpoints), keep, {*spared, best}):
         # If the deletion is interrupted, `remove_unfinished` deletes the rest.
         leaving = folder.with_name(f"{folder.name}.tmp-removed")
         folder.rename(leaving)

@@ -1,11 +1,11 @@
 """The metadata of a checkpoint: spans in the headers of files, and the manifest, written last."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from math import prod
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import xxhash
 from msgspec import Meta
@@ -111,7 +111,7 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        return prod(self.shape)
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +128,15 @@ class AcceptedStep:
 
 
 @dataclass(frozen=True, slots=True)
+class BestValidation:
+    """The lowest validation loss of a run."""
+
+    loss: float
+    step: Count
+    unimproved: Count = 0  # validations since then
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """The progress of a run."""
 
@@ -135,12 +144,27 @@ class Progress:
     samples: Count = 0  # samples consumed: the position in the data
     data_fingerprint: str = ""
     owes_validation: bool = False  # a stop request cut the validation at this step short
+    best: BestValidation | None = None  # None: no validation was finite
     num_skips: Count = 0  # steps rejected because of their values
     accepted: list[AcceptedStep] = field(default_factory=list)  # the newest, to detect spikes
     optimizer_step: Count = 0  # of every parameter that `optimizer_steps` does not name
     optimizer_steps: dict[str, Count] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # values of a custom training loop
     param_groups: list[dict[str, Any]] = field(default_factory=list)  # of its optimizer
+
+    def validated(self, loss: float) -> Self:
+        """Return the progress after the validation of this step, with its loss."""
+        best = self.best
+        if math.isfinite(loss) and (best is None or loss < best.loss):
+            best = BestValidation(loss, self.step)
+        elif best is not None:
+            best = replace(best, unimproved=best.unimproved + 1)
+        return replace(self, best=best, owes_validation=False)
+
+    def is_over(self, steps: int, patience: int | None) -> bool:
+        """Return whether nothing is left to train."""
+        waited = 0 if self.best is None else self.best.unimproved
+        return self.step >= steps or (patience is not None and waited >= patience)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fsdpctl.checkpoint.folders import doomed, find_checkpoint, step_of
+from fsdpctl.checkpoint.folders import best_name, doomed, find_checkpoint, step_folder, step_of
 from fsdpctl.checkpoint.manifest import Manifest, read_manifest
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote import TRANSFERS, RemoteReader, fetch_manifest, ranges_of
@@ -20,9 +20,10 @@ from fsdpctl.config.sources import is_remote
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io.activity import Advance
-from fsdpctl.io.run_files import MANIFEST, STEP
+from fsdpctl.io.run_files import BEST, MANIFEST, STEP
 from fsdpctl.io.stores import StoredFile, asked, open_store
 
+_BEST = "checkpoint.keep_best"
 KEY = "checkpoint.remote"
 _ATTEMPTS = 3  # to upload a file, if it is not the same when read back
 
@@ -128,14 +129,13 @@ class RemoteCheckpoints:
             manifest.remove()
             raise
 
-    def remove_old(self, keep: CheckpointConfig, spared: str) -> None:
-        """Delete the checkpoints that `keep` does not keep, and incomplete ones before `spared`."""
+    def remove_old(self, keep: CheckpointConfig, newest: Path) -> None:
+        """Delete the checkpoints that `keep` does not keep, and incomplete ones before `newest`."""
+        spared = {newest.name, best_name(newest) if keep.keep_best else ""}
         found = self._found()
         whole = [each for each, is_whole in found.items() if is_whole]
-        parts = [
-            each for each in found if each not in whole and step_of(each) < step_of(Path(spared))
-        ]
-        for each in (*doomed(whole, keep, {spared}), *parts):
+        parts = [each for each in found if each not in whole and step_of(each) < step_of(newest)]
+        for each in (*doomed(whole, keep, spared), *parts):
             place = self._root.inside(each.name)
             place.inside(MANIFEST).remove()
             place.remove(recursive=True)
@@ -161,6 +161,20 @@ def open_checkpoint(source: str) -> CheckpointReader:
     if newest is None:
         raise UsageError(f"{source}: no complete checkpoint found; expected that of a run, or one")
     return newest.open()
+
+
+def open_best(source: str) -> CheckpointReader:
+    """Open the checkpoint of a run with the lowest validation loss: of a path here or a URL."""
+    lacks = UsageError(f"{source}: no best checkpoint found; a run has one with {_BEST}=true")
+    if is_remote(source):
+        best = open_checkpoint(source).manifest.progress.best
+        if best is None:
+            raise lacks
+        return RemoteCheckpoints(source).open(step_folder(Path(), best.step).name)
+    link = find_checkpoint(Path(source).expanduser()).parent / BEST
+    if not link.exists():
+        raise lacks
+    return CheckpointReader(link.resolve())
 
 
 def _upload_file(path: Path, file: StoredFile, advance: Advance = lambda count: None) -> None:

@@ -11,7 +11,7 @@ from fsdpctl.checkpoint.gguf_file import write_gguf
 from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
 from fsdpctl.checkpoint.publish import About, check_destination
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.remote_run import open_checkpoint
+from fsdpctl.checkpoint.remote_run import open_best, open_checkpoint
 from fsdpctl.checkpoint.tensor_file import EXPORT_DTYPES
 from fsdpctl.commands.config_args import check_choice
 from fsdpctl.commands.console import note, say
@@ -90,6 +90,9 @@ def consolidate_checkpoint(
             "of adapters only, for peft. Default: gguf if DST ends with it, else hf.",
         ),
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Export the one with the lowest validation loss.")
+    ] = False,
     merge: Annotated[
         bool, typer.Option("--merge", help="hf, gguf: merge adapters into the weights.")
     ] = False,
@@ -106,14 +109,14 @@ def consolidate_checkpoint(
             raise UsageError(f"{option}: not valid with --format peft, which keeps adapters as is")
         from fsdpctl.checkpoint.peft import write_peft
 
-        reader = opened_checkpoint(source)
+        reader = open_best(source) if best else opened_checkpoint(source)
         count = write_peft(reader, destination, overwrite=overwrite)
         say(f"{destination}: adapters, {count:,} bytes, of step {reader.manifest.progress.step}")
         return
     limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
     if format == "hf":
         check_destination(destination.resolve(), overwrite=overwrite)
-    reader = opened_checkpoint(source)
+    reader = open_best(source) if best else opened_checkpoint(source)
     verify_base(reader)
     about: dict[str, Any] = {"overwrite": overwrite, "merges": merge}
     if format == "gguf":

@@ -44,7 +44,7 @@ from fsdpctl.run.metrics import MetricsLine, read_metrics
 from fsdpctl.run.progress import format_seconds
 
 STARTING, FINISHED, NOT_STARTED, KILLED = "starting", "finished", "not started", "killed"
-_STEPS = "train.steps"
+_STEPS, _PATIENCE = "train.steps", "train.patience"
 _METRICS_BYTES = 16 * MIB  # of the end of metrics.jsonl: some thirty thousand steps
 _RECENT, _MOST_WARNINGS = 50, 5
 _MOST_LOGS = 64
@@ -63,6 +63,7 @@ class Newest:
     num_bytes: int
     problem: str  # how it differs from its manifest; empty if it does not
     owes_validation: bool  # whether the run stopped before the validation of this step
+    unimproved: int  # validations since the one with the lowest loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +215,14 @@ def read_status(run_dir: Path) -> Status:
     check_own(run_dir)
     if not (run_dir / RUN_CONFIG).is_file():
         raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
-    now, total = time.time(), _total_steps(run_dir)
+    now, total = time.time(), _setting(run_dir, _STEPS)
     record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_records(run_dir)
     newest = _newest(run_dir, now)
     steps = [line for line in lines if line.is_step]
     recent, last = _of_newest(steps, starts), steps[-1] if steps else None
     validation = next((x for x in reversed(lines) if isinstance(x.val_loss, float)), None)
     step = max(last.step if last else 0, newest.step if newest else 0)
-    is_done = _is_done(newest, validation, total)
+    is_done = _is_done(newest, validation, total, _setting(run_dir, _PATIENCE))
     state, message = _state(run_dir, record, is_done=is_done)
     return Status(
         run=str(run_dir),
@@ -288,18 +289,22 @@ def _skipped(lines: Sequence[MetricsLine]) -> int:
     )
 
 
-def _total_steps(run_dir: Path) -> int | None:
-    """Read `train.steps` alone, which needs no torch."""
-    text = dict(read_recipe(run_dir / RUN_CONFIG)).get(_STEPS)
+def _setting(run_dir: Path, key: str) -> int | None:
+    """Read one setting alone, which needs no torch."""
+    text = dict(read_recipe(run_dir / RUN_CONFIG)).get(key)
     try:
-        steps = None if text is None else KEYS[_STEPS].parse(text)
-        return None if steps is None else int(str(steps))
+        value = None if text is None else KEYS[key].parse(text)
+        return None if value is None else int(str(value))
     except UsageError as error:
         raise UsageError(f"{run_dir / RUN_CONFIG}: corrupted: {error}") from None
 
 
-def _is_done(newest: Newest | None, validation: MetricsLine | None, total: int | None) -> bool:
-    if newest is None or total is None or newest.step < total:
+def _is_done(
+    newest: Newest | None, validation: MetricsLine | None, total: int | None, patience: int | None
+) -> bool:
+    if newest is None or total is None:
+        return False
+    if newest.step < total and (patience is None or newest.unimproved < patience):
         return False
     validated = 0 if validation is None else validation.step
     return not newest.owes_validation or validated >= newest.step
@@ -365,6 +370,7 @@ def _newest(run_dir: Path, now: float) -> Newest | None:
         age_seconds=max(0.0, now - (folder / MANIFEST).stat().st_mtime),
         num_bytes=sum(expected.values()),
         owes_validation=manifest.progress.owes_validation,
+        unimproved=0 if manifest.progress.best is None else manifest.progress.best.unimproved,
         problem=f"{wrong}: missing or of the wrong size" if wrong else "",
     )
 

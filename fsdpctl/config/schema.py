@@ -244,6 +244,11 @@ class Config:
         """The number of groups of ranks that share samples, of a placed configuration."""
         return self.num_ranks // self.train.context_parallel
 
+    @property
+    def compares_losses(self) -> bool:
+        """Whether validation losses decide what is kept, or when the run ends."""
+        return self.checkpoint.keep_best or self.train.patience is not None
+
     def value(self, key: str) -> Any:
         """The value of a key, or the selected option of a group."""
         return attrgetter(key if "." in key else f"{key}.name")(self)

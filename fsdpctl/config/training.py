@@ -60,7 +60,19 @@ class TrainConfig:
     seed: int = key(0, "seed of the initial weights and the data order", minimum=0)
     eval_every: int = key(200, "steps between validations; 0: only at the end", minimum=0)
     eval_batches: int = key(20, "global batches per validation; 0: all data", minimum=0)
-    final_eval_batches: int = key(0, "global batches of the last validation; 0: all", minimum=0)
+    final_eval_batches: int | None = key(
+        None,
+        "global batches of the last validation; 0: all data; auto: all, or train.eval_batches if "
+        "losses are compared (train.patience, checkpoint.keep_best)",
+        minimum=0,
+        auto=True,
+    )
+    patience: int | None = key(
+        None,
+        "validations in a row without a lower loss after which the run ends; not set: none",
+        minimum=1,
+        optional=True,
+    )
     log_every: int = key(50, "steps between plain progress lines", minimum=1)
     sample_tokens: int = key(200, "tokens to generate after training; 0: none", minimum=0)
     on_nonfinite: str = key(
@@ -109,6 +121,7 @@ class CheckpointConfig:
     every: int = key(100, "steps between checkpoints; 0: only one at the end", minimum=0)
     keep_last: int = key(2, "number of newest checkpoints to keep; 0: all", minimum=0)
     keep_every: int = key(0, "also keep checkpoints of every N-th step; 0: none", minimum=0)
+    keep_best: bool = key(False, "also save and keep the one with the lowest validation loss")
     mode: str = key("async", "async: write in the background", choices=("async", "sync"))
     remote: str | None = key(
         None,

@@ -31,8 +31,9 @@ MANIFEST, FORMAT = "manifest.json", "fsdpctl-checkpoint"
 CHECKSUMS, CHECKSUMS_FORMAT = "fsdpctl_checksums.json", "fsdpctl-checksums"  # of an export
 RUN_ASSETS = "assets"  # of the files that belong to the model's weights
 LATEST = "latest"  # a link to the newest checkpoint, or to the newest run
+BEST = "best"  # a link to the checkpoint with the lowest validation loss
 STEP = re.compile(r"step-(\d{8,18})")
-_LINK = re.compile(rf"{LATEST}(\.tmp-\d+)?")
+_LINK = re.compile(rf"({LATEST}|{BEST})(\.tmp-\d+)?")
 _WHOLE = (
     OVERRIDES, METRICS, f"{METRICS}.old", LOGS, LOCK, HEARTBEAT, ENVIRONMENT, TENSORBOARD, WANDB_ID,
     HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS,

@@ -109,7 +109,7 @@ def _upload_rest(seen: Look) -> None:
     for folder in complete_checkpoints(seen.run_dir / CHECKPOINTS):
         with doing(f"uploading {folder}"):
             remote.upload(folder)
-            remote.remove_old(seen.config.checkpoint, folder.name)
+            remote.remove_old(seen.config.checkpoint, folder)
 
 
 def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str], None]) -> None:

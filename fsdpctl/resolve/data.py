@@ -32,6 +32,9 @@ def checked_data(config: Config) -> DataSet:
     for file in data.token_files if is_quick(data.token_files) else ():
         if file.is_local:
             check_tokens(file, config.model.vocab_size)
+    if data.val is None and config.compares_losses:
+        key = "train.patience" if config.train.patience else "checkpoint.keep_best"
+        raise UsageError(f"{key}: requires validation data; set data.val_fraction or data.val_path")
     return data
 
 

@@ -138,6 +138,14 @@ _INPUTS = "activation_checkpointing.offload=true: requires "
 _CONTEXT = "train.context_parallel={train.context_parallel}: "
 RULES = (
     Rule(
+        "train.final_eval_batches={train.final_eval_batches}: checkpoint.keep_best and "
+        "train.patience compare losses of the same data; expected "
+        "train.eval_batches={train.eval_batches}, or auto",
+        lambda c: (
+            c.compares_losses and c.train.final_eval_batches not in (None, c.train.eval_batches)
+        ),
+    ),
+    Rule(
         "strategy.owner_map={strategy.owner_map}: only valid with strategy=shard_optimizer, got "
         "strategy={strategy.name}",
         lambda c: (

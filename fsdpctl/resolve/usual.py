@@ -74,10 +74,16 @@ def _compute_dtype(c: Config, f: Facts) -> str:
     return "bfloat16" if on_gpu or is_split else "float32"
 
 
+def _last_validation(c: Config, f: Facts) -> int:
+    """All data, unless its loss is compared with those before."""
+    return c.train.eval_batches if c.compares_losses else 0
+
+
 OF_PLACE: tuple[Row, ...] = (
     ("precision.param_dtype", _compute_dtype),
     ("precision.reduce_dtype", lambda c, f: "float32"),
     ("precision.master_dtype", lambda c, f: "float32"),
+    ("train.final_eval_batches", _last_validation),
     ("model.lora.alpha", lambda c, f: c.model.lora.rank and c.model.lora.used_alpha),
 )
 

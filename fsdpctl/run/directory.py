@@ -42,7 +42,7 @@ from fsdpctl.io.run_files import METRICS as METRICS
 from fsdpctl.resolve.attention_kernel import with_run_kernel
 from fsdpctl.resolve.open import decides_losses
 from fsdpctl.run.assets import write_assets
-from fsdpctl.run.metrics import was_validated
+from fsdpctl.run.metrics import validation_at
 
 _WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a start, not the run
 # They change the first weights, or the kernel, but not what a checkpoint means.
@@ -181,8 +181,10 @@ def _look_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Look:
         notes = (unused,) if (run_dir / METRICS).is_file() else ()
         return Look(config, Standing.NEW, 0, before, kept, notes=notes)
     assert config.train.steps is not None
-    owes = done.owes_validation and not was_validated(run_dir / METRICS, done.step)
-    is_over = done.step >= config.train.steps and not owes
+    loss = validation_at(run_dir / METRICS, done.step) if done.owes_validation else None
+    done = done if loss is None else done.validated(loss)
+    train = config.train
+    is_over = not done.owes_validation and done.is_over(config.train.steps, train.patience)
     standing = Standing.FINISHED if is_over else Standing.RESUMES
     return Look(config, standing, done.step, before, kept, there, tuple(incomplete))
 

@@ -112,9 +112,10 @@ def last_step(path: Path) -> int:
     return found
 
 
-def was_validated(path: Path, step: int) -> bool:
-    """Return whether metrics.jsonl has a finite validation loss of `step`."""
-    return any(line.step == step and isinstance(line.val_loss, float) for line in _lines(path))
+def validation_at(path: Path, step: int) -> float | None:
+    """Return the finite validation loss of `step` in metrics.jsonl, or None."""
+    found = (line.val_loss for line in _lines(path) if line.step == step)
+    return next((loss for loss in found if isinstance(loss, float)), None)
 
 
 class MetricsFile:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.manifest import BestValidation, Progress
 from fsdpctl.comm.base import Collectives
 from fsdpctl.errors import NonFiniteError, SelfCheckError, StoppedError
 from fsdpctl.run.step_metrics import StepMetrics
@@ -23,6 +23,7 @@ class TrainingRun(Protocol):
     total_steps: int
     lag: int  # steps that the host may launch ahead of the device
     owes_validation: bool
+    best: BestValidation | None
     is_ending: bool  # a stop was requested after the last step
     is_traced: bool  # a profile is being recorded
 
@@ -31,6 +32,10 @@ class TrainingRun(Protocol):
     def save(self, *, was_requested: bool = False) -> None: ...
 
     def idle(self) -> None: ...
+
+    def is_over(self) -> bool: ...
+
+    def validated(self, loss: float) -> bool: ...
 
     def progress(self) -> Progress: ...
 

@@ -45,7 +45,7 @@ class Trainer:
         self.total_steps = config.train.steps
         self.step = done.step  # launched optimizer steps
         self.samples = done.samples
-        self.owes_validation = done.owes_validation
+        self.owes_validation, self.best = done.owes_validation, done.best
         self.is_ending = False  # a stop was requested after the last step
         self.is_traced = False  # a profile is being recorded
         # On CUDA the host launches one step ahead instead of waiting for the device.
@@ -71,7 +71,7 @@ class Trainer:
         """Train to the last step; StoppedError or NonFiniteError if the run ends before."""
         with self._running():
             self._act(RequestFlags())  # validates if an earlier start still owes it
-            while self.step < self.total_steps:
+            while not self.is_over():
                 self._launch()
                 requested = self._report(0 if self._is_due() else self.lag)
                 if requested.ends or requested.save:
@@ -117,12 +117,23 @@ class Trainer:
         if self._checkpoints is not None:
             self._checkpoints.save(self, was_requested=was_requested)
 
+    def is_over(self) -> bool:
+        done = Progress(self.step, best=self.best)
+        return done.is_over(self.total_steps, self.parts.config.train.patience)
+
+    def validated(self, loss: float) -> bool:
+        """Note the loss of this step's validation; return whether none before was lower."""
+        done = self.progress().validated(loss)
+        self.owes_validation, self.best = False, done.best
+        return done.best is not None and done.best.step == self.step
+
     def progress(self) -> Progress:
         return Progress(
             self.step,
             self.samples,
             self.parts.data.fingerprint,
             owes_validation=self.owes_validation,
+            best=self.best,
             num_skips=self._rule.number,
             accepted=list(self._rule.accepted),
         )
@@ -195,13 +206,13 @@ class Trainer:
         self._acted = self.step
         self.idle()
         self.is_ending = requested.ends
-        if requested.ends and (self.step < self.total_steps or self.owes_validation):
+        if requested.ends and (not self.is_over() or self.owes_validation):
             self.requests.done(STOP)
             raise StoppedError(self._reason(requested))
 
     def _is_due(self) -> bool:
         """Return whether the newest step must be reported before anything else."""
-        return self.step == self.total_steps or any(map(self.is_due, self._callbacks))
+        return self.is_over() or any(map(self.is_due, self._callbacks))
 
     def _each(self, hook: Callable[[Callback], None]) -> None:
         for each in self._callbacks:

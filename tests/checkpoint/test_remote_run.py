@@ -157,7 +157,7 @@ def test_old_checkpoints_and_remains_are_deleted(run):
     upload(there, folders(run)[3])
     MemoryFileSystem().pipe_file("/bucket/runs/run/step-00000050/rank-00000.safetensors", b"x")
     MemoryFileSystem().pipe_file("/bucket/runs/run/notes.txt", b"mine")
-    there.remove_old(keep, folders(run)[3].name)
+    there.remove_old(keep, folders(run)[3])
     assert [each.name for each in there.complete()] == [folders(run)[i].name for i in (1, 3)]
     assert not files_of(folders(run)[2].name)
     assert files_of("step-00000050")  # newer
@@ -249,7 +249,7 @@ def test_no_fault_makes_a_checkpoint_that_is_wrong_or_lost(run, tmp_path, monkey
                 try:
                     upload(there, folder)
                     outcomes["uploaded"] += 1
-                    there.remove_old(keep, folder.name)
+                    there.remove_old(keep, folder)
                     outcomes["tidied"] += 1
                 except (FsdpctlError, Killed) as error:
                     outcomes[type(error).__name__] += 1

@@ -11,7 +11,7 @@ import pytest
 from msgspec import UNSET
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.run.metrics import MetricsFile, last_step, read_metrics, was_validated
+from fsdpctl.run.metrics import MetricsFile, last_step, read_metrics, validation_at
 from tests.run.runs import REJECTED
 
 
@@ -87,11 +87,11 @@ def test_rejected_steps_are_not_removed(path: Path):
 
 
 def test_a_finite_validation_loss_is_found(path: Path):
-    assert not was_validated(path, 20)
+    assert validation_at(path, 20) is None
     validated = {"step": 20, "val_loss": 1.5}, {"step": 40, "val_loss": None}
     write(path, validated[0], {"step": 40, "loss": 2.0}, validated[1])
-    assert was_validated(path, 20)
-    assert not was_validated(path, 40)
+    assert validation_at(path, 20) == 1.5
+    assert validation_at(path, 40) is None
 
 
 def test_the_last_step_is_the_newest_whatever_follows_it(path: Path):

@@ -3,10 +3,11 @@
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdpctl.checkpoint.folders import LATEST, complete_checkpoints, point_to, step_folder, step_of
+from fsdpctl.checkpoint.folders import complete_checkpoints, point_to, step_folder, step_of
 from fsdpctl.checkpoint.manifest import BaseInfo
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.remote_run import remote_of
@@ -18,7 +19,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.activity import doing
-from fsdpctl.io.run_files import CHECKPOINTS
+from fsdpctl.io.run_files import BEST, CHECKPOINTS, LATEST
 from fsdpctl.resolve.rules import command_words
 from fsdpctl.run.assets import read_run_assets
 from fsdpctl.run.progress import format_seconds
@@ -80,6 +81,7 @@ class Checkpoints(Callback):
         """
         about, run_dir = config.checkpoint, journal.run_dir
         self._every, self._last = about.every, config.train.steps
+        self._keeps_best = about.keep_best
         self._ranks, self._journal, self._base = ranks, journal, base
         self._folder = run_dir / CHECKPOINTS
         self._settings = words_for_others(config)
@@ -113,6 +115,8 @@ class Checkpoints(Callback):
     def begin(self, run: TrainingRun) -> None:
         """Begin with the checkpoint that the run resumes from, if any."""
         self._saved_step = run.step if run.step else -1
+        if self._keeps_best and run.best is not None:
+            self._keep_best(run.best.step)
         for folder in complete_checkpoints(self._folder):  # whose upload may have been interrupted
             self._each_save.add(folder, step_of(folder), only_uploads=True)
 
@@ -130,9 +134,9 @@ class Checkpoints(Callback):
 
     def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
         """Save if due or requested; before the run ends, wait until the checkpoint is complete."""
-        if requested.ends or requested.save or run.is_due(self):
+        if requested.ends or requested.save or run.is_due(self) or run.is_over():
             self.save(run, was_requested=requested.save)
-        if requested.ends or run.step == self._last:
+        if requested.ends or run.is_over():
             self.finish(run)
         return requested
 
@@ -152,6 +156,8 @@ class Checkpoints(Callback):
                 self._wait(save)  # detects a checkpoint without progress
             save.stall = time.perf_counter() - began
             self._saved_step = run.step
+        if self._keeps_best and run.best is not None and run.best.step == run.step:
+            self._writer.submit(self._keep_best, run.step)
         self._is_awaited |= was_requested
 
     def _write(self, snapshot: Snapshot, save: Save) -> None:
@@ -165,6 +171,13 @@ class Checkpoints(Callback):
                 save.note = f"{error.filename or self._folder}: {error.strerror}"
             self._each_save.add(folder, save.step)
         save.seconds = time.perf_counter() - save.began
+
+    def _keep_best(self, step: int) -> None:
+        folder = step_folder(self._folder, step)
+        if self._ranks.rank == 0 and folder in complete_checkpoints(self._folder):
+            with suppress(OSError):  # a full disk is reported where it costs something
+                point_to(self._folder / BEST, folder)
+                self._each_save.remove_old()
 
     def _wait(self, save: Save) -> None:
         since, shown = time.perf_counter(), 0.0

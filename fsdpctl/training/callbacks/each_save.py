@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from fsdpctl.checkpoint.folders import remove_old
+from fsdpctl.checkpoint.folders import best_name, remove_old
 from fsdpctl.checkpoint.remote_run import KEY, RemoteCheckpoints
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
@@ -136,7 +136,8 @@ class EachSave:
     def _uploaded(self, remote: RemoteCheckpoints, folder: Path, step: int) -> SaveOutcome:
         every, began = self._keep.keep_every, time.monotonic()
         is_kept = not self._keep.keep_last or (every and step % every == 0)
-        if step < self._latest and not is_kept:  # a slow store gets the newest
+        is_best = self._keep.keep_best and best_name(folder) == folder.name
+        if step < self._latest and not (is_kept or is_best):  # a slow store gets the newest
             return SaveOutcome(step, UPLOAD, "skipped")
         if not (folder / MANIFEST).exists():
             return SaveOutcome(step, UPLOAD, "failed", 0.0, "checkpoint deleted before its turn")
@@ -149,7 +150,7 @@ class EachSave:
             self.upload_seconds = time.monotonic() - began
         why = ""
         try:
-            remote.remove_old(self._keep, folder.name)
+            remote.remove_old(self._keep, folder)
         except FsdpctlError as error:
             why = f"uploaded, but old checkpoints remain: {error}"
         return SaveOutcome(step, UPLOAD, "done", self.upload_seconds, why)

@@ -3,7 +3,7 @@
 from fsdpctl.config.schema import Config
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
-from fsdpctl.run.metrics import was_validated
+from fsdpctl.run.metrics import validation_at
 from fsdpctl.training.callback import Callback, TrainingRun
 from fsdpctl.training.loss import describe_validation, validation_loss
 from fsdpctl.training.requests import RequestFlags
@@ -21,9 +21,11 @@ class Validation(Callback):
     def begin(self, run: TrainingRun) -> None:
         """Determine whether an earlier start owes a validation that no start has done since."""
         if run.owes_validation:
-            metrics = run.parts.run_dir / METRICS
-            is_done = run.ranks.rank == 0 and was_validated(metrics, run.step)
-            run.owes_validation = not any(run.ranks.gather_objects(is_done))
+            metrics, is_main = run.parts.run_dir / METRICS, run.ranks.rank == 0
+            loss = validation_at(metrics, run.step) if is_main else None
+            (loss, *_) = run.ranks.gather_objects(loss)
+            if loss is not None:
+                run.validated(loss)
             self._is_owed = run.owes_validation and self._has_data
 
     def is_due(self, step: int) -> bool:
@@ -44,7 +46,7 @@ class Validation(Callback):
     def _validate(self, run: TrainingRun) -> RequestFlags:
         parts, train, is_last = run.parts, run.parts.config.train, run.step == self._last
         assert parts.val_batches is not None
-        at_most = train.final_eval_batches if is_last else train.eval_batches
+        at_most = (train.final_eval_batches or 0) if is_last else train.eval_batches
         total, done = parts.val_batches.num_validation_batches(at_most), 0
         sync = run.request_sync(run.lag)
 
@@ -72,8 +74,20 @@ class Validation(Callback):
             how_far = f"validation stopped after {done} of {total} batches"
             run.journal.say(f"step {run.step}: {how_far} (stop requested)")
         else:
-            run.owes_validation = False
             run.journal.write({"step": run.step, **loss.to_line()})
             text = describe_validation(loss, parts.data, compare=is_last)
             run.journal.say(f"step {run.step}: {text}")
+            self._done(run, loss.mean)
         return sync.complete()
+
+    def _done(self, run: TrainingRun, loss: float) -> None:
+        """Save the best checkpoint; say why the run is over if it is before its last step."""
+        if run.validated(loss) and run.parts.config.checkpoint.keep_best:
+            run.save()
+        if run.is_over() and run.step < self._last:
+            assert run.best is not None
+            run.journal.say(
+                f"step {run.step}: the last {run.best.unimproved} validation losses are not below "
+                f"that of step {run.best.step} ({run.best.loss:.4f}): the run ends "
+                f"(train.patience={run.parts.config.train.patience})"
+            )

@@ -1,0 +1,83 @@
+"""The best checkpoint, and runs that end when their validation loss stops falling."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdpctl.checkpoint.manifest import BestValidation, Progress
+from fsdpctl.checkpoint.remote_run import open_best
+from fsdpctl.commands.status import read_status
+from fsdpctl.config.compose import compose_config
+from fsdpctl.errors import UsageError
+from fsdpctl.io.run_files import BEST, CHECKPOINTS
+from fsdpctl.resolve.open import open_run
+from fsdpctl.run.directory import Standing, look
+from tests.training.ranks import lines, train, words
+
+RISES = (
+    "data.val_fraction=0.2", "train.eval_every=2", "train.eval_batches=2", "train.steps=40",
+    "optimizer.lr=0.5", "checkpoint.every=5", "checkpoint.keep_last=1",
+    "checkpoint.keep_best=true", "train.patience=3",
+)  # fmt: skip
+
+
+def best_of(run: Path) -> str:
+    return os.readlink(run / CHECKPOINTS / BEST)
+
+
+def test_a_lower_loss_is_better_and_others_are_counted():
+    done = Progress(step=10).validated(math.nan)
+    assert done.best is None
+    done = Progress(step=20, owes_validation=True).validated(2.0)
+    assert (done.best, done.owes_validation) == (BestValidation(2.0, 20), False)
+    for loss in (2.0, math.inf):
+        done = done.validated(loss)
+    assert done.best == BestValidation(2.0, 20, unimproved=2)
+    assert [done.is_over(30, patience) for patience in (None, 3, 2)] == [False, False, True]
+    assert done.is_over(20, None)
+
+
+@pytest.mark.parametrize("stops", [(3,), (8,), (2, 4, 5, 9)], ids=str)
+def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
+    ends = {}
+    for name, at in (("whole", (0,)), ("stopped", (*stops, 0))):
+        folder = tmp_path / name
+        folder.mkdir()
+        typed = words(folder, 2, *RISES, f"train.run_dir={folder / 'run'}")
+        for stop in at:
+            train(world_size=2, typed=typed, plants={}, stops_at=stop, result=str(folder / "end"))
+            error = (folder / "end.error").read_text()
+            assert error.startswith("75 stopped at step") if stop else not error
+        losses = {e["step"]: e["val_loss"] for e in lines(folder / "run") if "val_loss" in e}
+        best = min(losses, key=lambda step: losses[step])
+        assert best_of(folder / "run") == f"step-{best:08d}"
+        kept = {best, max(losses)}
+        there = {each.name for each in (folder / "run" / CHECKPOINTS).glob("step-*")}
+        assert there == {f"step-{step:08d}" for step in kept}
+        assert open_best(str(folder / "run")).manifest.progress.step == best
+        assert read_status(folder / "run").state == "finished"
+        assert max(losses) == best + 6 < 40  # three validations later
+        seen = look(open_run(compose_config(typed)).config, "auto")
+        assert seen.standing is Standing.FINISHED
+        longer = [each.replace("patience=3", "patience=9") for each in typed]
+        goes_on = open_run(compose_config(longer)).config
+        assert look(goes_on, "auto").standing is Standing.RESUMES
+        ends[name] = losses, torch.load(folder / "end")
+    assert ends["whole"][0] == ends["stopped"][0]
+    for key, values in ends["whole"][1].items():
+        assert torch.equal(values, ends["stopped"][1][key])
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (("data.val_fraction=0",), "train.patience: requires validation data"),
+        (("train.final_eval_batches=7",), "train.final_eval_batches=7: .* train.eval_batches=2"),
+    ],
+)
+def test_losses_that_cannot_be_compared_are_refused(tmp_path, more, message):
+    with pytest.raises(UsageError, match=message):
+        open_run(compose_config(words(tmp_path, 1, *RISES, *more)))
