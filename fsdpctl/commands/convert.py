@@ -44,7 +44,7 @@ def convert(
                 file.write(text)
         except FileExistsError:
             raise UsageError(f"--out {out}: already exists; choose another name") from None
-        run_it = "" if recipe.missing else f"; run it: fsdpctl train {out}"
+        run_it = "" if recipe.required else f"; run it: fsdpctl train {out}"
         note(f"{out}: {len(recipe.rows)} settings{run_it}")
     for _, why in recipe.missing:
         note(f"missing: {why}")
@@ -52,9 +52,10 @@ def convert(
 
 def converted(source: Path, words: list[str]) -> ConvertedRecipe:
     """Return the recipe for a file of another tool, with settings of the command line."""
-    import torch
+    from fsdpctl.resolve.place import ranks_here
 
-    typed, ranks = dict(checked_settings(words)), max(1, torch.cuda.device_count())
+    typed = dict(checked_settings(words))
+    ranks = ranks_here(typed.get("launch.device", "auto"))
     return to_recipe(read_others(source.expanduser()), typed, ranks)
 
 

@@ -75,10 +75,11 @@ def _composed(
     if source is None:
         return composed_from(asked, quiet=first is None, first=first), asked
     recipe = converted(source, words_beside(source, asked))
-    for _, why in recipe.missing:
+    for why in recipe.required:
         raise UsageError(f"{source}: {why}")
-    for line in recipe.left_out if first else ():
-        note(f"{source.name}: left out: {line}")
+    missing = [f"missing: {why}" for _, why in recipe.missing]
+    for line in (*missing, *(f"left out: {each}" for each in recipe.left_out)) if first else ():
+        note(f"{source.name}: {line}")
     asked = asked._replace(recipe=str(source))
     composed = composed_from(asked, quiet=first is None, converted=recipe.words, first=first)
     return composed, asked

@@ -184,12 +184,13 @@ def _batches(
     translation: Translation, batch: SourceBatch, typed: Mapping[str, str], placed: Config
 ) -> Iterator[TranslationRow]:
     """Yield the batch sizes by the number of ranks, or of groups that share samples."""
-    micro = _whole(typed.get("train.micro_batch_size")) or batch.micro or 1
+    micro = _whole(typed.get("train.micro_batch_size")) or batch.micro or batch.usual
     passes = _whole(typed.get("accumulation.steps")) or batch.accumulation or 1
     groups = max(1, placed.num_groups)
-    each = "ranks" if placed.train.context_parallel == 1 else "groups of ranks"
-    said = [str(value) for value in (batch.micro, batch.accumulation, batch.samples) if value]
-    note = f"over {groups} {each}" if said else "assumed: not set in the file"
+    of = "" if placed.train.context_parallel == 1 else " of ranks"
+    each = f"{'group' if of else 'rank'}{'s' if groups > 1 else ''}{of}"
+    is_set = batch.micro or batch.accumulation or batch.samples
+    note = f"over {groups} {each}" if is_set else "assumed: not set in the file"
     words = [f"accumulation.steps={passes}", f"train.global_batch_size={micro * passes * groups}"]
     if batch.samples is not None:
         words = [f"train.global_batch_size={max(batch.samples, groups)}"]
@@ -200,7 +201,7 @@ def _batches(
         words = ["accumulation=last", *words]
         note += "; gradients stay unsharded between micro-batches"
     words = [f"train.micro_batch_size={micro}", *words]
-    yield TranslationRow(", ".join(batch.keys), ", ".join(said), tuple(words), note)
+    yield TranslationRow(*translation.shown_batch, tuple(words), note)
 
 
 def _whole(text: str | None) -> int | None:

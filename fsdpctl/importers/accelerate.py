@@ -134,5 +134,8 @@ def _read_batch(found: Translation, inner: SourceConfig | None) -> None:
         passes = passes or inner.positive("gradient_accumulation_steps")
         micro = inner.positive("train_micro_batch_size_per_gpu")
         total = inner.positive("train_batch_size")
-    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    keys = (
+        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size",
+        "deepspeed_config.gradient_accumulation_steps",
+    )  # fmt: skip
     found.batch = SourceBatch(keys, micro, passes, total)

@@ -144,7 +144,7 @@ def _read_lengths(found: Translation) -> None:
         found.missing_for_training.append(("train.seq_len", why))
     keys = (f"{_SCHEDULER}local_batch_size", f"{_SCHEDULER}global_batch_size")
     micro, total = map(source.positive, keys)
-    found.batch = SourceBatch(keys, micro or 1, None, total or _BATCH)
+    found.batch = SourceBatch(keys, micro, None, total or _BATCH)
 
 
 def _read_sharding(found: Translation) -> None:

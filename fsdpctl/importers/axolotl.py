@@ -141,7 +141,7 @@ def _read_length(found: Translation) -> None:
     if both and passes is None:
         passes = max(1, both // (micro or 1))
     keys = ("micro_batch_size", "batch_size" if both else "gradient_accumulation_steps")
-    found.batch = SourceBatch(keys, micro or 1, passes or 1)
+    found.batch = SourceBatch(keys, micro, passes)
 
 
 def _read_precision(found: Translation, *, keeps_masters: bool) -> None:

@@ -35,6 +35,7 @@ _WIDTH = 96
 # What a translation sets so that an estimate is that of the other tool.
 _OF_ESTIMATES = ("engine", "cluster", "train.loss_chunk_tokens", "accumulation")
 _OF_MODEL = ("model", "model.path", "model.init")
+HAVE_DEFAULTS = ("checkpoint.every", "train.eval_every")  # even if a file sets them
 _PLAIN = re.compile(r"[\w./+][\w./+-]*")
 Rows = dict[str, TranslationRow]  # of one setting each, by its name
 
@@ -68,6 +69,11 @@ class ConvertedRecipe:
     rows: tuple[TranslationRow, ...]  # of one setting each
     left_out: tuple[str, ...]  # a line each
     missing: tuple[tuple[str, str], ...]  # settings that must be added, with the reason
+
+    @property
+    def required(self) -> list[str]:
+        """Why settings must be added that have no default."""
+        return [why for name, why in self.missing if name not in HAVE_DEFAULTS]
 
     @property
     def words(self) -> list[tuple[str, str]]:
@@ -146,14 +152,17 @@ def _of_ranks(
     if found.batch is None:
         return
     groups = max(1, ranks // int(words.get("train.context_parallel", "1")))
-    micro, passes = found.batch.micro or 1, found.batch.accumulation or 1
-    shown = f"{micro}, {found.batch.samples or passes}"
-    keys = ", ".join(found.batch.keys)
-    yield TranslationRow(keys, shown, (f"train.micro_batch_size={micro}",))
+    micro, passes = found.batch.micro or found.batch.usual, found.batch.accumulation or 1
+    shown, note = found.shown_batch, ""
+    if found.batch.micro is None:  # accelerate leaves it to the script
+        is_known = found.tool != "accelerate"
+        shown = (found.batch.keys[0] if is_known else "(micro-batch)", "(not set)")
+        note = f"the default of {found.tool}" if is_known else "set it as in the script"
+    yield TranslationRow(*shown, (f"train.micro_batch_size={micro}",), note)
     total = found.batch.samples or micro * passes * groups
     ranks_of = f"{groups} rank{'s' if groups > 1 else ''} {origin}"
     note = "" if found.batch.samples else f"{micro} * {passes} * {ranks_of}"
-    yield TranslationRow(keys, shown, (f"train.global_batch_size={total}",), note)
+    yield TranslationRow(*found.shown_batch, (f"train.global_batch_size={total}",), note)
 
 
 def _left_out(found: Translation) -> Iterator[str]:
@@ -166,6 +175,7 @@ def _left_out(found: Translation) -> Iterator[str]:
         yield f"unknown: {', '.join(found.unrecognized)}"
     rows = (*found.training, *found.left_out, *found.rows, *found.excluded)
     named = {key.strip() for row in rows for key in row.key.split(",")}
+    named |= {why.partition(":")[0] for _, why in found.missing_for_training}
     left = [each for each in found.source.all_keys() if each.key not in named]
     if deciding := [each for each in left if _changes(found, each)]:
         shown = ", ".join(f"{each.key}={each.text[:80]}" for each in deciding)
@@ -204,7 +214,7 @@ def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
         group = name.partition(".")[0]  # `train` rejects the recipe without it
         if group in _REQUIRES_PATH and name in (group, f"{group}.path"):
             lines += [f"{group}: {_REQUIRES_PATH[group]}"] * (group not in known)
-        elif name in KEYS or name in GROUPS:
+        elif (name in KEYS or name in GROUPS) and name not in HAVE_DEFAULTS:
             lines.append(f"{name}: ???")  # as Hydra marks such values
         lines += _comment(f"MISSING: {why}")
     if recipe.left_out:

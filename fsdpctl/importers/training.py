@@ -1,6 +1,7 @@
 """Settings of other tools that matter for a training, but not for its memory."""
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -21,9 +22,13 @@ _PLAIN = {
     "adam_epsilon": "optimizer.eps", "max_grad_norm": "optimizer.max_grad_norm",
     "seed": "train.seed", "output_dir": "train.run_dir", "save_total_limit": "checkpoint.keep_last",
     "logging_steps": "train.log_every", "use_tensorboard": "log.tensorboard",
-    "save_steps": "checkpoint.every", "eval_steps": "train.eval_every",
     "wandb_project": "log.wandb_project", "lora_model_dir": "model.lora.path",
 }  # fmt: skip
+# Steps between events, which may be a share of all steps; the number per epoch; and ours.
+_INTERVALS = (
+    ("save_steps", "saves_per_epoch", "checkpoint.every"),
+    ("eval_steps", "evals_per_epoch", "train.eval_every"),
+)
 _FIRST_BYTES = 1 << 20  # of a file of rows
 NO_LIMIT = 1_000_000  # steps: with a share of the steps as warmup, which is then rounded down
 
@@ -186,6 +191,8 @@ def read_hugging_face_training(rows: TrainingRows, *, adapts: bool) -> int | Non
     if half is not None and half.is_on:
         rows.leave(half, "trained in bf16, without scaling of the loss")
     rows.deepspeed()
+    for interval in _INTERVALS:
+        _read_interval(rows, steps, *interval)
     rows.plain({**_PLAIN, **({"lora_dropout": "model.lora.dropout"} if adapts else {})})
     return steps
 
@@ -288,6 +295,34 @@ def has_completions(rows: TrainingRows, path: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(row, dict) and "completion" in row
+
+
+def _read_interval(
+    rows: TrainingRows, steps: int | None, key: str, per_epoch: str, ours: str
+) -> None:
+    value, count = rows.value(key), rows.value(per_epoch)
+    if count is not None and not count.is_off:
+        value = count
+    elif value is None or not is_fraction(value.text):
+        rows.plain({key: ours})
+        return
+    epochs = rows.value("num_epochs")
+    try:
+        share = float(value.text)
+        if value is count:  # as axolotl converts it
+            share = 1 / (share * float(epochs.text if epochs else 1))
+        every = max(1, min(steps or 1, math.ceil((steps or 1) * share)))
+    except (ValueError, OverflowError, ZeroDivisionError):
+        rows.leave(value, f"not a number; set {ours}")
+        return
+    held = rows.value("test_datasets", "val_set_size", "eval_strategy")
+    if key == "eval_steps" and (held is None or held.is_off or not held.text.strip("0.")):
+        rows.leave(value, "nothing is held out")
+    elif steps is not None:
+        rows.add(value, f"{ours}={every}", note=f"of {steps} steps", decides=False)
+    else:
+        why = f"the number of steps depends on the data; set {ours}"
+        rows.missing(ours, f"{value.key}: {value.text}: {why}")
 
 
 def is_fraction(text: str) -> bool:

@@ -33,10 +33,11 @@ class TranslationRow:
 class SourceBatch:
     """The batch sizes of the file, which don't depend on the number of ranks."""
 
-    keys: tuple[str, ...]
-    micro: int | None  # samples per rank and micro-batch
+    keys: tuple[str, ...]  # that the file may have; first that of the micro-batch
+    micro: int | None  # samples per rank and micro-batch, if the file says so
     accumulation: int | None = None  # micro-batches per step
     samples: int | None = None  # of a step, if the file says so
+    usual: int = 1  # samples of a micro-batch if the file does not say so
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,14 @@ class Translation:
     @property
     def settings(self) -> dict[str, str]:
         return settings_of(self.rows)
+
+    @property
+    def shown_batch(self) -> tuple[str, str]:
+        """The keys of the batch that the file has, and their values."""
+        names = self.batch.keys if self.batch else ()
+        given = (*self.source.all_keys(), *(self.deepspeed.all_keys() if self.deepspeed else ()))
+        own = {each.key: each.text for each in given if each.key in names and each.text != "auto"}
+        return ", ".join(own) or "(batch)", ", ".join(own.values()) or "(not set)"
 
     def map(
         self, value: SourceKey | None, *settings: str, default: str = "", note: str = ""

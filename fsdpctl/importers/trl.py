@@ -62,7 +62,7 @@ def read_trl(source: SourceConfig) -> Translation:
     micro = source.positive("per_device_train_batch_size")
     passes = source.positive("gradient_accumulation_steps")
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    found.batch = SourceBatch(keys, micro or 8, passes or 1)
+    found.batch = SourceBatch(keys, micro, passes, usual=8)
     half = source.take_on("fp16")
     narrow = half or source.take("bf16")
     dtype = source.take("dtype", "torch_dtype") or SourceKey("dtype", "float32", ())

@@ -50,13 +50,18 @@ def _here(config: Config, where: Place) -> Config:
         raise UsageError("launch.device=cuda: torch finds no CUDA device; expected cpu or auto")
     device = launch.device or ("cuda" if has_cuda else "cpu")
     available = torch.cuda.device_count() if device == "cuda" else None
-    ranks = launch.nproc_per_node or available or _CPU_RANKS
+    ranks = launch.nproc_per_node or ranks_here(device)
     # A launcher of ranks may make only its own device visible to each.
     if available is not None and ranks > available and not (place and available == 1):
         raise UsageError(
             f"launch.nproc_per_node={ranks}: expected at most {available}, the CUDA devices"
         )
     return replace(config, launch=replace(launch, device=device, nproc_per_node=ranks))
+
+
+def ranks_here(device: str = "auto") -> int:
+    """Return the ranks on this machine if none are set: one per CUDA device, or CPU ranks."""
+    return (torch.cuda.device_count() if device != "cpu" else 0) or _CPU_RANKS
 
 
 def on_cluster(config: C) -> C:

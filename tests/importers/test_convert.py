@@ -76,6 +76,9 @@ def test_what_is_missing_and_left_out_stands_in_comments():
     assert "#   MISSING:" in text
     assert "unknown: a_key_of_tomorrow" in text
     assert "the estimate" not in text
+    text = recipe_text(converted("accelerate-deepspeed.yaml"), "accelerate-deepspeed.yaml")
+    assert "# deepspeed_config.gradient_accumulation_steps: 8; 1 * 8 * 4 ranks in" in text
+    assert "# (micro-batch): (not set); set it as in the script" in text
 
 
 def test_the_command_line_takes_precedence():
@@ -84,7 +87,12 @@ def test_the_command_line_takes_precedence():
     words = dict(recipe.words)
     assert {key: words[key] for key in typed} == typed
     assert not [key for key in words if key.startswith("strategy.")]
-    assert recipe.missing == ()
+    assert recipe.required == []
+    text = recipe_text(recipe, "axolotl-full.yaml")
+    for name, key in (("checkpoint.every", "saves_per_epoch"), ("train.eval_every", "evals_")):
+        assert dict(recipe.missing)[name].startswith(key)
+        assert f"{name}: ???" not in text  # it has a default
+        assert key not in text.partition("not needed")[2]
 
 
 def test_a_recipe_composes_with_the_data_and_the_model_here():
