@@ -87,7 +87,10 @@ def _summary(reader: CheckpointReader) -> Iterator[str]:
     dtypes = ", ".join(sorted({info.dtype for info in weights}))
     dtypes += " with 8 more bits each" if _REMAINDER in kinds else ""
     model = manifest.config.get("model", "a custom model")
-    yield f"{reader}: {model}, step {progress.step}, {progress.samples:,} samples"
+    at = f", step {progress.step}, {progress.samples:,} samples"
+    if not manifest.config:  # of a custom training loop, of which only the optimizer may count
+        at = f", optimizer step {steps}" if (steps := progress.optimizer_step) else ""
+    yield f"{reader}: {model}{at}"
     numel = sum(info.numel for info in weights)
     yield f"{numel:,} parameters in {len(weights)} tensors of {dtypes}"
     states = [kind for kind in kinds if kind not in (_PARAMETER, "buffer", _REMAINDER)]

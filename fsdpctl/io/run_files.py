@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.files import read_text_file
+from fsdpctl.io.files import nearest_path, read_text_file
 from fsdpctl.io.untrusted import check_version, parse_json
 
 RUNS = "runs"  # the folder of runs without a given directory
@@ -134,6 +134,8 @@ def read_sealed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> dict[
     """
     path = folder / name
     if not path.exists():
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: not found{nearest_path(str(folder))}")
         raise CheckpointError(f"{path}: not found; the checkpoint is incomplete")
     text = read_text_file(path, CheckpointError)
     where = f"{path}: corrupted"

@@ -47,7 +47,11 @@ def _here(config: Config, where: Place) -> Config:
     launch, place = where
     has_cuda = torch.cuda.is_available()
     if launch.device == "cuda" and not has_cuda:
-        raise UsageError("launch.device=cuda: torch finds no CUDA device; expected cpu or auto")
+        has_support = torch.version.cuda or torch.version.hip
+        why = "" if has_support else f" (torch {torch.__version__} is a CPU build)"
+        raise UsageError(
+            f"launch.device=cuda: torch finds no CUDA device{why}; expected cpu or auto"
+        )
     device = launch.device or ("cuda" if has_cuda else "cpu")
     available = torch.cuda.device_count() if device == "cuda" else None
     ranks = launch.nproc_per_node or ranks_here(device)

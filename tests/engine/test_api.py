@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import fsdpctl
-from fsdpctl.errors import EngineError, UsageError
+from fsdpctl.errors import CheckpointError, EngineError, UsageError
 from fsdpctl.plan.strategy import STRATEGIES
+from tests.commands.run import invoke
 from tests.distributed import distributed, in_turn
 from tests.engine.events import gathered_nbytes
 from tests.engine.models import make_net, next_token_loss, one_step, sharded, token_batches
@@ -339,6 +340,10 @@ def test_a_scheduler_resumes_with_its_learning_rate(tmp_path):
         scheduler.step()
     extra = {"scheduler": scheduler.state_dict()}
     fsdpctl.save_checkpoint(tmp_path / "c", model, optimizer, extra=extra)
+    said = invoke("inspect-checkpoint", str(tmp_path / "c"))[1]
+    assert said.splitlines()[0].endswith("a custom model, optimizer step 5")
+    with pytest.raises(CheckpointError, match="/d: not found$"):
+        fsdpctl.load_checkpoint(tmp_path / "d", model)
     other, its_optimizer, its_scheduler = make()
     its_scheduler.load_state_dict(
         fsdpctl.load_checkpoint(tmp_path / "c", other, its_optimizer)["scheduler"]
