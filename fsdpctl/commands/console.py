@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple
@@ -17,7 +18,9 @@ from fsdpctl.io.console import PatientConsole
 from fsdpctl.io.texts import one_line, printable
 
 _HEAD = 8  # characters of the subject of a line
-_GAP, _FEW_WORDS = 2, 2  # between columns; blanks of a cell that is a name or a number, at most
+# The beginning of a line: its subject or blanks, and the number of an item.
+_SUBJECT = re.compile(rf"(?=.{{{_HEAD - 1}}} \S)(?:to fit|\S*) +(?<=^.{{{_HEAD}}})(?:\d\. )?")
+_GAP, _FEW_WORDS = 2, 3  # between columns; blanks of a cell from which it wraps
 _NOTHING = ("", "-")  # cells
 _MANY_ROWS = 1000
 _LONGEST = 2000  # characters of a message that quotes a rejected value
@@ -51,12 +54,12 @@ def wrapped(line: str, width: int) -> str:
     """
     if len(line) <= width or "\n" in line:
         return line
-    blanks = len(line) - len(line.lstrip())
-    has_head = line[_HEAD - 1] == " " != line[_HEAD] and " " not in line[:_HEAD].rstrip()
-    indent = " " * (_HEAD if has_head else blanks + 2)
+    indent = len(line) - len(line.lstrip()) + 2
+    if found := _SUBJECT.match(line):
+        indent = found.end()
     return "\n".join(
         textwrap.wrap(
-            line, max(width, 2 * _HEAD), subsequent_indent=indent, break_long_words=False,
+            line, max(width, 2 * _HEAD), subsequent_indent=" " * indent, break_long_words=False,
             break_on_hyphens=False, drop_whitespace=True, replace_whitespace=False,
         )
     )  # fmt: skip
@@ -111,7 +114,7 @@ def show_table(
         if not set(known) & set(texts[1:]):
             continue
         wraps = bool(filled) and any(each.count(" ") >= _FEW_WORDS for each in texts[1:])
-        words = [word for each in known for word in (each.split() if wraps else [each])]
+        words = [w for each in known for w in (each.split() if wraps or each == name else [each])]
         widths = (max(map(cell_len, each)) for each in (words, known))
         filled.append(_Column(texts, name in right, *widths))
     if out.is_terminal and filled and len(filled[0].texts) <= _MANY_ROWS:

@@ -87,7 +87,7 @@ def draw_largest(fits: Sequence[Fit], names: Sequence[str], folder: Path) -> Pat
     config = next(each.estimate.config for each in fits if each.estimate is not None)
     is_model = fits[0].key == "model.num_layers"
     heading = f"Largest {'model' if is_model else fits[0].key} that fits"
-    figure, axes = bar_axes(heading, f"{config.model.name}, {config.cluster.name}", names)
+    figure, axes = bar_axes(heading, f"{config.model.title}, {config.cluster.name}", names)
     counts = [float(each.value) for each in fits]
     if is_model:
         axes.set_xlabel("billions of parameters")
@@ -108,7 +108,7 @@ def _saved(figure: Any, path: Path) -> Path:
 def _title(found: RunEstimate) -> str:
     config = found.config
     return (
-        f"{config.model.name}, {config.model.num_layers} blocks, on {config.num_ranks} ranks, "
+        f"{config.model.title}, {config.model.num_layers} blocks, on {config.num_ranks} ranks, "
         f"{found.batches.micro_batch_size} x {config.train.seq_len} tokens per micro-batch"
     )
 

@@ -28,6 +28,7 @@ from fsdpctl.launch.begin import change_lines, describe_ranking
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 
 _LARGE_BUFFERS = 0.25  # of a device, from which plain sharding of experts is hard to justify
+_SMALL = ("rounding", "workspaces")  # purposes without a column
 _VERDICTS = {
     "fits": "fits",
     "thrashes": "fits only if the allocator repeatedly empties its cache, which is slow",
@@ -204,7 +205,7 @@ def _heading(first: RunEstimate) -> list[str]:
     samples, given = batches.global_batch_size, config.train.global_batch_size
     raised = f" (assumes train.global_batch_size={samples}, not {given})" if samples > given else ""
     return [
-        f"model   {config.model.name}, {first.num_params:,} parameters{_trained(first)}",
+        f"model   {config.model.title}, {first.num_params:,} parameters{_trained(first)}",
         f"ranks   {config.num_ranks} on {launch.device}{nodes}, "
         f"{format_bytes(first.memory_bytes)} each (cluster={config.cluster.name}), "
         f"engine {config.engine.name}",
@@ -229,23 +230,21 @@ def _trained(estimate: RunEstimate) -> str:
 
 def _show_strategies(estimator: Estimator, estimates: list[RunEstimate]) -> None:
     """Print the memory at the peak, and the time of a step, a row for each strategy."""
-    parts = [
-        name
-        for name in estimates[0].step.breakdown
-        if name != "rounding" and any(each.step.breakdown[name] for each in estimates)
-    ]
-    names = [name.replace("_", " ") for name in [*parts, "allocated", "reserved", "margin"]]
-    figures = {"step_seconds": "s/step", "hours": "hours", "cost": "cost"}
+    found = estimates[0].step.breakdown
+    parts = [x for x in found if x not in _SMALL and any(e.step.breakdown[x] for e in estimates)]
+    figures = {"step_seconds": "s/step"}
+    if has_length(estimates[0].config):
+        figures = {"hours": "hours", "cost": "cost"}
     rows = []
     for each in estimates:
         cells = [format_bytes(each.step.breakdown[name]) for name in parts]
-        cells += map(format_bytes, (each.allocated, each.peak_reserved, each.margin))
         times = _time_dict(estimator, each)
         cells += ["-" if (x := times.get(name)) is None else figure(x) for name in figures]
         verdict = each.verdict if each.verdict != "too_large" else _VERDICTS["too_large"]
-        rows.append((each.config.strategy.name, *cells, verdict))
-    names += figures.values()
-    show_table(("strategy", *names, ""), rows, right=names)
+        reserved = format_bytes(each.peak_reserved)
+        rows.append((each.config.strategy.name, verdict, *cells, reserved))
+    names = [*(name.replace("_", " ") for name in parts), *figures.values(), "reserved"]
+    show_table(("strategy", "verdict", *names), rows, right=names)
 
 
 def _show_breakdown(found: RunEstimate) -> None:
@@ -269,7 +268,8 @@ def _conclusions(found: RunEstimate) -> list[str]:
         each = [f"{format_bytes(nbytes)} {name}" for name, nbytes in found.step.reserved.items()]
         lines.append(
             f"reserved by the allocator: {', '.join(each)}; launch.allocator="
-            f"{config.launch.allocator}"
+            f"{config.launch.allocator}, model.init="
+            f"{'pretrained' if config.model.is_pretrained else 'random'}"
         )
     buffers = sum(found.step.breakdown[name] for name in ("gathered_units", "reduce_buffers"))
     if found.num_active < found.num_params and buffers > _LARGE_BUFFERS * found.memory_bytes:
@@ -322,19 +322,16 @@ def _fit_line(found: Fit) -> str:
 
 
 def _show_translation(asked: ImportedConfig) -> None:
-    """Print a table of the file's keys with their settings, then the keys without any."""
-    found = asked.translation
-    rows = []
+    """Print the file's keys with their settings and notes, then the keys without any."""
+    say(f"{asked.translation.tool}: {asked.translation.file}")
     for row in asked.rows:
         words = [word for word in row.settings if not (asked.own_engine and word[:7] == "engine=")]
         lost = [word for word in words if word in asked.overridden]
-        note = row.note
-        if lost:
-            note = f"overridden: {' '.join(lost)}" + (f"; {note}" if note else "")
-        settings = " ".join(word for word in words if word not in lost)
-        rows.append((row.key, row.value, settings or "-", note))
-    rows += [("(command line)", "", f"{name}={text}", "") for name, text in asked.typed.items()]
-    show_table((f"{found.tool}: {found.file}", "", "setting", ""), rows)
+        notes = [f"overridden: {' '.join(lost)}"] if lost else []
+        notes += [row.note] if row.note else []
+        kept = " ".join(word for word in words if word not in lost) or "-"
+        say(f"  {row.key}: {kept}{'  # ' if notes else ''}{'; '.join(notes)}")
+    say(*(f"  (command line): {name}={text}" for name, text in asked.typed.items()))
     say("", *_left_out(asked))
 
 

@@ -68,7 +68,8 @@ def _list_everything(default: Config) -> None:
     show_table(("group", "options (default first)"), groups)
     say(f"\nsections without options: {', '.join(s for s in SECTIONS if s not in GROUPS)}\n")
     folder = package_folder("recipes")
-    recipes = [(name, first_comment(folder / f"{name}.yaml")) for name in recipe_names()]
+    texts = {name: first_comment(folder / f"{name}.yaml") for name in recipe_names()}
+    recipes = [(name, text.partition(". ")[0].rstrip(".")) for name, text in texts.items()]
     show_table(("recipe", "purpose"), recipes)
     say("\n`fsdpctl list GROUP` shows the options and keys of a group.")
 

@@ -130,6 +130,11 @@ class ModelConfig:
     )
 
     @property
+    def title(self) -> str:
+        """The name that was set: of an option, or of a model or directory of Hugging Face's."""
+        return self.path or self.name
+
+    @property
     def is_pretrained(self) -> bool:
         """Whether the initial weights are read from `path`."""
         return self.init == "pretrained" or (self.init == "auto" and self.path is not None)

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -10,6 +11,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate import changes as c
 from fsdpctl.estimate.accuracy import is_faster
 from fsdpctl.estimate.changes import Change, Knob, halves, micro_batches
+from fsdpctl.estimate.duration import RunTime, run_time
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
@@ -38,7 +40,7 @@ def advice(estimator: Estimator, plan: RunPlan, *, more_ranks: bool = True) -> l
         found = search.alone() or search.together(more_ranks=more_ranks)
         if plan.config.model.is_pretrained or more_ranks:
             found += islice(search.fitting(c.ADAPTERS.changes(plan)), 1)
-    return found
+        return [(replace(change, time=search.time(each)), each) for change, each in found]
 
 
 class _Search:
@@ -50,6 +52,11 @@ class _Search:
         for change in changes:
             if (estimate := self._estimator.fitting(change.plan)) is not None:
                 yield change, estimate
+
+    def time(self, estimate: RunEstimate) -> RunTime | None:
+        with suppress(UsageError):
+            return run_time(self._estimator, estimate)
+        return None
 
     def alone(self) -> list[Fitting]:
         """Return single settings that suffice; of the values of one setting, the fastest."""
@@ -133,10 +140,14 @@ class _Search:
 
 def _with(base: Change, knobs: Iterable[Knob]) -> Change:
     """Return `base` with the last change of each knob, in their order."""
-    plan, values, costs = base.plan, dict[str, object](), list[str]()
+    plan, values = base.plan, dict[str, object]()
+    costs, effects = list[str](), list[str]()
     for knob in knobs:
         for change in [*knob.changes(plan)][-1:]:
             values = {k: v for k, v in values.items() if k not in change.values}
             values |= change.values
-            plan, costs = change.plan, [*costs, change.cost]
-    return Change({**values, **base.values}, "; ".join(filter(None, [*costs, base.cost])), plan)
+            plan = change.plan
+            costs.append(change.cost)
+            effects.append(change.effect)
+    cost, effect = ("; ".join(filter(None, x)) for x in (costs, [*effects, base.effect]))
+    return Change({**values, **base.values}, cost, plan, effect)

@@ -7,6 +7,8 @@ from typing import Any
 
 from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.duration import RunTime
+from fsdpctl.io.units import figure
 from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, get_strategy, sharded_over_replicas
 from fsdpctl.resolve.settle import RunPlan, settle
@@ -24,8 +26,21 @@ class Change:
     """Changed settings, and their cost."""
 
     values: Values
-    cost: str
+    cost: str  # in time, in words
     plan: RunPlan  # with them
+    effect: str = ""  # on what is trained
+    time: RunTime | None = None  # with them; None: not predicted
+
+    @property
+    def figures(self) -> str:
+        """Its predicted time and cost, or in words, and its effect."""
+        time = self.time
+        shown = [self.cost]
+        if time is not None:
+            shown = [f"{figure(time.step_seconds)} s/step"]
+            shown += [f"{figure(time.gpu_hours)} GPU hours"] if time.gpu_hours is not None else []
+            shown += [f"cost {figure(time.cost)}"] if time.cost is not None else []
+        return "; ".join(filter(None, [", ".join(shown), self.effect]))
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -37,15 +52,15 @@ class Change:
 class Knob:
     """A setting to save memory with: its values for a plan, of which the last saves most."""
 
-    cost: str | Callable[[Values], str]
+    cost: str
     values: Callable[[RunPlan], Iterable[Values]]  # none if it does not apply
+    effect: str = ""
 
     def changes(self, plan: RunPlan) -> Iterator[Change]:
         """Yield the changed plans, without those that conflict with other settings."""
         for values in self.values(plan):
             with suppress(UsageError):
-                cost = self.cost if isinstance(self.cost, str) else self.cost(values)
-                yield Change(values, cost, changed(plan, values))
+                yield Change(values, self.cost, changed(plan, values), self.effect)
 
 
 def changed(plan: RunPlan, values: Values) -> RunPlan:
@@ -175,38 +190,36 @@ def more_nodes(plan: RunPlan) -> Iterator[Change]:
     train, nodes = config.train, 2 * config.launch.nnodes
     while nodes <= _MOST_NODES:
         groups = config.num_groups * nodes // config.launch.nnodes
-        cost = f"{groups * train.context_parallel} ranks"
+        effect = f"{groups * train.context_parallel} ranks"
         values = {"launch.nnodes": nodes, **_passes_as_needed(plan)}
         if train.global_batch_size < groups:
             values["train.global_batch_size"] = groups
-            cost += f", {groups} samples per step"
+            effect += f", {groups} samples per step"
         share = -(-max(train.global_batch_size, groups) // groups)
         given = plan.asked.train.micro_batch_size
         if given is not None and given > share:
             values["train.micro_batch_size"] = share
         with suppress(UsageError):
-            yield Change(values, cost, changed(plan, values))
+            yield Change(values, "", changed(plan, values), effect)
         nodes *= 2
 
 
-_OFFLOADED = "master weights and moments on the host, and the optimizer's step"
+_OFFLOADED = "the optimizer steps on the host"
 EXPANDABLE = Knob(
-    "nothing",
+    "",
     lambda p: _when(p.config.launch.allocator == "native", launch__allocator="expandable"),
 )
 CHUNKED = Knob("the logits are computed twice", _chunked)
 REDUCED_EVERY_TIME = Knob(
-    "gradients are reduced in each micro-batch of a step, instead of once",
+    "gradients are reduced in each micro-batch",
     lambda p: _when(
         p.config.accumulation.name == "last" and p.batches.num_micro_batches > 1,
         accumulation="every",
     ),
 )
-SHARED_OUT = Knob(
-    "replicas shard gradients and optimizer states, and exchange updated parameters", _shared_out
-)
+SHARED_OUT = Knob("replicas exchange updated parameters", _shared_out)
 FULLY_SHARDED = Knob(
-    "all ranks share one replica; each unit is gathered in forward and again in backward",
+    "units are gathered twice",
     _fully_sharded,
 )
 RECOMPUTED_IN_PART = Knob(
@@ -216,7 +229,7 @@ RECOMPUTED_IN_PART = Knob(
     ),
 )
 RECOMPUTED = Knob(
-    "a third more computation: the forward of blocks runs twice",
+    "a third more computation",
     lambda p: _when(
         p.config.activation_checkpointing.name != "full", activation_checkpointing="full"
     ),
@@ -224,39 +237,26 @@ RECOMPUTED = Knob(
 SMALLER_BATCH = Knob("more, smaller micro-batches per step", lambda p: micro_batches(p, halves(p)))
 SINGLE_SAMPLE = Knob("more, smaller micro-batches per step", lambda p: micro_batches(p, [1]))
 SHARED_SAMPLES = Knob(
-    lambda v: (
-        f"{v['train.context_parallel']} ranks share each sample, and exchange heads around "
-        "attention"
-    ),
-    _shared_samples,
+    "ranks share each sample, and exchange heads around attention", _shared_samples
 )
 ACTIVATIONS_ON_HOST = Knob(
     "inputs of recomputed blocks are on the host",
     lambda p: _unless_set(p.config, "activation_checkpointing.offload", True),
 )
-FEED_FORWARD_IN_CHUNKS = Knob(
-    "feed-forward layers run once more, on some tokens at a time", _feed_forward_in_chunks
-)
-COMPRESSED = Knob("moments are rounded to 8 bits", _compressed)
+FEED_FORWARD_IN_CHUNKS = Knob("feed-forward layers run once more", _feed_forward_in_chunks)
+COMPRESSED = Knob("", _compressed, "moments are rounded to 8 bits")
 STATES_ON_HOST = Knob(_OFFLOADED, _on_host(Offload.STATES))
-GRADIENTS_ON_HOST = Knob(f"gradients, {_OFFLOADED}", _on_host(Offload.STATES | Offload.GRADIENTS))
-PARAMS_ON_HOST = Knob(
-    "parameters rest on the host, from where each unit is gathered", _params_on_host
-)
+GRADIENTS_ON_HOST = Knob(_OFFLOADED, _on_host(Offload.STATES | Offload.GRADIENTS))
+PARAMS_ON_HOST = Knob("units are gathered from the host", _params_on_host)
 IN_FOUR_BITS = Knob(
-    "frozen weights are rounded to 4 bits, and dequantized in forward and backward", _in_four_bits
+    "weights are dequantized twice", _in_four_bits, "frozen weights are rounded to 4 bits"
 )
 COMPUTED_IN_BF16 = Knob(
-    "compute in bfloat16",
+    "",
     lambda p: _when(p.config.precision.param_dtype == "float32", precision__param_dtype="bfloat16"),
+    "computes in bfloat16",
 )
-ADAPTERS = Knob(
-    lambda v: (
-        "trains adapters alone: all weights are frozen"
-        + " and rounded to 4 bits" * ("model.base_dtype" in v)
-    ),
-    _adapters,
-)
+ADAPTERS = Knob("", _adapters, "trains adapters alone")
 # What costs least first.
 TOGETHER = (
     EXPANDABLE, CHUNKED, REDUCED_EVERY_TIME, SHARED_OUT, FULLY_SHARDED, RECOMPUTED_IN_PART,

@@ -181,7 +181,7 @@ class RunEstimate:
         return {
             "strategy": config.strategy.name,
             "engine": config.engine.name,
-            "model": config.model.name,
+            "model": config.model.title,
             **({} if config.model.base_dtype is None else {"base_dtype": config.model.base_dtype}),
             "num_parameters": self.num_params,
             "num_trained_parameters": self.num_trained,

@@ -13,7 +13,6 @@ from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Filled, Settled
 from fsdpctl.errors import DoesNotFitError
-from fsdpctl.estimate.accuracy import kind_of
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.estimate.changes import Change
@@ -130,14 +129,11 @@ def change_lines(changes: Sequence[tuple[Change, RunEstimate]]) -> list[str]:
     """Return lines with the changes that make a configuration fit."""
     if not changes:
         return ["to fit  no change found that makes it fit"]
-    lines = [
-        f"{' '.join(change.words)}: {format_bytes(estimate.peak_reserved)}; {change.cost}"
-        for change, estimate in changes
+    return [
+        f"{'to fit' if number == 1 else '':<8}{number}. {' '.join(change.words)}: "
+        f"{format_bytes(estimate.peak_reserved)}, {change.figures}".rstrip(", ")
+        for number, (change, estimate) in enumerate(changes, start=1)
     ]
-    kinds = {kind_of(estimate) for _, estimate in changes}
-    if len(kinds) > 1:
-        lines.append("in the order of cost where the error bands of predicted times overlap")
-    return [f"{'to fit' if not i else '':<8}{line}" for i, line in enumerate(lines)]
 
 
 class Decision(NamedTuple):

@@ -1,11 +1,13 @@
 """`fsdpctl estimate-memory`: its text and JSON."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from fsdpctl.commands.console import wrapped
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.commands.run import invoke
 
@@ -70,11 +72,18 @@ def test_the_length_of_a_run_is_known_by_its_data_or_the_reason_is_printed(tmp_p
 
 
 def test_a_configuration_that_does_not_fit_has_changes_and_an_exit_code():
-    words = [*H100, "strategy=no_shard"]
+    words = [*H100, *LENGTH, "strategy=no_shard"]
     code, text = invoke("estimate-memory", *words, "--require-fit")
     assert code == 3
     assert "does not fit" in text
-    assert "strategy=full_shard" in text.split("to fit")[1]
+    items = text.split("to fit  ")[1].splitlines()
+    assert items[0].startswith("1. strategy=full_shard: ")
+    assert items[1].startswith("        2. ")
+    for item in items[:3]:
+        assert re.search(r" GiB, [\d.]+ s/step, [\d,]+ GPU hours, cost [\d,]+", item)
+        first, *more = wrapped(f"        {item.strip()}", 100).splitlines()
+        assert len(more) <= 1
+        assert all(line.startswith(" " * 11) and line[11] != " " for line in more)
 
 
 def test_other_engines_are_estimated_and_their_strategies_named():
@@ -118,7 +127,7 @@ def test_a_configuration_of_another_tool_is_translated_and_estimated():
     words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h200"]
     code, text = invoke("estimate-memory", *words)
     assert code == 0
-    for part in ("model=llama3_8b", "accumulation=last", "no effect on memory", "to spare"):
+    for part in ("  base_model: model=llama3_8b\n", "accumulation=last", "no effect on memory"):
         assert part in text
     code, text = invoke("estimate-memory", *words, "strategy=no_shard", "--json")
     found = json.loads(text)

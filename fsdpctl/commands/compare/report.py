@@ -171,7 +171,7 @@ def describe(
             versions["CUDA"] = str(torch.version.cuda)
             versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
             machine["devices"] = f"{torch.cuda.device_count()} x {device}"
-    models = ", ".join(dict.fromkeys(each.model.name for each in configs))
+    models = ", ".join(dict.fromkeys(each.model.title for each in configs))
     sizes = {row.world_size for row in rows if row.world_size}
     ranks = f"{_range(sizes)} {'rank' if sizes == {1} else 'ranks'} of " if sizes else ""
     return ComparisonInfo(

@@ -177,7 +177,7 @@ _COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     (
         "error band",
         "of predicted times, by published steps of the same kind",
-        _cell("error_band", lambda band: str(band).rpartition(": ")[2].partition(",")[0]),
+        _cell("error_band", lambda band: f"{band.low - 1:+.0%} {band.high - 1:+.0%}"),
     ),
     ("hours", "of the whole run: training alone", _cell("hours", figure)),
     ("GPU hours", "of the whole run", _cell("gpu_hours", figure)),
