@@ -28,6 +28,7 @@ from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, Advance, doing
 from fsdpctl.io.files import refusing
+from fsdpctl.io.gguf_header import OWN_CONFIG
 from fsdpctl.plan.layout import Span
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ def _write(
     _write_parameters(writer, model, tensors, reader)
     note = write_tokenizer(writer, attached_files(reader), int(model.vocab_size or 0))
     factors = _rope_factors(model)
+    writer.add_string(OWN_CONFIG, str(model.config_json))
     if factors is not None:
         writer.add_tensor_info(_ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
     for each in tensors:

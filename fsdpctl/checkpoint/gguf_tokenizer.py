@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from fsdpctl.data.tokenizer import FileTokenizer
-from fsdpctl.data.tokenizer_files import CONFIG_JSON, TOKENIZER_JSON, VOCABULARIES
+from fsdpctl.data.tokenizer_files import (
+    CONFIG_JSON,
+    GGUF_TOKENIZER,
+    TOKENIZER_JSON,
+    VOCABULARIES,
+)
 from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,6 +72,7 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
     try:
         writer.add_tokenizer_pre(name)
         _add(writer, about, saved, vocab_size)
+        writer.add_string(GGUF_TOKENIZER, saved[TOKENIZER_JSON].decode())
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise UsageError(f"{TOKENIZER_JSON}: unexpected contents: {error!r:.200}") from None
     rough = f"tokens of words beyond A to Z may differ: llama.cpp approximates {name}"

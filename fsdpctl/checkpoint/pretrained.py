@@ -1,4 +1,4 @@
-"""The weights in `model.path`: a Hugging Face directory or a checkpoint."""
+"""The weights in `model.path`: a Hugging Face directory, a GGUF file, or a checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from fsdpctl.data.tokenizer import BYTES
 from fsdpctl.data.tokenizer_files import has_tokenizer, read_files
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import plain_name
+from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.io.run_files import RUN_ASSETS as RUN_ASSETS
 from fsdpctl.io.untrusted import read_json
 
@@ -38,6 +39,10 @@ def open_weights(model: ModelConfig, folder: Path | None = None, above: int = 0)
     if is_hugging_face(folder):
         from fsdpctl.checkpoint.hub_weights import from_hub  # imports torch
 
+        if is_gguf(folder):
+            from fsdpctl.checkpoint.gguf_weights import GgufTensors
+
+            return from_hub(GgufTensors(folder, model), model)
         files = _files_of_weights(folder)
         stored = {name: (file, file.entries[name]) for name, file in files.items()}
         return from_hub(FileTensors(folder, stored), model)
@@ -57,7 +62,7 @@ def open_base(base: BaseInfo, reader: CheckpointReader, above: int = 1) -> Tenso
         raise CheckpointError(
             f"{reader}: base model {folder}: more than {_MOST_BASES} checkpoints name one another"
         )
-    if not folder.is_dir():
+    if not folder.exists():
         raise CheckpointError(
             f"{reader}: base model {folder} not found; the checkpoint stores only the trained "
             f"parameters. Restore {folder}, or create a symlink to it at that path"

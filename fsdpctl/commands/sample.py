@@ -1,4 +1,4 @@
-"""`fsdpctl sample`: text of the model of a checkpoint or a Hugging Face directory."""
+"""`fsdpctl sample`: text of the model of a checkpoint, Hugging Face directory or GGUF file."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +21,7 @@ from fsdpctl.comm.base import Collectives
 from fsdpctl.commands.checkpoint import found_checkpoint
 from fsdpctl.commands.console import emit, note, out
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.gguf_model import notes_on_gguf
 from fsdpctl.config.hub import cached_model
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import notes_on_adapters
@@ -39,7 +40,8 @@ from fsdpctl.training.assemble import make_model, strategy_alone
 from fsdpctl.training.callbacks.sample import Sampling, TextStream, generate
 
 Weights = Annotated[
-    Path, typer.Argument(metavar="SRC", help="A run, a checkpoint, or a Hugging Face directory.")
+    Path,
+    typer.Argument(metavar="SRC", help="A run, checkpoint, Hugging Face directory or GGUF file."),
 ]
 
 
@@ -85,8 +87,8 @@ def _show(pieces: Iterable[str]) -> str:
 
 
 def note_adapters(source: Path) -> None:
-    """Print that the adapters in a directory are not read."""
-    note(*notes_on_adapters(str(source), None))
+    """Print what is not read of a model: adapters in its directory, scaling in a GGUF file."""
+    note(*notes_on_adapters(str(source), None), *notes_on_gguf(str(source)))
 
 
 def _user_messages() -> Iterator[str]:

@@ -43,7 +43,7 @@ class DataConfig:
     )
     tokenizer: str | None = key(
         None,
-        "tokenizer: bytes, or a directory with a tokenizer.json; auto: the model's, else bytes",
+        "tokenizer: bytes, or a GGUF file or directory that has one; auto: the model's, else bytes",
         is_path=True,
         auto=True,
     )

@@ -60,7 +60,8 @@ _NO_TEXT = {
     "png jpg jpeg gif webp mp3 wav mp4": "an image or a recording; expected text",
     "xlsx xls": "a table; set data=chat with .jsonl or .parquet",
     "json": "JSON without rows; expected JSON Lines or an array of objects",
-    "safetensors gguf pt pth": "model weights; to start from them, set model=hf model.path=DIR",
+    "safetensors pt pth": "model weights; to start from them, set model=hf model.path=DIR",
+    "gguf": "model weights; to start from them, set model=hf model.path=FILE.gguf",
 }
 _OTHER_FORMATS = {f".{end}": why for ends, why in _NO_TEXT.items() for end in ends.split()}
 _SPLIT = re.compile(

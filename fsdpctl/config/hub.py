@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.errors import UsageError
+from fsdpctl.io.gguf_header import SUFFIX
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import read_json
 
@@ -25,7 +26,7 @@ def local_model(path: str, *, weights: bool = True) -> str:
         UsageError: If files are missing in the cache. The message has the command to download them.
     """
     match = _NAME.fullmatch(path)
-    if match is None or os.path.exists(path) or ".." in path:
+    if match is None or os.path.exists(path) or ".." in path or path.endswith(SUFFIX):
         return path
     name, revision = match.groups()
     fetch = f"`hf download {name}{f' --revision {revision}' if revision else ''}`"

@@ -1,14 +1,16 @@
-"""The model in the directory `model.path`."""
+"""The model in `model.path`."""
 
 from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.any_decoder import words_of_content
+from fsdpctl.config.gguf_model import config_of_gguf
 from fsdpctl.config.hub import hub_models, local_model
 from fsdpctl.config.peft import has_adapters
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import nearest_path
+from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.io.run_files import CHECKPOINTS as CHECKPOINTS
 from fsdpctl.io.run_files import CONFIG_JSON, MANIFEST, read_sealed
 from fsdpctl.io.run_files import RUN_CONFIG as RUN_CONFIG
@@ -26,10 +28,10 @@ _NOT_THE_MODELS = (
 
 
 def model_words(path: str) -> dict[str, str]:
-    """Return the settings (`model.KEY`) of a Hugging Face directory, a run, or a checkpoint.
+    """Return the settings (`model.KEY`) of a Hugging Face directory, GGUF file, run or checkpoint.
 
     Args:
-        path: The directory, or the name on the Hub of a published model for estimates.
+        path: The directory or file, or the name on the Hub of a published model for estimates.
 
     Raises:
         UsageError: If the directory has no model, or one that isn't supported.
@@ -39,8 +41,10 @@ def model_words(path: str) -> dict[str, str]:
         entry = hub_models().get(path.partition("@")[0])
         if entry is None:
             local_model(path)  # raises for a name on the Hub, with the command to download it
+            if is_gguf(folder):
+                return _prefixed(words_of_content(config_of_gguf(folder), path))
             if folder.exists():
-                raise UsageError(f"model.path={path}: expected a directory, got a file")
+                raise UsageError(f"model.path={path}: expected a directory or a GGUF file")
             raise UsageError(f"model.path={path}: no such directory{nearest_path(path)}")
         return _prefixed(words_of_content(entry["config"], path))
     if is_hugging_face(folder):
@@ -75,7 +79,9 @@ def _prefixed(words: dict[str, str]) -> dict[str, str]:
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Return whether a directory has a config.json, and isn't a run or checkpoint."""
+    """Return whether it is a GGUF file or directory of a model, rather than a run or checkpoint."""
+    if is_gguf(folder):
+        return True
     return (folder / CONFIG_JSON).is_file() and not _words_of_ours(folder, above=False)
 
 

@@ -11,17 +11,21 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.config.gguf_model import config_of_gguf
 from fsdpctl.errors import FsdpctlError, SignalError, UsageError
 from fsdpctl.io.files import plain_name, read_regular, silenced_errors
+from fsdpctl.io.gguf_header import is_gguf, read_header
 from fsdpctl.io.run_files import CONFIG_JSON as CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
 
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 TEMPLATE_FILE, TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
 TEMPLATES = "additional_chat_templates"  # a directory
+GGUF_TOKENIZER = "tokenizer.huggingface.json"  # the key of a tokenizer.json in a GGUF file
 VOCABULARIES = (
     TOKENIZER_CONFIG, TOKENIZER_JSON, "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model",
     "sentencepiece.bpe.model", "spm.model", "sentencepiece.model", "spm_char.model", "tekken.json",
@@ -39,16 +43,24 @@ _TEMPLATE_PIECE = f"{TEMPLATES}/"
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a directory has a file that describes a tokenizer."""
+    """Return whether a directory or GGUF file has a description of a tokenizer."""
+    if is_gguf(folder):
+        kind: object = read_header(folder).metadata.get("tokenizer.ggml.model", "none")
+        return kind != "none"
     return any((folder / name).is_file() for name in VOCABULARIES)
 
 
 def read_files(folder: Path, *others: str) -> dict[str, bytes]:
     """Read the files of a tokenizer that exist, and `others`, by name relative to `folder`.
 
+    Those of a GGUF file are the files that transformers would save.
+
     Raises:
         UsageError: If a file is too large, not regular, or links out of the directory.
     """
+    if is_gguf(folder):
+        made = _files_of_gguf(folder.absolute(), folder.stat().st_mtime_ns)
+        return {name: text for name, text in made.items() if name != CONFIG_JSON or name in others}
     names, more = [*TOKENIZER_FILES, *others], folder / TEMPLATES
     if more.is_symlink():
         raise UsageError(f"{more}: expected a directory, got a link")
@@ -56,6 +68,31 @@ def read_files(folder: Path, *others: str) -> dict[str, bytes]:
         found = sorted(each.name for each in more.iterdir() if each.name.endswith(".jinja"))
         names += (asset_name(f"{TEMPLATES}/{name}", str(folder), UsageError) for name in found)
     return {name: read_regular(folder / name) for name in names if os.path.lexists(folder / name)}
+
+
+@lru_cache(maxsize=2)
+def _files_of_gguf(path: Path, changed: int) -> dict[str, bytes]:
+    found = {CONFIG_JSON: json.dumps(config_of_gguf(path)).encode()}
+    if not has_tokenizer(path):
+        return found
+    with guarded(f"tokenizer {path}"), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
+        from transformers import AutoTokenizer  # takes a second
+
+        # Alone in a directory: transformers would read files next to it.
+        (alone := Path(folder, "model.gguf")).symlink_to(path)
+        auto = AutoTokenizer.from_pretrained(folder, gguf_file=alone.name, local_files_only=True)
+        auto.save_pretrained(folder)
+        found |= read_files(Path(folder))
+    metadata = read_header(path).metadata
+    about, settings = (json.loads(found[name]) for name in (TOKENIZER_JSON, TOKENIZER_CONFIG))
+    # Classes of transformers add their usual tokens, for which an embedding has no rows.
+    added, count = about["added_tokens"], metadata["tokenizer.ggml.tokens"]
+    about["added_tokens"] = [each for each in added if each["id"] < count]
+    more = {each["content"] for each in added if each["id"] >= count}
+    settings = {name: None if value in more else value for name, value in settings.items()}
+    settings["tokenizer_class"] = "TokenizersBackend"
+    own = metadata.get(GGUF_TOKENIZER, json.dumps(about))
+    return found | {TOKENIZER_JSON: own.encode(), TOKENIZER_CONFIG: json.dumps(settings).encode()}
 
 
 def asset_name(name: str, where: str, refusal: type[FsdpctlError]) -> str:

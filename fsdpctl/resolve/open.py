@@ -11,6 +11,7 @@ from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import tokenizer_beside
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import Composed
+from fsdpctl.config.gguf_model import notes_on_gguf
 from fsdpctl.config.hub import local_model
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.peft import notes_on_adapters
@@ -92,6 +93,7 @@ def _open(composed: Composed, where: Place) -> Opened:
     config = _with_model_path(config)
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
+    notes += notes_on_gguf(config.model.path)
     data = checked_data(config)
     config = with_data(filled(config, OF_DATA, Facts(data), composed.automatic), data)
     config = filled(config, OF_STEP, Facts(data), composed.automatic)

@@ -1,0 +1,119 @@
+"""The weights in a GGUF file, dequantized a range at a time while they are read."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+from transformers import modeling_gguf_pytorch_utils
+
+from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name
+from fsdpctl.config.gguf_model import SCALINGS
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.errors import UsageError
+from fsdpctl.io.files import open_regular, refusing
+from fsdpctl.io.gguf_header import GgufTensor, read_header
+from fsdpctl.models.hub_names import stored_names
+from fsdpctl.models.registry import build_plain
+from fsdpctl.plan.layout import Span, round_up
+
+_AT_ONCE = 1 << 18  # elements, of which dequantization makes several copies
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_ROTATED = re.compile(r"\.attn_[qk]\.")  # whose heads transformers reorders in `llama`
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A tensor of the model: rows of one in the file."""
+
+    tensor: GgufTensor
+    shape: tuple[int, ...]  # of the model
+    first: int
+    head: int  # elements of the first dimension that are reordered together; 1: none
+
+
+class GgufTensors:
+    """The weights in a GGUF file by transformers' names, in float32."""
+
+    def __init__(self, path: Path, model: ModelConfig) -> None:
+        """Find the model's weights in the file.
+
+        Raises:
+            UsageError: If a tensor is missing, differs in shape or dtype, or is not the model's.
+        """
+        self.path, header = path, read_header(path)
+        self._kind, left = header.architecture, header.tensors.keys() - {*SCALINGS}
+        self._found: dict[str, _Rows] = {}
+        kinds = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}
+        names = gguf.get_tensor_name_map(kinds[self._kind], model.num_layers)
+        for name, shape in stored_names(build_plain(model)).items():
+            expert = _EXPERT.search(name)
+            theirs = names.get_name(_EXPERT.sub(".experts.", name), (".weight", ".bias"))
+            if theirs not in header.tensors:
+                raise UsageError(f"{path}: {theirs or name}: not found")
+            tensor = header.tensors[theirs]
+            stored = tensor.shape[1:] if expert else tensor.shape
+            if stored not in (shape, shape[1:]):  # transformers adds a dimension of 1
+                is_of = f"shape {list(stored)}, the model's is {list(shape)}"
+                raise UsageError(f"{path}: {theirs} has {is_of}")
+            head = 1
+            if self._kind == "llama" and _ROTATED.search(theirs):
+                head = model.head_dim or model.hidden_size // model.num_heads
+            first = prod(stored[:-1]) * int(expert[1]) if expert else 0
+            self._found[name] = _Rows(tensor, shape, first, head)
+            left.discard(theirs)
+        for name in sorted(left):
+            raise UsageError(f"{path}: {name}: not in transformers' model of {self._kind}")
+        for tensor in header.tensors.values():
+            kind = gguf.GGMLQuantizationType(tensor.kind)
+            try:
+                gguf.dequantize(np.zeros((1, tensor.row_bytes), np.uint8), kind)
+            except NotImplementedError:
+                raise UsageError(f"{path}: {tensor.name}: {kind.name} not supported") from None
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def names(self, kind: str) -> list[str]:
+        return sorted(self._found) if kind == PARAMETER else []
+
+    def info(self, key: str) -> TensorInfo:
+        return TensorInfo(list(self._found[parameter_name(key)].shape), "F32")
+
+    def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
+        rows = self._found[parameter_name(key)]
+        width, span = rows.tensor.shape[-1], span or Span(0, prod(rows.shape))
+        together = rows.head if len(rows.tensor.shape) > 1 else 1
+        start, stop = span.start // width, -(-span.stop // width)
+        step = round_up(-(-_AT_ONCE // width), together)
+        with open(open_regular(self.path, follows=True), "rb") as file, refusing(self.path):
+            for first in range(start // together * together, stop, step):
+                last = min(first + step, round_up(stop, together))
+                here = Span(first * width, last * width)
+                if (wanted := here.intersect(span)) is not None:
+                    values = self._values(file, rows, first, last)
+                    part = wanted.shift(-here.start)
+                    yield wanted, values[part.start : part.stop].view(np.uint8).data
+
+    def _values(self, file: IO[Any], rows: _Rows, first: int, last: int) -> NDArray[Any]:
+        """Return the elements of some rows in the order that they have in the model."""
+        tensor, num_bytes = rows.tensor, (last - first) * rows.tensor.row_bytes
+        file.seek(tensor.start + (rows.first + first) * tensor.row_bytes)
+        data = np.fromfile(file, np.uint8, num_bytes)
+        if len(data) < num_bytes:
+            raise UsageError(f"{self.path}: truncated while it was read")
+        kind = gguf.GGMLQuantizationType(tensor.kind)
+        values = gguf.dequantize(data.reshape(last - first, -1), kind)
+        values = values if len(tensor.shape) > 1 else values[0]
+        heads = dict.fromkeys(
+            ("num_attention_heads", "num_key_value_heads"), len(values) // rows.head
+        )
+        theirs: Any = modeling_gguf_pytorch_utils
+        processor = theirs.TENSOR_PROCESSORS.get(self._kind, theirs.TensorProcessor)
+        made = processor(config=heads).process(values, tensor.name)
+        return np.ascontiguousarray(made.weights).reshape(-1)
