@@ -61,7 +61,7 @@ def verify_base(reader: CheckpointReader) -> None:
         checked_weights(reader, Collectives())
 
 
-def consolidate_checkpoint(
+def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
     source: Source,
     destination: Annotated[
         Path, typer.Argument(metavar="DST", help="A new directory; for gguf, a new file.")

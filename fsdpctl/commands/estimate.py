@@ -25,7 +25,7 @@ _FITTED = ("micro_batch", "seq_len", "model")
 
 
 @without_gc()  # a quarter of a large estimate's time, for a hundredth of the memory
-def estimate_memory(  # each is an option
+def estimate_memory(  # noqa: PLR0913  # each is an option
     settings: Settings = None,
     recipe: Recipe = None,
     all_strategies: Annotated[

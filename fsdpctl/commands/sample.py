@@ -45,7 +45,7 @@ Weights = Annotated[
 ]
 
 
-def sample(  # each is an option
+def sample(  # noqa: PLR0913  # each is an option
     source: Weights,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     chat: Annotated[

@@ -42,7 +42,7 @@ _STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
 _ROUNDS = Key("--rounds", "whole number", 3, "", minimum=1, maximum=1_000)
 
 
-def compare(  # each is an option
+def compare(  # noqa: PLR0913  # each is an option
     settings: Settings = None,
     recipe: Recipe = None,
     steps: Annotated[str, typer.Option(metavar="N", help="Steps of each run.")] = "20",
