@@ -3,6 +3,10 @@
 import os
 import signal
 
+_UNLESS_SET = {
+    "TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_WAIT_POLICY": "PASSIVE"
+}  # fmt: skip
+
 
 def _interrupted(number: int, frame: object) -> None:
     os._exit(130)  # nothing has begun; the command line has a handler of its own
@@ -24,11 +28,11 @@ _open_standard_streams()
 
 def main() -> None:
     """Run the command line."""
-    # Its warnings would precede the one line of an error; what matters in them is checked.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # Threads of OpenMP that wait would spin, on cores that other processes need; torch reads it
-    # when it loads, here and in all children. GOMP_SPINCOUNT takes precedence.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Libraries read these when they load, here and in all children. What matters in warnings of
+    # transformers and of torch's C++, such as stacks where a launcher is lost, is checked and said
+    # in a line. Threads of OpenMP that spin keep cores from others; GOMP_SPINCOUNT decides if set.
+    for name, text in _UNLESS_SET.items():
+        os.environ.setdefault(name, text)
     from fsdpctl.commands.app import main as run  # takes a moment
 
     run()

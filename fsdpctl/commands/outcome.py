@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 
 from fsdpctl.commands.console import fail, say, show_panel
-from fsdpctl.errors import FINAL, LOST, ExitCode, UsageError
+from fsdpctl.errors import FINAL, LOST, ExitCode, UsageError, first_of
 from fsdpctl.io.units import format_bytes
 from fsdpctl.launch.outcome import COMPILE_FAILED, Failure, Outcome
 from fsdpctl.run.heartbeat import record_cause
@@ -63,33 +63,24 @@ def _next(run_dir: Path) -> str:
 
 def _show_failure(cause: Failure | None, run_dir: Path, outcome: Outcome) -> None:
     record_cause(run_dir, outcome.reason)
-    logs = run_dir / "logs"
+    if cause is not None and not outcome.lost and not outcome.hang:
+        title = f"rank {cause.rank} on {cause.host} failed"
+        if cause.waited_in_vain:
+            title = "ranks timed out waiting for others"
+        silent = first_of(list(map(str, outcome.silent)))
+        lines = [f"detail node {silent} is unreachable too"] if silent else []
+        show_panel(title, [f"cause  {cause.cause}", *lines, *_about(cause, run_dir)])
+        return
+    title, why = "ranks hang" if outcome.hang else outcome.stopped, outcome.reason
     if outcome.lost:
-        about = outcome.hang or "its launcher was killed, or its host is down or disconnected"
-        lines = [f"cause  {about}", f"hint   {AGAIN}", f"log    {logs}/rank-*.log"]
-        show_panel(f"{outcome.lost}; {outcome.stopped}", lines)
-        return
-    if cause is None or outcome.hang:
-        title = "ranks hang" if outcome.hang else "ranks were stopped"
-        lines = [f"hint   {AGAIN}", f"log    {logs}/rank-*.log (stack of each rank)"]
-        show_panel(title, [f"cause  {outcome.reason}", *lines])
-        return
-    title = f"rank {cause.rank} on {cause.host} failed"
-    if cause.waited_in_vain:
-        title = "ranks timed out waiting for others"
-    lines = [f"cause  {cause.cause}"]
-    if outcome.silent:
-        nodes = ", ".join(map(str, outcome.silent))
-        lines.append(f"detail launcher of node {nodes} unreachable: exited, or disconnected")
-    show_panel(title, [*lines, *_about(cause, run_dir, outcome)])
+        title = f"{outcome.lost}; {outcome.stopped}"
+        why = outcome.hang or "a launcher was killed, or a host is down or disconnected"
+    logs = f"{run_dir / 'logs'}/rank-*.log (stack of each rank)"
+    show_panel(title, [f"cause  {why}", f"hint   {AGAIN}", f"log    {logs}"])
 
 
-def _about(cause: Failure, run_dir: Path, outcome: Outcome) -> list[str]:
+def _about(cause: Failure, run_dir: Path) -> list[str]:
     log, lines = run_dir / "logs" / f"rank-{cause.rank:05d}.log", []
-    if cause.waited_in_vain:
-        silent = ", ".join(map(str, outcome.silent_ranks))
-        lines.append(f"detail rank {cause.rank} waited; another rank may be the one that hangs")
-        lines += [f"       no message from rank {silent}"] if silent else []
     last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
     if len(last) > 1:
         lines += ["", *last, ""]

@@ -24,7 +24,7 @@ from fsdpctl.config.serialize import words_to_type, words_to_yaml
 from fsdpctl.errors import SignalError, StoppedError, UsageError
 from fsdpctl.io.activity import Talk, is_first
 from fsdpctl.launch.paths import check_paths
-from fsdpctl.launch.run import run, silence_torch_of_lost_peers
+from fsdpctl.launch.run import run
 
 if TYPE_CHECKING:
     from fsdpctl.resolve.open import Opened
@@ -88,8 +88,6 @@ def _composed(
 def _begin(resume: str, config: Config, recipe: str | None) -> None:
     """Check what needs no torch, whose import takes seconds, and print what follows."""
     check_paths(config, recipe, resume)
-    if config.launch.nnodes > 1:
-        silence_torch_of_lost_peers()  # before anything imports torch
     if is_first() and not config.launch.node_rank:
         plan("opening the model and the data")
 

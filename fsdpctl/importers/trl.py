@@ -1,7 +1,7 @@
 """Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.source_config import SourceConfig, SourceKey
@@ -40,11 +40,6 @@ _UNUSED = (
     "lora_dropout", "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*",
     "shuffle_dataset", "eos_token", "pad_token", "bf16_full_eval", "ddp_*", "lora_task_type",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    model_type: str = ""
 
 
 def read_trl(source: SourceConfig) -> Translation:
@@ -141,7 +136,7 @@ def _read_adapters(found: Translation) -> None:
 def _family(found: Translation) -> str:
     """Return the `model_type` of a local model; that of Llama for names."""
     file = Path(found.model.text if found.model else "") / CONFIG_JSON
-    return read_json(file, _Family).model_type if file.is_file() else "llama"
+    return str(read_json(file, dict[str, Any]).get("model_type")) if file.is_file() else "llama"
 
 
 def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.errors import STOP_SIGNALS, ExitCode, InterruptError, StoppedError
+from fsdpctl.errors import STOP_SIGNALS, ExitCode, InterruptError, StoppedError, first_of
 from fsdpctl.io.control_group import OWN, ROOT, memory_files
 
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
@@ -19,7 +19,6 @@ _BROKEN = re.compile(
     "a rank has ended while|unreachable|No route to host",
     re.IGNORECASE,
 )
-_MOST = 4  # ranks that a title names
 _ENDED_BY_SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")  # the agent's message
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _OF_MACHINE = Path("/proc/vmstat")
@@ -49,11 +48,6 @@ class Failure:
     def waited_in_vain(self) -> bool:
         """Whether it timed out waiting for other ranks, and so may not be the cause."""
         return not self.was_killed and _TIMED_OUT.search(self.message) is not None
-
-    @property
-    def lacked_others(self) -> bool:
-        """Whether it reports only that other ranks do not answer."""
-        return _BROKEN.search(self.message) is not None or self.waited_in_vain
 
     @property
     def cause(self) -> str:
@@ -151,7 +145,8 @@ class Outcome:
     def lost(self) -> str:
         """The nodes that are unreachable, if no rank of the others failed by itself."""
         cause = None if self.hang else self.cause
-        if not self.silent or (cause is not None and not cause.lacked_others):
+        follows = cause is None or _BROKEN.search(cause.message) or cause.waited_in_vain
+        if not self.silent or not follows:
             return ""
         nodes = ", ".join(f"{n} on {host}" if host else str(n) for n, host in self.silent.items())
         is_one = len(self.silent) == 1
@@ -161,9 +156,8 @@ class Outcome:
     def stopped(self) -> str:
         """The ranks that stopped in consequence."""
         ranks = [str(each.rank) for each in self.failures]
-        if not 0 < len(ranks) <= _MOST:
-            return f"{len(ranks)} ranks stopped" if ranks else "the ranks of this node stopped"
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} stopped"
+        named = f"rank{'s' * (len(ranks) > 1)} {first_of(ranks)}"
+        return f"{named if ranks else 'the ranks of this node'} stopped"
 
     @property
     def was_stopped_at_start(self) -> bool:
@@ -191,11 +185,6 @@ class Outcome:
         killed = [each for each in own if each.was_killed]
         spoken = [each for each in own if not _BROKEN.search(each.message)]
         return next(iter([*killed, *spoken, *own, *early]), None)
-
-    @property
-    def silent_ranks(self) -> list[int]:
-        """The failed ranks that did not report a timeout, and may have caused the others'."""
-        return [each.rank for each in self.failures if not each.waited_in_vain]
 
 
 def failure_of(rank: int, found: Any, *, short_of_memory: bool = False) -> Failure:

@@ -113,25 +113,11 @@ def _accept(meeting: "Handshake", launch: "LaunchConfig") -> "Plan | None":
 
     try:
         plan = meeting.accept(lambda plan: difference(plan, launch))
-    except FsdpctlError:
-        raise
-    except BaseException:
-        meeting.leave("was stopped before it began")
+    except BaseException as error:
+        if not isinstance(error, FsdpctlError):
+            meeting.leave("was stopped before it began")
         raise
     return None if plan.is_finished else plan
-
-
-def silence_torch_of_lost_peers() -> None:
-    """Keep torch from printing C++ stacks when another launcher exits: one line reports that.
-
-    Torch reads the variable once, on import; the logs of the workers keep the stacks.
-    """
-    name = "TORCH_CPP_LOG_LEVEL"
-    if name not in os.environ:
-        os.environ[name] = "ERROR"
-        import torch  # noqa: F401  # reads the variable
-
-        del os.environ[name]
 
 
 def _as_rank(

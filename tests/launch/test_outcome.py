@@ -22,7 +22,6 @@ def test_a_rank_that_timed_out_is_not_the_cause():
     assert outcome.cause is waited
     assert waited.waited_in_vain
     assert not stopped.waited_in_vain
-    assert outcome.silent_ranks == [1]
 
 
 def test_a_killed_rank_is_the_cause_of_broken_connections():
@@ -135,7 +134,7 @@ GLOO = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1
         (Ended((failure(0, 1, "[gloo] Timed out waiting 10000ms"), failure(1, 1, GLOO))), {1: ""},
          "node 1 is unreachable; ranks 0, 1 stopped"),
         (Ended(tuple(failure(rank, -9) for rank in range(8)), hang="no progress: rank 8"),
-         {1: "b"}, "node 1 on b is unreachable; 8 ranks stopped"),
+         {1: "b"}, "node 1 on b is unreachable; ranks 0, 1, 2, 3, 4 and 3 more stopped"),
         (Ended(were_ended=True), {1: "b", 2: "c"},
          "nodes 1 on b, 2 on c are unreachable; the ranks of this node stopped"),
         (Ended((failure(0, 1, "data.path=x: damaged"),)), {1: "b"}, "rank 0 on h: data.path=x:"),
