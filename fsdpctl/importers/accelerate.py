@@ -135,7 +135,7 @@ def _read_batch(found: Translation, inner: SourceConfig | None) -> None:
         micro = inner.positive("train_micro_batch_size_per_gpu")
         total = inner.positive("train_batch_size")
     keys = (
-        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size",
-        "deepspeed_config.gradient_accumulation_steps",
+        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+        "deepspeed_config.gradient_accumulation_steps", "train_batch_size",
     )  # fmt: skip
     found.batch = SourceBatch(keys, micro, passes, total)

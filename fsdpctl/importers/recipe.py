@@ -161,8 +161,12 @@ def _of_ranks(
     yield TranslationRow(*shown, (f"train.micro_batch_size={micro}",), note)
     total = found.batch.samples or micro * passes * groups
     ranks_of = f"{groups} rank{'s' if groups > 1 else ''} {origin}"
-    note = "" if found.batch.samples else f"{micro} * {passes} * {ranks_of}"
-    yield TranslationRow(*found.shown_batch, (f"train.global_batch_size={total}",), note)
+    shown, note = found.shown_batch, f"{micro} * {passes} * {ranks_of}"
+    if found.batch.samples and (last := found.batch.keys[-1]) not in shown[0]:
+        shown, note = (last, "(not set)"), f"the default of {found.tool}"
+    elif found.batch.samples:
+        note = ""
+    yield TranslationRow(*shown, (f"train.global_batch_size={total}",), note)
 
 
 def _left_out(found: Translation) -> Iterator[str]:

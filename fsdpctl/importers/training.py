@@ -311,14 +311,15 @@ def _read_interval(
         share = float(value.text)
         if value is count:  # as axolotl converts it
             share = 1 / (share * float(epochs.text if epochs else 1))
-        every = max(1, min(steps or 1, math.ceil((steps or 1) * share)))
-    except (ValueError, OverflowError, ZeroDivisionError):
-        rows.leave(value, f"not a number; set {ours}")
-        return
+    except (ValueError, ZeroDivisionError):
+        share = 0
     held = rows.value("test_datasets", "val_set_size", "eval_strategy")
-    if key == "eval_steps" and (held is None or held.is_off or not held.text.strip("0.")):
+    if not 0 < share < math.inf:
+        rows.leave(value, f"expected a number above 0; set {ours}")
+    elif key == "eval_steps" and (held is None or held.is_off or not held.text.strip("0.")):
         rows.leave(value, "nothing is held out")
     elif steps is not None:
+        every = min(steps, math.ceil(steps * share))
         rows.add(value, f"{ours}={every}", note=f"of {steps} steps", decides=False)
     else:
         why = f"the number of steps depends on the data; set {ours}"

@@ -136,7 +136,7 @@ def _read_adapters(found: Translation) -> None:
 def _family(found: Translation) -> str:
     """Return the `model_type` of a local model; that of Llama for names."""
     file = Path(found.model.text if found.model else "") / CONFIG_JSON
-    return str(read_json(file, dict[str, Any]).get("model_type")) if file.is_file() else "llama"
+    return str(read_json(file, dict[str, Any]).get("model_type", "")) if file.is_file() else "llama"
 
 
 def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
