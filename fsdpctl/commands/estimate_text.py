@@ -26,6 +26,7 @@ from fsdpctl.io.activity import doing
 from fsdpctl.io.units import figure, format_bytes
 from fsdpctl.launch.begin import change_lines, describe_ranking
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
+from fsdpctl.resolve.place import notes_on_memory
 
 _LARGE_BUFFERS = 0.25  # of a device, from which plain sharding of experts is hard to justify
 _SMALL = ("rounding", "workspaces")  # purposes without a column
@@ -47,6 +48,7 @@ def show_estimates(
 ) -> bool:
     """Estimate and print; `others` is the file that is estimated. Return whether anything fits."""
     estimator = Estimator()
+    (note if as_json else say)(*notes_on_memory(composed.config))
     found = estimates_of(estimator, composed, every=every)
     estimates = [each for each, _ in found]
     names = [*composed.unset, *(x for x in left_open(composed.config) if x != STRATEGY)]

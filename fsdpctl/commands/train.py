@@ -124,8 +124,10 @@ def _print_config(composed: Composed, resume: str) -> None:
 def _opened(composed: Composed, resume: str) -> "tuple[Opened, Look]":
     """Open a run without the launcher's variables: it may be shown where no launcher runs."""
     from fsdpctl.resolve.open import open_run
+    from fsdpctl.resolve.place import on_this_machine
     from fsdpctl.run.directory import look
 
+    composed = on_this_machine(composed)
     opened = open_run(composed, (composed.config.launch, None))
     return opened, look(opened.config, resume)
 

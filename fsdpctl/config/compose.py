@@ -15,6 +15,7 @@ from fsdpctl.config.hub import hub_models
 from fsdpctl.config.keys import Value
 from fsdpctl.config.overrides import gathered
 from fsdpctl.config.recipe import (
+    cards_with,
     choices_of,
     find_recipe,
     package_folder,
@@ -24,7 +25,13 @@ from fsdpctl.config.recipe import (
 )
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import to_config
-from fsdpctl.config.short_words import expanded, names_model, resharding, with_own_strategy
+from fsdpctl.config.short_words import (
+    RANKS,
+    expanded,
+    names_model,
+    resharding,
+    with_own_strategy,
+)
 from fsdpctl.config.source_config import NO_TOML
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError, first_of, nearest
@@ -49,6 +56,8 @@ class Composed:
     automatic: frozenset[str]  # keys without a value
     unset: tuple[str, ...] = ()  # settings that are selected if their defaults do not fit
     renamed: tuple[str, ...] = ()  # options by their names in other tools, a line each
+    cluster: str | None = None  # as it is given
+    of_recipe: frozenset[str] = frozenset()  # keys by the recipe's cluster; empty: it is typed
 
 
 def compose_config(
@@ -75,9 +84,14 @@ def compose_config(
     _refuse_doubles(base)
     replaced = {name for name, _ in typed}  # whose values in the recipe need not be valid
     base = [pair for pair in base if pair[0] not in replaced]
-    base = resharding(expanded(base, [], _ranks_per_node), [])
+    cluster = dict([*base, *typed]).get("cluster")
+    before, base = base, resharding(expanded(base, [], _ranks_per_node), [])
     typed = resharding(expanded(typed, base, _ranks_per_node), base)
     given = {name for name, _ in typed}
+    of_recipe = frozenset[str]()
+    if cluster is not None and "cluster" not in given:
+        ranks = dict(base).keys() - dict(before) & {*RANKS}
+        of_recipe = frozenset({*ranks, *(x for x in KEYS if x.startswith("cluster."))} - given)
     kept, dropped = _below(base, given)
     pairs, renamed = with_own_strategy(with_model(gathered([*kept, *typed])))
     _check_known(pairs)
@@ -94,7 +108,8 @@ def compose_config(
     _resolve_alternatives("the size of a step", SIZES, values, given, {name for name, _ in kept})
     automatic = frozenset(name for name, value in values.items() if value is None)
     config = to_config(values, choices)
-    return Composed(config, name, dropped, automatic, unset(dict(pairs)), renamed)
+    about = (dropped, automatic, unset(dict(pairs)), renamed, cluster, of_recipe)
+    return Composed(config, name, *about)
 
 
 def default_config() -> Config:
@@ -244,6 +259,8 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
         same = [x for x in choices if x.startswith(text) or re.findall(r"\d+", x) == size]
         return hint(text, same) or f"; model={FROM_PATH} model.path=DIR loads another model"
     same = [each for each in choices if each.startswith(text)]
+    if group == "cluster" and (cards := cards_with(text)):
+        return f"; GPUs of that size are {', '.join(cards)}; set one, such as cluster=2x{cards[0]}"
     if group == "cluster" and text and same:  # a100 is neither a10 nor one of two
         return f"; did you mean {' or '.join(same)}?"
     elsewhere = STRATEGIES_ELSEWHERE if group == "strategy" else ()

@@ -48,12 +48,24 @@ class Gpu(NamedTuple):
 def known_gpu(device_name: str) -> Gpu | None:
     """Return the GPU that torch calls `device_name`; None if it is unknown."""
     found = {}
-    for file in sorted((package_folder("conf") / "cluster").glob("*.yaml")):
-        content: Any = read_yaml(file) or {}
+    for cluster, content in _clusters():
         for name in content.get("device_names", ()):
             if re.search(rf"\b{name}\b", device_name, re.IGNORECASE):
-                found[name] = Gpu(file.stem, float(content["flops"]) * 1e12)
+                found[name] = Gpu(cluster, float(content["flops"]) * 1e12)
     return found[max(found, key=len)] if found else None  # A100-SXM4-40GB rather than A100
+
+
+def cards_with(size: str) -> list[str]:
+    """Return the clusters whose GPUs have this nominal memory, such as 24 or 24GB."""
+    digits = size.lower().rstrip("gib")
+    most = float(digits) if digits.isdecimal() else 0.0
+    # A part of the memory is reserved.
+    return [x for x, about in _clusters() if 0.9 * most < float(about.get("memory", 0)) <= most]
+
+
+def _clusters() -> Iterator[tuple[str, Any]]:
+    for file in sorted((package_folder("conf") / "cluster").glob("*.yaml")):
+        yield file.stem, read_yaml(file) or {}
 
 
 def recipe_names() -> list[str]:

@@ -17,7 +17,7 @@ _RESHARDING = ("reshard_after_forward", "strategy.reshard_after_forward")
 _RESHARDS = {"true": True, "false": False, "always": True, "default": True, "never": False}
 
 Pair = tuple[str, str]
-_RANKS = ("launch.nproc_per_node", "launch.nnodes")
+RANKS = ("launch.nproc_per_node", "launch.nnodes")
 _TIMES = re.compile(r"(\d{1,7})[xX×*](\w+)")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 
@@ -60,17 +60,17 @@ def expanded(
 def _cluster(
     text: str, count: int, name: str, given: dict[str, str], per_node: int | None
 ) -> list[Pair]:
-    if clash := next((each for each in _RANKS if each in given), None):
+    if clash := next((each for each in RANKS if each in given), None):
         raise UsageError(f"cluster={text}: conflicts with {clash}; set the ranks with one of them")
     if per_node is None or count <= per_node:
-        return [("cluster", name), (_RANKS[0], str(count)), (_RANKS[1], "1")]
+        return [("cluster", name), (RANKS[0], str(count)), (RANKS[1], "1")]
     if count % per_node:
         raise UsageError(
             f"cluster={text}: expected a number up to {per_node}, or a multiple of it: a node of "
             f"{name} has {per_node} GPUs"
         )
     return [
-        ("cluster", name), (_RANKS[0], str(per_node)), (_RANKS[1], str(count // per_node))
+        ("cluster", name), (RANKS[0], str(per_node)), (RANKS[1], str(count // per_node))
     ]  # fmt: skip
 
 

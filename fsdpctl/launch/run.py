@@ -35,6 +35,10 @@ def run(
     Returns the outcome and the run directory; None if the run was finished before.
     """
     os.environ.setdefault(_STARTED, str(time.time()))
+    if composed.of_recipe and composed.config.launch.name == "local":  # before its ranks count
+        from fsdpctl.resolve.place import on_this_machine
+
+        composed = on_this_machine(composed)
     launch, place = where = place_of(composed.config.launch)
     alone = place is None and launch.nnodes == 1
 

@@ -36,7 +36,7 @@ from fsdpctl.resolve.data import (
     with_data,
 )
 from fsdpctl.resolve.launchers import Place, place_of
-from fsdpctl.resolve.place import notes_on_cluster, place
+from fsdpctl.resolve.place import notes_on_cluster, on_this_machine, place
 from fsdpctl.resolve.rules import check_preflight, check_trained, checked
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.resolve.usual import OF_DATA, OF_MODEL, OF_STEP, Facts, filled, total_steps
@@ -74,6 +74,7 @@ def open_run(composed: Composed, where: Place | None = None) -> Opened:
     Raises:
         UsageError: If the run is invalid; the message names the key.
     """
+    composed = on_this_machine(composed)
     where = where or place_of(composed.config.launch)
     with doing("opening the model and the data"):
         opened = _open(composed, where)
@@ -89,7 +90,7 @@ def _open(composed: Composed, where: Place) -> Opened:
     checked(config)  # an error does not wait for the data
     check_attention(config, here=True)
     config, notes = _with_compiler(config)
-    notes += notes_on_cluster(config) + notes_on_kernel(config)
+    notes += notes_on_cluster(composed) + notes_on_kernel(config)
     config = _with_model_path(config)
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)

@@ -1,11 +1,13 @@
 """The place of a configuration: this machine or, for estimates, a specified cluster."""
 
+import os
 from dataclasses import replace
 
 import torch
 
+from fsdpctl.config.compose import Composed
 from fsdpctl.config.recipe import known_gpu
-from fsdpctl.config.schema import C, Config, Placed
+from fsdpctl.config.schema import KEYS, C, Config, Placed
 from fsdpctl.errors import UsageError
 from fsdpctl.io.control_group import host_memory
 from fsdpctl.plan.optimizers import MATRICES, MUON
@@ -71,11 +73,12 @@ def ranks_here(device: str = "auto") -> int:
 def on_cluster(config: C) -> C:
     """Return a configuration with the ranks and the memory of `cluster`, where it lacks them."""
     launch, cluster = config.launch, config.cluster
-    here = cluster.name in (LOCAL, "cpu")
-    has_cuda = torch.cuda.is_available() if cluster.name == LOCAL else not here
-    device = launch.device or ("cuda" if has_cuda else "cpu")
+    is_gpu = torch.cuda.is_available() if cluster.name == LOCAL else cluster.name != "cpu"
+    device = launch.device or ("cuda" if is_gpu or assumes_gpu(config) else "cpu")
+    here = cluster.name in (LOCAL, "cpu") and (device == "cpu" or torch.cuda.is_available())
     found = torch.cuda.device_count() if here and device == "cuda" else None
-    ranks = launch.nproc_per_node or cluster.ranks_per_node or found or _CPU_RANKS
+    usual = _CPU_RANKS if device == "cpu" else 1
+    ranks = launch.nproc_per_node or cluster.ranks_per_node or found or usual
     memory = cluster.memory or _memory_here(device, ranks) / _GIB
     if device == "cpu":
         in_host: float | None = memory * ranks
@@ -92,13 +95,52 @@ def on_cluster(config: C) -> C:
     return config.changed(values)
 
 
-def notes_on_cluster(config: Config) -> tuple[str, ...]:
-    """Return a line if `cluster` is not the hardware of a configuration that is placed here."""
-    name, device = config.cluster.name, str(config.launch.device)
-    gpu = known_gpu(torch.cuda.get_device_name(0)) if device == "cuda" else None
-    if name in (LOCAL, device) or (gpu and gpu.cluster == name):
+def on_this_machine(composed: Composed) -> Composed:
+    """Return the configuration of a run without the other machine that its recipe describes.
+
+    Raises:
+        UsageError: If `cluster` is typed and is not this machine.
+    """
+    given, config = composed.cluster, composed.config
+    device = config.launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = known_gpu(_machine(config)) if device == "cuda" else None
+    if given is None or config.cluster.name in (LOCAL, device, gpu and gpu.cluster):
+        return composed
+    if not composed.of_recipe:
+        raise UsageError(
+            f"cluster={given}: this machine is {_machine(config)}; leave cluster out, or size the "
+            f"run for that machine with fsdpctl estimate-memory cluster={given}"
+        )
+    values = {name: KEYS[name].default for name in composed.of_recipe}
+    automatic = composed.automatic | {name for name, value in values.items() if value is None}
+    config = config.changed({"cluster": LOCAL, **values})
+    return replace(composed, config=config, automatic=automatic)
+
+
+def notes_on_cluster(composed: Composed) -> tuple[str, ...]:
+    """Return a line if a run is not on the machine that its recipe describes."""
+    if composed.cluster in (None, LOCAL) or composed.config.cluster.name != LOCAL:
         return ()
-    return (f"cluster={name}: no effect on a run here, which uses {device}; estimates assume it",)
+    return (f"sized for {composed.cluster}; this machine is {_machine(composed.config)}",)
+
+
+def _machine(config: Config) -> str:
+    has_cuda = torch.cuda.is_available() and config.launch.device != "cpu"
+    return torch.cuda.get_device_name(0) if has_cuda else f"a CPU of {os.cpu_count()} cores"
+
+
+def assumes_gpu(config: Config) -> bool:
+    """Return whether an estimate is of a GPU that is described by its memory alone."""
+    is_described = config.cluster.name == LOCAL and config.cluster.memory is not None
+    return is_described and config.launch.device is None and not torch.cuda.is_available()
+
+
+def notes_on_memory(config: Config) -> tuple[str, ...]:
+    """Return a line on an estimate of such a GPU."""
+    if not assumes_gpu(config):
+        return ()
+    size = f"{config.cluster.memory:g} GiB"
+    return (f"cluster.memory: a GPU of {size}, in bf16; for CPU ranks, set launch.device=cpu",)
 
 
 def architecture_here() -> str | None:

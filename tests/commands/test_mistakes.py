@@ -240,11 +240,12 @@ def test_an_odd_value_of_config_json_is_named(answer, world, tmp_path, change, p
 
 def test_what_has_no_effect_is_printed(world, monkeypatch):
     monkeypatch.chdir(world)
-    words = [*TEXT, "launch.device=cpu", "strategy=fsdp", "cluster=h100"]
+    words = [*TEXT, "launch.device=cpu", "strategy=fsdp"]
     code, said = invoke(*words)
     assert code == 0
     assert "strategy=fsdp: runs as full_shard" in said
-    assert "cluster=h100: no effect on a run here, which uses cpu; estimates assume it" in said
+    code, said = invoke(*words, "cluster=2xh100")
+    assert (code, said.partition(" CPU")[0]) == (2, "cluster=2xh100: this machine is a")
 
 
 def test_heads_of_gpt2_are_set_by_one_key(world, monkeypatch):

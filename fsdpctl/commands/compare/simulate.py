@@ -17,6 +17,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import decide
 from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.open import fill_on_cluster
+from fsdpctl.resolve.place import notes_on_memory
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.flops import flops_per_token
 
@@ -59,6 +60,8 @@ class SimulatedComparison:
     def run(self) -> None:
         """Predict all variants."""
         for each in self.variants:
+            about = notes_on_memory(each.composed.config)
+            self.notes += [line for line in about if line not in self.notes]
             try:
                 self._predict(each)
             except UsageError as error:
