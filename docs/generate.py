@@ -1,7 +1,7 @@
 """Writes the parts of the documentation that are computed from code: `python -m docs.generate`.
 
-Tables replace the text between the markers `<!-- NAME -->` and `<!-- /NAME -->` of the pages. The
-picture shows the memory that the plan replays.
+Tables replace the text between the markers `<!-- NAME -->` and `<!-- /NAME -->` of the pages. One
+picture shows the memory that the plan replays, the other one a simulated comparison.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 from docs import evidence, measured
 from docs.rooms import rooms_picture
 from fsdpctl.commands.app import app
+from fsdpctl.commands.compare.report import draw_rows, ordered
+from fsdpctl.commands.compare.simulate import SimulatedComparison
+from fsdpctl.commands.compare.vary import variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import plan_run, sent_in_step
@@ -33,6 +36,10 @@ PAGES = tuple(
     if "<!-- /" in page.read_text()
 )
 PICTURE = DOCS / "strategies.png"
+SIMULATION = DOCS / "simulated.svg"
+CLUSTERS = "cluster=8xrtx4090,8xa100_80,8xh100,8xh200,8xb200"
+SIMULATED = ["model=llama3_8b", CLUSTERS, "train.tokens=10e9", "train.micro_batch_size=auto"]
+SIMULATED += ["activation_checkpointing=auto"]
 RECIPES = tuple(sorted((DOCS.parent / "recipes").glob("*.yaml")))
 ESTIMATED = "# Estimated:"
 MODEL = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "launch.nnodes=2"]
@@ -215,13 +222,24 @@ def draw(file: Path) -> None:
     pyplot.close(figure)
 
 
+def draw_simulation(file: Path) -> None:
+    """Draw the time of a run on several clusters, as `fsdpctl compare --simulate` does."""
+    matplotlib.rcParams.update({"svg.hashsalt": "fsdpctl", "font.size": 9})
+    comparison = SimulatedComparison(variants(SIMULATED, None, steps=None))
+    comparison.run()
+    title = "Llama 3 8B on 10 billion tokens, predicted with the error band"
+    figure = draw_rows(ordered(comparison.rows), title, "time")
+    figure.savefig(file, metadata={"Date": None})
+
+
 def main() -> None:
-    """Rewrite the pages, the recipes' headers and the picture."""
+    """Rewrite the pages, the recipes' headers and the pictures."""
     for page in PAGES:
         page.write_text(filled(page.read_text()))
     for recipe in RECIPES:
         recipe.write_text(estimated_recipe(recipe))
     draw(PICTURE)
+    draw_simulation(SIMULATION)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from docs.generate import PAGES, PICTURE, RECIPES, draw, estimated_recipe, filled
+from docs.generate import (
+    PAGES,
+    PICTURE,
+    RECIPES,
+    SIMULATION,
+    draw,
+    draw_simulation,
+    estimated_recipe,
+    filled,
+)
 from fsdpctl.config.compose import compose_config
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.open import open_run
@@ -92,11 +101,13 @@ def test_every_recipe_passes_a_dry_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_picture_is_up_to_date(tmp_path):
+def test_the_pictures_are_up_to_date(tmp_path):
     draw(tmp_path / "new.png")
     drawn, committed = imread(tmp_path / "new.png"), imread(PICTURE)
     assert drawn.shape == committed.shape
     assert abs(drawn - committed).mean() < 1e-4, "run `make docs`"  # less than the edge of an area
+    draw_simulation(tmp_path / "new.svg")
+    assert (tmp_path / "new.svg").read_text() == SIMULATION.read_text(), "run `make docs`"
 
 
 def run_example(strategy: str, *options: str) -> list[str]:
