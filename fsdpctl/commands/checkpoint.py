@@ -111,7 +111,7 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
 
         reader = open_best(source) if best else opened_checkpoint(source)
         count = write_peft(reader, destination, overwrite=overwrite)
-        say(f"{destination}: adapters, {count:,} bytes, of step {reader.manifest.progress.step}")
+        say(f"{destination}: {count:,} bytes of adapters, of step {reader.manifest.progress.step}")
         return
     limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
     if format == "hf":

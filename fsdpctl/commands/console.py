@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple
 
@@ -14,12 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdpctl.io.activity import QUIET
-from fsdpctl.io.console import PatientConsole
+from fsdpctl.io.console import PatientConsole, wrapped
 from fsdpctl.io.texts import one_line, printable
 
-_HEAD = 8  # characters of the subject of a line
-# The beginning of a line: its subject or blanks, and the number of an item.
-_SUBJECT = re.compile(rf"(?=.{{{_HEAD - 1}}} \S)(?:to fit|\S*) +(?<=^.{{{_HEAD}}})(?:\d\. )?")
 _GAP, _FEW_WORDS = 2, 3  # between columns; blanks of a cell from which it wraps
 _NOTHING = ("", "-")  # cells
 _MANY_ROWS = 1000
@@ -45,24 +40,6 @@ def plan(line: str, show: Callable[[str], None] = say) -> None:
 
 def _print(console: PatientConsole, text: str) -> None:
     console.print(wrapped(text, console.width) if console.is_terminal else text, markup=False)
-
-
-def wrapped(line: str, width: int) -> str:
-    """Wrap a line at words, with the continuation below its text; several lines stay as they are.
-
-    Names, paths and settings are not broken.
-    """
-    if len(line) <= width or "\n" in line:
-        return line
-    indent = len(line) - len(line.lstrip()) + 2
-    if found := _SUBJECT.match(line):
-        indent = found.end()
-    return "\n".join(
-        textwrap.wrap(
-            line, max(width, 2 * _HEAD), subsequent_indent=" " * indent, break_long_words=False,
-            break_on_hyphens=False, drop_whitespace=True, replace_whitespace=False,
-        )
-    )  # fmt: skip
 
 
 def emit(text: str, end: str = "\n") -> None:

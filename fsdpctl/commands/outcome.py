@@ -1,6 +1,7 @@
 """The end of a training: its report, and the exit code."""
 
 import os
+import shlex
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -55,10 +56,8 @@ def _next(run_dir: Path) -> str:
         config = read_config(run_dir)
         chat = " --chat" * (config.data.name == "chat")
         merge = " --merge" * (config.model.lora.rank is not None)
-    return (
-        f"next: fsdpctl sample {run_dir}{chat}, or fsdpctl consolidate-checkpoint {run_dir} "
-        f"DIR{merge}"
-    )
+    run = shlex.quote(str(run_dir))
+    return f"next: fsdpctl sample {run}{chat}, or fsdpctl consolidate-checkpoint {run} DIR{merge}"
 
 
 def _show_failure(cause: Failure | None, run_dir: Path, outcome: Outcome) -> None:

@@ -135,7 +135,7 @@ def _opened(composed: Composed, resume: str) -> "tuple[Opened, Look]":
 def _dry_run(composed: Composed, resume: str) -> None:
     opened, seen = _opened(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.launch.begin import check_fits, decide_run
+    from fsdpctl.launch.begin import check_fits, decide_run, is_finished
     from fsdpctl.launch.run_lines import describe_run, describe_units
 
     estimator = Estimator()
@@ -146,6 +146,8 @@ def _dry_run(composed: Composed, resume: str) -> None:
     _check_large_token_files(opened)
     say("")
     check_fits(estimate, estimator, say)
+    if is_finished(seen, say):
+        return
     would = "it would run"
     if (launcher := plan.config.launch.name) != "local":
         would += f" within a job of launch={launcher}"

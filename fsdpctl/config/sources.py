@@ -4,7 +4,7 @@ import glob
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io.stores import is_remote as is_remote
@@ -18,6 +18,7 @@ class DataSource:
     share: float | None = None  # of one; None: all of it
     epochs: float | None = None  # at most; None: as many as its share needs
     given_name: str | None = None
+    weight: float | None = field(default=None, compare=False)  # the share as given
 
     @property
     def name(self) -> str:
@@ -63,7 +64,7 @@ def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
     if math.isclose(total, 1, abs_tol=1e-9):
         total = 1.0  # so that shares that were normalized stay as they are
     return [
-        DataSource(each.path, (each.share or 0) / total, each.epochs, each.given_name)
+        DataSource(each.path, (each.share or 0) / total, each.epochs, each.given_name, each.share)
         for each in found
     ]
 

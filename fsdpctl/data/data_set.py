@@ -1,7 +1,8 @@
 """The data of a run, of one source or of several."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdpctl.config.sources import DataSource
@@ -85,13 +86,21 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
         description=", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
         gzip_bits_per_byte=None,
         token_files=tuple(file for each in found for file in each.token_files),
-        notes=_notes(names, found),
+        notes=(*_on_weights([each.weight or 0 for each in sources]), *_notes(names, found)),
         about_files=tuple(note for each in found for note in each.about_files),
         date=next((each.date for each in found if each.date), None),
         template=next((each.template for each in found if each.template), None),
         end_tokens=tuple(dict.fromkeys(end for each in found for end in each.end_tokens)),
         has_val_files=any(each.has_val_files for each in found),
     )
+
+
+def _on_weights(weights: Sequence[float]) -> Iterator[str]:
+    """Yield a line about shares that look like parts of one, but are not: numbers of any sum do."""
+    total = sum(weights)
+    if 0 < max(weights) < 1 and not math.isclose(total, 1, abs_tol=1e-2):
+        given = ", ".join(f"{each:g}" for each in weights)
+        yield f"shares {given} add up to {total:g} and are scaled to a sum of 1"
 
 
 def _notes(names: Sequence[str], found: Sequence[DataSet]) -> tuple[str, ...]:

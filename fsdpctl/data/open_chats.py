@@ -295,7 +295,7 @@ def _notes_on_files(
             rest.update(ignored)
             continue
         more = f", with {listed(followed)}" if followed else ""
-        lines.append(f"{file}: {name}{more}")
+        lines.append(f"{file}: format {name}{more}")
         lines += [f"{file}: ignored: {listed(ignored)}"] if ignored else []
     if len(files) > _MOST_FILES:
         text = counted(len(files) - _MOST_FILES, "more file")

@@ -233,7 +233,7 @@ def _kind(file: _Opened) -> str:
     raise file.error(
         f"the header {path.with_suffix('.json').name} is missing; `fsdpctl tokenize` turns text "
         f"into a token file; for one of another program, set data.format="
-        f"{'|'.join(TOKEN_FORMATS[1:])}"
+        f"{'|'.join(TOKEN_FORMATS[1:])}, and model.vocab_size or data.tokenizer=DIR"
     )
 
 

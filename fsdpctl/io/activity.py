@@ -26,7 +26,7 @@ _FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _ERASE = "\r\x1b[2K"
 # Variables with the number of a process among those that a launcher has started.
 _NUMBERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
+_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 Advance = Callable[[int], None]
 
@@ -55,7 +55,7 @@ class _Activity:
         seconds = int(time.monotonic() - self.began)
         how_far = left = ""
         if self.unit == BYTES and self.total:
-            size, unit = next((u for u in _UNITS if self.total >= u[0]), (1, BYTES))
+            size, unit = next((u for u in _UNITS if self.total >= u[0]), _UNITS[-1])
             how_far = f": {self.done / size:.1f} of {self.total / size:.1f} {unit}"
             if 0 < self.done < self.total and seconds:
                 more = int(seconds * (self.total - self.done) / self.done)

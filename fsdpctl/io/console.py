@@ -1,6 +1,8 @@
 """Terminal output of long runs."""
 
 import os
+import re
+import textwrap
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -10,6 +12,10 @@ from rich.console import Console
 from fsdpctl.io.activity import DISPLAY
 from fsdpctl.io.files import open_own
 from fsdpctl.io.texts import printable
+
+_HEAD = 8  # characters of the subject of a line
+# The beginning of a line: its subject or blanks, and the number of an item.
+_SUBJECT = re.compile(rf"(?=.{{{_HEAD - 1}}} \S)(?:to fit|\S*) +(?<=^.{{{_HEAD}}})(?:\d\. )?")
 
 
 class PatientConsole(Console):
@@ -50,6 +56,24 @@ class _Patient:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def wrapped(line: str, width: int) -> str:
+    """Wrap a line at words, with the continuation below its text; several lines stay as they are.
+
+    Names, paths and settings are not broken.
+    """
+    if len(line) <= width or "\n" in line:
+        return line
+    indent = len(line) - len(line.lstrip()) + 2
+    if found := _SUBJECT.match(line):
+        indent = found.end()
+    return "\n".join(
+        textwrap.wrap(
+            line, max(width, 2 * _HEAD), subsequent_indent=" " * indent, break_long_words=False,
+            break_on_hyphens=False, drop_whitespace=True, replace_whitespace=False,
+        )
+    )  # fmt: skip
 
 
 def _send_null(stream: IO[str]) -> None:

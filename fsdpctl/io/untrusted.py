@@ -134,4 +134,8 @@ def read_yaml(path: Path) -> object:
     except RecursionError:
         raise UsageError(f"{path}: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        mark, text = getattr(error, "problem_mark", None), str(error)
+        if mark is not None:
+            text = f"line {mark.line + 1}, column {mark.column + 1}: {cast(Any, error).problem}"
+        text = " ".join(text.replace(' in "<unicode string>",', " at").split())
+        raise UsageError(f"{path}: not YAML: {text}") from None

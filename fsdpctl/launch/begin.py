@@ -68,14 +68,14 @@ def begin(
     found = open_run(composed, where)
     seen = look(found.config, resume)
     may_lack = seen.source is None and remote_of(seen.config) is not None
-    if not may_lack and _is_finished(seen, talk):
+    if not may_lack and is_finished(seen, talk.say):
         return None
     waiting = f"waiting for the workers of the last start of {seen.run_dir}"
     with claimed(seen.run_dir, lambda: talk.say(waiting)) as lock:
         seen = look(found.config, resume, seen.run_dir)  # the run may have moved on, or finished
         if seen.standing is Standing.FINISHED:
             _upload_rest(seen)
-        if _is_finished(seen, talk):
+        if is_finished(seen, talk.say):
             lock.release()
             return None
         estimator = Estimator()
@@ -92,11 +92,12 @@ def begin(
     return Begun(seen.run_dir, lock, decision.base, decision.selection, plan.config, seen.step)
 
 
-def _is_finished(seen: Look, talk: Talk) -> bool:
+def is_finished(seen: Look, say: Callable[[str], None]) -> bool:
+    """Return whether there is nothing to do, and print that."""
     if seen.standing is not Standing.FINISHED:
         return False
-    talk.say(f"{seen.source or seen.run_dir}: finished at step {seen.step}; nothing to do")
-    talk.say("set a larger train.steps to continue, or pass --resume never to start a new run")
+    say(f"{seen.source or seen.run_dir}: finished at step {seen.step}; nothing to do")
+    say("set a larger train.steps to continue, or pass --resume never to start a new run")
     return True
 
 

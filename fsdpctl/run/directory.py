@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -256,7 +257,7 @@ def _check_same_run(
         raise UsageError(
             f"{where}: contains a run with a different configuration "
             f"({', '.join(deciding)}); set another train.run_dir, pass --resume never, or pass "
-            f"--resume {source} to start a new run from its state"
+            f"--resume {shlex.quote(str(source))} to start a new run from its state"
         )
 
 

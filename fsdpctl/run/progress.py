@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsdpctl.io.activity import DISPLAY, QUIET, doing
-from fsdpctl.io.console import PatientConsole, journal
+from fsdpctl.io.console import PatientConsole, journal, wrapped
 from fsdpctl.io.texts import printable
 from fsdpctl.io.units import format_bytes
 
@@ -42,6 +42,7 @@ class RunProgress:
         self._log_every = log_every
         self._live: Progress | None = None
         self._done_here = 0
+        self._figures = ""  # of the newest step, in the bar
         self._began = time.monotonic()
         self._first = ExitStack()  # until a step is complete
         self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
@@ -58,16 +59,17 @@ class RunProgress:
             DISPLAY.give_to(self._note)
             self._live.start()
 
-    def stop(self) -> None:
-        """Leave the bar as it is."""
+    def stop(self, *, is_complete: bool = True) -> None:
+        """Leave the bar of a complete run, or erase it: an error names the step."""
         self._first.close()
         if self._live is not None:
             DISPLAY.give_to(None)
+            self._live.live.transient = not is_complete
             self._live.stop()
 
     def _note(self, text: str) -> None:
         if self._live is not None:
-            self._live.update(self._live.task_ids[0], note=text)
+            self._live.update(self._live.task_ids[0], note=text or self._figures)
 
     def step(self, metrics: "StepMetrics", share_saved: float | None) -> None:
         """Show a completed step, and the fraction written of the checkpoint in progress, if any."""
@@ -77,11 +79,11 @@ class RunProgress:
         saving = "" if share_saved is None else f"  saving {share_saved:.0%}"
         is_due = metrics.step % self._log_every == 0 or metrics.step == self._total
         if self._live is not None:
-            note = (
+            self._figures = (
                 f"loss {metrics.figures.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  "
                 f"{_mfu(metrics)}{_memory(metrics.memory)}{saving}"
             )
-            self._live.update(self._live.task_ids[0], completed=metrics.step, note=note)
+            self._live.update(self._live.task_ids[0], completed=metrics.step, note=self._figures)
         elif is_due or self._done_here == 1:
             each = (time.monotonic() - self._began) / self._done_here
             left = format_seconds(each * (self._total - metrics.step))
@@ -109,7 +111,9 @@ class RunProgress:
     def say(self, line: str, *, is_remark: bool = False) -> None:
         """Print a permanent line; a remark, neither a result nor a warning, unless quiet."""
         if not (is_remark and self._hides):
-            self._console.print(printable(line), markup=False)
+            text, console = printable(line), self._console
+            text = wrapped(text, console.width) if console.is_terminal else text
+            console.print(text, markup=False)
         if self._log is not None:
             journal(self._log, line)
 

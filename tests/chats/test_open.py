@@ -100,7 +100,7 @@ def test_keys_are_named_once_per_file(tmp_path):
         assert (
             found.notes[:2]
             == found.about_files
-            == (f"{path}: messages, with {expected}", f"{path}: ignored: {ignored}")
+            == (f"{path}: format messages, with {expected}", f"{path}: ignored: {ignored}")
         )
 
 

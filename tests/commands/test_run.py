@@ -77,6 +77,8 @@ def test_the_same_command_again_reports_that_the_run_is_finished(finished):
     result = fsdpctl("train", *words(finished.parent, STEPS), cwd=finished.parent)
     assert result.returncode == 0
     assert "finished at step 150" in result.stdout
+    dry = fsdpctl("train", *words(finished.parent, STEPS), "--dry-run", cwd=finished.parent)
+    assert ("finished at step 150" in dry.stdout, "it would run" in dry.stdout) == (True, False)
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 

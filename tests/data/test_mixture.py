@@ -118,8 +118,10 @@ def test_sources_are_named_in_the_path(tmp_path):
     assert isinstance(found.val, Mixture)
     by_size = open_data(DataConfig(name="text", path=f"{web},{code}", val_fraction=0))
     assert by_size.description == "web (44.4%), code (55.6%)"
-    other = open_data(DataConfig(name="text", path=f"{web}:1,{code}:2", val_fraction=0))
+    other = open_data(DataConfig(name="text", path=f"{web}:0.7,{code}:0.5", val_fraction=0))
     assert other.fingerprint != found.fingerprint
+    assert other.notes[0] == "shares 0.7, 0.5 add up to 1.2 and are scaled to a sum of 1"
+    assert not any("scaled" in note for note in found.notes)
     for shares in ("0.7,0.2,0.1", "1,1,1", "0.1,0.2,0.3"):
         text = ",".join(f"{name}:{s}" for name, s in zip("abc", shares.split(","), strict=True))
         once = absolute_paths(text)

@@ -152,7 +152,7 @@ class RunReporter(Callback):
         self._journal.progress.step(done, share)
 
     def end(self, run: TrainingRun, error: BaseException | None) -> None:
-        self._journal.progress.stop()
+        self._journal.progress.stop(is_complete=error is None)
         self._journal.loggers.close(well=is_joint(error))
 
 
