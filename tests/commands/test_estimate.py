@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.commands.console import wrapped
+from fsdpctl.io.console import wrapped
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.commands.run import invoke
 

@@ -65,7 +65,8 @@ def test_large_and_undecodable_files_are_rejected(tmp_path):
 @pytest.mark.parametrize(("text", "said"), [
     ("a: 1\nb: 2\na: 3\n", "a appears twice"), ("a: {b: 1, b: 2}\n", "b appears twice"),
     ("a: &a x\nb: *a\n", "line 2: aliases are not supported"),
-    ("a: " + nested(3000), "nested too deeply"), ("a: [\n  1", "not YAML: line 2, column 4: expected"),
+    ("a: " + nested(3000), "nested too deeply"),
+    ("a: [\n  1", "not YAML: line 2, column 4: expected"),
     ("a: \x01", r"special characters are not allowed at position 3"),
 ])  # fmt: skip
 def test_malformed_yaml_is_rejected(tmp_path, text, said):
