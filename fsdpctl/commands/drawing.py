@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.estimate.fit import Fit
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.predict.peak import peaks_by_moment
 
@@ -80,23 +79,6 @@ def draw_estimates(
         yield _saved(_step(each), folder / f"{name}-{strategy}.png")
     if len(estimates) > 1 and name == "step":
         yield _saved(_strategies(estimates), folder / "strategies.png")
-
-
-def draw_largest(fits: Sequence[Fit], names: Sequence[str], folder: Path) -> Path:
-    """Draw the largest size that fits, a bar for each strategy."""
-    config = next(each.estimate.config for each in fits if each.estimate is not None)
-    is_model = fits[0].key == "model.num_layers"
-    heading = f"Largest {'model' if is_model else fits[0].key} that fits"
-    figure, axes = bar_axes(heading, f"{config.model.title}, {config.cluster.name}", names)
-    counts = [float(each.value) for each in fits]
-    if is_model:
-        axes.set_xlabel("billions of parameters")
-        counts = [each.estimate.num_params / 1e9 if each.estimate else 0.0 for each in fits]
-    bars(axes, counts, color=MEMORY["parameters"])
-    for place, count in enumerate(counts):
-        annotate(axes, count, place, f"{count:.1f}" if is_model else f"{count:.0f}")
-    axes.set_xlim(0, max(counts) * 1.15)
-    return _saved(figure, folder / "largest.png")
 
 
 def _saved(figure: Any, path: Path) -> Path:

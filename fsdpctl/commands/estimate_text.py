@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.commands.console import emit, note, say, show_json, show_table
-from fsdpctl.commands.drawing import draw_estimates, draw_largest
+from fsdpctl.commands.drawing import draw_estimates
 from fsdpctl.config.auto import STRATEGY, left_open
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config
@@ -126,9 +126,6 @@ def _draw(estimates: list[RunEstimate], fits: list[Fit], folder: Path) -> None:
     drawn = [*draw_estimates(estimates, folder), *draw_estimates(fitted, folder, "fit")]
     for path in drawn:
         note(f"written: {path}")
-    if len(fits) > 1 and any(each.estimate for each in fits):
-        names = [each.config.strategy.name for each in estimates]
-        note(f"written: {draw_largest(fits, names, folder)}")
 
 
 def _show_all(

@@ -34,12 +34,10 @@ class Change:
     @property
     def figures(self) -> str:
         """Its predicted time and cost, or in words, and its effect."""
-        time = self.time
         shown = [self.cost]
-        if time is not None:
-            shown = [f"{figure(time.step_seconds)} s/step"]
-            shown += [f"{figure(time.gpu_hours)} GPU hours"] if time.gpu_hours is not None else []
-            shown += [f"cost {figure(time.cost)}"] if time.cost is not None else []
+        if self.time is not None:
+            shown = [f"{figure(self.time.step_seconds)} s/step"]
+            shown += self.time.texts("gpu_hours", "cost")
         return "; ".join(filter(None, [", ".join(shown), self.effect]))
 
     @property

@@ -15,6 +15,7 @@ from fsdpctl.resolve.data import checked_data
 from fsdpctl.resolve.usual import total_steps
 
 _HOUR = 3600
+_TEXTS = {"hours": "{} hours", "gpu_hours": "{} GPU hours", "cost": "cost {}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,12 @@ class RunTime:
         return self.tokens / self.step_seconds
 
     @property
-    def hours(self) -> float | None:
-        return None if self.steps is None else self.steps * self.step_seconds / _HOUR
-
-    @property
-    def gpu_hours(self) -> float | None:
-        return None if self.hours is None else self.hours * self.num_ranks
-
-    @property
-    def cost(self) -> float | None:
-        return None if self.gpu_hours is None or self.price is None else self.gpu_hours * self.price
+    def of_run(self) -> dict[str, Any]:
+        """The figures of the whole run, None if its length or the price is not set."""
+        hours = None if self.steps is None else self.steps * self.step_seconds / _HOUR
+        total = None if hours is None else hours * self.num_ranks
+        cost = None if total is None or self.price is None else total * self.price
+        return {"hours": hours, "gpu_hours": total, "cost": cost}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -52,35 +49,31 @@ class RunTime:
             "tokens_per_second": self.tokens_per_second,
             "error_band": self.band and asdict(self.band),
             "prediction_source": self.source,
-            **self.of_run(),
+            "steps": self.steps,
+            **self.of_run,
         }
 
-    def of_run(self) -> dict[str, Any]:
-        """Return the figures of the whole run, None if its length or the price is not set."""
-        names = ("steps", "hours", "gpu_hours", "cost")
-        return {name: getattr(self, name) for name in names}
+    def texts(self, *names: str, band: Band | None = None) -> list[str]:
+        """Return figures of the run that are known, with the range of `band`."""
+        found = ((name, self.of_run[name]) for name in names)
+        known = [(_TEXTS[name], amount) for name, amount in found if amount is not None]
+        if band is None:
+            return [text.format(figure(amount)) for text, amount in known]
+        return [
+            f"{text.format(figure(x))} ({figure(x * band.low)} to {figure(x * band.high)})"
+            for text, x in known
+        ]
 
     def lines(self) -> Iterator[str]:
         """Yield a line about a step, and one about the run, with the range of each figure."""
         about = self.source if self.band is None else f"{self.source}; {self.band}"
-        yield (
-            f"time    {figure(self.step_seconds)} s/step predicted, "
-            f"{self.tokens_per_second:,.0f} tok/s ({about})"
-        )
+        seconds, speed = figure(self.step_seconds), f"{self.tokens_per_second:,.0f} tok/s"
+        yield f"time    {seconds} s/step predicted, {speed} ({about})"
         if self.unknown:
             yield f"length  {self.unknown}"
         elif self.steps is not None:
-            names = {"hours": self.hours, "GPU hours": self.gpu_hours, "of cost": self.cost}
-            found = (
-                f"{figure(amount)} {name}{self._range(amount)}"
-                for name, amount in names.items()
-                if amount is not None
-            )
-            yield f"length  {self.steps:,} steps of {self.tokens:,} tokens: {', '.join(found)}"
-
-    def _range(self, amount: float) -> str:
-        band = self.band
-        return f" ({figure(amount * band.low)} to {figure(amount * band.high)})" if band else ""
+            found = ", ".join(self.texts(*_TEXTS, band=self.band))
+            yield f"length  {self.steps:,} steps of {self.tokens:,} tokens: {found}"
 
 
 def has_length(config: Config) -> bool:

@@ -139,7 +139,8 @@ def _with_times(row: Row, time: RunTime, step: StepPrediction, estimate: RunEsti
         exposed_communication_seconds=step.exposed_communication,
         optimizer_seconds=step.optimizer,
         mfu=_utilization(estimate.config, time.tokens_per_second, estimate),
-        **time.of_run(),
+        steps=time.steps,
+        **time.of_run,
     )
 
 
