@@ -54,8 +54,10 @@ class _Search:
                 yield change, estimate
 
     def time(self, estimate: RunEstimate) -> RunTime | None:
+        """Return the predicted time, unless it is for assumed hardware."""
         with suppress(UsageError):
-            return run_time(self._estimator, estimate)
+            found = run_time(self._estimator, estimate)
+            return found if found.band else None
         return None
 
     def alone(self) -> list[Fitting]:
