@@ -31,7 +31,7 @@ from fsdpctl.io.run_files import (
 )
 from fsdpctl.io.units import format_bytes
 from fsdpctl.io.untrusted import MIB
-from fsdpctl.run.environment import SavedEstimate, StartRecord, read_estimate, read_records
+from fsdpctl.run.environment import StartRecord, read_records
 from fsdpctl.run.heartbeat import (
     FAILED,
     RUNNING,
@@ -89,7 +89,6 @@ class Status:
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     step_seconds: float | None  # median over recent steps
-    estimate: SavedEstimate | None  # made before the run started
     checkpoint: Newest | None
     starts: int
     restarts: int  # of these starts
@@ -146,7 +145,6 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
             f", {format_bytes(found.peak_allocated_bytes)} allocated by tensors"
         )  # fmt: skip
         yield "memory", f"{format_bytes(found.peak_reserved_bytes)} peak on rank 0{of}"
-    yield from _estimated(found)
     if found.starts > 1 or found.restarts:
         words = "restart" if found.restarts == 1 else "restarts"
         yield "starts", f"{found.starts}{f', {found.restarts} {words}' if found.restarts else ''}"
@@ -157,21 +155,6 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
         )
     for text in found.warnings:
         yield "warning", text
-
-
-def _estimated(found: Status) -> Iterator[tuple[str, str]]:
-    known = found.estimate
-    if known is None:
-        return
-    predicted, measured = known.predicted_step_seconds, found.step_seconds
-    if predicted is not None and measured:
-        about = "; ".join(
-            filter(None, [f"{predicted / measured - 1:+.0%}", known.prediction_source])
-        )
-        yield "predicted", f"{predicted:.3g} s per step, {measured:.3g} s measured ({about})"
-    if found.peak_allocated_bytes is not None:
-        of = f", {format_bytes(known.peak_allocated_bytes)} allocated by tensors"
-        yield "estimated", f"{format_bytes(known.peak_reserved_bytes)} peak on the fullest rank{of}"
 
 
 def _speed(found: Status) -> str:
@@ -244,7 +227,6 @@ def read_status(run_dir: Path) -> Status:
         peak_allocated_bytes=last.peak_allocated_bytes if last else None,
         peak_reserved_bytes=last.peak_reserved_bytes if last else None,
         step_seconds=_recent([x.seconds for x in recent]),
-        estimate=read_estimate(run_dir),
         checkpoint=newest,
         starts=len(starts),
         restarts=sum(each.restart is not None for each in starts),

@@ -43,7 +43,7 @@ def train(
         ),
     ] = "auto",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the run and show its units; train nothing.")
+        bool, typer.Option("--dry-run", help="Check the run and its memory; train nothing.")
     ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration and exit.")
@@ -136,15 +136,13 @@ def _dry_run(composed: Composed, resume: str) -> None:
     opened, seen = _opened(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.launch.begin import check_fits, decide_run, is_finished
-    from fsdpctl.launch.run_lines import describe_run, describe_units
+    from fsdpctl.launch.run_lines import describe_run
 
     estimator = Estimator()
     plan, estimate, decision = decide_run(opened, seen, estimator, note)
-    say(*decision.lines, *describe_run(opened, plan, seen, estimate), "")
-    say(*describe_units(plan.config, opened.module))
+    say(*decision.lines, *describe_run(opened, plan, seen, estimate))
     _show_samples(opened)
     _check_large_token_files(opened)
-    say("")
     check_fits(estimate, estimator, say)
     if is_finished(seen, say):
         return

@@ -1,23 +1,17 @@
 """The lines that describe a run before it starts."""
 
-from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
-from itertools import groupby
-
-from torch import nn
 
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.config.any_decoder import family_of
-from fsdpctl.config.schema import LENGTHS, Config, Settled
+from fsdpctl.config.schema import LENGTHS, Config
 from fsdpctl.config.serialize import usual_length
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.units import format_bytes
-from fsdpctl.models.describe import divide_module
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
@@ -29,9 +23,7 @@ from fsdpctl.run.directory import Look, Standing, changes
 from fsdpctl.run.flops import describe_flops
 from fsdpctl.training.learning_rate import warmup_steps
 
-_SHOWN_RANKS = 8
 _FEW_STEPS = 20
-_OWNED = 4  # the master weight, the gradient and two moments of each element
 
 
 def _count(number: float) -> str:
@@ -236,65 +228,3 @@ def _run(seen: Look) -> str:
 def _uploads(seen: Look) -> str:
     remote = remote_of(seen.config)
     return "" if remote is None else f"; checkpoints are uploaded to {remote.url}"
-
-
-def describe_units(config: Settled, module: nn.Module) -> Iterator[str]:
-    """Yield the units and each rank's part of them, a line each; then the bytes of each rank.
-
-    Only for fsdpctl's engine: PyTorch's have no units that span parameters.
-    """
-    if config.engine.name != FSDPCTL:
-        return
-    plan = plan_run(config, divide_module(module, None), 1).step
-    units, layouts = plan.division.units, plan.layouts
-    totals: Counter[int] = Counter()
-    nbytes: Counter[int] = Counter()
-    rows: list[tuple[str, str]] = []
-    for unit in units:
-        numel = sum(param.numel for param in unit.params)
-        owned = [
-            sum(part.numel for part in parts)
-            for parts in zip(*(layout.owned_parts for layout in layouts[unit.name]), strict=True)
-        ]
-        totals.update(dict(enumerate(owned)))
-        for layout in layouts[unit.name]:
-            copies = _OWNED if layout.trainable else 1
-            size = plan.dtypes_of(layout).master.itemsize * copies
-            nbytes.update({i: part.numel * size for i, part in enumerate(layout.owned_parts)})
-        rows.append((unit.name, f"{numel:>14,}  {_shares(owned)}"))
-    collapsed = _collapsed(rows)
-    width = max(len(name) for name, _ in collapsed) + 2
-    yield f"{'unit':<{width}}{'parameters':>14}  of each rank"
-    for name, text in collapsed:
-        yield f"{name:<{width}}{text}"
-    numel = sum(param.numel for unit in units for param in unit.params)
-    shares = [totals[rank] for rank in sorted(totals)]
-    yield f"{'all':<{width}}{numel:>14,}  {_shares(shares)}"
-    held = "  ".join(map(format_bytes, _distinct([nbytes[rank] for rank in sorted(nbytes)])))
-    yield f"of each rank, with gradients and optimizer states: {held}"
-
-
-def _collapsed(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Merge adjacent rows that differ only in the number in their name: `layers.0-29 (30 x)`."""
-    merged = []
-    for row, adjacent in groupby(rows, key=lambda each: each[1]):
-        names = [name for name, _ in adjacent]
-        first, last = names[0], names[-1]
-        stem, _, number = last.rpartition(".")
-        if len(names) > 1 and number.isdecimal() and first.rpartition(".")[0] == stem:
-            merged.append((f"{first}-{number} ({len(names)} x)", row))
-        else:
-            merged += [(name, row) for name in names]
-    return merged
-
-
-def _distinct(owned: list[int]) -> list[int]:
-    """Return a number per rank; one number if all are equal, the extremes if there are many."""
-    if len(set(owned)) == 1:
-        return owned[:1]
-    return owned if len(owned) <= _SHOWN_RANKS else [min(owned), max(owned)]
-
-
-def _shares(owned: list[int]) -> str:
-    between = " to " if len(owned) > _SHOWN_RANKS else "  "
-    return between.join(f"{numel:,}" for numel in _distinct(owned))

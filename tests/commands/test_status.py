@@ -6,7 +6,6 @@ import socket
 import subprocess
 import time
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from fsdpctl.commands import status
 from fsdpctl.commands.status import read_status
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, HEARTBEAT, LOCK, LOGS, METRICS
+from fsdpctl.io.run_files import ENVIRONMENT, HEARTBEAT, LOCK, LOGS, METRICS
 from fsdpctl.run.environment import add_start, add_to_start
 from fsdpctl.run.heartbeat import HeartbeatRecord, pid_namespace, record_cause
 from fsdpctl.run.metrics import MetricsLine
@@ -313,20 +312,6 @@ def test_the_command_prints_a_table_or_json(tmp_path, monkeypatch):
     found = json.loads(printed)
     assert (code, found["run"], found["step"]) == (0, str(run), 3)
     assert found["checkpoint"]["step"] == 2
-
-
-def test_what_was_known_before_the_start_stands_beside_what_was_measured(tmp_path):
-    run = make_run(tmp_path / "run")
-    write_lines(run, *(step_line(step, peak_allocated_bytes=3 << 30) for step in (1, 2)))
-    known = {"peak_allocated_bytes": 2 << 30, "peak_reserved_bytes": 4 << 30}
-    content: dict[str, Any] = {**known, "peak_engine_bytes": None, "predicted_step_seconds": 0.4}
-    content["prediction_source"] = "specs of cluster=h100"
-    (run / ESTIMATE).write_text(json.dumps(content))
-    _, said = invoke("status", str(run))
-    assert "predicted   0.4 s per step, 0.5 s measured (-20%; specs of cluster=h100)" in said
-    assert "estimated   4.00 GiB peak on the fullest rank, 2.00 GiB allocated by tensors" in said
-    (run / ESTIMATE).write_text("{")
-    assert "predicted" not in invoke("status", str(run))[1]
 
 
 def test_a_missing_run_is_one_line_with_suggestions(tmp_path, monkeypatch):
