@@ -10,6 +10,7 @@ from fsdpctl.config.hub import hub_models
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.sources import sources_in
 from fsdpctl.errors import UsageError
+from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
 
 _RESHARDING = ("reshard_after_forward", "strategy.reshard_after_forward")
@@ -23,9 +24,10 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 
 
 def names_model(word: str) -> bool:
-    """Return whether a word without a key is a model: its name on the Hub, or its directory."""
+    """Return whether a word without a key is a model: its name on the Hub, directory or file."""
     known = _NAME.fullmatch(word) is not None and word.partition("@")[0] in hub_models()
-    return known or (Path(word).expanduser() / "config.json").is_file()
+    path = Path(word).expanduser()
+    return known or is_gguf(path) or (path / "config.json").is_file()
 
 
 def expanded(

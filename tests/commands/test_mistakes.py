@@ -115,7 +115,7 @@ TABLE = [
     ("shard-checkpoint org/name y", "hf download org/name"),
     ("estimate-memory model=org/name", "hf download org/name"),
     ("train model=hf model.path=modle", "model.path=modle: no such directory; did you mean mod"),
-    ("train model=hf model.path=words.txt", "model.path=words.txt: expected a directory, got a f"),
+    ("train model=hf model.path=words.txt", "model.path=words.txt: expected a directory or a GGUF file, got another"),
     ("train model.path=model", "model.path=model: only valid with model=hf"),
     ("hf data.path=words.txt data=chat", "words.txt, line 1: not JSON", ".jsonl"),
     ("hf data.path=empty.jsonl", "empty.jsonl: empty; expected at least one row"),
@@ -358,7 +358,7 @@ def test_every_command_has_a_help_text():
     for name in COMMANDS:
         code, said = invoke(name, "--help")
         assert (code, "Usage" in said, "--help" in said) == (0, True, True)
-    assert "a Hugging Face directory" in " ".join(invoke("sample", "--help")[1].split())
+    assert "Hugging Face directory" in " ".join(invoke("sample", "--help")[1].split())
 
 
 def test_tokenize_makes_what_data_tokens_takes(tmp_path, monkeypatch):
