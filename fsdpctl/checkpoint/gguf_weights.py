@@ -47,7 +47,9 @@ class GgufTensors:
             UsageError: If a tensor is missing, differs in shape or dtype, or is not the model's.
         """
         self.path, header = path, read_header(path)
-        self._kind, left = header.architecture, header.tensors.keys() - {*SCALINGS}
+        self._kind = header.architecture
+        tied = ["output.weight"] if self._kind == "falcon" else []  # by transformers, in any file
+        left = header.tensors.keys() - {*SCALINGS, *tied}
         self._found: dict[str, _Rows] = {}
         kinds = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(kinds[self._kind], model.num_layers)

@@ -44,9 +44,7 @@ def model_words(path: str) -> dict[str, str]:
             if is_gguf(folder):
                 return _prefixed(words_of_content(config_of_gguf(folder), path))
             if folder.exists():
-                raise UsageError(
-                    f"model.path={path}: expected a directory or a GGUF file, got another"
-                )
+                raise UsageError(f"model.path={path}: expected a directory or a .gguf file")
             raise UsageError(f"model.path={path}: no such directory{nearest_path(path)}")
         return _prefixed(words_of_content(entry["config"], path))
     if is_hugging_face(folder):

@@ -115,7 +115,7 @@ TABLE = [
     ("shard-checkpoint org/name y", "hf download org/name"),
     ("estimate-memory model=org/name", "hf download org/name"),
     ("train model=hf model.path=modle", "model.path=modle: no such directory; did you mean mod"),
-    ("train model=hf model.path=words.txt", "model.path=words.txt: expected a directory or a GGUF file, got another"),
+    ("train model=hf model.path=words.txt", "model.path=words.txt: expected a directory or a .gg"),
     ("train model.path=model", "model.path=model: only valid with model=hf"),
     ("hf data.path=words.txt data=chat", "words.txt, line 1: not JSON", ".jsonl"),
     ("hf data.path=empty.jsonl", "empty.jsonl: empty; expected at least one row"),
