@@ -76,11 +76,12 @@ def _files_of_gguf(path: Path, changed: int) -> dict[str, bytes]:
     if not has_tokenizer(path):
         return found
     with guarded(f"tokenizer {path}"), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
-        from transformers import AutoTokenizer  # takes a second
+        from transformers import PreTrainedTokenizerFast  # takes a second
 
         # Alone in a directory: transformers would read files next to it.
         (alone := Path(folder, "model.gguf")).symlink_to(path)
-        auto = AutoTokenizer.from_pretrained(folder, gguf_file=alone.name, local_files_only=True)
+        load: Any = PreTrainedTokenizerFast.from_pretrained
+        auto = load(folder, gguf_file=alone.name, local_files_only=True)
         auto.save_pretrained(folder)
         found |= read_files(Path(folder))
     metadata = read_header(path).metadata
