@@ -38,8 +38,7 @@ PAGES = tuple(
 PICTURE = DOCS / "strategies.png"
 SIMULATION = DOCS / "simulated.svg"
 CLUSTERS = "cluster=8xrtx4090,8xa100_80,8xh100,8xh200,8xb200"
-SIMULATED = ["model=llama3_8b", CLUSTERS, "train.tokens=10e9", "train.micro_batch_size=auto"]
-SIMULATED += ["activation_checkpointing=auto"]
+SIMULATED = ["model=llama3_8b", CLUSTERS, "train.tokens=10e9"]
 RECIPES = tuple(sorted((DOCS.parent / "recipes").glob("*.yaml")))
 ESTIMATED = "# Estimated:"
 MODEL = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "launch.nnodes=2"]
