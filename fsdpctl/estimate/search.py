@@ -78,7 +78,7 @@ def decide(
         ranking, usual = None, estimator.estimate(settle(placed))
         if usual.fits or not unset:
             return usual, None
-    more = replace(choose(estimator, opened(placed, unset)), defaults=usual)
+    more = replace(choose(estimator, opened(placed, unset), complete=False), defaults=usual)
     if not more.ranked and more.estimate.margin <= usual.margin:
         return usual, ranking
     return more.estimate, more
@@ -93,10 +93,11 @@ def roomiest(estimator: Estimator, placed: Filled, names: Collection[str]) -> Ru
     return found or _Search(estimator, Axes.of(opened(placed, names))).roomiest()
 
 
-def choose(estimator: Estimator, placed: Filled) -> Ranking:
+def choose(estimator: Estimator, placed: Filled, *, complete: bool = True) -> Ranking:
     """Rank the candidates that fit, for the `auto` settings of a placed configuration.
 
-    The same configuration always gives the same ranking.
+    The same configuration always gives the same ranking. One that is not `complete` has the same
+    first candidate, and of the others those that were met on the way.
 
     Raises:
         UsageError: If no combination is valid, or the hardware specs are incomplete.
@@ -104,7 +105,7 @@ def choose(estimator: Estimator, placed: Filled) -> Ranking:
     described, whose = with_speed(placed)
     with doing("comparing configurations"):
         search = _Search(estimator, Axes.of(described))
-        found = tuple(search.ranked())
+        found = tuple(search.ranked(complete=complete))
         closest = None if found else search.closest()
     return Ranking(search.axes.names, found, search.axes.count, whose, closest)
 
@@ -122,14 +123,14 @@ class _Search:
         self._seconds: dict[SearchPoint, float] = {}
         self._error: UsageError | None = None
 
-    def ranked(self) -> list[Candidate]:
+    def ranked(self, *, complete: bool) -> list[Candidate]:
         """Return the selected candidate, then the fastest others."""
         found = list(self._fastest())
         if not found:
             return []
         selected = self._selected(found)
         others = [each for each in found if _kind(each) != _kind(selected)]
-        if len(others) < KEPT - 1:
+        if complete and len(others) < KEPT - 1:
             others += self._rest({selected, *others}, {_kind(selected), *map(_kind, others)})
         return [self._candidate(each) for each in (selected, *others[: KEPT - 1])]
 

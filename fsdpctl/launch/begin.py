@@ -200,7 +200,8 @@ def describe_ranking(ranking: Ranking) -> Iterator[str]:
     if not ranking.ranked:
         return
     yield f"{'reason':<8}{_reason(ranking)}"
-    yield f"{'next':<8}{_next(ranking)}"
+    if len(ranking.ranked) > 1 or ranking.defaults is None:
+        yield f"{'next':<8}{_next(ranking)}"
     if ranking.probing:
         yield f"{'probed':<8}{_probed(ranking)}"
 
