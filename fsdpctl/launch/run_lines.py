@@ -169,12 +169,13 @@ def _batch(opened: Opened, plan: RunPlan) -> str:
     who = "rank" if batches.world_size == 1 else "ranks"
     if shared > 1:
         who = f"group{'s' * (groups > 1)} of {shared} ranks"
+    # What is not set follows from the others.
+    selected = _origin(opened, "train.micro_batch_size", plan).replace(" (default)", "")
     return (
         f"{batches.global_batch_size} samples{_origin(opened, 'train.global_batch_size')} of "
         f"{train.seq_len} tokens{length} "
         f"per step: {groups} {who} x {batches.num_micro_batches} {passes} "
-        f"of {batches.micro_batch_size}"
-        f"{_origin(opened, 'train.micro_batch_size', plan)}"
+        f"of {batches.micro_batch_size}{selected}"
     )
 
 
