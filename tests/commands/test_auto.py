@@ -202,9 +202,8 @@ def test_compare_measures_the_selected_variant_next_to_the_others(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     rows = json.loads(result.stdout)
-    rows = rows["rows"] if isinstance(rows, dict) else rows
-    assert rows[0]["varied"] == {"strategy": "auto"}
-    assert rows[0]["strategy"] in ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+    strategies = {row["varied"]["strategy"]: row["strategy"] for row in rows}
+    assert strategies["auto"] in ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
     assert len({row["final_loss"] for row in rows}) == 1
 
 
