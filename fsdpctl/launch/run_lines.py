@@ -20,7 +20,6 @@ from fsdpctl.resolve.open import Opened
 from fsdpctl.resolve.place import shares_memory, strategy_that_runs
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.directory import Look, Standing, changes
-from fsdpctl.run.flops import describe_flops
 from fsdpctl.training.learning_rate import warmup_steps
 
 _FEW_STEPS = 20
@@ -42,10 +41,8 @@ def describe_run(opened: Opened, plan: RunPlan, seen: Look, estimate: RunEstimat
         ("batch", _batch(opened, plan)),
         ("length", _length(opened)),
         ("memory", _memory(estimate)),
+        ("run", f"{_run(seen)}{_uploads(seen)}"),
     ]
-    if plan.config.launch.device == "cuda":
-        rows.append(("flops", describe_flops(plan.config, opened.module)))
-    rows.append(("run", f"{_run(seen)}{_uploads(seen)}"))
     rows += [("experts", text) for text in _experts(opened)]
     rows += [("note", text) for text in _in_float32(opened)]
     rows += [("blocks", text) for text in _blocks(plan.config)]

@@ -28,32 +28,18 @@ class ModelFlops:
 
 
 def model_flops(config: Config, module: Any, device: torch.device, ranks: int) -> ModelFlops:
-    peak, _ = _peak(config, device)
     per_token = flops_per_token(config.model, count_active(module), config.train.seq_len)
     per_token -= 2 * _num_frozen(module)
+    peak = _peak(config, device)
     return ModelFlops(per_token, None if peak is None else peak * ranks)
 
 
-def describe_flops(config: Config, module: Any) -> str:
-    """Describe the FLOPs per token and the peak that the MFU is relative to."""
-    device = torch.device(str(config.launch.device))
-    peak, of = _peak(config, device)
-    per_token = model_flops(config, module, device, 1).per_token
-    share = f"n/a: {of}" if peak is None else f"of {peak / 1e12:,.0f} TFLOP/s per rank ({of})"
-    size, unit = (1e9, "GFLOP") if per_token >= 1e9 else (1e6, "MFLOP")
-    return f"{per_token / size:,.2f} {unit} per token, forward and backward; MFU {share}"
-
-
-def _peak(config: Config, device: torch.device) -> tuple[float | None, str]:
-    """Return the peak FLOP/s of a device and its name, or None and the reason."""
-    if device.type != "cuda":
-        return None, ""
-    if config.precision.param_dtype != "bfloat16":
-        return None, f"peak FLOP/s known for bfloat16 only, not {config.precision.param_dtype}"
-    name = torch.cuda.get_device_name(device)
-    if (gpu := known_gpu(name)) is None:
-        return None, f"no peak FLOP/s known for {name}"
-    return gpu.peak, f"{name} in bfloat16"
+def _peak(config: Config, device: torch.device) -> float | None:
+    """Return the peak FLOP/s of a GPU in bfloat16, if the model computes in it; else None."""
+    if device.type != "cuda" or config.precision.param_dtype != "bfloat16":
+        return None
+    gpu = known_gpu(torch.cuda.get_device_name(device))
+    return None if gpu is None else gpu.peak
 
 
 def _num_frozen(module: Any) -> int:

@@ -1,6 +1,5 @@
 """What a run says while it waits."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import known_gpu
 from fsdpctl.optim.record import StepFigures
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.run.flops import ModelFlops, describe_flops, flops_per_token, model_flops
+from fsdpctl.run.flops import ModelFlops, flops_per_token, model_flops
 from fsdpctl.run.progress import RunProgress
 from fsdpctl.run.step_metrics import PeakMemory, StepMetrics, StepTimes
 from fsdpctl.training.assemble import make_model
@@ -134,17 +133,13 @@ def test_flops_follow_the_formula(words, expected):
     assert model_flops(config, model, device, 2) == ModelFlops(expected, None)
 
 
-def test_a_run_describes_the_peak_that_mfu_is_relative_to(monkeypatch):
-    config = as_kept(compose_config(SHAPE).config)
+@pytest.mark.parametrize(("gpu", "dtype", "peak"), [
+    ("NVIDIA H200", "bfloat16", 989e12), ("NVIDIA H200", "float32", None),
+    ("NVIDIA K80", "bfloat16", None),
+])  # fmt: skip
+def test_the_peak_is_that_of_known_gpus_in_bfloat16(gpu, dtype, peak, monkeypatch):
+    config = as_kept(compose_config([*SHAPE, f"precision.param_dtype={dtype}"]).config)
     model = make_model(config, torch.device("cpu")).module
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
-    launch = replace(config.launch, device="cuda")
-    on_cuda = replace(config, launch=launch)
-    assert "MFU n/a: peak FLOP/s known for bfloat16 only" in describe_flops(on_cuda, model)
-    precision = replace(config.precision, param_dtype="bfloat16")
-    in_bf16 = replace(on_cuda, precision=precision)
-    assert describe_flops(in_bf16, model).endswith(
-        "MFU of 989 TFLOP/s per rank (NVIDIA H200 in bfloat16)"
-    )
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA K80")
-    assert describe_flops(in_bf16, model).endswith("MFU n/a: no peak FLOP/s known for NVIDIA K80")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: gpu)
+    found = model_flops(config, model, torch.device("cuda"), 2).peak
+    assert found == (peak and 2 * peak)
