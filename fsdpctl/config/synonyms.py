@@ -246,7 +246,6 @@ NOT_SUPPORTED = _by_name(
         "plugins of other tools": "plugins",
         "ReLoRA; set model.lora.rank=16 for LoRA": "relora relora_steps",
         "TF32; set precision=bf16": "tf32",
-        'auto for more settings; set those that the lines "to fit" print': "may_use",
     }
 )
 _ENDS = re.compile(r"_degree$|_size$|(?<=^liger)_.*")  # that no name in the tables needs

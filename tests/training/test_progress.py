@@ -1,6 +1,5 @@
 """What a run says while it waits."""
 
-
 import pytest
 import torch
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdpctl.commands.compare.row import OK, REFUSED, TOO_LARGE, Row
-from fsdpctl.commands.compare.vary import Variant, new_variant
+from fsdpctl.commands.compare.vary import Variant
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import SHORT
@@ -15,10 +15,10 @@ from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.estimate.planned_steps import sent_in_step
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import decide
+from fsdpctl.launch.begin import change_lines
 from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.open import fill_on_cluster
 from fsdpctl.resolve.place import notes_on_memory
-from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.flops import flops_per_token
 
 TRACES = "traces"  # in the directory of a comparison
@@ -48,8 +48,7 @@ class SimulatedComparison:
     def __init__(self, variants: Sequence[Variant]) -> None:
         self._estimator = Estimator()
         self.variants = list(variants)
-        # By label: the step, and the bytes of memory that are left.
-        self._predicted: dict[str, tuple[StepPrediction, int]] = {}
+        self._predicted: dict[str, StepPrediction] = {}  # by label
         self.notes: list[str] = []  # on the predictions, a line each
 
     @property
@@ -66,38 +65,21 @@ class SimulatedComparison:
                 self._predict(each)
             except UsageError as error:
                 each.row = replace(each.row, status=f"{REFUSED}{error}")
-        if all(each.row.status != OK for each in self.variants):
-            self._suggest()
-        steps = [step for step, _ in self._predicted.values()]
+        plans = [each.plan for each in self.variants if each.plan is not None]
+        if plans and all(each.row.status != OK for each in self.variants):
+            nearest = max(plans, key=lambda plan: self._estimator.estimate(plan).margin)
+            self.notes.append("no variant fits; changes that make the nearest fit:")
+            self.notes += change_lines(advice(self._estimator, nearest))
+        steps = self._predicted.values()
         if any(s.seconds < SHORT or s.host_limited > _TENTH * s.seconds for s in steps):
             self.notes.append(_SHORT_STEPS)
-
-    def _suggest(self) -> None:
-        """Add the variant that lacks least memory with the cheapest change that makes it fit."""
-        predicted = [each for each in self.variants if each.row.label in self._predicted]
-        if not predicted:
-            return
-        nearest = max(predicted, key=lambda each: self._predicted[each.row.label][1])
-        assert nearest.plan is not None
-        changes = advice(self._estimator, nearest.plan)
-        if not changes:
-            return
-        change = changes[0][0]
-        changed = dict(word.split("=", 1) for word in change.words)
-        composed = replace(nearest.composed, config=change.plan.config)
-        added = new_variant({**nearest.row.varied, **changed}, composed)
-        self.variants.append(added)
-        self._estimate(added, change.plan)
-        label = added.row.label
-        self.notes.append(f"no variant fits; added with the cheapest change that does: {label}")
 
     def write_traces(self, folder: Path) -> None:
         """Write the timeline of each predicted step for Perfetto, in a directory of its own."""
         for number, label in enumerate((each.row.label for each in self.variants), start=1):
             if label in self._predicted:
                 (folder / TRACES).mkdir(exist_ok=True)
-                step, _ = self._predicted[label]
-                text = chrome_trace(step.simulated, f"predicted: {label}")
+                text = chrome_trace(self._predicted[label].simulated, f"predicted: {label}")
                 (folder / TRACES / f"{number:02d}.json").write_text(text, encoding="utf-8")
 
     def _predict(self, each: Variant) -> None:
@@ -110,15 +92,11 @@ class SimulatedComparison:
         estimate, ranking = decide(self._estimator, placed, each.composed.unset)
         if ranking is not None and ranking.defaults and ranking.ranked:
             self.notes.append(f"{each.row.label}: {ranking.summary}")
-        self._estimate(each, estimate.plan)
-
-    def _estimate(self, each: Variant, plan: RunPlan) -> None:
+        each.plan = plan = estimate.plan
         config = plan.config
         each.row = replace(each.row, strategy=config.strategy.name)
-        estimate = self._estimator.estimate(plan)
         step = self._estimator.predict(plan)
-        each.plan = plan
-        self._predicted[each.row.label] = step, estimate.margin
+        self._predicted[each.row.label] = step
         units = self._estimator.traced_model(plan).units
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
         time = run_time(self._estimator, estimate, step)

@@ -34,12 +34,6 @@ class Variant:
         return self.plan.config if self.plan else self.composed.config
 
 
-def new_variant(varied: dict[str, str], composed: Composed) -> Variant:
-    """Return a variant, with the settings that differ from others, without results."""
-    config = composed.config
-    return Variant(composed, Row(varied, config.strategy.name, config.engine.name))
-
-
 def variants(words: Sequence[str], recipe: str | None, *, steps: int | None) -> list[Variant]:
     """Return every combination of the alternatives in `words`; without any, all strategies.
 
@@ -162,7 +156,8 @@ def _variant(varied: dict[str, str], fixed: Sequence[str], recipe: str | None) -
     if "strategy" in varied:
         given = config.strategy
         config = replace(config, strategy=given.under(given.name))
-    return new_variant(varied, replace(composed, config=config))
+    row = Row(varied, config.strategy.name, config.engine.name)
+    return Variant(replace(composed, config=config), row)
 
 
 def _has_alternatives(name: str) -> bool:
