@@ -71,6 +71,7 @@ def show_estimates(
     if others is not None:
         _show_translation(others)
     if every:
+        say(*_heading(next((each for each, x in found if x is None), estimates[0])))
         _show_all(estimator, composed.config, estimates, fits)
         for each, ranking in found:
             if ranking is not None:
@@ -131,7 +132,6 @@ def _draw(estimates: list[RunEstimate], fits: list[Fit], folder: Path) -> None:
 def _show_all(
     estimator: Estimator, config: Config, estimates: list[RunEstimate], fits: list[Fit]
 ) -> None:
-    say(*_heading(estimates[0]))
     _show_strategies(estimator, estimates)
     shown = {each.config.strategy.name for each in estimates}
     engine = config.engine.name

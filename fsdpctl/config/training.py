@@ -51,7 +51,8 @@ class TrainConfig:
     )
     micro_batch_size: int | None = key(
         None,
-        "samples per rank and micro-batch; not set: the rank's share of a step; auto: selected",
+        "samples per rank and micro-batch; not set: the rank's share of a step, or selected if "
+        "that does not fit; auto: selected",
         minimum=1,
         maximum=MOST_SAMPLES,
         optional=True,

@@ -38,7 +38,8 @@ def estimates_of(
     """Estimate a configuration on its cluster, as `decide`.
 
     With `every`, estimate each strategy that the engine and the other settings support, and that
-    differs from others on these nodes, without keys that it does not use.
+    differs from others on these nodes, without keys that it does not use; with its defaults if
+    nothing fits.
 
     Raises:
         UsageError: If the configuration is invalid.
@@ -50,7 +51,10 @@ def estimates_of(
     for name in (each for each in supported_strategies(placed) if differs_here(placed, each)):
         try:
             each = replace(placed, strategy=placed.strategy.under(name))
-            found.append(decide(estimator, each, composed.unset))
+            estimate, ranking = decide(estimator, each, composed.unset)
+            if ranking is not None and ranking.defaults and not ranking.ranked:
+                estimate, ranking = ranking.defaults, None  # comparable with others
+            found.append((estimate, ranking))
         except UsageError as error:
             errors.append(error)
     if not found:

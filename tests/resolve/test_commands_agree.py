@@ -10,6 +10,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.search import estimates_of
+from fsdpctl.launch.begin import decide_run
 from fsdpctl.plan.attention_kernels import KERNELS
 from fsdpctl.plan.optimizers import STATE_DTYPES
 from fsdpctl.plan.owners import OWNER_MAPS
@@ -17,6 +18,7 @@ from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.open import open_run
 from fsdpctl.resolve.settle import settle
+from fsdpctl.run.directory import look
 from tests.commands.run import TINY, make_text
 
 VALUES: dict[str, tuple[object, ...]] = {
@@ -116,3 +118,53 @@ def test_estimate_memory_refuses_what_train_refuses(cases, tmp_path, monkeypatch
     assert [each for each in seen if each[1] != each[2]] == []
     if cases is NAMED:
         assert all(estimated for _, estimated, _ in seen)
+
+
+SIZED: dict[str, tuple[object, ...]] = {
+    "strategy": (*STRATEGIES, "auto"),
+    "activation_checkpointing": ("none", "selective", "full", "auto", None, None, None),
+    "prefetch": ("none", "backward", "both", "auto", None, None, None),
+    "train.micro_batch_size": (1, 2, "none", "auto", None, None, None),
+    "accumulation.steps": (None, None, None, 2),
+    "accumulation": ("every", "last"),
+    "train.global_batch_size": (8, 12, 64),
+    "train.seq_len": (16, 256),
+    "launch.nproc_per_node": (1, 2, 4),
+    "launch.share_memory": ("auto", "false"),
+    "model.lora.rank": (None, None, 2),
+    "optimizer": ("adamw", "muon"),
+    "cluster.memory": (0.5015, 0.504, 0.51, 0.52, 0.56),  # of which the process takes up to 0.5
+}
+
+
+def sized(count: int, seed: int) -> list[list[str]]:
+    draw = random.Random(seed)
+    drawn = ({key: draw.choice(values) for key, values in SIZED.items()} for _ in range(count))
+    return [[f"{k}={value}" for k, value in each.items() if value is not None] for each in drawn]
+
+
+@pytest.mark.parametrize(("count", "seed"), [(12, 1), pytest.param(120, 2, marks=pytest.mark.slow)])
+def test_what_fits_by_the_estimate_fits_for_train_with_the_same_selection(
+    count, seed, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    base = [*TINY, f"data.path={make_text(tmp_path)}", "launch.device=cpu", "train.steps=2"]
+    kinds = set()
+    for words in sized(count, seed):
+        given = {each.partition("=")[0]: each for each in [*base, *words]}
+        composed, estimator = compose_config(list(given.values())), Estimator()
+        try:
+            ((found, ranking),) = estimates_of(Estimator(), composed, every=False)
+        except UsageError:  # the tests above
+            continue
+        opened = open_run(composed, (composed.config.launch, None))
+        seen = look(opened.config, "auto")
+        plan, estimate, made = decide_run(opened, seen, estimator, lambda line: None)
+        assert (estimate.fits, estimate.peak_reserved) == (found.fits, found.peak_reserved), words
+        assert plan.batches == found.batches, words
+        assert (made.selection is None) == (ranking is None), words
+        held = {name for name in given if name in SIZED and given[name] != f"{name}=auto"}
+        for name in held & {"strategy", "activation_checkpointing", "prefetch"}:
+            assert f"{name}={plan.config.value(name)}" == given[name]
+        kinds.add((found.fits, ranking is None))
+    assert len(kinds) > 2
