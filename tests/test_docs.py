@@ -89,10 +89,11 @@ def test_every_recipe_passes_a_dry_run(tmp_path, monkeypatch):
     (tmp_path / "shakespeare.txt").write_text("to be or not to be, that is the question\n" * 3000)
     folder = make_hugging_face(make_checkpoint(tmp_path / "step-00000001"), tmp_path / "hf")
     chats = make_chats(tmp_path / "chats.jsonl")
-    model = make_chat_model(tmp_path / "model", "qwen3")
+    model, experts = (make_chat_model(tmp_path / each, each) for each in ("qwen3", "qwen3_moe"))
     inputs = {
         "continue_hugging_face": [f"model.path={folder}", "data.path=shakespeare.txt"],
         "finetune_chat": [f"model.path={model}", f"data.path={chats}"],
+        "qlora_30b_a3b_1x24gb": [f"model.path={experts}", f"data.path={chats}", "train.seq_len=64"],
     }
     for recipe in RECIPES:
         arguments = ["train", "--recipe", recipe.stem, "--dry-run", "launch.device=cpu"]
