@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from msgspec import UNSET
@@ -96,29 +96,14 @@ def compare_runs(
     """
     found = compared_runs(run_a, run_b)
     if as_json:
-        show_json(_described(found))
+        about = asdict(found)
+        about |= {**about.pop("series"), "a": str(run_a), "b": str(run_b)}
+        differences = found.differences
+        show_json({**about, "equal": not differences, "differences": differences})
     else:
         _show(found)
     if assert_equal and found.differences:
         raise FsdpctlError(f"{run_a} and {run_b} differ: {'; '.join(found.differences)}")
-
-
-def _described(found: TwoRuns) -> dict[str, Any]:
-    content = asdict(found)
-    series = content.pop("series")
-    for name, each in found.series.items():
-        if each.largest is not None:
-            apart = each.largest.difference
-            series[name]["largest"]["difference"] = apart if math.isfinite(apart) else None
-    return {
-        "a": str(found.a),
-        "b": str(found.b),
-        **series,
-        "configuration": content["configuration"],
-        "environment": content["environment"],
-        "equal": not found.differences,
-        "differences": found.differences,
-    }
 
 
 def _differences(loss: Series, validation: Series) -> Iterator[str]:

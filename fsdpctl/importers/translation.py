@@ -33,9 +33,7 @@ class TranslationRow:
 class SourceBatch:
     """The batch sizes of the file, which don't depend on the number of ranks."""
 
-    keys: tuple[
-        str, ...
-    ]  # that the file may have; first that of the micro-batch, last that of `samples`
+    keys: tuple[str, ...]  # that the file may have; first that of the micro-batch
     micro: int | None  # samples per rank and micro-batch, if the file says so
     accumulation: int | None = None  # micro-batches per step
     samples: int | None = None  # of a step, if the file says so

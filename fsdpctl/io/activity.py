@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
 from fsdpctl.io.texts import one_line
+from fsdpctl.io.units import format_bytes
 
 QUIET = "FSDPCTL_QUIET"  # set if no progress is shown, here and in the workers
 BYTES, CONVERSATIONS = "bytes", "conversations"
@@ -26,7 +27,6 @@ _FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _ERASE = "\r\x1b[2K"
 # Variables with the number of a process among those that a launcher has started.
 _NUMBERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 Advance = Callable[[int], None]
 
@@ -55,8 +55,7 @@ class _Activity:
         seconds = int(time.monotonic() - self.began)
         how_far = left = ""
         if self.unit == BYTES and self.total:
-            size, unit = next((u for u in _UNITS if self.total >= u[0]), _UNITS[-1])
-            how_far = f": {self.done / size:.1f} of {self.total / size:.1f} {unit}"
+            how_far = f": {format_bytes(self.done)} of {format_bytes(self.total)}"
             if 0 < self.done < self.total and seconds:
                 more = int(seconds * (self.total - self.done) / self.done)
                 left = f", {more // 60}:{more % 60:02d} left"

@@ -66,7 +66,7 @@ def test_a_non_finite_loss_differs_from_a_finite_one_only(run, twin):
     (said,) = compared_runs(run, twin).differences
     assert said == "loss from step 5 on (not finite and 0.2)"
     _, printed = invoke("compare-runs", str(run), str(twin), "--json")
-    assert json.loads(printed)["loss"]["largest"]["difference"] is None
+    assert json.loads(printed)["loss"]["largest"] == {"step": 5, "a": None, "b": 0.2}
 
 
 def test_the_last_values_of_a_repeated_step_count(run, twin):

@@ -40,7 +40,7 @@ def test_a_log_gets_lines_at_growing_distances(display):
         wait_for("tokenizing: 12 of 30 conversations, 0:00\n", log)
         with display.doing("exporting", BYTES, 3 << 30) as more:
             more(1 << 30)
-            wait_for("exporting: 1.0 of 3.0 GiB, 0:00\n", log)
+            wait_for("exporting: 1.00 GiB of 3.00 GiB, 0:00\n", log)
         began = time.monotonic()
         while time.monotonic() < began + 1.5:
             time.sleep(0.01)

@@ -81,15 +81,18 @@ def compare(  # noqa: PLR0913  # each is an option
     with ExitStack() as stack:
         folder = None if out is None else _new_folder(out.expanduser())
         runs = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpctl-")))
-        comparison = _comparison(found, None if simulate else runs, number, is_kept=folder == runs)
+        comparison = (
+            SimulatedComparison(found)
+            if simulate
+            else MeasuredComparison(found, runs, num_rounds=number, is_kept=folder == runs)
+        )
         try:
             comparison.run()
             is_complete = True
         finally:  # the results so far, even if it is stopped
             _report(comparison, how, folder, by=by, as_json=as_json, is_complete=is_complete)
-    rows = comparison.rows
-    failed = [row for row in rows if row.status != OK]
-    if len(failed) == len(found) or (failed and not simulate):  # a simulated one may lack memory
+    failed = [row.status != OK for row in comparison.rows]
+    if all(failed) or (any(failed) and not simulate):  # a simulated one may lack memory
         raise typer.Exit(1)
 
 
@@ -105,14 +108,6 @@ def _how(
     options += ["--recipe", asked.recipe] if asked.recipe else []
     options += [] if by == BY[0] else ["--by", by]
     return how, command_of(asked.settings, options)
-
-
-def _comparison(
-    found: list[Variant], runs: Path | None, num_rounds: int, *, is_kept: bool
-) -> MeasuredComparison | SimulatedComparison:
-    if runs is None:
-        return SimulatedComparison(found)
-    return MeasuredComparison(found, runs, num_rounds=num_rounds, is_kept=is_kept)
 
 
 def _report(
