@@ -24,7 +24,9 @@ from tests.documented.lines import ROOT, Line
 # Where a command has read all options and settings, and would begin to work.
 _WORK = (
     "fsdpctl.commands.train._train", "fsdpctl.commands.train._dry_run",
-    "fsdpctl.commands.estimate_text.estimates_of", "fsdpctl.commands.compare.command._comparison",
+    "fsdpctl.commands.estimate_text.estimates_of",
+    "fsdpctl.commands.compare.command.MeasuredComparison",
+    "fsdpctl.commands.compare.command.SimulatedComparison",
     "fsdpctl.resolve.open.open_run", "fsdpctl.commands.evaluate.open_run",
     "fsdpctl.commands.sample.sample_text", "fsdpctl.commands.sample._chat",
     "fsdpctl.commands.checkpoint.consolidate",
