@@ -184,14 +184,15 @@ def test_a_variant_that_fails_or_does_not_fit_has_a_row_with_the_reason(tmp_path
     assert (ran["status"], len(ran["rounds"])) == ("ok", 2)
     assert broken["status"].startswith("failed: ")
     assert "rejected, training stops" in broken["status"]
-    given = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=full_shard"]
+    held = ["strategy=full_shard", "activation_checkpointing=none", "prefetch=both"]
+    given = [*TINY, f"data.path={make_text(tmp_path)}", *held]
     needs = [
         json.loads(invoke("estimate-memory", *given, f"train.micro_batch_size={n}", "--json")[1])
         for n in (1, 4)
     ]
     between = sum(each["peak_reserved_bytes"] for each in needs) / 2
     memory = (between + needs[0]["outside_bytes"][1]) / (1 << 30)
-    sizes = ["train.micro_batch_size=1,4", f"cluster.memory={memory:.9f}", "strategy=full_shard"]
+    sizes = ["train.micro_batch_size=1,4", f"cluster.memory={memory:.9f}", *held]
     small, large = rows(tmp_path, *sizes, "--steps", "4", "--rounds", "1", code=1)
     assert small["status"] == "ok"
     assert large["status"].startswith("does not fit: ")
