@@ -93,8 +93,9 @@ def test_every_recipe_passes_a_dry_run(tmp_path, monkeypatch):
     inputs = {
         "continue_hugging_face": [f"model.path={folder}", "data.path=shakespeare.txt"],
         "finetune_chat": [f"model.path={model}", f"data.path={chats}"],
-        "qlora_30b_a3b_1x24gb": [f"model.path={experts}", f"data.path={chats}", "train.seq_len=64"],
     }
+    of_experts = [f"model.path={experts}", f"data.path={chats}", "train.seq_len=64"]
+    inputs |= {each.stem: of_experts for each in RECIPES if "model.path: " in each.read_text()}
     for recipe in RECIPES:
         arguments = ["train", "--recipe", recipe.stem, "--dry-run", "launch.device=cpu"]
         given = [*inputs.get(recipe.stem, []), "train.require_fit=false"]
