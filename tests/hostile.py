@@ -17,9 +17,10 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.comm.base import Collectives
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.sealed import seal
 from fsdpctl.config.serialize import config_words
 from fsdpctl.data.tokenizer import ByteTokenizer
-from fsdpctl.io.run_files import MANIFEST, seal
+from fsdpctl.io.run_files import MANIFEST
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.training.assemble import make_model
 from tests.data.token_file import write_token_file

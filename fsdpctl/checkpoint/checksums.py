@@ -16,9 +16,10 @@ from fsdpctl.checkpoint.tensor_file import (
     write_synced,
     write_tensor_file,
 )
+from fsdpctl.config.sealed import CHECKSUMS_FORMAT, read_sealed, seal
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.files import open_regular, plain_name, refusing
-from fsdpctl.io.run_files import CHECKSUMS, CHECKSUMS_FORMAT, read_sealed, seal
+from fsdpctl.io.run_files import CHECKSUMS
 from fsdpctl.io.untrusted import as_type
 
 _ANY = r".*"

@@ -11,10 +11,11 @@ import xxhash
 from msgspec import Meta
 
 from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES, ITEMSIZES
+from fsdpctl.config.sealed import read_sealed, seal
 from fsdpctl.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES, asset_name
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.files import plain_name
-from fsdpctl.io.run_files import CONFIG_JSON, MANIFEST, read_sealed, seal
+from fsdpctl.io.run_files import CONFIG_JSON, MANIFEST
 from fsdpctl.io.untrusted import MOST_COUNT, Count, as_type, parse_json
 from fsdpctl.plan.layout import Span
 

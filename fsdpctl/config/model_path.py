@@ -8,11 +8,12 @@ from fsdpctl.config.gguf_model import config_of_gguf
 from fsdpctl.config.hub import hub_models, local_model
 from fsdpctl.config.peft import has_adapters
 from fsdpctl.config.recipe import read_recipe
+from fsdpctl.config.sealed import read_sealed
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.io.run_files import CHECKPOINTS as CHECKPOINTS
-from fsdpctl.io.run_files import CONFIG_JSON, MANIFEST, read_sealed
+from fsdpctl.io.run_files import CONFIG_JSON, MANIFEST
 from fsdpctl.io.run_files import RUN_CONFIG as RUN_CONFIG
 from fsdpctl.io.untrusted import as_type, read_json
 

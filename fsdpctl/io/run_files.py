@@ -1,21 +1,11 @@
-"""The files of runs: their names, the check that none leads elsewhere, and sealed text.
+"""The files of runs: their names, and the check that none leads elsewhere."""
 
-Sealed are a checkpoint's manifest and an export's checksums: JSON with its own checksum.
-"""
-
-import json
 import os
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import xxhash
-
-from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.files import nearest_path, read_text_file
-from fsdpctl.io.untrusted import check_version, parse_json
+from fsdpctl.errors import UsageError
 
 RUNS = "runs"  # the folder of runs without a given directory
 OVERRIDES, METRICS, LOGS = "overrides.txt", "metrics.jsonl", "logs"
@@ -27,8 +17,8 @@ HANDSHAKE, ESTIMATE, PROFILES = "handshake", "estimate.json", "profile"
 STOP, SAVE, PROFILE = "STOP", "SAVE", "PROFILE"  # requests
 RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 CONFIG_JSON = "config.json"  # of a model of transformers
-MANIFEST, FORMAT = "manifest.json", "fsdpctl-checkpoint"
-CHECKSUMS, CHECKSUMS_FORMAT = "fsdpctl_checksums.json", "fsdpctl-checksums"  # of an export
+MANIFEST = "manifest.json"
+CHECKSUMS = "fsdpctl_checksums.json"  # of an export
 RUN_ASSETS = "assets"  # of the files that belong to the model's weights
 LATEST = "latest"  # a link to the newest checkpoint, or to the newest run
 BEST = "best"  # a link to the checkpoint with the lowest validation loss
@@ -38,8 +28,6 @@ _WHOLE = (
     OVERRIDES, METRICS, f"{METRICS}.old", LOGS, LOCK, HEARTBEAT, ENVIRONMENT, TENSORBOARD, WANDB_ID,
     HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS,
 )  # fmt: skip
-_VERSIONS = {FORMAT: 2, CHECKSUMS_FORMAT: 1}
-_BLANK = "0" * 32
 _SNAPSHOT = "memory-snapshot-"
 _NEXT = "remove it, or copy what it leads to"
 
@@ -109,41 +97,3 @@ def _check(entry: "os.DirEntry[str]") -> None:
             problem = "has another hard link, whose content would change too"
     if problem:
         raise UsageError(f"{entry.path}: {problem}; {_NEXT}")
-
-
-def seal(content: Mapping[str, Any], kind: str = FORMAT) -> str:
-    """Return the text of a manifest, or of a file of another format `kind`.
-
-    Its checksum is that of the text with zeros in its place.
-    """
-    whole = {"format": kind, "version": _VERSIONS[kind], **content, "xxh3": _BLANK}
-    text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
-    before, _, after = text.rpartition(_BLANK)
-    return before + _checksum(text) + after
-
-
-def _checksum(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-def read_sealed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> dict[str, Any]:
-    """Read and verify the manifest of the checkpoint in `folder`, or another file of its kind.
-
-    Raises:
-        CheckpointError: If it is missing, corrupted, or has an unsupported version.
-    """
-    path = folder / name
-    if not path.exists():
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: not found{nearest_path(str(folder))}")
-        raise CheckpointError(f"{path}: not found; the checkpoint is incomplete")
-    text = read_text_file(path, CheckpointError)
-    where = f"{path}: corrupted"
-    # Metrics of the user may be infinite.
-    content = parse_json(text, dict[str, Any], where, CheckpointError, finite=False)
-    what = "the manifest of a checkpoint" if kind == FORMAT else "the checksums of an export"
-    check_version(content, (kind, _VERSIONS[kind]), what, str(path), CheckpointError)
-    before, digest, after = text.rpartition(str(content.get("xxh3")))
-    if not digest or _checksum(before + _BLANK + after) != digest:
-        raise CheckpointError(f"{path}: corrupted: the checksum does not match")
-    return content

@@ -1,0 +1,55 @@
+"""The text of a checkpoint's manifest, and of an export's checksums: JSON with its own checksum."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from fsdpctl.errors import CheckpointError
+from fsdpctl.io.files import nearest_path, read_text_file
+from fsdpctl.io.run_files import MANIFEST
+from fsdpctl.io.untrusted import check_version, parse_json
+
+FORMAT, CHECKSUMS_FORMAT = "fsdpctl-checkpoint", "fsdpctl-checksums"
+_VERSIONS = {FORMAT: 2, CHECKSUMS_FORMAT: 1}
+_BLANK = "0" * 32
+
+
+def seal(content: Mapping[str, Any], kind: str = FORMAT) -> str:
+    """Return the text of a manifest, or of a file of another format `kind`.
+
+    Its checksum is that of the text with zeros in its place.
+    """
+    whole = {"format": kind, "version": _VERSIONS[kind], **content, "xxh3": _BLANK}
+    text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+    before, _, after = text.rpartition(_BLANK)
+    return before + _checksum(text) + after
+
+
+def _checksum(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def read_sealed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> dict[str, Any]:
+    """Read and verify the manifest of the checkpoint in `folder`, or another file of its kind.
+
+    Raises:
+        CheckpointError: If it is missing, corrupted, or has an unsupported version.
+    """
+    path = folder / name
+    if not path.exists():
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: not found{nearest_path(str(folder))}")
+        raise CheckpointError(f"{path}: not found; the checkpoint is incomplete")
+    text = read_text_file(path, CheckpointError)
+    where = f"{path}: corrupted"
+    # Metrics of the user may be infinite.
+    content = parse_json(text, dict[str, Any], where, CheckpointError, finite=False)
+    what = "the manifest of a checkpoint" if kind == FORMAT else "the checksums of an export"
+    check_version(content, (kind, _VERSIONS[kind]), what, str(path), CheckpointError)
+    before, digest, after = text.rpartition(str(content.get("xxh3")))
+    if not digest or _checksum(before + _BLANK + after) != digest:
+        raise CheckpointError(f"{path}: corrupted: the checksum does not match")
+    return content
