@@ -101,7 +101,9 @@ def show_table(
         return
     padded = []
     for each in filled:
-        blanks = [" " * (max(map(cell_len, each.texts)) - cell_len(text)) for text in each.texts]
+        own = [cell_len(text) for text in each.texts]
+        most = max(own)
+        blanks = [" " * (most - width) for width in own]
         pairs = zip(blanks, each.texts, strict=True)
         padded.append([a + b if each.is_right else b + a for a, b in pairs][not any(head) :])
     emit("\n".join((" " * _GAP).join(row).rstrip() for row in zip(*padded, strict=True)))
