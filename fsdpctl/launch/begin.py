@@ -97,7 +97,9 @@ def is_finished(seen: Look, say: Callable[[str], None]) -> bool:
     if seen.standing is not Standing.FINISHED:
         return False
     say(f"{seen.source or seen.run_dir}: finished at step {seen.step}; nothing to do")
-    say("set a larger train.steps to continue, or pass --resume never to start a new run")
+    last = seen.config.train.steps
+    key = "train.steps" if last is None or seen.step >= last else "train.patience"
+    say(f"set a larger {key} to continue, or pass --resume never to start a new run")
     return True
 
 

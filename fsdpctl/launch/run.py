@@ -39,16 +39,16 @@ def run(
         from fsdpctl.resolve.place import on_this_machine
 
         composed = on_this_machine(composed)
-    launch, place = where = place_of(composed.config.launch)
-    alone = place is None and launch.nnodes == 1
+    launch, rank = where = place_of(composed.config.launch)
+    alone = rank is None and launch.nnodes == 1
 
     def begun() -> "Begun | None":
         from fsdpctl.launch.begin import begin
 
         return begin(composed, settings, resume, talk, where, probes=alone)
 
-    if place is not None:
-        _as_rank(composed.config, where, place, begun, talk)
+    if rank is not None:
+        _as_rank(composed.config, launch, rank, begun, talk)
         return None
     if not alone:
         return _as_node(composed.config, where, begun, talk)
@@ -125,44 +125,44 @@ def _accept(meeting: "Handshake", launch: "LaunchConfig") -> "Plan | None":
 
 
 def _as_rank(
-    config: "Config", where: Place, place: LauncherRank, begin: "Begin", talk: Talk
+    config: "Config", launch: "LaunchConfig", rank: LauncherRank, begin: "Begin", talk: Talk
 ) -> None:
     """Meet the other ranks, then become the worker: this process exits with it."""
-    cores = (os.cpu_count() or 1) // place.local_world_size
+    cores = (os.cpu_count() or 1) // rank.local_world_size
     own = {"OMP_NUM_THREADS": str(max(1, cores)), **config.launch.allocator_environment}
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
     from fsdpctl.launch.addresses import own_address, reached_store, split_endpoint
-    from fsdpctl.resolve.place import place as placed
+    from fsdpctl.resolve.place import place
 
-    launch = placed(config, where).launch
-    nodes = place.world_size // place.local_world_size
-    address, port = split_endpoint(endpoint_of(place.address, place.port), for_others=nodes > 1)
-    is_first = place.rank == 0 and not place.store_is_there
+    launch = place(config, (launch, rank)).launch
+    nodes = rank.world_size // rank.local_world_size
+    address, port = split_endpoint(endpoint_of(rank.address, rank.port), for_others=nodes > 1)
+    is_first = rank.rank == 0 and not rank.store_is_there
     shared = reached_store(address, port, launch.timeout, is_first=is_first)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", own_address(address, launch.interface)[1])
     for name in ("rank", "world_size", "local_rank", "local_world_size"):
-        os.environ[name.upper()] = str(getattr(place, name))
+        os.environ[name.upper()] = str(getattr(rank, name))
     from fsdpctl.launch.handshake import Handshake
     from fsdpctl.launch.nodes import Exchange
     from fsdpctl.launch.watchdog import watch_as_rank
     from fsdpctl.training.worker import become_rank
 
-    store = PrefixStore(f"attempt-{place.attempt}", shared)
-    meeting = Handshake(store, place.rank, place.world_size, noun="rank", patience=launch.timeout)
+    store = PrefixStore(f"attempt-{rank.attempt}", shared)
+    meeting = Handshake(store, rank.rank, rank.world_size, noun="rank", patience=launch.timeout)
     # The lock that `begun` holds is released when this process exits.
-    begun = _invite(meeting, begin, talk) if place.rank == 0 else _accept(meeting, launch)
+    begun = _invite(meeting, begin, talk) if rank.rank == 0 else _accept(meeting, launch)
     if begun is None:
         return
     terminal, run_dir, exchange = os.dup(2), Path(begun.run_dir), None
     if nodes > 1:
-        theirs = PrefixStore(f"attempt-{place.attempt}", TCPStore(address, port, is_master=False))
-        node, patience = place.rank // place.local_world_size, launch.hang_timeout
+        theirs = PrefixStore(f"attempt-{rank.attempt}", TCPStore(address, port, is_master=False))
+        node, patience = rank.rank // rank.local_world_size, launch.hang_timeout
         exchange = Exchange(theirs, node, nodes, patience or launch.timeout / 2)
 
     def say(text: str) -> None:
         with suppress(OSError):
             os.write(terminal, f"fsdpctl: {text}\n".encode())
 
-    watch_as_rank(place, launch, store, exchange, say)
+    watch_as_rank(rank, launch, store, exchange, say)
     become_rank(run_dir, store)

@@ -177,7 +177,9 @@ def _batch(opened: Opened, plan: RunPlan) -> str:
 
 
 def _length(opened: Opened) -> str:
-    config, train, steps = opened.config, opened.config.train, opened.total_steps
+    config, train = opened.config, opened.config.train
+    assert train.steps is not None
+    steps = train.steps
     tokens = steps * train.global_batch_size * train.seq_len
     epochs = steps * train.global_batch_size / len(opened.data.train.rows(train.seq_len))
     warmup = warmup_steps(config.lr_scheduler, steps)

@@ -55,7 +55,6 @@ class Opened:
     unset: tuple[str, ...]  # settings that are selected if their defaults do not fit
     data: DataSet
     module: TransformersDecoder  # on the meta device
-    total_steps: int
     notes: tuple[str, ...]  # settings that cannot be honored
 
 
@@ -102,14 +101,12 @@ def _open(composed: Composed, where: Place) -> Opened:
     check_trained(config, divide_module(module, None))
     if config.model.is_pretrained:
         check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
-    steps = total_steps(config, data)
-    others = ("train.epochs", "train.tokens", "train.global_batch_tokens")
-    config = config.changed({"train.steps": steps, **dict.fromkeys(others)})
+    others = dict.fromkeys(("train.epochs", "train.tokens", "train.global_batch_tokens"))
+    config = config.changed({"train.steps": total_steps(config, data), **others})
     config = filled(config, OF_MODEL, Facts(data, module), composed.automatic)
     config = _with_run_dir(config, composed.recipe)
     notes += notes_on_data(config, data)
-    about = (composed.automatic, composed.unset)
-    return Opened(Filled(config), *about, data, module, steps, notes)
+    return Opened(Filled(config), composed.automatic, composed.unset, data, module, notes)
 
 
 def fill_on_cluster(composed: Composed, *, every: bool = False) -> Filled:

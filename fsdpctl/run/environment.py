@@ -106,7 +106,7 @@ class RankDevice:
     device: str
 
 
-def place_of(device: "torch.device") -> RankDevice:
+def device_of_rank(device: "torch.device") -> RankDevice:
     import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

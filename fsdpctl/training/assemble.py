@@ -45,10 +45,10 @@ from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy, ranks_per_repl
 from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.place import owner_map_of, shares_memory
 from fsdpctl.resolve.settle import RunPlan
-from fsdpctl.run.environment import add_start, describe_start, place_of
+from fsdpctl.run.environment import add_start, describe_start, device_of_rank
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.callbacks.profiling import HeapTrim, Profiling, watch_allocations
-from fsdpctl.training.callbacks.reporting import Checks, Heartbeat, RunReporter
+from fsdpctl.training.callbacks.reporting import EstimateReport, Heartbeat, RunReporter
 from fsdpctl.training.callbacks.sample import SampleText
 from fsdpctl.training.callbacks.self_check import SelfCheck
 from fsdpctl.training.callbacks.validation import Validation
@@ -191,7 +191,7 @@ def make_trainer(
     heartbeat = Heartbeat(run_dir, ranks, is_on=shows and is_main)
     if config.log.memory_snapshot:
         watch_allocations(world.device)
-    places = ranks.gather_objects(place_of(world.device))
+    places = ranks.gather_objects(device_of_rank(world.device))
     if is_main:
         add_start(run_dir, describe_start(run_dir, places))
     parts, done, base = _load(plan, run_dir, world, ranks)
@@ -200,7 +200,11 @@ def make_trainer(
         journal.warn(f"ranks do not share memory: {reason}")
     if only_measures:
         return Trainer(
-            parts, done, context, journal, [RunReporter(journal, None), Checks(run_dir, done.step)]
+            parts,
+            done,
+            context,
+            journal,
+            [RunReporter(journal, None), EstimateReport(run_dir, done.step)],
         )
     checkpoints = Checkpoints(config, ranks, journal, base, runs_command=shows and is_main)
     callbacks = [  # in the order of their hooks, at the end too
@@ -210,7 +214,7 @@ def make_trainer(
         checkpoints,
         RunReporter(journal, checkpoints),
         heartbeat,
-        Checks(run_dir, done.step),
+        EstimateReport(run_dir, done.step),
         SampleText(),
         *([HeapTrim()] if world.device.type == "cpu" else []),
     ]

@@ -18,7 +18,7 @@ from fsdpctl.run.environment import (
     add_start,
     add_to_start,
     describe_start,
-    place_of,
+    device_of_rank,
     read_records,
     read_starts,
     relevant,
@@ -55,7 +55,7 @@ def test_a_start_records_ranks_devices_command_and_commit(tmp_path, checkout, mo
     assert found["command"] == ["model=gpt2", "train.steps=3"]
     assert (found["torch"], found["python"]) == (torch.__version__, platform.python_version())
     assert found["commit"] == git(checkout, "rev-parse", "HEAD")
-    assert place_of(torch.device("cpu")) == RankDevice(platform.node(), "cpu")
+    assert device_of_rank(torch.device("cpu")) == RankDevice(platform.node(), "cpu")
 
 
 def test_only_variables_that_affect_the_computation_are_recorded():

@@ -32,13 +32,14 @@ def opened(tmp_path, count: int, *words: str, ranks: int = 2) -> Opened:
 def test_any_number_of_conversations_trains_for_enough_steps(tmp_path, count, packs):
     found = opened(tmp_path, count, f"data.packing={packs}")
     train = found.config.train
-    assert found.total_steps >= (50 if count > 50 else 37)
+    assert train.steps is not None
+    assert train.steps >= (50 if count > 50 else 37)
     assert 4 <= train.global_batch_size <= USUAL
     assert isinstance(found.data.train, DocumentSet)
     longest = int(found.data.train.lengths.max())
     assert longest - 1 <= train.seq_len <= 4096
     rows = found.data.train.rows(train.seq_len)
-    passes = found.total_steps * train.global_batch_size / len(rows)
+    passes = train.steps * train.global_batch_size / len(rows)
     assert 3 <= passes <= 3 + train.global_batch_size / len(rows)
 
 
@@ -48,8 +49,8 @@ def test_what_is_set_stays(tmp_path):
     train = found.config.train
     assert (train.global_batch_size, train.seq_len) == (8, 512)
     rows = len(found.data.train.rows(512))
-    assert found.total_steps == max(1, -(-rows // 8))
-    assert opened(tmp_path, 40, "train.steps=7").total_steps == 7
+    assert found.config.train.steps == max(1, -(-rows // 8))
+    assert opened(tmp_path, 40, "train.steps=7").config.train.steps == 7
 
 
 def test_a_step_has_a_sample_for_each_rank_and_micro_batch(tmp_path):
@@ -69,6 +70,6 @@ def test_text_keeps_the_usual_numbers(tmp_path):
     (tmp_path / "a.txt").write_text("some words " * 5000)
     words = ["data=text", f"data.path={tmp_path / 'a.txt'}", "launch.device=cpu"]
     found = open_run(compose_config([*words, "launch.nproc_per_node=2"]))
-    assert (found.total_steps, found.config.train.global_batch_size) == (1000, USUAL)
+    assert (found.config.train.steps, found.config.train.global_batch_size) == (1000, USUAL)
     many = open_run(compose_config([*words, "launch.nproc_per_node=20"])).config.train
     assert many.global_batch_size == 20

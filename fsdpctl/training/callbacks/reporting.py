@@ -33,7 +33,7 @@ RESTART = "FSDPCTL_RESTART"  # in the environment
 _LONGEST = 2000  # characters of a message
 
 
-class Checks(Callback):
+class EstimateReport(Callback):
     """The peak memory of a run, on GPUs next to the estimate after the first steps, as the time."""
 
     def __init__(self, run_dir: Path, first_step: int) -> None:

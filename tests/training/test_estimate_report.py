@@ -7,7 +7,7 @@ import pytest
 
 from fsdpctl.io.run_files import ESTIMATE
 from fsdpctl.run.environment import SavedEstimate
-from fsdpctl.training.callbacks.reporting import Checks, _compared_peaks
+from fsdpctl.training.callbacks.reporting import EstimateReport, _compared_peaks
 
 MIB = 1 << 20
 
@@ -19,7 +19,7 @@ def kept(folder: Path, **about: object) -> Path:
 
 
 def test_the_step_time_is_compared_with_the_prediction(tmp_path):
-    checks = Checks(
+    checks = EstimateReport(
         kept(tmp_path, predicted_step_seconds=0.3, prediction_source="specs of cluster=h100"), 0
     )
     checks._seconds = [9.0, 0.2, 0.28]
@@ -34,7 +34,7 @@ def test_the_step_time_is_compared_with_the_prediction(tmp_path):
 
 def test_without_an_estimate_nothing_is_compared(tmp_path):
     for folder in (kept(tmp_path), tmp_path / "elsewhere"):
-        checks = Checks(folder, 0)
+        checks = EstimateReport(folder, 0)
         checks._seconds = [1.0] * 3
         assert checks.time() is None
     assert checks.memory(MIB) == "memory: 1.0 MiB per process, with Python and its libraries"
@@ -47,6 +47,6 @@ def test_peak_memory_is_compared_with_the_estimate(tmp_path):
         "memory: 4.0 MiB allocated peak, equal to the estimate; "
         "8.0 MiB reserved peak, 6.0 MiB estimated (25.0% below measured)"
     )
-    assert Checks(kept(tmp_path), 0).memory(9 * MIB) == (
+    assert EstimateReport(kept(tmp_path), 0).memory(9 * MIB) == (
         "memory: 9.0 MiB per process, with Python and its libraries; 1.0 MiB estimated for tensors"
     )
