@@ -139,7 +139,7 @@ def _show_all(
     if missing := [name for name in STRATEGIES if name not in known]:
         say(f"engine={engine} does not support {', '.join(missing)}")
     if alike := [name for name in known if not differs_here(config, name)]:
-        say(f"on one node, {', '.join(alike)} equal strategies above")
+        say(f"on one node, {', '.join(alike)} do what strategies above do")
     if refused := [name for name in known if name not in {*shown, *alike}]:
         say(f"other settings exclude {', '.join(refused)}; strategy={refused[0]} shows why")
     for each, fit in zip(estimates, fits, strict=False):
