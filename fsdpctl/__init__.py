@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
+    from fsdpctl.commands.script import train
     from fsdpctl.engine.build import Precision, Sharding
     from fsdpctl.engine.model import GradAccumulator, ShardedModel
     from fsdpctl.engine.shard import shard_model
@@ -40,6 +41,7 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
     "shard_model",
+    "train",
 ]
 
 _HOMES = {
@@ -60,6 +62,7 @@ _HOMES = {
     "load_checkpoint": "fsdpctl.checkpoint.api",
     "save_checkpoint": "fsdpctl.checkpoint.api",
     "shard_model": "fsdpctl.engine.shard",
+    "train": "fsdpctl.commands.script",
 }
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from itertools import pairwise
 from types import FrameType
@@ -200,24 +201,14 @@ def _fail(message: str) -> None:
     fail(message)
 
 
-def main() -> None:
-    """Run the command line. An error is printed in one line; its kind sets the exit code."""
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """Print an error of the block, or a signal, in one line, and exit with the code of its kind."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _end)
-    typed = list(pairwise(["", *sys.argv[1:]]))
-    args = [each for before, each in typed if each not in _QUIET or before in _TEXTS] or ["--help"]
-    if len(args) < len(typed):
-        os.environ[QUIET] = "1"
     try:
-        for before, each in typed:  # before anything quotes or records them
-            name = each.partition("://")[0].partition("=")[0]
-            if before not in _TEXTS and name not in _TEXTS:
-                refuse_secret(each, name, strict=False)
-        if is_first():
-            DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
-        code = app(args, standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
+        yield
     except (FsdpctlError, SignalError) as error:
         _fail(str(error))
         sys.exit(error.exit_code)
@@ -235,3 +226,20 @@ def main() -> None:
         sys.exit(UsageError.exit_code)
     finally:
         DISPLAY.stop()
+
+
+def main() -> None:
+    """Run the command line. An error is printed in one line; its kind sets the exit code."""
+    typed = list(pairwise(["", *sys.argv[1:]]))
+    args = [each for before, each in typed if each not in _QUIET or before in _TEXTS] or ["--help"]
+    if len(args) < len(typed):
+        os.environ[QUIET] = "1"
+    with reported():
+        for before, each in typed:  # before anything quotes or records them
+            name = each.partition("://")[0].partition("=")[0]
+            if before not in _TEXTS and name not in _TEXTS:
+                refuse_secret(each, name, strict=False)
+        if is_first():
+            DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
+        code = app(args, standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)

@@ -10,6 +10,7 @@ import typer
 from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.commands.console import say
+from fsdpctl.config.model import NO_DECODER
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.tokenizer import open_tokenizer
@@ -94,6 +95,8 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
             f"--run {run_dir}: not found; expected a run with at least one completed step"
         )
     config = read_config(run_dir)
+    if config.model.is_own:
+        raise UsageError(f"--run {run_dir}: {NO_DECODER}")
     data = open_data(config.data, config.train.seed)
     _check_data(run_dir, data)
     bad, after = _found(run_dir / METRICS, step)

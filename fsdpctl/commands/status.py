@@ -83,8 +83,9 @@ class Status:
     loss: float | None
     val_loss: float | None
     val_step: int | None
-    tokens_per_second: float | None  # this and the next two: median over recent steps
+    tokens_per_second: float | None  # this and the next three: median over recent steps
     tokens_per_second_per_rank: float | None
+    samples_per_second: float | None  # in place of tokens, of a module of a script
     mfu: float | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
@@ -140,6 +141,8 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
     yield "checkpoint", saved
     if found.tokens_per_second is not None:
         yield "speed", _speed(found)
+    if found.samples_per_second is not None:
+        yield "speed", f"{found.samples_per_second:,.0f} samples/s (median of recent steps)"
     if found.peak_reserved_bytes is not None:
         of = "" if found.peak_allocated_bytes is None else (
             f", {format_bytes(found.peak_allocated_bytes)} allocated by tensors"
@@ -223,6 +226,7 @@ def read_status(run_dir: Path) -> Status:
         val_step=validation.step if validation else None,
         tokens_per_second=_recent([x.tokens_per_second for x in recent]),
         tokens_per_second_per_rank=_recent([x.tokens_per_second_per_rank for x in recent]),
+        samples_per_second=_recent([x.samples_per_second for x in recent]),
         mfu=_recent([x.mfu for x in recent]),
         peak_allocated_bytes=last.peak_allocated_bytes if last else None,
         peak_reserved_bytes=last.peak_reserved_bytes if last else None,

@@ -13,6 +13,7 @@ from fsdpctl.config.auto import unset
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_model, with_model
 from fsdpctl.config.hub import hub_models
 from fsdpctl.config.keys import Value
+from fsdpctl.config.model import NO_DECODER, OWN
 from fsdpctl.config.overrides import gathered
 from fsdpctl.config.recipe import (
     cards_with,
@@ -238,6 +239,8 @@ def _check_known(pairs: Sequence[Pair]) -> None:
 def _check_one(name: str, text: str) -> None:
     if name in GROUPS:
         choices = choices_of(name)
+        if (name, text) == ("data", "own") or (name == "model" and text.startswith(OWN)):
+            raise UsageError(f"{name}={text}: {NO_DECODER}")
         if text not in choices:
             raise UsageError(
                 f"{name}={text}: no such option{_choice_hint(name, text, choices)} "

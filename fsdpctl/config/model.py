@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from fsdpctl.config.keys import key
 from fsdpctl.plan.attention_kernels import KERNELS, THEIRS
 
+OWN = "own:"  # begins the name of a module of a script
+NO_DECODER = "a run of fsdpctl.train with a module of a script; expected one of a decoder"
 MOST_TOKENS = 1 << 24  # of a vocabulary; 64 times the largest published
 MOST_LAYERS, MOST_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published
 
@@ -133,6 +135,11 @@ class ModelConfig:
     def title(self) -> str:
         """The name that was set: of an option, or of a model or directory of Hugging Face's."""
         return self.path or self.name
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a module that a script has passed to `fsdpctl.train`, not a decoder."""
+        return self.name.startswith(OWN)
 
     @property
     def is_pretrained(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 from fsdpctl.config.any_decoder import words_of_content
 from fsdpctl.config.gguf_model import config_of_gguf
 from fsdpctl.config.hub import hub_models, local_model
+from fsdpctl.config.model import NO_DECODER, OWN
 from fsdpctl.config.peft import has_adapters
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.sealed import read_sealed
@@ -50,9 +51,12 @@ def model_words(path: str) -> dict[str, str]:
         return _prefixed(words_of_content(entry["config"], path))
     if is_hugging_face(folder):
         return words_of_file(folder / CONFIG_JSON)
+    ours = _words_of_ours(folder)
+    if str(ours.get("model")).startswith(OWN):
+        raise UsageError(f"model.path={path}: {NO_DECODER}")
     words = {
         name: str(text)
-        for name, text in _words_of_ours(folder).items()
+        for name, text in ours.items()
         if name.startswith("model.") and name not in _NOT_THE_MODELS
     }
     if not words and has_adapters(folder):

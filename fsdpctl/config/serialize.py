@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import yaml
 
 from fsdpctl.config.keys import Key, Value, section_from
-from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.model import NO_DECODER, OWN, ModelConfig
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import CheckpointError, UsageError
@@ -64,12 +64,17 @@ def config_from_words(words: Mapping[str, str]) -> Config:
     return to_config(values, {name: words[name] for name in GROUPS if name in words})
 
 
-def config_of_checkpoint(words: Mapping[str, str], where: str) -> Config:
+def config_of_checkpoint(
+    words: Mapping[str, str], where: str, *, is_decoder: bool = True
+) -> Config:
     """Create the configuration in a manifest, which is at `where`.
 
     Raises:
         CheckpointError: If `config_from_words` fails.
+        UsageError: If it must be that of a decoder, and is not.
     """
+    if is_decoder and words.get("model", "").startswith(OWN):
+        raise UsageError(f"{where}: {NO_DECODER}")
     try:
         return config_from_words(words)
     except UsageError as error:
@@ -84,6 +89,8 @@ def config_words(config: Config) -> dict[str, str]:
     for section in SECTIONS:
         if section in GROUPS:
             words[section] = config.value(section)
+        if config.model.is_own and section in ("model", "data"):
+            continue
         for name, each in KEYS.items():
             is_of_this = name.startswith(f"{section}.") and not _is_of_an_unused_part(config, name)
             if is_of_this and (text := each.text(config.value(name))):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fsdpctl.data.mixture import MixedRows
 from fsdpctl.data.order import Indices
+from fsdpctl.data.own import OwnBatch
 from fsdpctl.data.packing import IGNORED, Rows
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import BatchPlan, ContextParallel, tokens_per_rank
@@ -30,6 +31,7 @@ class MicroBatch:
     holds_documents: bool = False  # which do not see one another
     ends: tuple[int, ...] = ()  # where padding begins in each row
     sources: tuple[int, ...] = ()  # of the rows with samples, in a mixture
+    content: OwnBatch | None = None  # of a script, in place of tokens
 
     def own(self, place: int) -> int:
         """Return the index in `tokens` of a place in a row, or of the end that is nearest to it."""
@@ -166,7 +168,8 @@ class Batches:
         sources: tuple[int, ...] = ()
         if isinstance(self.rows, MixedRows):
             sources = tuple(map(self.rows.source_of, samples.tolist()))
-        return MicroBatch(*own, split, context, packs, tuple(ends), sources)
+        content = self.rows.content(samples.tolist())
+        return MicroBatch(*own, split, context, packs, tuple(ends), sources, content)
 
 
 def _without_rest(batch: MicroBatch) -> MicroBatch:

@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 
 from fsdpctl.config.sources import DataSource
 from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture
+from fsdpctl.data.own import OwnData
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.data.token_formats import TokenFile
 from fsdpctl.data.tokenizer import Tokenizer
 from fsdpctl.errors import UsageError
 
-Corpus = TokenStream | DocumentSet | Mixture
+Corpus = TokenStream | DocumentSet | Mixture | OwnData
 
 
-def contents_of(corpus: Corpus) -> tuple[TokenStream | DocumentSet, ...]:
+def contents_of(corpus: Corpus) -> tuple[TokenStream | DocumentSet | OwnData, ...]:
     """Return the contents of the sources of a mixture, or that of one source."""
     return tuple(x.content for x in corpus.parts) if isinstance(corpus, Mixture) else (corpus,)
 

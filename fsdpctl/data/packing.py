@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -63,6 +64,10 @@ class Rows(ABC):
 
     def fetch(self, numbers: Iterable[int]) -> None:  # noqa: B027  # most are here
         """Begin to fetch some of them from an object store."""
+
+    def content(self, numbers: Sequence[int]) -> Any:
+        """Return what these have in place of tokens; None: they have tokens."""
+        return None
 
     def order(self, position: int, length: int, seed: int) -> Indices:
         """Return those at these positions of a run."""

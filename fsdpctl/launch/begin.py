@@ -23,7 +23,8 @@ from fsdpctl.io.activity import Talk, doing
 from fsdpctl.io.units import format_bytes
 from fsdpctl.launch.run_lines import describe_run
 from fsdpctl.resolve.launchers import Place
-from fsdpctl.resolve.open import Opened, open_run
+from fsdpctl.resolve.open import Opened, open_run, open_task
+from fsdpctl.resolve.own import Task
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
@@ -55,17 +56,23 @@ def begin(
     where: Place | None = None,
     *,
     probes: bool = False,
+    task: Task | None = None,
 ) -> Begun | None:
     """Lock and prepare the run directory; return None if the run is finished.
 
     `settings` are recorded; `resume` is the value of `--resume`. With `probes`, `auto` may run
-    candidates: only if this process starts all ranks.
+    candidates: only if this process starts all ranks. `task` is that of a script, which has no
+    estimate.
 
     Raises:
         UsageError: If the run is invalid; nothing remains of a directory that was created here.
         DoesNotFitError: If its memory does not suffice; likewise.
     """
-    found = open_run(composed, where)
+    if task is None:
+        found = open_run(composed, where)
+    else:
+        assert where is not None
+        found = open_task(composed, where, task)
     seen = look(found.config, resume)
     may_lack = seen.source is None and remote_of(seen.config) is not None
     if not may_lack and is_finished(seen, talk.say):
@@ -79,16 +86,22 @@ def begin(
             lock.release()
             return None
         estimator = Estimator()
-        plan, estimate, decision = decide_run(found, seen, estimator, talk.note, probes=probes)
+        estimate, decision = None, Decision(found.config)
+        if task is None:
+            plan, estimate, decision = decide_run(found, seen, estimator, talk.note, probes=probes)
+        else:
+            plan = settle(seen.config)
         described = describe_run(found, plan, seen, estimate)
         for line in (*decision.lines, *described):
             (talk.say if line.startswith("note ") else talk.plan)(line)
-        check_fits(estimate, estimator, talk.say)
+        if estimate is not None:
+            check_fits(estimate, estimator, talk.say)
         if (remote := remote_of(plan.config)) is not None:
             remote.check_writable()
         assets = collect_assets(plan.config, found.data)
         prepare_run_dir(seen, plan.config, settings, assets)
-        write_estimate(seen.run_dir, plan, found.module, estimate, estimator)
+        if estimate is not None:
+            write_estimate(seen.run_dir, plan, found.module, estimate, estimator)
     return Begun(seen.run_dir, lock, decision.base, decision.selection, plan.config, seen.step)
 
 

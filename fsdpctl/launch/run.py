@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdpctl.errors import FsdpctlError
+from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import Talk, doing
-from fsdpctl.resolve.launchers import LauncherRank, Place, endpoint_of, place_of
+from fsdpctl.resolve.launchers import LauncherRank, Place, endpoint_of, place_of, rank_of
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from fsdpctl.launch.begin import Begun
     from fsdpctl.launch.handshake import Handshake, Plan
     from fsdpctl.launch.outcome import Outcome
+    from fsdpctl.resolve.own import Task
 
     Begin = Callable[[], Begun | None]  # begins the run; None: it is finished
 
 _STARTED = "FSDPCTL_STARTED"  # seconds since the epoch, for workers with a time limit
+_tasks: "list[Task]" = []  # of this process
 
 
 def run(
@@ -48,7 +50,7 @@ def run(
         return begin(composed, settings, resume, talk, where, probes=alone)
 
     if rank is not None:
-        _as_rank(composed.config, launch, rank, begun, talk)
+        _as_rank(composed.config, where, rank, begun, talk)
         return None
     if not alone:
         return _as_node(composed.config, where, begun, talk)
@@ -58,6 +60,23 @@ def run(
     from fsdpctl.launch.restarts import train_with_restarts
 
     return train_with_restarts(found, talk.say), found.run_dir
+
+
+def run_task(task: "Task", composed: "Composed", settings: list[str], talk: Talk) -> None:
+    """Train a module of a script as one rank; the process exits if the run is not complete."""
+    if _tasks:
+        raise UsageError("fsdpctl.train: called before in this process; start another one")
+    _tasks.append(task)
+    os.environ[_STARTED] = str(time.time())
+    _, rank = where = rank_of(composed.config.launch)
+    assert rank is not None
+
+    def begun() -> "Begun | None":
+        from fsdpctl.launch.begin import begin
+
+        return begin(composed, settings, "auto", talk, where, task=task)
+
+    _as_rank(composed.config, where, rank, begun, talk, task)
 
 
 def _as_node(
@@ -98,7 +117,8 @@ def _invite(meeting: "Handshake", begin: "Begin", talk: Talk) -> "Begun | None":
             meeting.call_off("the run is finished; nothing to do", is_finished=True)
             return None
         others = f"the other {meeting.count - 1} of {meeting.count} {meeting.noun}s"
-        talk.plan(f"waiting for {others}")
+        if meeting.count > 1:
+            talk.plan(f"waiting for {others}")
         assert begun.launch.nproc_per_node is not None
         with doing(f"waiting for {others}"):
             meeting.invite(begun.run_dir, begun.launch.nproc_per_node)
@@ -125,19 +145,29 @@ def _accept(meeting: "Handshake", launch: "LaunchConfig") -> "Plan | None":
 
 
 def _as_rank(
-    config: "Config", launch: "LaunchConfig", rank: LauncherRank, begin: "Begin", talk: Talk
+    config: "Config",
+    where: Place,
+    rank: LauncherRank,
+    begin: "Begin",
+    talk: Talk,
+    task: "Task | None" = None,
 ) -> None:
-    """Meet the other ranks, then become the worker: this process exits with it."""
+    """Meet the other ranks, then become the worker: this process exits with it, or with a script.
+
+    A rank without an address is the only one.
+    """
     cores = (os.cpu_count() or 1) // rank.local_world_size
     own = {"OMP_NUM_THREADS": str(max(1, cores)), **config.launch.allocator_environment}
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
-    from fsdpctl.launch.addresses import own_address, reached_store, split_endpoint
+    from fsdpctl.launch.addresses import loopback, own_address, reached_store, split_endpoint
     from fsdpctl.resolve.place import place
 
-    launch = place(config, (launch, rank)).launch
+    launch = place(config, where).launch
     nodes = rank.world_size // rank.local_world_size
-    address, port = split_endpoint(endpoint_of(rank.address, rank.port), for_others=nodes > 1)
+    address, port = loopback(), 0
+    if rank.address:
+        address, port = split_endpoint(endpoint_of(rank.address, rank.port), for_others=nodes > 1)
     is_first = rank.rank == 0 and not rank.store_is_there
     shared = reached_store(address, port, launch.timeout, is_first=is_first)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", own_address(address, launch.interface)[1])
@@ -165,4 +195,4 @@ def _as_rank(
             os.write(terminal, f"fsdpctl: {text}\n".encode())
 
     watch_as_rank(rank, launch, store, exchange, say)
-    become_rank(run_dir, store)
+    become_rank(run_dir, store, task)

@@ -6,9 +6,11 @@ from importlib.util import find_spec
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.config.any_decoder import family_of
+from fsdpctl.config.model import OWN
 from fsdpctl.config.schema import LENGTHS, Config
 from fsdpctl.config.serialize import usual_length
 from fsdpctl.data.data_set import DataSet
+from fsdpctl.data.own import OwnData
 from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.units import format_bytes
@@ -32,19 +34,26 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def describe_run(opened: Opened, plan: RunPlan, seen: Look, estimate: RunEstimate) -> Iterator[str]:
-    """Yield the first lines of a run: every setting that matters, marked if it was not set."""
+def describe_run(
+    opened: Opened, plan: RunPlan, seen: Look, estimate: RunEstimate | None
+) -> Iterator[str]:
+    """Yield the first lines of a run: every setting that matters, marked if it was not set.
+
+    Without an estimate, it is a script's.
+    """
     rows = [
         ("model", _model(opened)),
         ("data", _data(opened.data)),
         ("ranks", _ranks(opened, plan)),
         ("batch", _batch(opened, plan)),
         ("length", _length(opened)),
-        ("memory", _memory(estimate)),
-        ("run", f"{_run(seen)}{_uploads(seen)}"),
     ]
-    rows += [("experts", text) for text in _experts(opened)]
-    rows += [("note", text) for text in _in_float32(opened)]
+    if estimate is not None:
+        rows.append(("memory", _memory(estimate)))
+    rows.append(("run", f"{_run(seen)}{_uploads(seen)}"))
+    if estimate is not None:
+        rows += [("experts", text) for text in _experts(opened)]
+        rows += [("note", text) for text in _in_float32(opened)]
     rows += [("blocks", text) for text in _blocks(plan.config)]
     rows += [("note", text) for text in (*opened.notes, *seen.notes)]
     rows += [("changed", text) for text in changes(seen, plan.config)]
@@ -62,6 +71,9 @@ def _model(opened: Opened) -> str:
     config, count = opened.config, sum(count_weights(opened.module).values())
     trained = sum(param.numel() for param in opened.module.parameters() if param.requires_grad)
     in_part = "" if trained == count else f" ({_count(trained)} trained)"
+    if config.model.is_own:
+        name = config.model.name.removeprefix(OWN)
+        return f"{name}, {_count(count)} parameters{in_part}, {_dtypes(opened)}"
     if (active := count_active(opened.module)) != count:
         in_part = f" ({_count(active)} active){in_part}"
     weights = "" if config.model.path is None else ", random weights"
@@ -148,6 +160,9 @@ def _strategy(config: Config, ranks: int) -> str:
 
 
 def _data(data: DataSet) -> str:
+    if isinstance(data.train, OwnData):
+        held = data.val.num_tokens if data.val else "none"
+        return f"{data.description}: {data.train.num_tokens} samples, {held} for validation"
     whose = data.tokenizer.name if data.has_text else "unknown tokenizer"
     text = f"{data.description}: {_count(data.train.num_tokens)} tokens ({whose})"
     if data.val is None:
@@ -168,9 +183,9 @@ def _batch(opened: Opened, plan: RunPlan) -> str:
         who = f"group{'s' * (groups > 1)} of {shared} ranks"
     # What is not set follows from the others.
     selected = _origin(opened, "train.micro_batch_size", plan).replace(" (default)", "")
+    each = "" if model.is_own else f" of {train.seq_len} tokens{length}"
     return (
-        f"{batches.global_batch_size} samples{_origin(opened, 'train.global_batch_size')} of "
-        f"{train.seq_len} tokens{length} "
+        f"{batches.global_batch_size} samples{_origin(opened, 'train.global_batch_size')}{each} "
         f"per step: {groups} {who} x {batches.num_micro_batches} {passes} "
         f"of {batches.micro_batch_size}{selected}"
     )
@@ -182,6 +197,7 @@ def _length(opened: Opened) -> str:
     steps = train.steps
     tokens = steps * train.global_batch_size * train.seq_len
     epochs = steps * train.global_batch_size / len(opened.data.train.rows(train.seq_len))
+    unit = "samples" if config.model.is_own else "tokens"
     warmup = warmup_steps(config.lr_scheduler, steps)
     late = warmup >= steps > 0
     reached = f" at step {warmup}" if late else ""
@@ -191,7 +207,7 @@ def _length(opened: Opened) -> str:
     chosen = " (default)" if opened.automatic.issuperset(LENGTHS) else ""
     passes = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return (
-        f"{steps:,} step{'s' * (steps != 1)}{chosen}, {_count(tokens)} tokens, {passes} "
+        f"{steps:,} step{'s' * (steps != 1)}{chosen}, {_count(tokens)} {unit}, {passes} "
         f"epoch{'s' * (passes != '1')}{few}; peak learning "
         f"rate {config.optimizer.lr:g}{_origin(opened, 'optimizer.lr')}{reached}"
     )

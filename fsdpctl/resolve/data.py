@@ -32,10 +32,16 @@ def checked_data(config: Config) -> DataSet:
     for file in data.token_files if is_quick(data.token_files) else ():
         if file.is_local:
             check_tokens(file, config.model.vocab_size)
+    check_validation(config, data)
+    return data
+
+
+def check_validation(config: Config, data: DataSet) -> None:
+    """Check whether validation data exists if its loss decides something."""
     if data.val is None and config.compares_losses:
         key = "train.patience" if config.train.patience else "checkpoint.keep_best"
-        raise UsageError(f"{key}: requires validation data; set data.val_fraction or data.val_path")
-    return data
+        way = "val_data" if config.model.is_own else "data.val_fraction or data.val_path"
+        raise UsageError(f"{key}: requires validation data; set {way}")
 
 
 def is_quick(files: Sequence[TokenFile]) -> bool:

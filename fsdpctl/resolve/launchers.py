@@ -46,8 +46,12 @@ class LauncherRank:
 Place = tuple[LaunchConfig, LauncherRank | None]
 
 
-def place_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Place:
+def place_of(
+    launch: LaunchConfig, environ: Mapping[str, str] = os.environ, *, are_ranks: bool = False
+) -> Place:
     """Return `launch` with the nodes of the launcher, and the rank that this process is, if any.
+
+    `are_ranks`: Slurm's tasks are ranks even if there is one per node.
 
     Raises:
         UsageError: If the variables are missing, contradict `launch`, or are another launcher's.
@@ -56,7 +60,7 @@ def place_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> P
     if launch.name == "env":
         place = _of_env(launch, environ)
     elif launch.name == "slurm":
-        launch, place = _of_slurm(launch, environ)
+        launch, place = _of_slurm(launch, environ, are_ranks=are_ranks)
     else:
         _check_alone(launch, environ)
     if place is None:
@@ -71,6 +75,29 @@ def place_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> P
     nodes = place.world_size // ranks
     _check_node_count(launch, nodes, "the launcher has started ranks on")
     return replace(launch, nproc_per_node=ranks, nnodes=nodes), place
+
+
+def rank_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Place:
+    """Return the place of a script: a rank of torchrun or srun, or else the only one.
+
+    Raises:
+        UsageError: If the variables are missing, contradict `launch`, or are another launcher's.
+    """
+    if launch.name == "local" and _RANKS[0] in environ:
+        launch = replace(launch, name="env")
+    if launch.name == "local" and _above_one("SLURM_STEP_NUM_TASKS", environ):
+        launch = replace(launch, name="slurm")
+    if launch.name != "local":
+        return place_of(launch, environ, are_ranks=True)
+    _check_alone(launch, environ)
+    count = (launch.nproc_per_node or 1) * launch.nnodes
+    if count > 1 or launch.node_rank or launch.rdzv_endpoint:
+        raise UsageError(
+            f"launch.nproc_per_node={launch.nproc_per_node or 1} launch.nnodes={launch.nnodes}: a "
+            f"script is one rank; start one process per rank, such as with torchrun "
+            f"--nproc-per-node {launch.nproc_per_node or 2} SCRIPT"
+        )
+    return replace(launch, nproc_per_node=1), LauncherRank(0, 1, 0, 1, address="", port=0)
 
 
 def _check_nodes(launch: LaunchConfig) -> None:
@@ -172,7 +199,7 @@ def _refuse_own_nodes(launch: LaunchConfig, choice: str) -> None:
         )
 
 
-def _of_slurm(launch: LaunchConfig, environ: Mapping[str, str]) -> Place:
+def _of_slurm(launch: LaunchConfig, environ: Mapping[str, str], *, are_ranks: bool) -> Place:
     if any(f"SLURM_STEP_{name}" not in environ for name in _OF_STEP):
         raise UsageError(
             "launch=slurm: not in a job step; run it with srun, one task per node or one per rank: "
@@ -199,7 +226,7 @@ def _of_slurm(launch: LaunchConfig, environ: Mapping[str, str]) -> Place:
     if endpoint is None:  # a port that all tasks of a step agree on, and hardly any other step uses
         job, step = (_number(f"SLURM_{name}_ID", environ) for name in ("JOB", "STEP"))
         endpoint = f"{first_host(environ)}:{_FIRST_PORT + (7 * job + step) % _PORTS}"
-    if tasks == nodes:
+    if tasks == nodes and not are_ranks:
         if nodes == 1:
             return replace(launch, rdzv_endpoint=None), None
         return replace(launch, nnodes=nodes, node_rank=node, rdzv_endpoint=endpoint), None

@@ -5,6 +5,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.load import check_weights
@@ -14,8 +15,9 @@ from fsdpctl.config.compose import Composed
 from fsdpctl.config.gguf_model import notes_on_gguf
 from fsdpctl.config.hub import local_model
 from fsdpctl.config.keys import AUTO
+from fsdpctl.config.model import OWN
 from fsdpctl.config.peft import notes_on_adapters
-from fsdpctl.config.schema import C, Config, Filled
+from fsdpctl.config.schema import C, Config, Filled, Placed
 from fsdpctl.config.serialize import config_words
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open_data import open_data
@@ -28,6 +30,7 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.attention_kernel import check_attention, notes_on_kernel
 from fsdpctl.resolve.data import (
     DATE,
+    check_validation,
     checked_data,
     date_of_run,
     notes_on_data,
@@ -36,6 +39,7 @@ from fsdpctl.resolve.data import (
     with_data,
 )
 from fsdpctl.resolve.launchers import Place, place_of
+from fsdpctl.resolve.own import Task
 from fsdpctl.resolve.place import notes_on_cluster, on_this_machine, place
 from fsdpctl.resolve.rules import check_preflight, check_trained, checked
 from fsdpctl.resolve.settle import RunPlan, settle
@@ -101,11 +105,32 @@ def _open(composed: Composed, where: Place) -> Opened:
     check_trained(config, divide_module(module, None))
     if config.model.is_pretrained:
         check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
+    return _opened(composed, config, data, module, notes + notes_on_data(config, data))
+
+
+def open_task(composed: Composed, where: Place, task: Task) -> Opened:
+    """Return a run of a module of a script, as `open_run`.
+
+    Raises:
+        UsageError: If the run is invalid; the message names the key.
+    """
+    config = place(composed.config, where)
+    check_preflight(config)
+    checked(config)
+    check_validation(config, task.data)
+    config, notes = _with_compiler(config)
+    config = filled(config, OF_STEP, Facts(task.data), composed.automatic)
+    check_trained(config, divide_module(task.module, None))
+    return _opened(composed, config, task.data, task.module, notes)
+
+
+def _opened(
+    composed: Composed, config: Placed, data: DataSet, module: Any, notes: tuple[str, ...]
+) -> Opened:
     others = dict.fromkeys(("train.epochs", "train.tokens", "train.global_batch_tokens"))
     config = config.changed({"train.steps": total_steps(config, data), **others})
     config = filled(config, OF_MODEL, Facts(data, module), composed.automatic)
     config = _with_run_dir(config, composed.recipe)
-    notes += notes_on_data(config, data)
     return Opened(Filled(config), composed.automatic, composed.unset, data, module, notes)
 
 
@@ -170,6 +195,6 @@ def _with_run_dir(config: C, recipe: str | None) -> C:
     if run_dir is not None and Path(run_dir).is_symlink():  # such as runs/latest
         run_dir = os.path.relpath(os.path.realpath(run_dir))
     if run_dir is None:
-        name = recipe or config.model.name
+        name = recipe or config.model.name.removeprefix(OWN)
         run_dir = str(Path("runs") / f"{name}-{run_identity(config)}")
     return replace(config, train=replace(config.train, run_dir=run_dir))

@@ -160,7 +160,7 @@ def _look_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Look:
     if is_here:
         kept = _config_as_started(run_dir)
     elif stored is not None:
-        kept = config_of_checkpoint(stored.manifest.config, stored.url)
+        kept = config_of_checkpoint(stored.manifest.config, stored.url, is_decoder=False)
     else:
         notes = _note_on_latest(run_dir, config)
         return Look(with_run_kernel(config), Standing.NEW, 0, notes=notes)

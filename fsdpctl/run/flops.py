@@ -19,7 +19,7 @@ from fsdpctl.models.registry import count_active
 class ModelFlops:
     """The FLOPs per token of a model, and the peak FLOP/s of the devices."""
 
-    per_token: int  # forward and backward, without recomputation
+    per_token: int  # forward and backward, without recomputation; 0: there are no tokens
     peak: float | None  # FLOP/s of all ranks together; None: unknown
 
     def utilization(self, tokens_per_second: float) -> float | None:
@@ -28,6 +28,8 @@ class ModelFlops:
 
 
 def model_flops(config: Config, module: Any, device: torch.device, ranks: int) -> ModelFlops:
+    if config.model.is_own:
+        return ModelFlops(0, None)
     per_token = flops_per_token(config.model, count_active(module), config.train.seq_len)
     per_token -= 2 * _num_frozen(module)
     peak = _peak(config, device)

@@ -50,6 +50,7 @@ class MetricsLine:
     seconds: Figure | None = None
     tokens_per_second: Figure | None = None
     tokens_per_second_per_rank: Figure | None = None
+    samples_per_second: Figure | None = None
     mfu: Figure | None = None
     compute_seconds: Figure | None = None
     exposed_communication_seconds: Figure | None = None

@@ -80,7 +80,7 @@ class RunProgress:
         is_due = metrics.step % self._log_every == 0 or metrics.step == self._total
         if self._live is not None:
             self._figures = (
-                f"loss {metrics.figures.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  "
+                f"loss {metrics.figures.loss:.3f}  {_speed(metrics)}  "
                 f"{_mfu(metrics)}{_memory(metrics.memory)}{saving}"
             )
             self._live.update(self._live.task_ids[0], completed=metrics.step, note=self._figures)
@@ -123,8 +123,12 @@ def _figures(metrics: "StepMetrics") -> str:
     each = f" ({metrics.tokens_per_second_per_rank:,.0f} per rank)" if metrics.memory.total else ""
     return (
         f"loss {figures.loss:.3f}  grad_norm {figures.grad_norm:.2f}  lr {metrics.lr:.2g}  "
-        f"{metrics.tokens_per_second:,.0f} tok/s{each}  {_mfu(metrics)}".rstrip()
+        f"{_speed(metrics)}{each}  {_mfu(metrics)}".rstrip()
     )
+
+
+def _speed(metrics: "StepMetrics") -> str:
+    return f"{metrics.tokens_per_second:,.0f} {'tok' if metrics.has_tokens else 'samples'}/s"
 
 
 def _mfu(metrics: "StepMetrics") -> str:

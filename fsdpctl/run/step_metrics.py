@@ -84,24 +84,36 @@ class StepMetrics:
         return self.tokens_per_second / self.num_ranks
 
     @property
+    def has_tokens(self) -> bool:
+        """Whether the model is a decoder; otherwise, each sample counts as one token."""
+        return self.flops.per_token > 0
+
+    @property
     def mfu(self) -> float | None:
         """Model FLOPs utilization; None if the peak of the devices is unknown."""
         return self.flops.utilization(self.tokens_per_second)
 
     def to_line(self) -> dict[str, Any]:
         exposed = self.times.exposed_communication
+        speed = round(self.tokens_per_second, 1), round(self.tokens_per_second_per_rank, 1)
+        amounts: dict[str, Any] = {
+            "tokens": self.tokens,
+            "trained_tokens": self.figures.tokens,
+            "tokens_per_second": speed[0],
+            "tokens_per_second_per_rank": speed[1],
+            "model_flops_per_token": self.flops.per_token,
+            "mfu": self.mfu,
+        }
+        if not self.has_tokens:
+            names = "loss_count", "samples_per_second", "samples_per_second_per_rank"
+            amounts = dict(zip(names, (self.figures.tokens, *speed), strict=True))
         return {
             "step": self.step,
             "samples": self.samples,
             "loss": finite(self.figures.loss),
             "grad_norm": finite(self.figures.grad_norm),
             "lr": self.lr,
-            "tokens": self.tokens,
-            "trained_tokens": self.figures.tokens,
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "tokens_per_second_per_rank": round(self.tokens_per_second_per_rank, 1),
-            "model_flops_per_token": self.flops.per_token,
-            "mfu": self.mfu,
+            **amounts,
             "seconds": round(self.times.total, 6),
             "compute_seconds": round(self.times.compute, 6),
             "exposed_communication_seconds": None if exposed is None else round(exposed, 6),

@@ -43,12 +43,14 @@ from fsdpctl.plan.batch import context_groups
 from fsdpctl.plan.optimizers import MUON, get_optimizer
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy, ranks_per_replica
 from fsdpctl.resolve.data import vocabulary_of
+from fsdpctl.resolve.own import Task
 from fsdpctl.resolve.place import owner_map_of, shares_memory
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.environment import add_start, describe_start, device_of_rank
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.callbacks.profiling import HeapTrim, Profiling, watch_allocations
 from fsdpctl.training.callbacks.reporting import EstimateReport, Heartbeat, RunReporter
+from fsdpctl.training.callbacks.same_buffers import SameBuffers
 from fsdpctl.training.callbacks.sample import SampleText
 from fsdpctl.training.callbacks.self_check import SelfCheck
 from fsdpctl.training.callbacks.validation import Validation
@@ -66,17 +68,23 @@ def make_model(
     strategy: str | None = None,
     empty: bool = False,
     trains: bool = False,
+    module: nn.Module | None = None,
 ) -> ShardedModel:
     """Return the model, sharded by fsdpctl's engine as configured. Collective.
 
     Its weights are initialized from the seed, or zeros if `empty`. Only if it `trains`, states are
-    in host memory as configured.
+    in host memory as configured. `module` is one with values, in place of a decoder.
     """
     if strategy:
         config = replace(config, strategy=config.strategy.under(strategy))
-    sharding, module = sharding_of(config, trains=trains), make_module(config)
-    source = Source(device, None if empty else _draw(config, module), is_empty=empty)
-    return shard_from(source, module, sharding)
+    sharding, initialize = sharding_of(config, trains=trains), None
+    if module is not None:
+        module.to(device).train()
+        prepare_blocks(module, config)
+    else:
+        module = make_module(config)
+        initialize = None if empty else _draw(config, module)
+    return shard_from(Source(device, initialize, is_empty=empty), module, sharding)
 
 
 def strategy_alone(config: Settled) -> str:
@@ -103,13 +111,15 @@ def sharding_of(config: Settled, *, trains: bool = False) -> Sharding:
     )
 
 
-def make_trained_model(config: Settled, device: torch.device, *, empty: bool) -> TrainedModel:
-    """Return the model, sharded by the configured engine. Collective."""
+def make_trained_model(
+    config: Settled, device: torch.device, *, empty: bool, own: nn.Module | None = None
+) -> TrainedModel:
+    """Return the model, or a script's `own`, sharded by the configured engine. Collective."""
     model: TrainedModel
     if config.engine.name == FSDPCTL:
-        model = own = make_model(config, device, empty=empty, trains=True)
-        own.mesh.measure_waits()
-        own.overlap_param_gather = True
+        model = ours = make_model(config, device, empty=empty, trains=True, module=own)
+        ours.mesh.measure_waits()
+        ours.overlap_param_gather = True
     else:
         from fsdpctl.peers.model import peer_model  # takes a second
         from fsdpctl.peers.setup import PeerSetup
@@ -178,12 +188,19 @@ def share_samples(device: torch.device, num_ranks: int, context_parallel: int) -
 
 
 def make_trainer(
-    plan: RunPlan, world: World, context: LaunchContext, *, shows: bool, only_measures: bool = False
+    plan: RunPlan,
+    world: World,
+    context: LaunchContext,
+    *,
+    shows: bool,
+    only_measures: bool = False,
+    task: Task | None = None,
 ) -> Trainer:
     """Return the trainer of a run in the state of its newest checkpoint. Collective.
 
     If it `shows`, rank 0 shows the progress, writes heartbeats and runs the user's command. If it
-    `only_measures`, it only does steps, without validation and checkpoints.
+    `only_measures`, it only does steps, without validation and checkpoints. `task` is that of a
+    script.
     """
     config, ranks = plan.config, ObjectExchange()
     run_dir = Path(str(config.train.run_dir))
@@ -194,7 +211,7 @@ def make_trainer(
     places = ranks.gather_objects(device_of_rank(world.device))
     if is_main:
         add_start(run_dir, describe_start(run_dir, places))
-    parts, done, base = _load(plan, run_dir, world, ranks)
+    parts, done, base = _load(plan, run_dir, world, ranks, task)
     journal = Journal(config, run_dir, done.step, is_main=is_main, shows=shows)
     if reason := parts.model.collectives.not_shared:
         journal.warn(f"ranks do not share memory: {reason}")
@@ -215,22 +232,28 @@ def make_trainer(
         RunReporter(journal, checkpoints),
         heartbeat,
         EstimateReport(run_dir, done.step),
-        SampleText(),
+        *([SampleText()] if task is None else [SameBuffers()]),
         *([HeapTrim()] if world.device.type == "cpu" else []),
     ]
     return Trainer(parts, done, context, journal, callbacks)
 
 
 def _load(
-    plan: RunPlan, run_dir: Path, world: World, ranks: ObjectExchange
+    plan: RunPlan, run_dir: Path, world: World, ranks: ObjectExchange, task: Task | None
 ) -> tuple[TrainingParts, Progress, BaseInfo | None]:
     """Return the objects of a run, its progress, and the base that its checkpoints leave out."""
     config, batches = plan.config, plan.batches
-    train, data = config.train, _data(config)
+    train, data = config.train, _data(config) if task is None else task.data
+    if len(set(ranks.gather_objects(data.fingerprint))) > 1:
+        what = "data" if task is not None else f"data.path={config.data.path}"
+        raise UsageError(f"{what}: the ranks see different data; did it change?")
     share_samples(world.device, world.world_size, train.context_parallel)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     model = make_trained_model(
-        config, world.device, empty=newest is not None or config.model.is_pretrained
+        config,
+        world.device,
+        empty=newest is not None or config.model.is_pretrained,
+        own=None if task is None else task.module,
     )
     optimizer = make_optimizer(config, model)
     done, base = _fill(config, model, optimizer, data, newest)
@@ -261,10 +284,7 @@ def _data(config: Settled) -> DataSet:
     stores = any(is_remote(each.path) for each in sources_in(path)) if path else False
     if config.data.holds_documents or stores:
         ranks.gather_objects(None)
-    data = data or open_data(config.data, config.train.seed)
-    if len(set(ranks.gather_objects(data.fingerprint))) > 1:
-        raise UsageError(f"data.path={path}: the ranks see different data; did it change?")
-    return data
+    return data or open_data(config.data, config.train.seed)
 
 
 def _fill(

@@ -1,9 +1,10 @@
 """The loss of a micro-batch, of each source of a mixture, and of a validation set."""
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,7 +13,9 @@ from fsdpctl.comm.base import Collectives
 from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.mixture import MixedRows
+from fsdpctl.data.own import OwnBatch, OwnData
 from fsdpctl.data.packing import IGNORED
+from fsdpctl.errors import UsageError
 from fsdpctl.models.row_documents import Documents, make_documents, send
 from fsdpctl.models.transformers_decoder import Decoder, OwnHead, evaluating
 from fsdpctl.run.step_metrics import finite
@@ -28,6 +31,46 @@ def summed_loss(
     tokens, targets = send(batch.tokens, device), send(batch.targets, device)
     loss: Tensor = model(tokens, targets, chunk_tokens or None, **_documents(batch, device))
     return loss
+
+
+def own_loss(
+    model: Callable[..., Any], own: OwnBatch, device: torch.device
+) -> tuple[Tensor, int | Tensor]:
+    """Return the sum and the count of a script's loss function."""
+    total, count = _checked(own.of.loss(model, _sent(own.value, device)))
+    return (total, count) if own.is_counted else (0 * total, 0)
+
+
+def _sent(value: Any, device: torch.device) -> Any:
+    """Send the tensors of a batch to the device."""
+    if isinstance(value, Tensor):
+        return value.to(device) if value.is_cuda else send(value, device)
+    if isinstance(value, Mapping):
+        return {name: _sent(each, device) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        sent = [_sent(each, device) for each in value]
+        return type(value)(*sent) if hasattr(value, "_fields") else type(value)(sent)
+    return value
+
+
+def _checked(found: Any) -> tuple[Tensor, int | Tensor]:
+    """Return what a script's loss function has returned; UsageError if it is something else."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise UsageError(f"loss: expected a tuple (sum, count), got {type(found).__name__}")
+    total, count = found
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        what = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise UsageError(f"loss: expected a sum, a tensor with one element, got {what}")
+    if torch.is_grad_enabled() and not total.requires_grad:
+        raise UsageError("loss: the sum depends on no trained parameter; was it detached?")
+    if isinstance(count, Tensor):
+        is_whole = count.numel() == 1 and not (count.is_floating_point() or count.is_complex())
+        count = count.detach().reshape(()) if is_whole else count
+    else:
+        is_whole = isinstance(count, int | np.integer) and int(count) >= 0
+    if not is_whole:
+        raise UsageError(f"loss: expected a whole number as the count, got {count!r:.60}")
+    return total.reshape(()), count
 
 
 def _documents(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
@@ -78,8 +121,9 @@ def validation_loss(
             for micro_step in range(part.num_validation_passes(number)):
                 batch = part.validation(number, collectives.rank, micro_step)
                 with evaluating(model):
-                    total[0] += _pass_loss(model, batch, device, chunk_tokens)
-                total[1] += int((batch.targets != IGNORED).sum())
+                    loss, count = _pass_loss(model, batch, device, chunk_tokens)
+                total[0] += loss
+                total[1] += count
             done += 1
             if not goes_on(done):
                 return None
@@ -93,20 +137,26 @@ def validation_loss(
 
 def _pass_loss(
     model: Decoder, batch: MicroBatch, device: torch.device, chunk_tokens: int
-) -> Tensor:
+) -> tuple[Tensor, int | Tensor]:
+    if batch.content is not None:
+        return own_loss(model, batch.content, device)
+    count = int((batch.targets != IGNORED).sum())
     if chunk_tokens:
-        return summed_loss(model, batch, device, chunk_tokens)
+        return summed_loss(model, batch, device, chunk_tokens), count
     tokens = send(batch.tokens, device)
     logits = model(tokens, **_documents(batch, device)).float().flatten(0, 1)
     targets = send(batch.targets, device).flatten()
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-    return losses.double().sum()
+    return losses.double().sum(), count
 
 
 def describe_validation(found: ValidationLoss, data: DataSet, *, compare: bool) -> str:
     """Describe a validation loss; with `compare`, relative to gzip if the data allows it."""
     loss = found.mean
-    text = f"validation loss {loss:.4f} nats per token"
+    text = f"validation loss {loss:.4f}"
+    if isinstance(data.val, OwnData):
+        return text
+    text += " nats per token"
     if found.by_source:
         text += f" ({', '.join(f'{name} {each:.4f}' for name, each in found.by_source.items())})"
     if data.val is None or not data.val.num_bytes:

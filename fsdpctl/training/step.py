@@ -2,11 +2,13 @@
 
 import contextlib
 import hashlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from fsdpctl.plan.batch import tokens_per_rank
 from fsdpctl.run.flops import ModelFlops
 from fsdpctl.run.step_metrics import StepClock, StepMetrics, peak_memory
 from fsdpctl.training.learning_rate import lr_factor
-from fsdpctl.training.loss import SourceLosses, summed_loss
+from fsdpctl.training.loss import SourceLosses, own_loss, summed_loss
 
 if TYPE_CHECKING:
     from fsdpctl.peers.model import PeerModel  # imports PyTorch's engines, which takes a second
@@ -117,7 +119,7 @@ def run_passes(
     return record_step(
         parts.model,
         loss_sum=loss_sum,
-        tokens=torch.full((), tokens, device=parts.device),  # does not wait for the device
+        tokens=tokens,
         nominal_tokens=nominal * parts.model.collectives.size,
         max_grad_norm=parts.config.optimizer.max_grad_norm,
         own=replace(own(), by_source=by_source),
@@ -145,7 +147,7 @@ def finish_step(
 
 def _run_micro_steps(
     parts: TrainingParts, step: int, samples: int, clock: StepClock
-) -> tuple[Tensor, int, int, Tensor | None]:
+) -> tuple[Tensor, Tensor, int, Tensor | None]:
     """Run forward and backward of every micro-batch.
 
     Returns the sum of the losses of target tokens in float64, the number of these tokens, the one
@@ -156,7 +158,7 @@ def _run_micro_steps(
     length = tokens_per_rank(config.train.seq_len, plan.context_parallel)
     nominal = plan.micro_batch_size * plan.num_micro_batches * length
     loss_sum = torch.zeros((), dtype=torch.float64, device=parts.device)
-    tokens = 0
+    tokens = torch.zeros((), dtype=torch.int64, device=parts.device)
     sources = SourceLosses(parts.model.module, parts.train_batches, parts.device)
     for micro_step in range(plan.num_micro_batches):
         _reseed(config.train.seed, step, micro_step, rank)
@@ -167,16 +169,22 @@ def _run_micro_steps(
         with parts.model.no_sync() if holds else contextlib.nullcontext():
             chunk = config.train.loss_chunk_tokens or 0
             sources.begin()
-            loss = summed_loss(parts.model, batch, parts.device, chunk)
+            if batch.content is not None:
+                loss, count = own_loss(parts.model, batch.content, parts.device)
+            else:
+                loss = summed_loss(parts.model, batch, parts.device, chunk)
+                count = int((batch.targets >= 0).sum())
             sources.add(batch)
             (loss / nominal).backward()
         loss_sum += loss.detach()
-        tokens += int((batch.targets >= 0).sum())
+        tokens = tokens + count
         clock.lap("compute")
     return loss_sum, tokens, nominal, sources.sums()
 
 
 def _reseed(*place: int) -> None:
-    """Seed torch's generators from the position in the run."""
-    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    """Seed the generators from the position in the run: Datasets of scripts use all of them."""
+    seed = int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest(), "little")
+    torch.manual_seed(seed >> 1)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)

@@ -22,6 +22,7 @@ from fsdpctl.io.texts import one_line
 
 if TYPE_CHECKING:
     from fsdpctl.comm.world import Store, World
+    from fsdpctl.resolve.own import Task
     from fsdpctl.resolve.settle import RunPlan
 
 MODULE = "fsdpctl.training.worker"
@@ -106,7 +107,9 @@ def report(error: BaseException) -> None:
     get_error_handler().record_exception(error)
 
 
-def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None:
+def _train(
+    run_dir: Path, store: "Store | None", task: "Task | None", *, only_measures: bool
+) -> None:
     import psutil
     import torch
 
@@ -127,11 +130,13 @@ def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch
         torch.use_deterministic_algorithms(True)
     with joined_world(str(config.launch.device), config.launch.timeout, store) as world:
-        _run(plan, world, started, only_measures=only_measures)
+        _run(plan, world, started, task, only_measures=only_measures)
     lock.release()
 
 
-def _run(plan: "RunPlan", world: "World", started: float, *, only_measures: bool) -> None:
+def _run(
+    plan: "RunPlan", world: "World", started: float, task: "Task | None", *, only_measures: bool
+) -> None:
     from fsdpctl.models.kernels import using
     from fsdpctl.training.assemble import make_trainer
     from fsdpctl.training.callbacks.profiling import keep_snapshot
@@ -142,7 +147,7 @@ def _run(plan: "RunPlan", world: "World", started: float, *, only_measures: bool
     trainer = None
     try:
         with using(plan.config.model.attention):
-            trainer = make_trainer(plan, world, context, **about)
+            trainer = make_trainer(plan, world, context, task=task, **about)
             trainer.run()
         for number in STOP_SIGNALS:  # the run is complete, and must not fail because of a late one
             signal.signal(number, signal.SIG_IGN)
@@ -187,27 +192,44 @@ def main() -> None:
     _work(Path(sys.argv[1]), only_measures=MEASURE in sys.argv[2:])
 
 
-def become_rank(run_dir: Path, store: "Store") -> None:
-    """Train as rank `RANK` of another launcher, in a prepared run; ranks meet in `store`."""
-    tie_to_launcher()
-    _work(run_dir, store)
+def become_rank(run_dir: Path, store: "Store", task: "Task | None" = None) -> None:
+    """Train as rank `RANK` of another launcher, in a prepared run; ranks meet in `store`.
+
+    This process exits with the run; with the `task` of a script, only if that fails.
+    A script that is the only rank may have no launcher.
+    """
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    if task is None or os.environ["WORLD_SIZE"] != "1":
+        tie_to_launcher()
+    _work(run_dir, store, task)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def _work(run_dir: Path, store: "Store | None" = None, *, only_measures: bool = False) -> None:
+def _work(
+    run_dir: Path,
+    store: "Store | None" = None,
+    task: "Task | None" = None,
+    *,
+    only_measures: bool = False,
+) -> None:
     rank, terminal = int(os.environ["RANK"]), os.dup(2)
     if rank == 0 and not only_measures:
         DISPLAY.start(sys.stdout, f"starting {os.environ['WORLD_SIZE']} ranks")
     log = _keep_errors(run_dir / "logs", rank)
-    from fsdpctl.errors import FsdpctlError
+    from fsdpctl.errors import FsdpctlError, SignalError
 
     serve_watchdog()
     try:
-        _train(run_dir, store, only_measures=only_measures)
+        _train(run_dir, store, task, only_measures=only_measures)
     except FsdpctlError as error:
         if store is not None and rank == 0:  # there is no launcher of fsdpctl to print it
             os.write(terminal, f"fsdpctl: {one_line(str(error))}\n".encode())
         with contextlib.suppress(OSError):
             print(f"{socket.gethostname()}: {error}", file=sys.stderr)
+        _leave(error.exit_code)
+    except SignalError as error:  # of a script, before there is anything to save
+        os.write(terminal, f"fsdpctl: {error} before there was anything to save\n".encode())
         _leave(error.exit_code)
     except Exception as error:
         if store is not None:
@@ -217,6 +239,12 @@ def _work(run_dir: Path, store: "Store | None" = None, *, only_measures: bool = 
         _leave(1)
     with contextlib.suppress(OSError):
         log.unlink(missing_ok=True)
+    if task is not None:
+        from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
+
+        RANK_STATUS.at(FINISHING)  # for its watchdog: the script may continue for long
+        os.dup2(terminal, 2)
+        return
     _leave(0)  # torch's threads may abort a process while its interpreter shuts down
 
 

@@ -1,0 +1,55 @@
+"""`fsdpctl.train`: a module, a loss and data of a script in the trainer of `fsdpctl train`."""
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdpctl.commands.app import reported
+from fsdpctl.commands.console import note, plan, say
+from fsdpctl.errors import STOP_SIGNALS
+from fsdpctl.io.activity import DISPLAY, Talk, is_first
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def train(
+    *,
+    module: "nn.Module",
+    loss: "Callable[[Any, Any], tuple[Tensor, int | Tensor]]",
+    data: Any,
+    val_data: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    recipe: str | Path | None = None,
+    settings: Sequence[str] = (),
+) -> None:
+    """Train `module` as one rank: of torchrun or srun, or the only one. Once per process.
+
+    Returns when the run is complete. If it is not, prints the reason in one line, and exits with
+    the code of `fsdpctl train`.
+
+    Args:
+        module: Any module with values; those of rank 0 are trained.
+        loss: `loss(module, batch)` returns the sum of the losses of a batch, and the number of
+            what the loss is the mean over, such as samples, pixels or tokens.
+        data: A map-style Dataset.
+        val_data: Another one, for validation.
+        collate_fn: Makes a batch of a list of samples; by default torch's `default_collate`.
+        recipe: The name or path of a recipe.
+        settings: Settings, KEY=VALUE, as on the command line.
+    """
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    with reported():
+        if is_first():
+            DISPLAY.start(sys.stderr, "fsdpctl.train")
+        from fsdpctl.launch.run import run_task
+        from fsdpctl.resolve.own import compose_task, make_task
+
+        task = make_task(module, loss, data, val_data, collate_fn)
+        composed, given = compose_task(task, settings, None if recipe is None else str(recipe))
+        run_task(task, composed, given, Talk(say, partial(plan, show=note), plan))
+    for number, handler in before.items():
+        signal.signal(number, handler)

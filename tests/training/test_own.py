@@ -1,0 +1,238 @@
+"""A module, a loss and data of a script: the same steps as one process, on any ranks."""
+
+import copy
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from docs.examples.regression import Measurements, Model, squared_error
+from fsdpctl.comm.world import World
+from fsdpctl.data.order import samples_at
+from fsdpctl.errors import StoppedError, UsageError
+from fsdpctl.resolve.launchers import rank_of
+from fsdpctl.resolve.open import open_task
+from fsdpctl.resolve.own import compose_task, make_task
+from fsdpctl.resolve.settle import plan_of, settle
+from fsdpctl.run.directory import look, prepare_run_dir
+from fsdpctl.training.assemble import make_trainer
+from fsdpctl.training.loss import own_loss
+from fsdpctl.training.step import LaunchContext
+from tests.distributed import distributed
+from tests.training.ranks import CPU, lines
+
+SIZE, STEPS, RATE = 10, 6, 1e-2
+SETTINGS = [
+    f"train.steps={STEPS}", f"train.global_batch_size={SIZE}", "launch.device=cpu",
+    f"optimizer.lr={RATE}", "lr_scheduler=constant", "lr_scheduler.warmup_steps=0",
+    "train.eval_every=2", "checkpoint.every=2", "checkpoint.mode=sync", "checkpoint.keep_last=0",
+]  # fmt: skip
+
+
+class Changing(nn.Module):
+    """A module with statistics, dropout, and a parameter that only one kind of batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.model = nn.BatchNorm1d(2), Model(16, 2)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, place: Tensor, time: Tensor) -> Tensor:
+        out: Tensor = self.model(self.drop(self.norm(place)), time)
+        return out
+
+
+class Noisy(Measurements):
+    """Samples that differ each time, by two generators."""
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        found = super().__getitem__(number)
+        return found | {"place": found["place"] + torch.rand(2) + np.random.rand()}
+
+
+def trained(
+    folder: Path, module: nn.Module, data: Any, *more: str, stop: Callable[[], bool] = bool
+) -> dict[str, Tensor]:
+    """Train to the end, or to a stop; return the weights and buffers of rank 0."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    task = make_task(module, squared_error, data, Measurements(23, seed=2), None)
+    composed, given = compose_task(task, [*SETTINGS, f"train.run_dir={folder}", *more], None)
+    launch, _ = rank_of(composed.config.launch, {})
+    opened = open_task(composed, (replace(launch, nproc_per_node=world_size), None), task)
+    seen = look(opened.config, "auto")
+    dist.barrier()
+    if rank == 0:
+        seen.run_dir.mkdir(exist_ok=True)
+        prepare_run_dir(seen, settle(seen.config).config, given, {})
+    dist.barrier()
+    context = LaunchContext(stop, time.time(), lambda wait_for_all: wait_for_all())
+    world = World(rank, rank, world_size, CPU)
+    plan = plan_of(settle(seen.config).config)
+    trainer = make_trainer(plan, world, context, shows=False, task=task)
+    try:
+        trainer.run()
+        assert not stop()
+    except StoppedError:
+        assert stop()
+    state: dict[str, Tensor] = trainer.parts.model.state_dict()
+    return state
+
+
+@distributed()
+def as_one_process(rank: int, world_size: int, folder: Path, words: list[str]) -> None:
+    torch.manual_seed(0)
+    module, data = Model(16, 2), Measurements(37, seed=1)
+    plain = copy.deepcopy(module)
+    found = trained(folder, module, data, *words)
+    matrices = [each for each in plain.parameters() if each.ndim > 1]
+    others = [each for each in plain.parameters() if each.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
+    for step in range(STEPS):
+        numbers = samples_at(step * SIZE, SIZE, len(data), 0)
+        samples = [data[int(number)] for number in numbers]
+        loss, count = squared_error(plain, torch.utils.data.default_collate(samples))
+        (loss / count).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        line = [each for each in lines(folder) if "grad_norm" in each][step] if rank == 0 else None
+        if line is not None:
+            assert line["loss_count"] == int(count)
+            assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+            assert line["loss"] == pytest.approx(float(loss.detach() / count), rel=1e-5)
+    expected = plain.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        samples = list(map(Measurements(23, seed=2).__getitem__, range(23)))
+        loss, count = squared_error(plain, torch.utils.data.default_collate(samples))
+    if rank == 0:
+        validated = [each["val_loss"] for each in lines(folder) if "val_loss" in each]
+        assert len(validated) == STEPS // 2
+        assert validated[-1] == pytest.approx(float(loss / count), rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_train_as_one_process(ranks: int, strategy: str, tmp_path: Path) -> None:
+    words = [f"strategy={strategy}", "train.micro_batch_size=2", "accumulation=last"]
+    as_one_process(world_size=ranks, folder=tmp_path / "run", words=words)
+
+
+@distributed()
+def interrupted(rank: int, world_size: int, folder: Path, words: list[str]) -> None:
+    def begin() -> nn.Module:
+        torch.manual_seed(rank)  # the values of rank 0 count
+        return Changing()
+
+    data, looks = Noisy(37, seed=1), 0
+    expected = trained(folder / "whole", begin(), data, *words)
+
+    def soon() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks >= 3  # after the third step
+
+    for stop in (soon, bool):
+        found = trained(folder / "cut", begin(), data, *words, stop=stop)
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+    if rank == 0:
+        whole, cut = (
+            [(x["step"], x.get("loss"), x.get("val_loss")) for x in lines(folder / name)]
+            for name in ("whole", "cut")
+        )
+        assert whole == cut
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_interruption_changes_no_bit(ranks: int, tmp_path: Path) -> None:
+    words = ["checkpoint.keep_best=true"]
+    interrupted(world_size=ranks, folder=tmp_path, words=words)
+
+
+GOOD: dict[str, Any] = {
+    "module": Model(8, 1), "loss": squared_error, "data": Measurements(9, 0), "val_data": None,
+    "collate": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"module": Model}, "module: expected a torch.nn.Module, got type"),
+        ({"module": nn.ReLU()}, "module: expected at least one trained parameter, got none"),
+        ({"loss": 1}, "loss: expected a function, got int"),
+        ({"collate": 1}, "collate_fn: expected a function, got int"),
+        ({"data": iter([])}, "data: expected a map-style Dataset, with __getitem__ and __len__"),
+        ({"val_data": []}, "val_data: expected at least one sample, got none"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_task(**GOOD | wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train.steps=1", "settings: expected a list of KEY=VALUE, got 'train.steps=1'"),
+        (["model=gpt2"], "model=gpt2: only valid with a decoder"),
+        (["data.path=a"], "data.path=a: only valid with a decoder"),
+        (["train.seq_len=8"], "train.seq_len=8: only valid with a decoder"),
+        (["train.sample_tokens=8"], "train.sample_tokens=8: only valid with a decoder"),
+        (["train.context_parallel=2"], "train.context_parallel=2: only valid with a decoder"),
+        (["engine=ddp"], "engine=ddp: only valid with a decoder"),
+        (["cluster=h100"], "cluster=h100: only valid with a decoder"),
+        (["strategy=auto"], "strategy=auto: selected by an estimate of a decoder; set a value"),
+        (["train.stepz=1"], "train.stepz: no such key; did you mean train.steps?"),
+    ],
+)
+def test_a_setting_of_decoders_is_named(words: Any, message: str) -> None:
+    with pytest.raises(UsageError) as found:
+        compose_task(make_task(**GOOD), words, None)
+    assert str(found.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (1.0, "loss: expected a tuple (sum, count), got float"),
+        ((torch.ones(2), 1), "loss: expected a sum, a tensor with one element, got shape [2]"),
+        ((torch.ones(()), 1), "loss: the sum depends on no trained parameter; was it detached?"),
+        ((torch.ones((), requires_grad=True), 1.5), "loss: expected a whole number as the count"),
+        ((torch.ones((), requires_grad=True), -1), "loss: expected a whole number as the count"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_named(result: Any, message: str) -> None:
+    task = make_task(**GOOD | {"loss": lambda model, batch: result})
+    batch = task.data.train.rows(1).content([0])
+    with pytest.raises(UsageError) as found:
+        own_loss(task.module, batch, CPU)
+    assert str(found.value).startswith(message)
+
+
+def test_a_mistake_ends_a_script_in_one_line(tmp_path: Path) -> None:
+    code = """
+import fsdpctl
+from docs.examples.regression import Measurements, Model
+data = Measurements(9, 0)
+fsdpctl.train(module=Model(), loss=lambda model, batch: 1, data=data, settings=["train.steps=1"])
+"""
+    given = [sys.executable, "-c", code]
+    path = {"PYTHONPATH": ":".join(sys.path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(given, cwd=tmp_path, env=path, capture_output=True, text=True)
+    assert done.returncode == 2
+    said = [each for each in done.stderr.splitlines() if not each.startswith("fsdpctl.train, ")]
+    assert said == ["fsdpctl: loss: expected a tuple (sum, count), got int"]
