@@ -112,7 +112,8 @@ def is_finished(seen: Look, say: Callable[[str], None]) -> bool:
     say(f"{seen.source or seen.run_dir}: finished at step {seen.step}; nothing to do")
     last = seen.config.train.steps
     key = "train.steps" if last is None or seen.step >= last else "train.patience"
-    say(f"set a larger {key} to continue, or pass --resume never to start a new run")
+    new = "set another train.run_dir" if seen.config.model.is_own else "pass --resume never"
+    say(f"set a larger {key} to continue, or {new} to start a new run")
     return True
 
 

@@ -26,6 +26,7 @@ from fsdpctl.checkpoint.pretrained import RUN_ASSETS
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint, remote_of
 from fsdpctl.config.from_path import CONFIG_JSON
+from fsdpctl.config.model import OWN
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config, Filled, Settled
@@ -221,7 +222,12 @@ def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
     """
     last = (run_dir.parent / LATEST).resolve()
     name = run_dir.name.rpartition("-")[0]
-    if run_dir.parent.name != RUNS or not name or last.name.rpartition("-")[0] != name:
+    if (
+        config.model.is_own
+        or run_dir.parent.name != RUNS
+        or not name
+        or last.name.rpartition("-")[0] != name
+    ):
         return ()
     if newest_checkpoint(last / CHECKPOINTS) is None:
         return ()
@@ -254,10 +260,11 @@ def _check_same_run(
         if decides_losses(name) and name not in _MAY_CHANGE
     ]
     if deciding:
+        more = f", pass --resume never, or pass --resume {shlex.quote(str(source))} to start a new "
+        more = "" if now["model"].startswith(OWN) else f"{more}run from its state"
         raise UsageError(
             f"{where}: contains a run with a different configuration "
-            f"({', '.join(deciding)}); set another train.run_dir, pass --resume never, or pass "
-            f"--resume {shlex.quote(str(source))} to start a new run from its state"
+            f"({', '.join(deciding)}); set another train.run_dir{more}"
         )
 
 
