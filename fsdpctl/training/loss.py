@@ -1,6 +1,8 @@
 """The loss of a micro-batch, of each source of a mixture, and of a validation set."""
 
+import hashlib
 import math
+import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -119,6 +121,7 @@ def validation_loss(
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for number in range(part.num_validation_batches(at_most)):
             for micro_step in range(part.num_validation_passes(number)):
+                reseed(number, micro_step, collectives.rank)
                 batch = part.validation(number, collectives.rank, micro_step)
                 with evaluating(model):
                     loss, count = _pass_loss(model, batch, device, chunk_tokens)
@@ -207,3 +210,11 @@ class SourceLosses:
             return None
         self._head.token_losses = None
         return torch.stack([self._losses, send(self._tokens, self._device)])
+
+
+def reseed(*place: int) -> None:
+    """Seed the generators from the position in the run: Datasets of scripts use all of them."""
+    seed = int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest(), "little")
+    torch.manual_seed(seed >> 1)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)

@@ -1,14 +1,11 @@
 """The objects of a run, and one optimizer step that does not wait for the device."""
 
 import contextlib
-import hashlib
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +20,7 @@ from fsdpctl.plan.batch import tokens_per_rank
 from fsdpctl.run.flops import ModelFlops
 from fsdpctl.run.step_metrics import StepClock, StepMetrics, peak_memory
 from fsdpctl.training.learning_rate import lr_factor
-from fsdpctl.training.loss import SourceLosses, own_loss, summed_loss
+from fsdpctl.training.loss import SourceLosses, own_loss, reseed, summed_loss
 
 if TYPE_CHECKING:
     from fsdpctl.peers.model import PeerModel  # imports PyTorch's engines, which takes a second
@@ -161,7 +158,7 @@ def _run_micro_steps(
     tokens = torch.zeros((), dtype=torch.int64, device=parts.device)
     sources = SourceLosses(parts.model.module, parts.train_batches, parts.device)
     for micro_step in range(plan.num_micro_batches):
-        _reseed(config.train.seed, step, micro_step, rank)
+        reseed(config.train.seed, step, micro_step, rank)
         batch = parts.train_batches.training(samples, rank, micro_step)
         clock.lap("data")
         is_last = micro_step == plan.num_micro_batches - 1
@@ -180,11 +177,3 @@ def _run_micro_steps(
         tokens = tokens + count
         clock.lap("compute")
     return loss_sum, tokens, nominal, sources.sums()
-
-
-def _reseed(*place: int) -> None:
-    """Seed the generators from the position in the run: Datasets of scripts use all of them."""
-    seed = int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest(), "little")
-    torch.manual_seed(seed >> 1)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)

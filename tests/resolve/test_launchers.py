@@ -6,7 +6,7 @@ import pytest
 
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.launchers import LauncherRank, first_host, place_of
+from fsdpctl.resolve.launchers import LauncherRank, first_host, place_of, rank_of
 
 LOCAL, ENV, SLURM = LaunchConfig(), LaunchConfig("env"), LaunchConfig("slurm")
 
@@ -113,6 +113,16 @@ def test_one_task_per_rank_is_a_rank():
     launch, place = place_of(SLURM, of_slurm(3, 4, 2))
     assert place == LauncherRank(3, 4, 1, 2, "gpu-a003", 20000 + 7 * 1234)
     assert (launch.nnodes, launch.nproc_per_node) == (2, 2)
+
+
+def test_a_script_is_a_rank_of_any_launcher_or_the_only_one():
+    assert rank_of(LOCAL, of_torchrun(5, 8, 4)) == place_of(ENV, of_torchrun(5, 8, 4))
+    launch, place = rank_of(LOCAL, of_slurm(1, 2, 2))  # one task per node
+    assert place == LauncherRank(1, 2, 0, 1, "gpu-a003", 20000 + 7 * 1234)
+    assert (launch.nnodes, launch.nproc_per_node) == (2, 1)
+    assert rank_of(LOCAL, {})[1] == LauncherRank(0, 1, 0, 1, "", 0)
+    with pytest.raises(UsageError, match="torchrun --nproc-per-node 4 SCRIPT"):
+        rank_of(LaunchConfig(nproc_per_node=4), {})
 
 
 def test_one_task_alone_starts_its_ranks_itself_under_slurm_too():

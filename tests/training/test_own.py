@@ -64,7 +64,7 @@ def trained(
 ) -> dict[str, Tensor]:
     """Train to the end, or to a stop; return the weights and buffers of rank 0."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    task = make_task(module, squared_error, data, Measurements(23, seed=2), None)
+    task = make_task(module, squared_error, data, type(data)(23, seed=2), None)
     composed, given = compose_task(task, [*SETTINGS, f"train.run_dir={folder}", *more], None)
     launch, _ = rank_of(composed.config.launch, {})
     opened = open_task(composed, (replace(launch, nproc_per_node=world_size), None), task)
@@ -142,7 +142,7 @@ def interrupted(rank: int, world_size: int, folder: Path, words: list[str]) -> N
     def soon() -> bool:
         nonlocal looks
         looks += 1
-        return looks >= 3  # after the third step
+        return looks >= 2 + world_size  # after the third step, or before a validation
 
     for stop in (soon, bool):
         found = trained(folder / "cut", begin(), data, *words, stop=stop)
