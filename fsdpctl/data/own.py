@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 _SAMPLE = Sample(np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class OwnData:
-    """The samples of a script, what makes a batch of some, and its loss.
+@dataclass(frozen=True)
+class OwnData(Rows):
+    """The samples of a script in our order, what makes a batch of some, and its loss.
 
     `loss(module, batch)` returns a sum, and the count of what it averages over.
     """
@@ -24,44 +24,29 @@ class OwnData:
     samples: Any  # a map-style Dataset
     collate: Callable[[list[Any]], Any]
     loss: "Callable[[Any, Any], tuple[Tensor, int | Tensor]]"
+    seq_len = 1
+    origin = "data"
     num_bytes = None  # there is no text
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.samples)
+    emptiness = "data: expected at least one sample, got none"
 
     @property
     def fingerprint(self) -> str:
         """The number of samples: their content may differ from time to time."""
-        return f"{len(self.samples)} samples "
+        return f"{len(self)} samples "
 
-    def rows(self, seq_len: int) -> "OwnRows":
-        return OwnRows(self)
-
-
-class OwnRows(Rows):
-    """The samples of a script, in our order."""
-
-    seq_len = 1
-    origin = "data"
-
-    def __init__(self, data: OwnData) -> None:
-        self._data, self._count = data, len(data.samples)
-
-    @property
-    def emptiness(self) -> str:
-        return "data: expected at least one sample, got none"
+    def rows(self, seq_len: int) -> "OwnData":
+        return self
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.samples)
 
     def __getitem__(self, number: int) -> Sample:
         return _SAMPLE
 
     def content(self, numbers: Sequence[int]) -> "OwnBatch":
         """Return a batch; a rank without a sample runs the first one, which is not counted."""
-        samples = [self._data.samples[number] for number in numbers or [0]]
-        return OwnBatch(self._data.collate(samples), self._data, is_counted=bool(numbers))
+        samples = [self.samples[number] for number in numbers or [0]]
+        return OwnBatch(self.collate(samples), self, is_counted=bool(numbers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,11 +68,7 @@ def begin(
         UsageError: If the run is invalid; nothing remains of a directory that was created here.
         DoesNotFitError: If its memory does not suffice; likewise.
     """
-    if task is None:
-        found = open_run(composed, where)
-    else:
-        assert where is not None
-        found = open_task(composed, where, task)
+    found = open_run(composed, where) if task is None else open_task(composed, where, task)
     seen = look(found.config, resume)
     may_lack = seen.source is None and remote_of(seen.config) is not None
     if not may_lack and is_finished(seen, talk.say):

@@ -67,16 +67,22 @@ def run_task(task: "Task", composed: "Composed", settings: list[str], talk: Talk
     if _tasks:
         raise UsageError("fsdpctl.train: called before in this process; start another one")
     _tasks.append(task)
+    before, begun = dict(os.environ), list["Begun | None"]()
     os.environ[_STARTED] = str(time.time())
     _, rank = where = rank_of(composed.config.launch)
     assert rank is not None
 
-    def begun() -> "Begun | None":
+    def begin_once() -> "Begun | None":
         from fsdpctl.launch.begin import begin
 
-        return begin(composed, settings, "auto", talk, where, task=task)
+        begun.append(begin(composed, settings, "auto", talk, where, task=task))
+        return begun[0]
 
-    _as_rank(composed.config, where, rank, begun, talk, task)
+    _as_rank(composed.config, where, rank, begin_once, talk, task)
+    for each in filter(None, begun):
+        each.lock.release()
+    os.environ.clear()  # of variables of a rank, for what the script starts
+    os.environ.update(before)
 
 
 def _as_node(

@@ -108,7 +108,7 @@ def _open(composed: Composed, where: Place) -> Opened:
     return _opened(composed, config, data, module, notes + notes_on_data(config, data))
 
 
-def open_task(composed: Composed, where: Place, task: Task) -> Opened:
+def open_task(composed: Composed, where: Place | None, task: Task) -> Opened:
     """Return a run of a module of a script, as `open_run`.
 
     Raises:

@@ -198,12 +198,9 @@ def become_rank(run_dir: Path, store: "Store", task: "Task | None" = None) -> No
     This process exits with the run; with the `task` of a script, only if that fails.
     A script that is the only rank may have no launcher.
     """
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     if task is None or os.environ["WORLD_SIZE"] != "1":
         tie_to_launcher()
     _work(run_dir, store, task)
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def _work(

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from docs.examples.regression import Measurements, Model, squared_error
 from fsdpctl.comm.world import World
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.model import NO_DECODER
+from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.order import samples_at
 from fsdpctl.errors import StoppedError, UsageError
 from fsdpctl.resolve.launchers import rank_of
@@ -221,6 +224,15 @@ def test_a_loss_that_returns_something_else_is_named(result: Any, message: str) 
     with pytest.raises(UsageError) as found:
         own_loss(task.module, batch, CPU)
     assert str(found.value).startswith(message)
+
+
+def test_commands_that_need_a_decoder_reject_the_run_of_a_script() -> None:
+    name = compose_task(make_task(**GOOD), [], None)[0].config.model.name
+    for word in (f"model={name}", "data=own"):
+        with pytest.raises(UsageError, match=f"{word}: {NO_DECODER}"):
+            compose_config([word])
+    with pytest.raises(UsageError, match=f"runs/a: {NO_DECODER}"):
+        config_of_checkpoint({"model": name}, "runs/a")
 
 
 def test_a_mistake_ends_a_script_in_one_line(tmp_path: Path) -> None:
