@@ -85,12 +85,15 @@ def composed_from(
     quiet: bool = False,
     converted: Sequence[tuple[str, str]] | None = None,
     first: First | None = None,
+    of_run: bool = False,
 ) -> Composed:
     """Compose the configuration; print the ignored keys of the recipe unless `quiet`.
 
-    `converted` and `first` are those of `compose_config`.
+    The other arguments are those of `compose_config`.
     """
-    composed = compose_config(asked.settings, asked.recipe, converted=converted, first=first)
+    composed = compose_config(
+        asked.settings, asked.recipe, converted=converted, first=first, of_run=of_run
+    )
     for name in () if quiet else composed.dropped:
         say(f"{name} of the recipe ignored: {name.split('.')[0]} is set on the command line")
     note(*(() if quiet else composed.renamed))

@@ -73,7 +73,7 @@ def _composed(
 ) -> tuple[Composed, ConfigArguments]:
     """Compose the configuration, of another tool's file if given; quietly without `first`."""
     if source is None:
-        return composed_from(asked, quiet=first is None, first=first), asked
+        return composed_from(asked, quiet=first is None, first=first, of_run=True), asked
     recipe = converted(source, words_beside(source, asked))
     for why in recipe.required:
         raise UsageError(f"{source}: {why}")
@@ -81,8 +81,8 @@ def _composed(
     for line in (*missing, *(f"left out: {each}" for each in recipe.left_out)) if first else ():
         note(f"{source.name}: {line}")
     asked = asked._replace(recipe=str(source))
-    composed = composed_from(asked, quiet=first is None, converted=recipe.words, first=first)
-    return composed, asked
+    quiet, words = first is None, recipe.words
+    return composed_from(asked, quiet=quiet, converted=words, first=first, of_run=True), asked
 
 
 def _begin(resume: str, config: Config, recipe: str | None) -> None:
@@ -128,7 +128,7 @@ def _opened(composed: Composed, resume: str) -> "tuple[Opened, Look]":
     from fsdpctl.run.directory import look
 
     composed = on_this_machine(composed)
-    opened = open_run(composed, (composed.config.launch, None))
+    opened = open_run(composed, (composed.config.launch, None), dry=True)
     return opened, look(opened.config, resume)
 
 

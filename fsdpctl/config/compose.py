@@ -67,11 +67,13 @@ def compose_config(
     *,
     converted: Sequence[Pair] | None = None,
     first: First | None = None,
+    of_run: bool = False,
 ) -> Composed:
     """Return the configuration of `words` (KEY=VALUE settings) and a recipe.
 
     `converted` are the settings of the recipe if its file is another tool's. `first` is called with
     the configuration and the recipe's name before the model is read, which may import torch.
+    `of_run` is that of `with_model`.
 
     Raises:
         UsageError: If a setting is unknown or given twice, or its value is invalid.
@@ -94,7 +96,7 @@ def compose_config(
         ranks = dict(base).keys() - dict(before) & {*RANKS}
         of_recipe = frozenset({*ranks, *(x for x in KEYS if x.startswith("cluster."))} - given)
     kept, dropped = _below(base, given)
-    pairs, renamed = with_own_strategy(with_model(gathered([*kept, *typed])))
+    pairs, renamed = with_own_strategy(gathered([*kept, *typed]))
     _check_known(pairs)
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices)
@@ -102,6 +104,8 @@ def compose_config(
     name = path.stem if path else None
     if first is not None:
         first(to_config({**values, **parsed}, choices), name)
+    pairs = with_model(pairs, of_run=of_run)
+    parsed |= {name: KEYS[name].parse(text) for name, text in pairs if name == "model.path"}
     of_model = values_of_model(choices, dict(pairs), values["model.config_json"])
     values |= of_model | values_of_adapters(choices, dict(pairs)) | parsed
     values["model.head_dim"] = of_model.get("model.head_dim")  # a number for `auto` too
@@ -202,6 +206,8 @@ def _meant_by(word: str) -> str:
         return f"; to train on the text, pass data=text data.path={word}"
     if "/" in word and (similar := nearest(word, hub_models())):
         return similar
+    if re.fullmatch(r"[\w.-]+/[\w.@-]+", word):
+        return f"; for a model on the Hugging Face Hub, pass model={word}"
     return hint(word, [*KEYS, *GROUPS])
 
 

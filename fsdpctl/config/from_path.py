@@ -29,26 +29,26 @@ _FREE = "model.max_seq_len"  # which weights do not determine
 FROM_PATH = "hf"  # the option for a model that a directory describes
 
 
-def with_model(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Replace a name on the Hub in `model.path` by its cached directory, if it has one."""
-    given = dict(pairs)
-    if given.get("model") != FROM_PATH:
+def with_model(pairs: list[tuple[str, str]], *, of_run: bool) -> list[tuple[str, str]]:
+    """Replace a name on the Hub in `model.path` by a directory with its configuration.
+
+    Unless it is `of_run`, one that is in the table keeps its name: estimates need no more.
+    """
+    if dict(pairs).get("model") != FROM_PATH:
         return pairs
-    weights = given.get("model.init") != "random"
     return [
-        (name, _found(text, weights=weights) if name == "model.path" else text)
+        (name, _found(text, of_run=of_run) if name == "model.path" else text)
         for name, text in pairs
     ]
 
 
-def _found(path: str, *, weights: bool) -> str:
-    """Return the cached directory, or the name itself if the model's configuration is known."""
+def _found(path: str, *, of_run: bool) -> str:
+    if of_run or path.partition("@")[0] not in hub_models():
+        return local_model(path, "config")
     try:
-        return local_model(path, weights=weights)
+        return local_model(path, "config", fetch=False)
     except UsageError:
-        if path.partition("@")[0] in hub_models():
-            return path
-        raise
+        return path
 
 
 def values_of_model(

@@ -1,85 +1,134 @@
-"""Models by their name on the Hugging Face Hub: in its cache, or known. Nothing is downloaded."""
+"""Models by their name on the Hugging Face Hub: in its cache, fetched into it, or known."""
 
 import os
 import re
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.io.fetch import Repository, hub_cache, is_offline
+from fsdpctl.io.files import nearest_path
 from fsdpctl.io.gguf_header import SUFFIX
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import read_json
 
 TABLE = Path(__file__).parent / "hub_models.json"
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SNAPSHOT = re.compile(r"(.+)/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?")
+# Data of a model that is not weights: nothing that Python could run or unpickle.
+_SMALL = re.compile(r"[^/]+\.(json|jinja|model|txt|spm|codes|tokenizer)")
+_TEMPLATE = re.compile(r"additional_chat_templates/[^/]+\.jinja")
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+Part = Literal["config", "tokenizer", "weights"]  # each with those before it
 
 
-def local_model(path: str, *, weights: bool = True) -> str:
-    """Return the cached directory of `ORG/NAME[@REVISION]`, or `path` if it is another path.
+def local_model(
+    path: str, part: Part = "weights", *, fetch: bool = True, key: str = "model.path="
+) -> str:
+    """Return the directory of `ORG/NAME[@REVISION]`, or `path` if it is another path.
 
-    As in transformers, an existing directory of that name takes precedence. With `weights`, the
-    cache must have them too.
+    As in transformers, an existing directory of that name takes precedence. With `fetch`, what the
+    cache lacks up to `part` is fetched, also of a directory in the cache. `key` begins messages.
 
     Raises:
-        UsageError: If files are missing in the cache. The message has the command to download them.
+        UsageError: If it is not on the Hub either, cannot be fetched, or may not be.
     """
-    match = _NAME.fullmatch(path)
-    if match is None or os.path.exists(path) or ".." in path or path.endswith(SUFFIX):
+    if (repository := _repository(path, key)) is None:
         return path
-    name, revision = match.groups()
-    fetch = f"`hf download {name}{f' --revision {revision}' if revision else ''}`"
-    snapshot = _snapshot(name, revision)
-    if snapshot is None:
-        raise UsageError(
-            f"model.path={path}: no such directory, and not in the Hugging Face cache "
-            f"({cache_folder()}); fsdpctl downloads nothing, run {fetch}"
-        )
-    if missing := _missing(snapshot, weights=weights):
-        raise UsageError(
-            f"model.path={path}: {missing} is missing in the Hugging Face cache; run {fetch}"
-        )
-    return str(snapshot)
+    if missing := _missing(repository, part):
+        is_begun = repository.snapshot() is not None
+        if not fetch or is_offline():
+            what = f"no such directory, and not in the Hugging Face cache ({hub_cache()})"
+            if is_begun:
+                what = f"{missing} is missing in the Hugging Face cache"
+            raise UsageError(f"{repository.where}: {repository.missing(what)}")
+        if not is_begun and (parent := Path(path).parent).is_dir():
+            raise UsageError(
+                f"{repository.where}: no such directory{nearest_path(path)}; as {parent} is one, "
+                "it is not looked for on the Hub"
+            )
+        with repository.alone():
+            for each in ("tokenizer", part) if part == "weights" else (part,):
+                _fetch(repository, each)
+    return str(repository.snapshot())
 
 
 def cached_model(path: Path) -> Path:
-    """Return the cached directory for a command's argument, or the path if it isn't in the cache.
-
-    Raises:
-        UsageError: If the cache has only a part of the model.
-    """
-    match = _NAME.fullmatch(str(path))
-    is_known = match and (cache_folder() / f"models--{match[1].replace('/', '--')}").is_dir()
-    return Path(local_model(str(path))) if is_known else path
+    """Return the directory of a model for its name, fetched if need be, or the path itself."""
+    found = _repository(str(path))
+    is_path = found is None or (path.parent.is_dir() and not found.folder.is_dir())
+    return path if is_path else Path(local_model(str(path), key=""))
 
 
-def cache_folder() -> Path:
-    from huggingface_hub import constants  # takes 0.1 s, and few commands need it
-
-    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE))
-
-
-def _snapshot(name: str, revision: str | None) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    for file in (CONFIG_JSON, _INDEX, _WEIGHTS):
-        found = try_to_load_from_cache(name, file, cache_dir=cache_folder(), revision=revision)
-        if isinstance(found, str):
-            return Path(found).parent
-    return None
+def announce_weights(path: str) -> bool:
+    """Print what a run would fetch, for a directory in the cache; return whether it is anything."""
+    repository = _repository(path)
+    if repository is None or not _missing(repository, "weights"):
+        return False
+    repository.fetch(lambda names: _needed(names, repository.snapshot(), "weights"), dry=True)
+    return True
 
 
-def _missing(snapshot: Path, *, weights: bool) -> str:
-    """Return the first missing file that the model needs, or an empty text."""
-    needed = [CONFIG_JSON]
-    if weights and (snapshot / _INDEX).is_file():
-        shards = read_json(snapshot / _INDEX, dict[str, Any])
-        names = shards.get("weight_map")
-        needed += sorted({str(each) for each in names.values()} if isinstance(names, dict) else ())
-    elif weights:
-        needed.append(_WEIGHTS)
+def part_of_run(model: ModelConfig) -> Part:
+    return "weights" if model.is_pretrained else "tokenizer"
+
+
+def _repository(path: str, key: str = "model.path=") -> Repository | None:
+    where = f"{key}{path}"
+    if (match := _SNAPSHOT.fullmatch(path)) and Path(match[1]) == hub_cache():
+        return Repository(f"{match[2]}/{match[3]}", match[4], "model", where)
+    match = _NAME.fullmatch(path)
+    if match is None or os.path.exists(path) or ".." in path or path.endswith(SUFFIX):
+        return None
+    return Repository(match[1], match[2], "model", where)
+
+
+def _fetch(repository: Repository, part: Part) -> None:
+    """Fetch what is missing of a part; that of the weights is known from their index."""
+    if not _missing(repository, part):
+        return  # another process has fetched it
+    found: list[str] = []
+
+    def choose(names: Collection[str]) -> list[str]:
+        found.extend(names)
+        return _needed(names, repository.snapshot(), part)
+
+    repository.fetch(choose)
+    if missing := _missing(repository, part):
+        others = sorted(each for each in found if each.endswith((".bin", ".pt", ".pth", ".gguf")))
+        other = f"; {others[0]} is not read" if others and missing != CONFIG_JSON else ""
+        raise UsageError(f"{repository.where}: {missing} is missing on the Hub{other}")
+
+
+def _missing(repository: Repository, part: Part) -> str:
+    """Return the first file of a part that the cache lacks, or an empty text."""
+    snapshot = repository.snapshot()
+    if snapshot is None:
+        return CONFIG_JSON
+    names = repository.names() if part != "config" else ()
+    needed = _needed(names, snapshot, part)
     return next((each for each in needed if not (snapshot / each).is_file()), "")
+
+
+def _needed(names: Collection[str], snapshot: Path | None, part: Part) -> list[str]:
+    """Return the files of a part; `names` are all those on the Hub, or none if unknown."""
+    needed = [CONFIG_JSON]
+    if part == "config":
+        return needed
+    needed += [x for x in names if _SMALL.fullmatch(x) or _TEMPLATE.fullmatch(x)]
+    if part == "tokenizer":
+        return needed
+    here = {each.name for each in snapshot.iterdir()} if snapshot else set()
+    single = [x for x in names if x.endswith(".safetensors") and "/" not in x]
+    if _SINGLE not in {*names, *here} and snapshot is not None and _INDEX in here:
+        weights = read_json(snapshot / _INDEX, dict[str, Any]).get("weight_map")
+        shards = {str(each) for each in weights.values()} if isinstance(weights, dict) else set()
+        return needed + sorted(each for each in shards if each.endswith(".safetensors"))
+    return [*needed, *(single if len(single) == 1 else [_SINGLE])]
 
 
 @lru_cache(maxsize=1)

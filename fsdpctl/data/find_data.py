@@ -5,9 +5,9 @@ from pathlib import Path
 
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.data_files import DataFiles, data_files, kind_of, select_files
-from fsdpctl.config.hub import cache_folder
 from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
+from fsdpctl.io.fetch import hub_cache as cache_folder
 
 _HUB = "hf://"
 _NAME = re.compile(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 
 from fsdpctl.config.hub import hub_models, local_model
@@ -13,18 +12,6 @@ from fsdpctl.errors import UsageError
 from fsdpctl.importers.translation import Translation
 from fsdpctl.io.run_files import CONFIG_JSON
 
-# Names on the Hub without their owner. They match in full, so that quantized models and models of
-# another size don't match.
-_ON_THE_HUB = {
-    r"(meta-)?llama-3(\.1)?-8b(-instruct)?": "llama3_8b",
-    r"(meta-)?llama-3(\.[13])?-70b(-instruct)?": "llama3_70b",
-    r"(meta-)?llama-3\.1-405b(-instruct)?": "llama3_405b",
-    r"llama-3\.2-1b(-instruct)?": "llama3_1b",
-    r"llama-2-7b(-chat)?(-hf)?": "llama2_7b",
-    r"qwen3-4b(-base|-instruct-2507|-thinking-2507)?": "qwen3_4b",
-    r"gpt2": "gpt2",
-}
-
 
 def settings_of_model(name: str) -> tuple[str, ...]:
     """Return the settings for a directory or a name on the Hub, empty if the name is unknown."""
@@ -34,16 +21,14 @@ def settings_of_model(name: str) -> tuple[str, ...]:
             raise UsageError(f"{name}: {CONFIG_JSON} not found")
         model_words(str(folder))
         return ("model=hf", f"model.path={name}")
-    for weights, init in ((True, ()), (False, ("model.init=random",))):
-        if _is_cached(name, weights=weights):
-            return ("model=hf", f"model.path={name}", *init)
-    last = name.rsplit("/", 1)[-1].partition("@")[0].lower()
-    last = re.sub(r"-(fp|bf)16$", "", last)
-    for form, choice in _ON_THE_HUB.items():
-        if re.fullmatch(form, last):
-            return (f"model={choice}",)
+    by_name = ("model=hf", f"model.path={name}")
     if name.partition("@")[0] in hub_models():
-        return ("model=hf", f"model.path={name}", "model.init=random")
+        return by_name
+    try:
+        if local_model(name, "config") != name:
+            return by_name
+    except UsageError:
+        pass  # not on the Hub, or not to be fetched here
     return ()
 
 
@@ -62,7 +47,7 @@ def map_model(found: Translation, value: SourceKey | None, key: str) -> None:
     if settings:
         found.map(value, *settings)
         return
-    why = "not a directory, in the Hugging Face cache, or a known name"
+    why = "not a directory, a known name, or one on the Hugging Face Hub"
     found.missing.append(("model", f"{value.key}: {name}: {why}; {way_on}"))
 
 
@@ -74,10 +59,3 @@ def map_overrides(found: Translation, place: str) -> None:
             found.source.take(value.key)
             text = json.dumps(value.items) if value.is_list else value.text
             found.map(value, f"{OVERRIDES}.{name}={text}")
-
-
-def _is_cached(name: str, *, weights: bool) -> bool:
-    try:
-        return local_model(name, weights=weights) != name
-    except UsageError:
-        return False

@@ -128,6 +128,13 @@ class Display:
             if bar is not None:
                 bar("")
 
+    def tell(self, text: str) -> None:
+        """Show a line that stays, unless quiet."""
+        with self._lock:
+            self._erase()
+            self._write(f"{one_line(text)}\n")
+            self._spoke = time.monotonic()
+
     def before_output(self, text: str) -> None:
         """Make room for output that follows, and count the seconds of silence from now."""
         if not text or self._bar is not None:  # a bar writes on its own

@@ -43,6 +43,11 @@ def run(
         composed = on_this_machine(composed)
     launch, rank = where = place_of(composed.config.launch)
     alone = rank is None and launch.nnodes == 1
+    model = composed.config.model
+    if model.path is not None and not alone:  # only the first process opens the run
+        from fsdpctl.config.hub import local_model, part_of_run
+
+        local_model(model.path, part_of_run(model))
 
     def begun() -> "Begun | None":
         from fsdpctl.launch.begin import begin

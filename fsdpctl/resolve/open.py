@@ -13,7 +13,7 @@ from fsdpctl.checkpoint.pretrained import tokenizer_beside
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.gguf_model import notes_on_gguf
-from fsdpctl.config.hub import local_model
+from fsdpctl.config.hub import announce_weights, local_model, part_of_run
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.model import OWN
 from fsdpctl.config.peft import notes_on_adapters
@@ -69,10 +69,10 @@ def decides_losses(name: str) -> bool:
     return name.split(".")[0] in _DECIDES or name in _DECIDING_KEYS
 
 
-def open_run(composed: Composed, where: Place | None = None) -> Opened:
+def open_run(composed: Composed, where: Place | None = None, *, dry: bool = False) -> Opened:
     """Open the data and the model of a run on this machine, and name its directory.
 
-    The ranks are `where`, or those of the launcher's variables.
+    The ranks are `where`, or those of the launcher's variables. If dry, no weights are fetched.
 
     Raises:
         UsageError: If the run is invalid; the message names the key.
@@ -80,13 +80,13 @@ def open_run(composed: Composed, where: Place | None = None) -> Opened:
     composed = on_this_machine(composed)
     where = where or place_of(composed.config.launch)
     with doing("opening the model and the data"):
-        opened = _open(composed, where)
+        opened = _open(composed, where, dry=dry)
     # The template may write the date, and only an opened run has a directory with another one.
     begun = date_of_run(opened.config, opened.data)
-    return opened if begun is None else _open(on_date(composed, begun), where)
+    return opened if begun is None else _open(on_date(composed, begun), where, dry=dry)
 
 
-def _open(composed: Composed, where: Place) -> Opened:
+def _open(composed: Composed, where: Place, *, dry: bool) -> Opened:
     left_open(composed.config)  # fails if a selected setting has a value too
     check_preflight(composed.config)
     config = place(composed.config, where)
@@ -94,7 +94,7 @@ def _open(composed: Composed, where: Place) -> Opened:
     check_attention(config, here=True)
     config, notes = _with_compiler(config)
     notes += notes_on_cluster(composed) + notes_on_kernel(config)
-    config = _with_model_path(config)
+    config = _with_model_path(config, dry=dry)
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
     notes += notes_on_gguf(config.model.path)
@@ -103,7 +103,8 @@ def _open(composed: Composed, where: Place) -> Opened:
     config = filled(config, OF_STEP, Facts(data), composed.automatic)
     module = build_model(config.model)
     check_trained(config, divide_module(module, None))
-    if config.model.is_pretrained:
+    is_there = not (dry and announce_weights(str(config.model.path)))
+    if config.model.is_pretrained and is_there:
         check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
     return _opened(composed, config, data, module, notes + notes_on_data(config, data))
 
@@ -161,15 +162,15 @@ def _with_compiler(config: C) -> tuple[C, tuple[str, ...]]:
     return replace(config, train=replace(config.train, compile=False)), (note,)
 
 
-def _with_model_path(config: C) -> C:
-    """Make the path absolute, and use its tokenizer if no other is set."""
+def _with_model_path(config: C, *, dry: bool) -> C:
+    """Fetch what is missing, make the path absolute, and use its tokenizer if no other is set."""
     if config.model.path is None:
         return config
-    local_model(config.model.path)  # raises if only the configuration is known
+    found = local_model(config.model.path, "tokenizer" if dry else part_of_run(config.model))
     lora = config.model.lora
     if lora.path is not None:
         lora = replace(lora, path=os.path.abspath(lora.path))
-    model = replace(config.model, path=os.path.abspath(config.model.path), lora=lora)
+    model = replace(config.model, path=os.path.abspath(found), lora=lora)
     data = config.data
     if data.tokenizer is None and (data.name != "tokens" or model.is_pretrained):
         data = replace(data, tokenizer=tokenizer_beside(Path(str(model.path))))

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.recipe import choices_of
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.from_others import ImportedConfig, completed
-from fsdpctl.importers import models
 from fsdpctl.importers.recipe import read_others
 from fsdpctl.importers.translation import Translation
 from tests.hostile import make_checkpoint, make_hugging_face
@@ -44,7 +42,7 @@ AXOLOTL = "base_model: meta-llama/Llama-3.1-8B\nmicro_batch_size: 1\nfsdp: [full
 def test_all_keys_of_an_axolotl_file_are_recognized():
     found = asked("axolotl-full.yaml")
     config, batches = found.composed.config, found.composed.config.train
-    assert (config.model.name, batches.seq_len, batches.micro_batch_size) == ("llama3_8b", 4096, 2)
+    assert (config.model.name, batches.seq_len, batches.micro_batch_size) == ("hf", 4096, 2)
     assert (config.accumulation.name, config.accumulation.steps) == ("last", 4)
     assert batches.global_batch_size == 2 * 4 * 8
     assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdp2")
@@ -206,32 +204,18 @@ def test_models_are_found_in_directories_and_in_the_hub_cache(tmp_path):
     (refs / "main").write_text("a" * 40)
     text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/body") + "sequence_len: 16\n"
     model = asked(written(tmp_path, text)).composed.config.model
-    assert (model.path, model.init) == (str(snapshot), "random")  # there are no weights
+    assert (model.path, model.init) == (str(snapshot), "auto")
     text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", str(tmp_path))
     with pytest.raises(UsageError, match=r"config\.json not found"):
         asked(written(tmp_path, text))
 
 
-@pytest.mark.parametrize(("name", "choice"), [
-    ("meta-llama/Llama-3.1-8B-Instruct", "llama3_8b"),
-    ("NousResearch/Meta-Llama-3-8B", "llama3_8b"),
-    ("meta-llama/Llama-3.3-70B-Instruct", "llama3_70b"), ("meta-llama/Llama-3.2-1B", "llama3_1b"),
-    ("NousResearch/Llama-2-7b-hf", "llama2_7b"), ("Qwen/Qwen3-4B-Instruct-2507", "qwen3_4b"),
-    ("openai-community/gpt2", "gpt2"), ("casperhansen/llama-3-70b-fp16", "llama3_70b"),
-    ("meta-llama/Llama-3.2-3B", "hf"), ("unsloth/Meta-Llama-3.1-8B-bnb-4bit", None),
-    ("openai-community/gpt2-xl", "hf"),
-])  # fmt: skip
-def test_known_names_on_the_hub_become_options(tmp_path, name, choice):
-    file = written(tmp_path, f"base_model: {name}\nmicro_batch_size: 1\nsequence_len: 512\n")
-    if choice is None:
-        with pytest.raises(UsageError, match="add model=llama3_8b, or model=hf"):
-            asked(file)
-    else:
-        assert asked(file).composed.config.model.name == choice
-
-
-def test_options_for_known_names_exist():
-    assert {*models._ON_THE_HUB.values()} <= set(choices_of("model"))
+def test_a_known_name_on_the_hub_stays_the_name_of_its_weights(tmp_path):
+    text = "base_model: {}\nmicro_batch_size: 1\nsequence_len: 512\n"
+    model = asked(written(tmp_path, text.format("Qwen/Qwen3-4B"))).composed.config.model
+    assert (model.name, model.path, model.init) == ("hf", "Qwen/Qwen3-4B", "auto")
+    with pytest.raises(UsageError, match="add model=llama3_8b, or model=hf"):
+        asked(written(tmp_path, text.format("unsloth/Meta-Llama-3.1-8B-bnb-4bit")))
 
 
 @pytest.mark.parametrize(("lines", "words"), [

@@ -1,0 +1,138 @@
+"""A server on this machine that speaks the protocol of the Hugging Face Hub, for tests."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_S3CR3T"
+_LARGE, _PAGE = 1 << 16, 2  # bytes from which a file is elsewhere; names of a page
+
+
+@dataclass
+class Hub:
+    """What it serves, and which requests it got."""
+
+    models: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    datasets: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    refused: dict[str, tuple[int, str]] = field(default_factory=dict)  # status, code; by repository
+    cuts: int = 0  # answers with a large file that end early
+    requests: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def fetched(self) -> set[str]:
+        """Return the names of the files whose content was asked for."""
+        return {each.split(" ")[1] for each in self.requests if each.startswith("BODY ")}
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    class Handler(_Handler):
+        served = hub
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    served: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub, url = self.served, urlsplit(self.path)
+        hub.requests.append(f"{self.command} {self.path} {self.headers.get('Authorization', '')}")
+        parts = [unquote(each) for each in url.path.strip("/").split("/")]
+        if parts[0] == "cdn":
+            everything = hub.models | hub.datasets
+            return self._body("/".join(parts[4:]), everything["/".join(parts[2:4])])
+        api = parts.pop(0) if parts[0] == "api" else ""
+        kind = parts.pop(0) if parts[0] == "datasets" or api else "models"
+        name, rest = "/".join(parts[:2]), parts[2:]
+        status, code = hub.refused.get(name, (0, ""))
+        if status and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self._answer(status, b"", {"X-Error-Code": code} if code else {})
+        kinds = {"models": hub.models, "datasets": hub.datasets}
+        files = kinds.get(kind, {}).get(name)
+        if files is None:
+            return self._answer(401, b"", {"X-Error-Code": "RepoNotFound"})
+        if rest[1:] and rest[1] not in ("main", SHA, "v2"):
+            return self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        if api and rest[:1] == ["tree"]:
+            return self._page(files, parse_qs(url.query))
+        if api:
+            found = [{"rfilename": each} for each in files]
+            return self._answer(200, json.dumps({"id": name, "sha": SHA, "siblings": found}))
+        return self._file(kind, name, "/".join(rest[2:]), files)
+
+    def _page(self, files: dict[str, bytes], query: dict[str, list[str]]) -> None:
+        first = int(query.get("cursor", ["0"])[0])
+        found = [
+            {"type": "file", "path": name, "size": len(files[name]), "oid": _hash(files[name])}
+            for name in [*files][first : first + _PAGE]
+        ]
+        after = f"{self.served.url}{urlsplit(self.path).path}?recursive=True&cursor={first + _PAGE}"
+        more = {"Link": f'<{after}>; rel="next"'} if first + _PAGE < len(files) else {}
+        self._answer(200, json.dumps(found), more)
+
+    def _file(self, kind: str, repo: str, name: str, files: dict[str, bytes]) -> None:
+        if name not in files:
+            return self._answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA})
+        content = files[name]
+        about = {"X-Repo-Commit": SHA, "ETag": f'"{_hash(content)}"'}
+        if len(content) < _LARGE:
+            return self._body(name, files, about)
+        about |= {"X-Linked-Etag": about.pop("ETag"), "X-Linked-Size": str(len(content))}
+        other = self.served.url.replace("127.0.0.1", "localhost")  # another host
+        place = f"{other}/cdn/{kind}/{repo}/{name}?X-Amz-Signature=S3CR3T"
+        return self._answer(302, b"", {**about, "Location": place})
+
+    def _body(
+        self, name: str, files: dict[str, bytes], about: dict[str, str] | None = None
+    ) -> None:
+        content = files[name]
+        span = self.headers.get("Range", "")
+        first = int(span.removeprefix("bytes=").rstrip("-")) if span else 0
+        if self.command == "GET":
+            self.served.requests.append(f"BODY {name} {first}")
+        rest = content[first:]
+        is_cut = len(content) >= _LARGE and self.served.cuts > 0 and self.command == "GET"
+        self.served.cuts -= is_cut
+        where = (
+            {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"} if span else {}
+        )
+        self._answer(206 if span else 200, rest, {**(about or {}), **where}, is_cut=is_cut)
+
+    def _answer(
+        self, status: int, content: bytes | str, about: dict[str, str] | None = None, is_cut=False
+    ) -> None:
+        body = content.encode() if isinstance(content, str) else content
+        self.send_response(status)
+        for name, text in {**(about or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, text)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[: len(body) // 2] if is_cut else body)
+        if is_cut:
+            self.close_connection = True
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
