@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_S3CR3T"
@@ -32,13 +36,24 @@ class Hub:
 
 
 @contextmanager
-def serving(hub: Hub) -> Iterator[Hub]:
+def serving(hub: Hub, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Serve it as the Hub of this process, whose cache is an empty directory in `folder`."""
+
     class Handler(_Handler):
         served = hub
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    url = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    about = {"HF_HUB_OFFLINE": False, "ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": url}
+    for name, value in {**about, "DOWNLOAD_CHUNK_SIZE": 1 << 14}.items():
+        patch.setattr(constants, name, value)
+    patch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    patch.delenv("HF_TOKEN", raising=False)
+    patch.setattr("fsdpctl.io.fetch._PAUSES", (0, 0))
+    for module in ("file_download", "utils._http"):
+        patch.setattr(f"huggingface_hub.{module}.time.sleep", lambda seconds: None)
     try:
         yield hub
     finally:
@@ -76,21 +91,26 @@ class _Handler(BaseHTTPRequestHandler):
         if rest[1:] and rest[1] not in ("main", SHA, "v2"):
             return self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
         if api and rest[:1] == ["tree"]:
-            return self._page(files, parse_qs(url.query))
+            return self._page(files, "".join(f"{x}/" for x in rest[2:]), parse_qs(url.query))
         if api:
             found = [{"rfilename": each} for each in files]
             return self._answer(200, json.dumps({"id": name, "sha": SHA, "siblings": found}))
         return self._file(kind, name, "/".join(rest[2:]), files)
 
-    def _page(self, files: dict[str, bytes], query: dict[str, list[str]]) -> None:
+    def _page(self, files: dict[str, bytes], folder: str, query: dict[str, list[str]]) -> None:
+        """Answer with a page of the files below a folder, or of what is directly in it."""
+        inside = {each: "file" for each in files if each.startswith(folder)}
+        if query["recursive"] != ["true"]:
+            deep = [each.removeprefix(folder).partition("/") for each in inside]
+            inside = {folder + name: "directory" if more else "file" for name, more, _ in deep}
         first = int(query.get("cursor", ["0"])[0])
         found = [
-            {"type": "file", "path": name, "size": len(files[name]), "oid": _hash(files[name])}
-            for name in [*files][first : first + _PAGE]
+            {"type": kind, "path": name, "size": len(files.get(name, b"")), "oid": _hash(name)}
+            for name, kind in [*inside.items()][first : first + _PAGE]
         ]
-        after = f"{self.served.url}{urlsplit(self.path).path}?recursive=True&cursor={first + _PAGE}"
-        more = {"Link": f'<{after}>; rel="next"'} if first + _PAGE < len(files) else {}
-        self._answer(200, json.dumps(found), more)
+        again = f"{self.served.url}{urlsplit(self.path).path}?recursive={query['recursive'][0]}"
+        more = {"Link": f'<{again}&cursor={first + _PAGE}>; rel="next"'}
+        self._answer(200, json.dumps(found), more if first + _PAGE < len(inside) else {})
 
     def _file(self, kind: str, repo: str, name: str, files: dict[str, bytes]) -> None:
         if name not in files:
@@ -134,5 +154,5 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
-def _hash(content: bytes) -> str:
-    return hashlib.sha1(content).hexdigest()
+def _hash(content: bytes | str) -> str:
+    return hashlib.sha1(content if isinstance(content, bytes) else content.encode()).hexdigest()

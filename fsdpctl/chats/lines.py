@@ -18,7 +18,7 @@ from typing import IO, Any
 import msgspec
 
 from fsdpctl.chats.formats import ChatLine, Plain, detect_format, parse_row
-from fsdpctl.chats.tables import objects_of_table, open_zstd
+from fsdpctl.chats.tables import objects_of_table, open_zstd, rows_of_csv
 from fsdpctl.chats.values import shown
 from fsdpctl.config.data import TEMPLATE
 from fsdpctl.errors import UsageError
@@ -79,6 +79,9 @@ def _objects(path: str) -> _Places:
         start = raw.peek(8)[:8]
         if start.startswith(_TABLES):
             yield from objects_of_table(path, raw, is_parquet=start.startswith(b"PAR1"))
+            return
+        if path.endswith((".csv", ".tsv")):
+            yield from rows_of_csv(path, raw)
             return
         file: IO[bytes] = raw
         if start.startswith(b"\x1f\x8b"):

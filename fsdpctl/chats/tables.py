@@ -1,11 +1,14 @@
 """Rows of Parquet and Arrow files, of which only the columns that are used are converted."""
 
+import codecs
+import csv
 from collections import Counter
 from collections.abc import Iterator
 from typing import IO, Any
 
 from fsdpctl.chats.formats import is_used
 from fsdpctl.errors import UsageError
+from fsdpctl.io.files import MOST_BYTES
 
 _BATCH = 64  # rows that are read at a time
 
@@ -47,6 +50,22 @@ def objects_of_table(
     except (arrow.ArrowException, OSError, ValueError) as error:
         reason = f"{' '.join(str(error).split()):.200}"
         raise UsageError(f"{path}, row {number + 1}: cannot be read: {reason}") from None
+
+
+def rows_of_csv(path: str, raw: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a table as text, as `objects_of_table` does; its first line has names."""
+    csv.field_size_limit(MOST_BYTES)
+    text = codecs.iterdecode(raw, "utf-8-sig")
+    rows = csv.reader(text, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)
+    try:
+        names = next(rows, [])
+        for number, row in enumerate(filter(None, rows), start=1):
+            if not len(row) == len(names) == len(set(names)):
+                what = f"{len(row)} values for the columns {', '.join(names):.100}"
+                raise UsageError(f"{path}, row {number}: {what}")
+            yield f"row {number}", dict(zip(names, row, strict=True))
+    except (csv.Error, ValueError) as error:
+        raise UsageError(f"{path}, line {rows.line_num + 1}: cannot be read: {error}") from None
 
 
 def _parquet(raw: IO[bytes]) -> tuple[list[str], Iterator[Any]]:

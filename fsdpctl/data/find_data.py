@@ -1,15 +1,28 @@
-"""The files of data: at a path, or by its name on the Hugging Face Hub in its cache."""
+"""The files of data: at a path, or by its name on the Hugging Face Hub.
+
+Note: not by the library `datasets`. It opens what a card names, on this machine and on any host,
+stores a second copy, and asks the Hub at each start.
+"""
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from fsdpctl.config.data import CHAT
+from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.data_files import DataFiles, data_files, kind_of, select_files
-from fsdpctl.config.sources import is_remote
+from fsdpctl.config.sources import is_remote, sources_in
 from fsdpctl.errors import UsageError
-from fsdpctl.io.fetch import hub_cache as cache_folder
+from fsdpctl.io.fetch import Repository, hub_cache, is_offline
+from fsdpctl.io.untrusted import parse_yaml
 
-_HUB = "hf://"
+_HUB, _CARD, _DEFAULT = "hf://", "README.md", "default"
+_VALIDATION = ("validation", "valid", "val", "dev")
+_CSV = (".csv", ".tsv")
+_USUAL = ("train", *_VALIDATION)  # splits that need not be named
+_OF_GLOB = re.compile(r"(\*+)|(\?)|(\[[^\]]+\])|[^*?\[]+|\[")
+# Keys of a configuration that change no rows.
+_PLAIN = {"config_name", "data_files", "data_dir", "default", "description", "features", "version"}
 _NAME = re.compile(
     r"hf://(?:datasets/)?(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>[\w.-]+))?(?::(?P<config>[\w.-]+))?(?:/(?P<split>[\w.-]+))?"
@@ -17,7 +30,7 @@ _NAME = re.compile(
 
 
 def find_data(path: str, key: str = "data.path", option: str | None = None) -> DataFiles:
-    """Return the files of `data_files`, or of a data set in the cache of the Hugging Face Hub."""
+    """Return the files of `data_files`, or of a data set on the Hugging Face Hub."""
     if path.startswith(_HUB):
         return _hub_files(path, key, option)
     if is_remote(path, f"{key}={path}"):
@@ -25,42 +38,153 @@ def find_data(path: str, key: str = "data.path", option: str | None = None) -> D
     return data_files(path, key, option)
 
 
-def _hub_files(path: str, key: str, option: str | None) -> DataFiles:
-    """Return the files of `hf://ORG/NAME[@REVISION][:CONFIG][/SPLIT]` in the cache.
+def find_hub_data(path: str, key: str, option: str) -> None:
+    """Fetch the data of all names on the Hub in a path, which may be a mixture."""
+    for source in sources_in(path, key) if _HUB in path else ():
+        if source.path.startswith(_HUB):
+            _hub_files(source.path, key, option)
 
-    A configuration and a split are words in the names of files and their directories; without
-    them, `select_files` decides.
+
+def _hub_files(path: str, key: str, option: str | None) -> DataFiles:
+    """Return the files of `hf://ORG/NAME[@REVISION][:CONFIG][/SPLIT]`, fetched if need be.
+
+    Its card names the files of a configuration and a split. If it does not, both are words in the
+    names of files and directories; without them, `select_files` decides.
 
     Raises:
-        UsageError: If there are none. The message has the command to download them.
+        UsageError: If there are none, or if they cannot be fetched.
     """
     match, where = _NAME.fullmatch(path), f"{key}={path}"
     if match is None:
         raise UsageError(f"{where}: expected hf://ORG/NAME[@REVISION][:CONFIG][/SPLIT]")
     name, revision, *words = match.groups()
-    at = f" --revision {revision}" if revision else ""
-    fetch = f"run `hf download --repo-type dataset {name}{at}`"
-    folder = cache_folder() / f"datasets--{name.replace('/', '--')}"
-    if (snapshot := _snapshot(folder, revision or "main")) is None:
-        raise UsageError(
-            f"{where}: not in the Hugging Face cache ({cache_folder()}); fsdpctl downloads "
-            f"nothing, {fetch}"
-        )
-    names = {each: each.relative_to(snapshot).as_posix() for each in sorted(snapshot.rglob("*"))}
+    repository = Repository(name, revision, "dataset", where)
+    may_fetch = not is_offline()
+    if may_fetch and not repository.names():
+        with repository.alone():
+            repository.fetch(lambda names: [each for each in names if each == _CARD])
+    if (snapshot := repository.snapshot()) is None:
+        what = f"not in the Hugging Face cache ({hub_cache()})"
+        raise UsageError(f"{where}: {repository.missing(what)}")
+    found = _selected(repository, snapshot, words, option)
+    names = [each.relative_to(snapshot).as_posix() for each in (*found.train, *found.validation)]
+    missing = next((each for each in names if not (snapshot / each).is_file()), _lacking(names))
+    if not missing:
+        return found
+    if not may_fetch:
+        what = f"{missing} is missing in the Hugging Face cache"
+        raise UsageError(f"{where}: {repository.missing(what)}")
+    with repository.alone():
+        repository.fetch(lambda _: names)
+    return _selected(repository, snapshot, words, option)  # by their content
+
+
+def _selected(
+    repository: Repository, snapshot: Path, words: Sequence[str | None], option: str | None
+) -> DataFiles:
+    here = [each.relative_to(snapshot).as_posix() for each in sorted(snapshot.rglob("*"))]
+    names = sorted(repository.names()) or here
+    where, (config, split) = repository.where, words
+    if patterns := _patterns(snapshot / _CARD, config, where):
+        splits = {
+            each: [snapshot / n for n in names if any(re.fullmatch(p, n) for p in found)]
+            for each, found in patterns.items()
+        }
+        return _of_card(splits, split, where, option)
     files = [
-        file
-        for file, name in names.items()
-        if (kind_of(file) == CHAT or file.suffix == ".txt")
-        and all(word is None or _has_word(name, word) for word in words)
+        snapshot / each
+        for each in names
+        if _kind(each) is not None and all(word is None or _has_word(each, word) for word in words)
     ]
     if not files:
-        raise UsageError(f"{where}: no such files in {snapshot}; {fetch}")
+        raise UsageError(f"{where}: no such files in {snapshot}")
+    are_csv = all(each.suffix in _CSV for each in files)
+    option = TEXT if are_csv else option
     found = select_files(files, snapshot, where, option, is_folder=words == [None, None])
-    used = (*found.train, *found.validation)
-    missing = next((names[each] for each in used if not each.is_file()), None)
-    if missing or (missing := _lacking([names[each] for each in used])):
-        raise UsageError(f"{where}: {missing} is missing in the Hugging Face cache; {fetch}")
-    return found
+    return replace(found, option=CHAT) if are_csv else found
+
+
+def _of_card(
+    splits: dict[str, list[Path]], split: str | None, where: str, option: str | None
+) -> DataFiles:
+    """Return the files of a split, or of those to train and validate on."""
+    held = next((each for each in _VALIDATION if each in splits), None)
+    chosen = split or ("train" if "train" in splits else next(iter(splits)))
+    if where.startswith("data.val_path") and split is None:
+        chosen, held = held or chosen, None
+    if chosen not in splits or (split is None and len(splits) > 1 and chosen not in _USUAL):
+        raise UsageError(f"{where}: name a split after a /, of {', '.join(splits)}")
+    train, validation = (
+        splits[chosen],
+        [] if held in (None, split, chosen) or split else splits[held],
+    )
+    if not train:
+        raise UsageError(f"{where}: the card of the data set names no files of {chosen}")
+    kinds = {_kind(each.name): each for each in (*train, *validation)}
+    if None in kinds or (len(kinds) > 1):
+        raise UsageError(
+            f"{where}: {kinds.get(None, train[0]).name}: not supported; expected files of one "
+            "kind, JSON Lines, Parquet, Arrow, CSV or text"
+        )
+    (kind,) = kinds
+    if option == CHAT and kind != CHAT:
+        raise UsageError(f"{where}: text without conversations; set data=text")
+    used = {*train, *validation}
+    rest = ((each, file.name) for each in splits for file in splits[each] if file not in used)
+    return DataFiles(str(kind), tuple(train), tuple(validation), tuple(rest))
+
+
+def _kind(name: str) -> str | None:
+    """Return the kind of a file by its name, as the library `datasets` reads it."""
+    if name.endswith(_CSV):
+        return CHAT
+    return TEXT if name.endswith(".txt") else CHAT if kind_of(Path(name)) == CHAT else None
+
+
+def _patterns(card: Path, config: str | None, where: str) -> dict[str, list[str]]:
+    """Return expressions for the files of each split, as a card has them for a configuration."""
+    text = card.read_text("utf-8", "replace") if card.is_file() else ""
+    try:
+        about = parse_yaml(text.split("---")[1], "") if text.startswith("---") else None
+    except UsageError:
+        return {}
+    listed = about.get("configs") if isinstance(about, dict) else None
+    known = {
+        str(each.get("config_name", _DEFAULT)): each
+        for each in (listed if isinstance(listed, list) else ())
+        if isinstance(each, dict)
+    }
+    usual = [name for name, each in known.items() if each.get("default") == "true"]
+    usual += [_DEFAULT] if _DEFAULT in known else [*known] if len(known) == 1 else []
+    chosen = known.get(config or (usual or [""])[0], {})
+    files, folder = chosen.get("data_files"), chosen.get("data_dir")
+    if files and (other := next((each for each in chosen if each not in _PLAIN), None)):
+        raise UsageError(f"{where}: {other} of the data set's card: not supported")
+    if not isinstance(files, dict):
+        rows = files if isinstance(files, list) else [files] if files else []
+        if not all(isinstance(each, dict) for each in rows):
+            rows = [{"split": "train", "path": rows}]
+        files = {str(each.get("split")): each.get("path") for each in rows}
+    above = f"{str(folder).strip('/')}/" if folder else ""
+    return {
+        split: [_expression(f"{above}{each}") for each in (x if isinstance(x, list) else [x])]
+        for split, x in files.items()
+    }
+
+
+def _expression(pattern: str) -> str:
+    """Return a regular expression for a glob, of which ** stands for any directories."""
+    parts = [
+        "(?:[^/]+/)*" if part == "**" else f"{_OF_GLOB.sub(_as_expression, part)}/"
+        for part in pattern.removeprefix("./").split("/")
+    ]
+    return "".join(parts).removesuffix("/") + ("[^/]+" if pattern.endswith("**") else "")
+
+
+def _as_expression(match: re.Match[str]) -> str:
+    if match[3]:
+        return match[3].replace("[!", "[^")
+    return "[^/]*" if match[1] else "[^/]" if match[2] else re.escape(match[0])
 
 
 def _lacking(names: list[str]) -> str | None:
@@ -73,14 +197,6 @@ def _lacking(names: list[str]) -> str | None:
                 if other not in names:
                     return other
     return None
-
-
-def _snapshot(folder: Path, revision: str) -> Path | None:
-    reference = folder / "refs" / revision
-    if reference.is_file():
-        revision = reference.read_text().strip()
-    found = folder / "snapshots" / revision
-    return found if re.fullmatch(r"[\w.-]+", revision) and found.is_dir() else None
 
 
 def _has_word(name: str, word: str) -> bool:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from fsdpctl.errors import NO_ROOM, UsageError
-from fsdpctl.io.activity import BYTES, DISPLAY, doing
+from fsdpctl.io.activity import BYTES, DISPLAY, Advance, doing
 from fsdpctl.io.texts import printable
 from fsdpctl.io.units import format_bytes
 
@@ -114,9 +115,8 @@ class Repository:
             if dry:
                 return
             with doing(f"fetching {self.name}", BYTES, size) as advance:
-                _attempted(
-                    lambda bar: snapshot_download(self.name, tqdm_class=bar, **about), advance
-                )
+                found = _attempted(partial(snapshot_download, self.name, **about), advance)
+                Path(found).mkdir(parents=True, exist_ok=True)  # if there are no files
 
     def _announce(self, what: str, count: int, size: int) -> None:
         """Print what is fetched, and refuse what the disk has no space for."""
@@ -154,16 +154,13 @@ class Repository:
         while (cause := chain[-1].__cause__) is not None:
             chain.append(cause)
         known = next((each for each in chain if isinstance(each, errors.HfHubHTTPError)), error)
-        host = _host()
+        host, absent = _host(), "no such directory, and " if self.kind == "model" else ""
         if isinstance(known, errors.GatedRepoError):
             return f"gated; ask for access on {host}/{self.name}, and set HF_TOKEN"
         if isinstance(known, errors.RevisionNotFoundError):
             return f"{self.name} has no such revision on {host}"
         if isinstance(known, errors.RepositoryNotFoundError):
-            return (
-                f"no such directory, and no such {self.kind} on {host}; "
-                "if it is private, set HF_TOKEN"
-            )
+            return f"{absent}no such {self.kind} on {host}; if it is private, set HF_TOKEN"
         if isinstance(known, errors.HfHubHTTPError):
             status = known.response.status_code
             return f"{host} answers {status}{'; check HF_TOKEN' if status in (401, 403) else ''}"
@@ -171,7 +168,7 @@ class Repository:
             return f"{error.filename}: {error.strerror}"
         kind = type(chain[-1]).__name__
         if self.snapshot() is None:
-            return f"no such directory, and {host} cannot be reached ({kind})"
+            return f"{absent}{host} cannot be reached ({kind})"
         return f"cannot be fetched from {host} ({kind}); complete files are kept, run it again"
 
 
@@ -188,7 +185,7 @@ def _host() -> str:
     return printable(urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2])
 
 
-def _attempted(fetch: Callable[[Any], object], advance: Callable[[int], None]) -> None:
+def _attempted(fetch: Callable[..., str], advance: Advance) -> str:
     """Call `fetch` with a progress bar, several times if need be.
 
     It runs in a thread of its own: those of the library end when their bar raises an error, so a
@@ -201,8 +198,7 @@ def _attempted(fetch: Callable[[Any], object], advance: Callable[[int], None]) -
     try:
         for pause in (*_PAUSES, None):
             try:
-                pool.submit(fetch, _bar(advance, stopped)).result()
-                return
+                return pool.submit(fetch, tqdm_class=_bar(advance, stopped)).result()
             except (errors.GatedRepoError, errors.RepositoryNotFoundError):
                 raise
             except Exception as error:
@@ -210,12 +206,13 @@ def _attempted(fetch: Callable[[Any], object], advance: Callable[[int], None]) -
                     raise
                 with doing(f"waiting for {_host()} ({type(error).__name__})"):
                     stopped.wait(pause)
+        raise AssertionError
     finally:
         stopped.set()
         pool.shutdown(wait=False)
 
 
-def _bar(advance: Callable[[int], None] | None = None, stopped: Any = None) -> Any:
+def _bar(advance: Advance | None = None, stopped: Any = None) -> Any:
     """Return a class of progress bars that shows nothing, and tells `advance` of bytes on disk."""
     from huggingface_hub.utils.tqdm import tqdm
 

@@ -128,7 +128,11 @@ class _Loader(yaml.BaseLoader):
 
 def read_yaml(path: Path) -> object:
     """Read a YAML file without aliases. All scalars are text, also numbers, true and null."""
-    text = read_text_file(path, follows=True)
+    return parse_yaml(read_text_file(path, follows=True), str(path))
+
+
+def parse_yaml(text: str, path: str) -> object:
+    """Decode YAML as `read_yaml` does; `path` begins messages."""
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:

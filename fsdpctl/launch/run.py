@@ -43,11 +43,8 @@ def run(
         composed = on_this_machine(composed)
     launch, rank = where = place_of(composed.config.launch)
     alone = rank is None and launch.nnodes == 1
-    model = composed.config.model
-    if model.path is not None and not alone:  # only the first process opens the run
-        from fsdpctl.config.hub import local_model, part_of_run
-
-        local_model(model.path, part_of_run(model))
+    if not alone:
+        _fetch(composed.config)
 
     def begun() -> "Begun | None":
         from fsdpctl.launch.begin import begin
@@ -88,6 +85,17 @@ def run_task(task: "Task", composed: "Composed", settings: list[str], talk: Talk
         each.lock.release()
     os.environ.clear()  # of variables of a rank, for what the script starts
     os.environ.update(before)
+
+
+def _fetch(config: "Config") -> None:
+    """Fetch what has a name on the Hub: each node needs it, but one process opens the run."""
+    from fsdpctl.config.hub import local_model, part_of_run
+    from fsdpctl.data.find_data import find_hub_data
+
+    if config.model.path is not None:
+        local_model(config.model.path, part_of_run(config.model))
+    for key, path in (("data.path", config.data.path), ("data.val_path", config.data.val_path)):
+        find_hub_data(path or "", key, config.data.name)
 
 
 def _as_node(

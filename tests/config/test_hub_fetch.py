@@ -32,17 +32,8 @@ WANTED = {"config.json", "tokenizer.json", "additional_chat_templates/tools.jinj
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 14)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fsdpctl.io.fetch._PAUSES", (0, 0))
-    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-    with serving(Hub({"org/tiny": SHARDED})) as found:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", found.url)
-        url = f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+    with serving(Hub({"org/tiny": SHARDED}), tmp_path, monkeypatch) as found:
         yield found
 
 
@@ -91,7 +82,6 @@ def test_estimates_fetch_configurations_and_a_run_the_rest_of_the_same_revision(
     ((0, ""), "org/none", "config.json is missing on the Hub$"),
 ])  # fmt: skip
 def test_what_cannot_be_fetched_is_refused_in_one_line(hub, refused, name, message, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.models["org/bin"] = {x: SMALL[x] for x in ("config.json", "pytorch_model.bin")}
     hub.models["org/none"] = {"README.md": b""}
     hub.refused = {name: refused}
@@ -102,7 +92,7 @@ def test_what_cannot_be_fetched_is_refused_in_one_line(hub, refused, name, messa
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     if refused[0]:
         assert local_model(name)
-        assert not [x for x in hub.requests if x.startswith("GET /cdn") and x.endswith("Bearer x")]
+        assert not [x for x in hub.requests if "/cdn/" in x and TOKEN in x]  # another host
 
 
 def test_nothing_is_asked_for_a_path_or_offline_or_without_space(hub, monkeypatch):

@@ -1,4 +1,4 @@
-"""Data by its name on the Hub, in a cache that is written here."""
+"""Data by its name on the Hub: in a cache that is written here, or fetched from this machine."""
 
 import json
 
@@ -11,7 +11,9 @@ from fsdpctl.data.find_data import find_data
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError
+from tests.hub_server import Hub, serving
 
+BYTES = ByteTokenizer()
 CARD = """---
 license: mit
 configs:
@@ -62,7 +64,7 @@ def test_a_card_with_several_configurations_asks_for_one(cached):
     for path, word in {
         "hf://org/texts": "several sets to train on, .*de, en",
         "hf://org/texts:fr": "no such files in",
-        "hf://org/texts:en/val": "no such files in",
+        "hf://org/texts:en/val": "name a split after a /, of train, test",
         "hf://org/texts@v2:en": r"run `hf download --repo-type dataset org/texts --revision v2`",
         "hf://org/other": "run `hf download --repo-type dataset org/other`",
         "hf://texts": "expected hf://ORG/NAME",
@@ -73,6 +75,56 @@ def test_a_card_with_several_configurations_asks_for_one(cached):
     cached("org/dirs", ["en/train.jsonl", "fr/train.jsonl"], directories)
     with pytest.raises(UsageError, match="several sets to train on, de, en, fr"):
         names("hf://org/dirs")
+
+
+def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
+    def rows(*texts):
+        return "".join(json.dumps({"text": each}) + "\n" for each in texts).encode()
+
+    configs = [
+        {"config_name": "a", "default": True, "data_files": [
+            {"split": "train", "path": "x/**/*[!3].jsonl"}, {"split": "dev", "path": ["y.jsonl"]}]},
+        {"config_name": "sft", "data_files": [
+            {"split": "train_sft", "path": "x/1.jsonl"}, {"split": "test_sft", "path": "y.jsonl"}]},
+        {"config_name": "table", "data_dir": "t", "data_files": "*.csv"},
+        *({"config_name": name, "data_files": path} for name, path in (
+            ("local", "/etc/passwd"), ("above", "../../x.jsonl"), ("web", "http://127.0.0.1:9/x"),
+            ("pictures", "p.png"))),
+        {"config_name": "other", "data_files": "t/1.csv", "sep": ";"},
+    ]  # fmt: skip
+    files = {
+        "README.md": f"---\n{json.dumps({'configs': configs})}\n---\n".encode(), "p.png": b"x",
+        "x/1.jsonl": rows("a"), "x/z/2.jsonl": rows("b", "c"), "x/3.jsonl": rows("d"),
+        "y.jsonl": rows("e"), "t/1.csv": b'text,n\n"a, b",1\nc,2\n', "load.py": b"bad()",
+    }  # fmt: skip
+    plain = {"data/train-0.jsonl": rows("a"), "data/test-0.jsonl": rows("b"), "x.pkl": b"x"}
+    served = Hub(
+        datasets={"org/cards": files, "org/plain": plain, "org/csv": {"a.csv": b"text\nx\n"}}
+    )
+    with serving(served, tmp_path, monkeypatch) as hub:
+        for _ in range(2):
+            found = find_data("hf://org/cards")
+            assert [x.name for x in found.train] == ["1.jsonl", "2.jsonl"]
+            assert [x.name for x in found.validation] == ["y.jsonl"]
+            assert hub.fetched() == {"README.md", "x/1.jsonl", "x/z/2.jsonl", "y.jsonl"}
+            count = len(hub.requests)
+        assert names("hf://org/cards:sft/test_sft") == ["y.jsonl"]
+        assert [x.name for x in find_data("hf://org/cards", "data.val_path").train] == ["y.jsonl"]
+        assert len(hub.requests) == count
+        assert names("hf://org/plain") == ["train-0.jsonl"]
+        assert hub.fetched().isdisjoint({"data/test-0.jsonl", "x.pkl", "load.py"})
+        for path in ("org/cards:table", "org/csv"):
+            done = tokenize_files(f"hf://{path}", Output(tmp_path / f"{path[-3:]}.bin"), BYTES)
+            assert done.tokens == {"org/csv": 1}.get(path, 5)
+        for path, words in {
+            "cards:sft": "name a split after a /, of train_sft, test_sft",
+            "cards:local": "names no files of train", "cards:above": "names no files of train",
+            "cards:web": "names no files of train", "cards:pictures": "p.png: not supported",
+            "cards:other": "sep of the data set's card", "cards:b": "no such files",
+            "none": "no such dataset on 127.0.0.1",
+        }.items():  # fmt: skip
+            with pytest.raises(UsageError, match=f"^data.path=hf://org/{path}: .*{words}"):
+                find_data(f"hf://org/{path}")
 
 
 def test_without_a_card_names_tell(cached):
