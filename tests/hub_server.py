@@ -3,12 +3,14 @@
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -53,7 +55,7 @@ def serving(hub: Hub, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
     patch.delenv("HF_TOKEN", raising=False)
     patch.setattr("fsdpctl.io.fetch._PAUSES", (0, 0))
     for module in ("file_download", "utils._http"):
-        patch.setattr(f"huggingface_hub.{module}.time.sleep", lambda seconds: None)
+        patch.setattr(f"huggingface_hub.{module}.time", mock.Mock(wraps=time, sleep=lambda s: None))
     try:
         yield hub
     finally:

@@ -20,6 +20,7 @@ from fsdpctl.errors import NO_ROOM, UsageError
 from fsdpctl.io.activity import BYTES, DISPLAY, Advance, doing
 from fsdpctl.io.texts import printable
 from fsdpctl.io.units import format_bytes
+from fsdpctl.io.untrusted import MIB
 
 Choose = Callable[[Collection[str]], Collection[str]]
 
@@ -40,13 +41,6 @@ class Repository:
     revision: str | None
     kind: str  # model or dataset
     where: str  # begins messages
-
-    @property
-    def command(self) -> str:
-        """Return the command that fetches it where there is a network."""
-        kind = "" if self.kind == "model" else f"--repo-type {self.kind} "
-        at = f" --revision {self.revision}" if self.revision else ""
-        return f"`hf download {kind}{self.name}{at}`"
 
     @property
     def folder(self) -> Path:
@@ -79,7 +73,11 @@ class Repository:
 
     def missing(self, what: str) -> str:
         """Return why it can't be used where nothing may be fetched."""
-        return f"{what}; HF_HUB_OFFLINE is set. Where there is a network, run {self.command}"
+        kind = "" if self.kind == "model" else f"--repo-type {self.kind} "
+        command = f"{kind}{self.name}{f' --revision {self.revision}' if self.revision else ''}"
+        return (
+            f"{what}; HF_HUB_OFFLINE is set. Where there is a network, run `hf download {command}`"
+        )
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -191,22 +189,22 @@ def _attempted(fetch: Callable[..., str], advance: Advance) -> str:
     It runs in a thread of its own: those of the library end when their bar raises an error, so a
     signal need not wait for the files.
     """
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
-    stopped = threading.Event()
-    pool = ThreadPoolExecutor(1, thread_name_prefix="fetch")
+    constants.DOWNLOAD_CHUNK_SIZE = min(
+        constants.DOWNLOAD_CHUNK_SIZE, MIB
+    )  # lost by a cut, waited for
+    stopped, pool = threading.Event(), ThreadPoolExecutor(1, thread_name_prefix="fetch")
     try:
-        for pause in (*_PAUSES, None):
-            try:
-                return pool.submit(fetch, tqdm_class=_bar(advance, stopped)).result()
-            except (errors.GatedRepoError, errors.RepositoryNotFoundError):
-                raise
-            except Exception as error:
-                if pause is None or (isinstance(error, OSError) and error.errno in NO_ROOM):
-                    raise
-                with doing(f"waiting for {_host()} ({type(error).__name__})"):
-                    stopped.wait(pause)
-        raise AssertionError
+        for pause in _PAUSES:
+            attempt = pool.submit(fetch, tqdm_class=_bar(advance, stopped))
+            error = attempt.exception()
+            is_full = isinstance(error, OSError) and error.errno in NO_ROOM
+            if error is None or is_full or isinstance(error, errors.RepositoryNotFoundError):
+                return attempt.result()
+            with doing(f"waiting for {_host()} ({type(error).__name__})"):
+                stopped.wait(pause)
+        return pool.submit(fetch, tqdm_class=_bar(advance, stopped)).result()
     finally:
         stopped.set()
         pool.shutdown(wait=False)
