@@ -57,7 +57,7 @@ class ModelConfig:
     name: str = "llama_tiny"
     path: str | None = key(
         None,
-        "hf: Hugging Face directory, name in its cache, GGUF file, or run or checkpoint of fsdpctl",
+        "hf: Hugging Face directory, name on its Hub, GGUF file, or run or checkpoint of fsdpctl",
         is_path=True,
         optional=True,
     )

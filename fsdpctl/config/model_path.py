@@ -5,7 +5,7 @@ from typing import Any
 
 from fsdpctl.config.any_decoder import words_of_content
 from fsdpctl.config.gguf_model import config_of_gguf
-from fsdpctl.config.hub import hub_models, local_model
+from fsdpctl.config.hub import hub_models
 from fsdpctl.config.model import NO_DECODER, OWN
 from fsdpctl.config.peft import has_adapters
 from fsdpctl.config.recipe import read_recipe
@@ -42,7 +42,6 @@ def model_words(path: str) -> dict[str, str]:
     if not folder.is_dir():
         entry = hub_models().get(path.partition("@")[0])
         if entry is None:
-            local_model(path)  # raises for a name on the Hub, with the command to download it
             if is_gguf(folder):
                 return _prefixed(words_of_content(config_of_gguf(folder), path))
             if folder.exists():

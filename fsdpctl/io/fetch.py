@@ -103,6 +103,7 @@ class Repository:
         about: dict[str, Any] = {"repo_type": self.kind, **self._at()}
         with self._explained():
             with doing(f"asking {_host()} for {self.name}"):
+                HfApi().repo_info(self.name, **about)  # without a network, fails at once
                 names = choose(HfApi().list_repo_files(self.name, **about))
                 about |= {"cache_dir": hub_cache(), "allow_patterns": [*map(glob.escape, names)]}
                 asked = snapshot_download(self.name, dry_run=True, tqdm_class=_bar(), **about)
