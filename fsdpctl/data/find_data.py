@@ -20,7 +20,6 @@ _HUB, _CARD, _DEFAULT = "hf://", "README.md", "default"
 _VALIDATION = ("validation", "valid", "val", "dev")
 _CSV = (".csv", ".tsv")
 _USUAL = ("train", *_VALIDATION)  # splits that need not be named
-_OF_GLOB = re.compile(r"(\*+)|(\?)|(\[[^\]]+\])|[^*?\[]+|\[")
 # Keys of a configuration that change no rows.
 _PLAIN = {"config_name", "data_files", "data_dir", "default", "description", "features", "version"}
 _NAME = re.compile(
@@ -111,13 +110,11 @@ def _of_card(
     held = next((each for each in _VALIDATION if each in splits), None)
     chosen = split or ("train" if "train" in splits else next(iter(splits)))
     if where.startswith("data.val_path") and split is None:
-        chosen, held = held or chosen, None
+        chosen = held or chosen
+    held = None if held == chosen else held
     if chosen not in splits or (split is None and len(splits) > 1 and chosen not in _USUAL):
         raise UsageError(f"{where}: name a split after a /, of {', '.join(splits)}")
-    train, validation = (
-        splits[chosen],
-        [] if held in (None, split, chosen) or split else splits[held],
-    )
+    train, validation = splits[chosen], [] if split or held is None else splits[held]
     if not train:
         raise UsageError(f"{where}: the card of the data set names no files of {chosen}")
     kinds = {_kind(each.name): each for each in (*train, *validation)}
@@ -160,31 +157,26 @@ def _patterns(card: Path, config: str | None, where: str) -> dict[str, list[str]
     files, folder = chosen.get("data_files"), chosen.get("data_dir")
     if files and (other := next((each for each in chosen if each not in _PLAIN), None)):
         raise UsageError(f"{where}: {other} of the data set's card: not supported")
-    if not isinstance(files, dict):
-        rows = files if isinstance(files, list) else [files] if files else []
-        if not all(isinstance(each, dict) for each in rows):
-            rows = [{"split": "train", "path": rows}]
-        files = {str(each.get("split")): each.get("path") for each in rows}
-    above = f"{str(folder).strip('/')}/" if folder else ""
-    return {
-        split: [_expression(f"{above}{each}") for each in (x if isinstance(x, list) else [x])]
-        for split, x in files.items()
-    }
+    rows = files if isinstance(files, list) else [files] if files else []
+    if not all(isinstance(each, dict) for each in rows):
+        rows = [{"split": "train", "path": rows}]
+    above, found = f"{str(folder).strip('/')}/" if folder else "", dict[str, list[str]]()
+    for row in rows:
+        paths = row.get("path") if isinstance(row.get("path"), list) else [row.get("path")]
+        files_of = found.setdefault(str(row.get("split")), [])
+        files_of += [_expression(f"{above}{each}") for each in paths]
+    return found
 
 
 def _expression(pattern: str) -> str:
     """Return a regular expression for a glob, of which ** stands for any directories."""
     parts = [
-        "(?:[^/]+/)*" if part == "**" else f"{_OF_GLOB.sub(_as_expression, part)}/"
+        "(?:[^/]+/)*"
+        if part == "**"
+        else re.escape(part).replace(r"\*", "[^/]*").replace(r"\?", "[^/]") + "/"
         for part in pattern.removeprefix("./").split("/")
     ]
     return "".join(parts).removesuffix("/") + ("[^/]+" if pattern.endswith("**") else "")
-
-
-def _as_expression(match: re.Match[str]) -> str:
-    if match[3]:
-        return match[3].replace("[!", "[^")
-    return "[^/]*" if match[1] else "[^/]" if match[2] else re.escape(match[0])
 
 
 def _lacking(names: list[str]) -> str | None:
