@@ -53,7 +53,6 @@ def serving(hub: Hub, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
         patch.setattr(constants, name, value)
     patch.setenv("HF_HUB_CACHE", str(folder / "hub"))
     patch.delenv("HF_TOKEN", raising=False)
-    patch.setattr("fsdpctl.io.fetch._PAUSES", (0, 0))
     for module in ("file_download", "utils._http"):
         patch.setattr(f"huggingface_hub.{module}.time", mock.Mock(wraps=time, sleep=lambda s: None))
     try:

@@ -24,8 +24,6 @@ from fsdpctl.io.untrusted import MIB
 
 Choose = Callable[[Collection[str]], Collection[str]]
 
-_PAUSES = (1, 4, 16)  # seconds after an attempt that fails; complete files are kept
-
 
 def hub_cache() -> Path:
     from huggingface_hub import constants  # takes 0.1 s, and few commands need it
@@ -114,7 +112,7 @@ class Repository:
             if dry:
                 return
             with doing(f"fetching {self.name}", BYTES, size) as advance:
-                found = _attempted(partial(snapshot_download, self.name, **about), advance)
+                found = _stoppable(partial(snapshot_download, self.name, **about), advance)
                 Path(found).mkdir(parents=True, exist_ok=True)  # if there are no files
 
     def _announce(self, what: str, count: int, size: int) -> None:
@@ -184,27 +182,18 @@ def _host() -> str:
     return printable(urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2])
 
 
-def _attempted(fetch: Callable[..., str], advance: Advance) -> str:
-    """Call `fetch` with a progress bar, several times if need be.
+def _stoppable(fetch: Callable[..., str], advance: Advance) -> str:
+    """Call `fetch` with a progress bar in a thread of its own.
 
-    It runs in a thread of its own: those of the library end when their bar raises an error, so a
-    signal need not wait for the files.
+    The threads of the library end when their bar raises an error, so a signal need not wait for
+    the files.
     """
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
 
-    constants.DOWNLOAD_CHUNK_SIZE = min(
-        constants.DOWNLOAD_CHUNK_SIZE, MIB
-    )  # lost by a cut, waited for
+    # What a cut loses, and what a signal waits for.
+    constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, MIB)
     stopped, pool = threading.Event(), ThreadPoolExecutor(1, thread_name_prefix="fetch")
     try:
-        for pause in _PAUSES:
-            attempt = pool.submit(fetch, tqdm_class=_bar(advance, stopped))
-            error = attempt.exception()
-            is_full = isinstance(error, OSError) and error.errno in NO_ROOM
-            if error is None or is_full or isinstance(error, errors.RepositoryNotFoundError):
-                return attempt.result()
-            with doing(f"waiting for {_host()} ({type(error).__name__})"):
-                stopped.wait(pause)
         return pool.submit(fetch, tqdm_class=_bar(advance, stopped)).result()
     finally:
         stopped.set()
