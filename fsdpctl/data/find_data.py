@@ -20,6 +20,7 @@ _HUB, _CARD, _DEFAULT = "hf://", "README.md", "default"
 _VALIDATION = ("validation", "valid", "val", "dev")
 _CSV = (".csv", ".tsv")
 _USUAL = ("train", *_VALIDATION)  # splits that need not be named
+_SPLITS = (*_USUAL, "training", "test", "testing", "eval", "evaluation")
 # Keys of a configuration that change no rows.
 _PLAIN = {"config_name", "data_files", "data_dir", "default", "description", "features", "version"}
 _NAME = re.compile(
@@ -90,11 +91,10 @@ def _selected(
             for each, found in patterns.items()
         }
         return _of_card(splits, split, where, option)
-    files = [
-        snapshot / each
-        for each in names
-        if _kind(each) is not None and all(word is None or _has_word(each, word) for word in words)
-    ]
+    names = [each for each in names if _kind(each) and (not config or _has_word(each, config))]
+    if split == "train" and not any(_has_word(each, word) for each in names for word in _SPLITS):
+        split = None  # files without the name of a split are to train on
+    files = [snapshot / each for each in names if not split or _has_word(each, split)]
     if not files:
         raise UsageError(f"{where}: no such files in {snapshot}")
     are_csv = all(each.suffix in _CSV for each in files)
@@ -153,6 +153,8 @@ def _patterns(card: Path, config: str | None, where: str) -> dict[str, list[str]
     }
     usual = [name for name, each in known.items() if each.get("default") == "true"]
     usual += [_DEFAULT] if _DEFAULT in known else [*known] if len(known) == 1 else []
+    if known and (config or (usual or [""])[0]) not in known:
+        raise UsageError(f"{where}: name a configuration after a :, of {', '.join(known)[:200]}")
     chosen = known.get(config or (usual or [""])[0], {})
     files, folder = chosen.get("data_files"), chosen.get("data_dir")
     if files and (other := next((each for each in chosen if each not in _PLAIN), None)):

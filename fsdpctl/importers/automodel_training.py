@@ -5,7 +5,7 @@ import re
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.source_config import SourceKey, as_whole
 from fsdpctl.importers.defaults import AUTOMODEL
-from fsdpctl.importers.training import TrainingRows, ratio
+from fsdpctl.importers.training import TrainingRows, named_data, ratio
 from fsdpctl.importers.translation import Translation
 
 _STEPS, _RATES = "step_scheduler.", "lr_scheduler."
@@ -119,7 +119,7 @@ def _read_data(rows: TrainingRows) -> None:
     target = rows.value("dataset._target_") or SourceKey("dataset._target_", "", ())
     data = rows.value(*(f"dataset.{key}" for key in _FOLLOWED), "dataset._target_")
     own = "" if _last(target) in (*_CHATS, *_TOKENS) else f"{target.key}: {_last(target)}"
-    option = rows.data(data, data.items if data else (), own=own)
+    option = rows.data(*named_data(rows, data, "dataset.name", "dataset.split"), own=own)
     if option == CHAT:
         size = rows.known("packed_sequence.packed_sequence_size")
         packs = not size.is_off
@@ -134,9 +134,11 @@ def _read_data(rows: TrainingRows) -> None:
         if template and (file := rows.file(template.text)) is not None:
             rows.add(template, f"data.template={file}")
     held = rows.value("validation_dataset.path_or_dataset_id", "validation_dataset.path_or_dataset")
-    file = rows.file(held.text) if held else None
-    if held and file is not None:
-        rows.add(held, f"data.val_path={file}")
+    part = "validation_dataset"
+    held, paths = named_data(rows, held, f"{part}.name", f"{part}.split")
+    found = next((rows.found(*each) for each in paths.items()), None)
+    if held and found is not None:
+        rows.add(held, f"data.val_path={found}")
     elif others := rows.below("validation_dataset"):
         name = rows.value("validation_dataset.dataset_name", "validation_dataset._target_")
         shown = held or name or next(iter(others.values()))

@@ -11,6 +11,7 @@ from fsdpctl.importers.training import (
     TrainingRows,
     add_schedule,
     is_fraction,
+    part_of_hub,
     read_hugging_face_training,
 )
 from fsdpctl.importers.translation import Translation
@@ -34,6 +35,7 @@ _AS_HERE: Mapping[str, tuple[object, ...]] = {
     "train_on_eot": ("turn",),
 }  # fmt: skip
 _OF_FILES = ("path", "data_files", "type", "preprocess_shards", "trust_remote_code")
+_OF_HUB = ("name", "revision", "split")
 _TEMPLATES = ("chat_template", "chat_template.default")
 _TEXTS = ("completion", "pretrain")
 _ALPACA = ("alpaca", "alpaca:instruct")
@@ -93,7 +95,7 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
     key = "datasets" if content.get("datasets") else "pretraining_dataset"
     is_text = key != "datasets"
     entries = list(_entries(content.get(key)))[: 1 if is_text else None]  # axolotl reads one
-    paths = [path for entry in entries for path in _files(entry)]
+    paths = {path: _part(entry) for entry in entries for path in _files(entry)}
     kinds = {str(entry.get("type")) for entry in entries} - {"None"}
     shown = SourceKey(key, ", ".join(paths), ()) if entries else None
     others = sorted(kinds - {*_TEMPLATES, *_TEXTS, *_ALPACA})
@@ -114,6 +116,7 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
         for name, value in entry.items():
             usual = _AS_HERE.get(name, ("false", False))
             is_same = name in _OF_FILES or value is None or value in usual
+            is_same |= name in _OF_HUB and rows.file(_files(entry)[0]) is None
             if not is_same:
                 rows.leave(SourceKey(f"{key}[].{name}", str(value)[:80], ()), "not followed")
     template = rows.value("chat_template_jinja")
@@ -131,12 +134,12 @@ def _read_chats(rows: TrainingRows) -> None:
 
 def _read_held_out(found: Translation, rows: TrainingRows) -> None:
     entries = list(_entries(found.source.content.get("test_datasets")))
-    paths = [path for entry in entries for path in _files(entry)]
-    files = [file for path in paths if (file := rows.file(path)) is not None]
+    paths = {path: _part(entry) for entry in entries for path in _files(entry)}
+    files = [each for path, part in paths.items() if (each := rows.found(path, part)) is not None]
     held = rows.known("val_set_size")
     if entries and len(files) == len(paths):
         shown = SourceKey("test_datasets", ", ".join(paths), ())
-        rows.add(shown, f"data.val_path={','.join(map(str, files))}")
+        rows.add(shown, f"data.val_path={','.join(files)}")
     elif entries:
         shown = SourceKey("test_datasets", ", ".join(paths), ())
         rows.leave(shown, "not found here; set data.val_path=FILE")
@@ -150,6 +153,10 @@ def _read_held_out(found: Translation, rows: TrainingRows) -> None:
 def _entries(content: object) -> Iterator[Mapping[str, Any]]:
     for entry in content if isinstance(content, list) else [content] if content else []:
         yield entry if isinstance(entry, Mapping) else {"path": entry}
+
+
+def _part(entry: Mapping[str, Any]) -> str:
+    return part_of_hub(*(entry.get(key) for key in ("name", "split", "revision")))
 
 
 def _files(entry: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -29,6 +30,8 @@ _INTERVALS = (
     ("save_steps", "saves_per_epoch", "checkpoint.every"),
     ("eval_steps", "evals_per_epoch", "train.eval_every"),
 )
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?(:[\w.-]+)?/[\w.-]+")
+_OF_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".gz", ".zst")
 _FIRST_BYTES = 1 << 20  # of a file of rows
 NO_LIMIT = 1_000_000  # steps: with a share of the steps as warmup, which is then rounded down
 
@@ -151,18 +154,35 @@ class TrainingRows:
             else:
                 self.add(value, f"{ours}={value.text}", decides=theirs in self._defaults)
 
+    def found(self, path: str, part: str) -> str | None:
+        """Return a path that exists, or the name of a data set on the Hub; else None.
+
+        `part` follows the name, as in `data.path`: a revision, a configuration, a split.
+        """
+        if (file := self.file(path)) is not None:
+            return str(file)
+        # A path of a file that is missing could be a name too.
+        is_name = _ON_HUB.fullmatch(f"{path}{part}") and not Path(path).parent.exists()
+        return f"hf://{path}{part}" if is_name and not path.endswith(_OF_FILES) else None
+
     def data(
-        self, value: SourceKey | None, paths: Iterable[str], *, is_text: bool = False, own: str = ""
+        self,
+        value: SourceKey | None,
+        paths: Mapping[str, str],
+        *,
+        is_text: bool = False,
+        own: str = "",
     ) -> str:
-        """Add the data if all of `paths` are here, not names on the Hub; return its option.
+        """Add the data if all of `paths` are found, each with its part; return its option.
 
         Its key is `value`. The key `own` selects prompts of the tool's own, which the rows alone
         don't give.
         """
-        listed = [(path, self.file(path)) for path in paths]
-        absent = [path for path, file in listed if file is None]
-        files = [str(file) for _, file in listed if file is not None]
-        option = "text" if is_text else (option_of_data(files[0]) if files else CHAT)
+        listed = {path: self.found(path, part) for path, part in paths.items()}
+        absent = [path for path, each in listed.items() if each is None]
+        files = [each for each in listed.values() if each is not None]
+        local = [each for each in files if not each.startswith("hf://")]
+        option = "text" if is_text else (option_of_data(local[0]) if local else CHAT)
         shown = value or SourceKey("(data)", "", ())
         self.add(shown, f"data={option}")
         if listed and not absent and not own:
@@ -171,12 +191,30 @@ class TrainingRows:
         why = f"{shown.key}: not set; set data.path=FILE"
         if absent:
             names = f"{shown.key}: {', '.join(absent)[:200]}"
-            why = f"{names}: not found here; download the data and set data.path=FILE"
+            why = f"{names}: not found here, nor a name on the Hub; set data.path=FILE"
         if own:
             rows = "write rows with prompt and completion to a file and set data.path=FILE"
             why = f"{own}: writes prompts of its own, not the chat template; {rows}"
         self.missing("data.path", why)
         return option
+
+
+def part_of_hub(config: object, split: object, revision: object = None) -> str:
+    """Return what follows the name of a data set on the Hub in `data.path`."""
+    at = f"@{revision}" if revision else ""
+    return f"{at}{f':{config}' if config else ''}/{split or 'train'}"
+
+
+def named_data(
+    rows: TrainingRows, name: SourceKey | None, config: str, split: str
+) -> tuple[SourceKey | None, dict[str, str]]:
+    """Return the key and the paths of a data set of which other keys have the two parts."""
+    parts = [rows.value(config), rows.value(split)]
+    part = part_of_hub(*(each and each.text for each in parts))
+    if name is None or rows.file(name.text) is not None:
+        return name, dict.fromkeys(name.items if name else (), part)
+    keys = ", ".join(each.key for each in (name, *parts) if each)
+    return SourceKey(keys, name.text, name.items), dict.fromkeys(name.items, part)
 
 
 def read_hugging_face_training(rows: TrainingRows, *, adapts: bool) -> int | None:

@@ -1,5 +1,6 @@
 """Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from fsdpctl.importers.training import (
     add_schedule,
     has_completions,
     is_fraction,
+    named_data,
+    part_of_hub,
     read_hugging_face_training,
 )
 from fsdpctl.importers.translation import SourceBatch, Translation
@@ -169,14 +172,19 @@ def _read_training(found: Translation) -> None:
     content = found.source.content.get("datasets")
     listed = content if isinstance(content, list) else []
     entries = [each for each in listed if isinstance(each, dict)]
-    paths = [str(each.get("path", "")) for each in entries]
+    paths = {
+        str(each.get("path", "")): part_of_hub(each.get("name"), each.get("split"))
+        for each in entries
+    }
     data = rows.value("dataset_name")
     if paths:
         option = rows.data(SourceKey("datasets", ", ".join(paths), ()), paths)
     else:
-        option = rows.data(data, paths := list(data.items) if data else [])
+        named, paths = named_data(rows, data, "dataset_config", "dataset_train_split")
+        option = rows.data(named, paths)
     for entry in entries:
-        for key in entry.keys() - {"path"}:
+        is_here = rows.file(str(entry.get("path", ""))) is not None
+        for key in entry.keys() - ({"path"} if is_here else {"path", "name", "split"}):
             if entry[key] is not None and (key, entry[key]) != ("split", "train"):
                 rows.leave(SourceKey(f"datasets[].{key}", str(entry[key])[:80], ()), "not followed")
     held = rows.known("eval_strategy")
@@ -187,7 +195,7 @@ def _read_training(found: Translation) -> None:
         _read_chats(rows, paths)
 
 
-def _read_chats(rows: TrainingRows, paths: list[str]) -> None:
+def _read_chats(rows: TrainingRows, paths: Iterable[str]) -> None:
     packing, long = rows.known("packing"), rows.known("truncation_mode")
     rows.add(packing, f"data.packing={str(packing.is_on).lower()}")
     if long.text == "keep_start":

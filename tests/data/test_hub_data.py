@@ -62,8 +62,8 @@ def test_a_card_with_several_configurations_asks_for_one(cached):
     assert names("hf://org/texts@abc123:en/test") == ["test-0.jsonl"]
     assert names("hf://datasets/org/texts:de") == ["a.jsonl"]
     for path, word in {
-        "hf://org/texts": "several sets to train on, .*de, en",
-        "hf://org/texts:fr": "no such files in",
+        "hf://org/texts": "name a configuration after a :, of en, de",
+        "hf://org/texts:fr": "name a configuration after a :, of en, de",
         "hf://org/texts:en/val": "name a split after a /, of train, test",
         "hf://org/texts@v2:en": r"run `hf download --repo-type dataset org/texts --revision v2`",
         "hf://org/other": "run `hf download --repo-type dataset org/other`",
@@ -71,6 +71,10 @@ def test_a_card_with_several_configurations_asks_for_one(cached):
     }.items():
         with pytest.raises(UsageError, match=word):
             names(path)
+    cached("org/bare", ["a.jsonl", "b.jsonl"])
+    assert names("hf://org/bare/train") == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(UsageError, match="no such files"):
+        names("hf://org/bare/test")
     directories = CARD.replace("data_files:\n  - split", "data_dir: en\n  - split")
     cached("org/dirs", ["en/train.jsonl", "fr/train.jsonl"], directories)
     with pytest.raises(UsageError, match="several sets to train on, de, en, fr"):
@@ -120,7 +124,8 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
             "cards:sft": "name a split after a /, of train_sft, test_sft",
             "cards:local": "names no files of train", "cards:above": "names no files of train",
             "cards:web": "names no files of train", "cards:pictures": "p.png: not supported",
-            "cards:other": "sep of the data set's card", "cards:b": "no such files",
+            "cards:other": "sep of the data set's card",
+            "cards:b": "name a configuration after a :, of a",
             "none": "no such dataset on 127.0.0.1",
         }.items():  # fmt: skip
             with pytest.raises(UsageError, match=f"^data.path=hf://org/{path}: .*{words}"):

@@ -169,3 +169,19 @@ def test_data_that_no_key_names_is_not_said_to_be_absent(tmp_path):
     file.write_text("base_model: Qwen/Qwen3-8B\nmicro_batch_size: 1\nlearning_rate: 1e-4\n")
     missing = dict(convert(read_others(file), {}, 1).missing)
     assert missing["data.path"] == "(data): not set; set data.path=FILE"
+
+
+@pytest.mark.parametrize(("text", "path"), [
+    ("datasets: [{path: a/b, split: x, name: c, revision: r}, {path: a/d}]",
+     "hf://a/b@r:c/x,hf://a/d/train"),
+    ("datasets: [{path: a/b, split: 'train[:9%]'}]", None),
+    ("datasets: [{path: a/b.jsonl}]", None),
+    ("datasets: [{path: tests/b}]", None),
+])  # fmt: skip
+def test_names_of_data_on_the_hub_are_kept(text, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tests").mkdir()
+    Path("a.yml").write_text(f"base_model: x/y\nadapter: lora\n{text}\n")
+    recipe = convert(read_others(Path("a.yml")), {}, 1)
+    assert dict(recipe.words).get("data.path") == path
+    assert not [each for each in recipe.left_out if "datasets" in each]
