@@ -5,7 +5,6 @@ share it. A transfer slows down concurrent computation, and may be slowed down b
 only when something starts or ends, so time advances from one such moment to the next.
 """
 
-import json
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field
 COMPUTE = "compute"
 _MAX_SLOWDOWN = 0.9  # of the computation, whatever is in progress
 _DONE = 1e-12  # seconds
-_MICRO = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,29 +184,3 @@ class StepSimulator:
         self._pending.discard(each.start.key)
         span = TimelineSpan(each.start.queue, each.start.label, each.began, self._step.seconds)
         self._step.spans.append(span)
-
-
-def chrome_trace(step: SimulatedStep, title: str) -> str:
-    """Return the timeline of a step in the Trace Event Format of Perfetto and chrome://tracing."""
-    lanes = sorted({each.lane for each in step.spans}, key=lambda lane: (lane != COMPUTE, lane))
-    numbers = {lane: number for number, lane in enumerate(lanes)}
-    events: list[dict[str, object]] = [
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": title}}
-    ]
-    events += [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": lane}}
-        for lane, number in numbers.items()
-    ]
-    events += [
-        {
-            "ph": "X",
-            "name": each.label,
-            "cat": each.lane,
-            "pid": 0,
-            "tid": numbers[each.lane],
-            "ts": round(each.start * _MICRO, 3),
-            "dur": round((each.end - each.start) * _MICRO, 3),
-        }
-        for each in step.spans
-    ]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -131,8 +131,6 @@ def _report(
     if folder is not None:
         with refusing(f"--out {folder}"):
             write_report(rows, about, folder, by)
-            if isinstance(comparison, SimulatedComparison):
-                comparison.write_traces(folder)
     if as_json:
         emit(rows_as_json(rows))
     else:

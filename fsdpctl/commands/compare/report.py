@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import os
 import platform
 import shlex
 import time
@@ -13,10 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+import torch
 from jinja2 import Environment, StrictUndefined
 
-from fsdpctl import __version__
 from fsdpctl.commands.compare.row import OK, Row, columns, names_of
 from fsdpctl.commands.drawing import BLUE, SKY, annotate, bar_axes, bars
 from fsdpctl.config.schema import KEYS, Config
@@ -24,7 +22,6 @@ from fsdpctl.io.units import figure as short
 from fsdpctl.resolve.open import decides_losses
 
 JSON, PAGE = "compare.json", "compare.html"
-_GIB = 1 << 30
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 _DPI = 144
 BY = ("time", "gpu-hours", "cost", "memory")  # what variants are compared by
@@ -127,8 +124,6 @@ class ComparisonInfo:
     where: str  # the machine, in a few words
     how: str  # number and length of the runs
     command: str
-    versions: dict[str, str]
-    machine: dict[str, str]
     created_at: str  # UTC
     is_complete: bool = True  # False: stopped early
 
@@ -148,29 +143,13 @@ def describe(
     is_complete: bool,
 ) -> ComparisonInfo:
     """Describe a comparison on this machine, or its prediction for a cluster."""
-    import torch
-
     first = configs[0]
-    versions = {"fsdpctl": __version__, "torch": torch.__version__}
     if is_predicted:
-        names = dict.fromkeys(each.cluster.name for each in configs)
-        device = ", ".join(names)
-        specs = asdict(first.cluster).items() if len(names) == 1 else ()
-        machine = {n: str(v) for n, v in specs if v is not None and n != "name"}
+        device = ", ".join(dict.fromkeys(each.cluster.name for each in configs))
+    elif torch.cuda.is_available() and first.launch.device != "cpu":
+        device = torch.cuda.get_device_name()
     else:
-        processor = _processor()
-        device = f"the CPU ({processor})"
-        versions["python"] = platform.python_version()
-        machine = {
-            "processor": f"{processor}, {os.cpu_count()} cores",
-            "memory": f"{psutil.virtual_memory().total / _GIB:.1f} GiB",
-            "system": platform.platform(terse=True),
-        }
-        if torch.cuda.is_available() and first.launch.device != "cpu":
-            device = torch.cuda.get_device_name()
-            versions["CUDA"] = str(torch.version.cuda)
-            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-            machine["devices"] = f"{torch.cuda.device_count()} x {device}"
+        device = f"the CPU ({_processor()})"
     models = ", ".join(dict.fromkeys(each.model.title for each in configs))
     sizes = {row.world_size for row in rows if row.world_size}
     ranks = f"{_range(sizes)} {'rank' if sizes == {1} else 'ranks'} of " if sizes else ""
@@ -180,8 +159,6 @@ def describe(
         where=ranks + device,
         how=how,
         command=command,
-        versions=versions,
-        machine=machine,
         created_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         is_complete=is_complete,
     )

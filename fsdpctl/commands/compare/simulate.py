@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from fsdpctl.commands.compare.row import OK, REFUSED, TOO_LARGE, Row
 from fsdpctl.commands.compare.vary import Variant
@@ -16,12 +15,10 @@ from fsdpctl.estimate.planned_steps import sent_in_step
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import decide
 from fsdpctl.launch.begin import change_lines
-from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.open import fill_on_cluster
 from fsdpctl.resolve.place import notes_on_memory
 from fsdpctl.run.flops import flops_per_token
 
-TRACES = "traces"  # in the directory of a comparison
 _SHORT_STEPS = (
     "The host limits steps of GPUs below 100 ms and those of small models, and data sheets do not "
     "describe it: such steps can take several times as long as predicted."
@@ -48,7 +45,7 @@ class SimulatedComparison:
     def __init__(self, variants: Sequence[Variant]) -> None:
         self._estimator = Estimator()
         self.variants = list(variants)
-        self._predicted: dict[str, StepPrediction] = {}  # by label
+        self._steps: list[StepPrediction] = []
         self.notes: list[str] = []  # on the predictions, a line each
 
     @property
@@ -70,17 +67,8 @@ class SimulatedComparison:
             nearest = max(plans, key=lambda plan: self._estimator.estimate(plan).margin)
             self.notes.append("no variant fits; changes that make the nearest fit:")
             self.notes += change_lines(advice(self._estimator, nearest))
-        steps = self._predicted.values()
-        if any(s.seconds < SHORT or s.host_limited > _TENTH * s.seconds for s in steps):
+        if any(s.seconds < SHORT or s.host_limited > _TENTH * s.seconds for s in self._steps):
             self.notes.append(_SHORT_STEPS)
-
-    def write_traces(self, folder: Path) -> None:
-        """Write the timeline of each predicted step for Perfetto, in a directory of its own."""
-        for number, label in enumerate((each.row.label for each in self.variants), start=1):
-            if label in self._predicted:
-                (folder / TRACES).mkdir(exist_ok=True)
-                text = chrome_trace(self._predicted[label].simulated, f"predicted: {label}")
-                (folder / TRACES / f"{number:02d}.json").write_text(text, encoding="utf-8")
 
     def _predict(self, each: Variant) -> None:
         placed = fill_on_cluster(each.composed)
@@ -96,7 +84,7 @@ class SimulatedComparison:
         config = plan.config
         each.row = replace(each.row, strategy=config.strategy.name)
         step = self._estimator.predict(plan)
-        self._predicted[each.row.label] = step
+        self._steps.append(step)
         units = self._estimator.traced_model(plan).units
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
         time = run_time(self._estimator, estimate, step)

@@ -23,9 +23,8 @@ from fsdpctl.estimate.accuracy import Band
 
 MIB = 1 << 20
 ABOUT = ComparisonInfo(
-    "measured", "llama_tiny, 16 tokens per sample", "2 ranks of some CPU",
-    "3 rounds of 8 steps per variant", "fsdpctl compare strategy=a,b", {"torch": "9.9"},
-    {"processor": "<some> CPU"}, "2026-01-01",
+    "measured", "llama_tiny, 16 tokens per sample", "2 ranks of <some> CPU",
+    "3 rounds of 8 steps per variant", "fsdpctl compare strategy=a,b", "2026-01-01",
 )  # fmt: skip
 
 
@@ -232,7 +231,7 @@ def test_the_page_begins_with_the_best_variant(folder):
     wanted = [
         ABOUT.title, "The first variant is recommended", "no_shard", "full_shard", "hybrid_shard",
         "<rank 1> was killed", "all losses are equal", "How the values were measured",
-        ABOUT.command, "<some> CPU", "torch 9.9",
+        ABOUT.command,
     ]  # fmt: skip
     places = [text.find(each) for each in wanted]
     assert -1 not in places
