@@ -17,7 +17,7 @@ from fsdpctl.estimate.candidates import differs_here
 from fsdpctl.estimate.changes import Change
 from fsdpctl.estimate.duration import has_length, run_time
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.fit import FITTED, Fit, largest_that_fits, longer_samples
+from fsdpctl.estimate.fit import FITTED, Fit, largest_that_fits
 from fsdpctl.estimate.from_others import ImportedConfig, completed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import estimates_of
@@ -152,9 +152,6 @@ def _show_one(estimator: Estimator, found: RunEstimate, fits: list[Fit]) -> None
     say("", *_conclusions(found), *_time_lines(estimator, found))
     if fits:
         say(f"fit     {_fit_line(fits[0])}")
-    if fits and fits[0].key == "train.seq_len" and fits[0].estimate is not None:
-        for words, longer in longer_samples(estimator, found.plan, fits[0]):
-            say(f"longer  {_fit_line(longer)}, with {' '.join(words)}")
     nothing_fits = fits[0].estimate is None if fits else not found.fits
     if nothing_fits:
         changes = advice(estimator, found.plan)

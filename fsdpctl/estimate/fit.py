@@ -1,23 +1,16 @@
 """The largest run that fits."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.config.auto import MICRO_BATCH, Selection
 from fsdpctl.config.model import MOST_LAYERS
 from fsdpctl.config.schema import Filled
-from fsdpctl.estimate.changes import (
-    ACTIVATIONS_ON_HOST,
-    FEED_FORWARD_IN_CHUNKS,
-    LONG,
-    RECOMPUTED,
-    SHARED_SAMPLES,
-)
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import roomiest
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.settle import RunPlan
 
 FITTED = {
     "micro_batch": MICRO_BATCH,
@@ -26,7 +19,6 @@ FITTED = {
 }
 _MOST = {"micro_batch": 1 << 20, "model": MOST_LAYERS}
 _LENGTHS = 256  # tokens: lengths are multiples of it
-_BITS = 5  # of the lengths of samples that need other settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +79,6 @@ def largest_that_fits(
     if not found.value:
         found = tried.largest(begin, most, multiple=1)
     return found
-
-
-def longer_samples(
-    estimator: Estimator, plan: RunPlan, found: Fit
-) -> Iterator[tuple[tuple[str, ...], Fit]]:
-    """Yield settings with which longer samples fit than `found`, more and more together.
-
-    Each comes with the longest samples that fit with them, to about five percent, or to 1,024
-    tokens if that is more.
-    """
-    words: tuple[str, ...] = ()
-    for knob in (RECOMPUTED, SHARED_SAMPLES, ACTIVATIONS_ON_HOST, FEED_FORWARD_IN_CHUNKS):
-        begin = max(found.value, LONG)
-        plan = settle(_valued(plan, "seq_len", begin))
-        for change in [*knob.changes(plan)][-1:]:
-            if found.estimate is not None and found.next is None:
-                return  # the model's own limit
-            most = change.plan.config.model.max_seq_len
-            multiple = max(_LENGTHS, 1 << (min(begin, most).bit_length() - _BITS))
-            longer = _Tried(estimator, change.plan, "seq_len").largest(
-                begin, most, multiple=multiple
-            )
-            if longer.value > found.value:
-                words, plan, found = (*words, *change.words), change.plan, longer
-                yield words, found
 
 
 @dataclass(frozen=True, slots=True)

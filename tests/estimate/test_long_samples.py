@@ -6,7 +6,6 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.changes import FEED_FORWARD_IN_CHUNKS, SHARED_SAMPLES
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.fit import largest_that_fits, longer_samples
 from fsdpctl.resolve.open import plan_on_cluster
 from fsdpctl.resolve.settle import RunPlan
 
@@ -41,19 +40,3 @@ def test_a_long_sample_is_advised_to_be_shared():
     assert Estimator().estimate(plan).verdict != "fits"
     changes = [change.words for change, _ in advice(Estimator(), plan)]
     assert any("train.context_parallel" in word for words in changes for word in words)
-
-
-@pytest.mark.slow
-def test_each_setting_makes_longer_samples_fit():
-    plan = planned()
-    first = largest_that_fits(Estimator(), plan, "seq_len")
-    found = list(longer_samples(Estimator(), plan, first))
-    assert len(found) == 4
-    lengths = [first.value, *(fit.value for _, fit in found)]
-    assert lengths == sorted(set(lengths))
-    assert lengths[2] > 3 * lengths[1]  # shared by four ranks
-    words, last = found[-1]
-    settings = [*words, f"train.seq_len={last.value}"]
-    assert Estimator().estimate(planned(*settings)).verdict == "fits"
-    longer = planned(*words, f"train.seq_len={2 * last.value}")
-    assert Estimator().estimate(longer).verdict != "fits"
