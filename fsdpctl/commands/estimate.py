@@ -65,14 +65,14 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
     asked = normalized(settings, recipe)
     files = _files_of(source or [])
     is_single = files == (source or [])[:1]
-    if not is_single and (all_strategies or fit or plot):
-        raise UsageError("--from: --all-strategies, --fit and --plot take a single file")
+    if not is_single and (all_strategies or fit or plot or as_json):
+        raise UsageError("--from: --all-strategies, --fit, --plot and --json take a single file")
     words = words_beside(files[0], asked) if files else []
     if not is_single:
         compose_config(words)
         from fsdpctl.commands.estimate_text import show_verdicts
 
-        raise typer.Exit(show_verdicts(files, words, as_json=as_json, require_fit=require_fit))
+        raise typer.Exit(show_verdicts(files, words, require_fit=require_fit))
     if files:
         translation = read_others(files[0].expanduser())
         from fsdpctl.estimate.from_others import completed  # imports torch, as the work below

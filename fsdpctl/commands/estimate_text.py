@@ -1,12 +1,11 @@
 """The work of `fsdpctl estimate-memory`, with its lines and tables."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.commands.console import emit, note, say, show_json, show_table
+from fsdpctl.commands.console import note, say, show_json, show_table
 from fsdpctl.commands.drawing import draw_estimates
 from fsdpctl.config.auto import STRATEGY, left_open
 from fsdpctl.config.compose import Composed
@@ -83,43 +82,27 @@ def show_estimates(
     return any(each.fits for each in estimates)
 
 
-def show_verdicts(
-    files: Sequence[Path], words: Sequence[str], *, as_json: bool, require_fit: bool
-) -> int:
+def show_verdicts(files: Sequence[Path], words: Sequence[str], *, require_fit: bool) -> int:
     """Estimate each file of another tool with `words`, a line for each; return the exit code."""
     verdicts = set()
     for number, file in enumerate(files, start=1):
-        with doing(f"estimating {file} ({number} of {len(files)})"):
-            found = _judged(file, words)
-        verdict, text = found["verdict"], found.get("reason")
-        if verdict is not None:
-            verdicts.add(verdict)
-            peak, available = found["peak_reserved_bytes"], max(0, found["available_bytes"])
-            lost = f"; left out: {', '.join(found['left_out'])}" if found["left_out"] else ""
-            text = f"{verdict}, {format_bytes(peak)} of {format_bytes(available)}{lost}"
-        emit(json.dumps(found)) if as_json else say(f"{file}: {text}")
+        try:
+            with doing(f"estimating {file} ({number} of {len(files)})"):
+                others = completed(read_others(file.expanduser()), words)
+                ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
+        except (UsageError, CheckpointError) as error:
+            say(f"{file}: {str(error).removeprefix(f'{file}: ')}")
+            continue
+        verdicts.add(estimate.verdict)
+        translation = others.translation
+        left_out = [*(row.key for row in translation.excluded), *translation.unrecognized]
+        lost = f"; left out: {', '.join(left_out)}" if left_out else ""
+        peak, available = estimate.peak_reserved, max(0, estimate.available)
+        sizes = f"{format_bytes(peak)} of {format_bytes(available)}"
+        say(f"{file}: {estimate.verdict}, {sizes}{lost}")
     if require_fit and verdicts - {"fits"}:
         return DoesNotFitError.exit_code
     return 0 if verdicts else UsageError.exit_code
-
-
-def _judged(file: Path, words: Sequence[str]) -> dict[str, Any]:
-    """Return the verdict on a file as `StepEstimate.verdict`, or None and the reason."""
-    try:
-        others = completed(read_others(file.expanduser()), words)
-        ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
-    except (UsageError, CheckpointError) as error:
-        reason = str(error).removeprefix(f"{file}: ")
-        return {"file": str(file), "verdict": None, "reason": reason}
-    translation = others.translation
-    return {
-        "file": str(file),
-        "verdict": estimate.verdict,
-        "tool": translation.tool,
-        "peak_reserved_bytes": estimate.peak_reserved,
-        "available_bytes": estimate.available,
-        "left_out": [*(row.key for row in translation.excluded), *translation.unrecognized],
-    }
 
 
 def _draw(estimates: list[RunEstimate], fits: list[Fit], folder: Path) -> None:
