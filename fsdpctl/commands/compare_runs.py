@@ -1,7 +1,6 @@
 """`fsdpctl compare-runs`: losses, settings, and the environments of the newest starts."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,13 +32,6 @@ class ComparedStep:
     def __str__(self) -> str:
         return " and ".join("not finite" if x is None else f"{x:.9g}" for x in (self.a, self.b))
 
-    @property
-    def difference(self) -> float:
-        """The absolute difference; infinite if only one value is finite."""
-        if self.a is None or self.b is None:
-            return 0.0 if self.a is self.b else math.inf
-        return abs(self.a - self.b)
-
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -47,11 +39,8 @@ class Series:
 
     name: str
     compared: int  # steps of both runs
-    only_a: int  # steps of one run
-    only_b: int
+    only_in_one: int  # steps of one run
     first: ComparedStep | None  # the first step where they differ
-    largest: ComparedStep | None  # the step with the largest difference
-    num_different: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +101,19 @@ def _differences(loss: Series, validation: Series) -> Iterator[str]:
     for each in (loss, validation):
         if each.first is not None:
             yield f"{each.name} from step {each.first.step} on ({each.first})"
-    if loss.compared and loss.only_a + loss.only_b:
-        yield f"{loss.only_a + loss.only_b} steps in one run only"
+    if loss.compared and loss.only_in_one:
+        yield f"{loss.only_in_one} steps in one run only"
 
 
 def _show(found: TwoRuns) -> None:
     say(f"A       {found.a}", f"B       {found.b}", "")
-    _show_losses(found)
-    loss = found.series["loss"]
-    for name, count in (("A", loss.only_a), ("B", loss.only_b)):
-        if count:
-            say(f"{count:,} steps only in {name}")
+    rows = [
+        [each.name, f"{each.compared:,}", f"step {each.first.step}: {each.first}"]
+        if each.first is not None
+        else [each.name, f"{each.compared:,}", "equal" if each.compared else "-"]
+        for each in found.series.values()
+    ]
+    show_table(("metric", "steps", "first difference"), rows, right=("steps",))
     say("")
     for name, keys in (("configuration", found.configuration), ("environment", found.environment)):
         if keys:
@@ -133,23 +124,6 @@ def _show(found: TwoRuns) -> None:
         say("")
     differ = "; ".join(found.differences)
     say(f"differ  {differ}" if differ else "equal   everything compared")
-
-
-def _show_losses(found: TwoRuns) -> None:
-    rows = []
-    for each in found.series.values():
-        if not each.compared:
-            rows.append([each.name, "0", "-", "-", "-"])
-        elif each.first is None or each.largest is None:
-            rows.append([each.name, f"{each.compared:,}", "equal", "-", "-"])
-        else:
-            largest = f"{each.largest.difference:.3g} at step {each.largest.step}"
-            at = f"step {each.first.step}: {each.first}"
-            rows.append(
-                [each.name, f"{each.compared:,}", f"{each.num_different:,} differ", at, largest]
-            )
-    head = ("metric", "steps", "", "first difference", "largest difference")
-    show_table(head, rows, right=("steps",))
 
 
 def compared_runs(a: Path, b: Path) -> TwoRuns:
@@ -193,14 +167,6 @@ def _figures(run_dir: Path) -> dict[str, _Values]:
 
 def _compared(name: str, a: _Values, b: _Values) -> Series:
     both = sorted(a.keys() & b.keys())
-    points = [ComparedStep(step, a[step], b[step]) for step in both]
-    apart = [point for point in points if point.difference > 0]
-    return Series(
-        name,
-        compared=len(both),
-        only_a=len(a.keys() - b.keys()),
-        only_b=len(b.keys() - a.keys()),
-        first=apart[0] if apart else None,
-        largest=max(apart, key=lambda point: point.difference, default=None),
-        num_different=len(apart),
-    )
+    points = (ComparedStep(step, a[step], b[step]) for step in both)
+    first = next((each for each in points if each.a != each.b), None)
+    return Series(name, len(both), len(a.keys() ^ b.keys()), first)
