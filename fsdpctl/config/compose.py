@@ -26,13 +26,7 @@ from fsdpctl.config.recipe import (
 )
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import to_config
-from fsdpctl.config.short_words import (
-    RANKS,
-    expanded,
-    names_model,
-    resharding,
-    with_own_strategy,
-)
+from fsdpctl.config.short_words import RANKS, expanded, names_model, with_own_strategy
 from fsdpctl.config.source_config import NO_TOML
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError, first_of, nearest
@@ -88,8 +82,8 @@ def compose_config(
     replaced = {name for name, _ in typed}  # whose values in the recipe need not be valid
     base = [pair for pair in base if pair[0] not in replaced]
     cluster = dict([*base, *typed]).get("cluster")
-    before, base = base, resharding(expanded(base, [], _ranks_per_node), [])
-    typed = resharding(expanded(typed, base, _ranks_per_node), base)
+    before, base = base, expanded(base, [], _ranks_per_node)
+    typed = expanded(typed, base, _ranks_per_node)
     given = {name for name, _ in typed}
     of_recipe = frozenset[str]()
     if cluster is not None and "cluster" not in given:
@@ -130,7 +124,7 @@ def checked_settings(words: Sequence[str]) -> list[Pair]:
     """
     typed = [_split(word) for word in words]
     _refuse_doubles(typed)
-    pairs, _ = with_own_strategy(gathered(resharding(expanded(typed, [], _ranks_per_node), [])))
+    pairs, _ = with_own_strategy(gathered(expanded(typed, [], _ranks_per_node)))
     _check_known(pairs)
     for name, text in pairs:
         if name in KEYS:

@@ -7,15 +7,10 @@ from pathlib import Path
 
 from fsdpctl.config.data_files import option_of_data
 from fsdpctl.config.hub import hub_models
-from fsdpctl.config.keys import AUTO
 from fsdpctl.config.sources import sources_in
 from fsdpctl.errors import UsageError
 from fsdpctl.io.gguf_header import is_gguf
-from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
-
-_RESHARDING = ("reshard_after_forward", "strategy.reshard_after_forward")
-# Including torchtitan's values.
-_RESHARDS = {"true": True, "false": False, "always": True, "default": True, "never": False}
+from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 
 Pair = tuple[str, str]
 RANKS = ("launch.nproc_per_node", "launch.nnodes")
@@ -84,22 +79,3 @@ def with_own_strategy(pairs: list[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
         return pairs, ()
     pairs = [(name, ours if name == "strategy" else text) for name, text in pairs]
     return pairs, (f"strategy={asked}: runs as {ours}",)
-
-
-def resharding(pairs: list[Pair], below: list[Pair]) -> list[Pair]:
-    """Replace FSDP's `reshard_after_forward` by the strategy that it selects.
-
-    It modifies the strategy among `pairs`, else the one in `below`.
-    """
-    asked = [(name, text) for name, text in pairs if name in _RESHARDING]
-    if not asked:
-        return pairs
-    name, text = asked[-1]
-    if text.lower() not in _RESHARDS:
-        raise UsageError(f"{name}={text}: expected {', '.join(_RESHARDS)}")
-    named = dict([*below, *pairs]).get("strategy", "full_shard")
-    if named == AUTO:
-        raise UsageError(f"{name}={text}: conflicts with strategy=auto; leave one of them out")
-    strategy = with_resharding(named, _RESHARDS[text.lower()]).name
-    kept = [pair for pair in pairs if pair[0] not in (*_RESHARDING, "strategy")]
-    return [*kept, ("strategy", strategy)]

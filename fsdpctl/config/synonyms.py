@@ -148,7 +148,6 @@ SYNONYMS = _by_name(
         "precision=fp32": "fp32",
         "prefetch": "fsdp_backward_prefetch fsdp_forward_prefetch",
         "prefetch=backward": "backward_prefetch",
-        "reshard_after_forward": "fsdp_reshard_after_forward",
         "shard_grad_op": "SHARD_GRAD_OP",
         "strategy": "fsdp_sharding_strategy sharding_strategy fsdp_config distributed_type",
         "strategy.dp_shard_size": "data_parallel_shard_degree fsdp_size",
@@ -157,6 +156,9 @@ SYNONYMS = _by_name(
         ),
         "strategy; `fsdpctl list strategy` shows its options": "deepspeed deepspeed_config",
         "strategy=full_shard": "optim_grads_params",
+        "strategy=full_shard, or strategy=shard_grad_op for false": (
+            "reshard_after_forward fsdp_reshard_after_forward"
+        ),
         "strategy=hybrid_shard_optimizer and strategy.dp_shard_size": "zero_hpz_partition_size",
         "strategy=zero1, zero2 or zero3": "zero_stage",
         "strategy.offload=all": "cpu_offload fsdp_offload_params offload offload_policy",

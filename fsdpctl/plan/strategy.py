@@ -90,23 +90,6 @@ def get_strategy(name: str) -> Strategy:
     return STRATEGIES[name]
 
 
-def with_resharding(name: str, reshards: bool) -> Strategy:
-    """Return the strategy like `name` that frees parameters after forward, or keeps them."""
-    like = get_strategy(name)
-    if not like.shards_params:
-        raise UsageError(
-            f"strategy={like.name}: reshard_after_forward is not supported, because parameters are "
-            "always unsharded"
-        )
-    found = _row_like(replace(like, reshard_after_forward=reshards))
-    if found is None:
-        raise UsageError(
-            f"strategy={like.name}: reshard_after_forward=false is not supported; parameters are "
-            "freed after forward"
-        )
-    return found
-
-
 def _row_like(wanted: Strategy) -> Strategy | None:
     for row in _TABLE:
         if replace(row, name=wanted.name, known_as=wanted.known_as) == wanted:

@@ -80,29 +80,6 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
     assert "also unknown: sequence_len (use train.seq_len), adapter (use model.lora" in said
 
 
-@pytest.mark.parametrize(("words", "ours"), [
-    (["reshard_after_forward=false"], "shard_grad_op"),
-    (["reshard_after_forward=True"], "full_shard"),
-    (["reshard_after_forward=never"], "shard_grad_op"),
-    (["reshard_after_forward=default"], "full_shard"),
-    (["strategy=hsdp", "strategy.reshard_after_forward=false"], "hybrid_shard_grad_op"),
-    (["strategy=zero2", "reshard_after_forward=true"], "full_shard"),
-    (["--recipe=llama3_8b_8xh100", "reshard_after_forward=false"], "shard_grad_op"),
-])  # fmt: skip
-def test_reshard_after_forward_chooses_the_strategy(words, ours):
-    assert printed(*words)["strategy"] == ours
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["reshard_after_forward=maybe"], "expected true, false"),
-    (["strategy=no_shard", "reshard_after_forward=false"], "always unsharded"),
-    (["strategy=nonsense", "reshard_after_forward=false"], "expected one of"),
-])  # fmt: skip
-def test_reshard_after_forward_says_what_it_can(words, said):
-    code, answer = invoke("train", *words, "--dry-run")
-    assert (code, said in answer) == (2, True), answer
-
-
 @pytest.mark.parametrize(("word", "known", "said"), [
     ("h100_80", ["a100_80", "h100", "h200"], "h100"),
     ("launch.rdzv", ["launch.device", "launch.rdzv_endpoint"], "launch.rdzv_endpoint"),

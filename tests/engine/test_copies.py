@@ -12,7 +12,7 @@ import fsdpctl
 from fsdpctl.comm.base import Collectives, Gathering
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.schedule import Event, EventKind
-from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy, with_resharding
+from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy
 from tests.distributed import distributed, in_turn
 from tests.engine.events import gathered_nbytes, recording
 from tests.engine.models import make_net, next_token_loss, one_step, sharded, token_batches
@@ -46,12 +46,6 @@ def test_a_single_replica_runs_the_strategy_without_replicas(
 def test_a_strategy_that_shares_unsharded_states_is_rejected():
     with pytest.raises(UsageError, match="strategy mine: shards_over_replicas requires replicates"):
         Strategy("mine", "", True, True, True, True, replicates=False, shards_over_replicas=True)
-
-
-def test_no_such_strategy_keeps_parameters_until_backward():
-    assert with_resharding(SHARED, True).name == SHARED
-    with pytest.raises(UsageError, match="reshard_after_forward=false is not supported"):
-        with_resharding(SHARED, False)
 
 
 @distributed(world_size=4)

@@ -256,7 +256,6 @@ def test_a_selection_fills_in_what_is_auto_and_nothing_else():
             ["prefetch=auto", "prefetch.forward=2"],
             "prefetch.forward=2: conflicts with prefetch=auto",
         ),
-        (["strategy=auto", "reshard_after_forward=true"], "conflicts with strategy=auto"),
         (["train.micro_batch_size=0"], "expected a whole number from 1 to"),
         (["auto.prob=false"], "did you mean auto.probe"),
     ],

@@ -129,7 +129,7 @@ def test_the_command_line_overrides_the_file():
     assert "strategy=shard_grad_op" in found.overridden
     sized = asked("axolotl-full.yaml", "train.global_batch_size=256").composed.config
     assert (sized.train.global_batch_size, sized.accumulation.steps) == (256, None)
-    kept = asked("axolotl-full.yaml", "reshard_after_forward=false").composed.config
+    kept = asked("axolotl-full.yaml", "strategy=shard_grad_op").composed.config
     assert (kept.strategy.name, kept.engine.name) == ("shard_grad_op", "fsdp2")
     ours = asked("axolotl-full.yaml", "strategy=shard_optimizer").composed.config
     assert ours.engine.name == "fsdpctl"  # fully_shard has no such strategy
