@@ -31,7 +31,6 @@ class DataSet:
     tokenizer: Tokenizer
     vocab_size: int  # 0: unknown
     description: str
-    gzip_bits_per_byte: float | None  # of the validation text, compressed by `gzip -9`
     token_files: tuple[TokenFile, ...] = ()  # that the data is read from
     notes: tuple[str, ...] = ()  # lines about the data
     about_files: tuple[str, ...] = ()  # those notes that tell what the files of chats mean
@@ -85,7 +84,6 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
         train=Mixture(part("train"), "" if key == "data.path" else f" ({key})"),
         val=Mixture(val, " (data.val_fraction)") if val else None,
         description=", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
-        gzip_bits_per_byte=None,
         token_files=tuple(file for each in found for file in each.token_files),
         notes=(*_on_weights([each.weight or 0 for each in sources]), *_notes(names, found)),
         about_files=tuple(note for each in found for note in each.about_files),

@@ -122,7 +122,6 @@ def open_chats(rendering: Rendering, config: DataConfig, key: str = "data.path")
         rendering.tokenizer,
         rendering.tokenizer.vocab_size,
         str(config.path) if about == "1 file" else f"{config.path}, {about}",
-        gzip_bits_per_byte=None,
         notes=(*about_files, *_notes(config, counts, named, (template, today))),
         about_files=about_files,
         date=today if template is not None and template.tells_date else None,

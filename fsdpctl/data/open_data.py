@@ -1,6 +1,5 @@
 """The data of a run: text, token files or chats, opened by the section `data`."""
 
-import gzip
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,8 +33,6 @@ from fsdpctl.io.units import batches
 
 _OWN, _PATH, _VAL_PATH = "python_stdlib", "data.path", "data.val_path"
 _ENCODING = 5  # increase it if the same text gives other tokens
-_GZIP_LEAST = 16 << 10  # bytes; below, gzip's header and empty window dominate the figure
-_GZIP_LIMIT = 64 << 20  # above, compressing for the comparison takes too long
 
 
 def open_data(config: DataConfig, seed: int = 0) -> DataSet:
@@ -69,7 +66,6 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
     return replace(
         mixed,
         val=held.train,
-        gzip_bits_per_byte=held.gzip_bits_per_byte,
         token_files=(*mixed.token_files, *held.token_files),
         has_val_files=True,
         notes=(*dict.fromkeys((*mixed.notes, *held.notes)),),
@@ -101,7 +97,6 @@ def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
         tokenizer,
         tokenizer.vocab_size,
         about,
-        _gzip_bits(texts if key == _VAL_PATH else held),
         notes=(*notes, *tokenizer.notes()),
         has_val_files=has_files,
     )
@@ -159,7 +154,7 @@ def _from_token_files(config: DataConfig, key: str) -> DataSet:
     about = opened.found.about(validates=validates)
     description = path if about == "1 file" else f"{path}, {about}"
     return DataSet(
-        train, val, tokenizer, files[0].vocab_size or known, description, None, both, notes,
+        train, val, tokenizer, files[0].vocab_size or known, description, both, notes,
         has_val_files=bool(held),
     )  # fmt: skip
 
@@ -209,10 +204,3 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> TokenStream:
     else:
         tokenizer.begun += entry.facts["begun"]
     return TokenStream(entry.arrays["tokens"], size, entry.checksums["tokens"])
-
-
-def _gzip_bits(texts: Sequence[bytes]) -> float | None:
-    size = sum(map(len, texts))
-    if not _GZIP_LEAST <= size <= _GZIP_LIMIT:
-        return None
-    return 8 * len(gzip.compress(b"".join(texts), 9, mtime=0)) / size

@@ -153,8 +153,7 @@ def _pass_loss(
     return losses.double().sum(), count
 
 
-def describe_validation(found: ValidationLoss, data: DataSet, *, compare: bool) -> str:
-    """Describe a validation loss; with `compare`, relative to gzip if the data allows it."""
+def describe_validation(found: ValidationLoss, data: DataSet) -> str:
     loss = found.mean
     text = f"validation loss {loss:.4f}"
     if isinstance(data.val, OwnData):
@@ -165,11 +164,7 @@ def describe_validation(found: ValidationLoss, data: DataSet, *, compare: bool) 
     if data.val is None or not data.val.num_bytes:
         return text
     bits = loss / math.log(2) * data.val.num_tokens / data.val.num_bytes
-    text += f", {bits:.3f} bits per byte"
-    if compare and data.gzip_bits_per_byte is not None:
-        relation = "below" if bits < data.gzip_bits_per_byte else "not below"
-        text += f" ({relation} gzip -9: {data.gzip_bits_per_byte:.3f})"
-    return text
+    return f"{text}, {bits:.3f} bits per byte"
 
 
 class SourceLosses:

@@ -21,7 +21,7 @@ def _collected(folder: Path, **about: Any) -> dict[str, bytes]:
     config = compose_config(["model=llama_tiny", f"data.tokenizer={folder}"]).config
     tokenizer = open_tokenizer(str(folder))
     stream = TokenStream(np.arange(9, dtype=np.uint16), None)
-    data = DataSet(stream, None, tokenizer, tokenizer.vocab_size, "", None, **about)
+    data = DataSet(stream, None, tokenizer, tokenizer.vocab_size, "", **about)
     return collect_assets(config, data)
 
 

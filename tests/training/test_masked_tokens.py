@@ -34,7 +34,7 @@ def train(rank: int, world_size: int, typed: list[str], folder: str) -> None:
         assert found is not None
         assert math.isnan(found.mean)
         assert found.to_line() == {"val_loss": None}
-        assert "nan" in describe_validation(found, trainer.parts.data, compare=True)
+        assert "nan" in describe_validation(found, trainer.parts.data)
 
 
 @distributed(timeout=150)

@@ -75,8 +75,7 @@ class Validation(Callback):
             run.journal.say(f"step {run.step}: {how_far} (stop requested)")
         else:
             run.journal.write({"step": run.step, **loss.to_line()})
-            text = describe_validation(loss, parts.data, compare=is_last and not at_most)
-            run.journal.say(f"step {run.step}: {text}")
+            run.journal.say(f"step {run.step}: {describe_validation(loss, parts.data)}")
             self._done(run, loss.mean)
         return sync.complete()
 
