@@ -169,6 +169,10 @@ def _read_training(found: Translation) -> None:
         rows.leave(SourceKey("router_aux_loss_coef", "0.001", ()), why)
     if (loss := rows.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
         rows.ask(loss, "", "another loss")
+    _read_data(found, rows)
+
+
+def _read_data(found: Translation, rows: TrainingRows) -> None:
     content = found.source.content.get("datasets")
     listed = content if isinstance(content, list) else []
     entries = [each for each in listed if isinstance(each, dict)]

@@ -67,7 +67,7 @@ def make_task(
             raise UsageError(f"{name}: expected at least one sample, got none")
     train, *val = (OwnData(each, collate or default_collate, loss) for each in parts.values())
     about = f"{type(data).__name__}"
-    return Task(module, DataSet(train, val[0] if val else None, ByteTokenizer(), 1, about, None))
+    return Task(module, DataSet(train, val[0] if val else None, ByteTokenizer(), 1, about))
 
 
 def compose_task(
