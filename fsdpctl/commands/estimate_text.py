@@ -70,11 +70,11 @@ def show_estimates(
     if others is not None:
         _show_translation(others)
     if every:
-        say(*_heading(next((each for each, x in found if x is None), estimates[0])))
+        say(*_heading(estimates))
         _show_all(estimator, composed.config, estimates, fits)
         for each, ranking in found:
             if ranking is not None:
-                say(f"{each.config.strategy.name}: {next(describe_ranking(ranking))}")
+                say(f"{each.config.strategy.name}: {ranking.summary}")
     else:
         if (ranking := found[0][1]) is not None:
             say(*describe_ranking(ranking))
@@ -130,7 +130,7 @@ def _show_all(
 
 
 def _show_one(estimator: Estimator, found: RunEstimate, fits: list[Fit]) -> None:
-    say(*_heading(found))
+    say(*_heading([found]))
     _show_breakdown(found)
     say("", *_conclusions(found), *_time_lines(estimator, found))
     if fits:
@@ -170,18 +170,20 @@ def _fits_with(
                 yield f"fit     {_fit_line(found)}, with {' '.join(change.words)}"
 
 
-def _heading(first: RunEstimate) -> list[str]:
-    """Return lines with the configuration that is estimated."""
+def _heading(estimates: Sequence[RunEstimate]) -> list[str]:
+    """Return lines with the configuration that is estimated, or with all of its alternatives."""
+    first = estimates[0]
     config, launch, precision = first.config, first.config.launch, first.config.precision
     nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
-    batches, prefetch = first.batches, config.prefetch
     shared = config.train.context_parallel
     who = "rank" if shared == 1 else f"group of {shared} ranks"
-    recomputes = config.activation_checkpointing.name
-    recomputes += ", inputs in host memory" if config.activation_checkpointing.offload else ""
+    batches, prefetches, recomputations = [
+        " or ".join(dict.fromkeys(texts)) for texts in zip(*map(_selected, estimates), strict=True)
+    ]
+    recomputations += ", inputs in host memory" if config.activation_checkpointing.offload else ""
     compiled = "; estimated without torch.compile" if config.train.compile else ""
     base = "" if config.model.base_dtype is None else f", {config.model.base_dtype} linear layers"
-    samples, given = batches.global_batch_size, config.train.global_batch_size
+    samples, given = first.batches.global_batch_size, config.train.global_batch_size
     raised = f" (assumes train.global_batch_size={samples}, not {given})" if samples > given else ""
     return [
         f"model   {config.model.title}, {first.num_params:,} parameters{_trained(first)}",
@@ -190,13 +192,21 @@ def _heading(first: RunEstimate) -> list[str]:
         f"engine {config.engine.name}",
         f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} master weights{base}",
-        f"step    {first.tokens_per_step:,} tokens{raised}: each {who} "
-        f"{batches.num_micro_batches} x {batches.micro_batch_size} samples of "
+        f"step    {first.tokens_per_step:,} tokens{raised}: each {who} {batches} samples of "
         f"{config.train.seq_len}; accumulation {config.accumulation.name}; "
-        f"activation checkpointing {recomputes}{compiled}; "
-        f"prefetch {prefetch.forward} forward, {prefetch.backward} backward",
+        f"activation checkpointing {recomputations}{compiled}; prefetch {prefetches}",
         "",
     ]
+
+
+def _selected(estimate: RunEstimate) -> tuple[str, str, str]:
+    """Return what may be selected: micro-batches, prefetch and recomputation."""
+    batches, prefetch = estimate.batches, estimate.config.prefetch
+    return (
+        f"{batches.num_micro_batches} x {batches.micro_batch_size}",
+        f"{prefetch.forward} forward, {prefetch.backward} backward",
+        estimate.config.activation_checkpointing.name,
+    )
 
 
 def _trained(estimate: RunEstimate) -> str:

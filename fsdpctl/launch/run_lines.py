@@ -78,7 +78,8 @@ def _model(opened: Opened) -> str:
         in_part = f" ({_count(active)} active){in_part}"
     weights = "" if config.model.path is None else ", random weights"
     if config.model.is_pretrained:
-        weights = f", weights from {weights_folder(config.model)}"
+        folder = str(weights_folder(config.model))
+        weights = ", pretrained" if folder == config.model.title else f", weights from {folder}"
     if config.model.base_dtype is not None:
         packed = quantized_shapes(opened.module).values()
         experts = " and experts" if any(len(shape) == 3 for shape in packed) else ""
@@ -86,7 +87,7 @@ def _model(opened: Opened) -> str:
     of = "" if config.model.path is None else f"{family_of(config.model)}, "
     vocabulary = f"{config.model.vocab_size}{_origin(opened, 'model.vocab_size')}"
     return (
-        f"{config.model.name}, {of}{_count(count)} parameters{in_part}, vocabulary {vocabulary}, "
+        f"{config.model.title}, {of}{_count(count)} parameters{in_part}, vocabulary {vocabulary}, "
         f"{_dtypes(opened)}{weights}"
     )
 

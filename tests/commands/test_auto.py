@@ -82,7 +82,10 @@ def test_the_other_settings_are_selected_for_each_strategy():
     words = {each["strategy"]: each["selected"]["ranked"][0]["settings"] for each in found}
     assert "prefetch=none" in words["no_shard"]
     code, text = invoke("estimate-memory", *H100, *OPEN[1:3], "--all-strategies")
-    assert f"full_shard: auto    {' '.join(words['full_shard'].split()[:1])}" in text
+    assert f"full_shard: {words['full_shard'].split()[0]}" in text
+    kinds = {each.split()[0].partition("=")[2] for each in words.values()}
+    for line in (each for each in text.splitlines() if each.startswith("step ")):
+        assert all(kind in line for kind in kinds)  # the heading has what any strategy has
 
 
 def test_if_nothing_fits_train_fails_and_the_estimate_has_a_verdict(tmp_path):

@@ -48,7 +48,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model("qwen2", folder / "in")
     give_tokenizer(folder / "in", make_text(folder))
     said = train(folder, "run", "model=hf", "model.path=in")
-    assert f"weights from {folder / 'in'}" in said
+    assert f"model   {folder / 'in'}, qwen2, " in said
+    assert ", pretrained" in said
     return folder
 
 
