@@ -36,9 +36,6 @@ def tokenize(
         int | None,
         typer.Option(min=1 << 10, metavar="N", help="Tokens of each of the files DST-00000.bin …"),
     ] = None,
-    shuffle: Annotated[
-        int | None, typer.Option(min=0, metavar="SEED", help="Shuffle nearby documents.")
-    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
     """Tokenize text into token files.
@@ -49,7 +46,7 @@ def tokenize(
         raise UsageError("SRC: empty; expected a file, a directory or a glob")
     if destination.suffix != ".bin":
         raise UsageError(f"{destination}: expected a name that ends in .bin")
-    output = Output(destination, shard_tokens, shuffle)
+    output = Output(destination, shard_tokens)
     done = tokenize_files(source, output, open_tokenizer(tokenizer), overwrite=overwrite)
     where = str(destination)
     if shard_tokens is not None:

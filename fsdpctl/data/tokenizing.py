@@ -23,17 +23,14 @@ import xxhash
 from fsdpctl.config.data_files import TOKENIZE, DataFiles
 from fsdpctl.data.documents import PIECE, PassedOver, documents, left_out
 from fsdpctl.data.find_data import find_data
-from fsdpctl.data.order import permute
 from fsdpctl.data.token_formats import OURS
 from fsdpctl.data.tokenizer import BATCH, TextPiece, Tokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import open_own, refusing, replace
 from fsdpctl.io.units import batches
-from fsdpctl.io.untrusted import MIB, read_json
+from fsdpctl.io.untrusted import read_json
 
-_WINDOW = 1 << 16  # documents that are shuffled together
-_WINDOW_BYTES = 256 * MIB  # after which a window ends, too
 _PIECES = "3"  # increase it if the same files give other pieces
 
 
@@ -43,7 +40,6 @@ class Output:
 
     path: Path  # NAME.bin; with a size, files are called NAME-00000.bin and so on
     shard_tokens: int | None = None  # of all files but the last
-    shuffled: int | None = None  # the seed of the order of documents
 
     def file(self, number: int) -> Path:
         """Return the path of a file."""
@@ -126,8 +122,6 @@ def tokenize_files(
         with doing("tokenizing", BYTES, size) as advance:
             most = PIECE if tokenizer.has_parts else None
             pieces = documents(found, "SRC", passed, most, advance)
-            if output.shuffled is not None:
-                pieces = _shuffled(pieces, output.shuffled)
             for batch, tokens in _encoded(islice(pieces, state.pieces, None), tokenizer):
                 writer.write(batch, tokens)
         if not state.total:
@@ -144,7 +138,7 @@ def tokenize_files(
 
 
 def _about(found: DataFiles, output: Output, tokenizer: Tokenizer) -> str:
-    parts = [_PIECES, tokenizer.checksum, repr(output.shard_tokens), repr(output.shuffled)]
+    parts = [_PIECES, tokenizer.checksum, repr(output.shard_tokens)]
     for file in found.train:
         about = file.stat()
         parts.append(f"{file} {about.st_size} {about.st_mtime_ns}")
@@ -158,30 +152,6 @@ def _existing(output: Output) -> list[Path]:
     return sorted(
         each for end in ("bin", "json") for each in output.path.parent.glob(f"{name}.{end}")
     )
-
-
-def _window(pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
-    size = 0
-    for piece in islice(pieces, _WINDOW):
-        yield piece
-        size += piece.size
-        if size >= _WINDOW_BYTES:
-            return
-
-
-def _shuffled(pieces: Iterator[TextPiece], seed: int) -> Iterator[TextPiece]:
-    """Yield documents in another order, each window of them in its own."""
-    number = 0
-    while window := list(_window(pieces)):
-        count = len(window)
-        if not all(piece.begins and piece.ends for piece in window):
-            raise UsageError(f"--shuffle: a file of more than {PIECE // MIB} MiB is one document")
-        for index in permute(np.arange(count, dtype=np.uint64), count, seed, number).tolist():
-            yield window[index]
-        number += 1
-
-
-# ---- tokenizing and writing ---------------------------------------------------------------------
 
 
 def _encoded(
