@@ -5,7 +5,6 @@ incomplete, and is never read.
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.sources import is_remote
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
-from fsdpctl.io.activity import Advance
 from fsdpctl.io.run_files import BEST, MANIFEST, STEP
 from fsdpctl.io.stores import StoredFile, asked, open_store
 
@@ -104,8 +102,8 @@ class RemoteCheckpoints:
         asked(probe.url, lambda: probe.store.pipe_file(probe.path, b"fsdpctl"), UsageError)
         probe.remove()
 
-    def upload(self, folder: Path, share: Callable[[float], None] = lambda share: None) -> None:
-        """Upload a complete checkpoint, unless it is there; `share` gets the part that is done."""
+    def upload(self, folder: Path) -> None:
+        """Upload a complete checkpoint, unless it is there."""
         place = self._root.inside(folder.name)
         here, manifest = folder / MANIFEST, place.inside(MANIFEST)
         if manifest.exists():
@@ -113,16 +111,8 @@ class RemoteCheckpoints:
                 return
             manifest.remove()  # first: the other checkpoint is incomplete from now on
         about = read_manifest(folder)
-        sizes = {n: each.size for n, each in {**about.files, **about.attachments}.items()}
-        done, total = 0, 2 * sum(sizes.values())  # they are read back
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            share(min(done / total, 1.0))
-
-        for name in sizes:
-            _upload_file(folder / name, place.inside(name), advance)
+        for name in (*about.files, *about.attachments):
+            _upload_file(folder / name, place.inside(name))
         try:
             _upload_file(here, manifest)
         except FsdpctlError:
@@ -177,39 +167,26 @@ def open_best(source: str) -> CheckpointReader:
     return CheckpointReader(link.resolve())
 
 
-def _upload_file(path: Path, file: StoredFile, advance: Advance = lambda count: None) -> None:
+def _upload_file(path: Path, file: StoredFile) -> None:
     """Upload a file until it is the same when read back; it may be there already."""
-    from fsspec.callbacks import Callback  # type: ignore[import-untyped]  # takes 0.1 s
-
     if file.exists() and not _difference(path, file):
-        advance(2 * path.stat().st_size)
         return
-    told = 0
-
-    def sent(size: int | None, value: int, **others: object) -> None:  # `value`: the sum so far
-        nonlocal told
-        advance(value - told)
-        told = value
-
     for _ in range(_ATTEMPTS):
-        put = partial(file.store.put_file, str(path), file.path)
-        asked(file.url, partial(put, callback=Callback(hooks={"sent": sent})))
-        difference = _difference(path, file, advance)
+        asked(file.url, partial(file.store.put_file, str(path), file.path))
+        difference = _difference(path, file)
         if not difference:
             return
     raise FsdpctlError(f"{difference} (uploaded and read back {_ATTEMPTS} times)")
 
 
-def _difference(path: Path, file: StoredFile, advance: Advance = lambda count: None) -> str:
+def _difference(path: Path, file: StoredFile) -> str:
     """Return how a file in the store differs from one here; CheckpointError without an answer."""
     size = path.stat().st_size
 
     def compare(part: tuple[str, int, int]) -> bool:
         _, start, stop = part
         with path.open("rb", buffering=0) as here:
-            same = os.pread(here.fileno(), stop - start, start) == file.read(start, stop)
-        advance(stop - start)
-        return same
+            return os.pread(here.fileno(), stop - start, start) == file.read(start, stop)
 
     try:
         is_same = file.size() == size and all(list(TRANSFERS.map(compare, ranges_of({"": size}))))

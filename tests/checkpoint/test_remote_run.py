@@ -3,7 +3,6 @@
 import filecmp
 import random
 import threading
-import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -66,12 +65,6 @@ def folders(run: Path) -> list[Path]:
     return [step_folder(run / CHECKPOINTS, step) for step in STEPS]
 
 
-def upload(remote: RemoteCheckpoints, folder: Path) -> list[float]:
-    shares: list[float] = []
-    remote.upload(folder, shares.append)
-    return shares
-
-
 def files_of(name: str) -> dict[str, bytes]:
     store = MemoryFileSystem()
     found = store.find(f"/bucket/runs/run/{name}")
@@ -90,10 +83,9 @@ def test_a_checkpoint_comes_back_as_it_was(run, tmp_path, monkeypatch):
     there = RemoteCheckpoints(URL)
     assert there.newest() is None
     first, second, *_ = folders(run)
-    shares = upload(there, first)
-    assert (shares == sorted(shares), shares[-1]) == (True, 1.0)
-    assert upload(there, first) == []  # it is there
-    upload(there, second)
+    there.upload(first)
+    there.upload(first)  # it is there
+    there.upload(second)
     assert [each.name for each in there.complete()] == [first.name, second.name]
     for source, folder in ((URL, second), (f"{URL}/{first.name}/", first)):
         found = open_checkpoint(source)
@@ -118,7 +110,7 @@ def test_a_checkpoint_with_templates_is_copied_whole(run, tmp_path):
             (scratch / name).unlink()
         manifest = source.manifest
         write_manifest(scratch, about, manifest.files, manifest.tensors, 1)
-    upload(RemoteCheckpoints(URL), folder)
+    RemoteCheckpoints(URL).upload(folder)
     for number, reader in enumerate((CheckpointReader(folder), open_checkpoint(URL))):
         copy_checkpoint(reader, tmp_path / str(number))
         copy = CheckpointReader(tmp_path / str(number))
@@ -128,7 +120,7 @@ def test_a_checkpoint_with_templates_is_copied_whole(run, tmp_path):
 def test_a_block_is_fetched_once_and_before_it_is_needed(run, monkeypatch):
     monkeypatch.setattr(remote, "_BLOCK", 3000)
     monkeypatch.setattr(remote, "_LEAST_BLOCK", 3000)
-    upload(RemoteCheckpoints(URL), folders(run)[0])
+    RemoteCheckpoints(URL).upload(folders(run)[0])
     found = open_checkpoint(URL)
     asked: Counter[tuple[int, int]] = Counter()
     plain = MemoryFileSystem.cat_file
@@ -152,9 +144,9 @@ def test_old_checkpoints_and_remains_are_deleted(run):
     there = RemoteCheckpoints(URL)
     keep = CheckpointConfig(keep_last=1, keep_every=20)
     for folder in folders(run)[:3]:
-        upload(there, folder)
+        there.upload(folder)
     MemoryFileSystem().rm_file(f"/bucket/runs/run/{folders(run)[2].name}/{MANIFEST}")
-    upload(there, folders(run)[3])
+    there.upload(folders(run)[3])
     MemoryFileSystem().pipe_file("/bucket/runs/run/step-00000050/rank-00000.safetensors", b"x")
     MemoryFileSystem().pipe_file("/bucket/runs/run/notes.txt", b"mine")
     there.remove_old(keep, folders(run)[3])
@@ -166,9 +158,9 @@ def test_old_checkpoints_and_remains_are_deleted(run):
 
 def test_another_checkpoint_of_the_step_is_replaced(run):
     there, folder = RemoteCheckpoints(URL), folders(run)[0]
-    upload(there, folder)
+    there.upload(folder)
     reseal(folder, lambda content: content["progress"].update(samples=7))
-    upload(there, folder)
+    there.upload(folder)
     assert files_of(folder.name) == {each.name: each.read_bytes() for each in folder.iterdir()}
 
 
@@ -183,7 +175,7 @@ def test_another_checkpoint_of_the_step_is_replaced(run):
 ])  # fmt: skip
 def test_what_is_damaged_there_is_named_by_its_url(run, tmp_path, name, change, said):
     there, folder = RemoteCheckpoints(URL), folders(run)[0]
-    upload(there, folder)
+    there.upload(folder)
     path, store = f"/bucket/runs/run/{folder.name}/{name}", MemoryFileSystem()
     old = store.cat_file(path)
     store.rm_file(path)
@@ -247,7 +239,7 @@ def test_no_fault_makes_a_checkpoint_that_is_wrong_or_lost(run, tmp_path, monkey
                 faulty(planting, rng, rng.choice([0.02, 0.1, 0.3]), planted)
                 there = RemoteCheckpoints(f"memory:/{place}")
                 try:
-                    upload(there, folder)
+                    there.upload(folder)
                     outcomes["uploaded"] += 1
                     there.remove_old(keep, folder)
                     outcomes["tidied"] += 1
@@ -272,7 +264,7 @@ def test_no_fault_makes_a_checkpoint_that_is_wrong_or_lost(run, tmp_path, monkey
                 assert damaged_manifest or found == whole[each.name]
                 outcomes["damaged manifest"] += damaged_manifest
         there = RemoteCheckpoints(f"memory:/{place}")
-        upload(there, folders(run)[-1])
+        there.upload(folders(run)[-1])
         newest = there.newest()
         assert newest is not None
         assert newest.url.endswith(folders(run)[-1].name)
@@ -302,23 +294,6 @@ def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monk
     assert [each.name for each in RemoteCheckpoints(URL).complete()] == [second.name]
 
 
-def test_the_end_of_a_run_says_how_much_is_uploaded(run, monkeypatch):
-    monkeypatch.setattr("fsdpctl.training.callbacks.each_save._REPORT_INTERVAL", 0.05)
-    uploads = EachSave(CheckpointConfig(), run, lambda done: None, remote=RemoteCheckpoints(URL))
-    plain = RemoteCheckpoints.upload
-
-    def slow(self, folder, share):
-        share(0.5)
-        time.sleep(0.2)
-        plain(self, folder, lambda share: None)
-
-    monkeypatch.setattr(RemoteCheckpoints, "upload", slow)
-    said: list[str] = []
-    uploads.add(folders(run)[0], 10)
-    uploads.wait(said.append)
-    assert "waiting for checkpoint.remote: 0 s so far, 50%" in said
-
-
 def test_the_command_follows_the_upload_of_its_checkpoint(run):
     told: list[SaveOutcome] = []
     keep, remote = CheckpointConfig(keep_last=0), RemoteCheckpoints(URL)
@@ -340,9 +315,9 @@ def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypa
     gate = threading.Event()
     plain = RemoteCheckpoints.upload
 
-    def wait(self, folder, share):
+    def wait(self, folder):
         assert gate.wait(30)
-        plain(self, folder, share)
+        plain(self, folder)
 
     monkeypatch.setattr(RemoteCheckpoints, "upload", wait)
     for step, folder in zip(STEPS, folders(run), strict=True):
@@ -365,7 +340,7 @@ def test_a_run_resumes_from_its_store(run, tmp_path):
     assert look(config, "auto").standing is Standing.NEW
     for folder in folders(run):
         reseal(folder, lambda content: content.update(config=config_words(config)))
-    upload(RemoteCheckpoints(URL), folders(run)[1])
+    RemoteCheckpoints(URL).upload(folders(run)[1])
     seen = look(config, "auto")
     assert (seen.standing, seen.step, str(seen.source)) == (
         Standing.RESUMES, 20, f"{URL}/{folders(run)[1].name}",
@@ -376,7 +351,7 @@ def test_a_run_resumes_from_its_store(run, tmp_path):
     prepare_run_dir(seen, config, [], {})
     assert are_equal(folders(run)[1], here / CHECKPOINTS / folders(run)[1].name)
     assert look(config, "auto").source is None  # it is here now
-    upload(RemoteCheckpoints(URL), folders(run)[2])
+    RemoteCheckpoints(URL).upload(folders(run)[2])
     assert (look(config, "auto").step, look(config, "auto").kept) == (30, config)
     other = replace(config, train=replace(config.train, seed=3))
     with pytest.raises(UsageError, match=f"^train.run_dir={here}: contains a run"):
@@ -409,7 +384,7 @@ def test_a_finished_run_completes_its_upload(run, monkeypatch):
 
 
 def test_a_store_that_fails_is_not_taken_for_an_empty_one(run, tmp_path, monkeypatch):
-    upload(RemoteCheckpoints(URL), folders(run)[0])
+    RemoteCheckpoints(URL).upload(folders(run)[0])
     words = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
     config = as_kept(compose_config([*words, f"train.run_dir={tmp_path}/new/run"]).config)
     for name in ("ls", "info"):
@@ -423,11 +398,11 @@ def test_a_store_that_fails_is_not_taken_for_an_empty_one(run, tmp_path, monkeyp
 
 def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_replaced(run, monkeypatch):
     there, folder = RemoteCheckpoints(URL), folders(run)[0]
-    upload(there, folder)
+    there.upload(folder)
     with monkeypatch.context() as planting:
         planting.setattr(MemoryFileSystem, "cat_file", lambda *given, **about: slow_store())
         with pytest.raises(FsdpctlError, match=f"^{URL}/{folder.name}/{MANIFEST}: TimeoutError"):
-            upload(there, folder)
+            there.upload(folder)
     assert [each.name for each in there.complete()] == [folder.name]
 
 
@@ -436,7 +411,7 @@ def slow_store() -> bytes:
 
 
 def test_a_header_that_claims_to_be_long_is_not_fetched(run):
-    upload(RemoteCheckpoints(URL), folders(run)[0])
+    RemoteCheckpoints(URL).upload(folders(run)[0])
     path = f"/bucket/runs/run/{folders(run)[0].name}/rank-00000.safetensors"
     content = MemoryFileSystem().cat_file(path)
     MemoryFileSystem().pipe_file(path, (len(content) - 8).to_bytes(8, "little") + content[8:])

@@ -86,7 +86,7 @@ class EachSave:
         self._latest = 0  # step that was added
         self._thread = ThreadPoolExecutor(1, "each-save")
         self._last: Future[None] | None = None
-        self._name, self._share = UPLOAD, 0.0  # what it does, and the part of an upload
+        self._name = UPLOAD  # what it does
         self.upload_seconds = 0.0  # of the newest upload
         self._newest_upload: SaveOutcome | None = None
         self._ended = math.inf  # when training has ended
@@ -108,9 +108,7 @@ class EachSave:
         """Wait for uploads, and for commands at most for the time of one; `say` how long."""
         began = self._ended = time.monotonic()
         while self._last is not None and not wait([self._last], _REPORT_INTERVAL).done:
-            share = f", {self._share:.0%}" if self._name == UPLOAD else ""
-            seconds = time.monotonic() - began
-            say(f"waiting for {_KEYS[self._name]}: {seconds:.0f} s so far{share}")
+            say(f"waiting for {_KEYS[self._name]}: {time.monotonic() - began:.0f} s so far")
 
     def check_uploaded(self) -> None:
         """Check that the newest checkpoint is in the store; CheckpointError if it isn't."""
@@ -122,7 +120,7 @@ class EachSave:
         with self._deleting:
             self.busy = folder
         if self._remote is not None:
-            self._name, self._share = UPLOAD, 0.0
+            self._name = UPLOAD
             self._newest_upload = self._uploaded(self._remote, folder, step)
             self._report(self._newest_upload)
         if words:
@@ -142,7 +140,7 @@ class EachSave:
         if not (folder / MANIFEST).exists():
             return SaveOutcome(step, UPLOAD, "failed", 0.0, "checkpoint deleted before its turn")
         try:
-            remote.upload(folder, self._advance)
+            remote.upload(folder)
         except Exception as error:  # training continues, whatever it is
             why = f"not uploaded: {error}; the checkpoint is in {folder}"
             return SaveOutcome(step, UPLOAD, "failed", time.monotonic() - began, why)
@@ -154,9 +152,6 @@ class EachSave:
         except FsdpctlError as error:
             why = f"uploaded, but old checkpoints remain: {error}"
         return SaveOutcome(step, UPLOAD, "done", self.upload_seconds, why)
-
-    def _advance(self, share: float) -> None:
-        self._share = share
 
     def _commanded(self, words: Sequence[str], folder: Path, step: int) -> SaveOutcome:
         began, left = time.monotonic(), self._keep.after_save_timeout - self._late
