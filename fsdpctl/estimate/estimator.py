@@ -49,7 +49,6 @@ class StepPrediction:
     compute: float
     optimizer: float  # with waits for its step on the host
     exposed_communication: float
-    host_limited: float  # of computing: what the device waits for the host
     sent: Mapping[str, float]  # bytes that a rank sends, by link
     simulated: SimulatedStep
     tokens: int  # of all ranks
@@ -65,7 +64,6 @@ class StepPrediction:
             seconds=grown(self.seconds, before.seconds),
             compute=grown(self.compute, before.compute),
             exposed_communication=grown(self.exposed_communication, before.exposed_communication),
-            host_limited=grown(self.host_limited, before.host_limited),
             sent={link: grown(n, before.sent.get(link, 0.0)) for link, n in self.sent.items()},
         )
 
@@ -208,7 +206,6 @@ def _simulate(
     steps = planned_steps(config, traced.units, plan, recorder)
     simulator = StepSimulator()
     for _ in range(2):  # collectives that the first leaves in flight end in the second
-        recorder.host_limited = 0.0
         steps.step()
         step = simulator.run(recorder.take())
     return StepPrediction(
@@ -216,7 +213,6 @@ def _simulate(
         compute=step.computing["compute"],
         optimizer=step.computing["optimizer"],
         exposed_communication=step.exposed,
-        host_limited=recorder.host_limited,
         sent=dict(step.sent),
         simulated=step,
         tokens=0,

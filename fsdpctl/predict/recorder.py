@@ -223,7 +223,6 @@ class TaskRecorder(Recorder):
         self._ahead = {after: unit for unit, after in pairwise(program.units)}
         self._moving: dict[str, int] = {}  # keys of copies of inputs, by unit
         self._computing: dict[int, float] = {}  # by sequence of operators, which like units share
-        self.host_limited = 0.0  # seconds for which the device waits for the host
         self._next = 0
 
     def take(self) -> list[Task]:
@@ -259,7 +258,6 @@ class TaskRecorder(Recorder):
         computing, issuing = self._computing[id(works)], len(works) * device.host_seconds
         if part in (Part.FORWARD, Part.BACKWARD):
             issuing += device.unit_seconds
-        self.host_limited += max(0.0, issuing - computing)
         label = f"{part} {unit}".strip()
         self._spend(max(computing, issuing), label)
         for each in works:

@@ -8,7 +8,7 @@ Separate runs also show how much starts differ, and must end with the same loss.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TypeVar
@@ -38,7 +38,6 @@ from fsdpctl.run.metrics import read_metrics
 T = TypeVar("T")
 RUN_FOLDER = "runs"  # in the directory of a comparison
 _WARM_UP = 0.25  # share of the steps that are ignored
-_PARTS = ("compute_seconds", "exposed_communication_seconds", "optimizer_seconds", "data_seconds")
 _PEAKS = ("peak_engine_bytes", "peak_tensor_bytes", "peak_reserved_bytes")
 
 
@@ -173,7 +172,9 @@ def round_of(run_dir: Path, kept: str | None) -> Round:
         peak_tensor_bytes=last.peak_allocated_bytes,
         peak_reserved_bytes=last.peak_reserved_bytes if on_device else None,
         final_loss=last.loss if isinstance(last.loss, float) else None,
-        **_parts_of(step_seconds, [(line.seconds or 0.0, asdict(line)) for line in timed]),
+        exposed_communication_seconds=_exposed(
+            step_seconds, [(x.seconds or 0.0, x.exposed_communication_seconds) for x in timed]
+        ),
     )
 
 
@@ -184,10 +185,11 @@ def summarized(row: Row) -> Row:
         return row
     speeds = [each.tokens_per_second for each in rounds]
     step_seconds = median(each.step_seconds for each in rounds)
-    found = _parts_of(step_seconds, [(each.step_seconds, asdict(each)) for each in rounds])
-    for name in _PEAKS:
-        known = [value for each in rounds if (value := getattr(each, name)) is not None]
-        found[name] = max(known, default=None)
+    exposed = [(each.step_seconds, each.exposed_communication_seconds) for each in rounds]
+    peaks: dict[str, Any] = {
+        name: max((x for each in rounds if (x := getattr(each, name)) is not None), default=None)
+        for name in _PEAKS
+    }
     return replace(
         row,
         tokens_per_second=median(speeds),
@@ -195,23 +197,18 @@ def summarized(row: Row) -> Row:
         if len(rounds) > 1
         else rounds[0].tokens_per_second_quartiles,
         step_seconds=step_seconds,
+        exposed_communication_seconds=_exposed(step_seconds, exposed),
         mfu=_median([each.mfu for each in rounds]),
         final_loss=rounds[0].final_loss,
-        **found,
+        **peaks,
     )
 
 
-def _parts_of(seconds: float, times: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Divide `seconds` in the ratio of the sums of parts: medians of parts would not add up.
-
-    A part that another one includes is unknown: None.
-    """
+def _exposed(seconds: float, times: Sequence[tuple[float, float | None]]) -> float | None:
+    """Return the exposed part of a step, by its share in the sum of all; None if one is unknown."""
+    known = [part for _, part in times if part is not None]
     total = sum(step for step, _ in times)
-    spent = {name: [parts[name] for _, parts in times] for name in _PARTS}
-    return {
-        name: None if None in parts else seconds * sum(parts) / total
-        for name, parts in spent.items()
-    }
+    return seconds * sum(known) / total if len(known) == len(times) else None
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -19,19 +19,13 @@ _NOTHING = "-"
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One run of a variant: medians over its steps after warm-up, as in `Row`.
-
-    The parts of a step have the shares that they have in the total time of all these steps.
-    """
+    """One run of a variant: medians over its steps after warm-up, as in `Row`."""
 
     run_dir: str | None  # below the directory of the comparison; None: not kept
     tokens_per_second: float
     tokens_per_second_quartiles: tuple[float, float]  # over steps
     step_seconds: float
-    compute_seconds: float
     exposed_communication_seconds: float | None  # None: included in the computation
-    optimizer_seconds: float
-    data_seconds: float
     mfu: float | None
     peak_engine_bytes: int | None
     peak_tensor_bytes: int | None
@@ -60,10 +54,7 @@ class Row:
     hours: float | None = None
     gpu_hours: float | None = None
     cost: float | None = None
-    compute_seconds: float | None = None  # of a step: forward and backward
     exposed_communication_seconds: float | None = None  # of a step: computation waits
-    optimizer_seconds: float | None = None
-    data_seconds: float | None = None
     mfu: float | None = None  # model FLOPs utilization; None: peak FLOP/s of the device unknown
     sent_bytes_per_step: int | None = None  # by a rank, as planned
     peak_engine_bytes: int | None = None  # on the rank with the highest peak
@@ -161,13 +152,9 @@ def _bytes(name: str) -> Cell:
     return _cell(name, format_bytes)
 
 
-def _share(name: str) -> Cell:
-    def cell(row: Row) -> str | None:
-        seconds = getattr(row, name)
-        known = seconds is not None and row.step_seconds
-        return f"{seconds / row.step_seconds:.0%}" if known else None
-
-    return cell
+def _exposed(row: Row) -> str | None:
+    seconds = row.exposed_communication_seconds
+    return None if seconds is None or not row.step_seconds else f"{seconds / row.step_seconds:.0%}"
 
 
 _COLUMNS: tuple[tuple[str, str, Cell], ...] = (
@@ -185,9 +172,8 @@ _COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     (
         "exposed comm",
         "share of a step in which computation waits for communication",
-        _share("exposed_communication_seconds"),
+        _exposed,
     ),
-    ("optimizer", "share of a step, with the gradient norm", _share("optimizer_seconds")),
     ("MFU", "model FLOPs utilization", _number("mfu", ".1%")),
     (
         "engine peak",

@@ -20,10 +20,9 @@ from fsdpctl.resolve.place import notes_on_memory
 from fsdpctl.run.flops import flops_per_token
 
 _SHORT_STEPS = (
-    "The host limits steps of GPUs below 100 ms and those of small models, and data sheets do not "
-    "describe it: such steps can take several times as long as predicted."
+    "The host limits steps of GPUs below 100 ms, and data sheets do not describe it: such steps "
+    "can take several times as long as predicted."
 )
-_TENTH = 0.1  # of a step
 _TERA = 1e12
 
 
@@ -45,7 +44,6 @@ class SimulatedComparison:
     def __init__(self, variants: Sequence[Variant]) -> None:
         self._estimator = Estimator()
         self.variants = list(variants)
-        self._steps: list[StepPrediction] = []
         self.notes: list[str] = []  # on the predictions, a line each
 
     @property
@@ -67,7 +65,7 @@ class SimulatedComparison:
             nearest = max(plans, key=lambda plan: self._estimator.estimate(plan).margin)
             self.notes.append("no variant fits; changes that make the nearest fit:")
             self.notes += change_lines(advice(self._estimator, nearest))
-        if any(s.seconds < SHORT or s.host_limited > _TENTH * s.seconds for s in self._steps):
+        if any((each.row.step_seconds or SHORT) < SHORT for each in self.variants):
             self.notes.append(_SHORT_STEPS)
 
     def _predict(self, each: Variant) -> None:
@@ -84,7 +82,6 @@ class SimulatedComparison:
         config = plan.config
         each.row = replace(each.row, strategy=config.strategy.name)
         step = self._estimator.predict(plan)
-        self._steps.append(step)
         units = self._estimator.traced_model(plan).units
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
         time = run_time(self._estimator, estimate, step)
@@ -101,9 +98,7 @@ def _with_times(row: Row, time: RunTime, step: StepPrediction, estimate: RunEsti
         tokens_per_second=time.tokens_per_second,
         step_seconds=step.seconds,
         error_band=time.band,
-        compute_seconds=step.compute,
         exposed_communication_seconds=step.exposed_communication,
-        optimizer_seconds=step.optimizer,
         mfu=_utilization(estimate.config, time.tokens_per_second, estimate),
         steps=time.steps,
         **time.of_run,
