@@ -10,7 +10,7 @@ import msgspec
 from fsdpctl.chats.conversation import Conversation, text_of, with_arguments, with_joined_parts
 from fsdpctl.chats.formats import Chat
 from fsdpctl.chats.render import Renderer, RenderError, Spans
-from fsdpctl.chats.turns import Turn, TurnError, find_turn
+from fsdpctl.chats.turns import Turn, find_turn
 from fsdpctl.chats.values import Message
 from fsdpctl.errors import UsageError
 
@@ -65,8 +65,7 @@ def samples_of(
 
     Raises:
         RenderError: If the template rejects the conversation.
-        TurnError: If the boundaries of an assistant message aren't certain, or if the template
-            rewrites earlier messages and `rewritten_turns` is `refuse`.
+        TurnError: If the boundaries of an assistant message aren't certain.
     """
     errors: list[RenderError] = []
     for name, spelled in _spellings(chat, renderer.takes_text):
@@ -141,26 +140,17 @@ def _make_samples(talk: Conversation, policy: LossPolicy) -> ChatSamples:
 
 
 def _of_answers(work: _Work, kept: list[int]) -> list[ChatSample]:
-    talk, policy = work.talk, work.policy
+    talk = work.talk
     whole = talk.upto(len(talk.messages))
     answers = [find_turn(talk, index, index + 1) for index in kept]
     work.count("not_as_served", sum(not each.is_prompted for each in answers))
-    rewritten = [each for each in answers if not _is_unchanged(talk, each, whole.text)]
-    if not rewritten and talk.renderer.has_marks and kept == talk.answers:
-        return [ChatSample(whole.text, whole.marks, is_marked=True)]
-    if not rewritten:
+    if all(_is_unchanged(talk, each, whole.text) for each in answers):
+        if talk.renderer.has_marks and kept == talk.answers:
+            return [ChatSample(whole.text, whole.marks, is_marked=True)]
         return [_sample(talk, len(talk.messages), answers)]
     work.count("rewritten_chats")
-    if policy.rewritten_turns == "refuse":
-        raise TurnError(
-            f"message {rewritten[0].index + 1}: the template rewrites it once other messages "
-            "follow (data.rewritten_turns=refuse)"
-        )
-    if policy.rewritten_turns == "keep":
+    if work.policy.rewritten_turns == "keep":
         return [_as_rewritten(talk, kept)]
-    if policy.rewritten_turns == "last":
-        last = answers[-1]
-        return [_sample(talk, last.index + 1, [last])]
     return _split(talk, answers)
 
 

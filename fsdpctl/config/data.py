@@ -12,7 +12,7 @@ LOSS = ".loss"  # of a file with a byte per token: whether it is trained on
 TOKEN_NEIGHBORS = (".json", ".idx", ".index", ".metadata", LOSS)  # that describe token files
 TOKEN_FORMATS = ("auto", "uint16", "uint32", "llm.c", "megatron", "datatrove")
 TRAIN_ON = ("assistant", "last", "all")
-REWRITTEN = ("split", "last", "keep", "refuse")
+REWRITTEN = ("split", "keep")
 TEMPLATE, ALPACA = "template", "alpaca"
 _CHAT_KEYS = ("template", "prompt", "train_on", "rewritten_turns", "date", "too_long")
 
@@ -71,7 +71,7 @@ class DataConfig:
     rewritten_turns: str = key(
         "split",
         "chat: policy for assistant messages that the template rewrites once others follow: a "
-        "sample for each (split), only the last one, as rewritten (keep), or an error (refuse)",
+        "sample for each (split), or as rewritten (keep)",
         choices=REWRITTEN,
     )
     date: str | None = key(

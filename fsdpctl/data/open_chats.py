@@ -31,7 +31,6 @@ _MOST_FILES = 8  # that are named
 _ENCODING = 6  # increase it if the same input gives other tokens
 _POLICIES = {
     "split": "each is trained on as it is when it is the last one",
-    "last": "only the last assistant message is trained on",
     "keep": "they are trained on as rewritten",
 }
 # What happened in rendering, with the key of its count and the noun that is counted.
@@ -243,7 +242,7 @@ def _notes(
                 f"no validation: data.val_fraction={config.val_fraction:g} selects none of the "
                 "few conversations"
             )
-    policy = f"{_POLICIES.get(config.rewritten_turns)} (data.rewritten_turns)"
+    policy = f"{_POLICIES[config.rewritten_turns]} (data.rewritten_turns)"
     lines += (
         f"{counted(counts[name], noun)} {text.format(policy=policy)}"
         for name, (noun, text) in _EVENTS.items()

@@ -101,22 +101,10 @@ def test_train_on_selects_the_last_message_or_all_tokens(tmp_path):
     assert not any("good" in text for text in texts[0])
 
 
-POLICIES = {
-    "last": [["<think>\n\n</think>\n\nbecause<|im_end|>"]],
-    "keep": [["good \nday<|im_end|>", "<think>\n\n</think>\n\nbecause<|im_end|>"]],
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_policies_for_rewritten_turns(policy, tmp_path):
+def test_rewritten_turns_can_be_kept_and_are_counted(tmp_path):
     rows = [{"messages": TALK}]
-    assert trained_of(tmp_path, "qwen3", rows, rewritten_turns=policy) == POLICIES[policy]
-
-
-def test_rewritten_turns_can_be_rejected_and_are_counted(tmp_path):
-    rows = [{"messages": say("a", "b")}, {"messages": TALK}]
-    with pytest.raises(UsageError, match="line 2: message 2: the template rewrites it once"):
-        opened(tmp_path, "qwen3", rows, rewritten_turns="refuse")
+    kept = [["good \nday<|im_end|>", "<think>\n\n</think>\n\nbecause<|im_end|>"]]
+    assert trained_of(tmp_path, "qwen3", rows, rewritten_turns="keep") == kept
     assert any("1 conversation whose" in note for note in opened(tmp_path, "qwen3", rows).notes)
     assert not any("rewrites" in note for note in opened(tmp_path, "phi3", rows).notes)
 
@@ -219,7 +207,6 @@ SHORTENED = (
 THOUGHTS = say("a", "<think>hm</think>b", "c", "<think>so</think>d", "e", "f")
 SHORTENED_SAMPLES = {
     "split": [["<think>hm</think>b<|im_end|>"], ["<think>so</think>d<|im_end|>"], ["f<|im_end|>"]],
-    "last": [["f<|im_end|>"]],
     "keep": [["b<|im_end|>", "d<|im_end|>", "f<|im_end|>"]],
 }
 
