@@ -200,8 +200,6 @@ def _meant_by(word: str) -> str:
         return f"; to train on the text, pass data=text data.path={word}"
     if "/" in word and (similar := nearest(word, hub_models())):
         return similar
-    if re.fullmatch(r"[\w.-]+/[\w.@-]+", word):
-        return f"; for a model on the Hugging Face Hub, pass model={word}"
     return hint(word, [*KEYS, *GROUPS])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from fsdpctl.config.data_files import option_of_data
 from fsdpctl.config.hub import hub_models
 from fsdpctl.config.sources import sources_in
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 
@@ -20,9 +20,10 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 
 def names_model(word: str) -> bool:
     """Return whether a word without a key is a model: its name on the Hub, directory or file."""
-    known = _NAME.fullmatch(word) is not None and word.partition("@")[0] in hub_models()
-    path = Path(word).expanduser()
-    return known or is_gguf(path) or (path / "config.json").is_file()
+    name, path = word.partition("@")[0], Path(word).expanduser()
+    if _NAME.fullmatch(word) and not path.exists():  # another one than a similar name's, or a typo
+        return name in hub_models() or not nearest(name, hub_models())
+    return is_gguf(path) or (path / "config.json").is_file()
 
 
 def expanded(

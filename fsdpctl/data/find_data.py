@@ -83,7 +83,7 @@ def _selected(
     repository: Repository, snapshot: Path, words: Sequence[str | None], option: str | None
 ) -> DataFiles:
     here = [each.relative_to(snapshot).as_posix() for each in sorted(snapshot.rglob("*"))]
-    names = sorted(repository.names()) or here
+    names = everything = sorted(repository.names()) or here
     where, (config, split) = repository.where, words
     if patterns := _patterns(snapshot / _CARD, config, where):
         splits = {
@@ -96,7 +96,8 @@ def _selected(
         split = None  # files without the name of a split are to train on
     files = [snapshot / each for each in names if not split or _has_word(each, split)]
     if not files:
-        raise UsageError(f"{where}: no such files in {snapshot}")
+        has = f"; it has {', '.join(everything)[:100]}" if everything else ""
+        raise UsageError(f"{where}: no such files of JSON, Parquet, Arrow, CSV or text{has}")
     are_csv = all(each.suffix in _CSV for each in files)
     option = TEXT if are_csv else option
     found = select_files(files, snapshot, where, option, is_folder=words == [None, None])

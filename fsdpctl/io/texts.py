@@ -14,6 +14,15 @@ _PARAMETER = re.compile(rf"({_NAME})[^\s&]+", re.IGNORECASE)
 _USER = re.compile(r":(//?)(?:[^/\s:]{0,999}:[^\s,]{0,999}|[^/\s]{0,999})@")  # paths have one slash
 _SECRET = re.compile(rf"://(?:[^/\s:]{{0,999}}:[^\s,]{{0,999}}@|\S{{0,999}}{_NAME})", re.IGNORECASE)
 _ABOUT_USER = re.compile(r"://(?:[^/\s]{0,999}@|\S{0,999}[?&#;][\w.%-]{1,99}=)")
+# A directory in the cache of the Hugging Face Hub.
+_SNAPSHOT = re.compile(
+    r"(?:[^\s:,()=]*/)?(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{7})[0-9a-f]{33}"
+)
+
+
+def by_name(text: str) -> str:
+    """Return a text with ORG/NAME@REVISION, cut short, for the directory of a model or of data."""
+    return _SNAPSHOT.sub(r"\1/\2@\3", text)
 
 
 def printable(text: str) -> str:

@@ -13,6 +13,7 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.own import OwnData
 from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.io.texts import by_name
 from fsdpctl.io.units import format_bytes
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
@@ -58,7 +59,7 @@ def describe_run(
     rows += [("note", text) for text in (*opened.notes, *seen.notes)]
     rows += [("changed", text) for text in changes(seen, plan.config)]
     for name, text in rows:
-        yield f"{name:<8}{text}"
+        yield by_name(f"{name:<8}{text}")
 
 
 def _origin(opened: Opened, name: str, plan: RunPlan | None = None) -> str:
