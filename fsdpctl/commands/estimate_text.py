@@ -13,10 +13,9 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.candidates import differs_here
-from fsdpctl.estimate.changes import Change
 from fsdpctl.estimate.duration import has_length, run_time
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.fit import FITTED, Fit, largest_that_fits
+from fsdpctl.estimate.fit import Fit, largest_that_fits
 from fsdpctl.estimate.from_others import ImportedConfig, completed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import estimates_of
@@ -27,7 +26,6 @@ from fsdpctl.launch.begin import change_lines, describe_ranking
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 from fsdpctl.resolve.place import notes_on_memory
 
-_LARGE_BUFFERS = 0.25  # of a device, from which plain sharding of experts is hard to justify
 _SMALL = ("rounding", "workspaces")  # purposes without a column
 _VERDICTS = {
     "fits": "fits",
@@ -53,7 +51,9 @@ def show_estimates(
     names = [*composed.unset, *(x for x in left_open(composed.config) if x != STRATEGY)]
     fits = [largest_that_fits(estimator, x.plan, fit, names) for x in estimates if fit is not None]
     if plot is not None:
-        _draw(estimates, fits, plot)
+        fitted = [each.estimate for each in fits if each.estimate]
+        drawn = (*draw_estimates(estimates, plot), *draw_estimates(fitted, plot, "fit"))
+        note(*(f"written: {path}" for path in drawn))
     if as_json:
         entries = [
             each.to_dict()
@@ -105,13 +105,6 @@ def show_verdicts(files: Sequence[Path], words: Sequence[str], *, require_fit: b
     return 0 if verdicts else UsageError.exit_code
 
 
-def _draw(estimates: list[RunEstimate], fits: list[Fit], folder: Path) -> None:
-    fitted = [each.estimate for each in fits if each.estimate]
-    drawn = [*draw_estimates(estimates, folder), *draw_estimates(fitted, folder, "fit")]
-    for path in drawn:
-        note(f"written: {path}")
-
-
 def _show_all(
     estimator: Estimator, config: Config, estimates: list[RunEstimate], fits: list[Fit]
 ) -> None:
@@ -137,8 +130,7 @@ def _show_one(estimator: Estimator, found: RunEstimate, fits: list[Fit]) -> None
         say(f"fit     {_fit_line(fits[0])}")
     nothing_fits = fits[0].estimate is None if fits else not found.fits
     if nothing_fits:
-        changes = advice(estimator, found.plan)
-        say(*change_lines(changes), *_fits_with(estimator, changes, fits))
+        say(*change_lines(advice(estimator, found.plan)))
 
 
 def _time_lines(estimator: Estimator, found: RunEstimate) -> Iterator[str]:
@@ -156,18 +148,6 @@ def _time_dict(estimator: Estimator, found: RunEstimate) -> dict[str, Any]:
     with suppress(UsageError):
         return run_time(estimator, found).to_dict()
     return {}
-
-
-def _fits_with(
-    estimator: Estimator, changes: list[tuple[Change, RunEstimate]], fits: list[Fit]
-) -> Iterator[str]:
-    """Yield the largest size that fits with each change, if nothing fits without."""
-    for fit in fits:
-        (what,) = (name for name, key in FITTED.items() if key == fit.key)
-        for change, _ in changes:
-            if not any(word.startswith(f"{fit.key}=") for word in change.words):
-                found = largest_that_fits(estimator, change.plan, what)
-                yield f"fit     {_fit_line(found)}, with {' '.join(change.words)}"
 
 
 def _heading(estimates: Sequence[RunEstimate]) -> list[str]:
@@ -259,12 +239,6 @@ def _conclusions(found: RunEstimate) -> list[str]:
             f"reserved by the allocator: {', '.join(each)}; launch.allocator="
             f"{config.launch.allocator}, model.init="
             f"{'pretrained' if config.model.is_pretrained else 'random'}"
-        )
-    buffers = sum(found.step.breakdown[name] for name in ("gathered_units", "reduce_buffers"))
-    if found.num_active < found.num_params and buffers > _LARGE_BUFFERS * found.memory_bytes:
-        lines.append(
-            f"experts {format_bytes(buffers)} of gathered units and reduce buffers do not shrink "
-            "with more ranks; expert parallelism would divide them, but fsdpctl does not have it"
         )
     if found.shared:
         lines.append(

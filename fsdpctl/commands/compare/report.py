@@ -120,17 +120,11 @@ class ComparisonInfo:
     """The conditions under which the rows of a report were obtained."""
 
     what: str  # "measured" or "predicted"
-    subject: str  # the model, in a few words
-    where: str  # the machine, in a few words
+    title: str  # the model and the machine, in a few words
     how: str  # number and length of the runs
     command: str
     created_at: str  # UTC
     is_complete: bool = True  # False: stopped early
-
-    @property
-    def title(self) -> str:
-        """The subject and the machine."""
-        return f"{self.subject}, {self.what} on {self.where}"
 
 
 def describe(
@@ -151,17 +145,13 @@ def describe(
     else:
         device = f"the CPU ({_processor()})"
     models = ", ".join(dict.fromkeys(each.model.title for each in configs))
+    lengths = _range({each.train.seq_len for each in configs})
     sizes = {row.world_size for row in rows if row.world_size}
     ranks = f"{_range(sizes)} {'rank' if sizes == {1} else 'ranks'} of " if sizes else ""
-    return ComparisonInfo(
-        what="predicted" if is_predicted else "measured",
-        subject=f"{models}, {_range({each.train.seq_len for each in configs})} tokens per sample",
-        where=ranks + device,
-        how=how,
-        command=command,
-        created_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        is_complete=is_complete,
-    )
+    what = "predicted" if is_predicted else "measured"
+    title = f"{models}, {lengths} tokens per sample, {what} on {ranks}{device}"
+    now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    return ComparisonInfo(what, title, how, command, now, is_complete)
 
 
 def _range(values: set[int]) -> str:
@@ -180,11 +170,8 @@ def _processor() -> str:
 
 def command_of(words: Sequence[str], options: Sequence[str]) -> str:
     """Return the command line without settings that are executed, which may be confidential."""
-    shown = []
-    for word in words:
-        key = KEYS.get(word.partition("=")[0])
-        if key is None or not key.is_executed:
-            shown.append(word)
+    keys = ((word, KEYS.get(word.partition("=")[0])) for word in words)
+    shown = [word for word, key in keys if key is None or not key.is_executed]
     return shlex.join(["fsdpctl", "compare", *shown, *options])
 
 

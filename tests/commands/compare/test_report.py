@@ -23,7 +23,7 @@ from fsdpctl.estimate.accuracy import Band
 
 MIB = 1 << 20
 ABOUT = ComparisonInfo(
-    "measured", "llama_tiny, 16 tokens per sample", "2 ranks of <some> CPU",
+    "measured", "llama_tiny, 16 tokens per sample, measured on 2 ranks of <some> CPU",
     "3 rounds of 8 steps per variant", "fsdpctl compare strategy=a,b", "2026-01-01",
 )  # fmt: skip
 
@@ -261,7 +261,7 @@ def test_predicted_variants_have_the_same_report(tmp_path):
         Row({"strategy": name}, name, tokens_per_second=speed, step_seconds=1.0)
         for name, speed in (("a", 10.0), ("b", 20.0))
     ]
-    write_report(predicted, replace(ABOUT, what="predicted", where="8 x H100"), tmp_path)
+    write_report(predicted, replace(ABOUT, what="predicted", title="predicted on 8 x H100"), tmp_path)
     page = (tmp_path / "compare.html").read_text()
     assert "predicted on 8 x H100" in page
     assert "How the values were predicted" in page
