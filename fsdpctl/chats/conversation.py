@@ -38,16 +38,13 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All messages of the chat."""
         return self.chat.messages
 
     @property
     def answers(self) -> list[int]:
-        """The indices of the assistant messages."""
         return [i for i, each in enumerate(self.messages) if each["role"] == ASSISTANT]
 
     def upto(self, count: int, *, prompted: bool = False) -> Rendered:
-        """Render the first `count` messages."""
         key = (count, prompted)
         if key not in self._cache:
             self._cache[key] = self.render(self.messages[:count], prompted=prompted)
@@ -125,7 +122,6 @@ def with_joined_parts(chat: Chat) -> Chat:
 
 
 def text_of(message: Message) -> str:
-    """Return the content of a message as one text."""
     content = message["content"]
     if isinstance(content, list):
         return "".join(part["text"] for part in content)

@@ -14,7 +14,6 @@ _BATCH = 64  # rows that are read at a time
 
 
 def open_zstd(path: str, raw: IO[bytes]) -> Any:
-    """Return the content of a file that zstd has compressed."""
     return _pyarrow(path).CompressedInputStream(raw, "zstd")
 
 

@@ -153,7 +153,6 @@ def _ahead_of_plain(talk: Conversation, index: int, start: int) -> str:
 
 
 def common_prefix(one: str, other: str) -> int:
-    """Return the number of characters that two texts have in common at the beginning."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -52,7 +52,6 @@ def without_nulls(value: Any, key: str = "row") -> Any:
 
 
 def shown(text: object, most: int = 300) -> str:
-    """Return text of a file for one line of a terminal."""
     return "".join(each if each.isprintable() else "?" for each in str(text)[:most])
 
 
@@ -75,7 +74,6 @@ def expect(value: Any, kind: type, where: str) -> Any:
 
 
 def expect_text(fields: Mapping[str, Any], key: str, where: str = "") -> str:
-    """Return the text of a field, empty if it is missing."""
     return str(expect(fields.get(key, ""), str, f"{where}{key}"))
 
 
@@ -105,5 +103,4 @@ def listed(counts: Mapping[str, int]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number of things in words."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

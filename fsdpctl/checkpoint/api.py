@@ -90,7 +90,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _with_states(
     model: Sharded, optimizer: Optimizer, reader: CheckpointReader | None = None
 ) -> ShardedOptimizer:
-    """Return the optimizer with the interface that checkpoints need."""
     if hasattr(optimizer, "run_states"):
         return cast("ShardedOptimizer", optimizer)
     if reader is None:

@@ -85,7 +85,6 @@ def first_weights(model: ModelConfig, module: nn.Module, seed: int, base: Tensor
 
 
 def weights_in_model_path(model: ModelConfig, module: nn.Module, seed: int) -> Tensors:
-    """Return `first_weights` of the model in `model.path`."""
     return first_weights(model, module, seed, open_weights(model))
 
 

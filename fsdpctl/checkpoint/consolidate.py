@@ -191,7 +191,6 @@ def shard_weights(source: Tensors, destination: Path, *, num_files: int, about: 
 def _entries(
     tensors: Mapping[str, TensorInfo], rank: int, num_files: int
 ) -> list[tuple[TensorEntry, Span]]:
-    """Return the entries of a file, each with its span of the tensor of that name."""
     found = []
     for key, info in tensors.items():
         span = share_of(Span(0, info.numel), rank, num_files)

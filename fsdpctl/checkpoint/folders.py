@@ -46,12 +46,10 @@ def _is_complete(folder: Path) -> bool:
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first."""
     return list(filter(_is_complete, _steps_in(checkpoints)))
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the newest complete checkpoint, or None."""
     return next(filter(_is_complete, reversed(_steps_in(checkpoints))), None)
 
 

@@ -80,7 +80,6 @@ def optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[StatePiece]:
 
 
 def _in_blocks(piece: Piece) -> Piece:
-    """Return the piece of the scales that belongs to a piece of codes."""
     spec = ParamSpec(piece.param.name, (blocks_of(Span(0, piece.param.numel)).stop,))
     return Piece(spec, blocks_of(piece.in_param), blocks_of(piece.in_flat))
 

@@ -48,7 +48,6 @@ class StoredSpan:
 
 
 def checksum(data: memoryview | bytes) -> str:
-    """Return the 128-bit xxh3 of `data` in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 

@@ -50,13 +50,11 @@ def open_weights(model: ModelConfig, folder: Path | None = None, above: int = 0)
 
 
 def whole_weights(reader: CheckpointReader, above: int = 0) -> Tensors:
-    """Return all weights of a checkpoint, including those in its base."""
     base = reader.manifest.base
     return reader if base is None else Overlay(reader, open_base(base, reader, above + 1))
 
 
 def open_base(base: BaseInfo, reader: CheckpointReader, above: int = 1) -> Tensors:
-    """Open the weights that a checkpoint leaves to its `base`."""
     folder = Path(base.path)
     if above > _MOST_BASES:
         raise CheckpointError(

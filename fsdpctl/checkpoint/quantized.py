@@ -100,7 +100,6 @@ def _groups_of(span: Span, numel: int, packing: Packing) -> Iterator[tuple[Span,
 
 
 def _read(source: Tensors, key: str, span: Span) -> Tensor:
-    """Return weights in float32."""
     values, dtype = torch.empty(span.numel), source.info(key).dtype
     for part, data in source.read(key, span):
         within = part.shift(-span.start)

@@ -62,7 +62,6 @@ class CheckpointReader:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all tensor files."""
         return sum(info.size for info in self.manifest.files.values())
 
     def names(self, kind: str) -> list[str]:
@@ -80,7 +79,6 @@ class CheckpointReader:
         return self.manifest.tensors[key]
 
     def parts(self, key: str) -> list[StoredPart]:
-        """Return the stored spans of a tensor, in order."""
         self._stored_info(key)
         return list(self._parts[key])
 

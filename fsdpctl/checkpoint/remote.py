@@ -104,7 +104,6 @@ class RemoteReader(CheckpointReader):
         return self._place.url
 
     def attachment(self, name: str) -> bytes:
-        """Return a file that comes with the model."""
         with naming(self.folder, str(self)):
             return super().attachment(name)
 
@@ -127,7 +126,6 @@ class RemoteReader(CheckpointReader):
         return _RemoteFile(**values, place=self._place.inside(path.name), blocks=self._blocks)
 
     def copy_files(self, folder: Path) -> None:
-        """Download the files of the checkpoint to an existing directory."""
         files = {**self.manifest.files, **self.manifest.attachments}
         check_space(folder, sum(each.size for each in files.values()))
         for name, info in files.items():
@@ -162,7 +160,6 @@ def fetch_manifest(place: StoredFile, folder: Path) -> Manifest:
 
 
 def ranges_of(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:
-    """Yield the requests for files of these sizes."""
     for name, size in sizes.items():
         for start in range(0, size, _BLOCK):
             yield name, start, min(start + _BLOCK, size)

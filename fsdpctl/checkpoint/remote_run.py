@@ -39,7 +39,6 @@ class StoredCheckpoint:
         return self.place.url
 
     def open(self) -> RemoteReader:
-        """Open it; CheckpointError if it is corrupted."""
         return RemoteReader(self.place)
 
 
@@ -70,7 +69,6 @@ class RemoteCheckpoints:
         return dict(zip(steps, TRANSFERS.map(StoredFile.exists, manifests), strict=True))
 
     def complete(self) -> list[Path]:
-        """Return the names of the complete checkpoints, oldest first."""
         return [name for name, is_whole in self._found().items() if is_whole]
 
     def newest(self) -> "StoredCheckpoint | None":
@@ -93,7 +91,6 @@ class RemoteCheckpoints:
         return RemoteReader(self._root.inside(name))
 
     def named(self, run: str) -> "RemoteCheckpoints":
-        """Return the checkpoints of another run in the same store."""
         return RemoteCheckpoints(f"{self.url.rpartition('/')[0]}/{run}")
 
     def check_writable(self) -> None:

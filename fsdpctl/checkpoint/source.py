@@ -87,7 +87,6 @@ class Overlay:
 
 
 def weight_bytes(source: Tensors) -> int:
-    """Return the stored bytes of all weights and buffers."""
     return sum(source.info(key).nbytes for key in tensor_keys(source))
 
 

@@ -94,7 +94,6 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def write_tensor_file(path: Path, header: bytes, chunks: Iterable[memoryview]) -> int:
-    """Write a new file and flush it to the disk; return its size in bytes."""
     size = write_new(path, chain([memoryview(header)], chunks))
     check_by_reference(path)
     return size

@@ -72,7 +72,6 @@ class Staging:
         return copied
 
     def _places(self, sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
-        """Return memory for each size, as bytes."""
         usual = min(sum(sizes), _CHUNK_BYTES)
         filled: list[int] = []  # bytes of each chunk
         starts: list[tuple[int, int]] = []  # index of the chunk, offset in it

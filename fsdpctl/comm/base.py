@@ -54,11 +54,9 @@ class Reduction(Protocol):
             scale: The factor for the sum.
             dtype: The dtype of the additions, if this rank adds.
         """
-        ...
 
     def wait(self) -> None:
         """Wait, and discard the result."""
-        ...
 
 
 class Collectives:
@@ -72,7 +70,6 @@ class Collectives:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the ranks share memory."""
         return self.transport is Transport.SHARED
 
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:

@@ -53,7 +53,6 @@ class Moment:
         return Moment(self.values[span.start : span.stop], scales)
 
     def as_numbers(self) -> "Moment":
-        """Return the numbers, in float32."""
         out = torch.empty(self.values.shape, device=self.values.device)
         self.read(out, torch.empty_like(out))
         return Moment(out)
@@ -126,7 +125,6 @@ def _rounded_up(largest: Tensor) -> Tensor:
 
 
 def moment_of(states: Mapping[str, Tensor], name: str) -> Moment:
-    """Return the moment `name` in the states of an optimizer."""
     if name in states:
         return Moment(states[name])
     return Moment(states[name + CODES], states[name + SCALES])

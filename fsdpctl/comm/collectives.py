@@ -64,7 +64,6 @@ class ObjectExchange:
         self.size = 1 if alone else dist.get_world_size()
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return the values of all ranks in rank order."""
         return [value] if self._group is None else exchange(value, self._group)
 
 
@@ -105,7 +104,6 @@ class Mesh:
 
     @property
     def place(self) -> RankPlace:
-        """The position of this rank."""
         shard = self.shard
         return RankPlace(
             shard.rank, shard.size, self.num_replicas, shard.transport, self.replica_rank
@@ -113,12 +111,10 @@ class Mesh:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas of the model."""
         return self.replicas.size if self.replicas else 1
 
     @property
     def replica_rank(self) -> int:
-        """The number of this rank's replica."""
         return self.replicas.rank if self.replicas else 0
 
 

@@ -61,7 +61,6 @@ class GlooCollectives(ProcessGroupCollectives):
         return [work for work in works if work is not None]
 
     def start_all_reduce(self, values: Tensor) -> Handle:
-        """Start gloo's all-reduce."""
         work = dist.all_reduce(values, group=self.reduce_group, async_op=True)
         assert isinstance(work, dist.Work)
         return self._after([work], values, "all-reduce")
@@ -104,7 +103,6 @@ class LocalReduction:
         self._rows, self._arrive, self._has_read = rows, arrive, has_read
 
     def wait(self) -> None:
-        """Wait, and discard the result."""
         self._arrive()
         self._has_read()
 

@@ -74,7 +74,6 @@ class Copier:
         self._up = torch.cuda.Stream(device) if on_cuda else None
 
     def mark(self) -> Moment:
-        """Return this moment of the current stream."""
         return None if self._down is None else torch.cuda.current_stream().record_event()
 
     def down(self, target: Tensor, source: Tensor, after: Moment = None) -> Moment:
@@ -114,7 +113,6 @@ class HostWorker:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None]) -> Job:
-        """Start `work()` after all earlier work."""
         if self._thread is None:
             name, args = "optimizer on the host", (self._queue, self.device)
             self._thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
@@ -125,7 +123,6 @@ class HostWorker:
         return job
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return the result of `function()` in the thread."""
         results: list[T] = []
         self.submit(lambda: results.append(function())).wait()
         return results[0]
@@ -223,7 +220,6 @@ class HostSlots:
         return self._free.pop()
 
     def give_back(self, slot: Tensor) -> None:
-        """Let another input use a slot."""
         self._free.append(slot)
 
 

@@ -124,7 +124,6 @@ class NcclCollectives(ProcessGroupCollectives):
             return self._after(done, out), follow(out)
 
     def start_all_reduce(self, values: Tensor) -> Handle:
-        """Start an all-reduce on the reduce stream."""
         self.reduce_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.reduce_stream):
             dist.all_reduce(values, group=self.reduce_group)

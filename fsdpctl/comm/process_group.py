@@ -59,31 +59,25 @@ class ProcessGroupCollectives(Collectives):
         self.waits: Waits = HostWaits()
 
     def separate_reductions(self) -> None:
-        """Create a process group for reductions. Collective."""
         self.reduce_group = _own_group(self._groups, self._device_type, "reduce")
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum `values` over the ranks in place, and return them."""
         self.waits.around(lambda: dist.all_reduce(values, group=self.gather_group))
         return values
 
     def all_to_all(self, values: Tensor) -> Tensor:
-        """Return what each rank sent here, in rank order; row i of `values` is sent to rank i."""
         received = torch.empty_like(values)
         self.waits.around(lambda: dist.all_to_all_single(received, values, group=self.gather_group))
         return received
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `values` with those of rank `source`, and return them."""
         dist.broadcast(values, group=self.gather_group, group_src=source)
         return values
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return the values of all ranks in rank order."""
         return exchange(value, self.gather_group)
 
     def barrier(self) -> None:
-        """Return once every rank has arrived."""
         dist.barrier(group=self.gather_group)
 
 

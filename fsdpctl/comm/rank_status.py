@@ -74,7 +74,6 @@ class RankStatusPage:
         self._page.count += 1
 
     def looked(self) -> None:
-        """Record that this rank's watchdog runs."""
         self._page.looks += 1
 
     def answer(self) -> bool:
@@ -113,7 +112,6 @@ class HostPages:
         ]  # fmt: skip
 
     def ask(self, index: int) -> None:
-        """Ask a rank for its collectives."""
         self._pages[index].is_asked = True
 
     def answer(self, index: int) -> Recorded | None:

@@ -51,15 +51,12 @@ class HostSteps(Protocol):
 
         In the next forward, each unit waits for its own step.
         """
-        ...
 
     def settle(self) -> None:
         """Wait until they are what the last step makes of them."""
-        ...
 
     def call(self, function: Callable[[], T]) -> T:
         """Return the result of `function()` in the thread that steps them."""
-        ...
 
 
 class FlatShard:
@@ -125,7 +122,6 @@ class FlatShard:
 
     @property
     def itemsize(self) -> int:
-        """The bytes of a master weight."""
         return self.param.itemsize + (self.remainder is not None)
 
     def weights(self) -> Tensor:
@@ -143,7 +139,6 @@ class FlatShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the masters."""
         return self.param.dtype
 
     @property
@@ -165,12 +160,10 @@ class FlatShard:
 
     @property
     def trainable(self) -> bool:
-        """Whether its parameters are trained."""
         return self.param.requires_grad
 
     @property
     def owned_grad(self) -> Tensor | None:
-        """The gradient of the owned elements."""
         if self.grad is None or not self.is_replicated:
             return self.grad
         return self.view(self.grad, self.owned)
@@ -184,7 +177,6 @@ class FlatShard:
         return self.layout.pieces(self.written)
 
     def held_pieces(self) -> tuple[Piece, ...]:
-        """Return the parts of parameters in `master`."""
         return self.layout.pieces(self.held)
 
 
@@ -194,44 +186,35 @@ class Sharded(Protocol):
     @property
     def module(self) -> nn.Module:
         """The module that was sharded."""
-        ...
 
     @property
     def mesh(self) -> Mesh:
         """Its groups of ranks."""
-        ...
 
     def flat_shards(self) -> tuple[FlatShard, ...]:
         """Return this rank's shards, in the same order on every rank."""
-        ...
 
     def persistent_buffers(self) -> Mapping[str, Tensor]:
         """Return the module's buffers that belong in a checkpoint, by name."""
-        ...
 
     def sync_gradients(self) -> None:
         """Reduce the gradients that were held back."""
-        ...
 
     def absent_everywhere(self) -> frozenset[str]:
         """Return the names of trainable parameters that had a gradient on no rank."""
-        ...
 
     def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
         """Make writes to the masters on any rank visible to the next forward.
 
         `trained_only`: masters of frozen parameters are unchanged.
         """
-        ...
 
     @property
     def host(self) -> HostSteps | None:
         """The steps of master weights in host memory, or None if they are on the device."""
-        ...
 
     def drop_gradients(self) -> None:
         """Drop all gradients."""
-        ...
 
 
 def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:

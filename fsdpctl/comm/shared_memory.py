@@ -72,7 +72,6 @@ class SharedCollectives(GlooCollectives):
         """Do nothing: reductions do not pass gathers in a process group."""
 
     def meet(self) -> None:
-        """Return once every rank has arrived, and none reads parameters."""
         self._num_met += 1
         self.memory.raise_counter(_MET)
         self._wait_for(_MET, self._num_met, "the call that writes parameters")()
@@ -220,7 +219,6 @@ class SharedMemory:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return len(self._pids)
 
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:

@@ -45,7 +45,6 @@ class HostWaits:
         self._seconds += time.perf_counter() - began
 
     def take(self) -> Seconds:
-        """Return the sum since the previous call."""
         seconds, self._seconds = self._seconds, 0.0
         return lambda: seconds
 

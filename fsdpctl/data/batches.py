@@ -58,7 +58,6 @@ class Batches:
 
     @property
     def num_samples(self) -> int:
-        """The samples per epoch."""
         return len(self.rows)
 
     def numbers(self, position: int, rank: int | None = None) -> list[int]:

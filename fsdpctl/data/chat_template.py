@@ -27,7 +27,6 @@ class ChatTemplate:
 
     @property
     def tells_date(self) -> bool:
-        """Whether the template may write today's date."""
         return "strftime_now" in self.text + self.tool_text
 
     @property

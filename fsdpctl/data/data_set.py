@@ -114,7 +114,6 @@ def _notes(names: Sequence[str], found: Sequence[DataSet]) -> tuple[str, ...]:
 
 
 def check_alike(path: str, one: DataSet, other_path: str, other: DataSet) -> None:
-    """Check that the tokens of two sources are of one tokenizer."""
     alike = other.tokenizer.checksum == one.tokenizer.checksum
     if not alike or other.vocab_size != one.vocab_size:
         raise UsageError(

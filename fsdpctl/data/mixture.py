@@ -34,7 +34,6 @@ class _Phase:
     sums: Counts  # (PERIOD + 1, sources): samples of each source before a place of the period
 
     def counts(self, position: int) -> Counts:
-        """Return the samples of each source before a position."""
         periods, place = divmod(position - self.start, PERIOD)
         found: Counts = self.before + periods * self.sums[PERIOD] + self.sums[place]
         return found
@@ -97,11 +96,9 @@ class ShareSchedule:
             before = phase.counts(start)
 
     def counts(self, position: int) -> Counts:
-        """Return the samples of each source before a position."""
         return self._phase(position).counts(position)
 
     def sources(self, position: int, length: int) -> NDArray[np.intp]:
-        """Return the source of each of `length` positions."""
         found = np.empty(length, dtype=np.intp)
         at = 0
         while at < length:
@@ -154,7 +151,6 @@ class Mixture:
         return None if None in sizes else sum(each or 0 for each in sizes)
 
     def rows(self, seq_len: int) -> "MixedRows":
-        """Split the streams into samples."""
         return MixedRows(self, seq_len)
 
 
@@ -179,12 +175,10 @@ class MixedRows(Rows):
 
     @property
     def emptiness(self) -> str:
-        """The error if there are no samples."""
         return self.of_part[0].emptiness
 
     @cached_property
     def schedule(self) -> ShareSchedule:
-        """The source of each position of a run."""
         sizes = [len(each) for each in self.of_part]
         epochs = [-1.0 if each.epochs is None else each.epochs for each in self.parts]
         caps = [
@@ -200,7 +194,6 @@ class MixedRows(Rows):
         return rows[place]
 
     def fetch(self, numbers: Iterable[int]) -> None:
-        """Begin to fetch samples that are in an object store."""
         for number in numbers:
             rows, place = self._place(number)
             rows.fetch([place])
@@ -228,7 +221,6 @@ class MixedRows(Rows):
         return result
 
     def count_tokens(self, numbers: Sequence[int]) -> int:
-        """Return the tokens of some sequences, without padding."""
         places = map(self._place, numbers)
         return sum(rows.count_tokens([place]) for rows, place in places)
 

@@ -67,7 +67,6 @@ class Rendering:
 
     @property
     def known(self) -> ChatTemplate | None:
-        """The template, if there is one."""
         return None if isinstance(self.template, UsageError) else self.template
 
     def setup(self) -> tuple[TemplateSetup, str]:

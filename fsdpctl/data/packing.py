@@ -113,7 +113,6 @@ class DocumentSet:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all documents."""
         return len(self.tokens)
 
     @property
@@ -123,12 +122,10 @@ class DocumentSet:
 
     @property
     def num_trained(self) -> int:
-        """The tokens that are trained on."""
         return int(np.count_nonzero(self.trained))
 
     @property
     def lengths(self) -> Numbers:
-        """The tokens of each document."""
         return np.diff(self.starts)
 
     def __len__(self) -> int:
@@ -139,7 +136,6 @@ class DocumentSet:
         return self.tokens[span], self.trained[span]
 
     def rows(self, seq_len: int) -> "PackedRows":
-        """Pack the documents into sequences of `seq_len` tokens."""
         return _packed(self, seq_len)
 
     def __hash__(self) -> int:
@@ -198,7 +194,6 @@ class PackedRows(Rows):
 
     @property
     def emptiness(self) -> str:
-        """The error if there are no sequences."""
         return (
             f"{self.origin}: nothing to train on within train.seq_len={self.seq_len}: of "
             f"{len(self._documents)} samples, {self.num_too_long} are longer and "
@@ -214,7 +209,6 @@ class PackedRows(Rows):
         return len(self._rows)
 
     def count_tokens(self, numbers: Sequence[int]) -> int:
-        """Return the tokens of some sequences, without padding."""
         return int(sum(self._lengths[self._rows[number]].sum() for number in numbers))
 
     def __getitem__(self, number: int) -> Sample:

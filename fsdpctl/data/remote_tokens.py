@@ -59,7 +59,6 @@ class RemoteShard(Shard):
         return np.frombuffer(content, dtype=self.dtype)
 
     def fetch(self, start: int, stop: int) -> None:
-        """Begin to fetch tokens."""
         with self.lock:
             if (start, stop) not in self.ahead and len(self.ahead) < _MOST_AHEAD:
                 self.ahead[start, stop] = POOL.submit(self._get, start, stop)

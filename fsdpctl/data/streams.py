@@ -31,7 +31,6 @@ class TokenStream:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens."""
         return len(self.tokens)
 
     def cut(self, at: int) -> tuple["TokenStream", "TokenStream"]:
@@ -49,7 +48,6 @@ class TokenStream:
 
 
 def stream_of(files: Sequence[TokenFile], origin: str, *, isolates: bool = False) -> TokenStream:
-    """Return the tokens of files, one file after the other."""
     sizes = [each.num_bytes for each in files]
     known = [each for each in sizes if each is not None]
     return TokenStream(
@@ -84,7 +82,6 @@ class StreamRows(Rows):
 
     @property
     def emptiness(self) -> str:
-        """The error if the data is too short for a sample."""
         return (
             f"train.seq_len={self.seq_len}: longer than the data of {self.stream.num_tokens} tokens"
         )
@@ -107,7 +104,6 @@ class StreamRows(Rows):
         return Sample(found[:-1], targets, tuple(int(each) for each in lengths if each))
 
     def fetch(self, numbers: Iterable[int]) -> None:
-        """Begin to fetch samples that are in an object store."""
         tokens, size = self.stream.tokens, self.seq_len
         if not isinstance(tokens, ShardTokens):
             return

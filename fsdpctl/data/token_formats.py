@@ -53,7 +53,6 @@ class TokenFile:
 
     @property
     def size(self) -> int:
-        """The size of the tokens in bytes."""
         return self.shard.count * self.shard.dtype.itemsize
 
     @property

@@ -54,12 +54,10 @@ class ByteTokenizer:
     has_parts = True
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
-        """Return the bytes of all pieces."""
         texts = (each.text[slice(*each.span or (None,))] for each in pieces)
         return np.frombuffer("".join(texts).encode(), dtype=np.uint8)
 
     def notes(self) -> tuple[str, ...]:
-        """Return no line: nothing is added to texts."""
         return ()
 
     def encode_prompt(self, prompt: str) -> list[int]:
@@ -308,7 +306,6 @@ class FileTokenizer:
 
     @property
     def dtype(self) -> type[np.unsignedinteger]:
-        """The dtype that holds all tokens."""
         return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
     def _ids(self, texts: list[str], *, adds: bool = False) -> Iterator[list[int]]:

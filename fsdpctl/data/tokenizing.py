@@ -42,7 +42,6 @@ class Output:
     shard_tokens: int | None = None  # of all files but the last
 
     def file(self, number: int) -> Path:
-        """Return the path of a file."""
         if self.shard_tokens is None:
             return self.path
         return self.path.with_name(f"{self.path.stem}-{number:05d}.bin")
@@ -59,12 +58,10 @@ class Output:
 
     @property
     def part(self) -> Path:
-        """The path of the file that is not complete."""
         return self.path.with_name(f"{self.path.stem}.part")
 
     @property
     def state(self) -> Path:
-        """The path of the state."""
         return self.path.with_name(f"{self.path.stem}.progress.json")
 
 
@@ -186,7 +183,6 @@ class _Writer:
         self._count = 0  # tokens in the file
 
     def write(self, batch: list[TextPiece], tokens: Tokens) -> None:
-        """Write the tokens of pieces."""
         state, most = self._state, self._output.shard_tokens
         values = np.ascontiguousarray(tokens, dtype=self._dtype)
         while state.more < len(values):

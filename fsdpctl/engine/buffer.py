@@ -25,7 +25,6 @@ class Resting:
     is_on_host: bool = False
 
     def within(self, span: Span) -> Tensor:
-        """Return the elements `span` of the flat buffer."""
         return self.values[span.start - self.span.start : span.stop - self.span.start]
 
 
@@ -62,7 +61,6 @@ class UnitBuffer:
 
     @property
     def layout(self) -> FlatLayout:
-        """The layout of its parameters."""
         return self.shard.layout
 
     @property
@@ -109,7 +107,6 @@ class UnitBuffer:
         ]
 
     def point_to_slot(self) -> None:
-        """Let the parameters read the slot."""
         for param, view in self._unsharded:
             param.data = view
 

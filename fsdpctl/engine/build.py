@@ -58,14 +58,12 @@ class Precision:
 
     @classmethod
     def of(cls, names: Dtypes) -> Self:
-        """Return the dtypes with these names."""
         asked = (names.param, names.reduce, names.master)
         param, reduce, master = (None if name is None else torch_dtype(name) for name in asked)
         return cls(param, reduce, master, has_remainders=names.has_remainders)
 
     @property
     def names(self) -> Dtypes:
-        """The dtypes by name."""
         param, reduce, master = (
             None if dtype is None else dtype_name(dtype)
             for dtype in (self.param_dtype, self.reduce_dtype, self.master_dtype)
@@ -97,7 +95,6 @@ class Sharding:
 
     @property
     def on_host(self) -> Offload:
-        """The states that are in host memory."""
         return self.offload if isinstance(self.offload, Offload) else Offload.parse(self.offload)
 
 

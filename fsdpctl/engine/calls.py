@@ -35,7 +35,6 @@ def current_backward() -> int:
 
 
 def in_backward() -> bool:
-    """Return whether autograd runs a backward on this thread."""
     return current_backward() != _NONE
 
 
@@ -79,7 +78,6 @@ class OutermostBackward:
 
     @staticmethod
     def keeps_graph() -> bool:
-        """Return whether the running backward keeps its graph."""
         return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -170,7 +168,6 @@ class Calls:
             self._recent.append(ref(self.running))
 
     def end_forward(self) -> None:
-        """End the forward of the outermost module."""
         self.running.close()
 
     def begin_backward(self, first: Forward | None, agree: Agree) -> None:

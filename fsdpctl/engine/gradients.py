@@ -68,7 +68,6 @@ class GradientReducer:
 
     @torch.no_grad()
     def do(self, event: Event) -> None:
-        """Do what an event says."""
         unit, combines_at_once = self.units[event.unit], self._chain is not None
         match event.kind:
             case EventKind.HOLD:

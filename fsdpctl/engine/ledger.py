@@ -19,7 +19,6 @@ class Ranges:
         self._open: list[record_function] = []
 
     def around(self, what: str, unit: str) -> AbstractContextManager[object]:
-        """Return a context manager that names a block."""
         return record_function(f"{what} {unit}") if self.is_on else _NOTHING
 
     def begin(self, what: str, unit: str) -> None:
@@ -30,7 +29,6 @@ class Ranges:
             self._open.append(named)
 
     def end(self) -> None:
-        """End the innermost open range, if any."""
         if self._open:
             self._open.pop().__exit__(None, None, None)
 
@@ -84,5 +82,4 @@ class Ledger:
             self._record(self.trace, Event(EventKind.FREE, unit, nbytes, buffer))
 
     def held(self, buffer: Buffer) -> int:
-        """Return the bytes of all buffers for one purpose."""
         return sum(nbytes for key, nbytes in self._held.items() if key[0] is buffer)

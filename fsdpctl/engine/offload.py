@@ -36,7 +36,6 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buffers."""
         return sum(each.nbytes for each in self._slots)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[int, Tensor]:
@@ -152,7 +151,6 @@ class HostStates:
         self.on_start(update, scalars)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return the result of `function()` in the thread that steps them."""
         return self._worker.call(function)
 
     def gradients(self) -> HostGradients | None:

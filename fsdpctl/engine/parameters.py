@@ -81,12 +81,10 @@ def mark_sharded(param: nn.Parameter, has_gradient: Callable[[], bool]) -> None:
 
 
 def lend(param: nn.Parameter, *, is_lent: bool) -> None:
-    """Allow or forbid copies of the parameter."""
     param._is_lent = is_lent  # type: ignore[attr-defined]
 
 
 def unmark_sharded(param: nn.Parameter) -> None:
-    """Undo `mark_sharded`."""
     param.__class__ = _plain(type(param))
     for name in ("_has_gradient_elsewhere", "_is_lent"):
         vars(param).pop(name, None)

@@ -106,7 +106,6 @@ class ParamSync:
         self._finish([name for name in self._units if name in self._uncalled])
 
     def begin_unit(self, name: str) -> None:
-        """Wait for a unit whose module is called."""
         self._uncalled.discard(name)
         self._finish((name,))
 
@@ -115,7 +114,6 @@ class ParamSync:
         self._finish((name,))
 
     def finish(self) -> None:
-        """Wait for all units."""
         self._finish(self._units)
 
     def _finish(self, names: Iterable[str]) -> None:
@@ -165,7 +163,6 @@ class Runtime:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
         return self.root.slot.device
 
     @property
@@ -220,7 +217,6 @@ class Runtime:
         self._do(self.schedule.prefetch_forward())
 
     def begin_forward(self) -> None:
-        """Begin the forward of the outermost module."""
         if self.backward.has_failed:
             self.lost_gradients = True
             self.recover()
@@ -240,14 +236,12 @@ class Runtime:
         self.ledger.ranges.begin("forward", unit.name)
 
     def end_unit(self, unit: ShardedUnit) -> None:
-        """End a unit's forward."""
         if in_backward():
             return
         self.ledger.ranges.end()
         self._do(self.schedule.end_unit(unit.name, trains=torch.is_grad_enabled()))
 
     def end_forward(self) -> None:
-        """End the forward of the outermost module."""
         self.calls.end_forward()
         if not torch.is_grad_enabled():
             self._do(self.schedule.end_evaluation())
@@ -316,7 +310,6 @@ class Runtime:
         self.backward.end()
 
     def drop_gradients(self) -> None:
-        """Drop all gradients."""
         if self.backward.has_failed:
             self.recover()
         self.reducer.drop_gradients()

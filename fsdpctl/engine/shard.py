@@ -131,13 +131,11 @@ def shard_from(
 
 
 def requested_strategy(sharding: Sharding) -> Strategy:
-    """Return the row of the strategy table."""
     asked = sharding.strategy
     return asked if isinstance(asked, Strategy) else get_strategy(asked)
 
 
 def units_of(module: nn.Module, sharding: Sharding) -> tuple[UnitSpec, ...]:
-    """Return the units of `module`, root first."""
     asked = sharding.units
     return divide_module(module, None if isinstance(asked, str) else [e.__name__ for e in asked])
 

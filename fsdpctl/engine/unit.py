@@ -41,7 +41,6 @@ class Slot:
 
     @property
     def device(self) -> torch.device:
-        """The device of its memory."""
         return self._bytes.device
 
     @property
@@ -61,7 +60,6 @@ class Slot:
         return window.set_(storage, offset_bytes // dtype.itemsize, (numel,))  # type: ignore[call-overload,no-any-return]  # torch's stub lacks untyped storages
 
     def allocate(self) -> None:
-        """Provide the memory."""
         if not self.resident:
             self._bytes.untyped_storage().resize_(self.nbytes)
 
@@ -92,7 +90,6 @@ class HostParams:
                 self.nbytes += slab.nbytes
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for a part."""
         return self._free[numel, dtype].pop() if numel else torch.empty(0, dtype=dtype)
 
     def send(self, target: Tensor, part: Tensor) -> Moment:
@@ -100,7 +97,6 @@ class HostParams:
         return self._copier.up(target, part)
 
     def settle(self) -> None:
-        """Wait until no copy reads the parts."""
         self._copier.settle()
 
 

@@ -77,17 +77,14 @@ class StoredFile:
             out.truncate(size)
 
     def about(self) -> dict[str, Any]:
-        """Return what the store tells about it now."""
         self.store.invalidate_cache(self.path)
         found: dict[str, Any] = asked(self.url, lambda: self.store.info(self.path), self.refusal)
         return found
 
     def size(self) -> int:
-        """Return its number of bytes."""
         return int(self.about()["size"] or 0)
 
     def exists(self) -> bool:
-        """Return whether it exists."""
         try:
             self.about()
         except FsdpctlError as error:

@@ -16,7 +16,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

@@ -168,7 +168,6 @@ PACKINGS: dict[str, Packing] = {each.name: each for each in (NF4, INT8, _Float32
 
 @lru_cache
 def pairs(device: torch.device) -> Tensor:
-    """Return the values of the two codes in each byte."""
     values = torch.tensor(VALUES, dtype=torch.float32, device=device)
     return torch.stack((values.repeat_interleave(16), values.repeat(16)), -1)
 

@@ -122,6 +122,5 @@ def assumed_documents(
 
 
 def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the start and end of each of several adjacent lengths."""
     ends = list(accumulate(lengths))
     return [(end - length, end) for end, length in zip(ends, lengths, strict=True)]

@@ -82,7 +82,6 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 
 def _of_sinks(gradient: Tensor, out: Tensor, every: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of each query's sink."""
     product = (gradient * out).sum(-1, dtype=every.dtype)
     return -torch.exp(sinks.to(every.dtype) - every) * product
 

@@ -29,7 +29,6 @@ def build_transformers(config: ModelConfig, *, plain_norms: bool = False) -> Tra
 
 
 def built(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """Build transformers' own module."""
     import transformers
 
     told = read_configuration(content_of(config), CONFIG_OF)

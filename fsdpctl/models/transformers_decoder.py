@@ -118,7 +118,6 @@ class OwnHead(nn.Linear):
         return self.run(hidden, outputs).logits  # type: ignore[no-any-return]  # transformers'
 
     def run(self, hidden: Tensor, outputs: Any, **settings: Any) -> Any:
-        """Return the result of the model's forward for the hidden states."""
         self._given.outputs = copy.copy(outputs)
         self._given.outputs["last_hidden_state"] = hidden
         try:

@@ -56,7 +56,6 @@ class FullyShard:
         self.take_waits: Callable[[], Seconds] | None = self._waits.take if knows else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own result."""
         return self._root(*args, **kwargs)
 
     @contextmanager

@@ -43,12 +43,10 @@ class PeerModel(nn.Module):
         self._shards = tuple(_shard(local, roles[local.name]) for local in runner.locals)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own result."""
         return self._runner(*args, **kwargs)
 
     @property
     def collectives(self) -> Collectives:
-        """The collectives of all ranks."""
         return self.mesh.world
 
     @property
@@ -94,7 +92,6 @@ class PeerModel(nn.Module):
     host = None  # the optimizer steps on the device
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
         for local, shard in zip(self._runner.locals, self._shards, strict=True):
             local.param.grad = shard.grad = None
 

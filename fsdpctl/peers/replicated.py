@@ -54,7 +54,6 @@ class Replicated:
         self.take_waits = self._waits.take
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own result."""
         narrows = self._narrow is not None
         context = torch.autocast(self._device.type, self._narrow) if narrows else nullcontext()
         with context:

@@ -25,16 +25,13 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self.stop - self.start
 
     def intersect(self, other: "Span") -> "Span | None":
-        """Return the intersection, or None if it is empty."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Span(start, stop) if start < stop else None
 
     def shift(self, offset: int) -> "Span":
-        """Return the span moved by `offset` elements."""
         return Span(self.start + offset, self.stop + offset)
 
 
@@ -97,7 +94,6 @@ class ParamSpec:
 
     @property
     def role(self) -> Role:
-        """The role of the parameter in its module."""
         if self.known_role is not None:
             return self.known_role
         return "vector" if len(self.shape) <= 1 else "matrix"
@@ -153,7 +149,6 @@ class FlatLayout:
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
-        """The parameters in buffer order."""
         return tuple(placement.param for placement in self.placements)
 
     @property

@@ -46,7 +46,6 @@ OPTIMIZERS = {row.name: row for row in _TABLE}
 
 
 def get_optimizer(name: str) -> OptimizerRow:
-    """Return an optimizer by name."""
     if name not in OPTIMIZERS:
         raise UsageError(f"optimizer={name}: not supported; expected {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]

@@ -14,7 +14,6 @@ class Dtype(str):
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an element."""
         return int(re.findall(r"\d+", self)[0]) // 8
 
 

@@ -144,7 +144,6 @@ class Schedule:
 
     @classmethod
     def of(cls, plan: StepPlan) -> "Schedule":
-        """Return the schedule of a plan."""
         return cls(plan.order, plan.strategy, plan.prefetch, plan.reductions, plan.slots)
 
     def follow(self, order: UnitOrder) -> None:
@@ -170,7 +169,6 @@ class Schedule:
         self._reduced: set[str] = set()
 
     def prefetch_forward(self) -> Iterator[Event]:
-        """Gather the first units of the next forward."""
         self._contents.clear()
         yield from self._prefetch((self.order.root, *self._first))
         self.is_prefetched = True
@@ -186,7 +184,6 @@ class Schedule:
         yield Event(EventKind.FORWARD, self.order.root)
 
     def begin_unit(self, unit: str) -> Iterator[Event]:
-        """Begin a unit's forward."""
         yield from self._use(unit, self._forward_ahead[unit])
         self._running.add(unit)
         if self._trains:
@@ -201,7 +198,6 @@ class Schedule:
         yield Event(EventKind.LEAVE, unit)
 
     def end_evaluation(self) -> Iterator[Event]:
-        """End a forward that no backward follows."""
         yield from self._release(self.order.root)
 
     def begin_backward(self) -> Iterator[Event]:
@@ -237,7 +233,6 @@ class Schedule:
         yield Event(EventKind.BACKWARD, unit)
 
     def end_units(self, *, reduces: bool) -> Iterator[Event]:
-        """End the backward of all units."""
         for unit in self.open_units():
             yield from self._close(unit)
             yield from self._reduce(unit, reduces=reduces)
@@ -245,12 +240,10 @@ class Schedule:
         self._num_closed = 0
 
     def reduce_held(self) -> Iterator[Event]:
-        """Reduce the gradients that were held."""
         for unit in self._reduction:
             yield from self._reduce(unit, reduces=True)
 
     def finish(self) -> Iterator[Event]:
-        """End all reductions."""
         yield from self._flow.finish()
 
     def release_all(self) -> Iterator[Event]:

@@ -52,7 +52,6 @@ class Prefetch:
 
     @property
     def depth(self) -> int:
-        """The larger of both."""
         return max(self.forward, self.backward)
 
 
@@ -154,7 +153,6 @@ class Rest:
 
     @property
     def remainder_bytes(self) -> int:
-        """The bytes of the masters' lower bits."""
         return self.held.numel * self.dtypes.has_remainder
 
 
@@ -173,7 +171,6 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """All bytes."""
         masters = sum(numel * dtype.itemsize for dtype, numel in self.masters.items())
         kept = sum(self.masters[of] * dtype.itemsize for of, dtype in self.gradients.items())
         params = sum(numel * dtype.itemsize for numel, dtype in self.params)
@@ -208,17 +205,14 @@ class StepPlan:
 
     @cached_property
     def order(self) -> UnitOrder:
-        """The order of the units."""
         return self.division.order
 
     @property
     def layouts(self) -> Mapping[str, tuple[FlatLayout, ...]]:
-        """The flat buffers of every unit, root first."""
         return self.division.layouts
 
     @property
     def strategy(self) -> Strategy:
-        """The effective strategy."""
         return self.division.strategy
 
     @cached_property
@@ -230,11 +224,9 @@ class StepPlan:
         }
 
     def all_trained(self) -> Iterator[FlatLayout]:
-        """Yield the flat buffers whose parameters are trained."""
         return (each for of_unit in self.trained.values() for each in of_unit)
 
     def dtypes_of(self, layout: FlatLayout) -> BufferDtypes:
-        """Return the dtypes of a flat buffer."""
         return self.dtypes.of(layout.placements[0].param.dtype, trainable=layout.trainable)
 
     @cached_property

@@ -162,7 +162,6 @@ ENGINES = (FSDPCTL, FSDP2, DDP)
 
 
 def strategies_of(engine: str) -> list[str]:
-    """Return the strategies that an engine supports."""
     if engine == DDP:
         return ["no_shard"]
     rows = STRATEGIES.values()

@@ -43,7 +43,6 @@ class UnitOrder:
         return (*reversed(self.forward), self.root)
 
     def trains(self, unit: str) -> bool:
-        """Return whether a unit has gradients."""
         return unit not in self.frozen
 
     def keeps_after_forward(self, unit: str, strategy: Strategy) -> bool:
@@ -136,7 +135,6 @@ class Division:
 
     @property
     def order(self) -> UnitOrder:
-        """The order of the units."""
         return unit_order(self.units)
 
 

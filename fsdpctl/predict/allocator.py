@@ -95,7 +95,6 @@ class CachingAllocator:
             self.peak_allocated = self.allocated
 
     def free(self, key: int) -> None:
-        """Free what was allocated as `key`."""
         block = self._live.pop(key)
         self.allocated -= block.size
         block.is_free = True
@@ -120,7 +119,6 @@ class CachingAllocator:
         insort(pool.free, (block.size, block.start, block))
 
     def pass_through(self, key: int, nbytes: int) -> None:
-        """Allocate and free at once."""
         pool = self._small if nbytes <= _SMALL else self._large
         size = -(-nbytes // _ROUNDING) * _ROUNDING
         if pool.free and pool.free[-1][0] >= size and not pool.free[-1][2].missing:

@@ -36,7 +36,6 @@ class DdpSteps:
         self._params = {unit.name: unit.params for unit in units}
 
     def setup(self, *, draws: bool) -> None:
-        """Build the model and the buckets."""
         recorder, itemsize = self._recorder, self._plan.dtypes.master.itemsize
         recorder.at("building the model")
         for unit, params in self._params.items():
@@ -47,7 +46,6 @@ class DdpSteps:
             recorder.allocate(Category.GRADIENTS, unit, "buckets", nbytes)
 
     def step(self) -> None:
-        """Run all forward-backward passes and the optimizer."""
         plan, recorder = self._plan, self._recorder
         root, *units = self._params
         for reduces in plan.reduces:

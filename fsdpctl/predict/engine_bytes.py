@@ -35,19 +35,16 @@ class EngineBytes(Recorder):
     def allocate(
         self, category: Category, unit: str, what: str, nbytes: int, *, stream: int = 0
     ) -> int:
-        """Count memory."""
         self._sizes.append((category, nbytes))
         self._change(category, nbytes)
         return len(self._sizes) - 1
 
     def free(self, key: int | None) -> None:
-        """Count memory no more."""
         if key is not None:
             category, nbytes = self._sizes[key]
             self._change(category, -nbytes)
 
     def become(self, key: int, category: Category, what: str) -> None:
-        """Count memory for another purpose."""
         before, nbytes = self._sizes[key]
         self._sizes[key] = category, nbytes
         self.held[before] -= nbytes
@@ -70,7 +67,6 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """The bytes at the peak."""
         return sum(self.breakdown.values())
 
 

@@ -66,14 +66,12 @@ class Fsdp2Steps:
         self._held: dict[str, list[int]] = {}  # not reduced yet
 
     def setup(self, *, draws: bool) -> None:
-        """Build the model."""
         self._recorder.at("building the model")
         for unit, params in self._groups.items():
             for nbytes in self._shards(params):
                 self._recorder.allocate(Category.PARAMETERS, unit, "parameters", nbytes)
 
     def step(self) -> None:
-        """Run all forward-backward passes, the reductions and the optimizer."""
         for reduces in self._plan.reduces:
             self._recorder.compute(Part.BEFORE)
             self._forward()

@@ -55,7 +55,6 @@ class _EngineBuffers:
         self._dropped: set[str] = set()  # parameters whose gradients were freed in this pass
 
     def begin_pass(self) -> None:
-        """Expect new gradients from autograd."""
         self._dropped.clear()
 
     def change(self, event: Event) -> None:
@@ -76,7 +75,6 @@ class _EngineBuffers:
             self._recorder.become(key, CATEGORY_OF[buffer], buffer.value)
 
     def drop_gradients(self, unit: str) -> None:
-        """Free autograd's gradients of a unit."""
         for layout in self._plan.step.trained[unit]:
             self._drop(layout)
 
@@ -96,7 +94,6 @@ class _EngineBuffers:
         return taken
 
     def end_step(self) -> None:
-        """Free the gradients."""
         self._on_host.clear()
         for each in [e for e in self._keys if e[0] in (Buffer.GRADS, Buffer.WHOLE_GRADS)]:
             self._recorder.free(self._keys.pop(each))
@@ -163,11 +160,9 @@ class FsdpctlSteps:
         self._host = HostSchedule(plan, recorder)
 
     def setup(self, *, draws: bool) -> None:
-        """Build the model; `draws`: initialize its values on the device, one unit at a time."""
         _allocate_model(self._step, self._recorder, draws=draws)
 
     def step(self) -> None:
-        """Run all forward-backward passes, the reductions and the optimizer."""
         recorder, root = self._recorder, self._step.order.root
         recorder.compute(Part.BEFORE)
         passes = len(self._plan.reduces)

@@ -83,7 +83,6 @@ class HostSchedule:
             self._results[unit] = (results or steps)[-1]
 
     def wait(self, unit: str) -> None:
-        """Wait for a unit's new parameters."""
         self._recorder.wait(self._results.pop(unit, None), "optimizer")
 
 

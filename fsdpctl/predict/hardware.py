@@ -29,7 +29,6 @@ class Group:
 
     @property
     def ranks_per_node(self) -> int:
-        """The ranks of the group on one node."""
         return self.ranks // self.nodes
 
 

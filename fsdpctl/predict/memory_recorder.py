@@ -74,18 +74,15 @@ class MemoryRecorder(Recorder):
         self._gradients = {key: name for name, key in program.gradients.items()}
 
     def begin(self) -> None:
-        """Start a new list of operations."""
         self.operations = []
         self.moments = []
 
     def at(self, doing: str, unit: str = "") -> None:
-        """Name the moment of the operations that follow."""
         self.moments.append((len(self.operations), When(doing, unit)))
 
     def allocate(
         self, category: Category, unit: str, what: str, nbytes: int, *, stream: int = 0
     ) -> int:
-        """Allocate memory on a stream and return the key that frees it."""
         key = self.program.num_keys + len(self._items)
         self._items.append(Item(category, unit, what))
         if stream:
@@ -97,7 +94,6 @@ class MemoryRecorder(Recorder):
         return key
 
     def free(self, key: int | None) -> None:
-        """Free memory, if there is a key."""
         if key is None:
             return
         self._busy.discard(key)
@@ -105,18 +101,15 @@ class MemoryRecorder(Recorder):
             self.operations.append((key, 0))
 
     def become(self, key: int, category: Category, what: str) -> None:
-        """Change the purpose of allocated memory."""
         if key >= self.program.num_keys:
             unit = self._items[key - self.program.num_keys].unit
             self._items[key - self.program.num_keys] = Item(category, unit, what)
 
     def pass_through(self, nbytes: int) -> None:
-        """Allocate memory and free it at once."""
         if nbytes:
             self.operations.append((-1, -nbytes))
 
     def compute(self, part: Part, unit: str = "") -> None:
-        """Copy the operations of a part of a pass."""
         operations = self.program.parts.get(PassPosition(part, unit))
         if part is Part.BEFORE:
             self._instead.clear()
@@ -141,16 +134,13 @@ class MemoryRecorder(Recorder):
                 self._kept_keys.append(key)
 
     def has_gradient(self, param: ParamSpec) -> bool:
-        """Return whether the traced backward makes a gradient of a parameter."""
         return param.name in self.program.gradients
 
     def gradient(self, param: str) -> int | None:
-        """Return the key of a parameter's gradient in this pass, if it has one."""
         key = self.program.gradients.get(param)
         return None if key is None else self._instead.get(key, key)
 
     def keep(self, key: int) -> None:
-        """Let a gradient of autograd outlive its pass."""
         self._busy.add(key)
 
     def _with_new_keys(self, operations: Sequence[Operation]) -> Iterator[Operation]:
@@ -174,7 +164,6 @@ class MemoryRecorder(Recorder):
                 yield (self._instead.get(key, key), nbytes)
 
     def item(self, key: int) -> Item:
-        """Return the purpose of a key."""
         if key >= self.program.num_keys:
             return self._items[key - self.program.num_keys]
         tensor = self.program.tensors[key]

@@ -84,7 +84,6 @@ class Script:
         return self._lists[number]
 
     def when(self, number: int, index: int) -> When:
-        """Return the moment of an operation."""
         moments = self._moments[number]
         return moments[bisect_right(moments, index, key=lambda each: each[0]) - 1][1]
 
@@ -224,12 +223,10 @@ class StepEstimate:
 
     @property
     def allocated(self) -> int:
-        """The bytes in tensors."""
         return self._peaks[0]
 
     @property
     def peak_reserved(self) -> int:
-        """The bytes that the run's allocator reserves."""
         return self._peaks[1]
 
     @property

@@ -161,11 +161,9 @@ class Steps(Protocol):
 
     def setup(self, *, draws: bool) -> None:
         """Build the model; `draws`: initialize its values on the device, one unit at a time."""
-        ...
 
     def step(self) -> None:
         """Run all forward-backward passes, the reductions and the optimizer."""
-        ...
 
 
 class TrafficRecorder(Recorder):
@@ -177,7 +175,6 @@ class TrafficRecorder(Recorder):
     def start(
         self, kind: CollectiveKind, nbytes: float, group: RankGroup, label: str, **_: object
     ) -> int:
-        """Count a collective."""
         self.nbytes[kind, group] += nbytes
         return 0
 
@@ -226,12 +223,10 @@ class TaskRecorder(Recorder):
         self._next = 0
 
     def take(self) -> list[Task]:
-        """Return the tasks recorded since the previous call."""
         taken, self._tasks = self._tasks, []
         return taken
 
     def compute(self, part: Part, unit: str = "") -> None:
-        """Run the operators of a part, and the copies of inputs."""
         if part is Part.FORWARD:
             self._start_copy(HostQueue.DOWN, unit)
         elif part is Part.BACKWARD:
@@ -267,7 +262,6 @@ class TaskRecorder(Recorder):
                 self.wait(self.start(*about, f"all-to-all of {label}", queue=_EXCHANGES))
 
     def copy(self, nbytes: float, label: str, phase: str = "compute") -> None:
-        """Read and write `nbytes` in total."""
         if nbytes > 0:
             self._spend(self._machine.device.copy_seconds(nbytes), label, phase)
 
@@ -281,36 +275,30 @@ class TaskRecorder(Recorder):
         queue: str,
         after: tuple[int, ...] = (),
     ) -> int:
-        """Start a collective."""
         transfer = self._machine.network.transfer(kind, nbytes, self._machine.groups[group])
         return self._start(queue, transfer, label, after)
 
     def on_host(
         self, queue: HostQueue, nbytes: float, label: str, *, after: tuple[int, ...] = ()
     ) -> int:
-        """Start a copy, or a step of the host."""
         return self._start(queue, self._machine.host.transfer(queue, nbytes), label, after)
 
     def wait(self, key: int | None, phase: str | None = None) -> None:
-        """Let the compute stream wait for a transfer."""
         if key is not None:
             self._tasks.append(Wait(key, phase))
 
     def norm(self, nbytes: float) -> None:
-        """Compute the gradient norm, and exchange statistics."""
         self.copy(nbytes, "norm of the gradients", "optimizer")
         if self._machine.groups[RankGroup.WORLD].ranks > 1:
             kind, world = CollectiveKind.ALL_REDUCE, RankGroup.WORLD
             self.wait(self.start(kind, RECORD_BYTES, world, "record", queue=GATHERS))
 
     def optimize(self, numel: float, itemsize: int, moments: int) -> None:
-        """Compute the gradient norm, exchange statistics, and update the elements."""
         self.norm(numel * itemsize)
         seconds = self._machine.device.optimizer_seconds(numel * itemsize, moments)
         self._spend(seconds, "optimizer", "optimizer")
 
     def update(self, works: Sequence[Work], label: str) -> None:
-        """Run operators, no faster than the host issues them."""
         device = self._machine.device
         counts = Counter(works)
         computing = sum(device.seconds(work) * count for work, count in counts.items())

@@ -20,7 +20,6 @@ class TrainingPlan:
 
     @property
     def dtypes(self) -> BufferDtypes:
-        """The dtypes of most parameters."""
         return self.step.usual
 
     def at(self, rank: int, replica: int = 0) -> "TrainingPlan":
@@ -37,7 +36,6 @@ class TrainingPlan:
 
     @property
     def states_bytes(self) -> int:
-        """The bytes of the optimizer states."""
         return sum(map(self.states_of, self.step.all_trained()))
 
     @property

@@ -90,7 +90,6 @@ class Loggers:
                 self._loggers["wandb"] = _Wandb(config, run_dir)
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Log the numbers in a line of metrics.jsonl."""
         figures = {
             name: value
             for name, value in line.items()

@@ -130,7 +130,6 @@ class RequestCollector:
         return new
 
     def done(self, name: str) -> None:
-        """Remove the file of a request that has been fulfilled."""
         if name in self._passed_on and _remove(self._run_dir / name):
             self._passed_on.discard(name)
 

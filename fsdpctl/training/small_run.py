@@ -68,7 +68,6 @@ def unused_units(parts: TrainingParts, units: set[str]) -> set[str]:
 
 
 def _kind(name: str) -> str:
-    """Return a name without the numbers of blocks."""
     return re.sub(r"\.\d+(?=\.|$)", "", name)
 
 

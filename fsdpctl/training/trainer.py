@@ -139,7 +139,6 @@ class Trainer:
         )
 
     def request_sync(self, lag: int = 0) -> RequestSync:
-        """Return an exchange of requests between the ranks during long work."""
         return RequestSync(self.requests.look, self.ranks, self.parts.device, lag)
 
     def idle(self) -> None:

@@ -93,7 +93,6 @@ class EachSave:
         self._late = 0.0  # seconds of commands since then
 
     def add(self, folder: Path, step: int, *, only_uploads: bool = False) -> None:
-        """Work on a checkpoint after those before it."""
         words = [] if only_uploads else self._words
         if self._remote is not None or words:
             self._latest = step

@@ -44,7 +44,6 @@ class SelfCheck(Callback):
         self._lr = 0.0  # of the newest step, if it was applied
 
     def has_gradients(self, run: TrainingRun) -> None:
-        """Measure the gradients of the units, and sum the weights."""
         if self._awaits_change:
             self._before = _sums(run.parts.model)
         if self._norms or run.step + 1 != self._at:
@@ -63,7 +62,6 @@ class SelfCheck(Callback):
         return step == self._at or self._awaits_change
 
     def step(self, run: TrainingRun, done: StepMetrics) -> None:
-        """Keep the number of tokens in the loss, and the learning rate."""
         self._lr = done.lr if done.figures.was_applied else 0.0
         if done.step == self._at:
             self._tokens = done.figures.tokens
