@@ -20,13 +20,13 @@ from typing import TypeVar
 import msgspec
 
 import fsdpctl
-from fsdpctl.comm.world import DistStoreError, PrefixStore, Store
+from fsdpctl.comm.world import PrefixStore, Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.files import read_text_file, refusing, replace
 from fsdpctl.io.run_files import HANDSHAKE
 
-_POLL = timedelta(seconds=1)  # between checks whether a member has left
+_POLL_SECONDS = 0.1
 _LEFT = "other members did not start, have exited, or are unreachable"
 
 UNREACHABLE = (FsdpctlError, RuntimeError)  # errors if the other launchers are
@@ -130,18 +130,17 @@ class Handshake:
 
     def _receive(self, key: str, kind: type[T]) -> T:
         deadline = time.monotonic() + self._patience
-        while True:
-            try:
-                self._store.wait([key], _POLL)
-                return decode(self._store.get(key), kind)
-            except DistStoreError:
+        try:
+            while not self._store.check([key]):  # torch logs each wait that is not answered
                 if self._store.check(["left"]):
-                    raise UsageError(decode(self._store.get("left"), str)) from None
+                    raise UsageError(decode(self._store.get("left"), str))
                 if time.monotonic() > deadline:
                     limit = f"{self._patience:g} s (launch.timeout)"
-                    raise UsageError(f"no {key!r} message within {limit}: {_LEFT}") from None
-            except RuntimeError:
-                raise UsageError(f"no {key!r} message: {_LEFT}") from None
+                    raise UsageError(f"no {key!r} message within {limit}: {_LEFT}")
+                time.sleep(_POLL_SECONDS)
+            return decode(self._store.get(key), kind)
+        except RuntimeError:
+            raise UsageError(f"no {key!r} message: {_LEFT}") from None
 
 
 def encode(value: object) -> str:

@@ -83,6 +83,7 @@ def run_task(task: "Task", composed: "Composed", settings: list[str], talk: Talk
     _as_rank(composed.config, where, rank, begin_once, talk, task)
     for each in filter(None, begun):
         each.lock.release()
+        talk.say(f"done: {each.run_dir}")
     os.environ.clear()  # of variables of a rank, for what the script starts
     os.environ.update(before)
 

@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -161,7 +160,7 @@ def test_remaining_nodes_are_renumbered_in_the_next_round() -> None:
 
 
 def test_a_launcher_that_leaves_before_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdpctl.launch.handshake._POLL", timedelta(seconds=0.05))
+    monkeypatch.setattr("fsdpctl.launch.handshake._POLL_SECONDS", 0.05)
     store = HashStore()
     _, second, third = (Handshake(store, n, 3, noun="node", patience=20) for n in range(3))
     second.leave("was stopped before it began")
