@@ -83,13 +83,11 @@ class Status:
     loss: float | None
     val_loss: float | None
     val_step: int | None
-    tokens_per_second: float | None  # this and the next three: median over recent steps
-    tokens_per_second_per_rank: float | None
+    tokens_per_second: float | None  # this and the next two: median over recent steps
     samples_per_second: float | None  # in place of tokens, of a module of a script
     mfu: float | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
-    step_seconds: float | None  # median over recent steps
     checkpoint: Newest | None
     starts: int
     restarts: int  # of these starts
@@ -140,14 +138,12 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
         saved += f"{format_bytes(newest.num_bytes)}, {newest.problem or 'complete'}"
     yield "checkpoint", saved
     if found.tokens_per_second is not None:
-        yield "speed", _speed(found)
+        mfu = "" if found.mfu is None else f", {found.mfu:.1%} MFU"
+        yield "speed", f"{found.tokens_per_second:,.0f} tok/s{mfu} (median of recent steps)"
     if found.samples_per_second is not None:
         yield "speed", f"{found.samples_per_second:,.0f} samples/s (median of recent steps)"
     if found.peak_reserved_bytes is not None:
-        of = "" if found.peak_allocated_bytes is None else (
-            f", {format_bytes(found.peak_allocated_bytes)} allocated by tensors"
-        )  # fmt: skip
-        yield "memory", f"{format_bytes(found.peak_reserved_bytes)} peak on rank 0{of}"
+        yield "memory", f"{format_bytes(found.peak_reserved_bytes)} peak on rank 0"
     if found.starts > 1 or found.restarts:
         words = "restart" if found.restarts == 1 else "restarts"
         yield "starts", f"{found.starts}{f', {found.restarts} {words}' if found.restarts else ''}"
@@ -158,14 +154,6 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
         )
     for text in found.warnings:
         yield "warning", text
-
-
-def _speed(found: Status) -> str:
-    each = found.tokens_per_second_per_rank
-    shared = each is not None and each != found.tokens_per_second
-    ranks = f", {each:,.0f} per rank" if shared else ""
-    mfu = "" if found.mfu is None else f", {found.mfu:.1%} MFU"
-    return f"{found.tokens_per_second:,.0f} tok/s{ranks}{mfu} (median of recent steps)"
 
 
 def _state_line(found: Status) -> str:
@@ -225,12 +213,10 @@ def read_status(run_dir: Path) -> Status:
         val_loss=_number(validation.val_loss) if validation else None,
         val_step=validation.step if validation else None,
         tokens_per_second=_recent([x.tokens_per_second for x in recent]),
-        tokens_per_second_per_rank=_recent([x.tokens_per_second_per_rank for x in recent]),
         samples_per_second=_recent([x.samples_per_second for x in recent]),
         mfu=_recent([x.mfu for x in recent]),
         peak_allocated_bytes=last.peak_allocated_bytes if last else None,
         peak_reserved_bytes=last.peak_reserved_bytes if last else None,
-        step_seconds=_recent([x.seconds for x in recent]),
         checkpoint=newest,
         starts=len(starts),
         restarts=sum(each.restart is not None for each in starts),

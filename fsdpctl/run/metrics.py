@@ -49,7 +49,6 @@ class MetricsLine:
     grad_norm: Value = UNSET
     seconds: Figure | None = None
     tokens_per_second: Figure | None = None
-    tokens_per_second_per_rank: Figure | None = None
     samples_per_second: Figure | None = None
     mfu: Figure | None = None
     compute_seconds: Figure | None = None

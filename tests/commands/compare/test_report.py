@@ -261,9 +261,9 @@ def test_predicted_variants_have_the_same_report(tmp_path):
         Row({"strategy": name}, name, tokens_per_second=speed, step_seconds=1.0)
         for name, speed in (("a", 10.0), ("b", 20.0))
     ]
-    write_report(predicted, replace(ABOUT, what="predicted", title="predicted on 8 x H100"), tmp_path)
+    write_report(predicted, replace(ABOUT, what="predicted", title="predicted on 8 H100"), tmp_path)
     page = (tmp_path / "compare.html").read_text()
-    assert "predicted on 8 x H100" in page
+    assert "predicted on 8 H100" in page
     assert "How the values were predicted" in page
 
 
