@@ -1,7 +1,7 @@
 """The device, the network and the host of a configuration, by its cluster's specs."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 
 import torch
@@ -98,19 +98,7 @@ def _unknown(config: Settled, missing: str) -> UsageError:
 ASSUMED = "assumed"  # how the name of specs begins that belong to other hardware
 _ANY_GPU = "h100"
 _CPU = "cpu"
-_SPECS = (
-    "flops",
-    "flops_fp32",
-    "memory_bandwidth",
-    "intra_bandwidth",
-    "inter_bandwidth",
-    "host_bandwidth",
-    "pcie_bandwidth",
-    "matmul_efficiency",
-    "attention_efficiency",
-    "architecture",
-    "step_efficiency",
-)
+_OTHERS = ("name", "memory", "host_memory", "ranks_per_node", "price")  # than specs
 
 
 def with_speed(config: C) -> tuple[C, str]:
@@ -133,7 +121,8 @@ def with_speed(config: C) -> tuple[C, str]:
 def _filled(given: ClusterConfig, found: ClusterConfig) -> ClusterConfig:
     """Return `given`, with the specs of `found` where it has the defaults."""
     usual = ClusterConfig()
-    lacking = (name for name in _SPECS if getattr(given, name) == getattr(usual, name))
+    specs = (each.name for each in fields(given) if each.name not in _OTHERS)
+    lacking = (name for name in specs if getattr(given, name) == getattr(usual, name))
     return replace(given, **{name: getattr(found, name) for name in lacking})
 
 
