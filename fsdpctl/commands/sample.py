@@ -26,7 +26,8 @@ from fsdpctl.config.hub import cached_model
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import notes_on_adapters
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import config_of_checkpoint, usual_length
+from fsdpctl.config.serialize import config_of_checkpoint
+from fsdpctl.config.training import usual_length
 from fsdpctl.data.chat_preview import prompt_tokens
 from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
 from fsdpctl.data.tokenizer_files import VOCABULARIES

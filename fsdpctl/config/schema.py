@@ -22,6 +22,7 @@ from fsdpctl.plan.step import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Offload
 
 DTYPES = ("float32", "bfloat16")
+USUAL_WARMUP = 50  # steps: the value of auto
 
 
 @dataclass(frozen=True, slots=True)

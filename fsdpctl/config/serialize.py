@@ -6,14 +6,12 @@ from collections.abc import Mapping
 import yaml
 
 from fsdpctl.config.keys import Key, Value, section_from
-from fsdpctl.config.model import NO_DECODER, OWN, ModelConfig
-from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
+from fsdpctl.config.model import NO_DECODER, OWN
+from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, USUAL_WARMUP, Config
 from fsdpctl.config.synonyms import hint
+from fsdpctl.config.training import USUAL_SAMPLES, usual_length
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.texts import escaped
-
-_TOY, _TOY_LENGTH, _USUAL_LENGTH = ModelConfig().name, 128, 4096
-_USUAL_SIZE, _USUAL_WARMUP = 16, 50  # samples of a step, and steps
 
 
 def known_key(name: str) -> Key:
@@ -27,26 +25,18 @@ def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config
     """Create the configuration from values by key, and the selected options of groups."""
     warmup = values["lr_scheduler.warmup_steps"]
     is_usual = warmup is None and values["lr_scheduler.warmup_ratio"] is None
+    length = usual_length(choices.get("model"), int(str(values["model.max_seq_len"])))
     values = {
         **values,
-        "train.seq_len": values["train.seq_len"] or _length(values, choices),
-        "train.global_batch_size": values["train.global_batch_size"] or _USUAL_SIZE,
-        "lr_scheduler.warmup_steps": _USUAL_WARMUP if is_usual else warmup,
+        "train.seq_len": values["train.seq_len"] or length,
+        "train.global_batch_size": values["train.global_batch_size"] or USUAL_SAMPLES,
+        "lr_scheduler.warmup_steps": USUAL_WARMUP if is_usual else warmup,
     }
     sections = {}
     for section, schema in SECTIONS.items():
         name = {"name": choices[section]} if section in choices else {}
         sections[section] = section_from(section, schema, values, **name)
     return Config(**sections)
-
-
-def _length(values: Mapping[str, Value], choices: Mapping[str, str]) -> int:
-    return usual_length(choices.get("model", _TOY), int(str(values["model.max_seq_len"])))
-
-
-def usual_length(model: str, max_seq_len: int) -> int:
-    """Return the value of `train.seq_len=auto`, which is short for the toy model."""
-    return _TOY_LENGTH if model == _TOY else min(max_seq_len, _USUAL_LENGTH)
 
 
 def config_from_words(words: Mapping[str, str]) -> Config:

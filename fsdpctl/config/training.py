@@ -3,9 +3,18 @@
 from dataclasses import dataclass
 
 from fsdpctl.config.keys import key
+from fsdpctl.config.model import ModelConfig
 
 MOST_SAMPLES = 1 << 20  # per step
 _MOST_LENGTH = 1 << 27  # tokens
+# Values of auto: samples of a step; tokens of a sample of the toy model, and at most of others.
+USUAL_SAMPLES, _TOY_LENGTH, _USUAL_LENGTH = 16, 128, 4096
+
+
+def usual_length(model: str | None, max_seq_len: int) -> int:
+    """Return the value of `train.seq_len=auto`; None: the default model, which is a toy."""
+    is_toy = model in (None, ModelConfig().name)
+    return _TOY_LENGTH if is_toy else min(max_seq_len, _USUAL_LENGTH)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import OWN
 from fsdpctl.config.schema import LENGTHS, Config
-from fsdpctl.config.serialize import usual_length
+from fsdpctl.config.training import usual_length
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.own import OwnData
 from fsdpctl.estimate.recurrences import MODULES
