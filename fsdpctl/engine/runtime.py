@@ -12,6 +12,7 @@ from fsdpctl.comm.base import Handle
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.comm.host import Job
 from fsdpctl.comm.shards import HostScalars, HostUpdate
+from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.calls import (
     Call,
     Calls,
@@ -62,9 +63,8 @@ class ParamSync:
             self._arriving[unit.name] = [
                 handle for buffer in buffers if (handle := buffer.start_sync(self._mesh))
             ]
-            if self._strategy.renews_params and buffers:
-                nbytes = sum(each.resting.values.nbytes for each in buffers if each.resting)
-                self.ledger.note(EventKind.SYNC, unit.name, nbytes)
+            if buffers:
+                self._note_sync(unit.name, buffers)
         if not self.overlaps:
             self.finish()
 
@@ -94,32 +94,29 @@ class ParamSync:
             handle = buffer.start_sync(self._mesh, is_sent=True)
             if handle is not None:
                 handle.wait()
-        if self._strategy.renews_params:
-            nbytes = sum(
-                each.resting.values.nbytes for each in unit.trained_buffers if each.resting
-            )
-            self.ledger.note(EventKind.SYNC, unit.name, nbytes)
+        self._note_sync(unit.name, unit.trained_buffers)
         return unit.trained_buffers[0].part
+
+    def _note_sync(self, name: str, buffers: Sequence[UnitBuffer]) -> None:
+        if self._strategy.renews_params:
+            nbytes = sum(each.resting.values.nbytes for each in buffers if each.resting)
+            self.ledger.note(EventKind.SYNC, name, nbytes)
 
     def begin_forward(self) -> None:
         """Wait for the units that no forward calls as a module, in the same order on all ranks."""
-        self._finish([name for name in self._units if name in self._uncalled])
+        self.wait(*(name for name in self._units if name in self._uncalled))
 
     def begin_unit(self, name: str) -> None:
         self._uncalled.discard(name)
-        self._finish((name,))
+        self.wait(name)
 
-    def begin_gather(self, name: str) -> None:
-        """Wait for a unit that is about to be gathered."""
-        self._finish((name,))
-
-    def finish(self) -> None:
-        self._finish(self._units)
-
-    def _finish(self, names: Iterable[str]) -> None:
+    def wait(self, *names: str) -> None:
         for name in names if self._arriving else ():
             for handle in self._arriving.pop(name, ()):
                 handle.wait()
+
+    def finish(self) -> None:
+        self.wait(*self._units)
 
 
 class Runtime:
@@ -193,7 +190,7 @@ class Runtime:
                     self.reducer.do(event)
 
     def _gather(self, unit: ShardedUnit) -> None:
-        self.param_sync.begin_gather(unit.name)
+        self.param_sync.wait(unit.name)
         if not unit.slot.resident:
             self.ledger.allocate(Buffer.PARAMS, unit.slot.name, 0, unit.slot.nbytes)
         with self.ledger.ranges.around("gather", unit.name):
@@ -317,11 +314,6 @@ class Runtime:
         self.holds_back = self.lost_gradients = False
 
     def sync_gradients(self) -> None:
-        """Reduce the gradients that were held back.
-
-        Raises:
-            EngineError: If there are no gradients, or they are incomplete.
-        """
         if self.backward.has_failed or self.lost_gradients:
             raise EngineError(
                 "the gradients are incomplete, because a backward ended in an exception; call "

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fsdpctl.comm.shards import as_integers
 from fsdpctl.data.packing import IGNORED
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
@@ -21,7 +22,6 @@ from fsdpctl.training.small_run import compare_gradients, unused_units
 from fsdpctl.training.step import TrainedModel
 
 _LEAK = {"float32": 1e-5, "bfloat16": 1e-3}  # of the loss of a document
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _APART = 1024  # changes of many weights may cancel out in one sum, but not in all of these
 _NORM = {"float32": 1e-3, "bfloat16": 0.1}  # relative
 
@@ -130,7 +130,7 @@ def _sums(model: TrainedModel) -> list[Tensor]:
     shards = [shard for shard in model.flat_shards() if shard.trainable]
     parts = [each for shard in shards for each in (shard.master, shard.remainder)]
     found = []
-    for bits in (each.view(_INTEGERS[each.itemsize]) for each in parts if each is not None):
+    for bits in (as_integers(each) for each in parts if each is not None):
         end = len(bits) // _APART * _APART
         found += [bits[:end].view(-1, _APART).sum(0, dtype=torch.int64), bits[end:].clone()]
     return found
