@@ -143,10 +143,7 @@ def _renaming(fields: Mapping[str, Any]) -> str:
 
 
 def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]:
-    """Convert the fields of a row in the format `name`.
-
-    Returns:
-        The content, and the names of the keys besides it.
+    """Return the content of a row in the format `name`, and the names of the keys besides it.
 
     Raises:
         UsageError: If the row has another format, or can't be trained on.

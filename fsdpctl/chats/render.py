@@ -37,12 +37,7 @@ class Renderer:
     """A compiled template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], today: str) -> None:
-        """Compile the template.
-
-        Args:
-            source: The text of the template.
-            special_tokens: The named tokens of the tokenizer, such as `bos_token`.
-            today: The date for `strftime_now`, YYYY-MM-DD.
+        """Compile the template; `today` is the date for `strftime_now`, YYYY-MM-DD.
 
         Raises:
             RenderError: If the source isn't a template.

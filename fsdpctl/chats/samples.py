@@ -57,12 +57,6 @@ def samples_of(
     Arguments of calls are tried as objects and as JSON text, content in parts as it is and as one
     text.
 
-    Args:
-        renderer: The template.
-        chat: The conversation.
-        policy: Which parts of it are trained on.
-        controls: A pattern of the tokenizer's control tokens; None if it has none.
-
     Raises:
         RenderError: If the template rejects the conversation.
         TurnError: If the boundaries of an assistant message aren't certain.

@@ -66,12 +66,7 @@ _REPLIES = msgspec.json.Decoder(ChatSamples | str)
 def rendered(
     setup: TemplateSetup, where: str, chats: Iterable[tuple[Chat, str]]
 ) -> Iterator[ChatSamples]:
-    """Yield the samples of each chat, in order.
-
-    Args:
-        setup: The template and its limits.
-        where: The location of the template, for messages.
-        chats: Each with its location.
+    """Yield the samples of each chat, in order; `where` is the location of the template.
 
     Raises:
         UsageError: If the template can't be compiled, rejects a chat or exceeds a limit. The

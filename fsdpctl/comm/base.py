@@ -49,10 +49,7 @@ class Reduction(Protocol):
     def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
         """Wait, and write this rank's part of the sum times `scale` to `out`.
 
-        Args:
-            out: May be this rank's part of the given buffer.
-            scale: The factor for the sum.
-            dtype: The dtype of the additions, if this rank adds.
+        `out` may be its part of the given buffer; `dtype` is that of the additions, if it adds.
         """
 
     def wait(self) -> None:

@@ -23,14 +23,7 @@ _BAR = 40  # columns
 def preview(
     chats: DocumentSet, tokenizer: FileTokenizer, *, count: int = 2, color: bool = True
 ) -> list[Text]:
-    """Return the first samples as text, with the trained tokens highlighted.
-
-    Args:
-        chats: The samples.
-        tokenizer: The tokenizer of the samples.
-        count: The number of samples.
-        color: Whether the terminal shows colors; if not, brackets enclose trained tokens.
-    """
+    """Return the first `count` samples as text, with trained tokens in color or in brackets."""
     return [
         _sample_text(chats, tokenizer, number, color=color)
         for number in range(min(count, len(chats)))
@@ -85,11 +78,6 @@ def histogram(chats: Sequence[DocumentSet]) -> list[str]:
 
 def prompt_tokens(tokenizer: FileTokenizer, messages: Sequence[Message], today: str) -> list[int]:
     """Return the prompt for an assistant message that follows `messages`.
-
-    Args:
-        tokenizer: The tokenizer of the model, with its template.
-        messages: Messages with `role` and `content`.
-        today: The date for the template, YYYY-MM-DD.
 
     Raises:
         UsageError: If there is no template, or if it rejects the messages.

@@ -98,11 +98,7 @@ class Building:
         return Built(arrays, dict(self._counts), formats, ends, keys)
 
     def _add(self, file: Path, part: str | None = None) -> str:
-        """Add the samples of a file, to `part` or to the part that each line's hash decides.
-
-        Returns:
-            The format of the file.
-        """
+        """Add a file's samples to `part`, or as each line's hash decides; return its format."""
         name, lines = lines_of(str(file), self._counts, self._plan.prompt)
         placed = self._placed(lines, part)
         first = next(placed, None)

@@ -36,11 +36,7 @@ _ENCODING = 5  # increase it if the same text gives other tokens
 
 
 def open_data(config: DataConfig, seed: int = 0) -> DataSet:
-    """Read the data of a run, or open its token files.
-
-    Args:
-        config: The section `data`.
-        seed: Determines which conversations share a sequence.
+    """Read the data of a run, or open its token files; `seed` decides what shares a sequence.
 
     Raises:
         UsageError: If the data is missing, empty or corrupted, or if a key doesn't apply to it.

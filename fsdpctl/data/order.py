@@ -50,11 +50,7 @@ def permute(indices: Indices, count: int, seed: int, epoch: int) -> Indices:
 def samples_at(position: int, length: int, count: int, seed: int) -> Indices:
     """Return the samples at `position … position + length - 1` of an endless series of epochs.
 
-    Args:
-        position: Samples consumed so far.
-        length: The number of samples to return.
-        count: Samples per epoch.
-        seed: Determines the order of each epoch.
+    An epoch has `count` samples, in an order that `seed` decides.
     """
     positions = np.arange(position, position + length, dtype=np.uint64)
     epochs, within = positions // np.uint64(count), positions % np.uint64(count)
@@ -66,18 +62,11 @@ def samples_at(position: int, length: int, count: int, seed: int) -> Indices:
 
 
 def pack(lengths: Sequence[int] | Numbers, room: int, seed: int) -> list[list[int]]:
-    """Pack documents into sequences of at most `room` tokens.
+    """Return the numbers of the documents in each sequence of at most `room` tokens.
 
-    Uses best-fit decreasing (Johnson, 1973) over windows of shuffled documents. Padding is a few
-    tenths of a percent, and a sequence has documents from anywhere in the data.
-
-    Args:
-        lengths: Tokens of each document, from 1 to `room`.
-        room: Tokens of a sequence.
-        seed: Determines which documents share a sequence.
-
-    Returns:
-        The numbers of the documents in each sequence.
+    `lengths` are the tokens of each document, from 1 to `room`. Uses best-fit decreasing (Johnson,
+    1973) over windows of shuffled documents. Padding is a few tenths of a percent, and a sequence
+    has documents from anywhere in the data.
     """
     count = len(lengths)
     order = permute(np.arange(count, dtype=np.uint64), count, seed, 0).astype(np.int64)

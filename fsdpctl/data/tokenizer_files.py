@@ -110,11 +110,7 @@ def asset_name(name: str, where: str, refusal: type[FsdpctlError]) -> str:
 
 
 def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
-    """Return the tokenizer that `AutoTokenizer` makes of `files`.
-
-    Args:
-        name: The location of the tokenizer, for messages.
-        files: The contents by name, of which config.json and those of tokenizers matter.
+    """Return the tokenizer that `AutoTokenizer` makes of `files`, contents by name.
 
     Raises:
         UsageError: If a file is damaged, or if transformers can't load it.

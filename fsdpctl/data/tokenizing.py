@@ -93,12 +93,7 @@ def tokenize_files(
 ) -> Written:
     """Tokenize text files, JSON Lines, Parquet and Arrow files with the column `text`.
 
-    Args:
-        source: A file, a directory or a glob.
-        output: The files to write. A killed run with the same input and settings is continued after
-            its last complete file.
-        tokenizer: Each document gets the tokens that it adds, and its end token.
-        overwrite: Whether existing files are replaced.
+    A killed run with the same input and settings is continued after its last complete file.
 
     Raises:
         UsageError: If there is no text, if a row has none, or if a file cannot be written.

@@ -83,11 +83,7 @@ def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
 
 @torch.no_grad()
 def load_full_state(module: nn.Module, runtime: Runtime, state: Mapping[str, Any]) -> None:
-    """Load every parameter and persistent buffer from `state`, full tensors by name.
-
-    Raises:
-        EngineError: If a name is missing or unknown, or a shape differs.
-    """
+    """Load every parameter and persistent buffer from `state`, full tensors by name."""
     first_names = {id(param): name for name, param in module.named_parameters()}
     names = {name: first_names[id(p)] for name, _, _, p in all_named_parameters(module)}
     buffers = persistent_buffers(module)
@@ -125,11 +121,7 @@ def _checked(state: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Ten
 
 @torch.no_grad()
 def update_shards(runtime: Runtime, flat: Tensor) -> None:
-    """Overwrite this rank's masters, concatenated in the order of the units.
-
-    Raises:
-        EngineError: If `flat` has another length.
-    """
+    """Overwrite this rank's masters, concatenated in the order of the units."""
     shards = [buffer.shard for buffer in runtime.buffers]
     sizes = [shard.held.numel for shard in shards]
     numel = sum(sizes)

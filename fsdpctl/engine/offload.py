@@ -179,8 +179,7 @@ class HostStates:
     ) -> Mapping[str, tuple[Job, list[list[Tensor]]]]:
         """Start to step `units` in this order.
 
-        Returns:
-            For each unit its job, and the gradients on the device, to be dropped after the job.
+        Returns for each its job, and the gradients on the device, to be dropped after the job.
         """
         found: dict[str, tuple[Job, list[list[Tensor]]]] = {}
         steps: list[_Step] = []

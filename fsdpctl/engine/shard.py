@@ -162,10 +162,7 @@ def agreed(
 ) -> T:
     """Return the result of `make()`, if it is the same on every rank. Collective.
 
-    Args:
-        collectives: The ranks.
-        make: May raise an exception; then every rank raises one.
-        describe: Returns what must be equal, part by part.
+    `describe` returns what must be equal, part by part.
 
     Raises:
         Exception: If `make()` raised it on this rank.

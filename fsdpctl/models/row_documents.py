@@ -71,15 +71,10 @@ def make_documents(
     are_rows: bool = False,
     ends: Sequence[int] = (),
 ) -> Documents:
-    """Return the documents of a batch.
+    """Return the documents of a batch, whose rows have equal sums of `lengths`.
 
-    Args:
-        lengths: The lengths of each row's documents, with equal sums.
-        device: The device of the tensors.
-        like: The device type whose kernels are used, if it is another one.
-        context: This rank's part of the rows.
-        are_rows: Every row is one document, and padding that nothing has to hide.
-        ends: Where padding begins in each row; (): there is none.
+    `like` is the device type whose kernels are used, if it is another one; of the rest, see
+    `Documents`. Without `ends`, there is no padding.
     """
     rows, size = len(lengths), sum(lengths[0])
     each = list(chain.from_iterable(lengths))
