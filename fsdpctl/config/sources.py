@@ -4,6 +4,7 @@ import glob
 import math
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fsdpctl.errors import UsageError
@@ -16,7 +17,6 @@ class DataSource:
 
     path: str
     share: float | None = None  # of one; None: all of it
-    epochs: float | None = None  # at most; None: as many as its share needs
     given_name: str | None = None
     weight: float | None = field(default=None, compare=False)  # the share as given
 
@@ -30,14 +30,13 @@ class DataSource:
     def text(self, path: str) -> str:
         """Return the source as it is given, at another path."""
         name = "" if self.given_name is None else f"{self.given_name}="
-        numbers = (each for each in (self.share, self.epochs) if each is not None)
-        return f"{name}{path}" + "".join(f":{each!r}" for each in numbers)
+        return f"{name}{path}" + ("" if self.share is None else f":{self.share!r}")
 
 
 def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
-    """Return what a key names: PATH, or NAME=PATH:SHARE:EPOCHS for each, separated by commas.
+    """Return what a key names: PATH, or NAME=PATH:SHARE for each, separated by commas.
 
-    Names and epochs are optional. Shares are normalized to a sum of one.
+    Names are optional. Shares are normalized to a sum of one.
 
     Raises:
         UsageError: If only some have a share, or if a number is not allowed.
@@ -56,15 +55,13 @@ def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
         raise UsageError(
             f"{key}={text}: {missing} has no share; give a share for all files or none"
         )
-    if len(found) == 1 and found[0].epochs is not None:
-        raise UsageError(f"{key}={text}: epochs are only valid in a mixture; set train.epochs")
     if len(found) == 1 or not shares:
         return [DataSource(each.path, given_name=each.given_name) for each in found]
     total = sum(shares)
     if math.isclose(total, 1, abs_tol=1e-9):
         total = 1.0  # so that shares that were normalized stay as they are
     return [
-        DataSource(each.path, (each.share or 0) / total, each.epochs, each.given_name, each.share)
+        DataSource(each.path, (each.share or 0) / total, each.given_name, each.share)
         for each in found
     ]
 
@@ -73,23 +70,18 @@ def _source(word: str, key: str) -> DataSource:
     """Return the source of a word; of a path that exists, `=` and colons are part of it."""
     name, equals, rest = word.partition("=")
     whole = os.path.expanduser(word)
-    places = glob.iglob(whole), glob.iglob(re.sub(r"(?::[\d.e+-]+){1,2}$", "", whole))
+    places = glob.iglob(whole), glob.iglob(re.sub(r":[\d.e+-]+$", "", whole))
     if not equals or "/" in name or os.path.exists(whole) or any(map(any, places)):
         name, rest = "", word
-    path, numbers = os.path.expanduser(rest), list[float]()
-    while len(numbers) < 2 and not os.path.exists(path):
-        start, colon, last = path.rpartition(":")
-        try:
-            number = float(last)
-        except ValueError:
-            break
-        if not colon:
-            break
-        if not (math.isfinite(number) and number > 0):
-            raise UsageError(f"{key}: {word}: expected a share above 0, or epochs")
-        path, numbers = start, [number, *numbers]
-    share, epochs = (*numbers, None, None)[:2]
-    return DataSource(path, share, epochs, name or None)
+    path, share = os.path.expanduser(rest), None
+    start, colon, last = path.rpartition(":")
+    if colon and not os.path.exists(path):
+        with suppress(ValueError):
+            share = float(last)
+            path = start
+    if share is not None and not (math.isfinite(share) and share > 0):
+        raise UsageError(f"{key}: {word}: expected a share above 0")
+    return DataSource(path, share, name or None)
 
 
 def absolute_paths(text: str, key: str = "data.path") -> str:

@@ -76,7 +76,7 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
     def part(name: str) -> tuple[MixedSource, ...]:
         streams = [getattr(each, name) for each in found]
         about = zip(sources, shares, streams, strict=True)
-        return tuple(MixedSource(s.name, share, s.epochs, each) for s, share, each in about if each)
+        return tuple(MixedSource(s.name, share, each) for s, share, each in about if each)
 
     val = part("val")
     return replace(

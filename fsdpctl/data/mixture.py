@@ -2,7 +2,7 @@
 
 Note: a period of PERIOD positions has a fixed number of samples of each source, at fixed places, so
 every window of that length has the same shares, and the samples of a source before any position
-follow from division. Once a source ends, another period begins, with the shares of the others.
+follow from division.
 """
 
 from bisect import bisect_right
@@ -22,30 +22,6 @@ from fsdpctl.errors import UsageError
 
 PERIOD = 4096  # samples
 Counts = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class _Phase:
-    """Positions with the same sources."""
-
-    start: int
-    before: Counts  # samples of each source before the start
-    places: NDArray[np.intp]  # (PERIOD,): the source of each position
-    sums: Counts  # (PERIOD + 1, sources): samples of each source before a place of the period
-
-    def counts(self, position: int) -> Counts:
-        periods, place = divmod(position - self.start, PERIOD)
-        found: Counts = self.before + periods * self.sums[PERIOD] + self.sums[place]
-        return found
-
-    def end(self, left: Counts) -> int:
-        """Return the position at which a source that has `left` samples would need one more."""
-        ends = []
-        for source in np.flatnonzero(self.sums[PERIOD]):
-            periods, more = divmod(int(left[source]), int(self.sums[PERIOD, source]))
-            place = int(np.flatnonzero(self.places == source)[more])
-            ends.append(self.start + periods * PERIOD + place)
-        return min(ends)
 
 
 def _period(shares: Sequence[float]) -> NDArray[np.intp]:
@@ -72,46 +48,21 @@ def _period(shares: Sequence[float]) -> NDArray[np.intp]:
 class ShareSchedule:
     """Which source each position of a run is from."""
 
-    def __init__(self, sizes: Sequence[int], shares: Sequence[float], caps: Counts) -> None:
-        """Set the shares, and the most samples of each source; -1: no limit."""
-        self._phases: list[_Phase] = []
-        self.length: int | None = None  # samples until all sources have ended, if they do
-        start, before = 0, np.zeros(len(sizes), dtype=np.int64)
-        active = np.array(shares, dtype=np.float64)
-        endless = np.iinfo(np.int64).max
-        while True:
-            active[(caps >= 0) & (before >= caps)] = 0.0
-            if not active.any():
-                self.length = start
-                return
-            places = _period(active.tolist())
-            table = places[:, None] == np.arange(len(sizes))
-            sums = np.concatenate([np.zeros((1, len(sizes)), np.int64), table.cumsum(0)])
-            phase = _Phase(start, before, places, sums)
-            self._phases.append(phase)
-            left = np.where(caps < 0, endless, caps - before)
-            if (left[active > 0] == endless).all():
-                return
-            start = phase.end(left)
-            before = phase.counts(start)
+    def __init__(self, shares: Sequence[float]) -> None:
+        self._places = _period(shares)  # (PERIOD,): the source of each position
+        table = self._places[:, None] == np.arange(len(shares))
+        # (PERIOD + 1, sources): samples of each source before a place of the period
+        self._sums = np.concatenate([np.zeros((1, len(shares)), np.int64), table.cumsum(0)])
 
     def counts(self, position: int) -> Counts:
-        return self._phase(position).counts(position)
-
-    def sources(self, position: int, length: int) -> NDArray[np.intp]:
-        found = np.empty(length, dtype=np.intp)
-        at = 0
-        while at < length:
-            phase = self._phase(position + at)
-            after = [each.start for each in self._phases if each.start > phase.start]
-            stop = min(length, after[0] - position) if after else length
-            where = np.arange(position + at, position + stop) - phase.start
-            found[at:stop] = phase.places[where % PERIOD]
-            at = stop
+        """Return the samples of each source before a position."""
+        periods, place = divmod(position, PERIOD)
+        found: Counts = periods * self._sums[PERIOD] + self._sums[place]
         return found
 
-    def _phase(self, position: int) -> _Phase:
-        return self._phases[bisect_right(self._phases, position, key=lambda each: each.start) - 1]
+    def sources(self, position: int, length: int) -> NDArray[np.intp]:
+        found: NDArray[np.intp] = self._places[np.arange(position, position + length) % PERIOD]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +71,6 @@ class MixedSource:
 
     name: str
     share: float
-    epochs: float | None  # at most
     content: TokenStream | DocumentSet
 
 
@@ -134,9 +84,7 @@ class Mixture:
     @property
     def fingerprint(self) -> str:
         """A checksum of the content and the shares."""
-        about = (
-            f"{each.content.fingerprint} {each.share!r} {each.epochs!r}" for each in self.parts
-        )
+        about = (f"{each.content.fingerprint} {each.share!r}" for each in self.parts)
         return xxhash.xxh3_64_hexdigest("\n".join(about).encode())
 
     @property
@@ -179,12 +127,7 @@ class MixedRows(Rows):
 
     @cached_property
     def schedule(self) -> ShareSchedule:
-        sizes = [len(each) for each in self.of_part]
-        epochs = [-1.0 if each.epochs is None else each.epochs for each in self.parts]
-        caps = [
-            -1 if n < 0 else max(1, int(n * size)) for n, size in zip(epochs, sizes, strict=True)
-        ]
-        return ShareSchedule(sizes, [each.share for each in self.parts], np.array(caps))
+        return ShareSchedule([each.share for each in self.parts])
 
     def __len__(self) -> int:
         return int(self._begins[-1])
@@ -233,15 +176,10 @@ class MixedRows(Rows):
         }
 
     def begun(self, before: int, after: int) -> list[str]:
-        """Describe the sources that began again, or ended, between two positions."""
-        said, earlier = [], self.epochs(before)
-        for part, (name, now) in zip(self.parts, self.epochs(after).items(), strict=True):
-            then = earlier[name]
-            if part.epochs is not None and now >= part.epochs > then:
-                said.append(f"{name}: ends after {part.epochs:g} epochs, the others remain")
-            elif int(now) > int(then):
-                said.append(f"{name}: epoch {int(now) + 1} begins")
-        return said
+        """Describe the sources that began again between two positions."""
+        earlier, later = self.epochs(before), self.epochs(after).items()
+        again = ((name, int(now)) for name, now in later if int(now) > int(earlier[name]))
+        return [f"{name}: epoch {epochs + 1} begins" for name, epochs in again]
 
     def to_line(self, position: int) -> dict[str, Any]:
         """Return the values of metrics.jsonl: tokens and epochs by source before a position."""

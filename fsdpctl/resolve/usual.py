@@ -17,7 +17,6 @@ from fsdpctl.config.data import CHAT
 from fsdpctl.config.schema import SIZES, C, Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet, contents_of
-from fsdpctl.data.mixture import MixedRows
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.errors import UsageError
 from fsdpctl.models.quantized import count_weights
@@ -195,17 +194,7 @@ def total_steps(c: Config, data: DataSet) -> int:
         steps = _STEPS
     else:
         steps = epochs
-    steps = max(1, steps)
-    # A mixture has data until all its sources have ended.
-    length = rows.schedule.length if isinstance(rows, MixedRows) else None
-    if length is None or steps * size <= length:
-        return steps
-    if train.steps is not None or length < size:
-        raise UsageError(
-            f"train.steps={steps}: {length // size} steps of {size} samples are left until all "
-            "sources have ended (epochs); give one without epochs, or fewer steps"
-        )
-    return length // size
+    return max(1, steps)
 
 
 # ---- for a number of ranks ---------------------------------------------------------------------

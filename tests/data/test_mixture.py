@@ -18,7 +18,7 @@ SHARES = (0.4, 0.3, 0.2, 0.0995, 0.0005)
 SIZES = (5000, 70, 333, 40, 1000)
 
 
-def mixture(epochs=(None,) * 5):
+def mixture():
     """Return five sources; a token tells its source and its sample of 4."""
     streams = [
         TokenStream(
@@ -26,32 +26,26 @@ def mixture(epochs=(None,) * 5):
         )
         for n, size in enumerate(SIZES)
     ]
-    parts = zip("abcde", SHARES, epochs, streams, strict=True)
+    parts = zip("abcde", SHARES, streams, strict=True)
     return Mixture(tuple(MixedSource(*each) for each in parts))
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 3000), st.floats(0.001, 1)), min_size=2, max_size=6),
-    st.lists(st.one_of(st.none(), st.integers(1, 3)), min_size=6, max_size=6),
+    st.lists(st.floats(0.001, 1), min_size=2, max_size=6),
     st.integers(0, 9000),
     st.integers(1, 5000),
 )
-def test_every_position_has_one_source_however_it_is_asked(sources, epochs, start, count):
-    sizes = [size for size, _ in sources]
-    caps = np.array([-1 if e is None else e * s for e, s in zip(epochs, sizes, strict=False)])
-    schedule = ShareSchedule(sizes, [share for _, share in sources], caps)
-    most = schedule.length or 14_000
-    start, count = min(start, most - 1), min(count, most - min(start, most - 1))
+def test_every_position_has_one_source_however_it_is_asked(shares, start, count):
+    schedule = ShareSchedule(shares)
     whole = schedule.sources(0, start + count)
     assert schedule.sources(start, count).tolist() == whole[start:].tolist()
-    seen = np.bincount(whole[:start], minlength=len(sizes))
+    seen = np.bincount(whole[:start], minlength=len(shares))
     assert seen.tolist() == schedule.counts(start).tolist()
-    assert (seen[caps >= 0] <= caps[caps >= 0]).all()
 
 
 def test_every_window_has_the_shares_within_one_sample():
-    schedule = ShareSchedule(SIZES, SHARES, np.full(5, -1))
+    schedule = ShareSchedule(SHARES)
     found = schedule.sources(0, 3 * PERIOD)
     seen = np.cumsum(found[:, None] == np.arange(5), axis=0)
     windows = seen[PERIOD:] - seen[:-PERIOD]
@@ -81,39 +75,19 @@ def test_ranks_see_the_same_samples_and_each_source_in_epochs(world_size):
         assert of_source.sum() == counts[source]
         assert of_source.max() - of_source.min() <= 1  # epochs are whole
     assert rows.epochs(1200)["b"] == counts[1] / 70
-
-
-def test_a_source_ends_after_its_epochs_and_the_others_take_its_share():
-    rows = mixture((None, 2, None, 0.5, None)).rows(4)
-    schedule = rows.schedule
-    assert schedule.length is None
-    assert schedule.counts(9000)[[1, 3]].tolist() == [140, 20]
-    found = np.bincount(schedule.sources(9000, PERIOD), minlength=5)
-    others = np.array([0.4, 0, 0.2, 0, 0.0005])
-    assert np.abs(found - PERIOD * others / others.sum()).max() < 1
-    said = [line for at in range(0, 2000, 10) for line in rows.begun(at, at + 10)]
-    assert "b: epoch 2 begins" in said
-    assert "b: ends after 2 epochs, the others remain" in said
-    assert sum("d:" in line for line in said) == 1
-
-
-def test_all_sources_may_end():
-    rows = mixture((1, 1, 1, 1, 1)).rows(4)
-    assert rows.schedule.length == sum(SIZES)
-    assert sorted(rows.order(0, sum(SIZES), 0).tolist()) == list(range(sum(SIZES)))
+    said = [line for at in range(0, 300, 10) for line in rows.begun(at, at + 10)]
+    assert said == ["b: epoch 2 begins"]
 
 
 def test_sources_are_named_in_the_path(tmp_path):
     for name in ("web", "code"):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 200)
     web, code = tmp_path / "web.txt", tmp_path / "code.txt"
-    path = f"{web}:3,mine={code}:1:2"
+    path = f"{web}:3,mine={code}:1"
     found = open_data(DataConfig(name="text", path=path, val_fraction=0.1))
     assert isinstance(found.train, Mixture)
-    assert [(each.name, each.share, each.epochs) for each in found.train.parts] == [
-        ("web", 0.75, None),
-        ("mine", 0.25, 2),
-    ]
+    named = [(each.name, each.share) for each in found.train.parts]
+    assert named == [("web", 0.75), ("mine", 0.25)]
     assert found.description == "web (75.0%), mine (25.0%)"
     assert isinstance(found.val, Mixture)
     by_size = open_data(DataConfig(name="text", path=f"{web},{code}", val_fraction=0))
@@ -126,8 +100,6 @@ def test_sources_are_named_in_the_path(tmp_path):
         text = ",".join(f"{name}:{s}" for name, s in zip("abc", shares.split(","), strict=True))
         once = absolute_paths(text)
         assert absolute_paths(once) == once
-    with pytest.raises(UsageError, match="epochs are only valid in a mixture"):
-        sources_in(f"{tmp_path}/none.txt:1:0.5")
     with pytest.raises(UsageError, match=r"web: its share is less than one of 4,096 samples"):
         open_data(DataConfig(name="text", path=f"{web}:0.0001,{code}:1"))
     with pytest.raises(UsageError, match=r"data\.val_path=.*not found"):
@@ -152,14 +124,13 @@ def test_a_path_with_an_equals_sign_is_a_path_if_it_is_there(tmp_path, monkeypat
     paths = {
         "lang=en/*.txt": ["lang=en/*.txt"], "lang=*/*.txt": ["lang=*/*.txt"],
         "lang=en/a.txt:0.5,lang=fr/b.txt:0.5": ["lang=en/a.txt", "lang=fr/b.txt"],
-        "lang=en/*.txt:1:2,lang=fr/:3": ["lang=en/*.txt", "lang=fr/"],
+        "lang=en/*.txt:1,lang=fr/:3": ["lang=en/*.txt", "lang=fr/"],
         "[day=?.txt, lang=fr]": ["day=?.txt", "lang=fr"],
     }  # fmt: skip
     for text, expected in paths.items():
         found = sources_in(text)
         assert [(each.path, each.given_name) for each in found] == [(x, None) for x in expected]
-    shares = [(each.share, each.epochs) for each in sources_in("lang=en/*.txt:1:2,lang=fr/:3")]
-    assert shares == [(0.25, 2), (0.75, None)]
+    assert [each.share for each in sources_in("lang=en/*.txt:1,lang=fr/:3")] == [0.25, 0.75]
     for text in ("mine=x/c.txt", "mine=x/*.txt", "mine=lang=en/*.txt"):
         one = sources_in(f"{text}:0.5,other.txt:0.5")[0]
         assert (one.given_name, one.path) == ("mine", text.removeprefix("mine="))
@@ -169,7 +140,6 @@ def test_a_path_with_an_equals_sign_is_a_path_if_it_is_there(tmp_path, monkeypat
 
 @pytest.mark.parametrize(("text", "word"), [
     ("a.txt:1,b.txt", "b.txt has no share"), ("a.txt:0,b.txt:1", "expected a share above 0"),
-    ("a.txt:1:-2,b.txt:1", "expected a share above 0, or epochs"),
     ("a.txt:nan,b.txt:1", "expected a share above 0"), ("[]", "expected at least one file"),
 ])  # fmt: skip
 def test_a_mistake_in_a_mixture_is_named(text, word):

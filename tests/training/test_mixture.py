@@ -12,7 +12,7 @@ from tests.training.ranks import lines
 def test_a_mixture_is_reported_by_source_and_resumes_to_the_bit(tmp_path):
     words = make_text(tmp_path).read_text()
     (tmp_path / "other.txt").write_text(words[::-1][:1200])
-    path = "data.path=words.txt:0.75,less=other.txt:0.25:2"
+    path = "data.path=words.txt:0.75,less=other.txt:0.25"
     settings = [*TINY[:-2], "data=text", "checkpoint.every=10", "data.val_fraction=0.2", path]
 
     def train(run_dir, steps, ranks):
@@ -38,7 +38,7 @@ def test_a_mixture_is_reported_by_source_and_resumes_to_the_bit(tmp_path):
     assert all(a[1] == pytest.approx(b[1], rel=1e-5) for a, b in pairs if a[1] is not None)
     steps = {line["step"]: line for line in lines(tmp_path / "whole") if "loss" in line}
     assert steps[40]["tokens/words"] + steps[40]["tokens/less"] == 40 * 8 * 16
-    assert steps[40]["epochs/less"] <= 2
+    assert steps[40]["epochs/less"] > 1
     last = next(line for line in lines(tmp_path / "whole")[::-1] if "val_loss" in line)
     found = fsdpctl("evaluate", "whole", "--json", cwd=tmp_path)
     by_source = json.loads(found.stdout)["loss_by_source"]
