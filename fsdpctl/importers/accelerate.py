@@ -17,9 +17,9 @@ _UNUSED = (
     "compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank",
     "main_process_*", "main_training_function", "rdzv_*", "same_network", "tpu_*", "gpu_ids",
     "use_cpu", "mpirun_config*", "ipex_config*", "dynamo_config*", "dynamo_backend", "commands",
-    "command_file", "logging_dir", "project_dir", "gradient_clipping", "fp8_config*",
-    "fp16.*", "bf16.*", "zero3_*", "deepspeed_config.zero3_*", "deepspeed_config.gradient_clipping",
-    "deepspeed_config.deepspeed_*", "deepspeed_config.offload_*_nvme_path", "distributed_type",
+    "command_file", "logging_dir", "project_dir", "fp8_config*", "fp16.*", "bf16.*", "zero3_*",
+    "deepspeed_config.zero3_*", "deepspeed_config.deepspeed_*",
+    "deepspeed_config.offload_*_nvme_path", "distributed_type",
     *(f"fsdp_config.{each}" for each in UNUSED_OF_FSDP),
 )  # fmt: skip
 _MANY = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA")

@@ -24,17 +24,17 @@ _SCHEDULER = "step_scheduler."
 _BATCH = 32  # samples of a step: components/training/step_scheduler.py:379
 _OTHER_TRAININGS = ("dllm", "flow_matching", "teacher_model", "kd_ratio", "recipe_args", "mining")
 _UNUSED = (
-    "recipe", f"{_SCHEDULER}*", "dist_env.*", "rng.*", "seed", "model.trust_remote_code",
+    "recipe", f"{_SCHEDULER}*", "dist_env.*", "rng.*", "model.trust_remote_code",
     "model.attn_implementation", "model.use_liger_kernel", "model.backend.*", "model.*_target_",
     "*._target_", "clip_grad_norm.*", "dataset.*", "dataloader.*", "validation_*", "optimizer.*",
     "lr_scheduler.*", "checkpoint.*", "loss_fn.*", "wandb.*", "mlflow.*", "comet.*", "ci.*",
     "compile.*", "tokenizer.*", "slurm.*", "skypilot.*", "packed_sequence.*", "peft.use_triton",
-    "peft.dropout", "peft.lora_*_init", "peft.lora_A_init", "peft.dropout_position", "logger.*",
+    "peft.dropout", "peft.lora_*_init", "peft.dropout_position", "logger.*",
     "distributed.pipeline.*", "distributed.sequence_parallel", "distributed.dp_size", "benchmark.*",
     "nvtx", "quantization.bnb_4bit_*", "distributed.mp_policy.*", "distributed.moe.*", "timeout*",
     "model.force_hf", "model.output_hidden_states", "peft.use_memory_efficient_lora",
-    "parallelizer._target_", "tool_call_eval.*", "neftune.*", "fp8.*",
-    "distributed.enable_fsdp2_prefetch", "distributed.patch_is_packed_sequence",
+    "tool_call_eval.*", "neftune.*", "fp8.*", "distributed.enable_fsdp2_prefetch",
+    "distributed.patch_is_packed_sequence",
 )  # fmt: skip
 
 

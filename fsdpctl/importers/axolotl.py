@@ -58,33 +58,28 @@ _FUSED_LOSSES = (
 _CROSS_ENTROPY = "CutCrossEntropyPlugin"  # on unless `cut_cross_entropy` turns it off
 _UNUSED = (
     "dataset*", "test_dataset*", "pretraining_dataset*", "shuffle_*", "skip_prepare_dataset",
-    "dataloader_*", "wandb_*", "use_wandb", "mlflow_*", "use_mlflow", "comet_*", "use_comet",
-    "swanlab*", "trackio*", "gradio_*", "ray_*", "use_ray", "use_tensorboard", "output_dir",
-    "val_set_size", "eval*", "do_*eval", "save*", "logging_steps", "lr_*", "learning_rate",
-    "embedding_lr*", "cosine_*", "warmup_*", "weight_decay", "adam_*", "max_grad_norm",
-    "loraplus_*", "num_epochs", "max_steps", "special_tokens*", "tokens", "added_tokens_overrides*",
-    "tokenizer_*", "model_type", "base_model_config", "is_*_derived_model", "trust_remote_code",
-    "chat_template*", "default_system_message", "eot_tokens", "train_on_*", "roles_to_train",
-    "excess_length_strategy", "hub_*", "hf_*", "push_*", "seed", "strict", "tf32",
-    "resume_from_checkpoint", "auto_resume_from_checkpoints", "early_stopping_patience",
-    "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "group_by_length",
-    "curriculum_sampling", "debug", "local_rank", "world_size", "gradient_checkpointing_kwargs*",
-    "attention", "attn_implementation", "flash_attention", "xformers_attention", "sdp_attention",
-    "flex_attention", "flex_attn*", "flash_attn_*", "sample_packing_*", "pad_to_sequence_len",
-    "min_sample_len", "remove_unused_columns", "loss_watchdog_*", "profiler_*", "gc_steps",
-    "processor_type", "tokens.*", "resize_token_embeddings_to_32x", "experimental_skip_move_*",
-    "model_config.output_router_logits", "use_kernels",
-    "include_t*", "low_cpu_mem_usage", "device_map", "device", "ddp*", "accelerator_config*",
-    "lora_model_dir", "lora_fan_in_fan_out", "lora_on_cpu", "merge_lora", "peft.loftq*",
-    "neftune_*", "torch_compile_*", "torchao_*", "bnb_config_kwargs*", "telemetry*",
-    "micro_batch_size", "model_quantization_config_kwargs.*", "eta_min", "reinit_weights",
-    "use_eaft", "eaft_*", "streaming_*", "use_otel_metrics", "otel_*", "jagged_*",
-    "llmcompressor.*", "gemma4_hybrid_attn_impl", "fused_attn_kernel", "flash_optimum",
+    "dataloader_*", "wandb_*", "mlflow_*", "use_mlflow", "comet_*", "use_comet", "swanlab*",
+    "trackio*", "gradio_*", "ray_*", "use_ray", "use_tensorboard", "eval*", "do_*eval", "save*",
+    "lr_*", "embedding_lr*", "cosine_*", "warmup_*", "adam_*", "max_grad_norm", "loraplus_*",
+    "special_tokens*", "tokens", "added_tokens_overrides*", "tokenizer_*", "base_model_config",
+    "is_*_derived_model", "trust_remote_code", "chat_template*", "default_system_message",
+    "train_on_*", "hub_*", "hf_*", "push_*", "strict", "tf32", "resume_from_checkpoint",
+    "auto_resume_from_checkpoints", "early_stopping_patience", "load_best_model_at_end",
+    "metric_for_best_model", "greater_is_better", "group_by_length", "curriculum_sampling", "debug",
+    "local_rank", "world_size", "gradient_checkpointing_kwargs*", "attention",
+    "attn_implementation", "flash_attention", "xformers_attention", "sdp_attention",
+    "flex_attention", "flex_attn*", "flash_attn_*", "sample_packing_*", "min_sample_len",
+    "remove_unused_columns", "loss_watchdog_*", "profiler_*", "processor_type", "tokens.*",
+    "resize_token_embeddings_to_32x", "experimental_skip_move_*",
+    "model_config.output_router_logits", "use_kernels", "include_t*", "low_cpu_mem_usage",
+    "device_map", "device", "ddp*", "accelerator_config*", "lora_model_dir", "lora_fan_in_fan_out",
+    "lora_on_cpu", "merge_lora", "peft.loftq*", "neftune_*", "torch_compile_*", "torchao_*",
+    "bnb_config_kwargs*", "telemetry*", "micro_batch_size", "model_quantization_config_kwargs.*",
+    "eta_min", "reinit_weights", "use_eaft", "eaft_*", "streaming_*", "use_otel_metrics", "otel_*",
+    "jagged_*", "llmcompressor.*", "gemma4_hybrid_attn_impl", "fused_attn_kernel", "flash_optimum",
     "freeze_mm_modules", "cls_model_config", "lisa_*", "pretrain_multipack_attn", "fp8_*",
-    "diffusion.*", "max_packed_sequence_len",
-    "field_messages", "message_*", "unfrozen_parameters", "fp16", "float32",
-    *(f"fsdp_config.{each}" for each in UNUSED_OF_FSDP), "fsdp_version", "fsdp",
-    "fsdp_final_state_dict_type",
+    "diffusion.*", "max_packed_sequence_len", "message_*", "unfrozen_parameters", "fp16", "float32",
+    *(f"fsdp_config.{each}" for each in UNUSED_OF_FSDP), "fsdp", "fsdp_final_state_dict_type",
 )  # fmt: skip
 
 
@@ -120,9 +115,7 @@ def _check_training(source: SourceConfig) -> None:
 
 def _read_model(found: Translation) -> None:
     base, revision = found.source.take("base_model"), found.source.text("revision_of_model")
-    if base and revision:
-        base = SourceKey(base.key, f"{base.text.strip()}@{revision}", ())
-    map_model(found, base, "base_model")
+    map_model(found, base, "base_model", revision)
     map_overrides(found, "overrides_of_model_config")
 
 

@@ -32,20 +32,20 @@ def settings_of_model(name: str) -> tuple[str, ...]:
     return ()
 
 
-def map_model(found: Translation, value: SourceKey | None, key: str) -> None:
+def map_model(found: Translation, value: SourceKey | None, key: str, revision: str = "") -> None:
     """Translate the model, which `value` names, of the key `key`."""
     way_on = "add model=llama3_8b, or model=hf model.path=DIR"
     if value is None:
         found.missing.append(("model", f"{key}: not set; {way_on}"))
         return
-    name = value.text.strip()
+    name = f"{value.text.strip()}{revision and '@'}{revision}"
     found.model = SourceKey(value.key, name, ())
     try:
         settings = settings_of_model(name)
     except UsageError as error:
         raise UsageError(f"{found.file}: {value.key}: {error}") from None
     if settings:
-        found.map(value, *settings)
+        found.map(found.model, *settings)
         return
     why = "not a directory, a known name, or one on the Hugging Face Hub"
     found.missing.append(("model", f"{value.key}: {name}: {why}; {way_on}"))

@@ -34,14 +34,12 @@ _OF_PEFT = {
 }
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
 _UNUSED = (
-    "dataset_*", "datasets*", "dataloader_*", "report_to", "logging_*", "save_*", "eval_*",
-    "learning_rate", "lr_scheduler_*", "warmup_*", "weight_decay", "adam_*", "max_grad_norm",
-    "num_train_epochs", "max_steps", "seed", "data_seed", "output_dir", "overwrite_output_dir",
-    "push_to_hub", "hub_*", "run_name", "per_device_eval_batch_size", "remove_unused_columns",
-    "gradient_checkpointing_kwargs*", "attn_implementation", "trust_remote_code", "tf32",
-    "chat_template_path", "assistant_only_loss", "completion_only_loss", "packing_strategy",
-    "lora_dropout", "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*",
-    "shuffle_dataset", "eos_token", "pad_token", "bf16_full_eval", "ddp_*", "lora_task_type",
+    "dataset_*", "datasets*", "dataloader_*", "logging_*", "save_*", "eval_*", "lr_scheduler_*",
+    "warmup_*", "adam_*", "max_grad_norm", "data_seed", "overwrite_output_dir", "push_to_hub",
+    "hub_*", "run_name", "remove_unused_columns", "gradient_checkpointing_kwargs*",
+    "attn_implementation", "trust_remote_code", "tf32", "packing_strategy", "lora_dropout",
+    "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*", "shuffle_dataset", "eos_token",
+    "bf16_full_eval", "ddp_*", "lora_task_type",
 )  # fmt: skip
 
 
@@ -52,9 +50,7 @@ def read_trl(source: SourceConfig) -> Translation:
         if key in source:
             raise UsageError(f"{source.file}: {key}: expected the file of `trl sft`")
     base, revision = source.take("model_name_or_path"), source.text("model_revision")
-    if base and revision and revision != "main":
-        base = SourceKey(base.key, f"{base.text.strip()}@{revision}", ())
-    map_model(found, base, "model_name_or_path")
+    map_model(found, base, "model_name_or_path", "" if revision == "main" else revision)
     _read_adapters(found)
     _read_length(found)
     micro = source.positive("per_device_train_batch_size")
