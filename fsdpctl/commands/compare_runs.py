@@ -10,10 +10,9 @@ import typer
 from msgspec import UNSET
 
 from fsdpctl.commands.console import AsJson, say, show_json, show_table
-from fsdpctl.config.recipe import read_recipe
-from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.run_files import METRICS, RUN_CONFIG, check_own
-from fsdpctl.run.environment import RECORD, read_starts
+from fsdpctl.errors import FsdpctlError
+from fsdpctl.io.run_files import METRICS
+from fsdpctl.run.environment import RECORD, read_settings, read_starts
 from fsdpctl.run.metrics import read_metrics
 
 _FIGURES = ("loss", "val_loss", "grad_norm")
@@ -128,7 +127,7 @@ def _show(found: TwoRuns) -> None:
 
 def compared_runs(a: Path, b: Path) -> TwoRuns:
     """Compare the runs in two directories; UsageError if one is not a run or corrupted."""
-    settings = _differing(*map(_settings, (a, b)))
+    settings = _differing(*map(read_settings, (a, b)))
     of_a, of_b = map(_figures, (a, b))
     series = {name: _compared(name, of_a[name], of_b[name]) for name in _FIGURES}
     return TwoRuns(a, b, series, settings, _differing(*map(_environment, (a, b))))
@@ -140,13 +139,6 @@ def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[Setting]:
         for key in sorted(a.keys() | b.keys())
         if key not in _NOT_COMPARED and a.get(key) != b.get(key)
     ]
-
-
-def _settings(run_dir: Path) -> dict[str, str]:
-    check_own(run_dir)
-    if not (run_dir / RUN_CONFIG).is_file():
-        raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
-    return dict(read_recipe(run_dir / RUN_CONFIG))
 
 
 def _environment(run_dir: Path) -> dict[str, str]:

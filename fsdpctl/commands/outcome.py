@@ -80,9 +80,8 @@ def _show_failure(cause: Failure | None, run_dir: Path, outcome: Outcome) -> Non
 
 def _about(cause: Failure, run_dir: Path) -> list[str]:
     log, lines = run_dir / "logs" / f"rank-{cause.rank:05d}.log", []
-    last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
-    if len(last) > 1:
-        lines += ["", *last, ""]
+    if cause.was_killed and log.is_file():  # else the cause is its message
+        lines += ["", *log.read_text(errors="replace").splitlines()[-_LAST_LINES:], ""]
     lacked_memory = cause.out_of_memory or "out of memory" in cause.message.lower()
     if cause.exit_code == -signal.SIGKILL or lacked_memory:
         lines += [*_memory_report(run_dir, lacked_memory=lacked_memory), ""]

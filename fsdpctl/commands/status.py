@@ -15,7 +15,6 @@ import typer
 from fsdpctl.checkpoint.folders import complete_checkpoints, passed_over, step_of
 from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.commands.console import AsJson, show_json, show_table
-from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import last_line
@@ -27,11 +26,10 @@ from fsdpctl.io.run_files import (
     METRICS,
     RUN_CONFIG,
     RUNS,
-    check_own,
 )
 from fsdpctl.io.units import format_bytes
 from fsdpctl.io.untrusted import MIB
-from fsdpctl.run.environment import StartRecord, read_records
+from fsdpctl.run.environment import StartRecord, read_records, read_settings
 from fsdpctl.run.heartbeat import (
     FAILED,
     RUNNING,
@@ -186,17 +184,15 @@ def _step_line(found: Status) -> str:
 
 def read_status(run_dir: Path) -> Status:
     """Return the state of the run in `run_dir`; an error names a file that is corrupted."""
-    check_own(run_dir)
-    if not (run_dir / RUN_CONFIG).is_file():
-        raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
-    now, total = time.time(), _setting(run_dir, _STEPS)
+    total, patience = (_setting(run_dir, key) for key in (_STEPS, _PATIENCE))
+    now = time.time()
     record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_records(run_dir)
     newest = _newest(run_dir, now)
     steps = [line for line in lines if line.is_step]
     recent, last = _of_newest(steps, starts), steps[-1] if steps else None
     validation = next((x for x in reversed(lines) if isinstance(x.val_loss, float)), None)
     step = max(last.step if last else 0, newest.step if newest else 0)
-    is_done = _is_done(newest, validation, total, _setting(run_dir, _PATIENCE))
+    is_done = _is_done(newest, validation, total, patience)
     state, message = _state(run_dir, record, is_done=is_done)
     return Status(
         run=str(run_dir),
@@ -263,7 +259,7 @@ def _skipped(lines: Sequence[MetricsLine]) -> int:
 
 def _setting(run_dir: Path, key: str) -> int | None:
     """Read one setting alone, which needs no torch."""
-    text = dict(read_recipe(run_dir / RUN_CONFIG)).get(key)
+    text = read_settings(run_dir).get(key)
     try:
         value = None if text is None else KEYS[key].parse(text)
         return None if value is None else int(str(value))

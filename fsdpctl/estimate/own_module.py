@@ -74,10 +74,6 @@ class MemoryEstimate:
     def breakdown(self) -> dict[str, int]:
         return self.step.breakdown
 
-    @property
-    def when(self) -> str:
-        return str(self.step.peak.when)
-
     def verdict(self, available: int | str) -> str:
         """Return `fits`, `thrashes` or `too_large` for an allocator with `available` bytes.
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdpctl import __version__
+from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file, replace
-from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, OVERRIDES
+from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, OVERRIDES, RUN_CONFIG, check_own
 from fsdpctl.io.untrusted import Count, as_type, read_json
 from fsdpctl.run.metrics import Figure
 
@@ -34,6 +35,14 @@ _GIT_SECONDS = 5.0
 @dataclass(frozen=True, slots=True)
 class _File:
     starts: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_settings(run_dir: Path) -> dict[str, str]:
+    """Read the settings of a run as text, without torch; UsageError if there is no run."""
+    check_own(run_dir)
+    if not (run_dir / RUN_CONFIG).is_file():
+        raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
+    return dict(read_recipe(run_dir / RUN_CONFIG))
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:

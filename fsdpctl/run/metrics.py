@@ -98,11 +98,6 @@ def _read(path: Path, last_bytes: int | None = None) -> Iterator[tuple[bytes, Me
             yield text, line
 
 
-def _lines(path: Path) -> Iterator[MetricsLine]:
-    """Read the run's own file, which need not exist."""
-    return read_metrics(path) if path.is_file() else iter(())
-
-
 def last_step(path: Path) -> int:
     """Return the last completed step by the end of metrics.jsonl, or 0."""
     found = 0
@@ -114,7 +109,8 @@ def last_step(path: Path) -> int:
 
 def validation_at(path: Path, step: int) -> float | None:
     """Return the finite validation loss of `step` in metrics.jsonl, or None."""
-    found = (line.val_loss for line in _lines(path) if line.step == step)
+    lines = read_metrics(path) if path.is_file() else ()
+    found = (line.val_loss for line in lines if line.step == step)
     return next((loss for loss in found if isinstance(loss, float)), None)
 
 

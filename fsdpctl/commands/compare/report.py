@@ -143,7 +143,7 @@ def describe(
     elif torch.cuda.is_available() and first.launch.device != "cpu":
         device = torch.cuda.get_device_name()
     else:
-        device = f"the CPU ({_processor()})"
+        device = f"the CPU ({platform.machine()})"
     models = ", ".join(dict.fromkeys(each.model.title for each in configs))
     lengths = _range({each.train.seq_len for each in configs})
     sizes = {row.world_size for row in rows if row.world_size}
@@ -157,15 +157,6 @@ def describe(
 def _range(values: set[int]) -> str:
     least, most = min(values), max(values)
     return f"{least}" if least == most else f"{least} to {most}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
 
 
 def command_of(words: Sequence[str], options: Sequence[str]) -> str:
