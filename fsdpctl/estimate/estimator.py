@@ -2,7 +2,7 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,11 +46,8 @@ class StepPrediction:
     """The predicted time of a step that is not the first, in seconds."""
 
     seconds: float
-    compute: float
-    optimizer: float  # with waits for its step on the host
     exposed_communication: float
-    sent: Mapping[str, float]  # bytes that a rank sends, by link
-    simulated: SimulatedStep
+    simulated: SimulatedStep  # of at most three passes
     tokens: int  # of all ranks
 
     def extended(self, before: "StepPrediction", more: int) -> "StepPrediction":
@@ -62,9 +59,7 @@ class StepPrediction:
         return replace(
             self,
             seconds=grown(self.seconds, before.seconds),
-            compute=grown(self.compute, before.compute),
             exposed_communication=grown(self.exposed_communication, before.exposed_communication),
-            sent={link: grown(n, before.sent.get(link, 0.0)) for link, n in self.sent.items()},
         )
 
 
@@ -210,10 +205,7 @@ def _simulate(
         step = simulator.run(recorder.take())
     return StepPrediction(
         seconds=step.seconds,
-        compute=step.computing["compute"],
-        optimizer=step.computing["optimizer"],
         exposed_communication=step.exposed,
-        sent=dict(step.sent),
         simulated=step,
         tokens=0,
     )

@@ -51,10 +51,7 @@ class MetricsLine:
     tokens_per_second: Figure | None = None
     samples_per_second: Figure | None = None
     mfu: Figure | None = None
-    compute_seconds: Figure | None = None
     exposed_communication_seconds: Figure | None = None
-    optimizer_seconds: Figure | None = None
-    data_seconds: Figure | None = None
     peak_allocated_bytes: Count | None = None
     peak_reserved_bytes: Count | None = None
     val_loss: Value = UNSET

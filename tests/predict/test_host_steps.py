@@ -113,7 +113,7 @@ def test_a_device_that_takes_no_time_waits_for_gradient_steps_and_result(strateg
         arrived.append(begin + count * 1e-9)
         done.append(max(done[-1], arrived[-1]) + count * 1e-9)
     assert found.seconds == pytest.approx(done[-1] + numel[-1] * 1e-12, rel=1e-6)
-    assert found.optimizer == pytest.approx(found.seconds)
+    assert found.simulated.computing["optimizer"] == pytest.approx(found.seconds)
     # Gradients that left during backward have arrived: 36 bytes per element are left.
     host = Host(steps=36e9)
     on_host(monkeypatch, host, Free(), Instant())
@@ -132,7 +132,7 @@ def test_units_come_from_the_host_one_after_another_behind_the_computation(monke
     # The root and four blocks, and again those two that are not in a slot when backward begins.
     assert [each.label.split()[-1] for each in copies[:2]] == ["root", "model.layers.0"]
     assert len(copies) == 7
-    assert found.seconds == pytest.approx(found.sent[UP] / 1e6, rel=1e-6)
+    assert found.seconds == pytest.approx(found.simulated.sent[UP] / 1e6, rel=1e-6)
     on_host(monkeypatch, Host(up=1e12), Even(), Instant())
     assert predicted(words).seconds == pytest.approx(free.seconds, rel=1e-3)
 
@@ -241,6 +241,6 @@ def test_the_engine_copies_the_bytes_that_are_priced(rank: int, world_size: int,
     step()
     with mock.patch.object(Copier, "copy", counted):
         step()
-    sent = predicted(words).sent
+    sent = predicted(words).simulated.sent
     steps_there = HOST_SCALARS if model.host is not None else 0
     assert copied == sent.get(DOWN, 0) + sent[UP] + steps_there
