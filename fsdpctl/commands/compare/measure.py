@@ -10,7 +10,7 @@ Separate runs also show how much starts differ, and must end with the same loss.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, TypeVar
 
 from fsdpctl.commands.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Round, Row
@@ -156,16 +156,12 @@ def round_of(run_dir: Path, kept: str | None) -> Round:
     timed = steps[int(len(steps) * _WARM_UP) :]
     if len(timed) < 2:
         raise FsdpctlError(f"{file}: too few steps to measure their speed")
-    low, middle, high = quantiles(
-        (line.tokens_per_second or 0.0 for line in timed), n=4, method="inclusive"
-    )
     step_seconds = median(line.seconds or 0.0 for line in timed)
     last = steps[-1]
     on_device = last.peak_allocated_bytes is not None
     return Round(
         run_dir=kept,
-        tokens_per_second=middle,
-        tokens_per_second_quartiles=(low, high),
+        tokens_per_second=median(line.tokens_per_second or 0.0 for line in timed),
         step_seconds=step_seconds,
         mfu=_median([line.mfu for line in timed]),
         peak_engine_bytes=next(reversed(read_records(run_dir)), StartRecord()).peak_engine_bytes,
@@ -193,9 +189,7 @@ def summarized(row: Row) -> Row:
     return replace(
         row,
         tokens_per_second=median(speeds),
-        tokens_per_second_spread=(min(speeds), max(speeds))
-        if len(rounds) > 1
-        else rounds[0].tokens_per_second_quartiles,
+        tokens_per_second_spread=(min(speeds), max(speeds)) if len(rounds) > 1 else None,
         step_seconds=step_seconds,
         exposed_communication_seconds=_exposed(step_seconds, exposed),
         mfu=_median([each.mfu for each in rounds]),

@@ -23,7 +23,6 @@ class Round:
 
     run_dir: str | None  # below the directory of the comparison; None: not kept
     tokens_per_second: float
-    tokens_per_second_quartiles: tuple[float, float]  # over steps
     step_seconds: float
     exposed_communication_seconds: float | None  # None: included in the computation
     mfu: float | None
@@ -46,8 +45,7 @@ class Row:
     engine: str = "fsdpctl"
     world_size: int | None = None
     tokens_per_second: float | None = None
-    # Slowest and fastest round; with a single round the quartiles of its steps.
-    tokens_per_second_spread: tuple[float, float] | None = None
+    tokens_per_second_spread: tuple[float, float] | None = None  # slowest and fastest round
     step_seconds: float | None = None
     error_band: "Band | None" = None  # of a predicted step time
     steps: int | None = None  # of a run whose length is set, and the predicted figures of the run
@@ -159,7 +157,7 @@ def _exposed(row: Row) -> str | None:
 
 _COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     ("tokens/s", "of all ranks{median}", _number("tokens_per_second", ",.0f")),
-    ("spread", "slowest and fastest round; of a single round its quartiles", _spread),
+    ("spread", "slowest and fastest round", _spread),
     ("ms/step", "time of a step{median}", _number("step_seconds", ",.1f", 1e3)),
     (
         "error band",
