@@ -29,7 +29,7 @@ def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
     if manifest.attachments:
         say(f"attached files: {', '.join(manifest.attachments)}")
     _show(("file", "bytes", "tensors"), _rows_of_files(reader))
-    _show(("tensor", "shape", "dtype", "bytes", "files"), _rows_of_tensors(reader))
+    _show(("tensor", "shape", "dtype", "bytes"), _rows_of_tensors(reader))
     _show(("configuration", ""), [[name, text] for name, text in manifest.config.items()])
 
 
@@ -67,11 +67,8 @@ def _rows_of_tensors(reader: CheckpointReader) -> list[list[str]]:
     rows = []
     tensors = reader.manifest.tensors.items()
     for key, info in sorted(tensors, key=lambda each: (not _is_weight(each[0]), each[0])):
-        names = [part.file.path.stem.removeprefix("rank-") for part in reader.parts(key)]
-        shown = ", ".join(str(int(name)) for name in names[:_SHOWN_FILES])
-        shown += f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else ""
         shape = "x".join(map(str, info.shape)) or "scalar"
-        rows.append([key, shape, info.dtype, f"{info.nbytes:,}", shown])
+        rows.append([key, shape, info.dtype, f"{info.nbytes:,}"])
     return rows
 
 

@@ -174,11 +174,9 @@ class RunLock:
         where = f"train.run_dir={self._path.parent}"
         if is_alive or not holders:
             return f"{where}: in use by a running launcher (process {launcher})"
-        named = ", ".join(f"{pid} ({_state_of(pid)})" for pid in holders)
         ids = " ".join(map(str, holders))
         return (
-            f"{where}: in use by processes of an earlier launcher: {named}; to end them, run "
-            f"`kill -9 {ids}`"
+            f"{where}: in use by processes of an earlier launcher; to end them, run `kill -9 {ids}`"
         )
 
 
@@ -190,13 +188,6 @@ def _has_open(pid: int, wanted: os.stat_result) -> bool:
                 if os.path.samestat(each.stat(), wanted):
                     return True
     return False
-
-
-def _state_of(pid: int) -> str:
-    try:
-        return str(psutil.Process(pid).status())
-    except psutil.Error:
-        return "exited"
 
 
 def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:

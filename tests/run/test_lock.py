@@ -56,9 +56,8 @@ def test_the_remaining_process_of_a_killed_launcher_is_named(tmp_path, hold, mon
     process = hold("rank")
     psutil.Process(process.pid).suspend()
     waited = []
-    with pytest.raises(UsageError, match=rf"run `kill -9 {process.pid}`") as caught:
+    with pytest.raises(UsageError, match=rf"run `kill -9 {process.pid}`"):
         lock_run_dir(tmp_path, lambda: waited.append(1))
-    assert "(stopped)" in str(caught.value)
     assert waited == [1]
 
 
