@@ -13,6 +13,7 @@ import torch
 import xxhash
 from torch import nn
 
+from fsdpctl.checkpoint.fitted import fitted
 from fsdpctl.checkpoint.manifest import (
     PARAMETER,
     BaseInfo,
@@ -21,7 +22,7 @@ from fsdpctl.checkpoint.manifest import (
     parameter_name,
     tensor_key,
 )
-from fsdpctl.checkpoint.peft import PeftAdapters
+from fsdpctl.checkpoint.peft import PeftAdapters, trained_shapes
 from fsdpctl.checkpoint.pretrained import open_base, open_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Overlay, Tensors
@@ -75,12 +76,12 @@ def first_weights(model: ModelConfig, module: nn.Module, seed: int, base: Tensor
         if model.lora.path is not None:
             raise UsageError(f"model.lora.path={model.lora.path}: {base} already has adapters")
         return base
-    params = module.named_parameters()
-    shapes = {name: tuple(param.shape) for name, param in params if is_adapter(name)}
     if model.lora.path is None:
+        trained = trained_shapes(module)
+        shapes = {name: shape for name, shape in trained.items() if is_adapter(name)}
         return Overlay(InitialAdapters(shapes, model, seed), base)
-    given = PeftAdapters(Path(model.lora.path), shapes)
-    given.check(shapes)
+    given = PeftAdapters(Path(model.lora.path), module)
+    given.check()
     return Overlay(given, base)
 
 
@@ -122,7 +123,7 @@ def pretrained_weights(model: ModelConfig, folder: Path, ranks: Ranks) -> Tensor
     """Return the weights of a Hugging Face directory or a checkpoint. Collective."""
     if is_hugging_face(folder):
         return open_weights(model, folder)
-    return checked_weights(CheckpointReader(folder), ranks)
+    return fitted(checked_weights(CheckpointReader(folder), ranks), model)
 
 
 def checked_weights(reader: CheckpointReader, ranks: Ranks) -> Tensors:

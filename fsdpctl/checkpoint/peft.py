@@ -2,9 +2,11 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from fsdpctl.checkpoint.checksums import Checksums
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
@@ -12,7 +14,7 @@ from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.publish import WRITTEN, new_export
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import FileTensors
-from fsdpctl.checkpoint.tensor_file import TensorEntry, open_tensor_file, write_synced
+from fsdpctl.checkpoint.tensor_file import TensorEntry, TensorFile, open_tensor_file, write_synced
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import (
     ADAPTER_CONFIG,
@@ -26,32 +28,45 @@ from fsdpctl.config.peft import (
 )
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
+from fsdpctl.models.hub_names import first_names
 from fsdpctl.models.products import transposed_layers
 from fsdpctl.models.registry import build_model, build_plain
 from fsdpctl.models.stacked_experts import stacked_experts
 
 # The ends of names that PEFT converts for models with experts (transformers' conversion tables).
+# Of modules_to_save, if the embeddings were resized: the same once more, and what they replace.
+_COPIES = (".modules_to_save.weight", ".original_module.weight")
 _RENAMED = (".down_proj", ".gate_proj", ".up_proj", ".gate")
 
 
 class PeftAdapters(FileTensors):
-    """The adapters in a PEFT directory, under fsdpctl's names."""
+    """The adapters in a PEFT directory and the modules saved with them, under fsdpctl's names."""
 
-    def __init__(self, folder: Path, names: Collection[str]) -> None:
-        """Read the header; `names` are those of the model's adapters, in its order."""
+    def __init__(self, folder: Path, module: nn.Module) -> None:
+        """Read the header; `module` is the model with its adapters."""
         path = folder / ADAPTER_WEIGHTS
         if not path.is_file():
             raise UsageError(f"model.lora.path={folder}: {ADAPTER_WEIGHTS} not found")
         file = open_tensor_file(path)
-        ours = {theirs: name for name, theirs in names_in_peft(names).items()}
-        entries = file.entries.items()
-        found = {ours.get(x) or _model_name(x, folder): (file, entry) for x, entry in entries}
+        self._shapes = trained_shapes(module)
+        ours = {theirs: name for name, theirs in names_in_peft(self._shapes).items()}
+        known, first = {name for name, _ in module.named_parameters()}, first_names(module)
+        found: dict[str, tuple[TensorFile, TensorEntry]] = {}
+        for theirs, entry in file.entries.items():
+            if not theirs.endswith(_COPIES):
+                name = ours.get(theirs) or theirs.removeprefix(PREFIX)
+                name = name if name in known else first.get(name, name)
+                if name not in known or not theirs.startswith(PREFIX):
+                    _check_name(theirs, folder)
+                found.setdefault(name, (file, entry))
         super().__init__(folder, found)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse adapters that are not those of a model, by name and shape."""
-        where = f"model.lora.path={self.folder}"
+    def check(self) -> None:
+        """Refuse adapters that are not those of the model, by name and shape."""
+        where, shapes = f"model.lora.path={self.folder}", self._shapes
         for name, shape in shapes.items():
+            if name not in self._found and not is_adapter(name):
+                raise UsageError(f"{where}: {name} not found; model.lora.also requires it")
             if name not in self._found:
                 there = [each.replace(OF_EXPERTS, ".") for each in adapted_layers(self._found)]
                 layers = {each.rpartition(".")[2] for each in there}
@@ -68,6 +83,12 @@ class PeftAdapters(FileTensors):
                     f"{where}: {name}: expected shape {list(shape)}, got {list(found)}"
                 )
         for name in self._found:
+            if name not in shapes and not is_adapter(name):
+                whole = {x.rpartition(".")[0] for x in self._found if not is_adapter(x)}
+                raise UsageError(
+                    f"{where}: {name}: not one of modules_to_save; to train it too, set "
+                    f"model.lora.also={','.join(sorted(whole))}"
+                )
             if name not in shapes:
                 raise UsageError(
                     f"{where}: unexpected {name}; check that the adapters are of this model and "
@@ -75,13 +96,27 @@ class PeftAdapters(FileTensors):
                 )
 
 
-def _model_name(name: str, folder: Path) -> str:
+def rows_in(folder: Path, names: Collection[str]) -> dict[str, int]:
+    """Return the rows of those of the parameters that are in a PEFT directory."""
+    path = folder / ADAPTER_WEIGHTS
+    entries = open_tensor_file(path).entries if path.is_file() else {}
+    shapes = {name: entries[PREFIX + name].shape for name in names if PREFIX + name in entries}
+    return {name: shape[0] for name, shape in shapes.items() if shape}
+
+
+def trained_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the trained parameters, by name."""
+    params = module.named_parameters()
+    return {name: tuple(param.shape) for name, param in params if param.requires_grad}
+
+
+def _check_name(name: str, folder: Path) -> None:
     if not re.fullmatch(re.escape(PREFIX) + r".+\.lora_[AB]\.weight", name):
         raise UsageError(
             f"model.lora.path={folder}: {name}: expected lora_A.weight or lora_B.weight of a "
-            "linear layer; DoRA, biases, embeddings and modules_to_save are not supported"
+            "linear layer, or a parameter of the model; DoRA, biases and adapters of embeddings "
+            "are not supported"
         )
-    return name.removeprefix(PREFIX)
 
 
 def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool = False) -> int:
@@ -92,8 +127,12 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
     if not any(map(is_adapter, names)):
         raise UsageError(f"--format peft: {reader} has no adapters")
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
-    adapters = [name for name, _ in build_model(model).named_parameters() if is_adapter(name)]
-    ours = {theirs: name for name, theirs in names_in_peft(adapters).items()}
+    module = build_model(model)
+    trained = trained_shapes(module)
+    ours = {theirs: name for name, theirs in names_in_peft(trained).items()}
+    whole = [name for name in trained if not is_adapter(name)]
+    ties = {other: name for other, name in first_names(module).items() if name in whole}
+    ours |= {PREFIX + other: name for other, name in ties.items()}
     infos = {name: weights.info(tensor_key(PARAMETER, ours[name])) for name in sorted(ours)}
     entries = [TensorEntry(name, info.dtype, tuple(info.shape)) for name, info in infos.items()]
 
@@ -110,7 +149,9 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
         has_stacks = any(True for _ in stacked_experts(plain))
         renamed = {each for each in linear if has_stacks and each.endswith(_RENAMED)}
         content = _adapter_config(model, names, renamed, base, is_transposed=is_transposed)
-        write_synced(folder / ADAPTER_CONFIG, content)
+        content["modules_to_save"] = sorted({x.rpartition(".")[0] for x in (*whole, *ties)}) or None
+        content["ensure_weight_tying"] = bool(ties)
+        write_synced(folder / ADAPTER_CONFIG, (json.dumps(content, indent=2) + "\n").encode())
         checksums.write(folder)
     return sum(entry.nbytes for entry in entries)
 
@@ -131,7 +172,7 @@ def _adapter_config(
     base: str | None,
     *,
     is_transposed: bool,
-) -> bytes:
+) -> dict[str, Any]:
     """Return the contents of adapter_config.json; `base`: the weights that were adapted.
 
     PEFT takes the layers `renamed` for matrices of experts, unless it gets their parameters; those
@@ -144,7 +185,7 @@ def _adapter_config(
     lora = model.lora
     assert lora.rank is not None
     alpha = lora.used_alpha
-    content: dict[str, Any] = {
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -157,9 +198,7 @@ def _adapter_config(
         "target_parameters": stacked or None,
         "bias": "none",
         "fan_in_fan_out": is_transposed,
-        "modules_to_save": None,
         "rank_pattern": {},
         "alpha_pattern": {},
         "inference_mode": True,
     }
-    return (json.dumps(content, indent=2) + "\n").encode()

@@ -35,18 +35,21 @@ def open_weights(model: ModelConfig, folder: Path | None = None, above: int = 0)
 
     They are the base of a checkpoint, itself the base of another, and so on, `above` in all.
     """
+    from fsdpctl.checkpoint.fitted import as_stored, fitted  # imports torch
+
     folder = folder or weights_folder(model)
     if is_hugging_face(folder):
         from fsdpctl.checkpoint.hub_weights import from_hub  # imports torch
 
+        stored_as = as_stored(model, folder)
         if is_gguf(folder):
             from fsdpctl.checkpoint.gguf_weights import GgufTensors
 
-            return from_hub(GgufTensors(folder, model), model)
+            return fitted(from_hub(GgufTensors(folder, stored_as), stored_as), model)
         files = _files_of_weights(folder)
         stored = {name: (file, file.entries[name]) for name, file in files.items()}
-        return from_hub(FileTensors(folder, stored), model)
-    return whole_weights(CheckpointReader(folder), above)
+        return fitted(from_hub(FileTensors(folder, stored), stored_as), model)
+    return fitted(whole_weights(CheckpointReader(folder), above), model)
 
 
 def whole_weights(reader: CheckpointReader, above: int = 0) -> Tensors:

@@ -1,5 +1,7 @@
 """The section `data`: text, token files or chats."""
 
+import json
+import re
 from dataclasses import dataclass
 
 from fsdpctl.config.keys import key
@@ -47,6 +49,14 @@ class DataConfig:
         is_path=True,
         auto=True,
     )
+    new_tokens: str | None = key(
+        None,
+        "tokens that are added to the tokenizer, and to embeddings as the mean of their rows, such "
+        "as [<|user|>,<|end|>], or JSON for texts with brackets, commas or spaces",
+        optional=True,
+        is_names=True,
+        read=lambda text: _tokens(text),
+    )
     format: str = key(
         "auto",
         "tokens: format of the files; auto: by their headers and the files next to them",
@@ -92,6 +102,11 @@ class DataConfig:
     )
 
     @property
+    def added(self) -> tuple[str, ...]:
+        """The tokens of `new_tokens`."""
+        return tuple(json.loads(self.new_tokens or "[]"))
+
+    @property
     def takes_validation(self) -> bool:
         """Whether validation files at data.path are used: no key of validation is set."""
         return self.val_path is None and self.val_fraction == DataConfig().val_fraction
@@ -100,6 +115,23 @@ class DataConfig:
     def holds_documents(self) -> bool:
         """Whether a sequence can have several documents."""
         return self.name == CHAT or (self.name == TOKENS and bool(self.packing))
+
+
+def _tokens(text: str) -> str:
+    """Return the JSON of a list of tokens; UsageError if it isn't one, or one is given twice."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        inner = text[1:-1] if text[:1] + text[-1:] == "[]" else text
+        found = [each.strip().strip("'\"") for each in inner.split(",")]
+        found = None if re.search(r"[\[\]]", inner) else found
+    is_list = isinstance(found, list) and len(found) == len({*map(str, found)}) > 0
+    if not is_list or not all(isinstance(x, str) and x and x == x.strip() for x in found):
+        raise UsageError(
+            f"data.new_tokens={text}: expected different texts such as [<|user|>,<|end|>], or as "
+            'JSON ["<|user|>", "<|end|>"]'
+        )
+    return json.dumps(found, ensure_ascii=False)
 
 
 def check_chat_keys(config: DataConfig) -> None:
@@ -113,6 +145,8 @@ def check_chat_keys(config: DataConfig) -> None:
         value = getattr(config, name)
         if value != getattr(default, name):
             raise UsageError(f"data.{name}={value}: only valid with data={CHAT}")
+    if config.new_tokens is not None and config.name not in (CHAT, TEXT):
+        raise UsageError(f"data.new_tokens: only valid with data={TEXT} or data={CHAT}")
     if config.name in (CHAT, TOKENS):
         return
     if config.packing:

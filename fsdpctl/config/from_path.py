@@ -103,7 +103,9 @@ def _check_weights(
     given: Mapping[str, str], words: Mapping[str, str], changed: Mapping[str, str], where: str
 ) -> None:
     of_lora = LORA_KEYS if "model.lora.rank" in words else ()
-    for name in (*(each for each in _SIZES if each != _FREE), *of_lora):
+    # Of a run that has added rows to the embeddings.
+    free = (_FREE, "model.vocab_size") if "model.first_new_token" in given else (_FREE,)
+    for name in (*(each for each in _SIZES if each not in free), *of_lora):
         text, known = {**changed, **given}.get(name, ""), words.get(name)
         value = KEYS[name].default if known is None else KEYS[name].parse(known)
         if text and value != KEYS[name].parse(text):

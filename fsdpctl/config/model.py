@@ -34,6 +34,13 @@ class LoraConfig:
         "ends such as q_proj,v_proj, or a regular expression that is searched in the names",
         is_names=True,
     )
+    also: str | None = key(
+        None,
+        "modules that are trained whole in addition to LoRA adapters, as PEFT's modules_to_save: a "
+        "list of names or their ends such as embed_tokens,lm_head, or a regular expression",
+        optional=True,
+        is_names=True,
+    )
     path: str | None = key(
         None, "PEFT directory with the initial adapters", is_path=True, optional=True
     )
@@ -104,6 +111,14 @@ class ModelConfig:
     )
     max_seq_len: int = key(
         2048, "longest sequence that the exported model declares", minimum=1, maximum=MOST_TOKENS
+    )
+    first_new_token: int | None = key(
+        None,
+        "first of the rows of embeddings that are the mean of those before",
+        minimum=1,
+        maximum=MOST_TOKENS,
+        optional=True,
+        instead="data.new_tokens",
     )
     attention: str | None = key(
         None,

@@ -25,7 +25,7 @@ LORA_KEYS = (
 # Settings of the run that saved a model, not of the model.
 _NOT_THE_MODELS = (
     "model.path", "model.init", "model.overrides", "model.trainable", "model.lora.path",
-    "model.attention",
+    "model.attention", "model.first_new_token",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ ADAPTER_KEYS = tuple(f"model.lora.{name}" for name in ("rank", "alpha", "rslora"
 # Of adapter_config.json: what the computation doesn't depend on. `fan_in_fan_out` is that of the
 # layers, whatever the file has, as in PEFT. The others are about files, or about initialization.
 _IRRELEVANT = (
-    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config",
     "fan_in_fan_out", "inference_mode", "layers_pattern", "loftq_config", "lora_ga_config",
     "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 )  # fmt: skip
@@ -37,8 +37,23 @@ class _Adapters:
     use_rslora: bool = False
     target_modules: list[str] | str | None = None
     target_parameters: list[str] | None = None
+    modules_to_save: list[str] | None = None
+    ensure_weight_tying: bool | None = None
     bias: str = "none"
     init_lora_weights: bool | str | None = True
+
+
+def keeps_ties(path: str) -> bool:
+    """Return whether an embedding and a head that are one parameter are saved as one."""
+    return bool(_about(path).ensure_weight_tying)
+
+
+def _about(path: str) -> _Adapters:
+    where = f"model.lora.path={path}"
+    file = Path(path) / ADAPTER_CONFIG
+    if not file.exists():
+        raise UsageError(f"{where}: {ADAPTER_CONFIG} not found; expected a PEFT directory")
+    return _checked(read_json(file, dict[str, Any]), where, file)
 
 
 def adapter_words(path: str) -> dict[str, str]:
@@ -47,11 +62,7 @@ def adapter_words(path: str) -> dict[str, str]:
     Raises:
         UsageError: If the directory has no adapters, or unsupported ones.
     """
-    where = f"model.lora.path={path}"
-    file = Path(path) / ADAPTER_CONFIG
-    if not file.exists():
-        raise UsageError(f"{where}: {ADAPTER_CONFIG} not found; expected a PEFT directory")
-    about = _checked(read_json(file, dict[str, Any]), where, file)
+    where, about = f"model.lora.path={path}", _about(path)
     words = {
         "model.lora.rank": str(about.r),
         "model.lora.alpha": str(about.lora_alpha),
@@ -64,7 +75,10 @@ def adapter_words(path: str) -> dict[str, str]:
         # one of the modules has to exist, as in PEFT.
         targets = {*(modules or ()), *map(_of_parameter, about.target_parameters or ())}
         words["model.lora.targets"] = rf"(^|\.)({'|'.join(map(re.escape, sorted(targets)))})$"
-    elif about.target_parameters:
+    if saved := sorted({*(about.modules_to_save or ())}):
+        # As in PEFT, the end of a name can be that of a word: norm is input_layernorm too.
+        words["model.lora.also"] = f"({'|'.join(map(re.escape, saved))})$"
+    if isinstance(modules, str) and about.target_parameters:
         raise UsageError(
             f"{where}: target_parameters with target_modules={str(modules)[:80]}: set "
             "model.lora.targets to the names of all layers and experts"

@@ -15,6 +15,8 @@ from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.io.files import nearest_path, read_text_file
 from fsdpctl.io.untrusted import read_yaml
 
+_OF_JSON = ("model.overrides.", "data.new_tokens")  # keys whose lists are JSON
+
 
 def package_folder(name: str) -> Path:
     """Return the directory `conf` or `recipes`: within an installed package, else next to it."""
@@ -144,10 +146,10 @@ def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, st
             yield from _flatten(path, f"{name}.", inner)
         elif isinstance(value, str):
             yield name, value
+        elif name.startswith(_OF_JSON) and isinstance(value, list):
+            yield name, json.dumps(value)
         elif name in KEYS and KEYS[name].is_names and isinstance(value, list):
             yield name, f"[{', '.join(map(str, value))}]"
-        elif name.startswith("model.overrides.") and isinstance(value, list):
-            yield name, json.dumps(value)
         elif name in KEYS or name in GROUPS:
             raise UsageError(f"{path}: {name}: expected a plain value")
         else:

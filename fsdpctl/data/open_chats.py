@@ -20,9 +20,10 @@ from fsdpctl.data.chat_template import ChatTemplate, control_pattern, open_templ
 from fsdpctl.data.chat_tokens import PARTS, Building, BuildPlan
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.find_data import find_data
+from fsdpctl.data.new_tokens import tokenizer_of
 from fsdpctl.data.packing import DocumentSet, Packing
 from fsdpctl.data.token_cache import CacheEntry, read_cache, write_cache
-from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
+from fsdpctl.data.tokenizer import BYTES, FileTokenizer
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular
 
@@ -89,7 +90,7 @@ def rendering_of(config: DataConfig, seed: int) -> Rendering:
             "data.tokenizer=DIR; or data=text, for rows of text"
         )
     today = _date(config.date)
-    tokenizer = open_tokenizer(config.tokenizer)
+    tokenizer = tokenizer_of(config)
     assert isinstance(tokenizer, FileTokenizer)
     return Rendering(config, seed, tokenizer, _template(config, tokenizer), today)
 

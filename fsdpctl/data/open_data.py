@@ -14,6 +14,7 @@ from fsdpctl.config.sources import sources_in
 from fsdpctl.data.data_set import DataSet, check_alike, mix
 from fsdpctl.data.documents import hold_out, left_out, read_text, standard_library
 from fsdpctl.data.find_data import find_data
+from fsdpctl.data.new_tokens import tokenizer_of
 from fsdpctl.data.open_chats import open_chats, rendering_of
 from fsdpctl.data.streams import TokenStream, stream_of
 from fsdpctl.data.token_cache import read_cache, write_cache
@@ -48,7 +49,7 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
     if config.name == CHAT:
         open_one = partial(open_chats, rendering_of(config, seed))
     elif config.name != TOKENS:
-        open_one = partial(_from_text, open_tokenizer(config.tokenizer))
+        open_one = partial(_from_text, tokenizer_of(config))
     if config.name == _OWN:
         return open_one(config, _PATH)
     if config.val_path is None:

@@ -135,6 +135,7 @@ class FileTokenizer:
                 self.controls[str(self.auto.eos_token)] = self.end
             self._specials = set(self.controls.values())
             self.before, self.after = self._added()
+        self.first_new: int | None = None  # of those that `data.new_tokens` has added
         self.begun = 0  # texts with their own begin token, so far
         if self.vocab_size > MOST_TOKENS:
             raise UsageError(

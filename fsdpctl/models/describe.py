@@ -71,6 +71,26 @@ def block_names(module: nn.Module) -> list[str]:
     return [unit.name for unit in divide_module(module, None) if unit.kind == "block"]
 
 
+def vocabulary_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Return the shapes of the parameters with a row for each token, by name.
+
+    The embedding is first. The list has all their names, with those that are tied.
+    """
+    owners = [
+        name
+        for getter in ("get_input_embeddings", "get_output_embeddings")
+        if (name := _name_of_submodule(module, getter)) is not None
+    ]
+    params = dict(module.named_parameters())
+    every = [
+        f"{owner}.{key}"
+        for owner in owners
+        for key in ("weight", "bias")
+        if getattr(module.get_submodule(owner), key, None) is not None
+    ]
+    return {name: tuple(params[name].shape) for name in every if name in params}, every
+
+
 def _name_of_submodule(module: nn.Module, getter: str) -> str | None:
     """Return the name of the module that `module.getter()` returns, as in transformers."""
     method = getattr(module, getter, None)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -89,7 +90,7 @@ class _Renames:
             **{name: tuple(each.shape) for name, each in params.items()},
             **{name: tuple(kept[name].shape) for name in self.buffers},
         }
-        self._first = _first_names(module)
+        self._first = first_names(module)
         self._whole = dict.fromkeys(module.state_dict(), True)
 
     def target(self, name: str) -> tuple[str, str]:
@@ -108,7 +109,7 @@ class _Renames:
         return name.endswith(_CONSTANTS) or any(re.search(each, name) for each in patterns)
 
 
-def _first_names(module: TransformersDecoder) -> dict[str, str]:
+def first_names(module: nn.Module) -> dict[str, str]:
     """Return the name under which a tied parameter is known, by its other names."""
     known: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):

@@ -5,7 +5,7 @@ the parameter names of PEFT.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,12 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models import dropped, quantized, stacked_experts
 from fsdpctl.models.dropped import dropped_linear
 from fsdpctl.models.products import is_transposed, read_elsewhere
-from fsdpctl.models.quantized import PACKINGS, FrozenLinear, Projection
+from fsdpctl.models.quantized import PACKINGS, FrozenLinear, Packing, Projection
 
 OPERATORS = quantized.OPERATORS | dropped.OPERATORS | stacked_experts.OPERATORS
 """The functions that compute the operators of linear layers and experts, by operator."""
 
-TARGETS, TRAINABLE = "model.lora.targets", "model.trainable"
+TARGETS, TRAINABLE, ALSO = "model.lora.targets", "model.trainable", "model.lora.also"
 _EXPERTS = "experts"
 
 
@@ -71,25 +71,38 @@ def choose_trained(module: nn.Module, config: ModelConfig) -> None:
     if config.trainable is not None:
         raise UsageError(
             f"model.trainable={config.trainable}: conflicts with model.lora.rank, which trains "
-            "only the adapters"
+            f"only the adapters, and the modules of {ALSO}"
         )
+    also = modules_also(module, config.lora.also)
+    params = [param for name in also for param in module.get_submodule(name).parameters()]
     if config.base_dtype is not None:
-        read = read_elsewhere(module)
-        for name, base in list(_linear_layers(module)):
-            if name in read:
-                continue
-            frozen = FrozenLinear(base, is_transposed=bool(is_transposed(base)))
-            frozen.quantize(PACKINGS[config.base_dtype])
-            _replace(module, name, frozen)
-        stacks = stacked_experts.stacked_experts(module) if config.quantize_experts else ()
-        for name, experts in stacks:
-            stacked_experts.pack(name, experts, PACKINGS[config.base_dtype])
-    targets, stacked = _targets(module, config.lora)
+        _pack(module, PACKINGS[config.base_dtype], also, experts=config.quantize_experts)
+    targets, stacked = _targets(module, config.lora, also)
+    if also and not targets and not stacked:
+        raise UsageError(
+            f"{ALSO}={config.lora.also}: conflicts with {TARGETS}={config.lora.targets}: no layer "
+            "is left for adapters"
+        )
     module.requires_grad_(False)
     for name, words in stacked.items():
         stacked_experts.adapt(module.get_submodule(name), words, config.lora)
     for name, base in targets.items():
         _replace(module, name, LoraLinear(base, config.lora))
+    for param in params:
+        param.requires_grad_()
+
+
+def _pack(module: nn.Module, packing: Packing, left: Collection[str], *, experts: bool) -> None:
+    """Pack the weights of linear layers, and of `experts`, except those that are `left`."""
+    read = read_elsewhere(module)
+    for name, base in list(_linear_layers(module)):
+        if name not in read and name not in left:
+            frozen = FrozenLinear(base, is_transposed=bool(is_transposed(base)))
+            frozen.quantize(packing)
+            _replace(module, name, frozen)
+    for name, each in stacked_experts.stacked_experts(module) if experts else ():
+        if name not in left:
+            stacked_experts.pack(name, each, packing)
 
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
@@ -106,17 +119,30 @@ def _freeze_all_but(module: nn.Module, text: str) -> None:
         param.requires_grad_(chosen.matches(name))
 
 
+def modules_also(module: nn.Module, text: str | None) -> set[str]:
+    """Return the names of the modules that `model.lora.also` selects, and of those in them."""
+    if text is None:
+        return set()
+    chosen = NameFilter.of(ALSO, text, ends=True)
+    names = [name for name, each in module.named_modules() if name and [*each.parameters()]]
+    leaves = [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
+    chosen.check(names, "module", f"modules are {', '.join(leaves)}", leaves)
+    heads = tuple(f"{name}." for name in names if chosen.matches(name))
+    return {name for name in names if f"{name}.".startswith(heads)}
+
+
 def _targets(
-    module: nn.Module, config: LoraConfig
+    module: nn.Module, config: LoraConfig, also: Collection[str]
 ) -> tuple[dict[str, nn.Module], dict[str, list[str]]]:
     """Return the layers that get an adapter by name, and the matrices of stacked experts.
 
     Those are selected only by a part that names experts: their matrices are called like layers.
+    Modules that are trained whole, `also`, get none, as in PEFT.
     """
     layers, read = dict(_linear_layers(module)), read_elsewhere(module)
     chosen, has_all_linear = NameFilter.of(TARGETS, config.targets, ends=True).without_all_linear()
     if chosen is None:
-        return {name: layer for name, layer in layers.items() if name not in read}, {}
+        return {x: each for x, each in layers.items() if x not in read and x not in also}, {}
     stacked = {
         name: [
             word
@@ -125,7 +151,7 @@ def _targets(
         ]
         for name, each in stacked_experts.stacked_experts(module)
     }
-    stacked = {name: words for name, words in stacked.items() if words}
+    stacked = {name: words for name, words in stacked.items() if words and name not in also}
     names = [*layers, *stacked, *(f"{name}.{word}" for name in stacked for word in stacked[name])]
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     known = f"linear layers except the output head are {', '.join(leaves)}"
@@ -140,7 +166,7 @@ def _targets(
             f"{TARGETS}={config.targets}: {', '.join(without_effect)}: not supported, because the "
             "model reads the weights without calling the layer; select other layers"
         )
-    return found, stacked
+    return {name: layer for name, layer in found.items() if name not in also}, stacked
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -44,6 +44,7 @@ from fsdpctl.resolve.place import notes_on_cluster, on_this_machine, place
 from fsdpctl.resolve.rules import check_preflight, check_trained, checked
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.resolve.usual import OF_DATA, OF_MODEL, OF_STEP, Facts, filled, total_steps
+from fsdpctl.resolve.vocabulary import notes_on_new_rows, with_vocabulary
 
 # Settings that decide the losses; the others may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
@@ -94,7 +95,7 @@ def _open(composed: Composed, where: Place, *, dry: bool) -> Opened:
     check_attention(config, here=True)
     config, notes = _with_compiler(config)
     notes += notes_on_cluster(composed) + notes_on_kernel(config)
-    config = _with_model_path(config, dry=dry)
+    config = with_vocabulary(_with_model_path(config, dry=dry))
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
     notes += notes_on_gguf(config.model.path)
@@ -106,7 +107,8 @@ def _open(composed: Composed, where: Place, *, dry: bool) -> Opened:
     is_there = not (dry and announce_weights(str(config.model.path)))
     if config.model.is_pretrained and is_there:
         check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
-    return _opened(composed, config, data, module, notes + notes_on_data(config, data))
+    notes += notes_on_new_rows(config, module) + notes_on_data(config, data)
+    return _opened(composed, config, data, module, notes)
 
 
 def open_task(composed: Composed, where: Place | None, task: Task) -> Opened:
@@ -142,7 +144,7 @@ def fill_on_cluster(composed: Composed, *, every: bool = False) -> Filled:
     """
     config = place(composed.config)
     checked(replace(config, strategy=config.strategy.under(AUTO)) if every else config)
-    config, _ = with_decoder(config)
+    config, _ = with_decoder(with_vocabulary(config))
     config = filled(config, OF_STEP, automatic=composed.automatic)
     if config.model.vocab_size is None:
         data = open_data(config.data, config.train.seed)

@@ -103,6 +103,9 @@ def test_a_list_of_parameters_has_parts_of_their_names(tmp_path):
                 ("[]", "empty; expected names"),
             ]
         ),
+        (["model.lora.rank=2", "model.lora.also=lm_haed"], "did you mean lm_head?"),
+        (["model.lora.rank=2", "model.lora.also=layers"], "no layer is left for adapters"),
+        (["model.lora.also=lm_head"], "set model.lora.rank=16"),
         (["model.trainable=[norm,foo]"], "[norm,foo]: foo matches no parameter name"),
     ],
 )  # fmt: skip

@@ -16,6 +16,7 @@ from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_words, notes_on_adapters
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
+from fsdpctl.resolve.vocabulary import with_vocabulary
 from fsdpctl.training.assemble import make_model
 from tests.models.decoders import CPU, compose, load_decoder, save_decoder, saved
 
@@ -28,17 +29,25 @@ def tokens() -> Tensor:
     return torch.arange(3, 3 + 2 * LENGTH).view(2, LENGTH)
 
 
-def write_adapters(base: Path, folder: Path, **about: Any) -> Any:
+def decoder(base: Path, rows: int | None) -> Any:
+    """Return the decoder, with another number of rows in its embeddings if it is set."""
+    model: Any = load_decoder(base)
+    if rows is not None:
+        model.resize_token_embeddings(rows)
+    return model
+
+
+def write_adapters(base: Path, folder: Path, rows: int | None = None, **about: Any) -> Any:
     """Write adapters with drawn values, and return PEFT's model from their directory."""
     torch.manual_seed(0)
     settings = {"r": 4, "lora_alpha": 12, "target_modules": ALL, "task_type": "CAUSAL_LM"} | about
-    model = peft.get_peft_model(load_decoder(base), peft.LoraConfig(**settings))
+    model = peft.get_peft_model(decoder(base, rows), peft.LoraConfig(**settings))
     with torch.no_grad():
-        for name, param in model.named_parameters():
-            if "lora_" in name:
+        for param in model.parameters():
+            if param.requires_grad:
                 param.add_(torch.randn_like(param), alpha=0.03)
     model.save_pretrained(folder)
-    return peft.PeftModel.from_pretrained(load_decoder(base), folder)
+    return peft.PeftModel.from_pretrained(decoder(base, rows), folder)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +55,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bases")
     for family in ("llama", "falcon", "gpt2"):
         save_decoder(family, folder / family)
+    save_decoder("llama", folder / "tied", tie_word_embeddings=True)
     return folder
 
 
@@ -59,16 +69,27 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("falcon", {"init_lora_weights": True}),
         ("gpt2", {"init_lora_weights": True, "fan_in_fan_out": True}),
         ("gpt2", {"target_modules": ["attn.c_proj"], "fan_in_fan_out": False}),
+        ("llama", {"modules_to_save": ["model.embed_tokens", "lm_head", "absent"]}),
+        ("llama", {"modules_to_save": ["norm", "q_proj"]}),
+        ("llama", {"modules_to_save": ["embed_tokens", "lm_head"], "rows": 320}),
+        ("gpt2", {"modules_to_save": ["wte"], "fan_in_fan_out": True}),  # unties the head
+        ("gpt2", {"modules_to_save": ["wte"], "fan_in_fan_out": True, "ensure_weight_tying": True}),
+        (
+            "gpt2",
+            {"modules_to_save": ["lm_head"], "fan_in_fan_out": True, "ensure_weight_tying": True},
+        ),
+        ("tied", {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
+        ("tied", {"modules_to_save": ["embed_tokens", "lm_head"], "rows": 320}),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(fan_in_fan_out|tie|embedding).*:UserWarning")
 @torch.no_grad()
 def test_logits_are_those_of_peft(bases, tmp_path, family, about):
     expected = write_adapters(bases / family, tmp_path / "adapters", **about)(tokens()).logits
     words = [f"model.lora.path={tmp_path / 'adapters'}"]
     if isinstance(about.get("target_modules"), str):
         words.append("model.lora.targets=q_proj,v_proj")
-    config = compose(bases / family, *words)
+    config = with_vocabulary(compose(bases / family, *words))
     model = make_model(config, CPU, strategy="no_shard", empty=True)
     load_weights(weights_in_model_path(config.model, build_model(config.model), 0), model)
     model.train(False)
@@ -77,7 +98,8 @@ def test_logits_are_those_of_peft(bases, tmp_path, family, about):
     consolidate(reader, tmp_path / "merged", merges=True)
     assert (load_decoder(tmp_path / "merged")(tokens()).logits - expected).abs().max() <= 1e-5
     write_peft(reader, tmp_path / "again")
-    again = peft.PeftModel.from_pretrained(load_decoder(bases / family), tmp_path / "again")
+    base = decoder(bases / family, about.get("rows"))
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "again")
     assert (again(tokens()).logits - expected).abs().max() <= 1e-5
 
 
@@ -91,7 +113,7 @@ def test_adapters_of_a_changed_base_are_refused(bases, tmp_path, init):
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
 OTHER: dict[str, Any] = {
     "use_dora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2},
-    "layers_to_transform": 0, "modules_to_save": ["lm_head"],
+    "layers_to_transform": 0,
     "lora_bias": True, "trainable_token_indices": [1], "layer_replication": [[0, 2]],
     "exclude_modules": ["lm_head"], "bias": "all", "megatron_config": {"a": 1},
     "alora_invocation_tokens": [1], "use_qalora": True, "arrow_config": {"top_k": 3},

@@ -44,6 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 
 PREFIX = "base_model.model."
 STEPS, THREE = 6, "train.steps=3"
+ALSO = "model.lora.also"
 
 
 def words(folder: Path, ranks: int, *more: str, family: str = "llama") -> list[str]:
@@ -89,11 +90,15 @@ def losses_of_peft(config: Config, folder: Path) -> list[float]:
         peft.LoraConfig(
             r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, target_modules="all-linear",
             fan_in_fan_out=family_of(config.model) == "gpt2", task_type="CAUSAL_LM",
+            modules_to_save=lora.also and lora.also.split(","),
+            ensure_weight_tying=lora.also == "embed_tokens",
         ),
     )  # fmt: skip
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with torch.no_grad():
         for name, param in trained.items():
+            if "lora_" not in name:
+                continue
             ours = name.removeprefix(PREFIX).replace(".default", "")
             initialize_parameter(ours, param.data, seed=seed, config=config.model)
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -116,11 +121,13 @@ def losses_of_peft(config: Config, folder: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("family", "ranks", "more"),
     [
-        ("llama", 2, ["accumulation=last", "accumulation.steps=2"]),
+        ("llama", 2, ["accumulation=last", "accumulation.steps=2", f"{ALSO}=embed_tokens,lm_head"]),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("llama", 1, []),
+                ("llama", 2, [f"{ALSO}=layers.1.mlp", "model.base_dtype=float32"]),
+                ("qwen3 tied", 2, [f"{ALSO}=embed_tokens", "strategy=shard_optimizer"]),
                 ("llama", 3, ["model.lora.rslora=true", "train.loss_chunk_tokens=10"]),
                 ("gpt2", 2, ["strategy=shard_optimizer"]),
                 ("qwen3 tied", 2, ["strategy=shard_grad_op", "activation_checkpointing=full"]),

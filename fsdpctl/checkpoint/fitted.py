@@ -1,0 +1,112 @@
+"""Weights of a model whose embeddings differ from those in its files: with new rows, or untied."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, tensor_key
+from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.tensor_file import cast
+from fsdpctl.config.any_decoder import canonical, content_of, with_sizes
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.model_path import model_words
+from fsdpctl.models.describe import vocabulary_shapes
+from fsdpctl.models.registry import build_plain
+from fsdpctl.plan.layout import Span
+
+TIED = "tie_word_embeddings"
+_ROWS = 1 << 10
+
+
+def is_fitted(model: ModelConfig) -> bool:
+    return model.first_new_token is not None or TIED in json.loads(model.overrides or "{}")
+
+
+def as_stored(model: ModelConfig, folder: Path) -> ModelConfig:
+    """Return the model with the vocabulary and the ties of the directory or file."""
+    if not is_fitted(model):
+        return model
+    words, content = model_words(str(folder)), content_of(model)
+    content.pop(TIED, None)
+    theirs = json.loads(words["model.config_json"])
+    content |= {TIED: theirs[TIED]} if TIED in theirs else {}
+    stored = replace(model, config_json=canonical(content))
+    return with_sizes(stored, vocab_size=int(words["model.vocab_size"]))
+
+
+def fitted(weights: Tensors, model: ModelConfig) -> Tensors:
+    return FittedTensors(weights, model) if is_fitted(model) else weights
+
+
+class FittedTensors:
+    """The weights of a source with rows for new tokens, which are the mean of the rows before.
+
+    The head of a model that `model.overrides` unties is the embedding.
+    """
+
+    def __init__(self, source: Tensors, model: ModelConfig) -> None:
+        self._source = source
+        self._shapes, (embedding, *_) = vocabulary_shapes(build_plain(model))
+        left = [
+            x for x in self._shapes.keys() - {*source.names(PARAMETER)} if x.endswith(".weight")
+        ]
+        self._others = {} if embedding in left else dict.fromkeys(left, embedding)
+        self._first = model.first_new_token
+        self._rows: dict[str, bytes] = {}
+
+    def __str__(self) -> str:
+        return str(self._source)
+
+    def names(self, kind: str) -> list[str]:
+        found = self._source.names(kind)
+        return sorted({*found, *self._others}) if kind == PARAMETER else found
+
+    def info(self, key: str) -> TensorInfo:
+        info = self._source.info(self._stored(key))
+        shape = self._shapes.get(parameter_name(key))
+        if self._first is None or shape is None or shape[1:] != tuple(info.shape[1:]):
+            return info  # loading compares it with the model's
+        return TensorInfo([max(shape[0], info.shape[0]), *shape[1:]], info.dtype)
+
+    def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
+        info, stored = self.info(key), self._stored(key)
+        span = span or Span(0, info.numel)
+        if self._first is None or parameter_name(key) not in self._shapes:
+            yield from self._source.read(stored, span)
+            return
+        width = prod(info.shape[1:])
+        old = min(self._first, self._source.info(stored).shape[0]) * width
+        if span.start < old:
+            yield from self._source.read(stored, Span(span.start, min(span.stop, old)))
+        start = max(span.start, old)
+        while start < span.stop:
+            stop = min(span.stop, start + width - start % width)
+            row, size = self._mean(stored, old, width), info.nbytes // info.numel
+            first = start % width * size
+            yield Span(start, stop), memoryview(row)[first : first + (stop - start) * size]
+            start = stop
+
+    def _stored(self, key: str) -> str:
+        name = parameter_name(key)
+        return tensor_key(PARAMETER, self._others[name]) if name in self._others else key
+
+    def _mean(self, key: str, numel: int, width: int) -> bytes:
+        """Return a row that is the mean of the first rows, computed in float64 and rounded."""
+        if key not in self._rows:
+            dtype, total = self._source.info(key).dtype, np.zeros(width)
+            # Blocks of rows, so that the sum is the same whatever the chunks are that files have.
+            for start in range(0, numel, _ROWS * width):
+                parts = [
+                    np.frombuffer(cast(data, dtype, "F32", key), np.float32).copy()
+                    for _, data in self._source.read(
+                        key, Span(start, min(start + _ROWS * width, numel))
+                    )
+                ]
+                total += np.concatenate(parts).reshape(-1, width).sum(axis=0, dtype=np.float64)
+            mean = (total / (numel // width)).astype(np.float32)
+            self._rows[key] = bytes(cast(mean.view(np.uint8).data, "F32", dtype, key))
+        return self._rows[key]

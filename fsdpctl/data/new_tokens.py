@@ -1,0 +1,63 @@
+"""The tokenizer of a run: that of its model, with the tokens of `data.new_tokens`."""
+
+import re
+import tempfile
+from itertools import groupby
+from pathlib import Path
+
+from fsdpctl.config.data import DataConfig
+from fsdpctl.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
+from fsdpctl.data.tokenizer_files import CONFIG_JSON, guarded, read_files
+from fsdpctl.errors import UsageError
+from fsdpctl.io.files import read_text_file
+
+
+def tokenizer_of(config: DataConfig) -> Tokenizer:
+    """Open `data.tokenizer`, and add the new tokens that it lacks.
+
+    Those that the chat template writes, or that look like <|this|>, are control tokens.
+
+    Raises:
+        UsageError: If it can't be opened, or can't get more tokens.
+    """
+    found = open_tokenizer(config.tokenizer)
+    if not config.added:
+        return found
+    where = f"data.new_tokens={config.new_tokens}"
+    if not isinstance(found, FileTokenizer):
+        raise UsageError(f"{where}: requires a model's tokenizer; set model.path or data.tokenizer")
+    from tokenizers import AddedToken
+
+    auto, size, known = found.auto, found.vocab_size, found.auto.get_added_vocab()
+    template = (
+        "" if config.template is None else read_text_file(Path(config.template), follows=True)
+    )
+    template = template or "".join(map(str, _texts(auto.chat_template)))
+    added = [
+        AddedToken(text, normalized=False, special=text in template or _is_control(text))
+        for text in config.added
+        if text not in known
+    ]
+    before = auto.get_vocab()
+    with guarded(where), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
+        for is_special, alike in groupby(added, lambda each: each.special):
+            auto.add_tokens([*alike], special_tokens=is_special)
+        auto.save_pretrained(folder)
+        files = read_files(Path(folder))
+    if found.model_config is not None:
+        files[CONFIG_JSON] = found.model_config
+    made = FileTokenizer(found.name, files)
+    vocab = made.auto.get_vocab()
+    ids = sorted(vocab.get(text, -1) for text in config.added if text not in before)
+    if ids != [*range(size, size + len(ids))]:
+        raise UsageError(f"{where}: the tokenizer {found.name} cannot get these tokens")
+    made.first_new = size if ids else None
+    return made
+
+
+def _texts(template: object) -> list[object]:
+    return [*template.values()] if isinstance(template, dict) else [template or ""]
+
+
+def _is_control(text: str) -> bool:
+    return re.fullmatch(r"<\|.+\|>", text) is not None

@@ -1,0 +1,97 @@
+"""The vocabulary of a model that gets new tokens, or has the embeddings of a PEFT directory."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from fsdpctl.checkpoint.fitted import TIED
+from fsdpctl.checkpoint.peft import rows_in
+from fsdpctl.checkpoint.pretrained import tokenizer_beside
+from fsdpctl.config.any_decoder import canonical, content_of, declared
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.peft import keeps_ties
+from fsdpctl.config.schema import C, Config
+from fsdpctl.data.new_tokens import tokenizer_of
+from fsdpctl.data.tokenizer import FileTokenizer
+from fsdpctl.data.tokenizer_files import has_tokenizer
+from fsdpctl.models.describe import vocabulary_shapes
+from fsdpctl.models.lora import modules_also
+from fsdpctl.models.registry import build_plain
+
+_MULTIPLE = 64  # of rows, for GPUs
+
+
+def with_vocabulary(config: C) -> C:
+    """Return a configuration whose model has the rows and the ties that it will be trained with.
+
+    Raises:
+        UsageError: If the tokenizer can't get the new tokens.
+    """
+    path = config.model.path
+    here = path is not None and Path(path).exists()
+    if config.model.lora.path is not None and config.model.is_pretrained:
+        config = _as_in_peft(config, config.model.lora.path)
+    if not config.data.added or config.model.vocab_size is None:
+        return config
+    data, size = config.data, config.model.vocab_size
+    if data.tokenizer is None and here:
+        data = replace(data, tokenizer=tokenizer_beside(Path(str(path))))
+    if data.tokenizer is None and path is not None and not here:  # only its sizes are known
+        return config.changed({"model.vocab_size": _padded(size + len(data.added))})
+    tokenizer = tokenizer_of(data)
+    assert isinstance(tokenizer, FileTokenizer)
+    return _grown(config, tokenizer.vocab_size, tokenizer.first_new)
+
+
+def notes_on_new_rows(config: Config, module: nn.Module) -> tuple[str, ...]:
+    """Return a note if the rows of new tokens are not trained."""
+    names, _ = vocabulary_shapes(module)
+    frozen = [name for name in names if not module.get_parameter(name).requires_grad]
+    if config.model.first_new_token is None or not frozen:
+        return ()
+    modules = ",".join(name.rpartition(".")[0].rpartition(".")[2] for name in names)
+    what = "model.lora.also" if config.model.lora.rank is not None else "model.trainable"
+    return (f"rows of new tokens in {', '.join(frozen)} are not trained; set {what}={modules}",)
+
+
+def _grown(config: C, count: int, first: int | None) -> C:
+    size = config.model.vocab_size or 0
+    if count > size:
+        config = config.changed({"model.vocab_size": _padded(count)})
+    if first is None or not config.model.is_pretrained:
+        return config
+    return config.changed({"model.first_new_token": first})
+
+
+def _padded(count: int) -> int:
+    return -(-count // _MULTIPLE) * _MULTIPLE
+
+
+def _as_in_peft(config: C, path: str) -> C:
+    """Return the configuration with the rows of the embeddings in a PEFT directory, and untied."""
+    model = config.model
+    module = build_plain(model)
+    shapes, names = vocabulary_shapes(module)
+    found = rows_in(Path(path), names)
+    also = modules_also(module, model.lora.also)
+    is_saved = any(name.rpartition(".")[0] in also for name in names)
+    is_tied = len(names) > len(shapes) and bool(declared(model, TIED))
+    if is_saved and is_tied and not (keeps_ties(path) and len(found) == len(names)):
+        config = replace(config, model=_untied(model))
+    rows = max(found.values(), default=0)
+    if rows <= (model.vocab_size or 0):
+        return config
+    if config.data.tokenizer in (None, tokenizer_beside(Path(str(model.path)))) and has_tokenizer(
+        Path(path)
+    ):
+        config = config.changed({"data.tokenizer": path})
+    return config.changed({"model.vocab_size": rows, "model.first_new_token": model.vocab_size})
+
+
+def _untied(model: ModelConfig) -> ModelConfig:
+    """Return a model whose head is a parameter of its own, as PEFT makes it."""
+    overrides = json.loads(model.overrides or "{}") | {TIED: False}
+    content = content_of(model) | {TIED: False}
+    return replace(model, overrides=canonical(overrides), config_json=canonical(content))
