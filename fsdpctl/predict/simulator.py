@@ -9,7 +9,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-COMPUTE = "compute"
 _MAX_SLOWDOWN = 0.9  # of the computation, whatever is in progress
 _DONE = 1e-12  # seconds
 
@@ -57,16 +56,6 @@ class Wait:
 Task = Compute | Start | Wait
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineSpan:
-    """Something that ran from `start` to `end`, in seconds since the start of the step."""
-
-    lane: str  # COMPUTE, or the name of a queue
-    label: str
-    start: float
-    end: float
-
-
 @dataclass(slots=True)
 class SimulatedStep:
     """The result of a simulation."""
@@ -75,7 +64,6 @@ class SimulatedStep:
     computing: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by phase
     exposed: float = 0.0  # seconds in which the compute stream waited for a collective
     sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # bytes, by link
-    spans: list[TimelineSpan] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -85,7 +73,6 @@ class _Running:
     start: Start
     latency: float
     seconds: float
-    began: float | None = None
 
 
 class StepSimulator:
@@ -98,10 +85,7 @@ class StepSimulator:
 
     def run(self, tasks: Iterable[Task]) -> SimulatedStep:
         """Execute `tasks`, starting at time 0."""
-        before, self._step = self._step.seconds, SimulatedStep()
-        for running in (each for queue in self._queues.values() for each in queue):
-            if running.began is not None:
-                running.began -= before
+        self._step = SimulatedStep()
         for task in tasks:
             if isinstance(task, Compute):
                 self._compute(task)
@@ -122,8 +106,6 @@ class StepSimulator:
         while left > _DONE:
             left -= self._advance(left)
         self._step.computing[task.phase] += self._step.seconds - began
-        if self._step.seconds > began:
-            self._step.spans.append(TimelineSpan(COMPUTE, task.label, began, self._step.seconds))
 
     def _wait(self, task: Wait) -> None:
         began = self._step.seconds
@@ -158,13 +140,8 @@ class StepSimulator:
 
     def _firsts(self) -> list[_Running]:
         """Return the first of each queue, unless it has to wait for another."""
-        firsts = []
-        for queue in self._queues.values():
-            if queue and self._pending.isdisjoint(queue[0].start.after):
-                if queue[0].began is None:
-                    queue[0].began = self._step.seconds
-                firsts.append(queue[0])
-        return firsts
+        firsts = (queue[0] for queue in self._queues.values() if queue)
+        return [each for each in firsts if self._pending.isdisjoint(each.start.after)]
 
     @staticmethod
     def _rates(flowing: list[_Running], *, computes: bool) -> dict[int, float]:
@@ -179,8 +156,5 @@ class StepSimulator:
         return rates
 
     def _end(self, each: _Running) -> None:
-        assert each.began is not None
         self._queues[each.start.queue].popleft()
         self._pending.discard(each.start.key)
-        span = TimelineSpan(each.start.queue, each.start.label, each.began, self._step.seconds)
-        self._step.spans.append(span)

@@ -18,12 +18,13 @@ from fsdpctl.plan.step import HOST_SCALARS
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import HostQueue, HostSheet
-from fsdpctl.predict.simulator import COMPUTE, TimelineSpan, Transfer
+from fsdpctl.predict.simulator import Transfer
 from fsdpctl.resolve.open import plan_on_cluster
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.training.assemble import make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.predict.test_properties import Free, Instant, Plain, on
+from tests.predict.timeline import COMPUTE, Timeline, spans
 from tests.train_step import train_step
 
 DOWN, STEPS, UP = HostQueue
@@ -81,11 +82,8 @@ class Host:
 
 def on_host(monkeypatch: pytest.MonkeyPatch, host: Host, device: Free, network: object) -> None:
     on(monkeypatch, device, network)
+    monkeypatch.setattr("fsdpctl.estimate.estimator.StepSimulator", Timeline)
     monkeypatch.setattr("fsdpctl.estimate.estimator.host_of", lambda config: host)
-
-
-def spans(found: StepPrediction, lane: str) -> list[TimelineSpan]:
-    return [each for each in found.simulated.spans if each.lane == lane]
 
 
 @pytest.mark.parametrize("strategy", SHARDING)
@@ -128,7 +126,7 @@ def test_units_come_from_the_host_one_after_another_behind_the_computation(monke
     assert free.seconds == pytest.approx(predicted(words.replace("true", "false")).seconds)
     on_host(monkeypatch, Host(up=1e6), Free(), Instant())
     found = predicted(words)
-    copies = spans(found, UP)
+    copies = spans(found.simulated, UP)
     # The root and four blocks, and again those two that are not in a slot when backward begins.
     assert [each.label.split()[-1] for each in copies[:2]] == ["root", "model.layers.0"]
     assert len(copies) == 7
@@ -142,8 +140,8 @@ def test_two_buffers_limit_how_far_the_steps_are_ahead_of_the_copies(monkeypatch
     numel = owned(words)
     on_host(monkeypatch, Host(steps=36e9, up=2e6), Free(), Instant())
     found = predicted(f"{words} strategy.offload=states,gradients")
-    ups = [each.end for each in spans(found, UP)]
-    begun = [each.start for each in spans(found, STEPS)]
+    ups = [each.end for each in spans(found.simulated, UP)]
+    begun = [each.start for each in spans(found.simulated, STEPS)]
     assert begun[2:] == pytest.approx(ups[:-2])
     assert found.seconds == pytest.approx(sum(numel) * 1e-6, rel=1e-3)
 
@@ -152,17 +150,21 @@ def test_a_unit_waits_for_its_own_result_only(monkeypatch):
     words = "cluster=h100 strategy=full_shard prefetch=none strategy.offload=states,gradients"
     on_host(monkeypatch, Host(steps=36e9), Even(per_operator=1e-7), Instant())
     found = predicted(words)
-    results = [each.end for each in spans(found, UP)]
-    forwards = [each for each in spans(found, COMPUTE) if each.label.startswith("forward")]
-    ends = [0.0, *(each.end for each in spans(found, COMPUTE))]
+    results = [each.end for each in spans(found.simulated, UP)]
+    forwards = [
+        each for each in spans(found.simulated, COMPUTE) if each.label.startswith("forward")
+    ]
+    ends = [0.0, *(each.end for each in spans(found.simulated, COMPUTE))]
     for result, forward in zip(results[1:], forwards, strict=True):
         before = max(end for end in ends if end <= forward.start + 1e-12)
         assert forward.start == pytest.approx(max(result, before), rel=1e-9)
     assert forwards[0].start < results[2]
     # The gather of the unit ahead waits before the unit in front of it computes.
     found = predicted(f"{words} prefetch=both")
-    results = [each.end for each in spans(found, UP)]
-    forwards = [each for each in spans(found, COMPUTE) if each.label.startswith("forward")]
+    results = [each.end for each in spans(found.simulated, UP)]
+    forwards = [
+        each for each in spans(found.simulated, COMPUTE) if each.label.startswith("forward")
+    ]
     assert results[2] <= forwards[0].start < results[3]
 
 
@@ -171,8 +173,8 @@ def test_the_exchange_of_parameters_that_follows_the_host_is_exposed(strategy, m
     words = f"cluster=h100 strategy={strategy} launch.nnodes=2 train.global_batch_size=4"
     on_host(monkeypatch, Host(steps=36e9), Even(per_operator=1.0), Plain())
     found = predicted(f"{words} strategy.offload=states,gradients")
-    computing = spans(found, COMPUTE)
-    renewing = [each for each in found.simulated.spans if each.label.startswith("renew")]
+    computing = spans(found.simulated, COMPUTE)
+    renewing = [each for each in spans(found.simulated) if each.label.startswith("renew")]
     assert len(renewing) == 5
     for each in renewing:
         assert not any(other.start < each.end and each.start < other.end for other in computing)

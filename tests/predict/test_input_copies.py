@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.host import Copier
-from fsdpctl.predict.simulator import COMPUTE
 from fsdpctl.training.assemble import make_model, make_optimizer
-from tests.predict.test_host_steps import DOWN, UP, Even, Host, on_host, planned, predicted, spans
+from tests.predict.test_host_steps import DOWN, UP, Even, Host, on_host, planned, predicted
 from tests.predict.test_properties import Free, Instant
+from tests.predict.timeline import COMPUTE, spans
 from tests.train_step import train_step
 
 WORDS = "cluster=h100 strategy=full_shard precision=bf16 activation_checkpointing=full"
@@ -40,9 +40,11 @@ def test_an_input_returns_while_the_block_after_it_is_recomputed(monkeypatch):
     on_host(monkeypatch, Host(down=INPUT * 1e6, up=INPUT * 1e6), Even(per_operator=1e-3), Instant())
     found = predicted(SENT)
     assert found.seconds == pytest.approx(predicted(WORDS).seconds, rel=1e-9)
-    starts = {each.label: each.start for each in spans(found, COMPUTE)}
+    starts = {each.label: each.start for each in spans(found.simulated, COMPUTE)}
     layers = [f"model.layers.{number}" for number in range(4)]
-    down, up = ({each.label: each.start for each in spans(found, way)} for way in (DOWN, UP))
+    down, up = (
+        {each.label: each.start for each in spans(found.simulated, way)} for way in (DOWN, UP)
+    )
     assert list(down) == [f"input of {each}" for each in layers[:3]]
     for layer, after in pairwise(layers):
         assert down[f"input of {layer}"] == pytest.approx(starts[f"forward {layer}"])

@@ -3,19 +3,18 @@
 import pytest
 
 from fsdpctl.predict.simulator import (
-    COMPUTE,
     Compute,
     SimulatedStep,
     Start,
-    StepSimulator,
     Task,
     Transfer,
     Wait,
 )
+from tests.predict.timeline import COMPUTE, Timeline, spans
 
 
 def simulated(*tasks: Task) -> SimulatedStep:
-    return StepSimulator().run(tasks)
+    return Timeline().run(tasks)
 
 
 def start(
@@ -49,7 +48,7 @@ def test_computation_slows_down_a_concurrent_transfer():
 def test_a_queue_runs_in_order():
     found = simulated(start(1, 1.0), start(2, 1.0), Wait(2))
     assert found.seconds == pytest.approx(2.0)
-    assert [each.label for each in found.spans] == ["transfer 1", "transfer 2"]
+    assert [each.label for each in spans(found)] == ["transfer 1", "transfer 2"]
 
 
 def test_two_queues_share_a_link_but_not_two_links():
@@ -69,15 +68,15 @@ def test_latency_does_not_occupy_the_link():
 def test_a_collective_waits_for_the_one_it_follows():
     found = simulated(start(1, 1.0), start(2, 1.0, queue="b", after=(1,)), Wait(2))
     assert found.seconds == pytest.approx(2.0)
-    assert [(each.lane, each.start) for each in found.spans] == [("a", 0.0), ("b", 1.0)]
+    assert [(each.lane, each.start) for each in spans(found)] == [("a", 0.0), ("b", 1.0)]
 
 
 def test_collectives_in_flight_continue_in_the_next_run():
-    simulator = StepSimulator()
+    simulator = Timeline()
     assert simulator.run([start(1, 3.0), Compute(1.0, "x")]).seconds == 1.0
     found = simulator.run([Compute(1.0, "y"), Wait(1)])
     assert (found.seconds, found.exposed) == (2.0, 1.0)
-    assert [(each.lane, each.start, each.end) for each in found.spans] == [
+    assert [(each.lane, each.start, each.end) for each in spans(found)] == [
         (COMPUTE, 0.0, 1.0),
         ("a", -1.0, 2.0),
     ]
