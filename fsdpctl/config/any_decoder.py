@@ -46,15 +46,10 @@ NAMES = {
 
 
 def words_of_content(content: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return the settings of a model, without the prefix `model.`.
+    """Return the settings of a model by its config.json, without the prefix `model.`.
 
-    Args:
-        content: Of its config.json.
-        where: The file, for messages.
-
-    Raises:
-        UsageError: If the installed transformers has no code for a causal decoder of this type, or
-            if a value is out of its bounds.
+    `where` is the file, for messages. UsageError if the installed transformers has no code for a
+    causal decoder of this type, or if a value is out of its bounds.
     """
     if content.get("quantization_config") is not None:
         raise UsageError(f"{where}: quantization_config: not supported; expected full weights")
@@ -153,15 +148,10 @@ def canonical(content: Mapping[str, Any]) -> str:
 
 
 def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool = False) -> Any:
-    """Return transformers' configuration object of a causal decoder.
+    """Return transformers' configuration object of a causal decoder with this config.json.
 
-    Args:
-        content: Of a config.json.
-        where: The file, for messages.
-        own_code: Whether the directory comes with code of its own, which is never run.
-
-    Raises:
-        UsageError: If transformers does not know the model or its values.
+    `where` is the file, for messages; `own_code`: its directory comes with code of its own, which
+    is never run. UsageError if transformers does not know the model or its values.
     """
     import transformers
     from transformers.models.auto import configuration_auto, modeling_auto

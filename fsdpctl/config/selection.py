@@ -62,16 +62,9 @@ class NameFilter:
         return found is not None and (other is None or found[0].replace(word, "") != other[0])
 
     def check(self, names: Collection[str], what: str, known: str, words: Collection[str]) -> None:
-        """Check that each name of the list, or the pattern, matches `names`.
+        """Check that each name of the list, or the pattern, matches one of `names`.
 
-        Args:
-            names: The names to select from.
-            what: One of them, in the message.
-            known: The end of the message.
-            words: The spellings to propose.
-
-        Raises:
-            UsageError: If one matches nothing.
+        UsageError if one does not: it has `what` a name is, the nearest of `words`, and `known`.
         """
         for part in self._parts:
             if not any(self._finds(part, name) for name in names):

@@ -31,13 +31,8 @@ def expanded(
 ) -> list[Pair]:
     """Replace the short forms among some settings.
 
-    Args:
-        pairs: The settings.
-        others: Those of the recipe below them, if there is one.
-        ranks_per_node: Returns the ranks of a node of a cluster, or None for an unknown cluster.
-
-    Raises:
-        UsageError: If a number of GPUs is not a number of full nodes, or conflicts with ranks.
+    `others` are those of the recipe below them; `ranks_per_node` returns the ranks of a node of a
+    cluster, None if it is unknown. UsageError if GPUs are not full nodes, or conflict with ranks.
     """
     given = dict(pairs)
     found: list[Pair] = []

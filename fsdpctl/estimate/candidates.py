@@ -204,9 +204,6 @@ class Ranking:
             return None
         return band_of(candidate.estimate, candidate.seconds)
 
-    def text(self, selection: Selection) -> str:
-        return selection.text(self.names)
-
     def to_dict(self) -> dict[str, Any]:
         return {
             "names": list(self.names),
@@ -214,7 +211,7 @@ class Ranking:
             "prediction_source": self.whose,
             "ranked": [
                 {
-                    "settings": self.text(each.selection),
+                    "settings": each.selection.text(self.names),
                     "step_seconds": each.seconds if self.predicts else None,
                     "error_band": band and asdict(band),
                     "peak_reserved_bytes": each.estimate.peak_reserved,

@@ -242,9 +242,9 @@ def _next(ranking: Ranking) -> str:
     if first.measured is not None and second.measured is not None:
         seconds, than, how = second.measured, first.measured, "measured"
     elif not ranking.predicts:
-        return f"{ranking.text(second.selection)}: {_held(second)}"
-    more = f"{seconds / than - 1:+.1%}"
-    return f"{ranking.text(second.selection)}: {seconds:.3g} s/step {how} ({more}), {_held(second)}"
+        return f"{second.selection.text(ranking.names)}: {_held(second)}"
+    time = f"{seconds:.3g} s/step {how} ({seconds / than - 1:+.1%})"
+    return f"{second.selection.text(ranking.names)}: {time}, {_held(second)}"
 
 
 def _held(candidate: Candidate) -> str:

@@ -63,7 +63,7 @@ def probed(ranking: Ranking, opened: Opened, note: Callable[[str], None]) -> Ran
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
         for number, each in enumerate(candidates, start=1):
-            settings = ranking.text(each.selection)
+            settings = each.selection.text(ranking.names)
             note(f"probing {number}/{len(candidates)}  {settings}")
             config = settle(opened.config, each.selection).config
             run_dir = str(Path(folder) / str(number))

@@ -55,7 +55,11 @@ def test_without_a_limit_nothing_is_recomputed_and_the_share_is_one_micro_batch(
     assert found.selection.activation_checkpointing == "none"
     assert found.selection.micro_batch_size == 4
     assert found.names == left_open(compose_config(OPEN).config)
-    assert len({found.text(each.selection) for each in found.ranked}) == len(found.ranked) == KEPT
+    assert (
+        len({each.selection.text(found.names) for each in found.ranked})
+        == len(found.ranked)
+        == KEPT
+    )
 
 
 def test_the_selection_is_the_same_every_time():
@@ -107,7 +111,7 @@ def test_the_least_memory_is_found_if_it_is_the_whole_share_at_once():
 def test_less_memory_leads_to_another_selection():
     seen = [ranking(*OPEN, f"cluster.memory={memory}") for memory in (0.506, 0.5066, 0.512, 4)]
     assert not seen[0].ranked
-    words = [each.text(each.selection) for each in seen[1:]]
+    words = [each.selection.text(each.names) for each in seen[1:]]
     assert len(set(words)) == 3
     seconds = [each.ranked[0].seconds for each in seen[1:]]
     assert seconds == sorted(seconds, reverse=True)
@@ -151,7 +155,7 @@ def test_a_micro_batch_that_is_not_set_is_the_whole_share_of_a_rank():
     assert compose_config([*TOY, "train.micro_batch_size=none"]).config == config
     found = ranking("strategy=auto", "cluster.memory=4")
     assert found.estimate.batches.micro_batch_size == 4
-    assert "micro_batch" not in found.text(found.selection)
+    assert "micro_batch" not in found.selection.text(found.names)
 
 
 def test_replicas_are_candidates_on_several_nodes_or_if_their_size_is_set():
