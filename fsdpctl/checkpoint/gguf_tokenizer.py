@@ -27,13 +27,6 @@ _SPLITS: Mapping[str, Sequence[str]] = {
     "gpt-2": [_GPT2],
     "smollm": [r"\p{N}", _GPT2],
     **dict.fromkeys(("llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o", "qwen35"), ()),
-    "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
-    "deepseek-llm": [
-        r"[\r\n]",
-        r"\s?[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1c80}-\x{1c88}\x{2d00}-\x{2d2d}"
-        r"\x{a790}-\x{ab68}\x{10570}-\x{105bc}\x{16e40}-\x{1df1e}]]+",
-        *(r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}+"),
-    ],
 }
 _IGNORE_MERGES = ("llama-bpe", "tekken")  # a piece that is a token is that token
 _TEXTS = (

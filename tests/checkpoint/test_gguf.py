@@ -16,7 +16,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from fsdpctl.checkpoint.consolidate import shard_weights
 from fsdpctl.checkpoint.gguf_file import write_gguf
-from fsdpctl.checkpoint.gguf_tokenizer import _SPLITS, _TEXTS, _splitter
+from fsdpctl.checkpoint.gguf_tokenizer import _TEXTS, _splitter
 from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -175,7 +175,6 @@ def tokenizer(made: Any, normalizer: Any = None, size: int = 700) -> dict[str, A
 
 
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
-_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+")
 NAMES = {
     "gpt-2": splitting(use_regex=True),
     "smollm": splitting(DIGITS, use_regex=True),
@@ -184,11 +183,9 @@ NAMES = {
     "qwen35": splitting(GGUF_PRE_TOKENIZER_SPLITS["qwen35"]),
     "tekken": splitting(GGUF_PRE_TOKENIZER_SPLITS["tekken"]),
     "gpt-4o": splitting(GGUF_PRE_TOKENIZER_SPLITS["gpt-4o"]),
-    "deepseek-coder": splitting(*_CODER, "[一-龥ࠀ-一가-퟿]+", DIGITS),
-    "deepseek-llm": splitting(*_SPLITS["deepseek-llm"][:-1], DIGITS),
 }
 UNKNOWN = {
-    "without Chinese": splitting(*_CODER, DIGITS),
+    "deepseek without Chinese": splitting(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DIGITS),
     "numbers": splitting(pre_tokenizers.Digits(), use_regex=True),
     "prefix": splitting(use_regex=True, add_prefix_space=True),
     "punctuation": splitting(pre_tokenizers.Punctuation(), use_regex=True),
