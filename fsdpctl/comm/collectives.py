@@ -105,17 +105,12 @@ class Mesh:
     @property
     def place(self) -> RankPlace:
         shard = self.shard
-        return RankPlace(
-            shard.rank, shard.size, self.num_replicas, shard.transport, self.replica_rank
-        )
+        replica = self.replicas.rank if self.replicas else 0
+        return RankPlace(shard.rank, shard.size, self.num_replicas, shard.transport, replica)
 
     @property
     def num_replicas(self) -> int:
         return self.replicas.size if self.replicas else 1
-
-    @property
-    def replica_rank(self) -> int:
-        return self.replicas.rank if self.replicas else 0
 
 
 def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> Mesh:

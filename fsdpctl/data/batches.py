@@ -66,7 +66,7 @@ class Batches:
         if rank is None:
             return [int(each) for each in order]
         spans = [self.plan.samples(rank, each) for each in range(self.plan.num_micro_batches)]
-        return [int(each) for span in spans for each in order[_as_slice(span)]]
+        return [int(each) for span in spans for each in order[span.start : span.stop]]
 
     def count_tokens(self, position: int) -> int:
         """Return the tokens of the step after `position` samples, without padding."""
@@ -77,7 +77,8 @@ class Batches:
     def training(self, position: int, rank: int, micro_step: int) -> MicroBatch:
         """Return a micro-batch of the step that begins after `position` samples."""
         order = self.rows.order(position, self.plan.global_batch_size, self.seed)
-        own = order[_as_slice(self.plan.samples(rank, micro_step))]
+        span = self.plan.samples(rank, micro_step)
+        own = order[span.start : span.stop]
         if self.rows.is_remote and micro_step == 0:
             for step in range(_STEPS_AHEAD):
                 after = position + step * self.plan.global_batch_size
@@ -91,9 +92,11 @@ class Batches:
         last target of the longest one. A rank without a row has one token without a target.
         """
         start, count = self._validated(number)
-        own = range(count)[self._share(count, rank)][self._pass(micro_step)]
-        order = np.array([start + each for each in own], dtype=np.uint64)
-        return _without_rest(self._gather(order, rank, max(len(own), 1)))
+        size, most = self.plan.micro_batch_size, self._most(count)
+        first = rank // self.plan.context_parallel * most
+        share = range(start, start + count)[first : first + most]
+        own = np.array(share[micro_step * size : (micro_step + 1) * size], dtype=np.uint64)
+        return _without_rest(self._gather(own, rank, max(len(own), 1)))
 
     def num_validation_passes(self, number: int) -> int:
         """Return the micro-batches of every rank in the `number`-th global batch of validation."""
@@ -106,14 +109,6 @@ class Batches:
 
     def _most(self, count: int) -> int:
         return -(-count // (self.plan.world_size // self.plan.context_parallel))
-
-    def _share(self, count: int, rank: int) -> slice:
-        group, most = rank // self.plan.context_parallel, self._most(count)
-        return slice(group * most, (group + 1) * most)
-
-    def _pass(self, micro_step: int) -> slice:
-        size = self.plan.micro_batch_size
-        return slice(micro_step * size, (micro_step + 1) * size)
 
     def num_validation_batches(self, at_most: int) -> int:
         """Return the global batches that cover the data.
@@ -187,7 +182,3 @@ def _first(lengths: tuple[int, ...], end: int) -> tuple[int, ...]:
     ends = [min(each, end) for each in accumulate(lengths)]
     found = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
     return tuple(each for each in found if each)
-
-
-def _as_slice(span: range) -> slice:
-    return slice(span.start, span.stop)

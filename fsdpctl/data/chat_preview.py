@@ -56,10 +56,10 @@ def _piece(
     The part is taken from the whole text, because spaces depend on the tokens before.
     """
     start, stop = span
-    whole = tokenizer.decode_all(tokens[:stop])
+    whole = tokenizer.decode(tokens[:stop], skips=False)
     if whole.startswith(done):
         return whole, whole[len(done) :]
-    return whole, tokenizer.decode_all(tokens[start:stop])
+    return whole, tokenizer.decode(tokens[start:stop], skips=False)
 
 
 def histogram(chats: Sequence[DocumentSet]) -> list[str]:

@@ -286,10 +286,6 @@ class FileTokenizer:
             tokens = next(self._ids([prompt], adds=adds))
         return tokens or [self.end or 0]
 
-    def decode_all(self, tokens: Sequence[int]) -> str:
-        """Return the text, including control tokens."""
-        return self.decode(tokens, skips=False)
-
     def decode(self, tokens: Sequence[int], *, skips: bool = True) -> str:
         """Return the text, without special tokens if it `skips` them."""
         with guarded(self._where):

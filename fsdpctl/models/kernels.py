@@ -38,15 +38,10 @@ def using(kernel: str | None) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if kernel not in (None, THEIRS):
-            stack.enter_context(
-                _settings(takes_masks=_is_plain(kernel), repeats=kernel == EFFICIENT)
-            )
+            plain = kernel in (EFFICIENT, MATH)
+            stack.enter_context(_settings(takes_masks=plain, repeats=kernel == EFFICIENT))
             _prefer(kernel, _BEHIND.get(kernel, (EFFICIENT, MATH)), stack)
         yield
-
-
-def _is_plain(kernel: str) -> bool:
-    return kernel in (EFFICIENT, MATH)
 
 
 def _prefer(kernel: str, behind: tuple[str, ...], stack: ExitStack) -> None:
@@ -90,7 +85,7 @@ def _settings(**values: Any) -> Iterator[None]:
 @contextmanager
 def assuming(device: str, kernel: str | None) -> Iterator[None]:
     """Treat tensors without memory as those of `device` with `kernel`."""
-    plain = kernel is not None and _is_plain(kernel)
+    plain = kernel in (EFFICIENT, MATH)
     with _settings(assumed=device, takes_masks=plain, repeats=kernel == EFFICIENT):
         yield
 

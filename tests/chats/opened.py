@@ -32,9 +32,9 @@ def trained_texts(chats: DocumentSet, tokenizer: FileTokenizer) -> list[list[str
             if flag:
                 run.append(token)
             elif run:
-                texts.append(tokenizer.decode_all(run))
+                texts.append(tokenizer.decode(run, skips=False))
                 run = []
-        found.append([*texts, *([tokenizer.decode_all(run)] if run else [])])
+        found.append([*texts, *([tokenizer.decode(run, skips=False)] if run else [])])
     return found
 
 

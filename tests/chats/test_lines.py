@@ -26,7 +26,7 @@ def test_assistant_messages_in_a_prompt_are_masked(tmp_path):
 def test_texts_are_trained_with_the_tokenizers_end_and_need_no_template(tmp_path):
     rows = [{"prompt": "hello there", "completion": " good day"}]
     found = opened(tmp_path / "a", "llama3", rows, template="")
-    text = [found.tokenizer.decode_all([token]) for token in found.train.tokens.tolist()]
+    text = [found.tokenizer.decode([token], skips=False) for token in found.train.tokens.tolist()]
     assert "".join(text) == "hello there good day<|eot_id|>"
     assert found.train.trained.tolist()[-1]
     assert trained_of(tmp_path / "b", "llama3", rows) == [[" good day<|eot_id|>"]]

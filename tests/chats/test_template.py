@@ -125,7 +125,7 @@ def test_errors_of_a_template_name_the_line(tmp_path):
 def test_templates_get_the_configured_date(tmp_path):
     rows = [{"messages": TALK}]
     first = opened(tmp_path, "llama32", rows)
-    assert "31 Jan 2026" in first.tokenizer.decode_all(first.train.tokens.tolist())
+    assert "31 Jan 2026" in first.tokenizer.decode(first.train.tokens.tolist(), skips=False)
     other = opened(tmp_path, "llama32", rows, date="2025-06-01")
     assert other.fingerprint != first.fingerprint
     assert other.date == "2025-06-01"
