@@ -115,12 +115,6 @@ def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
     return {**call, "function": changed} if "function" in call else changed
 
 
-def with_joined_parts(chat: Chat) -> Chat:
-    """Return the chat with each content as one text, for templates that don't support parts."""
-    messages = [{**each, "content": text_of(each)} for each in chat.messages]
-    return msgspec.structs.replace(chat, messages=messages)
-
-
 def text_of(message: Message) -> str:
     content = message["content"]
     if isinstance(content, list):

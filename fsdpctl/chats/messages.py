@@ -54,7 +54,8 @@ def check_messages(messages: Sequence[Any], keys: Keys) -> tuple[list[Message], 
     trained: list[bool] = []
     for number, message in enumerate(messages, start=1):
         where = f"message {number}"
-        role = _lower_role(expect(message, dict, where))
+        kind = expect(message, dict, where).get("role", message.get("from"))
+        role = str(kind).lower().replace("-", "_")
         found = _renamed(message, role, where)
         flag = loss_flag(found, f"{where}: ")
         if flag and found["role"] != ASSISTANT:
@@ -140,10 +141,6 @@ def _renamed(message: Message, lower: str, where: str) -> Message:
             raise UsageError(f"{where}: function_call: conflicts with tool_calls")
         rest["tool_calls"] = _calls_of(call, f"{where}: function_call")
     return {"role": known, **rest}
-
-
-def _lower_role(message: Message) -> str:
-    return str(message.get("role", message.get("from"))).lower().replace("-", "_")
 
 
 def _calls_of(content: object, where: str) -> list[Message]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fsdpctl.chats.conversation import Conversation, text_of, with_arguments, with_joined_parts
+from fsdpctl.chats.conversation import Conversation, text_of, with_arguments
 from fsdpctl.chats.formats import Chat
 from fsdpctl.chats.render import Renderer, RenderError, Spans
 from fsdpctl.chats.turns import Turn, find_turn
@@ -69,7 +69,7 @@ def samples_of(
         except RenderError as error:
             errors.append(error)
             continue
-        if any(str(each["content"]) in whole for each in spelled.messages if _has_parts(each)):
+        if any(str(each["content"]) in whole for each in _of_parts(spelled)):
             errors.append(RenderError("the template does not support content in parts"))
             continue
         if any(_is_written_by_python(each, whole) for each in _arguments(spelled)):
@@ -107,12 +107,13 @@ def _spellings(chat: Chat, takes_text: bool) -> Iterator[tuple[str, Chat]]:
     yield "", objects
     if any(each.get("tool_calls") for each in chat.messages):
         yield "arguments_as_text", with_arguments(chat, as_text=True)
-    if any(_has_parts(each) for each in chat.messages):
-        yield "joined_parts", with_joined_parts(objects)
+    if _of_parts(chat):
+        messages = [{**each, "content": text_of(each)} for each in objects.messages]
+        yield "joined_parts", msgspec.structs.replace(objects, messages=messages)
 
 
-def _has_parts(message: Message) -> bool:
-    return isinstance(message["content"], list)
+def _of_parts(chat: Chat) -> list[Message]:
+    return [each for each in chat.messages if isinstance(each["content"], list)]
 
 
 def _make_samples(talk: Conversation, policy: LossPolicy) -> ChatSamples:
