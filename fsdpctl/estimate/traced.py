@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, takewhile
+from operator import eq
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +24,15 @@ from fsdpctl.models.describe import divide_module, torch_dtype
 from fsdpctl.models.quantized import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.row_documents import assumed_documents
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import THEIRS
 from fsdpctl.plan.batch import ContextParallel
 from fsdpctl.plan.units import UnitSpec
-from fsdpctl.predict.compute import TRACED_OF_A_ROW, Pass, Program, UnitRow
+from fsdpctl.predict.compute import Pass, Program, UnitRow, traced_of
 from fsdpctl.resolve.attention_kernel import kernel_of
 
 _PLAIN = (bool, int, float, str, type(None))
+_LONGEST_PERIOD = 12  # of blocks in a row
 _NUMBERS_A_LAYER = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
 
 
@@ -49,25 +53,46 @@ class ShortModule:
             members = [name.rpartition(".")[2] for name in names]
             if isinstance(siblings, nn.ModuleList) and members == list(siblings._modules):
                 rows += _shorten_list(parent, siblings)
+        if isinstance(module, TransformersDecoder):
+            _shorten_configuration(module.transformers_model.config, rows)
         return cls(module, rows)
+
+
+def _shorten_configuration(config: Any, rows: Sequence[UnitRow]) -> None:
+    """Leave the entries of kept blocks, whose masks a model selects by their place in the list."""
+    kept = [name.rpartition(".")[2] for row in rows for name in row.whole[: len(row.traced)]]
+    for each in vars(config).values():
+        if isinstance(each, list) and len(each) == sum(len(row.whole) for row in rows):
+            each[:] = [each[int(index)] for index in kept]
 
 
 def _shorten_list(parent: str, siblings: nn.ModuleList) -> list[UnitRow]:
     blocks = list(siblings)
+    looks = [_looks(block) for block in blocks]
+    kinds = [looks.index(each) for each in looks]
     rows: list[UnitRow] = []
     kept: list[nn.Module] = []
-    number = 0
-    for _, alike in groupby(blocks, key=_looks):
-        row = list(alike)
-        count = min(len(row), TRACED_OF_A_ROW)
-        whole = tuple(f"{parent}.{number + index}" for index in range(len(row)))
+    start = 0
+    while start < len(blocks):
+        length, period = _row_at(kinds[start:])
+        count = traced_of(length, period)
+        whole = tuple(f"{parent}.{start + index}" for index in range(length))
         traced = tuple(f"{parent}.{len(kept) + index}" for index in range(count))
-        rows.append(UnitRow(traced, whole))
-        kept += row[:count]
-        number += len(row)
+        rows.append(UnitRow(traced, whole, period))
+        kept += blocks[start : start + count]
+        start += length
     del siblings[:]
     siblings.extend(kept)
     return rows
+
+
+def _row_at(kinds: Sequence[int]) -> tuple[int, int]:
+    """Return the length and the period of the first row, which leaves out most."""
+    found: list[tuple[int, int]] = []
+    for period in range(1, min(_LONGEST_PERIOD, len(kinds)) + 1):
+        alike = takewhile(bool, map(eq, kinds, kinds[period:]))
+        found.append((period + len(list(alike)), period))
+    return max(found, key=lambda row: row[0] - traced_of(*row))
 
 
 def _looks(block: nn.Module) -> object:

@@ -8,6 +8,7 @@ alike.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import eq
 from typing import NamedTuple
 
 
@@ -107,33 +108,37 @@ class Pass:
     sent: Mapping[str, int] = field(default_factory=dict)  # bytes of inputs in host memory
 
 
-# Of like units in a row, six are traced. Two at each end have other neighbors; both in the middle
-# must be equal, otherwise the row is not regular.
-TRACED_OF_A_ROW = 6
-_ENDS = 2
+# Of units in a row, two periods are traced between its ends, which are the first and the last of
+# their kind, or have such a neighbor. Both must be equal, otherwise the row is not regular.
 
 
 @dataclass(frozen=True, slots=True)
 class UnitRow:
-    """Like units one after another, and those of the traced model that represent them."""
+    """Units, each like the one `period` before it, and traced ones that represent them."""
 
     traced: tuple[str, ...]
     whole: tuple[str, ...]
+    period: int = 1
+
+    @property
+    def ends(self) -> int:
+        """The number of units at either end."""
+        return self.period + 1
 
     def stand_in(self, index: int) -> int:
         """Return the index of the traced unit that represents unit `index` of the whole row."""
-        count, length = len(self.traced), len(self.whole)
-        if length == count or index < count - _ENDS:
+        count, from_end = len(self.traced), len(self.whole) - index
+        last = count - self.ends - 1
+        if len(self.whole) == count or index <= last:
             return index
-        from_end = length - index
-        return count - from_end if from_end <= _ENDS else count - _ENDS - 1
+        return count - from_end if from_end <= self.ends else last - (last - index) % self.period
 
     def is_regular(self, passed: Pass) -> bool:
-        """Return whether the units in the middle are equal."""
+        """Return whether the periods in the middle are equal."""
         if len(self.whole) == len(self.traced):
             return True
         index = {name: number for number, name in enumerate(self.traced)}
-        before, after = (
+        middle = [
             [
                 [
                     _relative(each, index, number)
@@ -141,9 +146,15 @@ class UnitRow:
                 ]
                 for part in (Part.FORWARD, Part.AROUND, Part.BACKWARD)
             ]
-            for number, name in list(enumerate(self.traced))[_ENDS:-_ENDS]
-        )
-        return before == after
+            for number, name in enumerate(self.traced)
+        ][self.ends : -self.ends]
+        return all(map(eq, middle, middle[self.period :]))
+
+
+def traced_of(length: int, period: int) -> int:
+    """Return how many units are traced of a row with `length` units."""
+    ends = 2 * period + 2
+    return min(length, ends + 2 * period + (length - ends) % period)
 
 
 def _relative(each: Happening, index: Mapping[str, int], here: int) -> object:
@@ -236,7 +247,7 @@ class Program:
         if row is None or self._row_of.get(here) is not row:
             return self._all_like(traced)
         shift = self._traced_index[traced] - row.stand_in(self._index[here])
-        if abs(shift) > _ENDS:  # the other end, not a neighbor
+        if abs(shift) > row.ends:  # the other end, not a neighbor
             return self._all_like(traced)
         return (row.whole[self._index[here] + shift],)
 
