@@ -56,7 +56,7 @@ class FittedTensors:
         ]
         self._others = {} if embedding in left else dict.fromkeys(left, embedding)
         self._first = model.first_new_token
-        self._rows: dict[str, bytes] = {}
+        self._rows: dict[str, bytearray] = {}
 
     def __str__(self) -> str:
         return str(self._source)
@@ -94,7 +94,7 @@ class FittedTensors:
         name = parameter_name(key)
         return tensor_key(PARAMETER, self._others[name]) if name in self._others else key
 
-    def _mean(self, key: str, numel: int, width: int) -> bytes:
+    def _mean(self, key: str, numel: int, width: int) -> bytearray:
         """Return a row that is the mean of the first rows, computed in float64 and rounded."""
         if key not in self._rows:
             dtype, total = self._source.info(key).dtype, np.zeros(width)
@@ -108,5 +108,5 @@ class FittedTensors:
                 ]
                 total += np.concatenate(parts).reshape(-1, width).sum(axis=0, dtype=np.float64)
             mean = (total / (numel // width)).astype(np.float32)
-            self._rows[key] = bytes(cast(mean.view(np.uint8).data, "F32", dtype, key))
+            self._rows[key] = bytearray(cast(mean.view(np.uint8).data, "F32", dtype, key))
         return self._rows[key]

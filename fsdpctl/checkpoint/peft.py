@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from fsdpctl.checkpoint.checksums import Checksums
-from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
-from fsdpctl.checkpoint.pretrained import whole_weights
-from fsdpctl.checkpoint.publish import WRITTEN, new_export
+from fsdpctl.checkpoint.manifest import OF_THE_MODEL, PARAMETER, tensor_key
+from fsdpctl.checkpoint.pretrained import attached_files, whole_weights
+from fsdpctl.checkpoint.publish import WRITTEN, new_export, write_assets
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import FileTensors
 from fsdpctl.checkpoint.tensor_file import TensorEntry, TensorFile, open_tensor_file, write_synced
@@ -151,6 +151,10 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
         content = _adapter_config(model, names, renamed, base, is_transposed=is_transposed)
         content["modules_to_save"] = sorted({x.rpartition(".")[0] for x in (*whole, *ties)}) or None
         content["ensure_weight_tying"] = bool(ties)
+        if model.first_new_token is not None:  # PEFT's model is to be resized to this tokenizer
+            write_assets(
+                folder, {k: v for k, v in attached_files(reader).items() if k not in OF_THE_MODEL}
+            )
         write_synced(folder / ADAPTER_CONFIG, (json.dumps(content, indent=2) + "\n").encode())
         checksums.write(folder)
     return sum(entry.nbytes for entry in entries)

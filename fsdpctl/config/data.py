@@ -126,7 +126,7 @@ def _tokens(text: str) -> str:
         found = [each.strip().strip("'\"") for each in inner.split(",")]
         found = None if re.search(r"[\[\]]", inner) else found
     is_list = isinstance(found, list) and len(found) == len({*map(str, found)}) > 0
-    if not is_list or not all(isinstance(x, str) and x and x == x.strip() for x in found):
+    if not is_list or not all(isinstance(x, str) and x.strip() for x in found):
         raise UsageError(
             f"data.new_tokens={text}: expected different texts such as [<|user|>,<|end|>], or as "
             'JSON ["<|user|>", "<|end|>"]'

@@ -1,5 +1,6 @@
 """Translation of axolotl's YAML file, by its schema up to version 0.19."""
 
+import json
 from fnmatch import fnmatchcase
 
 from fsdpctl.config.source_config import SourceConfig, SourceKey
@@ -19,6 +20,7 @@ from fsdpctl.importers.shared import (
     read_context,
     read_deepspeed,
     read_fsdp,
+    read_modules_to_save,
     read_offload,
     read_optimizer,
     read_targets,
@@ -32,7 +34,6 @@ _OTHER_TRAININGS = {
     "reward_model": "trains a reward model",
     "process_reward_model": "trains a reward model",
     "qat": "quantization-aware training needs more memory",
-    "lora_modules_to_save": "trains full layers in addition to adapters, which needs more memory",
     "peft_use_dora": "DoRA needs more memory than LoRA",
     "eager_attention": "eager attention stores a score for each pair of tokens",
 }
@@ -61,7 +62,7 @@ _UNUSED = (
     "dataloader_*", "wandb_*", "mlflow_*", "use_mlflow", "comet_*", "use_comet", "swanlab*",
     "trackio*", "gradio_*", "ray_*", "use_ray", "use_tensorboard", "eval*", "do_*eval", "save*",
     "lr_*", "embedding_lr*", "cosine_*", "warmup_*", "adam_*", "max_grad_norm", "loraplus_*",
-    "special_tokens*", "tokens", "added_tokens_overrides*", "tokenizer_*", "base_model_config",
+    "special_tokens*", "added_tokens_overrides*", "tokenizer_*", "base_model_config",
     "is_*_derived_model", "trust_remote_code", "chat_template*", "default_system_message",
     "train_on_*", "hub_*", "hf_*", "push_*", "strict", "tf32", "resume_from_checkpoint",
     "auto_resume_from_checkpoints", "early_stopping_patience", "load_best_model_at_end",
@@ -117,6 +118,11 @@ def _read_model(found: Translation) -> None:
     base, revision = found.source.take("base_model"), found.source.text("revision_of_model")
     map_model(found, base, "base_model", revision)
     map_overrides(found, "overrides_of_model_config")
+    keys = ("tokens", "special_tokens.additional_special_tokens")
+    given = [value for key in keys if (value := found.source.take_used(key))]
+    texts = [*dict.fromkeys(text for value in given for text in value.items)]
+    for value in given:
+        found.map(value, f"data.new_tokens={json.dumps(texts, ensure_ascii=False)}")
 
 
 def _read_length(found: Translation) -> None:
@@ -203,6 +209,7 @@ def _read_adapters(found: Translation) -> bool:
     if alpha:
         found.map(alpha, f"model.lora.alpha={alpha.text}")
     _read_targets(found)
+    read_modules_to_save(found)
     if scaled := source.take_on("peft_use_rslora"):
         found.map(scaled, "model.lora.rslora=true")
     return True

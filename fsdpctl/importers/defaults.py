@@ -83,13 +83,13 @@ CHANGES_AXOLOTL = (
     "resize_token_*", "role_boundaries*", "roles_to_train*", "sample_packing_sequentially",
     "scaling_softmax*", "shrink_embeddings", "shuffle_*", "skip_prepare_dataset",
     "special_tokens.[!p]*", "streaming*", "tokenizer_config", "tokenizer_legacy",
-    "tokenizer_use_mistral*", "tokens*", "train_on_e*", "trainer_cls", "unfrozen_parameters*",
+    "tokenizer_use_mistral*", "tokens.*", "train_on_e*", "trainer_cls", "unfrozen_parameters*",
     "use_eaft", "use_pose", "liger_use_token_scaling",
 )  # fmt: skip
 CHANGES_TRL = (
     *_CHANGES_HUGGING_FACE, "chat_template*", "completion_only_loss", "dataset_config",
     "dataset_kwargs*", "dataset_streaming", "dataset_text_field", "dataset_train_split",
-    "eos_token", "eval_packing", "lora_modules_to_save*", "lora_target_parameters*", "loss_type",
+    "eos_token", "eval_packing", "lora_target_parameters*", "loss_type",
     "model_init_kwargs*", "packing_strategy", "padding_free", "router_aux_loss_coef",
     "shuffle_dataset", "streaming", "test_split_size", "train_sampling_strategy", "use_rslora",
 )  # fmt: skip

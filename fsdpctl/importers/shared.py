@@ -114,6 +114,13 @@ def read_targets(found: Translation, value: SourceKey) -> None:
         found.exclude(value, f"adapters are estimated on all blocks; {TOO_HIGH}")
 
 
+def read_modules_to_save(found: Translation) -> None:
+    """Translate the modules that are trained whole in addition to adapters."""
+    if whole := found.source.take_used("lora_modules_to_save"):
+        note = "an embedding and a head that are one parameter stay one"
+        found.map(whole, f"model.lora.also=[{','.join(whole.items)}]", note=note)
+
+
 def is_expression(value: SourceKey) -> bool:
     return len(value.items) == 1 and _EXPRESSION.search(value.text.strip()) is not None
 

@@ -9,7 +9,13 @@ from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.defaults import CHANGES_TRL, TRL
 from fsdpctl.importers.models import map_model
-from fsdpctl.importers.shared import quantized, read_deepspeed, read_optimizer, read_targets
+from fsdpctl.importers.shared import (
+    quantized,
+    read_deepspeed,
+    read_modules_to_save,
+    read_optimizer,
+    read_targets,
+)
 from fsdpctl.importers.training import (
     TrainingRows,
     add_schedule,
@@ -125,6 +131,7 @@ def _read_adapters(found: Translation) -> None:
             found.missing_for_training.append(
                 ("model.lora.targets", f"lora_target_modules: not set: {why}")
             )
+    read_modules_to_save(found)
     if scaled := source.take_on("use_rslora"):
         found.map(scaled, "model.lora.rslora=true")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):

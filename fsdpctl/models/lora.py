@@ -125,7 +125,8 @@ def modules_also(module: nn.Module, text: str | None) -> set[str]:
         return set()
     chosen = NameFilter.of(ALSO, text, ends=True)
     names = [name for name, each in module.named_modules() if name and [*each.parameters()]]
-    leaves = [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    leaves = [each for each in ends if not each.isdigit()]
     chosen.check(names, "module", f"modules are {', '.join(leaves)}", leaves)
     heads = tuple(f"{name}." for name in names if chosen.matches(name))
     return {name for name in names if f"{name}.".startswith(heads)}

@@ -46,14 +46,17 @@ def with_vocabulary(config: C) -> C:
 
 
 def notes_on_new_rows(config: Config, module: nn.Module) -> tuple[str, ...]:
-    """Return a note if the rows of new tokens are not trained."""
+    """Return lines about the rows of new tokens."""
     names, _ = vocabulary_shapes(module)
     frozen = [name for name in names if not module.get_parameter(name).requires_grad]
-    if config.model.first_new_token is None or not frozen:
+    if (first := config.model.first_new_token) is None:
         return ()
+    line = f"rows of {', '.join(names)} from {first:,} are the mean of those before"
+    if not frozen:
+        return (line,)
     modules = ",".join(name.rpartition(".")[0].rpartition(".")[2] for name in names)
     what = "model.lora.also" if config.model.lora.rank is not None else "model.trainable"
-    return (f"rows of new tokens in {', '.join(frozen)} are not trained; set {what}={modules}",)
+    return (line, f"{', '.join(frozen)}: not trained, with new tokens; set {what}={modules}")
 
 
 def _grown(config: C, count: int, first: int | None) -> C:

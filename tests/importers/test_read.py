@@ -353,7 +353,6 @@ def test_axolotl_without_fsdp_is_unsharded(tmp_path):
     ("tensor_parallel_size: 2", "does not support tensor parallelism"),
     ("context_parallel_size: few", "expected a whole number"),
     ("qat:\n  weight_dtype: int4", "quantization-aware training needs more memory"),
-    ("adapter: lora\nlora_modules_to_save: [lm_head]", "trains full layers in addition"),
     ("adapter: ia3", "expected lora or qlora"), ("optimizer: ademamix", "unknown optimizer states"),
     ("unfrozen_parameters: ['.*']", "model.trainable=REGEX"),
     ("sequence_len: many", "train.seq_len=many"),

@@ -275,6 +275,15 @@ def test_what_trains_something_else_is_refused(tool, changes, message):
         converted(tool, {**TOOLS[tool][1], **changes})
 
 
+def test_modules_that_are_trained_whole_and_new_tokens_are_translated():
+    saved = {"lora_modules_to_save": ["embed_tokens", "lm_head"]}
+    tokens = {"tokens": ["<a>", "[b]"], "special_tokens": {"additional_special_tokens": ["<c>"]}}
+    assert settings("TRL", **saved)["model.lora.also"] == "[embed_tokens,lm_head]"
+    found = settings("axolotl", **saved, **tokens)
+    assert found["model.lora.also"] == "[embed_tokens,lm_head]"
+    assert found["data.new_tokens"] == '["<a>", "[b]", "<c>"]'
+
+
 def test_keys_of_a_data_set_that_are_not_followed_are_named():
     entry = {
         "path": "rows.jsonl", "type": "chat_template", "shards": 10, "split": "train[:5%]",

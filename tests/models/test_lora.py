@@ -137,6 +137,17 @@ def test_the_output_of_an_adapter_is_scaled():
     assert wide.lora.scale == 16 / math.sqrt(8)
 
 
+def test_modules_are_trained_whole_by_the_ends_of_their_names():
+    names = trained("model.lora.rank=2", "model.lora.also=norm,layers.0.mlp,lm_head")
+    whole = {name for name in names if ".lora_" not in name}
+    mlp = {f"model.layers.0.mlp.{each}_proj.weight" for each in ("gate", "up", "down")}
+    assert whole == {"model.norm.weight", "model.embed_tokens.weight", *mlp}  # a tied head
+    assert not any("layers.0.mlp" in name for name in names - whole)
+    model = config("model.lora.rank=2", "model.base_dtype=nf4", "model.lora.also=layers.0.mlp")
+    params = dict(build_model(model).named_parameters())
+    assert all(params[name].is_floating_point() for name in mlp)
+
+
 def test_adapter_settings_are_saved_only_if_they_are_used():
     with_them = compose_config([*SMALL, "model.lora.rank=4", "model.lora.targets=q|v"]).config
     assert config_from_words(config_words(with_them)) == with_them

@@ -1,0 +1,126 @@
+"""Runs whose tokenizer gets new tokens: their rows, their files, and resuming bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdpctl.checkpoint.base import weights_in_model_path
+from fsdpctl.checkpoint.tensors import tensor_of
+from fsdpctl.config.compose import compose_config
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.models.registry import build_model
+from fsdpctl.resolve.open import plan_on_cluster
+from tests.commands.run import invoke
+from tests.matrix import fast
+from tests.training.chats import make_chat_model, make_chats
+from tests.training.ranks import resolved
+from tests.training.test_lora import losses, newest, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+NEW = ["<|im_start|>", "<|im_end|>"]
+ROWS, PADDED = 312, 320
+LORA = ["model.lora.rank=4", "model.lora.also=embed_tokens,lm_head"]
+
+
+def make_base(folder: Path, family: str) -> Path:
+    """A chat model without the tokens that its template writes, and with a row for each other."""
+    make_chat_model(folder, family)
+    file = folder / "tokenizer.json"
+    about = json.loads(file.read_text())
+    about["added_tokens"] = [x for x in about["added_tokens"] if x["content"] not in NEW]
+    vocabulary = about["model"]["vocab"]
+    for number, text in enumerate(NEW):
+        vocabulary[f"unused{number}"] = vocabulary.pop(text)
+    file.write_text(json.dumps(about))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(ROWS)
+    model.save_pretrained(folder)
+    return folder
+
+
+def words(folder: Path, family: str, *more: str) -> list[str]:
+    base = folder / "base"
+    if not base.exists():
+        make_base(base, family)
+        make_chats(folder / "chats.jsonl")
+    return [
+        "model=hf", f"model.path={base}", "data=chat", f"data.path={folder / 'chats.jsonl'}",
+        f"data.new_tokens={json.dumps(NEW)}", "data.val_fraction=0", "train.seq_len=32",
+        "train.global_batch_size=4", "train.sample_tokens=0", "optimizer.lr=1e-2",
+        "lr_scheduler=constant", "checkpoint.mode=sync", "checkpoint.every=2",
+        "launch.nproc_per_node=2", "launch.device=cpu", f"train.run_dir={folder / 'run'}", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3 tied"])
+def test_new_rows_are_the_mean_of_the_others(tmp_path, family):
+    config = resolved(words(tmp_path, family, *LORA))
+    assert (config.model.vocab_size, config.model.first_new_token) == (PADDED, ROWS)
+    module = build_model(config.model)
+    weights = weights_in_model_path(config.model, module, 0)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    for name, old in base.named_parameters():
+        if len(old) == ROWS:
+            key = f"model/{name}"
+            parts = [tensor_of(x, "F32").clone() for _, x in weights.read(key)]
+            new = torch.cat(parts).view(weights.info(key).shape)
+            assert torch.equal(new[:ROWS], old)
+            assert (new[ROWS:] - old.mean(0)).abs().max() <= 1e-6
+            assert len(new) == PADDED
+
+
+@pytest.mark.parametrize("family", fast("qwen3 tied", slow=["llama"]))
+@pytest.mark.parametrize("more", fast(LORA, slow=[[]]))
+def test_a_stopped_run_resumes_bit_for_bit_and_its_exports_agree(tmp_path, family, more):
+    typed = words(tmp_path, family, *more)
+    whole = run([*typed, "train.steps=4"], 2, tmp_path / "whole")
+    expected = losses(tmp_path)
+    shutil.rmtree(tmp_path / "run")
+    run([*typed, "train.steps=2"], 2, tmp_path / "first")
+    resumed = run([*typed, "train.steps=4"], 2, tmp_path / "resumed")
+    assert losses(tmp_path) == expected
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    estimate = Estimator().estimate(plan_on_cluster(compose_config([*typed, "train.steps=4"])))
+    stored = newest(tmp_path)
+    assert sum(stored.info(x).nbytes for x in stored.manifest.tensors) == estimate.checkpoint_bytes
+    source, merge = str(tmp_path / "run"), ["--merge"] if more else []
+    assert invoke("consolidate-checkpoint", source, str(tmp_path / "hf"), *merge)[0] == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.convert_tokens_to_ids(NEW) == [ROWS, ROWS + 1]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    tokens = torch.arange(PADDED - 20, PADDED).view(1, -1)
+    if more:
+        to_peft = (str(tmp_path / "p"), "--format", "peft")
+        assert invoke("consolidate-checkpoint", source, *to_peft)[0] == 0
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+        base.resize_token_embeddings(PADDED)
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "p")
+        assert len(AutoTokenizer.from_pretrained(tmp_path / "p")) == ROWS + len(NEW)
+        with torch.no_grad():
+            assert (adapted(tokens).logits - merged(tokens).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["data.new_tokens=[a,a]"], r"data.new_tokens=\[a,a\]: expected different texts"),
+        (["data.new_tokens=[[INST],[/INST]]"], "or as JSON"),
+        (["data.tokenizer=bytes", "data=text"], "requires a model's tokenizer"),
+        (["data=tokens"], "only valid with data=text or data=chat"),
+    ],
+)
+def test_new_tokens_that_cannot_be_added_are_refused(tmp_path, more, said):
+    typed = dict(word.split("=", 1) for word in [*words(tmp_path, "llama"), *more])
+    with pytest.raises(UsageError, match=said):
+        resolved([f"{name}={text}" for name, text in typed.items()])
