@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fsdpctl.checkpoint.base import pretrained_weights
+from fsdpctl.checkpoint.base import first_weights, pretrained_weights
 from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.manifest import read_manifest
@@ -97,7 +97,8 @@ def _evaluated(opened: Opened) -> _Evaluation:
     folder = weights_folder(config.model)
     with doing(f"loading {folder}"):
         model = make_model(config, device, strategy=strategy_alone(config), empty=True)
-        load_weights(pretrained_weights(config.model, folder, model.collectives), model)
+        base = pretrained_weights(config.model, folder, model.collectives)
+        load_weights(first_weights(config.model, model.module, config.train.seed, base), model)
     vocab_size = data.vocab_size or vocabulary_of(config, data)
     batches = Batches(stream.rows(config.train.seq_len), plan.batches, 0, vocab_size)
     total = batches.num_validation_batches(0)

@@ -1,6 +1,7 @@
 """Runs whose tokenizer gets new tokens: their rows, their files, and resuming bit for bit."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -103,6 +104,10 @@ def test_a_stopped_run_resumes_bit_for_bit_and_its_exports_agree(tmp_path, famil
     if more:
         to_peft = (str(tmp_path / "p"), "--format", "peft")
         assert invoke("consolidate-checkpoint", source, *to_peft)[0] == 0
+        data = [word for word in typed if word.startswith(("data", "train.seq_len"))]
+        given = [str(tmp_path / "base"), f"model.lora.path={tmp_path / 'p'}", *data]
+        found = [invoke("evaluate", *each)[1] for each in ([source], given)]
+        assert len({*map(str, (re.findall("loss .*", each) for each in found))}) == 1, found
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
         base.resize_token_embeddings(PADDED)
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "p")
