@@ -1,14 +1,21 @@
 """The key `model.overrides`: values that are merged into a model's config.json."""
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.any_decoder import canonical, known_names, read_configuration
+from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.untrusted import parse_json
 
 OVERRIDES = "model.overrides"
 _ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"  # a file has one of these names
+
+
+def read_settings(file: Path) -> dict[str, str]:
+    """Return the settings of a recipe that stands alone, such as config.yaml of a run."""
+    return dict(gathered(read_recipe(file)))
 
 
 def gathered(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
