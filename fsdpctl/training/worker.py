@@ -118,10 +118,14 @@ def _train(
     from fsdpctl.run.directory import read_config
     from fsdpctl.run.heartbeat import RunLock
 
-    plan = plan_of(read_config(run_dir))
-    config = plan.config
     lock = RunLock(run_dir)
-    lock.join()
+    try:
+        plan = plan_of(read_config(run_dir))
+        lock.join()
+    except Exception as error:
+        report(error)
+        raise
+    config = plan.config
     started = float(os.environ.get("FSDPCTL_STARTED") or psutil.Process().create_time())
     if int(os.environ["RANK"]) == 0:
         about = (run_dir, config.launch.time_limit, started)
