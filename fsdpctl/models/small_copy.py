@@ -26,7 +26,10 @@ _SHRUNK = {
     "moe_intermediate_size": 32, "ffn_dim": 64, "shared_expert_intermediate_size": 32,
     "ffn_hidden_size": 64, "n_inner": 64, "num_experts": 16, "num_local_experts": 16,
     "n_routed_experts": 16, "moe_num_experts": 16, "q_lora_rank": 32, "kv_lora_rank": 32,
-    "qk_nope_head_dim": 8, "v_head_dim": 8, "n_positions": 512, "max_position_embeddings": 1 << 16,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "rotary_dim": 8, "linear_head_dim": 8,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_heads": 4,
+    "mamba_d_state": 16, "ssm_state_size": 16, "n_positions": 512,
+    "max_position_embeddings": 1 << 16,
 }  # fmt: skip
 _TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 
