@@ -150,12 +150,17 @@ def _bytes(name: str) -> Cell:
     return _cell(name, format_bytes)
 
 
+def _status(row: Row) -> str | None:
+    return None if row.status == OK else row.status.partition(":")[0]
+
+
 def _exposed(row: Row) -> str | None:
     seconds = row.exposed_communication_seconds
     return None if seconds is None or not row.step_seconds else f"{seconds / row.step_seconds:.0%}"
 
 
 _COLUMNS: tuple[tuple[str, str, Cell], ...] = (
+    ("status", "of a variant without results", _status),
     ("tokens/s", "of all ranks{median}", _number("tokens_per_second", ",.0f")),
     ("spread", "slowest and fastest round", _spread),
     ("ms/step", "time of a step{median}", _number("step_seconds", ",.1f", 1e3)),

@@ -27,8 +27,11 @@ _TERA = 1e12
 
 
 def with_memory(row: Row, estimate: RunEstimate) -> Row:
-    """Return `row` with its estimated memory, and the status that follows from it."""
-    status = f"{TOO_LARGE}{'; '.join(found)}" if (found := estimate.shortages) else OK
+    """Return `row` with its estimated memory and its status; what does not fit has no length."""
+    status = OK
+    if found := estimate.shortages:
+        status = f"{TOO_LARGE}{'; '.join(found)}"
+        row = replace(row, hours=None, gpu_hours=None, cost=None)
     return replace(
         row,
         estimated_peak_tensor_bytes=estimate.allocated,

@@ -1,6 +1,6 @@
 """Simulated comparisons: a suggestion if none of the variants fits, and short steps."""
 
-from fsdpctl.commands.compare.row import OK, TOO_LARGE
+from fsdpctl.commands.compare.row import OK, TOO_LARGE, columns
 from fsdpctl.commands.compare.simulate import SimulatedComparison
 from fsdpctl.commands.compare.vary import variants
 
@@ -40,7 +40,9 @@ def test_missing_host_memory_is_in_the_status_of_a_variant():
     found = SimulatedComparison(variants([*words, "cluster.host_memory=6.008"], None, steps=20))
     found.run()
     fits, lacks = found.rows
-    assert fits.status == OK
+    assert (fits.status, lacks.hours, lacks.gpu_hours) == (OK, None, None)
+    assert fits.hours is not None
+    assert columns(found.rows)[1].cells == ("-", "does not fit")
     assert lacks.status.startswith(TOO_LARGE)
     assert lacks.status.endswith("GiB needed per node, 6.01 GiB available (cluster.host_memory)")
 
