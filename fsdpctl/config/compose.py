@@ -18,6 +18,7 @@ from fsdpctl.config.overrides import gathered
 from fsdpctl.config.recipe import (
     cards_with,
     choices_of,
+    clusters_like,
     find_recipe,
     package_folder,
     read_recipe,
@@ -259,10 +260,9 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
         size = re.findall(r"\d+", text)
         same = [x for x in choices if x.startswith(text) or re.findall(r"\d+", x) == size]
         return hint(text, same) or f"; model={FROM_PATH} model.path=DIR loads another model"
-    same = [each for each in choices if each.startswith(text)]
     if group == "cluster" and (cards := cards_with(text)):
         return f"; GPUs of that size are {', '.join(cards)}; set one, such as cluster=2x{cards[0]}"
-    if group == "cluster" and text and same:  # a100 is neither a10 nor one of two
+    if group == "cluster" and (same := clusters_like(text)):
         return f"; did you mean {' or '.join(same)}?"
     elsewhere = STRATEGIES_ELSEWHERE if group == "strategy" else ()
     return hint(text, [*choices, *elsewhere])

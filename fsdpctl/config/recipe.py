@@ -65,6 +65,16 @@ def cards_with(size: str) -> list[str]:
     return [x for x, about in _clusters() if 0.9 * most < float(about.get("memory", 0)) <= most]
 
 
+def clusters_like(text: str) -> list[str]:
+    """Return the clusters that a spelling such as A100 or H100-80GB may mean."""
+    word = text.lower()
+    model = re.search(r"[a-z]+[-_ ]?\d+", word)  # a100 is neither a10 nor one of two
+    start, word = (re.sub(r"[-_ ]", "", each) for each in (model[0] if model else word, word))
+    similar = [x for x, _ in _clusters() if start and x.replace("_", "").startswith(start)]
+    whole = [x for x in similar if all(part in word for part in x.split("_"))]
+    return [max(whole, key=len)] if whole else similar
+
+
 def _clusters() -> Iterator[tuple[str, Any]]:
     for file in sorted((package_folder("conf") / "cluster").glob("*.yaml")):
         yield file.stem, read_yaml(file) or {}

@@ -14,7 +14,7 @@ from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 
 Pair = tuple[str, str]
 RANKS = ("launch.nproc_per_node", "launch.nnodes")
-_TIMES = re.compile(r"(\d{1,7})[xX×*](\w+)")
+_TIMES = re.compile(r"(\d{1,7})[xX×*]([\w-]+)")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 
 

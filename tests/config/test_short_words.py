@@ -40,6 +40,8 @@ def test_nodes_on_the_command_line_override_the_number_of_gpus_of_a_recipe(tmp_p
     (["cluster=4xh100", "launch.nproc_per_node=2"], "conflicts with launch.nproc_per_node"),
     (["cluster=2x24"], "are a10, l4, rtx3090, rtx4090; set one, such as cluster=2xa10"),
     (["cluster=80GB"], "GPUs of that size are a100_80, h100, h100_pcie; set one"),
+    (["cluster=8xA100"], "mean a100_40 or a100_80?"), (["cluster=A100-80g"], "mean a100_80?"),
+    (["cluster=8xh100-80gb"], "mean h100?"), (["cluster=RTX-4090"], "mean rtx4090?"),
     (["cluster=4xnothing"], "no such option"), (["meta-llama/Llama-2-13b"], "expected KEY=VALUE"),
 ])  # fmt: skip
 def test_mistakes_in_short_forms_are_named(words, message):
