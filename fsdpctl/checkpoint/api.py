@@ -67,8 +67,14 @@ def load_checkpoint(
         The `extra` values that were saved.
 
     Raises:
+        UsageError: If the model is not sharded.
         CheckpointError: If the checkpoint is corrupted, incomplete or of a different model.
     """
+    if not hasattr(model, "flat_shards"):
+        raise UsageError(
+            f"load_checkpoint: expected a sharded model, got {type(model).__name__}; pass "
+            'fsdpctl.shard_model(module, strategy="no_shard"), whose unwrap() returns the module'
+        )
     reader = CheckpointReader(Path(path))
     states = None if optimizer is None else _with_states(model, optimizer, reader)
     progress = load_into(reader, model, states)

@@ -7,7 +7,10 @@ from fsdpctl.config.keys import key
 from fsdpctl.plan.attention_kernels import KERNELS, THEIRS
 
 OWN = "own:"  # begins the name of a module of a script
-NO_DECODER = "a run of fsdpctl.train with a module of a script; expected one of a decoder"
+NO_DECODER = (
+    "a run of fsdpctl.train with a module of a script; expected one of a decoder; "
+    "fsdpctl.load_checkpoint reads its weights"
+)
 MOST_TOKENS = 1 << 24  # of a vocabulary; 64 times the largest published
 MOST_LAYERS, MOST_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published
 
