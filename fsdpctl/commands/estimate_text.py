@@ -22,7 +22,7 @@ from fsdpctl.estimate.search import estimates_of
 from fsdpctl.importers.recipe import read_others
 from fsdpctl.io.activity import doing
 from fsdpctl.io.units import figure, format_bytes
-from fsdpctl.launch.begin import change_lines, describe_ranking
+from fsdpctl.launch.begin import change_lines, describe_ranking, sized_for
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 from fsdpctl.resolve.place import notes_on_memory
 
@@ -130,7 +130,7 @@ def _show_one(estimator: Estimator, found: RunEstimate, fits: list[Fit]) -> None
         say(f"fit     {_fit_line(fits[0])}")
     nothing_fits = fits[0].estimate is None if fits else not found.fits
     if nothing_fits:
-        say(*change_lines(advice(estimator, found.plan)))
+        say(*sized_for(found), *change_lines(advice(estimator, found.plan)))
 
 
 def _time_lines(estimator: Estimator, found: RunEstimate) -> Iterator[str]:

@@ -253,6 +253,9 @@ def _check_one(name: str, text: str) -> None:
 
 
 def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
+    if "," in text:
+        simulate = " --simulate" if group == "cluster" else ""
+        return f"; `fsdpctl compare{simulate}` takes several"
     if group == "model":
         if "/" in text or os.path.isdir(text):
             return f"; model={FROM_PATH} model.path={text} loads a directory"

@@ -25,6 +25,7 @@ from fsdpctl.launch.run_lines import describe_run
 from fsdpctl.resolve.launchers import Place
 from fsdpctl.resolve.open import Opened, open_run, open_task
 from fsdpctl.resolve.own import Task
+from fsdpctl.resolve.place import LOCAL
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
@@ -129,13 +130,22 @@ def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str],
     if not (lacking := estimate.shortages):
         return
     say(f"{'memory':<8}does not suffice; searching for changes that fit")
-    for line in change_lines(advice(estimator, estimate.plan, more_ranks=False)):
+    changes = advice(estimator, estimate.plan, more_ranks=False)
+    for line in (*change_lines(changes), *(() if changes else sized_for(estimate))):
         say(line)
     if estimate.config.train.require_fit:
         raise DoesNotFitError(
             f"{'; '.join(lacking)}; change the settings, or set train.require_fit=false to start "
             "nevertheless"
         )
+
+
+def sized_for(estimate: RunEstimate) -> tuple[str, ...]:
+    """Return a line that an estimate is for this machine's CPU, if it is and no cluster was set."""
+    if (estimate.config.cluster.name, estimate.config.launch.device) != (LOCAL, "cpu"):
+        return ()
+    sizes = "`fsdpctl estimate-memory … cluster=8xh100` for GPUs (`fsdpctl list cluster`)"
+    return (f"{'cluster':<8}sized for this machine's CPU; {sizes}",)
 
 
 def change_lines(changes: Sequence[tuple[Change, RunEstimate]]) -> list[str]:

@@ -220,7 +220,8 @@ def _memory(estimate: RunEstimate) -> str:
     if missing := [each for each in estimate.packages if find_spec(MODULES[each]) is None]:
         text += f"; without {' and '.join(missing)}, which is not installed, far more"
     if estimate.peak_reserved > estimate.available:
-        text += f"; exceeds the available {format_bytes(estimate.memory_bytes)}"
+        needed = format_bytes(estimate.peak_reserved + estimate.outside.high)
+        text += f"; with the process {needed}, {format_bytes(estimate.memory_bytes)} available"
     return text
 
 

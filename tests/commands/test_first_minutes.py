@@ -297,4 +297,8 @@ def test_a_run_that_exceeds_the_memory_does_not_start(words):
         assert code == 3
         assert "needed per rank, 2.0 MiB available" in said
     assert not Path("runs").exists()
-    assert "it would run" in dry_run(*words, "train.require_fit=false")
+    needed = said.split(" needed")[0].rpartition(" about ")[2]
+    said = " ".join(dry_run(*words, "train.require_fit=false").split())
+    assert f"; with the process {needed}, 2.0 MiB available" in said
+    assert "sized for this machine's CPU; `fsdpctl estimate-memory … cluster=8xh100`" in said
+    assert "it would run" in said

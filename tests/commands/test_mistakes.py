@@ -57,6 +57,7 @@ TABLE = [
     ("estimate-memory cluster.memory=80QB", "a size such as 80GB"),
     ("estimate-memory cluster.memory=GiB", "cluster.memory=GiB"),
     ("estimate-memory cluster=h1000", "did you mean h100?"),
+    ("estimate-memory cluster=8xh100,a10", "no such option; `fsdpctl compare --simulate` takes"),
     ("train launch.allocator=cuda", "expandable, native"),
     ("train checkpoint.mode=later", "async, sync"),
     ("train model.weights=x", "use model=hf and model.path"),
