@@ -163,7 +163,7 @@ class LrSchedulerConfig:
     name: str = "cosine"
     warmup_steps: int | None = key(
         None,
-        "steps of linear warmup; auto: 50, on conversations a tenth of all steps if that is less; "
+        "steps of linear warmup; auto: 50, or a tenth of all steps if that is less; "
         "with lr_scheduler.warmup_ratio: a maximum",
         minimum=0,
         auto=True,

@@ -161,11 +161,11 @@ def _peak_rate(c: Config, f: Facts) -> float:
 
 
 def _warmup(c: Config, f: Facts) -> int | None:
-    """The usual steps; on conversations at most a tenth of all."""
+    """The usual steps, or a tenth of all if that is less."""
     usual, steps = c.lr_scheduler.warmup_steps, c.train.steps
     if usual is None or steps is None:  # a share
         return usual
-    return min(usual, -(-steps // 10)) if c.data.name == CHAT else usual
+    return min(usual, -(-steps // 10))
 
 
 OF_MODEL: tuple[Row, ...] = (("optimizer.lr", _peak_rate), ("lr_scheduler.warmup_steps", _warmup))
