@@ -11,6 +11,7 @@ import typer
 
 from fsdpctl.commands.console import fail, say, show_panel
 from fsdpctl.errors import FINAL, LOST, ExitCode, UsageError, first_of
+from fsdpctl.io.run_files import BEST, CHECKPOINTS
 from fsdpctl.io.units import format_bytes
 from fsdpctl.launch.outcome import COMPILE_FAILED, Failure, Outcome
 from fsdpctl.run.heartbeat import record_cause
@@ -51,13 +52,15 @@ def _end(message: str, code: int) -> NoReturn:
 def _next(run_dir: Path) -> str:
     from fsdpctl.run.directory import read_config
 
-    chat = merge = ""
+    chat = merge = best = ""
     with suppress(UsageError):
         config = read_config(run_dir)
         chat = " --chat" * (config.data.name == "chat")
         merge = " --merge" * (config.model.lora.rank is not None)
+        best = " --best" * (config.checkpoint.keep_best and (run_dir / CHECKPOINTS / BEST).is_dir())
     run = shlex.quote(str(run_dir))
-    return f"next: fsdpctl sample {run}{chat}, or fsdpctl consolidate-checkpoint {run} DIR{merge}"
+    folder = f"fsdpctl consolidate-checkpoint {run} DIR{merge}{best}"
+    return f"next: fsdpctl sample {run}{chat}, or {folder}"
 
 
 def _show_failure(cause: Failure | None, run_dir: Path, outcome: Outcome) -> None:

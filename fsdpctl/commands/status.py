@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from fsdpctl.checkpoint.folders import complete_checkpoints, passed_over, step_of
-from fsdpctl.checkpoint.manifest import read_manifest
+from fsdpctl.checkpoint.manifest import BestValidation, read_manifest
 from fsdpctl.commands.console import AsJson, show_json, show_table
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
@@ -61,7 +61,7 @@ class Newest:
     num_bytes: int
     problem: str  # how it differs from its manifest; empty if it does not
     owes_validation: bool  # whether the run stopped before the validation of this step
-    unimproved: int  # validations since the one with the lowest loss
+    best: BestValidation | None  # the validation with the lowest loss so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,10 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
     yield "step", _step_line(found)
     if found.loss is not None:
         yield "loss", f"{found.loss:.4f}"
+    best = None if found.checkpoint is None else found.checkpoint.best
     if found.val_loss is not None:
-        yield "validation", f"loss {found.val_loss:.4f} at step {found.val_step}"
+        lowest = f"; lowest {best.loss:.4f} at step {best.step}" if best else ""
+        yield "validation", f"loss {found.val_loss:.4f} at step {found.val_step}{lowest}"
     saved = "none yet"
     if (newest := found.checkpoint) is not None:
         saved = f"step {newest.step}, {format_seconds(newest.age_seconds)} ago, "
@@ -194,6 +196,8 @@ def read_status(run_dir: Path) -> Status:
     step = max(last.step if last else 0, newest.step if newest else 0)
     is_done = _is_done(newest, validation, total, patience)
     state, message = _state(run_dir, record, is_done=is_done)
+    if state == FINISHED and newest and newest.best and newest.step < (total or 0):
+        message = f"no lower validation loss since step {newest.best.step} ({_PATIENCE}={patience})"
     return Status(
         run=str(run_dir),
         state=state,
@@ -272,7 +276,8 @@ def _is_done(
 ) -> bool:
     if newest is None or total is None:
         return False
-    if newest.step < total and (patience is None or newest.unimproved < patience):
+    unimproved = 0 if newest.best is None else newest.best.unimproved
+    if newest.step < total and (patience is None or unimproved < patience):
         return False
     validated = 0 if validation is None else validation.step
     return not newest.owes_validation or validated >= newest.step
@@ -338,7 +343,7 @@ def _newest(run_dir: Path, now: float) -> Newest | None:
         age_seconds=max(0.0, now - (folder / MANIFEST).stat().st_mtime),
         num_bytes=sum(expected.values()),
         owes_validation=manifest.progress.owes_validation,
-        unimproved=0 if manifest.progress.best is None else manifest.progress.best.unimproved,
+        best=manifest.progress.best,
         problem=f"{wrong}: missing or of the wrong size" if wrong else "",
     )
 

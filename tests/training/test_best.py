@@ -58,7 +58,9 @@ def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
         there = {each.name for each in (folder / "run" / CHECKPOINTS).glob("step-*")}
         assert there == {f"step-{step:08d}" for step in kept}
         assert open_best(str(folder / "run")).manifest.progress.step == best
-        assert read_status(folder / "run").state == "finished"
+        found = read_status(folder / "run")
+        why = f"no lower validation loss since step {best} (train.patience=3)"
+        assert (found.state, found.message) == ("finished", why)
         assert max(losses) == best + 6 < 40  # three validations later
         seen = look(open_run(compose_config(typed)).config, "auto")
         assert seen.standing is Standing.FINISHED
