@@ -29,7 +29,11 @@ class ComparedStep:
     b: float | None
 
     def __str__(self) -> str:
-        return " and ".join("not finite" if x is None else f"{x:.9g}" for x in (self.a, self.b))
+        rounded, exact = (
+            [format(x or 0.0, form) for x in (self.a, self.b)] for form in (".9g", "")
+        )
+        shown = zip((self.a, self.b), exact if len({*rounded}) == 1 else rounded, strict=True)
+        return " and ".join("not finite" if x is None else text for x, text in shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,11 @@ def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[Setting]:
 
 def _environment(run_dir: Path) -> dict[str, str]:
     (*_, newest) = [{}, *read_starts(run_dir)]
-    return {key: x if isinstance(x, str) else json.dumps(x) for key, x in newest.items()}
+    found = {key: x for key, x in newest.items() if key not in _NOT_COMPARED}
+    for key, x in newest.items():
+        if key in found and isinstance(x, dict):  # each variable by itself: lines stay short
+            found |= {f"{key}.{name}": value for name, value in found.pop(key).items()}
+    return {key: x if isinstance(x, str) else json.dumps(x) for key, x in found.items()}
 
 
 def _figures(run_dir: Path) -> dict[str, _Values]:

@@ -56,7 +56,8 @@ def follow_restarts(run_dir: Path, launch: LaunchConfig, nodes: Nodes, say: Say)
         if nodes.own not in following.nodes:
             return outcome
         number += 1
-        say(f"restart {number}: {following.nproc_per_node} ranks on this node")
+        ranks = following.nproc_per_node
+        say(f"restart {number}: {ranks} rank{'s' * (ranks != 1)} on this node")
         launch = replace(launch, nproc_per_node=following.nproc_per_node)
 
 

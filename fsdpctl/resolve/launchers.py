@@ -70,7 +70,7 @@ def place_of(
     if launch.nproc_per_node not in (None, ranks):
         raise UsageError(
             f"launch.nproc_per_node={launch.nproc_per_node}: the launcher has started {ranks} "
-            "ranks on this node"
+            f"rank{'s' * (ranks > 1)} on this node"
         )
     nodes = place.world_size // ranks
     _check_node_count(launch, nodes, "the launcher has started ranks on")

@@ -85,8 +85,10 @@ class Validation(Callback):
             run.save()
         if run.is_over() and run.step < self._last:
             assert run.best is not None
+            number = run.best.unimproved
+            last = "validation loss is" if number == 1 else f"{number} validation losses are"
             run.journal.say(
-                f"step {run.step}: the last {run.best.unimproved} validation losses are not below "
-                f"that of step {run.best.step} ({run.best.loss:.4f}): the run ends "
+                f"step {run.step}: the last {last} not below that of step {run.best.step} "
+                f"({run.best.loss:.4f}): the run ends "
                 f"(train.patience={run.parts.config.train.patience})"
             )
