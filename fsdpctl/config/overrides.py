@@ -14,7 +14,7 @@ _ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"  # a file has one of these 
 
 
 def read_settings(file: Path) -> dict[str, str]:
-    """Return the settings of a recipe that stands alone, such as config.yaml of a run."""
+    """Return the settings of a recipe, such as config.yaml of a run, with all overrides in one."""
     return dict(gathered(read_recipe(file)))
 
 
