@@ -16,8 +16,15 @@ from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.files import nearest_path
-from fsdpctl.io.run_files import BEST, MANIFEST, RUN_CONFIG, STEP, check_own, check_steps
+from fsdpctl.io.run_files import (
+    BEST,
+    MANIFEST,
+    RUN_CONFIG,
+    STEP,
+    check_own,
+    check_steps,
+    nearest_run,
+)
 from fsdpctl.io.run_files import LATEST as LATEST
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # of a path, which has no empty names
@@ -95,7 +102,7 @@ def find_checkpoint(source: Path) -> Path:
                 f"{source}: not read from object stores; to download it, pass it to "
                 "`fsdpctl consolidate-checkpoint` or to train --resume"
             )
-        raise UsageError(f"{source}: directory not found{nearest_path(str(source))}")
+        raise UsageError(f"{source}: directory not found{nearest_run(source)}")
     if ((latest := source / "latest") / RUN_CONFIG).is_file():
         raise UsageError(f"{source}: holds runs; expected one of them, such as {latest}")
     check_own(source)

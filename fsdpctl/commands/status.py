@@ -26,6 +26,7 @@ from fsdpctl.io.run_files import (
     METRICS,
     RUN_CONFIG,
     RUNS,
+    runs_in,
 )
 from fsdpctl.io.units import format_bytes
 from fsdpctl.io.untrusted import MIB
@@ -47,7 +48,6 @@ _METRICS_BYTES = 16 * MIB  # of the end of metrics.jsonl: some thirty thousand s
 _RECENT, _MOST_WARNINGS = 50, 5
 _MOST_LOGS = 64
 _STARTS_WITHIN = 120.0  # seconds
-_MOST_NAMED = 5  # runs
 _BRIEF = 100  # characters of a cause
 
 
@@ -113,10 +113,7 @@ def _newest_run() -> Path:
     latest = Path(RUNS, LATEST)
     if latest.is_dir():
         return Path(RUNS, Path(os.path.realpath(latest)).name)
-    found = Path(RUNS).iterdir() if Path(RUNS).is_dir() else iter(())
-    names = sorted(str(each) for each in islice(found, _MOST_NAMED) if each.is_dir())
-    known = f", such as {', '.join(names)}" if names else ""
-    raise UsageError(f"{latest}: not found; pass a run directory{known}")
+    raise UsageError(f"{latest}: not found; pass a run directory{runs_in(Path(RUNS))}")
 
 
 def _rows(found: Status) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.fetch import Repository, hub_cache, is_offline
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.gguf_header import SUFFIX
-from fsdpctl.io.run_files import CONFIG_JSON
+from fsdpctl.io.run_files import CONFIG_JSON, RUNS
 from fsdpctl.io.untrusted import read_json
 
 TABLE = Path(__file__).parent / "hub_models.json"
@@ -82,7 +82,9 @@ def _repository(path: str, key: str = "model.path=") -> Repository | None:
     if (match := _SNAPSHOT.fullmatch(path)) and Path(match[1]) == hub_cache():
         return Repository(f"{match[2]}/{match[3]}", match[4], "model", where)
     match = _NAME.fullmatch(path)
-    if match is None or os.path.exists(path) or ".." in path or path.endswith(SUFFIX):
+    if match is None or os.path.exists(path) or path.startswith(f"{RUNS}/"):
+        return None
+    if ".." in path or path.endswith(SUFFIX):
         return None
     return Repository(match[1], match[2], "model", where)
 

@@ -17,7 +17,14 @@ from fsdpctl import __version__
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file, replace
-from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, OVERRIDES, RUN_CONFIG, check_own
+from fsdpctl.io.run_files import (
+    ENVIRONMENT,
+    ESTIMATE,
+    OVERRIDES,
+    RUN_CONFIG,
+    check_own,
+    nearest_run,
+)
 from fsdpctl.io.untrusted import Count, as_type, read_json
 from fsdpctl.run.metrics import Figure
 
@@ -39,6 +46,8 @@ class _File:
 
 def read_settings(run_dir: Path) -> dict[str, str]:
     """Read the settings of a run as text, without torch; UsageError if there is no run."""
+    if not run_dir.exists():
+        raise UsageError(f"{run_dir}: not found{nearest_run(run_dir)}")
     check_own(run_dir)
     if not (run_dir / RUN_CONFIG).is_file():
         raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")

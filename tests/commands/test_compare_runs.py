@@ -70,6 +70,10 @@ def test_a_non_finite_loss_differs_from_a_finite_one_only(run, twin):
 def test_the_last_values_of_a_repeated_step_count(run, twin):
     write_lines(twin, step_line(3, loss=7.0), step_line(3))
     assert compared_runs(run, twin).differences == []
+    write_lines(run, step_line(3, loss=2.0))
+    write_lines(twin, step_line(3, loss=2.0 + 1e-12))
+    (said,) = compared_runs(run, twin).differences  # with the digits in which they differ
+    assert said == "loss from step 3 on (2.0 and 2.000000000001)"
 
 
 def test_different_settings_are_reported_but_do_not_count(run, twin):
@@ -83,9 +87,13 @@ def test_different_settings_are_reported_but_do_not_count(run, twin):
 def test_the_environments_of_the_newest_starts_are_compared(run, twin):
     for folder, version in ((run, "2.12"), (twin, "2.13")):
         add_start(folder, {"started": "before", "torch": "2.0"})
-        add_start(folder, {"started": version, "torch": version, "ranks": 4, "commit": None})
+        own = {"torch": version, "variables": {"SAME": "1", "OTHER": version}}
+        add_start(folder, {"started": version, **own, "ranks": 4, "commit": None})
     found = compared_runs(run, twin)
-    assert found.environment == [Setting("torch", "2.12", "2.13")]
+    assert found.environment == [
+        Setting("torch", "2.12", "2.13"),
+        Setting("variables.OTHER", "2.12", "2.13"),
+    ]
     assert found.differences == []
     assert "2.13" in invoke("compare-runs", str(run), str(twin))[1]
 

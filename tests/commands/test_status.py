@@ -326,3 +326,6 @@ def test_a_missing_run_is_one_line_with_suggestions(tmp_path, monkeypatch):
     )
     code, said = invoke("status", "runs")
     assert (code, said) == (2, "runs: not a run of fsdpctl (config.yaml not found)")
+    for command in ("status", "sample"):  # "runs" is no organization on the Hub
+        code, said = invoke(command, "runs/other")
+        assert (code, said[-49:]) == (2, "not found; expected a run, such as runs/a, runs/b")
