@@ -5,8 +5,10 @@ Hydra composes the options. Values never pass through its grammar, so any file n
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.auto import unset
@@ -54,6 +56,7 @@ class Composed:
     renamed: tuple[str, ...] = ()  # options by their names in other tools, a line each
     cluster: str | None = None  # as it is given
     of_recipe: frozenset[str] = frozenset()  # keys by the recipe's cluster; empty: it is typed
+    from_recipe: frozenset[str] = frozenset()  # settings of the recipe that are in use
 
 
 def compose_config(
@@ -79,11 +82,12 @@ def compose_config(
     read = read_recipe(path) if path and converted is None else []
     base = read if converted is None else list(converted)
     refuse_commands(str(recipe), base, typed)
-    _refuse_doubles(base)
     replaced = {name for name, _ in typed}  # whose values in the recipe need not be valid
     base = [pair for pair in base if pair[0] not in replaced]
     cluster = dict([*base, *typed]).get("cluster")
-    before, base = base, expanded(base, [], _ranks_per_node)
+    with _named(path):
+        _refuse_doubles(base)
+        before, base = base, expanded(base, [], _ranks_per_node)
     typed = expanded(typed, base, _ranks_per_node)
     given = {name for name, _ in typed}
     of_recipe = frozenset[str]()
@@ -92,6 +96,9 @@ def compose_config(
         of_recipe = frozenset({*ranks, *(x for x in KEYS if x.startswith("cluster."))} - given)
     kept, dropped = _below(base, given)
     pairs, renamed = with_own_strategy(gathered([*kept, *typed]))
+    from_recipe = frozenset(name for name, _ in kept)
+    with _named(path):
+        _check_known([pair for pair in pairs if pair[0] in from_recipe], parses=True)
     _check_known(pairs)
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices)
@@ -104,12 +111,11 @@ def compose_config(
     of_model = values_of_model(choices, dict(pairs), values["model.config_json"])
     values |= of_model | values_of_adapters(choices, dict(pairs)) | parsed
     values["model.head_dim"] = of_model.get("model.head_dim")  # a number for `auto` too
-    _resolve_alternatives("the length", LENGTHS, values, given, {name for name, _ in kept})
-    _resolve_alternatives("the size of a step", SIZES, values, given, {name for name, _ in kept})
+    _resolve_alternatives("the length", LENGTHS, values, given, from_recipe)
+    _resolve_alternatives("the size of a step", SIZES, values, given, from_recipe)
     automatic = frozenset(name for name, value in values.items() if value is None)
-    config = to_config(values, choices)
-    about = (dropped, automatic, unset(dict(pairs)), renamed, cluster, of_recipe)
-    return Composed(config, name, *about)
+    about = (dropped, automatic, unset(dict(pairs)), renamed, cluster, of_recipe, from_recipe)
+    return Composed(to_config(values, choices), name, *about)
 
 
 def default_config() -> Config:
@@ -126,11 +132,17 @@ def checked_settings(words: Sequence[str]) -> list[Pair]:
     typed = [_split(word) for word in words]
     _refuse_doubles(typed)
     pairs, _ = with_own_strategy(gathered(expanded(typed, [], _ranks_per_node)))
-    _check_known(pairs)
-    for name, text in pairs:
-        if name in KEYS:
-            KEYS[name].parse(text)
+    _check_known(pairs, parses=True)
     return typed
+
+
+@contextmanager
+def _named(recipe: Path | None) -> Iterator[None]:
+    """Begin messages of mistakes with the recipe's file."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{recipe}: {error}" if recipe else str(error)) from None
 
 
 def _below(base: list[Pair], given: set[str]) -> tuple[list[Pair], tuple[str, ...]]:
@@ -219,8 +231,8 @@ def _refuse_doubles(typed: Sequence[Pair]) -> None:
         seen[name] = value
 
 
-def _check_known(pairs: Sequence[Pair]) -> None:
-    """Reject unknown settings: the first with its message, the others by name."""
+def _check_known(pairs: Sequence[Pair], *, parses: bool = False) -> None:
+    """Reject unknown settings: the first with its message, the others by name; or any value."""
     errors = {}
     for name, text in pairs:
         try:
@@ -233,6 +245,9 @@ def _check_known(pairs: Sequence[Pair]) -> None:
         listed = [f"{name} ({text[2:]})" if text else name for name, text in hints]
         more = f"; also unknown: {first_of(listed)}" if listed else ""
         raise UsageError(f"{errors[first]}{more}")
+    for name, text in pairs if parses else ():
+        if name in KEYS:
+            KEYS[name].parse(text)
 
 
 def _check_one(name: str, text: str) -> None:
@@ -306,7 +321,7 @@ def _composed_by_hydra(choices: Mapping[str, str]) -> Mapping[str, Mapping[str, 
 
 
 def _resolve_alternatives(
-    subject: str, names: Sequence[str], values: dict[str, Value], *given: set[str]
+    subject: str, names: Sequence[str], values: dict[str, Value], *given: Collection[str]
 ) -> None:
     """Unset the alternatives of the setting that the first of `given` has among `names`."""
     for number, source in enumerate(given):

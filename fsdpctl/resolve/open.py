@@ -22,6 +22,7 @@ from fsdpctl.config.serialize import config_words
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open_data import open_data
 from fsdpctl.engine.blocks import missing_compiler
+from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.describe import divide_module
@@ -91,7 +92,12 @@ def _open(composed: Composed, where: Place, *, dry: bool) -> Opened:
     left_open(composed.config)  # fails if a selected setting has a value too
     check_preflight(composed.config)
     config = place(composed.config, where)
-    checked(config)  # an error does not wait for the data
+    try:
+        checked(config)  # an error does not wait for the data
+    except UsageError as error:
+        key = str(error).partition("=")[0]
+        sets = f" (recipe {composed.recipe} sets {key})" if key in composed.from_recipe else ""
+        raise UsageError(f"{error}{sets}") from None
     check_attention(config, here=True)
     config, notes = _with_compiler(config)
     notes += notes_on_cluster(composed) + notes_on_kernel(config)

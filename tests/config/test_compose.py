@@ -230,6 +230,7 @@ def test_an_invalid_recipe_is_rejected(tmp_path, content, word):
     with pytest.raises(UsageError) as caught:
         compose_config([], str(file))
     assert word in f"{caught.value}$"
+    assert str(caught.value).startswith(f"{file}: ")
     assert "\n" not in str(caught.value)
 
 

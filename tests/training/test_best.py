@@ -76,10 +76,11 @@ def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
 @pytest.mark.parametrize(
     "more, message",
     [
+        ((), "train.eval_batches=2, or auto .recipe quick sets train.final_eval_batches."),
         (("data.val_fraction=0",), "train.patience: requires validation data"),
         (("train.final_eval_batches=7",), "train.final_eval_batches=7: .* train.eval_batches=2"),
     ],
 )
 def test_losses_that_cannot_be_compared_are_refused(tmp_path, more, message):
     with pytest.raises(UsageError, match=message):
-        open_run(compose_config(words(tmp_path, 1, *RISES, *more)))
+        open_run(compose_config(words(tmp_path, 1, *RISES, *more), None if more else "quick"))
