@@ -16,15 +16,8 @@ from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.run_files import (
-    BEST,
-    MANIFEST,
-    RUN_CONFIG,
-    STEP,
-    check_own,
-    check_steps,
-    nearest_run,
-)
+from fsdpctl.io.files import nearest_run
+from fsdpctl.io.run_files import BEST, MANIFEST, RUN_CONFIG, STEP, check_own, check_steps
 from fsdpctl.io.run_files import LATEST as LATEST
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # of a path, which has no empty names

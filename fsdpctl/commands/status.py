@@ -17,17 +17,8 @@ from fsdpctl.checkpoint.manifest import BestValidation, read_manifest
 from fsdpctl.commands.console import AsJson, show_json, show_table
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import last_line
-from fsdpctl.io.run_files import (
-    CHECKPOINTS,
-    LATEST,
-    LOGS,
-    MANIFEST,
-    METRICS,
-    RUN_CONFIG,
-    RUNS,
-    runs_in,
-)
+from fsdpctl.io.files import last_line, runs_in
+from fsdpctl.io.run_files import CHECKPOINTS, LATEST, LOGS, MANIFEST, METRICS, RUN_CONFIG, RUNS
 from fsdpctl.io.units import format_bytes
 from fsdpctl.io.untrusted import MIB
 from fsdpctl.run.environment import StartRecord, read_records, read_settings

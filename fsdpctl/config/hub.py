@@ -82,9 +82,8 @@ def _repository(path: str, key: str = "model.path=") -> Repository | None:
     if (match := _SNAPSHOT.fullmatch(path)) and Path(match[1]) == hub_cache():
         return Repository(f"{match[2]}/{match[3]}", match[4], "model", where)
     match = _NAME.fullmatch(path)
-    if match is None or os.path.exists(path) or path.startswith(f"{RUNS}/"):
-        return None
-    if ".." in path or path.endswith(SUFFIX):
+    is_path = path.startswith(f"{RUNS}/") or ".." in path or path.endswith(SUFFIX)
+    if match is None or is_path or os.path.exists(path):
         return None
     return Repository(match[1], match[2], "model", where)
 

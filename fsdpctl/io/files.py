@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError, nearest
+from fsdpctl.io.run_files import LATEST, RUN_CONFIG
 
+_MOST_NAMED = 5  # runs
 Refusal = type[FsdpctlError]
 MOST_BYTES = 1 << 30  # of what is read whole: a file, or a line of one
 _LAST_BYTES, _LONGEST = 4096, 300  # to search for the last line of a log; characters of it
@@ -32,6 +34,19 @@ def nearest_path(path: str) -> str:
     except OSError:
         return ""
     return hint.replace("mean ", f"mean {above.rstrip('/')}/", 1) if above else hint
+
+
+def runs_in(folder: Path) -> str:
+    """Return `, such as` and the newest directories with a run; empty without any."""
+    found = [each for each in folder.glob(f"*/{RUN_CONFIG}") if each.parent.name != LATEST]
+    newest = sorted(found, key=os.path.getmtime)[-_MOST_NAMED:]
+    return f", such as {', '.join(sorted(str(each.parent) for each in newest))}" if newest else ""
+
+
+def nearest_run(run: Path) -> str:
+    """Return, as `nearest_path`, which run is meant, or else the newest ones in its folder."""
+    known = runs_in(run.parent)
+    return nearest_path(str(run)) or (f"; expected a run{known}" if known else "")
 
 
 def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> int:

@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import nearest_path
 
 RUNS = "runs"  # the folder of runs without a given directory
 OVERRIDES, METRICS, LOGS = "overrides.txt", "metrics.jsonl", "logs"
@@ -29,23 +28,8 @@ _WHOLE = (
     OVERRIDES, METRICS, f"{METRICS}.old", LOGS, LOCK, HEARTBEAT, ENVIRONMENT, TENSORBOARD, WANDB_ID,
     HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS,
 )  # fmt: skip
-_MOST_NAMED = 5  # runs
 _SNAPSHOT = "memory-snapshot-"
 _NEXT = "remove it, or copy what it leads to"
-
-
-def runs_in(folder: Path) -> str:
-    """Return `, such as` and the newest directories with a run; empty without any."""
-    found = [each for each in folder.glob(f"*/{RUN_CONFIG}") if each.parent.name != LATEST]
-    newest = sorted(found, key=lambda each: each.stat().st_mtime)[-_MOST_NAMED:]
-    names = ", ".join(sorted(str(each.parent) for each in newest))
-    return f", such as {names}" if names else ""
-
-
-def nearest_run(run: Path) -> str:
-    """Return which run the path of a missing one may mean, after a semicolon, or no text."""
-    known = runs_in(run.parent)
-    return nearest_path(str(run)) or (f"; expected a run{known}" if known else "")
 
 
 def check_own(run_dir: Path) -> None:

@@ -16,15 +16,8 @@ from typing import TYPE_CHECKING, Any
 from fsdpctl import __version__
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import read_text_file, replace
-from fsdpctl.io.run_files import (
-    ENVIRONMENT,
-    ESTIMATE,
-    OVERRIDES,
-    RUN_CONFIG,
-    check_own,
-    nearest_run,
-)
+from fsdpctl.io.files import nearest_run, read_text_file, replace
+from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, OVERRIDES, RUN_CONFIG, check_own
 from fsdpctl.io.untrusted import Count, as_type, read_json
 from fsdpctl.run.metrics import Figure
 
