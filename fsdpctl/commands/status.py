@@ -72,6 +72,8 @@ class Status:
     loss: float | None
     val_loss: float | None
     val_step: int | None
+    best_val_loss: float | None  # the lowest one
+    best_val_step: int | None
     tokens_per_second: float | None  # this and the next two: median over recent steps
     samples_per_second: float | None  # in place of tokens, of a module of a script
     mfu: float | None
@@ -116,10 +118,13 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
     yield "step", _step_line(found)
     if found.loss is not None:
         yield "loss", f"{found.loss:.4f}"
-    best = None if found.checkpoint is None else found.checkpoint.best
     if found.val_loss is not None:
-        lowest = f"; lowest {best.loss:.4f} at step {best.step}" if best else ""
-        yield "validation", f"loss {found.val_loss:.4f} at step {found.val_step}{lowest}"
+        is_lowest = found.val_step == found.best_val_step
+        lowest = f"; lowest {found.best_val_loss:.4f} at step {found.best_val_step}"
+        yield (
+            "validation",
+            f"loss {found.val_loss:.4f} at step {found.val_step}{'' if is_lowest else lowest}",
+        )
     saved = "none yet"
     if (newest := found.checkpoint) is not None:
         saved = f"step {newest.step}, {format_seconds(newest.age_seconds)} ago, "
@@ -181,9 +186,9 @@ def read_status(run_dir: Path) -> Status:
     steps = [line for line in lines if line.is_step]
     recent, last = _of_newest(steps, starts), steps[-1] if steps else None
     validation = next((x for x in reversed(lines) if isinstance(x.val_loss, float)), None)
+    best = _best(lines, newest)
     step = max(last.step if last else 0, newest.step if newest else 0)
-    is_done = _is_done(newest, validation, total, patience)
-    state, message = _state(run_dir, record, is_done=is_done)
+    state, message = _state(run_dir, record, is_done=_is_done(newest, validation, total, patience))
     if state == FINISHED and newest and newest.best and newest.step < (total or 0):
         message = f"no lower validation loss since step {newest.best.step} ({_PATIENCE}={patience})"
     return Status(
@@ -200,6 +205,8 @@ def read_status(run_dir: Path) -> Status:
         loss=_number(last.loss) if last else None,
         val_loss=_number(validation.val_loss) if validation else None,
         val_step=validation.step if validation else None,
+        best_val_loss=best[0],
+        best_val_step=best[1],
         tokens_per_second=_recent([x.tokens_per_second for x in recent]),
         samples_per_second=_recent([x.samples_per_second for x in recent]),
         mfu=_recent([x.mfu for x in recent]),
@@ -212,6 +219,15 @@ def read_status(run_dir: Path) -> Status:
         skipped_steps=_skipped(lines),
         warnings=_warnings(run_dir, starts),
     )
+
+
+def _best(
+    lines: Sequence[MetricsLine], newest: Newest | None
+) -> tuple[float, int] | tuple[None, None]:
+    """Return the lowest validation loss, and its step."""
+    losses = [(x.val_loss, x.step) for x in lines if isinstance(x.val_loss, float)]
+    losses += [(newest.best.loss, newest.best.step)] if newest and newest.best else []
+    return min(losses, default=(None, None))
 
 
 def _of_newest(steps: Sequence[MetricsLine], starts: Sequence[StartRecord]) -> list[MetricsLine]:
