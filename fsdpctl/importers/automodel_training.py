@@ -5,7 +5,8 @@ import re
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.source_config import SourceKey, as_whole
 from fsdpctl.importers.defaults import AUTOMODEL
-from fsdpctl.importers.training import TrainingRows, named_data, ratio
+from fsdpctl.importers.schedules import ratio
+from fsdpctl.importers.training import TrainingRows, named_data
 from fsdpctl.importers.translation import Translation
 
 _STEPS, _RATES = "step_scheduler.", "lr_scheduler."
@@ -136,12 +137,10 @@ def _read_data(rows: TrainingRows) -> None:
     held = rows.value("validation_dataset.path_or_dataset_id", "validation_dataset.path_or_dataset")
     part = "validation_dataset"
     held, paths = named_data(rows, held, f"{part}.name", f"{part}.split")
-    found = next((rows.found(*each) for each in paths.items()), None)
-    if held and found is not None:
-        rows.add(held, f"data.val_path={found}")
+    if held:
+        rows.held_out(held, paths)
     elif others := rows.below("validation_dataset"):
         name = rows.value("validation_dataset.dataset_name", "validation_dataset._target_")
-        shown = held or name or next(iter(others.values()))
-        rows.add(shown, "data.val_fraction=0", note="not found here; set data.val_path=FILE")
+        rows.held_out(name or next(iter(others.values())), {})
     else:
         rows.add(rows.known("validation_dataset"), "data.val_fraction=0")

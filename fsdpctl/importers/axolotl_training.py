@@ -6,10 +6,9 @@ from typing import Any
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.source_config import SourceKey
 from fsdpctl.importers.defaults import AXOLOTL
+from fsdpctl.importers.schedules import NO_LIMIT, add_schedule
 from fsdpctl.importers.training import (
-    NO_LIMIT,
     TrainingRows,
-    add_schedule,
     is_fraction,
     part_of_hub,
     read_hugging_face_training,
@@ -135,15 +134,9 @@ def _read_chats(rows: TrainingRows) -> None:
 def _read_held_out(found: Translation, rows: TrainingRows) -> None:
     entries = list(_entries(found.source.content.get("test_datasets")))
     paths = {path: _part(entry) for entry in entries for path in _files(entry)}
-    files = [each for path, part in paths.items() if (each := rows.found(path, part)) is not None]
     held = rows.known("val_set_size")
-    if entries and len(files) == len(paths):
-        shown = SourceKey("test_datasets", ", ".join(paths), ())
-        rows.add(shown, f"data.val_path={','.join(files)}")
-    elif entries:
-        shown = SourceKey("test_datasets", ", ".join(paths), ())
-        rows.leave(shown, "not found here; set data.val_path=FILE")
-        rows.add(SourceKey("val_set_size", "0", ()), "data.val_fraction=0")
+    if entries:
+        rows.held_out(SourceKey("test_datasets", ", ".join(paths), ()), paths)
     elif held.is_off or not held.text.strip().strip("0.") or is_fraction(held.text):
         rows.add(held, f"data.val_fraction={'0' if held.is_off else held.text}")
     else:

@@ -32,8 +32,8 @@ _INTERVALS = (
 )
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?(:[\w.-]+)?/[\w.-]+")
 _OF_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".gz", ".zst")
+_SPLIT = re.compile(r"(?:^|\+)([\w.-]+)")  # a name in train[:20%]+test
 _FIRST_BYTES = 1 << 20  # of a file of rows
-NO_LIMIT = 1_000_000  # steps: with a share of the steps as warmup, which is then rounded down
 
 
 class TrainingRows:
@@ -165,6 +165,29 @@ class TrainingRows:
         is_name = _ON_HUB.fullmatch(f"{path}{part}") and not Path(path).parent.exists()
         return f"hf://{path}{part}" if is_name and not path.endswith(_OF_FILES) else None
 
+    def absent(self, paths: Mapping[str, str], name: str) -> str:
+        """Return why the setting `name` can't have `paths`, each with its part; empty if it can.
+
+        If only a part of a split is asked for, the message has the names of whole splits.
+        """
+        lost, splits, known = [], [], []
+        for path, part in paths.items():
+            at, _, split = part.rpartition("/")
+            if (here := self.found(path, part)) is not None:
+                known.append(here)
+                continue
+            names = _SPLIT.findall(split) or ["train"]
+            whole = [x for each in names if (x := self.found(path, f"{at}/{each}")) is not None]
+            known += whole
+            splits += [f"{path}: {split}"] if whole else []
+            lost += [] if whole else [path]
+        if lost:
+            return (
+                f"{', '.join(lost)[:200]}: not found here, nor a name on the Hub; set {name}=FILE"
+            )
+        why = "part of a split, or a sum of splits, is not supported; for all rows, set"
+        return f"{', '.join(splits)[:200]}: {why} {name}={','.join(known)}" if splits else ""
+
     def data(
         self,
         value: SourceKey | None,
@@ -179,7 +202,7 @@ class TrainingRows:
         don't give.
         """
         listed = {path: self.found(path, part) for path, part in paths.items()}
-        absent = [path for path, each in listed.items() if each is None]
+        absent = self.absent(paths, "data.path")
         files = [each for each in listed.values() if each is not None]
         local = [each for each in files if not each.startswith("hf://")]
         option = "text" if is_text else (option_of_data(local[0]) if local else CHAT)
@@ -190,13 +213,21 @@ class TrainingRows:
             return option
         why = f"{shown.key}: not set; set data.path=FILE"
         if absent:
-            names = f"{shown.key}: {', '.join(absent)[:200]}"
-            why = f"{names}: not found here, nor a name on the Hub; set data.path=FILE"
+            why = f"{shown.key}: {absent}"
         if own:
             rows = "write rows with prompt and completion to a file and set data.path=FILE"
             why = f"{own}: writes prompts of its own, not the chat template; {rows}"
         self.missing("data.path", why)
         return option
+
+    def held_out(self, value: SourceKey, paths: Mapping[str, str]) -> None:
+        """Add the data to validate on if all of `paths`, one at least, are found."""
+        files = [self.found(path, part) for path, part in paths.items()]
+        if why := self.absent(paths, "data.val_path") if paths else "set data.val_path=FILE":
+            self.leave(value, f"the data to validate on: {why}")
+            self.add(value, "data.val_fraction=0", note="left out, see below")
+        else:
+            self.add(value, f"data.val_path={','.join(map(str, files))}")
 
 
 def part_of_hub(config: object, split: object, revision: object = None) -> str:
@@ -206,11 +237,11 @@ def part_of_hub(config: object, split: object, revision: object = None) -> str:
 
 
 def named_data(
-    rows: TrainingRows, name: SourceKey | None, config: str, split: str
+    rows: TrainingRows, name: SourceKey | None, config: str, split: str, usual: str = "train"
 ) -> tuple[SourceKey | None, dict[str, str]]:
     """Return the key and the paths of a data set of which other keys have the two parts."""
     parts = [rows.value(config), rows.value(split)]
-    part = part_of_hub(*(each and each.text for each in parts))
+    part = part_of_hub(parts[0] and parts[0].text, parts[1].text if parts[1] else usual)
     if name is None or rows.file(name.text) is not None:
         return name, dict.fromkeys(name.items if name else (), part)
     keys = ", ".join(each.key for each in (name, *parts) if each)
@@ -233,87 +264,6 @@ def read_hugging_face_training(rows: TrainingRows, *, adapts: bool) -> int | Non
         _read_interval(rows, steps, *interval)
     rows.plain({**_PLAIN, **({"lora_dropout": "model.lora.dropout"} if adapts else {})})
     return steps
-
-
-def add_schedule(rows: TrainingRows, value: SourceKey, warmup: tuple[SourceKey, str]) -> None:
-    """Translate a schedule of transformers with its arguments; rates are the same in each step.
-
-    `value` is its name, `warmup` the key and the settings of its warmup.
-    """
-    given = rows.below("lr_scheduler_kwargs")
-    arguments = _arguments(given)
-    if given:
-        value = SourceKey(", ".join((value.key, *given)), value.text, ())
-    name = value.text.strip().lower()
-    words = _schedule_words(rows, value, arguments)
-    if words is None:
-        return
-    if arguments:
-        names = ", ".join(f"{key}={text}" for key, text in arguments.items())
-        rows.ask(value, "lr_scheduler", f"arguments that fsdpctl does not have: {names[:80]}")
-        return
-    rows.add(value, *words)
-    key, settings = warmup
-    rows.add(key, *("lr_scheduler.warmup_steps=0",) if name == "constant" else settings.split())
-
-
-def _schedule_words(
-    rows: TrainingRows, value: SourceKey, arguments: dict[str, str]
-) -> list[str] | None:
-    """Return the settings of a schedule, and take its arguments; None if it isn't supported."""
-    name = value.text.strip().lower()
-    # The first step of a warmup has rate 0, and no schedule reaches its end within a training.
-    start, last = "lr_scheduler.start_lr_ratio=0", "lr_scheduler.reaches_min=false"
-    lowest = arguments.pop("min_lr_rate", None) or arguments.pop("min_lr_ratio", None)
-    if absolute := arguments.pop("min_lr", None):
-        lowest = ratio(absolute, rows.known("learning_rate").text)
-    floor = f"lr_scheduler.min_lr_ratio={lowest or 0}"
-    if name == "cosine_with_min_lr" and lowest is None:
-        rows.ask(value, "lr_scheduler", "requires min_lr or min_lr_rate")
-        return None
-    if name in ("cosine", "cosine_with_min_lr"):
-        if arguments.get("num_cycles") == "0.5":
-            arguments.pop("num_cycles")
-        return ["lr_scheduler=cosine", floor, start, last]
-    if name == "linear":
-        return ["lr_scheduler=wsd", "lr_scheduler.decay_ratio=1", floor, start, last]
-    if name in ("constant", "constant_with_warmup"):
-        return ["lr_scheduler=constant", start]
-    if name == "warmup_stable_decay" and arguments.pop("warmup_type", "linear") == "linear":
-        kind = arguments.pop("decay_type", "cosine")
-        limit, decay = rows.value("max_steps"), arguments.pop("num_decay_steps", "")
-        share = []
-        if limit and (steps := as_whole(limit.text)):
-            share = [f"lr_scheduler.decay_ratio={ratio(decay, str(steps))}"]
-        else:
-            rows.ask(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
-        return ["lr_scheduler=wsd", floor, start.replace("=0", f"={lowest or 0}"), last,
-                f"lr_scheduler.decay_type={kind}", *share]  # fmt: skip
-    why = "not supported; expected linear, cosine, cosine_with_min_lr, constant, "
-    rows.ask(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
-    return None
-
-
-def _arguments(given: Mapping[str, SourceKey]) -> dict[str, str]:
-    """Return the arguments of a schedule, from a mapping or from its JSON."""
-    whole = given.get("lr_scheduler_kwargs")
-    if whole is None:
-        return {key.rpartition(".")[2]: each.text for key, each in given.items()}
-    try:
-        found = json.loads(whole.text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        return {"lr_scheduler_kwargs": whole.text}
-    return {key: str(value) for key, value in found.items()}
-
-
-def ratio(low: str, high: str) -> str:
-    """Return the quotient of two numbers as text; `low` if they aren't numbers."""
-    try:
-        return f"{float(low) / float(high):.12g}"
-    except (ValueError, ZeroDivisionError):
-        return low  # rejected with its value
 
 
 def has_completions(rows: TrainingRows, path: str) -> bool:

@@ -9,6 +9,7 @@ from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.defaults import CHANGES_TRL, TRL
 from fsdpctl.importers.models import map_model
+from fsdpctl.importers.schedules import add_schedule
 from fsdpctl.importers.shared import (
     quantized,
     read_deepspeed,
@@ -18,7 +19,6 @@ from fsdpctl.importers.shared import (
 )
 from fsdpctl.importers.training import (
     TrainingRows,
-    add_schedule,
     has_completions,
     is_fraction,
     named_data,
@@ -195,9 +195,13 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
             if entry[key] is not None and (key, entry[key]) != ("split", "train"):
                 rows.leave(SourceKey(f"datasets[].{key}", str(entry[key])[:80], ()), "not followed")
     held = rows.known("eval_strategy")
-    rows.add(held, "data.val_fraction=0")
-    if not held.is_off:
-        rows.leave(held, "TRL validates on dataset_test_split; set data.val_path=FILE")
+    test, tested = named_data(rows, data, "dataset_config", "dataset_test_split", "test")
+    if held.is_off:
+        rows.add(held, "data.val_fraction=0")
+    elif test is None or entries or rows.file(test.text) is not None:
+        rows.held_out(held, {})
+    else:
+        rows.held_out(SourceKey(f"{held.key}, {test.key}", test.text, ()), tested)
     if option == CHAT:
         _read_chats(rows, paths)
 

@@ -171,17 +171,22 @@ def test_data_that_no_key_names_is_not_said_to_be_absent(tmp_path):
     assert missing["data.path"] == "(data): not set; set data.path=FILE"
 
 
-@pytest.mark.parametrize(("text", "path"), [
+@pytest.mark.parametrize(("text", "path", "missing"), [
     ("datasets: [{path: a/b, split: x, name: c, revision: r}, {path: a/d}]",
-     "hf://a/b@r:c/x,hf://a/d/train"),
-    ("datasets: [{path: a/b, split: 'train[:9%]'}]", None),
-    ("datasets: [{path: a/b.jsonl}]", None),
-    ("datasets: [{path: tests/b}]", None),
+     "hf://a/b@r:c/x,hf://a/d/train", ""),
+    ("datasets: [{path: a/b, name: c, split: 'train[:9%]+test'}, {path: a/d}]", None,
+     "datasets: a/b: train[:9%]+test: part of a split, or a sum of splits, is not supported; for "
+     "all rows, set data.path=hf://a/b:c/train,hf://a/b:c/test,hf://a/d/train"),
+    ("datasets: [{path: a/b.jsonl, split: 'train[:9%]'}, {path: a/d, split: 'x[:1]'}]", None,
+     "datasets: a/b.jsonl: not found here, nor a name on the Hub; set data.path=FILE"),
+    ("datasets: [{path: tests/b}]", None,
+     "datasets: tests/b: not found here, nor a name on the Hub; set data.path=FILE"),
 ])  # fmt: skip
-def test_names_of_data_on_the_hub_are_kept(text, path, tmp_path, monkeypatch):
+def test_names_of_data_on_the_hub_are_kept(text, path, missing, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tests").mkdir()
     Path("a.yml").write_text(f"base_model: x/y\nadapter: lora\n{text}\n")
     recipe = convert(read_others(Path("a.yml")), {}, 1)
     assert dict(recipe.words).get("data.path") == path
+    assert dict(recipe.missing).get("data.path", "") == missing
     assert not [each for each in recipe.left_out if "datasets" in each]

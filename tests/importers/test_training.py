@@ -367,6 +367,13 @@ def test_held_out_files_are_validated_on():
     words = settings("Automodel", validation_dataset={"path_or_dataset_id": "held.jsonl"})
     assert words["data.val_path"] == "held.jsonl"
     assert settings("TRL")["data.val_fraction"] == "0"
+    words = settings("TRL", dataset_name="a/b", dataset_config="c", eval_strategy="steps")
+    assert words["data.val_path"] == "hf://a/b:c/test"
+    part = {**TRL, "dataset_name": "a/b", "eval_strategy": "epoch", "dataset_test_split": "x[:9]"}
+    recipe = converted("TRL", part)
+    assert dict(recipe.words)["data.val_fraction"] == "0"
+    assert any(line.endswith("set data.val_path=hf://a/b/x") for line in recipe.left_out)
+    assert settings("TRL", eval_strategy="steps")["data.val_fraction"] == "0"  # a file
 
 
 @pytest.mark.parametrize(("tool", "changes", "expected"), [

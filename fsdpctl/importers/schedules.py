@@ -1,0 +1,90 @@
+"""Learning rates of transformers, by the names of their schedules and arguments."""
+
+import json
+from collections.abc import Mapping
+
+from fsdpctl.config.source_config import SourceKey, as_whole
+from fsdpctl.importers.training import TrainingRows
+
+NO_LIMIT = 1_000_000  # steps: with a share of the steps as warmup, which is then rounded down
+
+
+def add_schedule(rows: TrainingRows, value: SourceKey, warmup: tuple[SourceKey, str]) -> None:
+    """Translate a schedule of transformers with its arguments; rates are the same in each step.
+
+    `value` is its name, `warmup` the key and the settings of its warmup.
+    """
+    given = rows.below("lr_scheduler_kwargs")
+    arguments = _arguments(given)
+    if given:
+        value = SourceKey(", ".join((value.key, *given)), value.text, ())
+    name = value.text.strip().lower()
+    words = _schedule_words(rows, value, arguments)
+    if words is None:
+        return
+    if arguments:
+        names = ", ".join(f"{key}={text}" for key, text in arguments.items())
+        rows.ask(value, "lr_scheduler", f"arguments that fsdpctl does not have: {names[:80]}")
+        return
+    rows.add(value, *words)
+    key, settings = warmup
+    rows.add(key, *("lr_scheduler.warmup_steps=0",) if name == "constant" else settings.split())
+
+
+def _schedule_words(
+    rows: TrainingRows, value: SourceKey, arguments: dict[str, str]
+) -> list[str] | None:
+    """Return the settings of a schedule, and take its arguments; None if it isn't supported."""
+    name = value.text.strip().lower()
+    # The first step of a warmup has rate 0, and no schedule reaches its end within a training.
+    start, last = "lr_scheduler.start_lr_ratio=0", "lr_scheduler.reaches_min=false"
+    lowest = arguments.pop("min_lr_rate", None) or arguments.pop("min_lr_ratio", None)
+    if absolute := arguments.pop("min_lr", None):
+        lowest = ratio(absolute, rows.known("learning_rate").text)
+    floor = f"lr_scheduler.min_lr_ratio={lowest or 0}"
+    if name == "cosine_with_min_lr" and lowest is None:
+        rows.ask(value, "lr_scheduler", "requires min_lr or min_lr_rate")
+        return None
+    if name in ("cosine", "cosine_with_min_lr"):
+        if arguments.get("num_cycles") == "0.5":
+            arguments.pop("num_cycles")
+        return ["lr_scheduler=cosine", floor, start, last]
+    if name == "linear":
+        return ["lr_scheduler=wsd", "lr_scheduler.decay_ratio=1", floor, start, last]
+    if name in ("constant", "constant_with_warmup"):
+        return ["lr_scheduler=constant", start]
+    if name == "warmup_stable_decay" and arguments.pop("warmup_type", "linear") == "linear":
+        kind = arguments.pop("decay_type", "cosine")
+        limit, decay = rows.value("max_steps"), arguments.pop("num_decay_steps", "")
+        share = []
+        if limit and (steps := as_whole(limit.text)):
+            share = [f"lr_scheduler.decay_ratio={ratio(decay, str(steps))}"]
+        else:
+            rows.ask(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
+        return ["lr_scheduler=wsd", floor, start.replace("=0", f"={lowest or 0}"), last,
+                f"lr_scheduler.decay_type={kind}", *share]  # fmt: skip
+    why = "not supported; expected linear, cosine, cosine_with_min_lr, constant, "
+    rows.ask(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
+    return None
+
+
+def _arguments(given: Mapping[str, SourceKey]) -> dict[str, str]:
+    """Return the arguments of a schedule, from a mapping or from its JSON."""
+    whole = given.get("lr_scheduler_kwargs")
+    if whole is None:
+        return {key.rpartition(".")[2]: each.text for key, each in given.items()}
+    try:
+        found = json.loads(whole.text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        return {"lr_scheduler_kwargs": whole.text}
+    return {key: str(value) for key, value in found.items()}
+
+
+def ratio(low: str, high: str) -> str:
+    """Return the quotient of two numbers as text; `low` if they aren't numbers."""
+    try:
+        return f"{float(low) / float(high):.12g}"
+    except (ValueError, ZeroDivisionError):
+        return low  # rejected with its value
