@@ -23,7 +23,8 @@ _PLAIN = {
     "adam_epsilon": "optimizer.eps", "max_grad_norm": "optimizer.max_grad_norm",
     "seed": "train.seed", "output_dir": "train.run_dir", "save_total_limit": "checkpoint.keep_last",
     "logging_steps": "train.log_every", "use_tensorboard": "log.tensorboard",
-    "wandb_project": "log.wandb_project", "lora_model_dir": "model.lora.path",
+    "wandb_project": "log.wandb_project", "env.WANDB_PROJECT": "log.wandb_project",
+    "lora_model_dir": "model.lora.path",
 }  # fmt: skip
 # Steps between events, which may be a share of all steps; the number per epoch; and ours.
 _INTERVALS = (
@@ -33,6 +34,7 @@ _INTERVALS = (
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?(:[\w.-]+)?/[\w.-]+")
 _OF_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".gz", ".zst")
 _SPLIT = re.compile(r"(?:^|\+)([\w.-]+)")  # a name in train[:20%]+test
+_LOGGERS = ("tensorboard", "wandb")
 _FIRST_BYTES = 1 << 20  # of a file of rows
 
 
@@ -254,8 +256,7 @@ def read_hugging_face_training(rows: TrainingRows, *, adapts: bool) -> int | Non
     steps = rows.steps("max_steps")
     if steps is not None and (unused := rows.value(epochs)) is not None:
         rows.leave(unused, "max_steps decides the length")
-    if project := rows.value("wandb_project"):
-        rows.add(project, "log.wandb=true", decides=False)
+    _read_loggers(rows)
     half = rows.value("fp16", "float16")
     if half is not None and half.is_on:
         rows.leave(half, "trained in bf16, without scaling of the loss")
@@ -264,6 +265,22 @@ def read_hugging_face_training(rows: TrainingRows, *, adapts: bool) -> int | Non
         _read_interval(rows, steps, *interval)
     rows.plain({**_PLAIN, **({"lora_dropout": "model.lora.dropout"} if adapts else {})})
     return steps
+
+
+def _read_loggers(rows: TrainingRows) -> None:
+    usual = rows.value("use_wandb", "wandb_project")
+    if usual and not usual.is_off:
+        rows.add(usual, "log.wandb=true", decides=False)
+    if given := rows.value("report_to"):
+        named = {*re.findall(r"\w+", given.text.lower())}
+        for name in _LOGGERS:
+            if named & {name, "all"}:
+                rows.add(given, f"log.{name}=true", decides=False)
+        if others := named - {*_LOGGERS, "all", "none"}:
+            rows.leave(given, f"{', '.join(sorted(others))[:80]}: not supported")
+    label = rows.value("run_name", "wandb_name")
+    if label and "log.wandb" in rows.settings:
+        rows.leave(label, "in Weights & Biases, a run has the name of train.run_dir")
 
 
 def has_completions(rows: TrainingRows, path: str) -> bool:

@@ -390,6 +390,12 @@ def test_held_out_files_are_validated_on():
      "lr_scheduler_kwargs": '{"min_lr_rate": 0.2}'}, {"lr_scheduler.min_lr_ratio": "0.2"}),
     ("axolotl", {"deepspeed": {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.2}},
      {"optimizer.max_grad_norm": "0.2"}),
+    ("TRL", {"report_to": "wandb"}, {"log.wandb": "true", "log.tensorboard": None}),
+    ("TRL", {"report_to": "none"}, {"log.wandb": None, "log.tensorboard": None}),
+    ("axolotl", {"report_to": "all"}, {"log.wandb": "true", "log.tensorboard": "true"}),
+    ("TRL", {"report_to": ["tensorboard", "mlflow"], "env": {"WANDB_PROJECT": "x"}},
+     {"log.wandb": None, "log.tensorboard": "true", "log.wandb_project": "x"}),
+    ("axolotl", {"wandb_project": "x", "use_wandb": False}, {"log.wandb": None}),
     ("axolotl", {"test_datasets": "null"}, {"data.val_fraction": "0"}),
     ("Automodel", {"peft": {"alpha": 16}}, {"model.lora.rank": "8"}),
     ("Automodel", {"peft": {"match_all_linear": True}}, {"model.lora.targets": "all_linear"}),
@@ -428,6 +434,8 @@ def test_a_recipe_without_a_value_that_decides_is_not_accepted_by_train(tool, ch
     ("axolotl", {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ("TRL", {"chat_template_kwargs": {"a": 0}}, "chat_template_kwargs"),
     ("TRL", {}, "router_aux_loss_coef=0.001"),
+    ("TRL", {"report_to": ["wandb", "mlflow"]}, "report_to=wandb, mlflow: mlflow: not supported"),
+    ("TRL", {"report_to": "wandb", "run_name": "x"}, "run_name=x: in Weights & Biases, a run has"),
 ])  # fmt: skip
 def test_values_that_turn_something_off_or_are_lists_are_named(tool, changes, key):
     lines = converted(tool, {**TOOLS[tool][1], **changes}).left_out
