@@ -26,6 +26,7 @@ from fsdpctl.config.recipe import (
     read_recipe,
     recipe_names,
     refuse_commands,
+    without_missing,
 )
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import to_config
@@ -95,6 +96,8 @@ def compose_config(
         ranks = dict(base).keys() - dict(before) & {*RANKS}
         of_recipe = frozenset({*ranks, *(x for x in KEYS if x.startswith("cluster."))} - given)
     kept, dropped = _below(base, given)
+    if path is not None:
+        kept = without_missing(path, kept, given)
     pairs, renamed = with_own_strategy(gathered([*kept, *typed]))
     from_recipe = frozenset(name for name, _ in kept)
     with _named(path):

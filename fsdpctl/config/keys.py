@@ -59,6 +59,11 @@ class Key:
         return f"{words}, or {NONE}" if self._may_be_none else words
 
     @property
+    def expected(self) -> str:
+        is_plain = self.choices or self.type in ("text", "true or false")
+        return self.allowed if is_plain else f"a {self.allowed}"
+
+    @property
     def _may_be_none(self) -> bool:
         """Whether `none` unsets the key; for text, `none` may be a value."""
         return self.optional and self.type != "text"
@@ -126,8 +131,7 @@ class Key:
             raise ValueError(text) from None
 
     def _error(self, text: str, hint: str = "") -> UsageError:
-        article = "" if self.choices or self.type in ("text", "true or false") else "a "
-        return UsageError(f"{self.name}={text}: expected {article}{self.allowed}{hint}")
+        return UsageError(f"{self.name}={text}: expected {self.expected}{hint}")
 
 
 def _written(number: float) -> str:

@@ -3,18 +3,21 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsdpctl
-from fsdpctl.config.schema import GROUPS, KEYS
+from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SIZES
 from fsdpctl.config.source_config import NO_TOML, SourceConfig, tool_of
 from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.io.files import nearest_path, read_text_file
 from fsdpctl.io.untrusted import read_yaml
 
+MISSING = "???"  # as Hydra marks a value that is required
+OF_MISSING = "MISSING: "  # before the reason, in a comment above such a value
 _OF_JSON = ("model.overrides.", "data.new_tokens")  # keys whose lists are JSON
 
 
@@ -125,6 +128,33 @@ def _refuse_other_tools(path: Path, content: object) -> None:
             f"{path}: a file of {tool}; pass it as --from {path}, or write a recipe with `fsdpctl "
             f"convert`; a recipe has fsdpctl's names instead of {first_of(unknown)}"
         )
+
+
+def without_missing(
+    path: Path, words: Sequence[tuple[str, str]], given: Collection[str]
+) -> list[tuple[str, str]]:
+    """Return the settings of a recipe without missing ones that others, which are `given`, replace.
+
+    Raises:
+        UsageError: If another value is missing; with the reason in the comment above it.
+    """
+    replaced = {name for each in (LENGTHS, SIZES) if {*each} & {*given} for name in each}
+    kept = [(name, text) for name, text in words if text != MISSING or name not in replaced]
+    for name, text in kept:
+        known = KEYS[name].expected if name in KEYS else ""
+        known = known or first_of(choices_of(name) if name in GROUPS else ["a value"])
+        if text == MISSING and (name in KEYS or name in GROUPS or name.startswith(_OF_JSON)):
+            why = f": {reason}" if (reason := _reason(path, name)) else f"; expected {known}"
+            raise UsageError(f"{path}: {name} is missing{why}")
+    return kept
+
+
+def _reason(path: Path, name: str) -> str:
+    """Return the reason that the comment above a missing value has; empty if it has none."""
+    above, found, _ = read_text_file(path, follows=True).partition(f"\n{name}: {MISSING}")
+    lines = takewhile(lambda line: line.startswith("#"), reversed(above.splitlines()))
+    comment = " ".join(line.lstrip("# ").rstrip() for line in reversed([*lines]))
+    return comment.rpartition(OF_MISSING)[2] if found and OF_MISSING in comment else ""
 
 
 def refuse_commands(

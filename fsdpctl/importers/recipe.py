@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import wrap
 
+from fsdpctl.config.recipe import MISSING, OF_MISSING
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, SIZES
 from fsdpctl.config.source_config import NO_TOML, SourceConfig, SourceKey, tool_of
 from fsdpctl.errors import UsageError
@@ -31,7 +32,7 @@ _NOT_READ = {
     "checkpointer._component_": "torchtune",
 }  # fmt: skip
 _EXPECTED = "expected the YAML file of axolotl, accelerate, TRL or Automodel"
-_WIDTH = 96
+_WIDTH = 100  # of a line
 # What a translation sets so that an estimate is that of the other tool.
 _OF_ESTIMATES = ("engine", "cluster", "train.loss_chunk_tokens", "accumulation")
 _OF_MODEL = ("model", "model.path", "model.init")
@@ -205,35 +206,35 @@ _REQUIRES_PATH = {"model": "hf", "data": "text"}  # options without a default of
 
 def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
     """Return the recipe as YAML: a setting per line with its origin, and comments for the rest."""
-    lines = [f"# Converted from {_one_line(source)} ({recipe.tool}) by fsdpctl."]
+    lines = _comment(f"Converted from {_one_line(source)} ({recipe.tool}) by fsdpctl.")
     for row in recipe.rows:
         name, _, text = row.settings[0].partition("=")
         origin = row.key if not row.value or row.value == text else f"{row.key}: {row.value}"
-        about = "; ".join(each for each in (origin, row.note) if each)
+        about = _one_line("; ".join(each for each in (origin, row.note) if each))
         shown = text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
-        line = f"{name}: {shown}"
-        lines.append(f"{line:<44}  # {_one_line(about)}")
+        whole = f"{f'{name}: {shown}':<44}  # {about}"
+        lines += [whole] if len(whole) <= _WIDTH else [*_comment(about), f"{name}: {shown}"]
     known = settings_of(recipe.rows)
     for name, why in recipe.missing:
         group = name.partition(".")[0]  # `train` rejects the recipe without it
+        lines += _comment(f"{OF_MISSING}{why}")
         if group in _REQUIRES_PATH and name in (group, f"{group}.path"):
             lines += [f"{group}: {_REQUIRES_PATH[group]}"] * (group not in known)
         elif (name in KEYS or name in GROUPS) and name not in HAVE_DEFAULTS:
-            lines.append(f"{name}: ???")  # as Hydra marks such values
-        lines += _comment(f"MISSING: {why}")
+            lines.append(f"{name}: {MISSING}")
     if recipe.left_out:
         lines += ["", "# Left out:"]
         for each in recipe.left_out:
-            lines += _comment(each)
+            lines += _comment(each, "  ")
     return "\n".join(lines) + "\n"
 
 
-def _comment(text: str) -> list[str]:
-    wrapped = wrap(
+def _comment(text: str, indent: str = "") -> list[str]:
+    first = f"# {indent}"
+    return wrap(
         _one_line(text), _WIDTH, break_on_hyphens=False, break_long_words=False,
-        subsequent_indent="  ",
+        initial_indent=first, subsequent_indent=f"{first}  ",
     )  # fmt: skip
-    return [f"#   {each}" for each in wrapped]
 
 
 def _one_line(text: str) -> str:

@@ -73,9 +73,10 @@ def test_a_recipe_has_the_training_of_the_file(name, tmp_path):
 def test_what_is_missing_and_left_out_stands_in_comments():
     text = recipe_text(converted("axolotl-qlora.yml"), "axolotl-qlora.yml")
     assert text.startswith("# Converted from axolotl-qlora.yml (axolotl) by fsdpctl.")
-    assert "#   MISSING:" in text
+    assert "\n# MISSING: " in text
     assert "unknown: a_key_of_tomorrow" in text
     assert "the estimate" not in text
+    assert max(map(len, text.splitlines())) <= 100
     text = recipe_text(converted("accelerate-deepspeed.yaml"), "accelerate-deepspeed.yaml")
     assert "# deepspeed_config.gradient_accumulation_steps: 8; 1 * 8 * 4 ranks in" in text
     assert "# (micro-batch): (not set); set it as in the script" in text

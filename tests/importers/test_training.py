@@ -488,8 +488,13 @@ def test_a_value_that_is_missing_may_be_typed_over_a_written_recipe(tmp_path):
     file.write_text(recipe_text(recipe, "run.yml"))
     typed = ["model=llama3_1b", "train.seq_len=64", "data.path=rows.jsonl"]
     assert compose_config(typed, str(file)).config.train.seq_len == 64
-    with pytest.raises(UsageError, match=r"^train.seq_len=\?\?\?: expected a whole number"):
+    with pytest.raises(UsageError, match=r"recipe.yaml: train.seq_len is missing: max_length: nu"):
         compose_config([typed[0], typed[2]], str(file))
+    file.write_text("model: llama_tiny\ntrain: {seq_len: '???', steps: '???'}\n")
+    with pytest.raises(UsageError, match=r"train.seq_len is missing; expected a whole number"):
+        compose_config(["train.epochs=1"], str(file))
+    composed = compose_config([typed[1], "train.epochs=1"], str(file))
+    assert (composed.config.train.steps, composed.config.train.epochs) == (None, 1)
 
 
 @pytest.mark.parametrize(("tool", "changes", "expected"), [
