@@ -99,7 +99,7 @@ def show_verdicts(files: Sequence[Path], words: Sequence[str], *, require_fit: b
         lost = f"; left out: {', '.join(left_out)}" if left_out else ""
         peak, available = estimate.peak_reserved, max(0, estimate.available)
         sizes = f"{format_bytes(peak)} of {format_bytes(available)}"
-        say(f"{file}: {estimate.verdict}, {sizes}{lost}")
+        say(f"{file}: {_verdict(estimate)}, {sizes}{lost}")
     if require_fit and verdicts - {"fits"}:
         return DoesNotFitError.exit_code
     return 0 if verdicts else UsageError.exit_code
@@ -209,11 +209,15 @@ def _show_strategies(estimator: Estimator, estimates: list[RunEstimate]) -> None
         cells = [format_bytes(each.step.breakdown[name]) for name in parts]
         times = _time_dict(estimator, each)
         cells += ["-" if (x := times.get(name)) is None else figure(x) for name in figures]
-        verdict = each.verdict if each.verdict != "too_large" else _VERDICTS["too_large"]
         reserved = format_bytes(each.peak_reserved)
-        rows.append((each.config.strategy.name, verdict, *cells, reserved))
+        rows.append((each.config.strategy.name, _verdict(each), *cells, reserved))
     names = [*(name.replace("_", " ") for name in parts), *figures.values(), "reserved"]
     show_table(("strategy", "verdict", *names), rows, right=names)
+
+
+def _verdict(found: RunEstimate) -> str:
+    """Return the verdict in a few words."""
+    return found.verdict if found.verdict != "too_large" else _VERDICTS[found.verdict]
 
 
 def _show_breakdown(found: RunEstimate) -> None:

@@ -141,9 +141,8 @@ def without_missing(
     replaced = {name for each in (LENGTHS, SIZES) if {*each} & {*given} for name in each}
     kept = [(name, text) for name, text in words if text != MISSING or name not in replaced]
     for name, text in kept:
-        known = KEYS[name].expected if name in KEYS else ""
-        known = known or first_of(choices_of(name) if name in GROUPS else ["a value"])
-        if text == MISSING and (name in KEYS or name in GROUPS or name.startswith(_OF_JSON)):
+        if text == MISSING and (name in (*KEYS, *GROUPS) or name.startswith(_OF_JSON)):
+            known = KEYS[name].expected if name in KEYS else first_of(choices_of(name)) or "a value"
             why = f": {reason}" if (reason := _reason(path, name)) else f"; expected {known}"
             raise UsageError(f"{path}: {name} is missing{why}")
     return kept

@@ -102,7 +102,8 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
             checked(place(found.config))
         except UsageError as error:
             dropped.add("engine")
-            found, own_engine = composed(rows), str(error)
+            got = f": requires engine={FSDPCTL}, got engine="
+            found, own_engine = composed(rows), str(error).replace(got, " requires it instead of ")
     found = replace(found, unset=())  # as the other tool runs it
     return ImportedConfig(found, translation, tuple(rows), typed, own_engine)
 

@@ -71,10 +71,9 @@ def _read_decay(rows: TrainingRows, optimizer: str) -> None:
     decay = decay or rows.known("optimizer.weight_decay")
     rows.add(decay, f"optimizer.weight_decay={decay.text}")
     if not decay.is_off and decay.text.strip("0."):
-        what = "weight decay"
-        rows.leave(SourceKey(what, decay.text, ()), "also of norms and biases; here of matrices")
+        rows.leave(decay, "Automodel decays norms and biases too, fsdpctl only matrices")
         if optimizer == "adam":
-            rows.leave(SourceKey(what, decay.text, ()), "part of the gradient; here as in AdamW")
+            rows.leave(decay, "Adam adds it to the gradient, fsdpctl decays weights as AdamW")
 
 
 def _read_rates(rows: TrainingRows, steps: int | None) -> None:

@@ -61,8 +61,8 @@ def read_training(found: Translation, *, adapts: bool) -> None:
     if steps is None:
         rows.plain({"num_epochs": "train.epochs"})
     _read_schedule(rows, steps)
-    why = "of the tokens of each micro-batch; fsdpctl's is that of all tokens of a step"
-    rows.leave(SourceKey("(loss)", "mean", ()), why)
+    why = "axolotl averages it over the tokens of each micro-batch, fsdpctl over those of a step"
+    rows.leave(SourceKey("loss", "", ()), why)
     _read_data(found, rows)
 
 
@@ -73,7 +73,8 @@ def _read_schedule(rows: TrainingRows, steps: int | None) -> None:
             rows.ask(value, "lr_scheduler", "not supported")
     warmup, share = rows.value("warmup_steps"), rows.known("warmup_ratio")
     if warmup is None and steps is None:
-        rows.leave(SourceKey("(warmup)", "1 step", ()), "axolotl makes it two; here it is one")
+        why = "if that is 1 step, axolotl warms up over 2 steps, fsdpctl over 1"
+        rows.leave(share, why)
     most = 100 if rows.value("warmup_ratio") is None else NO_LIMIT
     if warmup is None and steps is None:
         words = f"lr_scheduler.warmup_ratio={share.text} {_FLOOR}={most}"
@@ -103,10 +104,10 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
     if alpaca := kinds.intersection(_ALPACA):
         rows.add(SourceKey(f"{key}[].type", min(alpaca), ()), "data.prompt=alpaca")
     if "completion" in kinds and not is_text:
-        why = "cuts longer texts into pieces; here data.too_long decides"
+        why = "axolotl cuts longer texts into pieces, fsdpctl follows data.too_long"
         rows.leave(SourceKey(f"{key}[].type", "completion", ()), why)
     if is_text:
-        why = "one stream of tokens; axolotl cuts it at the ends of texts or windows"
+        why = "fsdpctl reads one stream of tokens, axolotl cuts it at the ends of texts or windows"
         rows.leave(SourceKey(key, "text", ()), why)
     if option == CHAT:
         _read_chats(rows)

@@ -172,7 +172,7 @@ def _of_ranks(
 
 def _left_out(found: Translation) -> Iterator[str]:
     for row in found.left_out:
-        yield f"{row.key}={row.value}: {row.note}"
+        yield f"{row.key}{f'={row.value}' if row.value else ''}: {row.note}"
     for row in found.excluded:
         why = row.note.partition("; the estimate")[0].replace("estimated", "trained")
         yield f"{row.key}={row.value}: {why}"

@@ -28,7 +28,9 @@ def add_schedule(rows: TrainingRows, value: SourceKey, warmup: tuple[SourceKey, 
         return
     rows.add(value, *words)
     key, settings = warmup
-    rows.add(key, *("lr_scheduler.warmup_steps=0",) if name == "constant" else settings.split())
+    for word in ("lr_scheduler.warmup_steps=0",) if name == "constant" else settings.split():
+        is_free = word.endswith(f"warmup_steps={NO_LIMIT}")
+        rows.add(key, word, note="no limit: the share of all steps, rounded down" * is_free)
 
 
 def _schedule_words(

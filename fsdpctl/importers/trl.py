@@ -168,7 +168,7 @@ def _read_training(found: Translation) -> None:
     name = "lr_scheduler.warmup_ratio" if is_share else "lr_scheduler.warmup_steps"
     add_schedule(rows, rows.known("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
     if not rows.value("router_aux_loss_coef"):
-        why = "of models with experts, whatever they declare; set model.router_aux_loss"
+        why = "TRL has this factor for every model with experts; set model.router_aux_loss"
         rows.leave(SourceKey("router_aux_loss_coef", "0.001", ()), why)
     if (loss := rows.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
         rows.ask(loss, "", "another loss")

@@ -136,10 +136,10 @@ def test_the_command_line_overrides_the_file():
 
 
 @pytest.mark.parametrize(("word", "reason"), [
-    ("model.lora.rank=8", "model.lora.rank=8: requires engine=fsdpctl"),
-    ("model.trainable=norm", "model.trainable=norm: requires engine=fsdpctl"),
-    ("train.context_parallel=2", "train.context_parallel=2: requires engine=fsdpctl"),
-    ("optimizer.state_dtype=int8", "optimizer.state_dtype=int8: requires engine=fsdpctl"),
+    ("model.lora.rank=8", "model.lora.rank=8 requires it instead of fsdp2"),
+    ("model.trainable=norm", "model.trainable=norm requires it instead of fsdp2"),
+    ("train.context_parallel=2", "train.context_parallel=2 requires it instead of fsdp2"),
+    ("optimizer.state_dtype=int8", "optimizer.state_dtype=int8 requires it instead of fsdp2"),
     ("strategy=shard_optimizer", "strategy=shard_optimizer not supported"),
 ])  # fmt: skip
 def test_the_rules_decide_the_engine_of_a_file(word, reason):
