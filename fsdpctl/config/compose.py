@@ -91,24 +91,22 @@ def compose_config(
         before, base = base, expanded(base, [], _ranks_per_node)
     typed = expanded(typed, base, _ranks_per_node)
     given = {name for name, _ in typed}
-    of_recipe = frozenset[str]()
-    if cluster is not None and "cluster" not in given:
-        ranks = dict(base).keys() - dict(before) & {*RANKS}
-        of_recipe = frozenset({*ranks, *(x for x in KEYS if x.startswith("cluster."))} - given)
+    ranks = dict(base).keys() - dict(before) & {*RANKS}
+    by_cluster = {*ranks, *(x for x in KEYS if x.startswith("cluster."))} - given
+    of_recipe = frozenset(() if cluster is None or "cluster" in given else by_cluster)
     kept, dropped = _below(base, given)
     if path is not None:
         kept = without_missing(path, kept, given)
     pairs, renamed = with_own_strategy(gathered([*kept, *typed]))
-    from_recipe = frozenset(name for name, _ in kept)
+    from_recipe = frozenset(dict(kept))
     with _named(path):
         _check_known([pair for pair in pairs if pair[0] in from_recipe], parses=True)
     _check_known(pairs)
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices)
     parsed = {name: KEYS[name].parse(text) for name, text in pairs if name in KEYS}
-    name = path.stem if path else None
     if first is not None:
-        first(to_config({**values, **parsed}, choices), name)
+        first(to_config({**values, **parsed}, choices), path.stem if path else None)
     pairs = with_model(pairs, of_run=of_run)
     parsed |= {name: KEYS[name].parse(text) for name, text in pairs if name == "model.path"}
     of_model = values_of_model(choices, dict(pairs), values["model.config_json"])
@@ -118,7 +116,7 @@ def compose_config(
     _resolve_alternatives("the size of a step", SIZES, values, given, from_recipe)
     automatic = frozenset(name for name, value in values.items() if value is None)
     about = (dropped, automatic, unset(dict(pairs)), renamed, cluster, of_recipe, from_recipe)
-    return Composed(to_config(values, choices), name, *about)
+    return Composed(to_config(values, choices), path.stem if path else None, *about)
 
 
 def default_config() -> Config:
