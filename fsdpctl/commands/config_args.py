@@ -94,9 +94,9 @@ def composed_from(
     composed = compose_config(
         asked.settings, asked.recipe, converted=converted, first=first, of_run=of_run
     )
-    for name in () if quiet else composed.dropped:
-        say(f"{name} of the recipe ignored: {name.split('.')[0]} is set on the command line")
-    note(*(() if quiet else composed.renamed))
+    if not quiet:
+        say(*composed.ignored)
+        note(*composed.renamed)
     return composed
 
 

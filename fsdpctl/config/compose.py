@@ -51,13 +51,24 @@ class Composed:
 
     config: Config
     recipe: str | None  # its name, without directory and suffix
-    dropped: tuple[str, ...]  # recipe keys overridden by an option on the command line
+    dropped: tuple[str, ...]  # recipe keys overridden by an option, or by `model.lora.path`
     automatic: frozenset[str]  # keys without a value
     unset: tuple[str, ...] = ()  # settings that are selected if their defaults do not fit
     renamed: tuple[str, ...] = ()  # options by their names in other tools, a line each
     cluster: str | None = None  # as it is given
     of_recipe: frozenset[str] = frozenset()  # keys by the recipe's cluster; empty: it is typed
     from_recipe: frozenset[str] = frozenset()  # settings of the recipe that are in use
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """A line for each key of the recipe that is overridden."""
+        causes = {
+            name: "that of model.lora.path applies"
+            if name.startswith("model.lora.")
+            else f"{name.split('.')[0]} is set on the command line"
+            for name in self.dropped
+        }
+        return tuple(f"{name} of the recipe ignored: {why}" for name, why in causes.items())
 
 
 def compose_config(
@@ -95,8 +106,7 @@ def compose_config(
     by_cluster = {*ranks, *(x for x in KEYS if x.startswith("cluster."))} - given
     of_recipe = frozenset(() if cluster is None or "cluster" in given else by_cluster)
     kept, dropped = _below(base, given)
-    if path is not None:
-        kept = without_missing(path, kept, given)
+    kept = without_missing(path, kept, given) if path else kept
     pairs, renamed = with_own_strategy(gathered([*kept, *typed]))
     from_recipe = frozenset(dict(kept))
     with _named(path):
@@ -110,7 +120,9 @@ def compose_config(
     pairs = with_model(pairs, of_run=of_run)
     parsed |= {name: KEYS[name].parse(text) for name, text in pairs if name == "model.path"}
     of_model = values_of_model(choices, dict(pairs), values["model.config_json"])
-    values |= of_model | values_of_adapters(choices, dict(pairs)) | parsed
+    of_adapters = values_of_adapters(choices, dict(pairs), given)
+    dropped += tuple(x for x, value in of_adapters.items() if parsed.get(x, value) != value)
+    values |= of_model | parsed | of_adapters
     values["model.head_dim"] = of_model.get("model.head_dim")  # a number for `auto` too
     _resolve_alternatives("the length", LENGTHS, values, given, from_recipe)
     _resolve_alternatives("the size of a step", SIZES, values, given, from_recipe)

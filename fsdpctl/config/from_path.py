@@ -1,7 +1,7 @@
 """The settings of the model in `model.path`, or of a named one, and of `model.lora.path`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from fsdpctl.io.untrusted import parse_json
 
 CONFIG_JSON = "model.config_json"
 _SIZES = tuple(f"model.{name}" for name in NAMES)
+_DROPOUT = "model.lora.dropout"
 _FREE = "model.max_seq_len"  # which weights do not determine
 FROM_PATH = "hf"  # the option for a model that a directory describes
 
@@ -135,8 +136,13 @@ def _check_sizes(given: Mapping[str, str], values: Mapping[str, Value], where: s
             raise UsageError(f"{CONFIG_JSON}: not that of {where}; leave it out")
 
 
-def values_of_adapters(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:
-    """Return the settings of the adapters in `model.lora.path`, if it is set."""
+def values_of_adapters(
+    choices: Mapping[str, str], given: Mapping[str, str], typed: Collection[str]
+) -> dict[str, Value]:
+    """Return the settings of the adapters in `model.lora.path`, if it is set.
+
+    They replace those of a recipe, except for the dropout, and conflict with `typed` ones.
+    """
     path = given.get("model.lora.path")
     if path is None:
         return {}
@@ -148,6 +154,7 @@ def values_of_adapters(choices: Mapping[str, str], given: Mapping[str, str]) -> 
     except UsageError as error:
         raise UsageError(f"model.lora.path={path}: {error}") from None
     for name in ADAPTER_KEYS:
-        if name in given and values[name] != KEYS[name].parse(given[name]):
+        if name in typed and values[name] != KEYS[name].parse(given[name]):
             raise UsageError(f"{name}={given[name]}: model.lora.path={path} has {words[name]}")
-    return values
+    kept = {*typed, _DROPOUT} & given.keys()
+    return {name: value for name, value in values.items() if name not in kept}

@@ -427,7 +427,21 @@ def write_adapters(folder: Path, config: Config) -> Path:
     return folder / "adapters"
 
 
-def test_a_rank_that_conflicts_with_the_adapter_is_rejected(adapters):
+def test_the_adapter_replaces_the_rank_of_a_recipe_but_conflicts_with_a_typed_one(adapters):
     path = f"model.lora.path={adapters / 'adapters'}"
     with pytest.raises(UsageError, match="model.lora.rank=8: model.lora.path=.* has 4"):
         resolved(words(adapters, 1, "model.lora.rank=8", path))
+    recipe = adapters / "recipe.yaml"
+    recipe.write_text(
+        "model: hf\nmodel.lora: {rank: 16, alpha: 2, dropout: 0.5, targets: q_proj}\n"
+    )
+    typed = [word for word in words(adapters, 1) if not word.startswith(("model=", "model.lora"))]
+    composed = compose_config([*typed, path], str(recipe))
+    lora = composed.config.model.lora
+    assert (lora.rank, lora.alpha, lora.dropout) == (4, 12, 0.5)
+    assert "up_proj" in str(lora.targets)
+    names = ("alpha", "rank", "targets")
+    assert sorted(composed.ignored) == [
+        f"model.lora.{name} of the recipe ignored: that of model.lora.path applies"
+        for name in names
+    ]

@@ -153,9 +153,7 @@ def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> list[Va
         note("over gloo: ranks that share memory (launch.share_memory) run all strategies alike")
     found, lacking = possible(found)
     found, same = distinct(found)
-    note(*lacking, *same)
-    for name in {name for each in found for name in each.composed.dropped}:
-        note(f"recipe's {name} ignored: {name.split('.')[0]} is set on the command line")
+    note(*lacking, *same, *dict.fromkeys(x for each in found for x in each.composed.ignored))
     return found
 
 
