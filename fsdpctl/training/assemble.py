@@ -50,7 +50,6 @@ from fsdpctl.run.environment import add_start, describe_start, device_of_rank
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.callbacks.profiling import HeapTrim, Profiling, watch_allocations
 from fsdpctl.training.callbacks.reporting import EstimateReport, Heartbeat, RunReporter
-from fsdpctl.training.callbacks.same_buffers import SameBuffers
 from fsdpctl.training.callbacks.sample import SampleText
 from fsdpctl.training.callbacks.self_check import SelfCheck
 from fsdpctl.training.callbacks.validation import Validation
@@ -232,7 +231,7 @@ def make_trainer(
         RunReporter(journal, checkpoints),
         heartbeat,
         EstimateReport(run_dir, done.step),
-        *([SampleText()] if task is None else [SameBuffers()]),
+        SampleText(),
         *([HeapTrim()] if world.device.type == "cpu" else []),
     ]
     return Trainer(parts, done, context, journal, callbacks)

@@ -12,6 +12,7 @@ from torch import Tensor
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
+from fsdpctl.engine.build import move_buffers
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, LocalStepStats, StepRecord, record_step
@@ -92,6 +93,8 @@ def launch_step(
         group["lr"] = lr
     parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
     parts.optimizer.zero_grad()
+    if config.model.is_own:  # all ranks have the statistics that are saved
+        move_buffers(parts.model.module, parts.device, parts.model.collectives)
     clock.lap("optimizer")
     model, goes_on = parts.model, step + 1 < config.train.steps
     if goes_on and not is_traced and isinstance(model, ShardedModel) and model.can_prefetch:
