@@ -40,13 +40,9 @@ def local_model(
     if (repository := _repository(path, key)) is None:
         return path
     if missing := _missing(repository, part):
-        is_begun = repository.snapshot() is not None
         if not fetch or is_offline():
-            what = f"no such directory, and not in the Hugging Face cache ({hub_cache()})"
-            if is_begun:
-                what = f"{missing} is missing in the Hugging Face cache"
-            raise UsageError(f"{repository.where}: {repository.missing(what)}")
-        if not is_begun and (parent := Path(path).parent).is_dir():
+            raise repository.lacks(missing)
+        if repository.snapshot() is None and (parent := Path(path).parent).is_dir():
             raise UsageError(
                 f"{repository.where}: no such directory{nearest_path(path)}; as {parent} is one, "
                 "it is not looked for on the Hub"
@@ -67,8 +63,10 @@ def cached_model(path: Path) -> Path:
 def announce_weights(path: str) -> bool:
     """Print what a run would fetch, for a directory in the cache; return whether it is anything."""
     repository = _repository(path)
-    if repository is None or not _missing(repository, "weights"):
+    if repository is None or not (missing := _missing(repository, "weights")):
         return False
+    if is_offline():
+        raise repository.lacks(missing)
     repository.fetch(lambda names: _needed(names, repository.snapshot(), "weights"), dry=True)
     return True
 
@@ -92,13 +90,7 @@ def _fetch(repository: Repository, part: Part) -> None:
     """Fetch what is missing of a part; that of the weights is known from their index."""
     if not _missing(repository, part):
         return  # another process has fetched it
-    found: list[str] = []
-
-    def choose(names: Collection[str]) -> list[str]:
-        found.extend(names)
-        return _needed(names, repository.snapshot(), part)
-
-    repository.fetch(choose)
+    found = repository.fetch(lambda names: _needed(names, repository.snapshot(), part))
     if missing := _missing(repository, part):
         others = sorted(each for each in found if each.endswith((".bin", ".pt", ".pth", ".gguf")))
         other = f"; {others[0]} is not read" if others and missing != CONFIG_JSON else ""

@@ -13,7 +13,7 @@ from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.data_files import DataFiles, data_files, kind_of, select_files
 from fsdpctl.config.sources import is_remote, sources_in
 from fsdpctl.errors import UsageError
-from fsdpctl.io.fetch import Repository, hub_cache, is_offline
+from fsdpctl.io.fetch import Repository, is_offline
 from fsdpctl.io.untrusted import parse_yaml
 
 _HUB, _CARD, _DEFAULT = "hf://", "README.md", "default"
@@ -64,16 +64,14 @@ def _hub_files(path: str, key: str, option: str | None) -> DataFiles:
         with repository.alone():
             repository.fetch(lambda names: [each for each in names if each == _CARD])
     if (snapshot := repository.snapshot()) is None:
-        what = f"not in the Hugging Face cache ({hub_cache()})"
-        raise UsageError(f"{where}: {repository.missing(what)}")
+        raise repository.lacks(_CARD)
     found = _selected(repository, snapshot, words, option)
     names = [each.relative_to(snapshot).as_posix() for each in (*found.train, *found.validation)]
     missing = next((each for each in names if not (snapshot / each).is_file()), _lacking(names))
     if not missing:
         return found
     if not may_fetch:
-        what = f"{missing} is missing in the Hugging Face cache"
-        raise UsageError(f"{where}: {repository.missing(what)}")
+        raise repository.lacks(missing)
     with repository.alone():
         repository.fetch(lambda _: names)
     return _selected(repository, snapshot, words, option)  # by their content

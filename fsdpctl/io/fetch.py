@@ -69,13 +69,19 @@ class Repository:
         found = self.snapshot()
         return {"revision": self.revision if found is None else found.name}
 
-    def missing(self, what: str) -> str:
-        """Return why it can't be used where nothing may be fetched."""
+    @property
+    def _absent(self) -> str:
+        return "no such directory, and " if self.kind == "model" else ""
+
+    def lacks(self, file: str) -> UsageError:
+        """Return the error that the cache lacks a file where nothing may be fetched."""
+        what = f"{file} is missing in the Hugging Face cache"
+        if self.snapshot() is None:
+            what = f"{self._absent}not in the Hugging Face cache ({hub_cache()})"
         kind = "" if self.kind == "model" else f"--repo-type {self.kind} "
         command = f"{kind}{self.name}{f' --revision {self.revision}' if self.revision else ''}"
-        return (
-            f"{what}; HF_HUB_OFFLINE is set. Where there is a network, run `hf download {command}`"
-        )
+        way = f"Where there is a network, run `hf download {command}`"
+        return UsageError(f"{self.where}: {what}; HF_HUB_OFFLINE is set. {way}")
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -90,8 +96,10 @@ class Repository:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def fetch(self, choose: Choose, *, dry: bool = False) -> None:
+    def fetch(self, choose: Choose, *, dry: bool = False) -> list[str]:
         """Fetch the files that `choose` returns of all names; if dry, only print their size.
+
+        Returns all names.
 
         Raises:
             UsageError: If there is no such repository, no access, or too little space.
@@ -102,18 +110,19 @@ class Repository:
         with self._explained():
             with doing(f"asking {_host()} for {self.name}"):
                 HfApi().repo_info(self.name, **about)  # without a network, fails at once
-                names = choose(HfApi().list_repo_files(self.name, **about))
-                about |= {"cache_dir": hub_cache(), "allow_patterns": [*map(glob.escape, names)]}
+                names = HfApi().list_repo_files(self.name, **about)
+                chosen = [*map(glob.escape, choose(names))]
+                about |= {"cache_dir": hub_cache(), "allow_patterns": chosen}
                 asked = snapshot_download(self.name, dry_run=True, tqdm_class=_bar(), **about)
             files = [each for each in asked if each.will_download]
             size = sum(each.file_size or 0 for each in files)
             if size:
                 self._announce("to fetch" if dry else "fetching", len(files), size)
-            if dry:
-                return
-            with doing(f"fetching {self.name}", BYTES, size) as advance:
-                found = _stoppable(partial(snapshot_download, self.name, **about), advance)
-                Path(found).mkdir(parents=True, exist_ok=True)  # if there are no files
+            if not dry:
+                with doing(f"fetching {self.name}", BYTES, size) as advance:
+                    found = _stoppable(partial(snapshot_download, self.name, **about), advance)
+                    Path(found).mkdir(parents=True, exist_ok=True)  # if there are no files
+        return names
 
     def _announce(self, what: str, count: int, size: int) -> None:
         """Print what is fetched, and refuse what the disk has no space for."""
@@ -143,21 +152,19 @@ class Repository:
     def _reason(self, error: BaseException) -> str:
         from huggingface_hub import errors
 
-        if is_offline():
-            return self.missing("files are missing in the Hugging Face cache")
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             return f"no space left in {hub_cache()}; set HF_HOME to a directory with more"
         chain = [error]
         while (cause := chain[-1].__cause__) is not None:
             chain.append(cause)
         known = next((each for each in chain if isinstance(each, errors.HfHubHTTPError)), error)
-        host, absent = _host(), "no such directory, and " if self.kind == "model" else ""
+        host = _host()
         if isinstance(known, errors.GatedRepoError):
             return f"gated; ask for access on {host}/{self.name}, and set HF_TOKEN"
         if isinstance(known, errors.RevisionNotFoundError):
             return f"{self.name} has no such revision on {host}"
         if isinstance(known, errors.RepositoryNotFoundError):
-            return f"{absent}no such {self.kind} on {host}; if it is private, set HF_TOKEN"
+            return f"{self._absent}no such {self.kind} on {host}; if it is private, set HF_TOKEN"
         if isinstance(known, errors.HfHubHTTPError):
             status = known.response.status_code
             return f"{host} answers {status}{'; check HF_TOKEN' if status in (401, 403) else ''}"
@@ -165,7 +172,7 @@ class Repository:
             return f"{error.filename}: {error.strerror}"
         kind = type(chain[-1]).__name__
         if self.snapshot() is None:
-            return f"{absent}{host} cannot be reached ({kind})"
+            return f"{self._absent}{host} cannot be reached ({kind})"
         return f"cannot be fetched from {host} ({kind}); complete files are kept, run it again"
 
 
