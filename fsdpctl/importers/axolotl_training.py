@@ -1,6 +1,6 @@
 """The training of an axolotl file: its data, length and learning rates."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fsdpctl.config.data import CHAT
@@ -95,7 +95,7 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
     key = "datasets" if content.get("datasets") else "pretraining_dataset"
     is_text = key != "datasets"
     entries = list(_entries(content.get(key)))[: 1 if is_text else None]  # axolotl reads one
-    paths = {path: _part(entry) for entry in entries for path in _files(entry)}
+    paths = _paths(entries)
     kinds = {str(entry.get("type")) for entry in entries} - {"None"}
     shown = SourceKey(key, ", ".join(paths), ()) if entries else None
     others = sorted(kinds - {*_TEMPLATES, *_TEXTS, *_ALPACA})
@@ -134,7 +134,7 @@ def _read_chats(rows: TrainingRows) -> None:
 
 def _read_held_out(found: Translation, rows: TrainingRows) -> None:
     entries = list(_entries(found.source.content.get("test_datasets")))
-    paths = {path: _part(entry) for entry in entries for path in _files(entry)}
+    paths = _paths(entries)
     held = rows.known("val_set_size")
     if entries:
         rows.held_out(SourceKey("test_datasets", ", ".join(paths), ()), paths)
@@ -149,8 +149,10 @@ def _entries(content: object) -> Iterator[Mapping[str, Any]]:
         yield entry if isinstance(entry, Mapping) else {"path": entry}
 
 
-def _part(entry: Mapping[str, Any]) -> str:
-    return part_of_hub(*(entry.get(key) for key in ("name", "split", "revision")))
+def _paths(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the files and names of data, each with its part on the Hub."""
+    parts = [(x, part_of_hub(x.get("name"), x.get("split"), x.get("revision"))) for x in entries]
+    return {path: part for entry, part in parts for path in _files(entry)}
 
 
 def _files(entry: Mapping[str, Any]) -> list[str]:
