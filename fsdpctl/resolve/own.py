@@ -1,7 +1,7 @@
 """A module of a script, and the settings that it has."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,8 +66,8 @@ def make_task(
         if not len(each):
             raise UsageError(f"{name}: expected at least one sample, got none")
     train, *val = (OwnData(each, collate or default_collate, loss) for each in parts.values())
-    about = f"{type(data).__name__}"
-    return Task(module, DataSet(train, val[0] if val else None, ByteTokenizer(), 1, about))
+    held = val[0] if val else None
+    return Task(module, DataSet(train, held, ByteTokenizer(), 1, type(data).__name__))
 
 
 def compose_task(
@@ -85,8 +85,11 @@ def compose_task(
     settings = list({each.partition("=")[0]: each for each in settings}.values())
     read = [] if recipe is None else read_recipe(find_recipe(recipe))
     for where, pairs in (("", checked_settings(settings)), (f"{recipe}: ", read)):
-        for refusal in _refusals(pairs):
-            raise UsageError(f"{where}{refusal}")
+        for name, text in pairs:
+            is_of_theirs = name in _OF_DECODERS or name.partition(".")[0] in _OF_DECODERS
+            if is_of_theirs or (name == "engine" and text != FSDPCTL):
+                why = "only valid with a decoder, not with a module of a script"
+                raise UsageError(f"{where}{name}={text}: {why}")
     composed = compose_config(settings, recipe)
     for name in left_open(composed.config):
         raise UsageError(f"{name}=auto: selected by an estimate of a decoder; set a value")
@@ -94,14 +97,6 @@ def compose_task(
         "model": OWN + task.name, "data": "own", "train.seq_len": 1, "model.vocab_size": 1,
         "train.sample_tokens": 0, "train.loss_chunk_tokens": 0, "train.mlp_chunk_tokens": 0,
     }  # fmt: skip
-    automatic = composed.automatic - values.keys()
-    config = composed.config.changed(values)
-    given = [*([] if recipe is None else [f"--recipe {recipe}"]), *settings]
-    return replace(composed, config=config, automatic=automatic), given
-
-
-def _refusals(pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
-    for name, text in pairs:
-        is_whole = name in _OF_DECODERS or name.partition(".")[0] in _OF_DECODERS
-        if is_whole or (name == "engine" and text != FSDPCTL):
-            yield f"{name}={text}: only valid with a decoder, not with a module of a script"
+    of_recipe = [] if recipe is None else [f"--recipe {recipe}"]
+    config, automatic = composed.config.changed(values), composed.automatic - values.keys()
+    return replace(composed, config=config, automatic=automatic), [*of_recipe, *settings]
