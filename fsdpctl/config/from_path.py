@@ -12,7 +12,7 @@ from fsdpctl.config.any_decoder import (
     resized,
     words_of_content,
 )
-from fsdpctl.config.hub import hub_models, local_model
+from fsdpctl.config.hub import local_model
 from fsdpctl.config.keys import Value
 from fsdpctl.config.model_path import LORA_KEYS, is_checkpoint, model_words, words_of_file
 from fsdpctl.config.overrides import OVERRIDES, merged
@@ -38,18 +38,9 @@ def with_model(pairs: list[tuple[str, str]], *, of_run: bool) -> list[tuple[str,
     if dict(pairs).get("model") != FROM_PATH:
         return pairs
     return [
-        (name, _found(text, of_run=of_run) if name == "model.path" else text)
+        (name, local_model(text, "config", table=not of_run) if name == "model.path" else text)
         for name, text in pairs
     ]
-
-
-def _found(path: str, *, of_run: bool) -> str:
-    if of_run or path.partition("@")[0] not in hub_models():
-        return local_model(path, "config")
-    try:
-        return local_model(path, "config", fetch=False)
-    except UsageError:
-        return path
 
 
 def values_of_model(

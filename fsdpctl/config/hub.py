@@ -27,12 +27,13 @@ Part = Literal["config", "tokenizer", "weights"]  # each with those before it
 
 
 def local_model(
-    path: str, part: Part = "weights", *, fetch: bool = True, key: str = "model.path="
+    path: str, part: Part = "weights", *, table: bool = False, key: str = "model.path="
 ) -> str:
     """Return the directory of `ORG/NAME[@REVISION]`, or `path` if it is another path.
 
-    As in transformers, an existing directory of that name takes precedence. With `fetch`, what the
-    cache lacks up to `part` is fetched, also of a directory in the cache. `key` begins messages.
+    As in transformers, an existing directory of that name takes precedence. What the cache lacks up
+    to `part` is fetched, also of a directory in the cache. With `table`, a name that it has and the
+    cache lacks is returned as it is. `key` begins messages.
 
     Raises:
         UsageError: If it is not on the Hub either, cannot be fetched, or may not be.
@@ -40,7 +41,9 @@ def local_model(
     if (repository := _repository(path, key)) is None:
         return path
     if missing := _missing(repository, part):
-        if not fetch or is_offline():
+        if table and path.partition("@")[0] in hub_models():
+            return path
+        if is_offline():
             raise repository.lacks(missing)
         if repository.snapshot() is None and (parent := Path(path).parent).is_dir():
             raise UsageError(
