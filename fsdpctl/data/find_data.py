@@ -11,12 +11,12 @@ from pathlib import Path
 
 from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.data_files import DataFiles, data_files, kind_of, select_files
-from fsdpctl.config.sources import is_remote, sources_in
+from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
 from fsdpctl.io.fetch import Repository, is_offline
 from fsdpctl.io.untrusted import parse_yaml
 
-_HUB, _CARD, _DEFAULT = "hf://", "README.md", "default"
+HUB, _CARD, _DEFAULT = "hf://", "README.md", "default"
 _VALIDATION = ("validation", "valid", "val", "dev")
 _CSV = (".csv", ".tsv")
 _USUAL = ("train", *_VALIDATION)  # splits that need not be named
@@ -31,18 +31,11 @@ _NAME = re.compile(
 
 def find_data(path: str, key: str = "data.path", option: str | None = None) -> DataFiles:
     """Return the files of `data_files`, or of a data set on the Hugging Face Hub."""
-    if path.startswith(_HUB):
+    if path.startswith(HUB):
         return _hub_files(path, key, option)
     if is_remote(path, f"{key}={path}"):
         raise UsageError(f"{key}={path}: only data=tokens reads from object stores")
     return data_files(path, key, option)
-
-
-def find_hub_data(path: str, key: str, option: str) -> None:
-    """Fetch the data of all names on the Hub in a path, which may be a mixture."""
-    for source in sources_in(path, key) if _HUB in path else ():
-        if source.path.startswith(_HUB):
-            _hub_files(source.path, key, option)
 
 
 def _hub_files(path: str, key: str, option: str | None) -> DataFiles:

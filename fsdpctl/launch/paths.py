@@ -7,7 +7,7 @@ from fsdpctl.config.data import TOKENS, DataConfig
 from fsdpctl.config.recipe import find_recipe, first_comment, recipe_names
 from fsdpctl.config.schema import Config
 from fsdpctl.config.sources import is_remote, sources_in
-from fsdpctl.data.find_data import find_data
+from fsdpctl.data.find_data import HUB, find_data
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import check_is_no_file
@@ -18,12 +18,14 @@ def check_paths(config: Config, recipe: str | None, resume: str) -> None:
     """Check the paths of a run, and which node of how many this is.
 
     Only the process that opens the run needs the data: relative paths are those of its directory.
+    But each node fetches what has a name on the Hub.
 
     Raises:
         UsageError: If a path is wrong; the message names its key.
     """
     check_nodes(config.launch)
     if config.launch.name != "local" or config.launch.node_rank:
+        _check_data(config.data, HUB)
         return
     is_path = resume not in ("auto", "never") and not is_remote(resume, f"--resume {resume}")
     if is_path and not Path(resume).expanduser().exists():
@@ -43,11 +45,14 @@ def check_paths(config: Config, recipe: str | None, resume: str) -> None:
         raise UsageError(f"{error}{_way_to_get(recipe, str(config.data.path))}") from None
 
 
-def _check_data(config: DataConfig) -> None:
+def _check_data(config: DataConfig, kind: str = "") -> None:
+    """Check the data whose paths begin with `kind`."""
     for key, path in (("data.path", config.path), ("data.val_path", config.val_path)):
-        if path is None or config.name == "python_stdlib":
+        if path is None or kind not in path or config.name == "python_stdlib":
             continue
         for source in sources_in(path, key):
+            if not source.path.startswith(kind):
+                continue
             is_stored = is_remote(source.path, f"{key}={source.path}")
             if not (is_stored and config.name == TOKENS):
                 find_data(source.path, key, config.name)

@@ -7,8 +7,9 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import Talk, doing
@@ -43,14 +44,12 @@ def run(
         composed = on_this_machine(composed)
     launch, rank = where = place_of(composed.config.launch)
     alone = rank is None and launch.nnodes == 1
-    if not alone:
-        _fetch(composed.config)
+    model = composed.config.model
+    if not alone and model.path is not None:  # each node needs it, but one process opens the run
+        from fsdpctl.config.hub import local_model, part_of_run
 
-    def begun() -> "Begun | None":
-        from fsdpctl.launch.begin import begin
-
-        return begin(composed, settings, resume, talk, where, probes=alone)
-
+        local_model(model.path, part_of_run(model))
+    begun = partial(_begin, composed, settings, resume, talk, where, probes=alone)
     if rank is not None:
         _as_rank(composed.config, where, rank, begun, talk)
         return None
@@ -69,34 +68,25 @@ def run_task(task: "Task", composed: "Composed", settings: list[str], talk: Talk
     if _tasks:
         raise UsageError("fsdpctl.train: called before in this process; start another one")
     _tasks.append(task)
-    before, begun = dict(os.environ), list["Begun | None"]()
+    before = dict(os.environ)
     os.environ[_STARTED] = str(time.time())
     _, rank = where = rank_of(composed.config.launch)
     assert rank is not None
+    begun = partial(_begin, composed, settings, "auto", talk, where, task=task)
+    done = _as_rank(composed.config, where, rank, begun, talk, task)
+    from fsdpctl.launch.begin import Begun
 
-    def begin_once() -> "Begun | None":
-        from fsdpctl.launch.begin import begin
-
-        begun.append(begin(composed, settings, "auto", talk, where, task=task))
-        return begun[0]
-
-    _as_rank(composed.config, where, rank, begin_once, talk, task)
-    for each in filter(None, begun):
-        each.lock.release()
-        talk.say(f"done: {each.run_dir}")
+    if isinstance(done, Begun):
+        done.lock.release()
+        talk.say(f"done: {done.run_dir}")
     os.environ.clear()  # of variables of a rank, for what the script starts
     os.environ.update(before)
 
 
-def _fetch(config: "Config") -> None:
-    """Fetch what has a name on the Hub: each node needs it, but one process opens the run."""
-    from fsdpctl.config.hub import local_model, part_of_run
-    from fsdpctl.data.find_data import find_hub_data
+def _begin(*args: Any, **kwargs: Any) -> "Begun | None":
+    from fsdpctl.launch.begin import begin
 
-    if config.model.path is not None:
-        local_model(config.model.path, part_of_run(config.model))
-    for key, path in (("data.path", config.data.path), ("data.val_path", config.data.val_path)):
-        find_hub_data(path or "", key, config.data.name)
+    return begin(*args, **kwargs)
 
 
 def _as_node(
@@ -171,13 +161,14 @@ def _as_rank(
     begin: "Begin",
     talk: Talk,
     task: "Task | None" = None,
-) -> None:
-    """Meet the other ranks, then become the worker: this process exits with it, or with a script.
+) -> "Begun | Plan | None":
+    """Meet the other ranks, then become the worker: this process exits with it.
 
+    Returns only to a script: else the lock that rank 0 holds is released when the process exits.
     A rank without an address is the only one.
     """
-    cores = (os.cpu_count() or 1) // rank.local_world_size
-    own = {"OMP_NUM_THREADS": str(max(1, cores)), **config.launch.allocator_environment}
+    cores = max(1, (os.cpu_count() or 1) // rank.local_world_size)
+    own = {"OMP_NUM_THREADS": str(cores), **config.launch.allocator_environment}
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
     from fsdpctl.launch.addresses import loopback, own_address, reached_store, split_endpoint
@@ -200,10 +191,9 @@ def _as_rank(
 
     store = PrefixStore(f"attempt-{rank.attempt}", shared)
     meeting = Handshake(store, rank.rank, rank.world_size, noun="rank", patience=launch.timeout)
-    # The lock that `begun` holds is released when this process exits.
     begun = _invite(meeting, begin, talk) if rank.rank == 0 else _accept(meeting, launch)
     if begun is None:
-        return
+        return None
     terminal, run_dir, exchange = os.dup(2), Path(begun.run_dir), None
     if nodes > 1:
         theirs = PrefixStore(f"attempt-{rank.attempt}", TCPStore(address, port, is_master=False))
@@ -215,4 +205,5 @@ def _as_rank(
             os.write(terminal, f"fsdpctl: {text}\n".encode())
 
     watch_as_rank(rank, launch, store, exchange, say)
-    become_rank(run_dir, store, task)
+    become_rank(run_dir, store, task)  # returns to a script only
+    return begun
