@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from fsdpctl.commands.console import note, say
-from fsdpctl.config.compose import Composed, First, compose_config
+from fsdpctl.config.compose import Composed
 from fsdpctl.config.keys import Key
 from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS
@@ -79,25 +79,10 @@ def normalized(
     return ConfigArguments(found, recipe)
 
 
-def composed_from(
-    asked: ConfigArguments,
-    *,
-    quiet: bool = False,
-    converted: Sequence[tuple[str, str]] | None = None,
-    first: First | None = None,
-    of_run: bool = False,
-) -> Composed:
-    """Compose the configuration; print the ignored keys of the recipe unless `quiet`.
-
-    The other arguments are those of `compose_config`.
-    """
-    composed = compose_config(
-        asked.settings, asked.recipe, converted=converted, first=first, of_run=of_run
-    )
-    if not quiet:
-        say(*composed.ignored)
-        note(*composed.renamed)
-    return composed
+def note_changes(composed: Composed) -> None:
+    """Print the ignored and the renamed keys of a configuration."""
+    say(*composed.ignored)
+    note(*composed.renamed)
 
 
 def check_choice(option: str, given: str | None, known: Sequence[str]) -> None:

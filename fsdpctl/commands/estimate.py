@@ -11,8 +11,8 @@ from fsdpctl.commands.config_args import (
     Recipe,
     Settings,
     check_choice,
-    composed_from,
     normalized,
+    note_changes,
 )
 from fsdpctl.commands.console import AsJson
 from fsdpctl.commands.convert import words_beside
@@ -80,7 +80,9 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
         others = completed(translation, words)
         composed = others.composed
     else:
-        others, composed = None, composed_from(asked, quiet=as_json)
+        others, composed = None, compose_config(asked.settings, asked.recipe)
+        if not as_json:
+            note_changes(composed)
     from fsdpctl.commands.estimate_text import show_estimates
 
     fits = show_estimates(

@@ -11,14 +11,14 @@ from fsdpctl.commands.config_args import (
     RanksPerNode,
     Recipe,
     Settings,
-    composed_from,
     normalized,
+    note_changes,
 )
 from fsdpctl.commands.console import emit, note, out, plan, say
 from fsdpctl.commands.convert import converted, words_beside
 from fsdpctl.commands.outcome import TOO_EARLY, report_exit
 from fsdpctl.config.auto import Selection, left_open, selected
-from fsdpctl.config.compose import Composed, First
+from fsdpctl.config.compose import Composed, First, compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_to_type, words_to_yaml
 from fsdpctl.errors import SignalError, StoppedError, UsageError
@@ -60,7 +60,9 @@ def train(
     composed, asked = _composed(asked, source, first)
     if print_config:
         _print_config(composed, resume)
-    elif dry_run:
+        return
+    note_changes(composed)
+    if dry_run:
         _dry_run(composed, resume)
     else:
         option = "--recipe" if source is None else "--from"
@@ -73,16 +75,16 @@ def _composed(
 ) -> tuple[Composed, ConfigArguments]:
     """Compose the configuration, of another tool's file if given; quietly without `first`."""
     if source is None:
-        return composed_from(asked, quiet=first is None, first=first, of_run=True), asked
+        return compose_config(asked.settings, asked.recipe, first=first, of_run=True), asked
     recipe = converted(source, words_beside(source, asked))
     for why in recipe.required:
         raise UsageError(f"{source}: {why}")
     missing = [f"missing: {why}" for _, why in recipe.missing]
     for line in (*missing, *(f"left out: {each}" for each in recipe.left_out)) if first else ():
         note(f"{source.name}: {line}")
-    asked = asked._replace(recipe=str(source))
-    quiet, words = first is None, recipe.words
-    return composed_from(asked, quiet=quiet, converted=words, first=first, of_run=True), asked
+    name, words = str(source), recipe.words
+    composed = compose_config(asked.settings, name, converted=words, first=first, of_run=True)
+    return composed, asked._replace(recipe=name)
 
 
 def _begin(resume: str, config: Config, recipe: str | None) -> None:

@@ -94,8 +94,8 @@ def compose_config(
     read = read_recipe(path) if path and converted is None else []
     base = read if converted is None else list(converted)
     refuse_commands(str(recipe), base, typed)
-    replaced = {name for name, _ in typed}  # whose values in the recipe need not be valid
-    base = [pair for pair in base if pair[0] not in replaced]
+    # Their values in the recipe need not be valid.
+    base = [pair for pair in base if pair[0] not in dict(typed)]
     cluster = dict([*base, *typed]).get("cluster")
     with _named(path):
         _refuse_doubles(base)
