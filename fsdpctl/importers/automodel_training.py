@@ -134,8 +134,7 @@ def _read_data(rows: TrainingRows) -> None:
         if template and (file := rows.file(template.text)) is not None:
             rows.add(template, f"data.template={file}")
     held = rows.value("validation_dataset.path_or_dataset_id", "validation_dataset.path_or_dataset")
-    part = "validation_dataset"
-    held, paths = named_data(rows, held, f"{part}.name", f"{part}.split")
+    held, paths = named_data(rows, held, "validation_dataset.name", "validation_dataset.split")
     if held:
         rows.held_out(held, paths)
     elif others := rows.below("validation_dataset"):

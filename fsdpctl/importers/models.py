@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from fsdpctl.config.hub import hub_models, local_model
@@ -15,20 +16,15 @@ from fsdpctl.io.run_files import CONFIG_JSON
 
 def settings_of_model(name: str) -> tuple[str, ...]:
     """Return the settings for a directory or a name on the Hub, empty if the name is unknown."""
-    folder = Path(os.path.expanduser(name))
+    folder, by_name = Path(os.path.expanduser(name)), ("model=hf", f"model.path={name}")
     if folder.is_dir():
         if not (folder / CONFIG_JSON).is_file():
             raise UsageError(f"{name}: {CONFIG_JSON} not found")
         model_words(str(folder))
-        return ("model=hf", f"model.path={name}")
-    by_name = ("model=hf", f"model.path={name}")
-    if name.partition("@")[0] in hub_models():
         return by_name
-    try:
-        if local_model(name, "config") != name:
+    with suppress(UsageError):  # not on the Hub, or not to be fetched here
+        if name.partition("@")[0] in hub_models() or local_model(name, "config") != name:
             return by_name
-    except UsageError:
-        pass  # not on the Hub, or not to be fetched here
     return ()
 
 

@@ -222,12 +222,9 @@ def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
     """
     last = (run_dir.parent / LATEST).resolve()
     name = run_dir.name.rpartition("-")[0]
-    if (
-        config.model.is_own
-        or run_dir.parent.name != RUNS
-        or not name
-        or last.name.rpartition("-")[0] != name
-    ):
+    if config.model.is_own or run_dir.parent.name != RUNS:
+        return ()
+    if not name or last.name.rpartition("-")[0] != name:
         return ()
     if newest_checkpoint(last / CHECKPOINTS) is None:
         return ()
