@@ -19,8 +19,9 @@ TABLE = Path(__file__).parent / "hub_models.json"
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _SNAPSHOT = re.compile(r"(.+)/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?")
 # Data of a model that is not weights: nothing that Python could run or unpickle.
-_SMALL = re.compile(r"[^/]+\.(json|jinja|model|txt|spm|codes|tokenizer)")
-_TEMPLATE = re.compile(r"additional_chat_templates/[^/]+\.jinja")
+_SMALL = re.compile(
+    r"[^/]+\.(json|jinja|model|txt|spm|codes|tokenizer)|additional_chat_templates/[^/]+\.jinja"
+)
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 Part = Literal["config", "tokenizer", "weights"]  # each with those before it
@@ -115,7 +116,7 @@ def _needed(names: Collection[str], snapshot: Path | None, part: Part) -> list[s
     needed = [CONFIG_JSON]
     if part == "config":
         return needed
-    needed += [x for x in names if _SMALL.fullmatch(x) or _TEMPLATE.fullmatch(x)]
+    needed += filter(_SMALL.fullmatch, names)
     if part == "tokenizer":
         return needed
     here = {each.name for each in snapshot.iterdir()} if snapshot else set()

@@ -175,14 +175,9 @@ def _expression(pattern: str) -> str:
 
 def _lacking(names: list[str]) -> str | None:
     """Return a file that is not there of those numbered as NAME-00007-of-00100."""
-    for name in names:
-        if match := re.fullmatch(r"(.*-)(\d{5})(-of-)(\d{5})(.*)", name):
-            before, _, of, count, after = match.groups()
-            for number in range(int(count)):
-                other = f"{before}{number:05d}{of}{count}{after}"
-                if other not in names:
-                    return other
-    return None
+    found = filter(None, (re.fullmatch(r"(.*-)\d{5}(-of-(\d{5}).*)", each) for each in names))
+    numbered = (f"{x[1]}{number:05d}{x[2]}" for x in found for number in range(int(x[3])))
+    return next((each for each in numbered if each not in names), None)
 
 
 def _has_word(name: str, word: str) -> bool:
