@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, tensor_key
-from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.source import Tensors, read_floats
 from fsdpctl.checkpoint.tensor_file import cast
 from fsdpctl.config.any_decoder import canonical, content_of, with_sizes
 from fsdpctl.config.model import ModelConfig
@@ -82,13 +82,11 @@ class FittedTensors:
         old = min(self._first, self._source.info(stored).shape[0]) * width
         if span.start < old:
             yield from self._source.read(stored, Span(span.start, min(span.stop, old)))
-        start = max(span.start, old)
-        while start < span.stop:
-            stop = min(span.stop, start + width - start % width)
-            row, size = self._mean(stored, old, width), info.nbytes // info.numel
-            first = start % width * size
-            yield Span(start, stop), memoryview(row)[first : first + (stop - start) * size]
-            start = stop
+        if (start := max(span.start, old)) < span.stop:
+            first, size = start // width, info.nbytes // info.numel
+            rows = self._mean(stored, old, width) * (-(-span.stop // width) - first)
+            part = Span(start, span.stop).shift(-first * width)
+            yield Span(start, span.stop), memoryview(rows)[part.start * size : part.stop * size]
 
     def _stored(self, key: str) -> str:
         name = parameter_name(key)
@@ -100,13 +98,9 @@ class FittedTensors:
             dtype, total = self._source.info(key).dtype, np.zeros(width)
             # Blocks of rows, so that the sum is the same whatever the chunks are that files have.
             for start in range(0, numel, _ROWS * width):
-                parts = [
-                    np.frombuffer(cast(data, dtype, "F32", key), np.float32).copy()
-                    for _, data in self._source.read(
-                        key, Span(start, min(start + _ROWS * width, numel))
-                    )
-                ]
-                total += np.concatenate(parts).reshape(-1, width).sum(axis=0, dtype=np.float64)
+                rows = Span(start, min(start + _ROWS * width, numel))
+                values = read_floats(self._source, key, rows).reshape(-1, width)
+                total += values.sum(axis=0, dtype=np.float64)
             mean = (total / (numel // width)).astype(np.float32)
             self._rows[key] = bytearray(cast(mean.view(np.uint8).data, "F32", dtype, key))
         return self._rows[key]

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, tensor_key
 from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.source import Tensors, read_floats
 from fsdpctl.checkpoint.tensor_file import FLOATS, cast
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import DOWN, UP, adapted_layers, adapted_weight, is_adapter
@@ -157,9 +157,4 @@ class MergedWeights:
 
     def _full(self, name: str) -> Matrix:
         key = tensor_key(PARAMETER, name)
-        info = self._weights.info(key)
-        parts = [
-            np.frombuffer(cast(data, info.dtype, "F32", name), np.float32).copy()
-            for _, data in self._weights.read(key)
-        ]
-        return np.concatenate(parts).reshape(info.shape)
+        return read_floats(self._weights, key).reshape(self._weights.info(key).shape)

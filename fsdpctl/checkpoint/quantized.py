@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdpctl.checkpoint.manifest import TensorInfo, parameter_name
-from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.checkpoint.tensors import tensor_bytes, tensor_of
+from fsdpctl.checkpoint.source import Tensors, read_floats
+from fsdpctl.checkpoint.tensors import tensor_bytes
 from fsdpctl.errors import CheckpointError
 from fsdpctl.models.quantized import GROUP, Packing, packing_of, quantized_shapes
 from fsdpctl.plan.layout import Span
@@ -56,7 +56,8 @@ class QuantizedTensors:
             return
         span = span or Span(0, self._packing.packed_bytes(stored.numel))
         for bytes_there, weights in _groups_of(span, stored.numel, self._packing):
-            packed = self._packing.quantize(_read(self._source, key, weights))
+            values = torch.from_numpy(read_floats(self._source, key, weights))
+            packed = self._packing.quantize(values)
             wanted = bytes_there.intersect(span)
             assert wanted is not None
             within = wanted.shift(-bytes_there.start)
@@ -97,11 +98,3 @@ def _groups_of(span: Span, numel: int, packing: Packing) -> Iterator[tuple[Span,
         stop = min(first + _AT_ONCE, last)
         weights = Span(first * GROUP, min(stop * GROUP, numel))
         yield Span(first * size, min(stop * size, end)), weights
-
-
-def _read(source: Tensors, key: str, span: Span) -> Tensor:
-    values, dtype = torch.empty(span.numel), source.info(key).dtype
-    for part, data in source.read(key, span):
-        within = part.shift(-span.start)
-        values[within.start : within.stop] = tensor_of(data, dtype)
-    return values

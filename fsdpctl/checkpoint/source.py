@@ -4,8 +4,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, TensorInfo, parameter_name, tensor_key
-from fsdpctl.checkpoint.tensor_file import FLOATS, ITEMSIZES, TensorEntry, TensorFile
+from fsdpctl.checkpoint.tensor_file import FLOATS, ITEMSIZES, TensorEntry, TensorFile, cast
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span
 
@@ -84,6 +87,13 @@ class Overlay:
 
     def _source(self, key: str) -> Tensors:
         return self.upper if key in self._in_upper else self.lower
+
+
+def read_floats(source: Tensors, key: str, span: Span | None = None) -> NDArray[np.float32]:
+    """Return the elements `span` of a tensor, or all, in float32."""
+    dtype = source.info(key).dtype
+    parts = (cast(data, dtype, "F32", key) for _, data in source.read(key, span))
+    return np.concatenate([np.frombuffer(data, np.float32).copy() for data in parts])
 
 
 def weight_bytes(source: Tensors) -> int:
