@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,27 @@ def keeps_ties(path: str) -> bool:
 
 
 def _about(path: str) -> _Adapters:
+    """Return the settings if all that are set are known, and of a supported value."""
     where = f"model.lora.path={path}"
     file = Path(path) / ADAPTER_CONFIG
     if not file.exists():
         raise UsageError(f"{where}: {ADAPTER_CONFIG} not found; expected a PEFT directory")
-    return _checked(read_json(file, dict[str, Any]), where, file)
+    content = read_json(file, dict[str, Any])
+    about = as_type(content, _Adapters, str(file))
+    for name, value, only in (("peft_type", about.peft_type, "LORA"), ("bias", about.bias, "none")):
+        if value != only:
+            raise UsageError(f"{where}: {name}={value}: expected {only}")
+    if str(about.init_lora_weights).lower() not in _INITIALIZATIONS:
+        raise UsageError(
+            f"{where}: init_lora_weights={about.init_lora_weights}: not supported, because it may "
+            "have changed the base weights or what is trained; save the adapters with PEFT's "
+            "path_initial_model_for_weight_conversion, or merge them"
+        )
+    for name, value in content.items():
+        is_unset = value in (None, "", [], {}) or value is False
+        if not is_unset and name not in (*_Adapters.__dataclass_fields__, *_IRRELEVANT):
+            raise UsageError(f"{where}: {name}={str(value)[:80]}: not supported")
+    return about
 
 
 def adapter_words(path: str) -> dict[str, str]:
@@ -104,25 +120,6 @@ def notes_on_adapters(path: str | None, adapters: str | None) -> tuple[str, ...]
         f"{path}: only the weights of the model are read, not the adapters next to them; to train "
         f"with these too, set model.lora.path={path}",
     )
-
-
-def _checked(content: Mapping[str, Any], where: str, file: Path) -> _Adapters:
-    """Return the settings if all that are set are known, and of a supported value."""
-    about = as_type(dict(content), _Adapters, str(file))
-    for name, value, only in (("peft_type", about.peft_type, "LORA"), ("bias", about.bias, "none")):
-        if value != only:
-            raise UsageError(f"{where}: {name}={value}: expected {only}")
-    if str(about.init_lora_weights).lower() not in _INITIALIZATIONS:
-        raise UsageError(
-            f"{where}: init_lora_weights={about.init_lora_weights}: not supported, because it may "
-            "have changed the base weights or what is trained; save the adapters with PEFT's "
-            "path_initial_model_for_weight_conversion, or merge them"
-        )
-    for name, value in content.items():
-        is_unset = value in (None, "", [], {}) or value is False
-        if not is_unset and name not in (*_Adapters.__dataclass_fields__, *_IRRELEVANT):
-            raise UsageError(f"{where}: {name}={str(value)[:80]}: not supported")
-    return about
 
 
 def is_adapter(name: str) -> bool:

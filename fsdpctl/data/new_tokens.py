@@ -1,13 +1,12 @@
 """The tokenizer of a run: that of its model, with the tokens of `data.new_tokens`."""
 
 import re
-import tempfile
 from itertools import groupby
 from pathlib import Path
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
-from fsdpctl.data.tokenizer_files import CONFIG_JSON, guarded, read_files
+from fsdpctl.data.tokenizer_files import CONFIG_JSON, guarded
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file
 
@@ -29,21 +28,20 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
     from tokenizers import AddedToken
 
     auto, size, known = found.auto, found.vocab_size, found.auto.get_added_vocab()
-    template = (
-        "" if config.template is None else read_text_file(Path(config.template), follows=True)
-    )
-    template = template or "".join(map(str, _texts(auto.chat_template)))
+    template = auto.chat_template or ""
+    template = "".join(template.values()) if isinstance(template, dict) else template
+    if config.template is not None:
+        template = read_text_file(Path(config.template), follows=True) or template
     added = [
         AddedToken(text, normalized=False, special=text in template or _is_control(text))
         for text in config.added
         if text not in known
     ]
     before = auto.get_vocab()
-    with guarded(where), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
+    with guarded(where):
         for is_special, alike in groupby(added, lambda each: each.special):
             auto.add_tokens([*alike], special_tokens=is_special)
-        auto.save_pretrained(folder)
-        files = read_files(Path(folder))
+    files = found.saved()
     if found.model_config is not None:
         files[CONFIG_JSON] = found.model_config
     made = FileTokenizer(found.name, files)
@@ -53,10 +51,6 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
         raise UsageError(f"{where}: the tokenizer {found.name} cannot get these tokens")
     made.first_new = size if ids else None
     return made
-
-
-def _texts(template: object) -> list[object]:
-    return [*template.values()] if isinstance(template, dict) else [template or ""]
 
 
 def _is_control(text: str) -> bool:

@@ -76,18 +76,11 @@ def vocabulary_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], li
 
     The embedding is first. The list has all their names, with those that are tied.
     """
-    owners = [
-        name
-        for getter in ("get_input_embeddings", "get_output_embeddings")
-        if (name := _name_of_submodule(module, getter)) is not None
-    ]
-    params = dict(module.named_parameters())
-    every = [
-        f"{owner}.{key}"
-        for owner in owners
-        for key in ("weight", "bias")
-        if getattr(module.get_submodule(owner), key, None) is not None
-    ]
+    getters = ("get_input_embeddings", "get_output_embeddings")
+    owners = [_name_of_submodule(module, each) for each in getters]
+    places = dict(module.named_parameters(remove_duplicate=False))
+    names = [f"{owner}.{key}" for owner in owners for key in ("weight", "bias")]
+    every, params = [name for name in names if name in places], dict(module.named_parameters())
     return {name: tuple(params[name].shape) for name in every if name in params}, every
 
 

@@ -42,30 +42,25 @@ def with_vocabulary(config: C) -> C:
         return config.changed({"model.vocab_size": _padded(size + len(data.added))})
     tokenizer = tokenizer_of(data)
     assert isinstance(tokenizer, FileTokenizer)
-    return _grown(config, tokenizer.vocab_size, tokenizer.first_new)
+    if tokenizer.vocab_size > size:
+        config = config.changed({"model.vocab_size": _padded(tokenizer.vocab_size)})
+    if tokenizer.first_new is None or not config.model.is_pretrained:
+        return config
+    return config.changed({"model.first_new_token": tokenizer.first_new})
 
 
 def notes_on_new_rows(config: Config, module: nn.Module) -> tuple[str, ...]:
     """Return lines about the rows of new tokens."""
-    names, _ = vocabulary_shapes(module)
-    frozen = [name for name in names if not module.get_parameter(name).requires_grad]
     if (first := config.model.first_new_token) is None:
         return ()
+    names, _ = vocabulary_shapes(module)
+    frozen = [name for name in names if not module.get_parameter(name).requires_grad]
     line = f"rows of {', '.join(names)} from {first:,} are the mean of those before"
     if not frozen:
         return (line,)
     modules = ",".join(name.rpartition(".")[0].rpartition(".")[2] for name in names)
     what = "model.lora.also" if config.model.lora.rank is not None else "model.trainable"
     return (line, f"{', '.join(frozen)}: not trained, with new tokens; set {what}={modules}")
-
-
-def _grown(config: C, count: int, first: int | None) -> C:
-    size = config.model.vocab_size or 0
-    if count > size:
-        config = config.changed({"model.vocab_size": _padded(count)})
-    if first is None or not config.model.is_pretrained:
-        return config
-    return config.changed({"model.first_new_token": first})
 
 
 def _padded(count: int) -> int:
