@@ -91,8 +91,7 @@ def compose_config(
     typed = [_split(word) for word in words]
     _refuse_doubles(typed)
     path = None if recipe is None else find_recipe(recipe)
-    read = read_recipe(path) if path and converted is None else []
-    base = read if converted is None else list(converted)
+    base = list(converted or (read_recipe(path) if path and converted is None else ()))
     refuse_commands(str(recipe), base, typed)
     # Their values in the recipe need not be valid.
     base = [pair for pair in base if pair[0] not in dict(typed)]

@@ -138,7 +138,8 @@ def test_without_a_command_nothing_runs(tmp_path):
     runner, told = made(tmp_path, [])
     runner.add(tmp_path, 10)
     runner.wait(pytest.fail)
-    assert (told, threading.active_count()) == ([], threads)
+    assert told == []
+    assert threading.active_count() <= threads  # one of another test may have ended meanwhile
     assert list((tmp_path / LOGS).iterdir()) == []
 
 
