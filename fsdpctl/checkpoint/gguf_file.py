@@ -4,7 +4,6 @@ Note: why queries and keys are reordered. llama.cpp rotates adjacent pairs of di
 heads, as in Meta's weights. Hugging Face rotates one half of the dimensions against the other.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, Advance, doing
-from fsdpctl.io.files import refusing
+from fsdpctl.io.files import refusing, replacing
 from fsdpctl.io.gguf_header import OWN_CONFIG
 from fsdpctl.plan.layout import Span
 
@@ -84,18 +83,16 @@ def write_gguf(
     weights = exported_weights(reader, dtype, merges=merges)
     tensors = _tensors(weights, model, dtype, gguf)
     check_space(destination, sum(each.nbytes for each in tensors))
-    scratch = destination.with_name(f"{destination.name}.tmp-{os.getpid()}")
     with refusing(destination):
-        try:
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            scratch.unlink(missing_ok=True)  # of a killed process with the same id
-            with doing("exporting", BYTES, weight_bytes(weights)) as advance:
-                note = _write(scratch, reader, model, tensors, partial(_chunks, weights, advance))
-            scratch.replace(destination)
-            sync(destination.parent)
-            size = destination.stat().st_size
-        finally:
-            scratch.unlink(missing_ok=True)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            replacing(destination, durable=True) as file,
+            doing("exporting", BYTES, weight_bytes(weights)) as advance,
+        ):
+            chunks = partial(_chunks, weights, advance)
+            note = _write(Path(file.name), reader, model, tensors, chunks)
+        sync(destination.parent)
+        size = destination.stat().st_size
     notes = [*([note] if note else []), *notes_on_merge(reader, merges=merges)]
     if window := _window(_about(model)):
         notes.append(
@@ -136,7 +133,7 @@ def _tensors(reader: Tensors, model: ModelConfig, dtype: str, library: Any) -> l
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None or info.dtype not in FLOATS:
             raise UsageError(f"--format gguf: tensor {name} ({info.dtype}) not supported")
-        rows = _head_dim(model) if reorders and name.endswith(_REORDERED) else 0
+        rows = model.head_width if reorders and name.endswith(_REORDERED) else 0
         written = dtype if len(info.shape) > 1 else "F32"
         found.append(_Tensor(gguf_name, key, info, written, rows))
     return found
@@ -144,10 +141,6 @@ def _tensors(reader: Tensors, model: ModelConfig, dtype: str, library: Any) -> l
 
 def _about(model: ModelConfig) -> Any:
     return read_configuration(content_of(model), CONFIG_OF)
-
-
-def _head_dim(model: ModelConfig) -> int:
-    return model.head_dim or model.hidden_size // model.num_heads
 
 
 def _write(
@@ -185,8 +178,6 @@ def _write(
         for data in chunks(each):
             file.write(data)
         writer.write_padding(file, each.nbytes)
-    file.flush()
-    os.fsync(file.fileno())
     writer.close()
     return note
 
@@ -196,7 +187,7 @@ def _write_parameters(
 ) -> None:
     import gguf
 
-    head_dim, about = _head_dim(model), _about(model)
+    head_dim, about = model.head_width, _about(model)
     rope, window = about.rope_parameters, _window(about)
     matrices = {each.dtype for each in tensors if len(each.info.shape) > 1}
     writer.add_type(gguf.GGUFType.MODEL)
@@ -235,7 +226,7 @@ def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](about, "cpu")
-    pairs = np.arange(0, _head_dim(model), 2, dtype=np.float64) / _head_dim(model)
+    pairs = np.arange(0, model.head_width, 2, dtype=np.float64) / model.head_width
     plain = about.rope_parameters["rope_theta"] ** -pairs
     factors: NDArray[np.float32] = (plain / scaled.double().numpy()).astype(np.float32)
     return factors

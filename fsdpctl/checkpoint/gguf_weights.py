@@ -63,9 +63,8 @@ class GgufTensors:
             if stored not in (shape, shape[1:]):  # transformers adds a dimension of 1
                 is_of = f"shape {list(stored)}, the model's is {list(shape)}"
                 raise UsageError(f"{path}: {theirs} has {is_of}")
-            head = 1
-            if self._kind == "llama" and _ROTATED.search(theirs):
-                head = model.head_dim or model.hidden_size // model.num_heads
+            is_rotated = self._kind == "llama" and _ROTATED.search(theirs)
+            head = model.head_width if is_rotated else 1
             first = prod(stored[:-1]) * int(expert[1]) if expert else 0
             self._found[name] = _Rows(tensor, shape, first, head)
             left.discard(theirs)

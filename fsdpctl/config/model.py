@@ -155,6 +155,10 @@ class ModelConfig:
         return self.path or self.name
 
     @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
     def is_own(self) -> bool:
         """Whether it is a module that a script has passed to `fsdpctl.train`, not a decoder."""
         return self.name.startswith(OWN)

@@ -72,5 +72,5 @@ def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
         num_params -= model.vocab_size * model.hidden_size
     if family_of(model) == "gpt2":
         num_params -= model.max_seq_len * model.hidden_size
-    heads = model.num_heads * (model.head_dim or model.hidden_size // model.num_heads)
+    heads = model.num_heads * model.head_width
     return 6 * num_params + 12 * model.num_layers * heads * seq_len
