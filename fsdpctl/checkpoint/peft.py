@@ -143,12 +143,7 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
     with new_export(destination, reader.folder, overwrite=overwrite) as folder:
         checksums, metadata = Checksums(), {"format": "pt", **WRITTEN}
         checksums.write_tensors(folder / ADAPTER_WEIGHTS, entries, metadata, read)
-        plain = build_plain(model)
-        linear = [each for each in adapted_layers(names) if OF_EXPERTS not in each]
-        is_transposed = not transposed_layers(plain).isdisjoint(linear)
-        has_stacks = any(True for _ in stacked_experts(plain))
-        renamed = {each for each in linear if has_stacks and each.endswith(_RENAMED)}
-        content = _adapter_config(model, names, renamed, base, is_transposed=is_transposed)
+        content = _adapter_config(model, names, base)
         content["modules_to_save"] = sorted({x.rpartition(".")[0] for x in (*whole, *ties)}) or None
         content["ensure_weight_tying"] = bool(ties)
         if model.first_new_token is not None:  # PEFT's model is to be resized to this tokenizer
@@ -160,32 +155,23 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
     return sum(entry.nbytes for entry in entries)
 
 
-def _targets(names: list[str]) -> list[str]:
-    """Return the layers with adapters, by the last part of their names if that is unambiguous."""
-    layers = [each for each in adapted_layers(names) if OF_EXPERTS not in each]
+def _targets(layers: list[str], names: Collection[str]) -> list[str]:
+    """Return the layers, by the last part of their names if that is unambiguous."""
     ends = {layer.rpartition(".")[2] for layer in layers}
     bases = (name.removesuffix(".weight") for name in names if not is_adapter(name))
     alike = {base for base in bases if base.rpartition(".")[2] in ends}
     return sorted(ends) if alike <= set(layers) else layers
 
 
-def _adapter_config(
-    model: ModelConfig,
-    names: list[str],
-    renamed: Collection[str],
-    base: str | None,
-    *,
-    is_transposed: bool,
-) -> dict[str, Any]:
-    """Return the contents of adapter_config.json; `base`: the weights that were adapted.
-
-    PEFT takes the layers `renamed` for matrices of experts, unless it gets their parameters; those
-    have no dropout there.
-    """
-    ends = tuple(f"{each}." for each in renamed)
-    targets = _targets([each for each in names if not each.startswith(ends)])
-    adapted = adapted_layers(names)
-    stacked = [adapted_weight(x) for x in adapted if OF_EXPERTS in x or x in renamed]
+def _adapter_config(model: ModelConfig, names: list[str], base: str | None) -> dict[str, Any]:
+    """Return the contents of adapter_config.json; `base`: the weights that were adapted."""
+    plain, adapted = build_plain(model), adapted_layers(names)
+    linear = [each for each in adapted if OF_EXPERTS not in each]
+    # PEFT takes these layers for matrices of experts, unless it gets their parameters; those have
+    # no dropout there.
+    has_stacks = any(True for _ in stacked_experts(plain))
+    renamed = [f"{each}." for each in linear if has_stacks and each.endswith(_RENAMED)]
+    stacked = [adapted_weight(x) for x in adapted if OF_EXPERTS in x or f"{x}." in renamed]
     lora = model.lora
     assert lora.rank is not None
     alpha = lora.used_alpha
@@ -198,10 +184,13 @@ def _adapter_config(
         "lora_dropout": 0.0 if stacked else lora.dropout,
         "use_rslora": lora.rslora,
         "use_dora": False,
-        "target_modules": targets,
+        "target_modules": _targets(
+            [each for each in linear if f"{each}." not in renamed],
+            [each for each in names if not each.startswith(tuple(renamed))],
+        ),
         "target_parameters": stacked or None,
         "bias": "none",
-        "fan_in_fan_out": is_transposed,
+        "fan_in_fan_out": not transposed_layers(plain).isdisjoint(linear),
         "rank_pattern": {},
         "alpha_pattern": {},
         "inference_mode": True,
