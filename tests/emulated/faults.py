@@ -76,6 +76,7 @@ def _within(owner: type, name: str, target: Any, attribute: str, instead: Any) -
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
+    getattr(owner, name)  # a fault that replaces nothing would be found nowhere
     setattr(owner, name, value)
 
 
