@@ -7,7 +7,7 @@ from fsdpctl.config.any_decoder import words_of_content
 from fsdpctl.config.gguf_model import config_of_gguf
 from fsdpctl.config.hub import hub_models
 from fsdpctl.config.model import NO_DECODER, OWN
-from fsdpctl.config.overrides import read_settings
+from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.peft import has_adapters
 from fsdpctl.config.sealed import read_sealed
 from fsdpctl.errors import CheckpointError, UsageError
@@ -105,5 +105,5 @@ def _words_of_ours(folder: Path, *, above: bool = True) -> dict[str, Any]:
     places = [folder, folder.parent] if above else [folder]
     for file in (place / RUN_CONFIG for place in places):
         if file.is_file() and (file.parent / CHECKPOINTS).is_dir():
-            return read_settings(file)
+            return read_run_config(file)
     return {}

@@ -13,8 +13,8 @@ OVERRIDES = "model.overrides"
 _ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"  # a file has one of these names
 
 
-def read_settings(file: Path) -> dict[str, str]:
-    """Return the settings of a recipe, such as config.yaml of a run, with all overrides in one."""
+def read_run_config(file: Path) -> dict[str, str]:
+    """Return the settings in the config.yaml of a run, with all overrides as one."""
     return dict(gathered(read_recipe(file)))
 
 

@@ -134,9 +134,11 @@ def _patterns(card: Path, config: str | None, where: str) -> dict[str, list[str]
     """Return expressions for the files of each split, as a card has them for a configuration."""
     text = card.read_text("utf-8", "replace") if card.is_file() else ""
     try:
-        about = parse_yaml(text.split("---")[1], "") if text.startswith("---") else None
-    except UsageError:
-        return {}
+        about = parse_yaml(text.split("---")[1], card.name) if text.startswith("---") else None
+    except UsageError as error:
+        if "data_files" not in text and "data_dir" not in text:
+            return {}
+        raise UsageError(f"{where}: the card of the data set cannot be read: {error}") from None
     listed = about.get("configs") if isinstance(about, dict) else None
     known = {
         str(each.get("config_name", _DEFAULT)): each
@@ -149,6 +151,8 @@ def _patterns(card: Path, config: str | None, where: str) -> dict[str, list[str]
         raise UsageError(f"{where}: name a configuration after a :, of {', '.join(known)[:200]}")
     chosen = known.get(config or (usual or [""])[0], {})
     files, folder = chosen.get("data_files"), chosen.get("data_dir")
+    if folder and not files:
+        raise UsageError(f"{where}: data_dir of the data set's card, without files: not supported")
     if files and (other := next((each for each in chosen if each not in _PLAIN), None)):
         raise UsageError(f"{where}: {other} of the data set's card: not supported")
     rows = files if isinstance(files, list) else [files] if files else []

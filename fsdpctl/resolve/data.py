@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.model_path import RUN_CONFIG
-from fsdpctl.config.overrides import read_settings
+from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.schema import C, Config
 from fsdpctl.config.serialize import config_from_words
 from fsdpctl.config.sources import absolute_paths
@@ -121,7 +121,7 @@ def date_of_run(config: Config, data: DataSet) -> str | None:
     known = None
     if data.date is not None and file.is_file():
         with contextlib.suppress(UsageError):  # reported by `look`
-            known = config_from_words(read_settings(file)).data.date
+            known = config_from_words(read_run_config(file)).data.date
     return None if known == data.date else known
 
 

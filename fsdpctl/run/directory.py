@@ -28,7 +28,7 @@ from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint, re
 from fsdpctl.config.from_path import CONFIG_JSON
 from fsdpctl.config.model import OWN
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
-from fsdpctl.config.overrides import read_settings
+from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.schema import Config, Filled, Settled
 from fsdpctl.config.serialize import (
     config_from_words,
@@ -86,7 +86,7 @@ def read_config(run_dir: Path) -> Config:
     check_own(run_dir)
     file = run_dir / RUN_CONFIG
     try:
-        return config_from_words(read_settings(file))
+        return config_from_words(read_run_config(file))
     except UsageError as error:
         problem = str(error).removeprefix(f"{file}: ")
         raise UsageError(f"{file}: corrupted, or written by another version: {problem}") from None

@@ -48,7 +48,7 @@ def test_weights_configuration_and_tokenizer_are_fetched_once_and_nothing_else(
     files = {each for each in snapshot.rglob("*") if each.is_file()}
     assert {each.relative_to(snapshot).as_posix() for each in files} == WANTED == hub.fetched()
     assert (snapshot / "m-1.safetensors").read_bytes() == SHARDED["m-1.safetensors"]
-    # What was cut goes on where it ended, and the cache has nothing that is half-written.
+    # A file that was cut continues where it ended, and the cache has nothing that is half-written.
     starts = {int(each.split()[2]) for each in hub.requests if each.startswith("BODY m-")}
     assert starts > {0}
     assert not [*snapshot.parent.parent.rglob("*.incomplete")]

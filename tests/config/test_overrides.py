@@ -7,7 +7,7 @@ import pytest
 
 from fsdpctl.config.any_decoder import content_of, read_configuration
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.overrides import read_settings
+from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
@@ -109,4 +109,4 @@ def test_a_run_reads_its_overrides(tmp_path):
     words = ["model=llama3_1b", f"{ROPE}.factor=8", "model.overrides.tie_word_embeddings=false"]
     config = compose_config(words).config
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
-    assert config_from_words(read_settings(tmp_path / "config.yaml")) == config
+    assert config_from_words(read_run_config(tmp_path / "config.yaml")) == config

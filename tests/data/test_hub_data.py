@@ -75,10 +75,17 @@ def test_a_card_with_several_configurations_asks_for_one(cached):
     assert names("hf://org/bare/train") == ["a.jsonl", "b.jsonl"]
     with pytest.raises(UsageError, match="no such files"):
         names("hf://org/bare/test")
-    directories = CARD.replace("data_files:\n  - split", "data_dir: en\n  - split")
-    cached("org/dirs", ["en/train.jsonl", "fr/train.jsonl"], directories)
-    with pytest.raises(UsageError, match="several sets to train on, de, en, fr"):
-        names("hf://org/dirs")
+    for number, (about, word) in enumerate({
+        "- config_name: en\n  data_dir: en\n": "data_dir of the data set's card, without files",
+        "- config_name: en\n  data_dir: en\n  - split: x\n": "README.md: not YAML",
+    }.items()):  # fmt: skip
+        cached(
+            f"org/dirs{number}",
+            ["en/train.jsonl", "fr/train.jsonl"],
+            f"---\nconfigs:\n{about}---\n",
+        )
+        with pytest.raises(UsageError, match=word):
+            names(f"hf://org/dirs{number}")
 
 
 def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
