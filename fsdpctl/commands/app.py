@@ -238,7 +238,7 @@ def main() -> None:
         for before, each in typed:  # before anything quotes or records them
             name = each.partition("://")[0].partition("=")[0]
             if before not in _TEXTS and name not in _TEXTS:
-                refuse_secret(each, name, strict=False)
+                refuse_secret(each, name)
         if is_first():
             DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)

@@ -25,7 +25,6 @@ from fsdpctl.config.recipe import (
     package_folder,
     read_recipe,
     recipe_names,
-    refuse_commands,
     without_missing,
 )
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
@@ -92,7 +91,6 @@ def compose_config(
     _refuse_doubles(typed)
     path = None if recipe is None else find_recipe(recipe)
     base = list(converted or (read_recipe(path) if path and converted is None else ()))
-    refuse_commands(str(recipe), base, typed)
     # Their values in the recipe need not be valid.
     base = [pair for pair in base if pair[0] not in dict(typed)]
     cluster = dict([*base, *typed]).get("cluster")

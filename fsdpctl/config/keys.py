@@ -34,7 +34,6 @@ class Key:
     is_path: bool = False
     is_names: bool = False  # may be a list in a file
     read: Callable[[str], str] | None = None  # of a list of `choices`: its one text; or fails
-    is_executed: bool = False  # a command: accepted on the command line only, not from files
     instead: str = ""  # the key to set: this one is in files of runs only, neither typed nor listed
     is_mapping: bool = False  # JSON, given as KEY.NAME=VALUE or as a mapping in a file
     unit: str = ""  # of a number that can also be given as a size such as 80GB
@@ -102,7 +101,7 @@ class Key:
         if not text:
             what = "a path" if self.is_path else "text"
             raise UsageError(f"{self.name}=: empty; expected {what}")
-        refuse_secret(text, self.name, strict=not self.is_executed)
+        refuse_secret(text, self.name)
         return os.path.expanduser(text) if self.is_path else text
 
     def _parse_number(self, text: str) -> int | float:

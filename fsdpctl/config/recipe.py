@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from itertools import takewhile
@@ -154,23 +153,6 @@ def _reason(path: Path, name: str) -> str:
     lines = takewhile(lambda line: line.startswith("#"), reversed(above.splitlines()))
     comment = " ".join(line.lstrip("# ").rstrip() for line in reversed([*lines]))
     return comment.rpartition(OF_MISSING)[2] if found and OF_MISSING in comment else ""
-
-
-def refuse_commands(
-    recipe: str, words: Sequence[tuple[str, str]], typed: Sequence[tuple[str, str]]
-) -> None:
-    """Check that a recipe, which may be untrusted, sets no command.
-
-    Raises:
-        UsageError: If it does, and the command line doesn't set the same key.
-    """
-    on_command_line = {name for name, _ in typed}
-    for name, text in words:
-        if name in KEYS and KEYS[name].is_executed and name not in on_command_line:
-            raise UsageError(
-                f"{recipe}: {name}: commands are only valid on the command line; to run it, add "
-                f"{name}={shlex.quote(text)}"
-            )
 
 
 def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, str]]:

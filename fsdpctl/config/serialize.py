@@ -100,12 +100,6 @@ def _is_of_an_unused_part(config: Config, name: str) -> bool:
     return "." in part and (inner := config.value(part)) == type(inner)()
 
 
-def words_for_others(config: Config) -> dict[str, str]:
-    """Return the settings without commands, which may contain secrets."""
-    executed = {name for name, each in KEYS.items() if each.is_executed}
-    return {name: text for name, text in config_words(config).items() if name not in executed}
-
-
 def model_words_only(words: Mapping[str, str]) -> dict[str, str]:
     return {
         name: text for name, text in words.items() if name == "model" or name.startswith("model.")

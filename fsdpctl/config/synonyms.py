@@ -234,6 +234,9 @@ NOT_SUPPORTED = _by_name(
         ),
         "frozen weights that are quantized already": "gptq",
         "quantization-aware training": "qat",
+        "commands; loop over RUN/checkpoints/latest, as docs/watching.md shows": (
+            "after_save after_save_timeout"
+        ),
         "DoRA; set model.lora.rank=16 for LoRA": "peft_use_dora",
         "optimizers other than AdamW, Muon and SGD": "adafactor adamw_4bit dion galore lion",
         "streamed data; `fsdpctl tokenize` writes a file that is memory-mapped": "streaming",

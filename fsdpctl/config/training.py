@@ -138,15 +138,6 @@ class CheckpointConfig:
         "directory in an object store to upload each checkpoint to, such as s3://BUCKET/runs",
         optional=True,
     )
-    after_save: str | None = key(
-        None,
-        "command to run on each checkpoint, its last argument; only accepted on the command line",
-        optional=True,
-        is_executed=True,
-    )
-    after_save_timeout: float = key(
-        3600.0, "seconds after which checkpoint.after_save is killed", minimum=1, maximum=1e6
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,10 +165,10 @@ def refusing(
         raise kind(f"{where}: {error.strerror or error}") from None
 
 
-def last_line(path: Path, start: int = 0) -> str:
-    """Return the last line with text of a log, from the byte `start` on; empty without any."""
+def last_line(path: Path) -> str:
+    """Return the last line with text of a log; empty without any."""
     with open(open_regular(path), "rb") as file:
-        file.seek(max(start, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
         lines = file.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LONGEST]
 

@@ -12,8 +12,10 @@ _STEERING = re.compile(
 _NAME = r"[?&#;][^=\s&]{0,99}(?:token|sig|secret|passw|cred|key|auth)[^=\s&]{0,99}="
 _PARAMETER = re.compile(rf"({_NAME})[^\s&]+", re.IGNORECASE)
 _USER = re.compile(r":(//?)(?:[^/\s:]{0,999}:[^\s,]{0,999}|[^/\s]{0,999})@")  # paths have one slash
-_SECRET = re.compile(rf"://(?:[^/\s:]{{0,999}}:[^\s,]{{0,999}}@|\S{{0,999}}{_NAME})", re.IGNORECASE)
-_ABOUT_USER = re.compile(r"://(?:[^/\s]{0,999}@|\S{0,999}[?&#;][\w.%-]{1,99}=)")
+_SECRET = re.compile(
+    rf"://(?:[^/\s:]{{0,999}}:[^\s,]{{0,999}}@|[^/\s]{{0,999}}@|\S{{0,999}}(?:{_NAME}|[?&#;][\w.%-]{{1,99}}=))",
+    re.IGNORECASE,
+)
 # A directory in the cache of the Hugging Face Hub.
 _SNAPSHOT = re.compile(
     r"(?:[^\s:,()=]*/)?(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{7})[0-9a-f]{33}"
@@ -45,12 +47,9 @@ def escaped(text: str) -> str:
     )
 
 
-def refuse_secret(text: str, where: str, *, strict: bool = True) -> None:
-    """Refuse a setting or an argument that has a URL with a password, a token or a signature.
-
-    If strict, refuse users without a password and all queries too; commands may have them.
-    """
-    if _SECRET.search(text) or (strict and _ABOUT_USER.search(text)):
+def refuse_secret(text: str, where: str) -> None:
+    """Refuse a setting or an argument that has a URL with a user, a token or a signature."""
+    if _SECRET.search(text):
         raise UsageError(
             f"{where}: a URL with a user, password, token or signature, which would be recorded; "
             "give credentials to the store's driver, in the environment or its own files"

@@ -5,8 +5,6 @@ condition can return the part of the message that differs, `{found}`. A setting 
 breaks no rule.
 """
 
-import shlex
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -233,7 +231,7 @@ RULES = (
 
 
 def check_preflight(config: Config) -> None:
-    """Check what estimates have no need of: packages for logging, the command of `after_save`."""
+    """Check what estimates have no need of: packages for logging, the object store."""
     if (program := config.engine.program) != OURS:
         raise UsageError(f"engine.program={program}: for estimates only; expected {OURS}")
     if (price := config.cluster.price) is not None:
@@ -241,8 +239,6 @@ def check_preflight(config: Config) -> None:
     for name in _EXTRAS:
         if getattr(config.log, name) and not _is_installed(name):
             raise UsageError(f"log.{name}=true: {name} is not installed; pip install {name}")
-    if config.checkpoint.after_save is not None:
-        command_words(config.checkpoint.after_save)
     remote = config.checkpoint.remote
     if remote is not None and not is_remote(remote, f"checkpoint.remote={remote}"):
         raise UsageError(
@@ -255,20 +251,6 @@ def _is_installed(package: str) -> bool:
     """Return whether a package has source: wandb leaves directories of its name behind."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
-
-
-def command_words(command: str) -> list[str]:
-    """Split `checkpoint.after_save` as a shell does, without expansions, and find the program."""
-    where = f"checkpoint.after_save={command}"
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise UsageError(f"{where}: {str(error).lower()}") from None
-    if not words:
-        raise UsageError(f"{where}: expected a command")
-    if shutil.which(words[0]) is None:
-        raise UsageError(f"{where}: program {words[0]} not found")
-    return words
 
 
 def check_trained(config: Config, units: Sequence[UnitSpec]) -> None:

@@ -222,7 +222,7 @@ def make_trainer(
             journal,
             [RunReporter(journal, None), EstimateReport(run_dir, done.step)],
         )
-    checkpoints = Checkpoints(config, ranks, journal, base, runs_command=shows and is_main)
+    checkpoints = Checkpoints(config, ranks, journal, base, uploads=shows and is_main)
     callbacks = [  # in the order of their hooks, at the end too
         SelfCheck(config.train.self_check, done.step, sharding_of(config)),
         Validation(config, has_data=parts.val_batches is not None),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import words_for_others
+from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import plain_name, read_text_file, replace
 from fsdpctl.io.run_files import TENSORBOARD, WANDB_ID
@@ -51,7 +51,7 @@ class _Wandb:
             project=project,
             name=run_dir.name,
             dir=str(run_dir),
-            config=words_for_others(config),
+            config=config_words(config),
             settings=wandb.Settings(console="off", silent=True),
         )
         # Not in order of arrival: after a resume, steps come a second time.

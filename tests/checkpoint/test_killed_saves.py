@@ -34,7 +34,7 @@ def make_saver(folder: Path, mode: str, keep_last: int = 1) -> Checkpoints:
     config = replace(Config(), checkpoint=CheckpointConfig(mode=mode, keep_last=keep_last))
     (folder / CHECKPOINTS).mkdir(exist_ok=True)
     journal = Mock(run_dir=folder)
-    return Checkpoints(config, ObjectExchange(), journal, None, runs_command=False)
+    return Checkpoints(config, ObjectExchange(), journal, None, uploads=False)
 
 
 def at(model: ShardedModel, optimizer: ShardedAdamW, step: int) -> Any:

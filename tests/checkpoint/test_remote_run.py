@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 
 from fsdpctl.checkpoint import remote
 from fsdpctl.checkpoint.consolidate import consolidate
-from fsdpctl.checkpoint.folders import copy_checkpoint, step_folder
+from fsdpctl.checkpoint.folders import complete_checkpoints, copy_checkpoint, step_folder
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About, new_directory, write_manifest
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -27,11 +27,12 @@ from fsdpctl.data.tokenizer_files import TEMPLATES
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import stores
 from fsdpctl.io.activity import Talk
-from fsdpctl.io.run_files import CHECKPOINTS, LOGS, MANIFEST, RUN_CONFIG
+from fsdpctl.io.run_files import CHECKPOINTS, MANIFEST, RUN_CONFIG
 from fsdpctl.launch import begin
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.directory import Standing, look, prepare_run_dir
-from fsdpctl.training.callbacks.each_save import EachSave, SaveOutcome
+from fsdpctl.training.callbacks import uploads as uploads_module
+from fsdpctl.training.callbacks.uploads import UploadOutcome, Uploads
 from tests.hostile import TINY_MODEL, make_checkpoint, reseal
 from tests.run.test_heartbeat import wait_for
 
@@ -274,44 +275,28 @@ def test_no_fault_makes_a_checkpoint_that_is_wrong_or_lost(run, tmp_path, monkey
 
 
 def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monkeypatch):
-    told: list[SaveOutcome] = []
-    uploads = EachSave(
-        CheckpointConfig(keep_last=0), run, told.append, remote=RemoteCheckpoints(URL)
-    )
+    told: list[UploadOutcome] = []
+    uploads = Uploads(CheckpointConfig(keep_last=0), run, told.append, RemoteCheckpoints(URL))
     first, second, *_ = folders(run)
     with monkeypatch.context() as planting:
         planting.setattr(MemoryFileSystem, "put_file", lambda *given, **about: 1 / 0)
         uploads.add(first, 10)
         uploads.wait(pytest.fail)
         with pytest.raises(FsdpctlError, match=f"^step 10: .* not uploaded: {URL}/.* run it again"):
-            uploads.check_uploaded()
+            uploads.check()
     uploads.add(second, 20)
     uploads.wait(pytest.fail)
-    uploads.check_uploaded()
+    uploads.check()
     assert [each.outcome for each in told] == ["failed", "done"]
     assert "ZeroDivisionError" in told[0].message
     assert str(first) in told[0].message
     assert [each.name for each in RemoteCheckpoints(URL).complete()] == [second.name]
 
 
-def test_the_command_follows_the_upload_of_its_checkpoint(run):
-    told: list[SaveOutcome] = []
-    keep, remote = CheckpointConfig(keep_last=0), RemoteCheckpoints(URL)
-    (run / LOGS).mkdir(exist_ok=True)
-    work = EachSave(keep, run, told.append, remote=remote, words=["test", "-d"])
-    first, second, *_ = folders(run)
-    work.add(first, 10, only_uploads=True)
-    work.add(second, 20)
-    work.wait(pytest.fail)
-    assert [(each.step, each.name, each.outcome) for each in told] == [
-        (10, "upload", "done"), (20, "upload", "done"), (20, "after_save", "done"),
-    ]  # fmt: skip
-
-
 def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypatch):
-    told: list[SaveOutcome] = []
+    told: list[UploadOutcome] = []
     keep = CheckpointConfig(keep_last=1, keep_every=30)
-    uploads = EachSave(keep, run, told.append, remote=RemoteCheckpoints(URL))
+    uploads = Uploads(keep, run, told.append, RemoteCheckpoints(URL))
     gate = threading.Event()
     plain = RemoteCheckpoints.upload
 
@@ -323,8 +308,17 @@ def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypa
     for step, folder in zip(STEPS, folders(run), strict=True):
         uploads.add(folder, step)
         wait_for(lambda: uploads.busy is not None)
-    gate.set()
-    uploads.wait(pytest.fail)
+    uploads.remove_old()
+    assert complete_checkpoints(run / CHECKPOINTS) == [  # it is busy with the first
+        step_folder(run / CHECKPOINTS, step) for step in (10, 30, 40)
+    ]
+    monkeypatch.setattr(uploads_module, "_REPORT_INTERVAL", 0.05)
+
+    def go_on(line: str) -> None:
+        assert line.startswith("waiting for checkpoint.remote: 0 s")
+        gate.set()
+
+    uploads.wait(go_on)
     assert [(each.step, each.outcome) for each in told] == [
         (10, "done"), (20, "skipped"), (30, "done"), (40, "done"),
     ]  # fmt: skip

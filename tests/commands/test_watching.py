@@ -18,29 +18,6 @@ def status(folder: Path) -> dict[str, object]:
     return found
 
 
-def script(folder: Path, text: str) -> Path:
-    file = folder / "upload.sh"
-    file.write_text(f"#!/bin/sh\n{text}\n")
-    file.chmod(0o755)
-    return file
-
-
-# ---- before anything starts ------------------------------------------------------------------
-
-
-def test_a_recipe_cannot_set_a_command(tmp_path):
-    recipe = tmp_path / "theirs.yaml"
-    recipe.write_text("checkpoint:\n  after_save: touch it\n")
-    code, answer = invoke("train", str(recipe), "--print-config")
-    assert code == 2
-    assert answer == (
-        f"{recipe}: checkpoint.after_save: commands are only valid on the "
-        "command line; to run it, add checkpoint.after_save='touch it'"
-    )
-    code, printed = invoke("train", str(recipe), "checkpoint.after_save=true", "--print-config")
-    assert (code, "checkpoint.after_save: 'true'" in printed) == (0, True), printed
-
-
 # ---- whole runs ------------------------------------------------------------------------------
 
 
@@ -67,28 +44,6 @@ def test_a_run_is_seen_to_run_to_stop_to_go_on_and_to_finish(tmp_path):
     process.kill()
     process.communicate()
     assert status(tmp_path)["state"] == "killed"
-
-
-@pytest.mark.slow
-def test_the_command_runs_on_every_checkpoint_and_the_end_waits_for_it(tmp_path):
-    text = 'sleep 0.5; test -f "$1/manifest.json" || exit 8; test "$FSDPCTL_STEP" != 50'
-    command = f"checkpoint.after_save={script(tmp_path, text)}"
-    done = fsdpctl("train", *words(tmp_path, 100, command, "checkpoint.keep_last=3"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "step 50: checkpoint.after_save: exit code 1" in done.stdout
-    found = status(tmp_path)
-    assert found["warnings"] == ["step 50: checkpoint.after_save: exit code 1"]
-
-
-@pytest.mark.slow
-def test_a_stop_waits_for_the_command(tmp_path):
-    command = f"checkpoint.after_save={script(tmp_path, 'sleep 2; touch done-$FSDPCTL_STEP')}"
-    process = start(tmp_path, 100_000, command)
-    wait_for(has_stepped(tmp_path))
-    process.send_signal(signal.SIGTERM)
-    assert ended(process)[0] == 75
-    saved = (tmp_path / "run" / "checkpoints" / "latest").resolve()
-    assert (tmp_path / f"done-{int(saved.name.removeprefix('step-'))}").exists()
 
 
 @pytest.mark.slow

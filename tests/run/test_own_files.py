@@ -107,7 +107,6 @@ def test_files_are_appended_to_and_emptied_where_the_run_directory_is_a_link(tmp
 def test_no_file_of_a_finished_run_is_used_through_a_link(tmp_path, outside):
     words = [
         *TINY, f"data.path={make_text(tmp_path)}", "launch.nproc_per_node=2", "train.steps=6",
-        "checkpoint.after_save=true",
         f"train.run_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     assert fsdpctl("train", *words, "train.profile=true", cwd=tmp_path).returncode == 0

@@ -11,12 +11,12 @@ import pytest
 
 from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.config.schema import Config
-from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.io.run_files import LOGS, METRICS
 from fsdpctl.run.environment import read_records
 from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.training.callback import TrainingRun
+from fsdpctl.training.callbacks import checkpoints as checkpoints_module
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.callbacks.reporting import Heartbeat
 from fsdpctl.training.journal import Journal
@@ -25,6 +25,16 @@ from tests.distributed import distributed
 from tests.training.ranks import lines
 
 RUN = cast(TrainingRun, SimpleNamespace())
+
+
+class SlowStore:
+    """An object store without a network."""
+
+    def upload(self, folder: Path) -> None:
+        time.sleep(0.2)
+
+    def remove_old(self, keep: object, newest: Path) -> None:
+        pass
 
 
 def configured(**about: Any) -> Config:
@@ -46,18 +56,19 @@ def journal_in(folder: Path, config: Config, step: int = 0, *, rank: int = 0) ->
     ],
 )
 @distributed(world_size=2)
-def test_ranks_end_together_once_the_command_is_done(
+def test_ranks_end_together_once_the_upload_is_done(
     rank: int, world_size: int, error: Exception | None, state: str, tmp_path: Path
 ) -> None:
-    config = configured(checkpoint=CheckpointConfig(after_save="sh -c 'sleep 0.2'"))
+    vars(checkpoints_module)["remote_of"] = lambda config: SlowStore()
+    config = configured()
     journal, ranks = journal_in(tmp_path, config, rank=rank), ObjectExchange()
-    checkpoints = Checkpoints(config, ranks, journal, None, runs_command=rank == 0)
+    checkpoints = Checkpoints(config, ranks, journal, None, uploads=rank == 0)
     heartbeat = Heartbeat(tmp_path, ranks, is_on=rank == 0)
     began = time.monotonic()
     if rank == 0:
         journal.write({"step": 7, "loss": 1.0})
         folder = fake_checkpoints(tmp_path / "checkpoints", 7)[0]
-        checkpoints._each_save.add(folder, 7)
+        checkpoints._uploads.add(folder, 7)
     for each in (checkpoints, heartbeat):
         each.end(RUN, error)
     assert time.monotonic() - began >= 0.2

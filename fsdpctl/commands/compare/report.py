@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 
 from fsdpctl.commands.compare.row import OK, Row, columns, names_of
 from fsdpctl.commands.drawing import BLUE, SKY, annotate, bar_axes, bars
-from fsdpctl.config.schema import KEYS, Config
+from fsdpctl.config.schema import Config
 from fsdpctl.io.units import figure as short
 from fsdpctl.resolve.open import decides_losses
 
@@ -160,10 +160,7 @@ def _range(values: set[int]) -> str:
 
 
 def command_of(words: Sequence[str], options: Sequence[str]) -> str:
-    """Return the command line without settings that are executed, which may be confidential."""
-    keys = ((word, KEYS.get(word.partition("=")[0])) for word in words)
-    shown = [word for word, key in keys if key is None or not key.is_executed]
-    return shlex.join(["fsdpctl", "compare", *shown, *options])
+    return shlex.join(["fsdpctl", "compare", *words, *options])
 
 
 def rows_as_json(rows: Sequence[Row]) -> str:

@@ -16,15 +16,14 @@ from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import words_for_others
+from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import BEST, CHECKPOINTS, LATEST
-from fsdpctl.resolve.rules import command_words
 from fsdpctl.run.assets import read_run_assets
 from fsdpctl.run.progress import format_seconds
 from fsdpctl.training.callback import Callback, TrainingRun, is_joint
-from fsdpctl.training.callbacks.each_save import EachSave, SaveOutcome
+from fsdpctl.training.callbacks.uploads import UploadOutcome, Uploads
 from fsdpctl.training.journal import Journal
 from fsdpctl.training.requests import SAVE, RequestFlags
 
@@ -72,34 +71,29 @@ class Checkpoints(Callback):
         journal: Journal,
         base: BaseInfo | None,
         *,
-        runs_command: bool,
+        uploads: bool,
     ) -> None:
         """Save as configured, without the weights that `base` has; report to `journal`.
 
-        A thread uses the collectives of `ranks` during training. `runs_command`: whether this rank
-        uploads, and runs `checkpoint.after_save`.
+        A thread uses the collectives of `ranks` during training. `uploads`: whether this rank does,
+        if the run has an object store.
         """
         about, run_dir = config.checkpoint, journal.run_dir
         self._every, self._last = about.every, config.train.steps
         self._keeps_best = about.keep_best
         self._ranks, self._journal, self._base = ranks, journal, base
         self._folder = run_dir / CHECKPOINTS
-        self._settings = words_for_others(config)
+        self._settings = config_words(config)
         self._staging = Staging() if about.mode == "async" else None
         self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._current: Save | None = None
         self._saved_step = -1
         self._is_awaited = False  # a SAVE file is there until the checkpoint is complete
-        self._each_save = EachSave(
-            about,
-            run_dir,
-            self._report,
-            remote=remote_of(config) if runs_command else None,
-            words=command_words(about.after_save) if runs_command and about.after_save else (),
-        )
+        remote = remote_of(config) if uploads else None
+        self._uploads = Uploads(about, run_dir, self._report, remote)
 
-    def _report(self, done: SaveOutcome) -> None:
+    def _report(self, done: UploadOutcome) -> None:
         self._journal.loggers.line(done.to_line())
         if done.message:
             self._journal.warn(done.message, done.step)
@@ -118,7 +112,7 @@ class Checkpoints(Callback):
         if self._keeps_best and run.best is not None:
             self._keep_best(run.best.step)
         for folder in complete_checkpoints(self._folder):  # whose upload may have been interrupted
-            self._each_save.add(folder, step_of(folder), only_uploads=True)
+            self._uploads.add(folder, step_of(folder))
 
     def prepare(self, run: TrainingRun) -> None:
         """Allocate pinned host memory for the copies of the first save, in a thread."""
@@ -166,10 +160,10 @@ class Checkpoints(Callback):
         if self._ranks.rank == 0:
             try:
                 point_to(self._folder / LATEST, folder)
-                self._each_save.remove_old()
+                self._uploads.remove_old()
             except OSError as error:  # only noted: nothing is lost
                 save.note = f"{error.filename or self._folder}: {error.strerror}"
-            self._each_save.add(folder, save.step)
+            self._uploads.add(folder, save.step)
         save.seconds = time.perf_counter() - save.began
 
     def _keep_best(self, step: int) -> None:
@@ -177,7 +171,7 @@ class Checkpoints(Callback):
         if self._ranks.rank == 0 and folder in complete_checkpoints(self._folder):
             with suppress(OSError):  # a full disk is reported where it costs something
                 point_to(self._folder / BEST, folder)
-                self._each_save.remove_old()
+                self._uploads.remove_old()
 
     def _wait(self, save: Save) -> None:
         since, shown = time.perf_counter(), 0.0
@@ -210,7 +204,7 @@ class Checkpoints(Callback):
                 self._journal.check_in_place()  # a missing run directory is the cause
                 raise
             # A run that stops waits for the upload, too.
-            run.requests.limit.save_took(saved.seconds + self._each_save.upload_seconds)
+            run.requests.limit.save_took(saved.seconds + self._uploads.seconds)
             self._journal.saved(saved.to_line(), saved.seconds)
             if saved.note:
                 self._journal.warn(f"saved, but {saved.note}", saved.step)
@@ -221,13 +215,13 @@ class Checkpoints(Callback):
             run.requests.done(SAVE)
 
     def end(self, run: TrainingRun, error: BaseException | None) -> None:
-        """Wait for uploads and the user's command, on ranks that end together; check uploads."""
+        """Wait for uploads, on ranks that end together, and check them."""
         if is_joint(error):
             self._journal.check_in_place()
             RANK_STATUS.at(FINISHING)
-            self._each_save.wait(self._journal.remark)
+            self._uploads.wait(self._journal.remark)
             if error is None:  # else it is the more important one; a warning was printed
-                self._each_save.check_uploaded()
+                self._uploads.check()
 
     def leave(self) -> None:
         """After a failure, let the checkpoint in progress complete as long as it advances."""
