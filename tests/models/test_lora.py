@@ -53,8 +53,7 @@ def adapted(text: str) -> list[str]:
     "text",
     [
         "[q_proj,v_proj]", "[ 'q_proj' , \"v_proj\" ]", '["q_proj", "v_proj"]', "q_proj,v_proj",
-        "q_proj, v_proj", "q_proj v_proj", "(q_proj,v_proj)", "{q_proj,v_proj}", "q_proj;v_proj",
-        "'q_proj','v_proj'", "[q_proj,v_proj,]", "self_attn.q_proj,v_proj",
+        "q_proj, v_proj", "'q_proj','v_proj'", "[q_proj,v_proj,]", "self_attn.q_proj,v_proj",
         "q_proj|v_proj", "(q|v)_proj", "[qv]_proj", "[q|v]_proj",
         "(?P<one>q|absent|v)_proj", "(?i:Q|V)_proj", r"(^|\.)(q_proj|v_proj)$",
         r"layers\.\d{1,2}\..*(q|v)_proj", r".*(?<!k|o)_attn\.(?:q|v)_proj",
@@ -98,8 +97,11 @@ def test_a_list_of_parameters_has_parts_of_their_names(tmp_path):
                 ("query_key_value", "linear layers except the output head are q_proj, k_proj"),
                 ("all", "did you mean all_linear?"),
                 ("[qv]", ": qv matches no linear layer"),
-                ("[q_proj|v_proj]", "q_proj|v_proj in a list: expected names such as"),
-                ("q_.*,v_proj", "q_.* in a list"),
+                ("[q_proj|v_proj]", "q_proj|v_proj in a list; expected names such as q_proj,v_proj,"),
+                ("q_.*,v_proj", "q_.* in a list; expected names such as q_proj,v_proj, or one"),
+                ("(q_proj,v_proj)", "(q_proj in a list; expected names such as q_proj,v_proj, or"),
+                ("q_proj v_proj", "q_proj v_proj in a list; expected names such as q_proj,v_proj,"),
+                ("q_proj;v_proj", "q_proj;v_proj in a list; expected names such as q_proj,v_proj"),
                 ("[]", "empty; expected names"),
             ]
         ),
