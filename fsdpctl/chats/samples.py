@@ -62,7 +62,7 @@ def samples_of(
         TurnError: If the boundaries of an assistant message aren't certain.
     """
     errors: list[RenderError] = []
-    for name, spelled in _spellings(chat, renderer.takes_text):
+    for spelled in _spellings(chat, renderer.takes_text):
         talk = Conversation(renderer, spelled, controls)
         try:
             whole = talk.upto(len(spelled.messages)).text
@@ -75,8 +75,7 @@ def samples_of(
         if any(_is_written_by_python(each, whole) for each in _arguments(spelled)):
             errors.append(RenderError("the template writes arguments as Python does"))
             continue
-        made = _make_samples(talk, policy)
-        return ChatSamples(made.samples, {**made.counts, **({name: 1} if name else {})})
+        return _make_samples(talk, policy)
     raise errors[0]
 
 
@@ -93,23 +92,23 @@ def _is_written_by_python(arguments: object, text: str) -> bool:
     return str(arguments) in text and json.dumps(arguments, ensure_ascii=False) not in text
 
 
-def _spellings(chat: Chat, takes_text: bool) -> Iterator[tuple[str, Chat]]:
-    """Yield the chat and its other spellings, each with the name that it is counted by.
+def _spellings(chat: Chat, takes_text: bool) -> Iterator[Chat]:
+    """Yield the chat and its other spellings.
 
     A template that `takes_text` writes JSON text as it is in the data.
     """
     if takes_text and any(isinstance(each, str) for each in _arguments(chat)):
-        yield "", chat
+        yield chat
     try:
         objects = with_arguments(chat, as_text=False)
     except UsageError as error:
         raise RenderError(str(error)) from None
-    yield "", objects
+    yield objects
     if any(each.get("tool_calls") for each in chat.messages):
-        yield "arguments_as_text", with_arguments(chat, as_text=True)
+        yield with_arguments(chat, as_text=True)
     if _of_parts(chat):
         messages = [{**each, "content": text_of(each)} for each in objects.messages]
-        yield "joined_parts", msgspec.structs.replace(objects, messages=messages)
+        yield msgspec.structs.replace(objects, messages=messages)
 
 
 def _of_parts(chat: Chat) -> list[Message]:
@@ -122,10 +121,7 @@ def _make_samples(talk: Conversation, policy: LossPolicy) -> ChatSamples:
     _count_texts(work, whole.text)
     kept = [index for index in talk.answers if talk.chat.trained[index]]
     work.count("answers", len(talk.answers))
-    work.count("switched_off", len(talk.answers) - len(kept))
     if policy.train_on == "all":
-        others = len(talk.messages) - len(talk.answers)
-        work.count("others_trained", others - (sum(talk.chat.trained) - len(kept)))
         return ChatSamples([_all_but(work, whole.text)], work.counts)
     if policy.train_on == "last":
         kept = [index for index in kept if index == talk.answers[-1]]
@@ -138,7 +134,6 @@ def _of_answers(work: _Work, kept: list[int]) -> list[ChatSample]:
     talk = work.talk
     whole = talk.upto(len(talk.messages))
     answers = [find_turn(talk, index, index + 1) for index in kept]
-    work.count("not_as_served", sum(not each.is_prompted for each in answers))
     if all(_is_unchanged(talk, each, whole.text) for each in answers):
         if talk.renderer.has_marks and kept == talk.answers:
             return [ChatSample(whole.text, whole.marks, is_marked=True)]

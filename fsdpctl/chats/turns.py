@@ -27,7 +27,6 @@ class Turn:
     index: int
     spans: Spans
     settled: int  # a longer rendering that agrees up to here contains the message unchanged
-    is_prompted: bool = True  # the rendering begins with the prompt that a model is served with
 
 
 def find_turn(talk: Conversation, index: int, count: int) -> Turn:
@@ -49,7 +48,7 @@ def find_turn(talk: Conversation, index: int, count: int) -> Turn:
             f"message {index + 1}: no control token of the tokenizer ends the assistant message, "
             f"which is followed by {whole[high : high + 40]!r}"
         )
-    return Turn(index, [(start, end.end())], end.end(), is_prompted)
+    return Turn(index, [(start, end.end())], end.end())
 
 
 def _content(talk: Conversation, index: int, messages: list[Message]) -> tuple[int, int]:

@@ -38,7 +38,7 @@ from fsdpctl.models.decoder_check import with_attention
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.assets import end_tokens
 from fsdpctl.training.assemble import make_model, strategy_alone
-from fsdpctl.training.callbacks.sample import Sampling, TextStream, generate
+from fsdpctl.training.callbacks.sample import Sampling, generate
 
 Weights = Annotated[
     Path,
@@ -132,19 +132,17 @@ class TextGenerator:
 
         A space at the beginning depends on the tokens `before`.
         """
-        text = TextStream(self.tokenizer, before)
         with self._in_memory(), doing("generating"):
-            for token in generate(
+            tokens = generate(
                 self._model,
                 prompt,
                 range(self._count),
                 context=self._context,
                 sampling=self.sampling,
                 device=self._device,
-            ):
-                if token not in self.sampling.ends:
-                    yield text.add(token)
-            yield text.rest()
+            )
+            ends = self.sampling.ends
+            yield from self.tokenizer.pieces((x for x in tokens if x not in ends), before)
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:

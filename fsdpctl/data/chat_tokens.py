@@ -77,7 +77,6 @@ class Building:
         Raises:
             UsageError: If a line can't be trained on, or if no sample is left to train on.
         """
-        before = self._tokenizer.begun
         with doing("tokenizing", CONVERSATIONS) as self._advance:
             formats = [self._add(each) for each in self._plan.train]
             formats += [self._add(each, "val") for each in self._plan.validation]
@@ -92,7 +91,6 @@ class Building:
             if part.tokens
             for kind, array in part.arrays(self._tokenizer.dtype).items()
         }
-        self._counts["begun"] = self._tokenizer.begun - before
         ends = [token for token, _ in self._ends.most_common(4)]
         keys = [{k: dict(counts) for k, counts in each.items()} for each in self._keys]
         return Built(arrays, dict(self._counts), formats, ends, keys)

@@ -34,25 +34,16 @@ _POLICIES = {
     "split": "each is trained on as it is when it is the last one",
     "keep": "they are trained on as rewritten",
 }
-# What happened in rendering, with the key of its count and the noun that is counted.
+# What changes the loss, with the key of its count and the noun that is counted.
 _EVENTS = {
     "rewritten_chats": (
         "conversation",
         "whose assistant messages the template rewrites once others follow: {policy}",
     ),
-    "not_as_served": ("assistant message", "after messages that are rendered differently later"),
-    "switched_off": ("assistant message", "masked by the data (weight, train)"),
-    "others_trained": (
-        "message",
-        "of other roles masked by the data, but trained on (train_on=all)",
-    ),
     "empty": ("row", "without text, passed over"),
-    "begun": ("text", "beginning with the begin token, where no other is added"),
     "without_loss": ("sample", "dropped, with no token that is trained on"),
     "control_tokens": ("message", "with control tokens in the text, encoded as control tokens"),
     "left_out": ("message", "not rendered verbatim by the template"),
-    "arguments_as_text": ("conversation", "with arguments of calls given to the template as text"),
-    "joined_parts": ("conversation", "with parts joined into one text for the template"),
 }
 
 

@@ -22,7 +22,6 @@ from fsdpctl.data.token_formats import TokenFile, open_token_files
 from fsdpctl.data.tokenizer import (
     BATCH,
     ByteTokenizer,
-    FileTokenizer,
     TextPiece,
     Tokenizer,
     open_tokenizer,
@@ -82,8 +81,6 @@ def _opened(
 def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
     texts, held, about, notes = _own(config) if config.name == _OWN else _read(config, key)
     has_files = bool(held)
-    if isinstance(tokenizer, FileTokenizer):
-        tokenizer.begun = 0  # in the texts of other sources
     if not has_files:
         texts, held = hold_out(texts, config.val_fraction)
     if not texts:
@@ -94,7 +91,7 @@ def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
         tokenizer,
         tokenizer.vocab_size,
         about,
-        notes=(*notes, *tokenizer.notes()),
+        notes=notes,
         has_val_files=has_files,
     )
 
@@ -193,11 +190,8 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> TokenStream:
         digest.update(text)
     name = f"text-{digest.hexdigest()}"
     if (entry := read_cache(name)) is None:
-        before, some = tokenizer.begun, batches(pieces, lambda piece: piece.size, BATCH)
+        some = batches(pieces, lambda piece: piece.size, BATCH)
         with doing("tokenizing text"):
             tokens = [tokenizer.encode_pieces(each) for each in some]
-        begun = tokenizer.begun - before
-        entry = write_cache(name, {"tokens": np.concatenate(tokens)}, {"begun": begun})
-    else:
-        tokenizer.begun += entry.facts["begun"]
+        entry = write_cache(name, {"tokens": np.concatenate(tokens)}, {})
     return TokenStream(entry.arrays["tokens"], size, entry.checksums["tokens"])

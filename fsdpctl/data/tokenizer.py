@@ -1,8 +1,9 @@
 """Tokenizers: bytes, or a directory that transformers' AutoTokenizer loads."""
 
+import codecs
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 from tokenizers import Encoding, decoders, pre_tokenizers
 from tokenizers import Tokenizer as JsonTokenizer
+from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
 from fsdpctl.config.model import MOST_TOKENS
@@ -57,9 +59,6 @@ class ByteTokenizer:
         texts = (each.text[slice(*each.span or (None,))] for each in pieces)
         return np.frombuffer("".join(texts).encode(), dtype=np.uint8)
 
-    def notes(self) -> tuple[str, ...]:
-        return ()
-
     def encode_prompt(self, prompt: str) -> list[int]:
         """Return the bytes of the prompt, or a line break if it is empty."""
         return list(prompt.encode() or b"\n")
@@ -68,6 +67,13 @@ class ByteTokenizer:
         """Return the text, with replacement characters for bytes that aren't UTF-8."""
         known = bytes(token if token < self.vocab_size else 0xFF for token in tokens)
         return known.decode("utf-8", errors="replace")
+
+    def pieces(self, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
+        """Yield the text of tokens that arrive one by one, as characters are complete."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in tokens:
+            yield decoder.decode(bytes([token if token < self.vocab_size else 0xFF]))
+        yield decoder.decode(b"", final=True)
 
     @property
     def checksum(self) -> str:
@@ -136,7 +142,6 @@ class FileTokenizer:
             self._specials = set(self.controls.values())
             self.before, self.after = self._added()
         self.first_new: int | None = None  # of those that `data.new_tokens` has added
-        self.begun = 0  # texts with their own begin token, so far
         if self.vocab_size > MOST_TOKENS:
             raise UsageError(
                 f"{self._where}: token {self.vocab_size - 1}: exceeds the limit of "
@@ -186,7 +191,6 @@ class FileTokenizer:
         """
         before, after = self.before * begins, self.after
         if before and len(tokens) and tokens[0] == before[0] and before[0] in self._specials:
-            self.begun += 1
             before = []
         if after and [*tokens[-1:]] == after[-1:] and after[-1] in self._specials:
             after = []
@@ -194,11 +198,6 @@ class FileTokenizer:
         if has_end or [*before, *tokens[-1:], *after][-1:] == [self.end]:
             return before, after
         return before, [*after, int(self.end or 0)]
-
-    def notes(self) -> tuple[str, ...]:
-        """Return a line on texts with their own begin token, if there were any."""
-        line = f"texts with a begin token of their own, where no other is added: {self.begun:,}"
-        return (line,) * (self.begun > 0)
 
     @property
     def has_parts(self) -> bool:
@@ -290,6 +289,21 @@ class FileTokenizer:
         """Return the text, without special tokens if it `skips` them."""
         with guarded(self._where):
             return str(self.auto.decode([int(each) for each in tokens], skip_special_tokens=skips))
+
+    def pieces(self, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
+        """Yield the text of tokens that arrive one by one, as characters are complete.
+
+        Without a backend, which takes single tokens, yield the whole text at the end.
+        """
+        stream, left = DecodeStream([*before], skip_special_tokens=True), list[int]()
+        for token in tokens:
+            left.append(token)
+            with guarded(self._where):
+                piece = stream.step(self._backend, token) if self._backend is not None else None
+            if piece is not None:
+                left.clear()
+                yield piece
+        yield self.decode(left)
 
     def files(self) -> dict[str, bytes]:
         """Return the unchanged files of the tokenizer, without the model's config.json."""

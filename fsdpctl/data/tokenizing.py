@@ -125,8 +125,7 @@ def tokenize_files(
             stale.unlink()
     about = found.about(validates=False, skipped=len(passed.skipped))
     used = f"{about}{left_out(passed.skipped)}"
-    notes = (*passed.notes(), *tokenizer.notes())
-    return Written(state.files, state.total, state.num_bytes, used, notes)
+    return Written(state.files, state.total, state.num_bytes, used, passed.notes())
 
 
 def _about(found: DataFiles, output: Output, tokenizer: Tokenizer) -> str:

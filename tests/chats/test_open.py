@@ -104,14 +104,6 @@ def test_keys_are_named_once_per_file(tmp_path):
         )
 
 
-def test_other_messages_masked_by_the_data_are_counted_if_all_is_trained(tmp_path):
-    rows = numbered(2)
-    rows[0]["messages"][0]["weight"] = 0
-    found = opened(tmp_path, "chatml", rows, train_on="all")
-    assert any("1 message of other roles masked by the data" in note for note in found.notes)
-    assert not any("other roles" in note for note in opened(tmp_path, "chatml", rows).notes)
-
-
 def test_more_data_moves_no_conversation_to_the_other_part(tmp_path):
     few = opened(tmp_path, "chatml", numbered(60), val_fraction=0.2)
     more = opened(tmp_path, "chatml", [*numbered(60, 500), *numbered(60)], val_fraction=0.2)

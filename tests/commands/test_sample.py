@@ -6,13 +6,16 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from tokenizers import Tokenizer as JsonTokenizer
+from tokenizers.decoders import Metaspace
+from tokenizers.models import WordLevel
 
 from fsdpctl.commands import sample
 from fsdpctl.commands.sample import sample_text
-from fsdpctl.data.tokenizer import ByteTokenizer
+from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from fsdpctl.engine import blocks
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.training.callbacks.sample import Sampling, TextStream, draw
+from fsdpctl.training.callbacks.sample import Sampling, draw
 from tests.checkpoint.test_gguf import sharded
 from tests.commands.run import invoke
 from tests.hostile import make_checkpoint, make_hugging_face
@@ -107,19 +110,17 @@ def test_text_arrives_in_pieces_of_whole_characters(seed):
     text = "".join(generator.choice("aé€😀 \n") for _ in range(40)).encode()
     cut = [byte for byte in text if generator.random() < 0.9]  # some characters lack a byte
     for tokens in (list(text), cut):
-        stream = TextStream(ByteTokenizer(), [ord("x")])
-        pieces = [stream.add(token) for token in tokens]
-        assert "".join([*pieces, stream.rest(), stream.rest()]) == ByteTokenizer().decode(tokens)
-    assert sum(map(len, pieces[:20])) > 0
+        for tokenizer in (ByteTokenizer(), FileTokenizer("bytes", ByteTokenizer().files())):
+            pieces = [*tokenizer.pieces(tokens, [ord("x")])]
+            assert "".join(pieces) == tokenizer.decode(tokens)
+            assert len([*filter(None, pieces)]) > 20
 
 
-class Spaced:
-    """Tokens are words; a space before the first one is not text, as in SentencePiece."""
-
-    def decode(self, tokens: list[int]) -> str:
-        return " ".join(f"w{token}" for token in tokens)
-
-
-def test_spaces_between_pieces_are_kept():
-    stream = TextStream(Spaced(), [1, 2])  # type: ignore[arg-type]  # all that it uses
-    assert "".join([stream.add(3), stream.add(4), stream.add(5), stream.rest()]) == " w3 w4 w5"
+@pytest.mark.parametrize("before", [[1, 2], []])
+def test_spaces_between_pieces_are_kept(before):
+    words = JsonTokenizer(WordLevel({f"▁w{n}": n for n in range(6)}, unk_token="▁w0"))
+    words.decoder = Metaspace()
+    files = {"tokenizer.json": words.to_str().encode()}
+    tokenizer = FileTokenizer("words", files)
+    said = "".join(tokenizer.pieces([3, 4, 5], before))
+    assert said == (" w3 w4 w5" if before else "w3 w4 w5")

@@ -185,9 +185,6 @@ def test_a_text_with_its_own_begin_and_end_token_gets_no_other(post, tmp_path):
         expected = [*ours.before * (not own_begin), *plain, *ours.after * (not own_end)]
         expected += [] if expected[-1] == ours.end or ours.end in ours.after else [ours.end]
         assert encoded(ours, text).tolist() == expected
-    assert ours.begun == sum(text.startswith(("<s>", "[CLS]")) for text in OWN[post])
-    (note,) = ours.notes()
-    assert note.endswith(f"where no other is added: {ours.begun}")
 
 
 def test_a_begin_token_that_is_split_as_text_is_no_begin_token(tmp_path):
@@ -197,7 +194,6 @@ def test_a_begin_token_that_is_split_as_text_is_no_begin_token(tmp_path):
     assert isinstance(ours, FileTokenizer)
     found = encoded(ours, "<s>ab").tolist()
     assert found[0] == ours.before[0] != found[1]
-    assert (ours.begun, ours.notes()) == (0, ())
 
 
 def test_rows_that_were_rendered_have_one_begin_token(tmp_path, monkeypatch):
@@ -213,14 +209,6 @@ def test_rows_that_were_rendered_have_one_begin_token(tmp_path, monkeypatch):
         assert isinstance(found.train, DocumentSet)
         tokens = [found.train[index][0].tolist() for index in range(2)]
         assert tokens[0] == tokens[1]
-        said = "1 text beginning with the begin token, where no other is added"
-        assert any(said in note for note in found.notes)
         if some is pairs:
             trained = [found.train[index][1][1:].tolist() for index in range(2)]
             assert trained[0] == trained[1]
-    for option in ("text", "chat"):  # also from the cache
-        file = write_lines(tmp_path / "a.jsonl", rows)
-        config = DataConfig(option, str(file), val_fraction=0.0, tokenizer=folder)
-        notes = [open_data(config).notes for _ in range(2)]
-        assert notes[0] == notes[1]
-        assert "begin token" in str(notes[0])

@@ -1,19 +1,16 @@
 """Text generation, token by token, and a sample of it at the end of a run."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fsdpctl.comm.base import raised
-from fsdpctl.data.tokenizer import Tokenizer
 from fsdpctl.io.activity import doing
 from fsdpctl.models.kernels import without_cudnn
 from fsdpctl.models.transformers_decoder import Cache, Decoder, evaluating
 from fsdpctl.training.callback import Callback, TrainingRun
-
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the bytes of a character that is not complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,40 +21,6 @@ class Sampling:
     temperature: float = 0.8  # 0: greedy
     top_p: float = 1.0  # probability mass of the likeliest tokens to sample from
     ends: tuple[int, ...] = ()  # tokens that end the text; they are returned too
-
-
-class TextStream:
-    """The text of tokens that arrive one by one, in pieces of whole characters.
-
-    Note: only the last tokens are decoded again, so that a long text takes linear time; those
-    before a new token decide about spaces. As in Hugging Face's text-generation-inference.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._before, self._new = list(before), list[int]()
-        self._num_returned = 0  # characters of the new tokens
-
-    def add(self, token: int) -> str:
-        """Return the text that a token completes; empty if a character is incomplete."""
-        self._new.append(token)
-        return self._piece(is_last=False)
-
-    def rest(self) -> str:
-        """Return the text that is left, with an incomplete character."""
-        return self._piece(is_last=True)
-
-    def _piece(self, *, is_last: bool) -> str:
-        decode = self._tokenizer.decode
-        before, text = decode(self._before), decode([*self._before, *self._new])
-        text = text[len(before) :] if text.startswith(before) else decode(self._new)
-        is_complete = is_last or not text.endswith(_INCOMPLETE)
-        end = len(text) if is_complete else len(text) - 1
-        piece = text[self._num_returned : end]
-        self._num_returned += len(piece)
-        if is_complete and self._new:
-            self._before, self._new, self._num_returned = self._new, [], 0
-        return piece
 
 
 @torch.no_grad()
@@ -131,6 +94,14 @@ class SampleText(Callback):
                     return
                 yield
 
+        def until_ended() -> Iterator[int]:
+            nonlocal number, has_ended
+            for token in tokens:
+                number += 1
+                has_ended |= token in data.end_tokens
+                if not has_ended:
+                    yield token
+
         tokens = generate(
             run.parts.model,
             list(data.prompt) or data.tokenizer.encode_prompt(""),
@@ -143,13 +114,9 @@ class SampleText(Callback):
         if data.prompt:
             run.journal.say(f"prompt:\n{data.tokenizer.decode(data.prompt).rstrip()}")
         run.journal.say("sample:")
-        text = TextStream(data.tokenizer)
         with run.journal.progress.stream() as write:
-            for token in tokens:
-                number += 1
-                has_ended |= token in data.end_tokens
-                write("" if has_ended else text.add(token))
-            write(text.rest())
+            for piece in data.tokenizer.pieces(until_ended()):
+                write(piece)
         run.is_ending = sync.received.ends
         if run.is_ending:
             run.journal.say(f"sample stopped after {number} of {count} tokens (stop requested)")
