@@ -10,6 +10,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from io import BufferedReader
 from itertools import chain, count, islice
 from pathlib import Path
@@ -53,6 +54,13 @@ def lines_of(
     except UsageError as error:
         raise UsageError(f"{path}, {first[0]}: {shown(error)}") from None
     return name, _lines(path, name, chain([first], found), Counter() if counts is None else counts)
+
+
+def first_row(path: str) -> dict[str, Any]:
+    """Return the first row of a file, empty if it has none or can't be read."""
+    with suppress(UsageError, OSError):
+        return next((row for _, row in _objects(path)), {})
+    return {}
 
 
 def _lines(

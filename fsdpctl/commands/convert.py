@@ -15,9 +15,7 @@ from fsdpctl.io.texts import escaped
 
 Source = Annotated[
     Path,
-    typer.Argument(
-        metavar="FILE", help="Configuration of axolotl, accelerate, TRL or NeMo Automodel."
-    ),
+    typer.Argument(metavar="FILE", help="Configuration of axolotl, accelerate or TRL."),
 ]
 
 

@@ -14,7 +14,12 @@ _ON = ("true", "yes", "on", "1")
 _KNOWN_BY = {
     "base_model": "axolotl", "compute_environment": "accelerate", "distributed_type": "accelerate",
     "model_name_or_path": "TRL", "fsdp_config": "accelerate", "deepspeed_config": "accelerate",
-    "step_scheduler": "Automodel",
+}  # fmt: skip
+# Keys of further tools, whose files are not read; a file with one of these is of no tool above.
+_NOT_READ = {
+    "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "actor_rollout_ref": "verl",
+    "litgpt": "litgpt", "lr_warmup_fraction": "litgpt", "model._component_": "torchtune",
+    "checkpointer._component_": "torchtune", "step_scheduler": "NeMo Automodel",
 }  # fmt: skip
 NO_TOML = (
     "TOML files, such as torchtitan's, are not read; set fsdpctl's names, see docs/from-others.md"
@@ -135,7 +140,16 @@ def as_whole(text: str) -> int | None:
 
 
 def tool_of(source: SourceConfig) -> str | None:
-    """Return the tool that a YAML file belongs to, if it is known."""
+    """Return the tool that a YAML file belongs to, if it is known.
+
+    Raises:
+        UsageError: If it is one whose files are not read.
+    """
+    if other := next((each for key, each in _NOT_READ.items() if key in source), ""):
+        raise UsageError(
+            f"{source.file}: a file of {other}: not supported; write fsdpctl's names to a recipe: "
+            "the error for a key of another tool has ours"
+        )
     return next((tool for key, tool in _KNOWN_BY.items() if key in source), None)
 
 

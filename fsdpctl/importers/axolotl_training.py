@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fsdpctl.config.data import CHAT
+from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.source_config import SourceKey
 from fsdpctl.importers.defaults import AXOLOTL
 from fsdpctl.importers.schedules import NO_LIMIT, add_schedule
 from fsdpctl.importers.training import (
     TrainingRows,
+    first_rows,
+    hides_text,
     is_fraction,
     part_of_hub,
     read_hugging_face_training,
@@ -19,7 +21,6 @@ _FEWEST = 2  # steps: axolotl makes a warmup of one step two
 _FLOOR = "lr_scheduler.warmup_steps"
 # Values of a data set's keys that fsdpctl follows, or that change nothing; others are named.
 _AS_HERE: Mapping[str, tuple[object, ...]] = {
-    "chat_template": ("tokenizer_default",),
     "ds_type": ("json", "parquet", "arrow", "text"),
     "field": ("text",),
     "field_messages": ("messages", "conversations"),
@@ -33,10 +34,18 @@ _AS_HERE: Mapping[str, tuple[object, ...]] = {
     "train_on_eos": ("turn",),
     "train_on_eot": ("turn",),
 }  # fmt: skip
-_OF_FILES = ("path", "data_files", "type", "preprocess_shards", "trust_remote_code")
+_OF_FILES = (
+    "path", "data_files", "type", "preprocess_shards", "trust_remote_code", "chat_template",
+    "chat_template_jinja",
+)  # fmt: skip
 _OF_HUB = ("name", "revision", "split")
 _TEMPLATES = ("chat_template", "chat_template.default")
 _TEXTS = ("completion", "pretrain")
+_TEMPLATE, _JINJA = "chat_template", "chat_template_jinja"
+_OWN_PROMPTS = (
+    "writes prompts of its own, not the chat template; write rows with prompt and completion to a "
+    "file and set data.path=FILE"
+)
 _ALPACA = ("alpaca", "alpaca:instruct")
 # Schedules and their parts that transformers doesn't have.
 _OWN_SCHEDULES = (
@@ -64,6 +73,7 @@ def read_training(found: Translation, *, adapts: bool) -> None:
     why = "axolotl averages it over the tokens of each micro-batch, fsdpctl over those of a step"
     rows.leave(SourceKey("loss", "", ()), why)
     _read_data(found, rows)
+    rows.comparisons()
 
 
 def _read_schedule(rows: TrainingRows, steps: int | None) -> None:
@@ -93,24 +103,30 @@ def _read_schedule(rows: TrainingRows, steps: int | None) -> None:
 def _read_data(found: Translation, rows: TrainingRows) -> None:
     content = found.source.content
     key = "datasets" if content.get("datasets") else "pretraining_dataset"
-    is_text = key != "datasets"
-    entries = list(_entries(content.get(key)))[: 1 if is_text else None]  # axolotl reads one
+    streams = key != "datasets"
+    entries = list(_entries(content.get(key)))[: 1 if streams else None]  # axolotl reads one
     paths = _paths(entries)
     kinds = {str(entry.get("type")) for entry in entries} - {"None"}
+    texts = [each for each in entries if streams or str(each.get("type")) in _TEXTS]
+    of_texts = _paths(texts)
+    hides = any(map(hides_text, first_rows(rows, of_texts))) or not all(map(rows.file, of_texts))
+    is_text = streams or (hides and len(texts) == len(entries))
     shown = SourceKey(key, ", ".join(paths), ()) if entries else None
     others = sorted(kinds - {*_TEMPLATES, *_TEXTS, *_ALPACA})
-    own = f"{key}[].type: {others[0][:80]}" if others else ""
+    own = f"{key}[].type: {others[0][:80]}: {_OWN_PROMPTS}" if others else ""
+    columns = {str(x.get("field") or x.get("text_column") or TEXT) for x in texts} - {TEXT}
+    if columns or (hides and not is_text):
+        own = f"{key}[].field: {min(columns)[:80]}" if columns else f"{key}[].type: completion"
+        own += ": write rows with the column text, and no other, to a file and set data.path=FILE"
     option = rows.data(shown, paths, is_text=is_text, own=own)
     if alpaca := kinds.intersection(_ALPACA):
         rows.add(SourceKey(f"{key}[].type", min(alpaca), ()), "data.prompt=alpaca")
-    if "completion" in kinds and not is_text:
-        why = "axolotl cuts longer texts into pieces, fsdpctl follows data.too_long"
-        rows.leave(SourceKey(f"{key}[].type", "completion", ()), why)
     if is_text:
         why = "fsdpctl reads one stream of tokens, axolotl cuts it at the ends of texts or windows"
         rows.leave(SourceKey(key, "text", ()), why)
     if option == CHAT:
         _read_chats(rows)
+        _read_template(rows, [each if each.get(_TEMPLATE) else content for each in entries])
     _read_held_out(found, rows)
     for entry in entries:
         for name, value in entry.items():
@@ -119,9 +135,26 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
             is_same |= name in _OF_HUB and rows.file(_files(entry)[0]) is None
             if not is_same:
                 rows.leave(SourceKey(f"{key}[].{name}", str(value)[:80], ()), "not followed")
-    template = rows.value("chat_template_jinja")
-    if template and (file := rows.file(template.text)) is not None:
-        rows.add(template, f"data.template={file}")
+
+
+def _read_template(rows: TrainingRows, places: Iterable[Mapping[Any, Any]]) -> None:
+    """Translate the chat template, whose name and Jinja text each data set may have."""
+    found = {(str(x.get(_TEMPLATE) or ""), str(x.get(_JINJA) or "")) for x in places}
+    names = ", ".join(sorted(name for name, _ in found if name))
+    (name, text), *others = found or {("", "")}
+    value = SourceKey(_TEMPLATE, names, ())
+    if others:
+        rows.leave(value, "fsdpctl has one template for all data; set data.template=FILE")
+    elif text and name in ("jinja", ""):
+        if (file := rows.file(text)) is not None:
+            rows.add(SourceKey(_JINJA, text, ()), f"data.template={file}")
+        else:
+            shown = " ".join(text.split())[:40]
+            way = "not a file; write the template to one and set data.template=FILE"
+            rows.missing("data.template", f"{_JINJA}: {shown}: {way}")
+    elif name and not name.startswith("tokenizer_default"):
+        why = "axolotl's own; the tokenizer's is used; for another one, set data.template=FILE"
+        rows.leave(value, why)
 
 
 def _read_chats(rows: TrainingRows) -> None:

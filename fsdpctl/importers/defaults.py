@@ -2,8 +2,7 @@
 
 `convert` writes a setting for each key of these tables, with the value of the file or the default,
 even if fsdpctl's own is the same today. The sources are files of axolotl 0.18.0 (067b021, in
-src/axolotl), TRL 1.10 (f2cd577, in trl), transformers 5.23 and NeMo Automodel (36044ad, in
-nemo_automodel).
+src/axolotl), TRL 1.16 (in trl), and transformers 5.23.
 """
 
 from collections.abc import Mapping
@@ -33,46 +32,28 @@ AXOLOTL: Defaults = {
 }
 TRL: Defaults = {
     **_HUGGING_FACE,
-    "packing": ("false", "trainer/sft_config.py:225"),
+    "packing": ("false", "trainer/sft_config.py:222"),
     "assistant_only_loss": ("false", "trainer/sft_config.py:273"),
     "eval_strategy": ("no", "transformers: training_args.py:1106"),
-    "truncation_mode": ("keep_start", "trainer/sft_config.py:213"),
-    "learning_rate": ("2e-5", "trainer/sft_config.py:143"),
+    "truncation_mode": ("keep_start", "trainer/sft_config.py:210"),
+    "learning_rate": ("2e-5", "trainer/sft_config.py:140"),
     "lr_scheduler_type": ("linear", "transformers: training_args.py:788"),
     "warmup_steps": ("0", "transformers: training_args.py:798"),
     "num_train_epochs": ("3", "transformers: training_args.py:778"),
     "lora_dropout": ("0.05", "trainer/model_config.py:115"),
-}
-AUTOMODEL: Defaults = {
-    "packed_sequence.packed_sequence_size": ("0", "recipes/_typed_config.py:214"),
-    "dataset.answer_only_loss_mask": ("true", "components/datasets/llm/"),  # of all data sets
-    "validation_dataset": ("none", "recipes/_typed_config.py:306"),
-    "dataset.truncation": ("do_not_truncate", "components/datasets/llm/chat_dataset.py:322"),
-    "optimizer.lr": ("0.001", "torch.optim"),
-    "optimizer.weight_decay": ("0.01", "torch.optim.AdamW; 0 of Adam and SGD"),
-    "optimizer.betas": ("0.9, 0.999", "torch.optim"),
-    "optimizer.eps": ("1e-8", "torch.optim"),
-    "clip_grad_norm.max_norm": ("1.0", "recipes/llm/train_ft.py:592"),
-    # With a section `lr_scheduler`; without one, the rate is constant.
-    "lr_scheduler.lr_decay_style": ("cosine", "components/optim/optimizer.py:573"),
-    "lr_scheduler.lr_warmup_steps": ("", "components/optim/optimizer.py:640"),  # min(1000, a tenth)
-    "lr_scheduler.init_lr": ("", "components/optim/optimizer.py:637"),  # a tenth of the peak
-    "lr_scheduler.min_lr": ("", "components/optim/optimizer.py:639"),  # a hundredth of the peak
-    "step_scheduler.num_epochs": ("10", "components/training/step_scheduler.py:380"),
-    "seed": ("42", "recipes/llm/train_ft.py:490"),
-    "peft.dropout": ("0", "components/_peft/lora.py:44"),
+    "logging_steps": ("10", "trainer/base_config.py:55"),
 }
 # Patterns of keys that change the training and have no counterpart, unless a row names them.
 _CHANGES_HUGGING_FACE = (
     "average_tokens_across_devices", "data_seed", "dataloader_drop_last", "group_by_length",
     "label_*", "lr_scheduler_kwargs*", "neftune*", "optim_args*", "optim_target_modules*",
     "auto_find_batch_size", "accelerator_config.*", "resume_from_checkpoint", "fp16", "float16",
-    "ignore_data_skip", "load_best_model_at_end", "remove_unused_columns",
+    "early_stopping_*", "ignore_data_skip", "remove_unused_columns",
 )  # fmt: skip
 CHANGES_AXOLOTL = (
     *_CHANGES_HUGGING_FACE, "adam_beta3", "adam_epsilon2", "added_tokens*", "batch_flattening",
     "bnb_config_kwargs*", "chat_template*", "cosine_*", "curriculum_sampling", "dataset_exact_*",
-    "dataset_shard_*", "default_system_message", "dion_*", "eaft_*", "early_stopping_*",
+    "dataset_shard_*", "default_system_message", "dion_*", "eaft_*",
     "embedding*", "embeddings_*", "eot_tokens*", "eval_sample_packing", "model_config.*",
     "fix_untrained_tokens", "fp32_norm*", "freeze_*",
     "jagged_*", "lisa_*", "llmcompressor*", "lora_alpha_pattern*", "lora_rank_pattern*",
@@ -93,14 +74,6 @@ CHANGES_TRL = (
     "model_init_kwargs*", "packing_strategy", "padding_free", "router_aux_loss_coef",
     "shuffle_dataset", "streaming", "test_split_size", "train_sampling_strategy", "use_rslora",
 )  # fmt: skip
-CHANGES_AUTOMODEL = (
-    "dataloader.batch_size", "dataloader.drop_last", "*group_by_length", "dataloader.shuffle",
-    "dataset.*",
-    "distributed.mp_policy.*", "embedding_row_repair*", "fp8.*", "loss_fn.*", "lr_scheduler.*",
-    "model.backend.fake_balanced_gate", "model.backend.te_fp8*", "model.config.*",
-    "model.mtp_*", "model.num_nextn*", "neftune*", "optimizer.*", "packed_sequence.*",
-    "peft.dropout_position", "peft.lora_*", "peft.moe_rank_scaling", "qat*",
-)  # fmt: skip
 # Keys of DeepSpeed's files that change the training.
 OF_DEEPSPEED = (
     "optimizer.params.adam_w_mode", "optimizer.params.bias_correction",
@@ -109,15 +82,11 @@ OF_DEEPSPEED = (
 )  # fmt: skip
 # Values of such keys that change nothing here; empty: none. Of others, those that turn a key off.
 HARMLESS = {
-    "optimizer.adam_w_mode": "true", "optimizer.bias_correction": "true",
-    "packed_sequence.drop_long_samples": "true", "lr_scheduler.start_wd": "",
     "router_aux_loss_coef": "", "eval_sample_packing": "true",
     "chat_template_kwargs.*": "",
     "dataset_train_split": "train", "dataset_text_field": "text", "train_on_eos": "turn",
     "train_on_eot": "turn", "chat_template": "tokenizer_default", "packing_strategy": "bfd",
     "train_sampling_strategy": "random", "average_tokens_across_devices": "true",
     "remove_unused_columns": "true", "shuffle_merged_datasets": "true",
-    "roles_to_train": "assistant", "dataloader.shuffle": "true", "loss_type": "nll chunked_nll",
-    "dataset.split": "train", "peft.dropout_position": "post",
-    "packed_sequence.packing_strategy": "thd", "dataset.padding": "do_not_pad",
+    "roles_to_train": "assistant", "loss_type": "nll chunked_nll",
 }  # fmt: skip

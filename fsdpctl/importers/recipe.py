@@ -8,30 +8,21 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import wrap
 
+from fsdpctl.config.data import CHAT
 from fsdpctl.config.recipe import MISSING, OF_MISSING
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, SIZES
 from fsdpctl.config.source_config import NO_TOML, SourceConfig, SourceKey, tool_of
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.accelerate import read_accelerate
-from fsdpctl.importers.automodel import read_automodel
 from fsdpctl.importers.axolotl import read_axolotl
 from fsdpctl.importers.defaults import HARMLESS
 from fsdpctl.importers.translation import Translation, TranslationRow, settings_of
 from fsdpctl.importers.trl import read_trl
 from fsdpctl.io.untrusted import read_yaml
 
-_READERS = {
-    "axolotl": read_axolotl, "accelerate": read_accelerate, "TRL": read_trl,
-    "Automodel": read_automodel,
-}  # fmt: skip
+_READERS = {"axolotl": read_axolotl, "accelerate": read_accelerate, "TRL": read_trl}
 _FUSED_NORMS = ("liger_rms_norm", "use_liger_kernel")
-# Keys by which files of further tools are known.
-_NOT_READ = {
-    "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "actor_rollout_ref": "verl",
-    "litgpt": "litgpt", "lr_warmup_fraction": "litgpt", "model._component_": "torchtune",
-    "checkpointer._component_": "torchtune",
-}  # fmt: skip
-_EXPECTED = "expected the YAML file of axolotl, accelerate, TRL or Automodel"
+_EXPECTED = "expected the YAML file of axolotl, accelerate or TRL"
 _WIDTH = 100  # of a line
 # What a translation sets so that an estimate is that of the other tool.
 _OF_ESTIMATES = ("engine", "cluster", "train.loss_chunk_tokens", "accumulation")
@@ -48,12 +39,10 @@ def read_others(path: Path) -> Translation:
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"{path}: not supported; {_EXPECTED}")
     source = SourceConfig(path, read_yaml(path))
-    if other := next((each for key, each in _NOT_READ.items() if key in source), ""):
-        raise UsageError(f"{path}: a file of {other}: not supported; {_EXPECTED}")
     if (tool := tool_of(source)) is not None:
         fused = any(each.key in _FUSED_NORMS and each.is_on for each in source.peek())
         found = _READERS[tool](source)
-        if tool != "Automodel" and not fused and "engine.program" not in found.settings:
+        if not fused and "engine.program" not in found.settings:
             found.map(None, "engine.program=transformers", default="(norms of transformers)")
         return found
     keys = {each.key for each in source.peek()}
@@ -113,6 +102,7 @@ def convert(found: Translation, typed: Mapping[str, str], num_ranks: int) -> Con
         each
         for each in (*found.missing, *found.missing_for_training)
         if each[0] not in typed and not (has_model and each[0] == "model")
+        if each[0] != "data.train_on" or typed.get("data", CHAT) == CHAT
     )
     rows = tuple(kept[name] for name in names)
     return ConvertedRecipe(found.tool, rows, tuple(_left_out(found)), missing)
@@ -163,10 +153,7 @@ def _of_ranks(
     total = found.batch.samples or micro * passes * groups
     ranks_of = f"{groups} rank{'s' if groups > 1 else ''} {origin}"
     shown, note = found.shown_batch, f"{micro} * {passes} * {ranks_of}"
-    if found.batch.samples and (last := found.batch.keys[-1]) not in shown[0]:
-        shown, note = (last, "(not set)"), f"the default of {found.tool}"
-    elif found.batch.samples:
-        note = ""
+    note = "" if found.batch.samples else note
     yield TranslationRow(*shown, (f"train.global_batch_size={total}",), note)
 
 
@@ -196,9 +183,7 @@ def _changes(found: Translation, value: SourceKey) -> bool:
     is_off = value.is_off or not (value.is_list or text.strip("0."))
     usual = HARMLESS.get(name, HARMLESS.get(f"{name.partition('.')[0]}.*"))
     is_usual = is_off if usual is None else text in usual.split()
-    if is_usual or name.endswith("._target_"):
-        return False
-    return any(fnmatchcase(name, pattern) for pattern in found.changes)
+    return not is_usual and any(fnmatchcase(name, pattern) for pattern in found.changes)
 
 
 _REQUIRES_PATH = {"model": "hf", "data": "text"}  # options without a default of their path

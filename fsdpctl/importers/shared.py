@@ -19,14 +19,13 @@ OF_FSDP = "parameters, gradients, master weights and moments on the host"
 # With two fp32 states per parameter, as in fsdpctl's AdamW.
 _ADAMW = (
     "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_npu_fused", "adamw_torch", "adamw_hf",
-    "adamw", "adam", "fusedadam", "paged_adamw_32bit", "paged_adamw", "adopt_adamw",
-    "schedule_free_adamw",
+    "adamw", "paged_adamw_32bit", "paged_adamw", "adopt_adamw", "schedule_free_adamw",
 )  # fmt: skip
 _LIKE_ADAMW = ("adopt_adamw", "schedule_free_adamw")  # in memory only
 # Those of torch's default, with a temporary copy of the second moments.
-_UNFUSED = ("adamw_torch", "adamw", "adam", "adopt_adamw", "schedule_free_adamw")
+_UNFUSED = ("adamw_torch", "adamw", "adopt_adamw", "schedule_free_adamw")
 # With two states of about one byte per parameter, of bitsandbytes and torchao.
-_EIGHT_BITS = ("*adamw*8bit*", "adam8bit", "adam_8bit", "*adamw*fp8*")
+_EIGHT_BITS = ("*adamw*8bit*", "*adamw*fp8*")
 _FOUR_BITS = ("*adamw*4bit*",)
 _NARROW = (*_EIGHT_BITS, *_FOUR_BITS)
 # With fewer or smaller states.

@@ -1,20 +1,22 @@
 """Settings of other tools that matter for a training, but not for its memory."""
 
-import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from fsdpctl.config.data import CHAT
+from fsdpctl.chats.formats import detect_format, parse_row
+from fsdpctl.chats.lines import first_row
+from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.data_files import option_of_data
 from fsdpctl.config.schema import KEYS
 from fsdpctl.config.source_config import SourceKey, as_whole
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.defaults import OF_DEEPSPEED, Defaults
-from fsdpctl.importers.translation import Translation, TranslationRow
+from fsdpctl.importers.translation import Translation, TranslationRow, settings_of
 
 # The names of transformers' TrainingArguments, which axolotl and TRL share, and ours.
 _PLAIN = {
@@ -35,7 +37,14 @@ _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?(:[\w.-]+
 _OF_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".gz", ".zst")
 _SPLIT = re.compile(r"(?:^|\+)([\w.-]+)")  # a name in train[:20%]+test
 _LOGGERS = ("tensorboard", "wandb")
-_FIRST_BYTES = 1 << 20  # of a file of rows
+# What names the best checkpoint, or ends the training, by validation losses.
+_BY_LOSS = {
+    "early_stopping_patience": ("train.patience={}", "checkpoint.keep_best=true"),
+    "load_best_model_at_end": ("checkpoint.keep_best=true",),
+    "save_strategy": ("checkpoint.keep_best=true",),
+}
+_LOSSES = ("loss", "eval_loss")
+_BY_DATA = "the number of steps depends on the data; set"
 
 
 class TrainingRows:
@@ -44,6 +53,7 @@ class TrainingRows:
     def __init__(self, found: Translation, defaults: Defaults) -> None:
         self._found = found
         self._defaults = defaults
+        self.tool = found.tool
         self._keys = {each.key: each for each in found.source.all_keys()}
         self.settings: set[str] = set()  # their names, so far
 
@@ -54,7 +64,7 @@ class TrainingRows:
     def known(self, key: str) -> SourceKey:
         """Return the value of a key, else the tool's default."""
         text = self._defaults[key][0]
-        return self.value(key) or SourceKey(key, text, tuple(text.split(", ")))
+        return self.value(key) or SourceKey(key, text, (text,))
 
     def below(self, prefix: str) -> dict[str, SourceKey]:
         return {key: value for key, value in self._keys.items() if key.startswith(prefix)}
@@ -78,7 +88,7 @@ class TrainingRows:
         self.settings |= {setting.partition("=")[0] for setting in settings}
         shown = value.text
         if value.key in self._defaults and value.key not in self._keys:
-            shown, note = "(not set)", note or f"the default of {self._found.tool}"
+            shown, note = "(not set)", note or f"the default of {self.tool}"
         self._found.training.append(TranslationRow(value.key, shown, settings, note))
 
     def steps(self, key: str) -> int | None:
@@ -150,7 +160,7 @@ class TrainingRows:
             if value is None or ours in self.settings:
                 continue
             if not value.text or ("$" in value.text and theirs in self._defaults):
-                why = f"required by {self._found.tool}"
+                why = f"required by {self.tool}"
                 why = f"{value.text[:80]}: a variable that is not known" if value.text else why
                 self.missing(ours, f"{value.key}: {why}; set {ours}")
             else:
@@ -200,14 +210,13 @@ class TrainingRows:
     ) -> str:
         """Add the data if all of `paths` are found, each with its part; return its option.
 
-        Its key is `value`. The key `own` selects prompts of the tool's own, which the rows alone
-        don't give.
+        Its key is `value`. With `own`, the rows must be written otherwise, for that reason.
         """
         listed = {path: self.found(path, part) for path, part in paths.items()}
         absent = self.absent(paths, "data.path")
         files = [each for each in listed.values() if each is not None]
         local = [each for each in files if not each.startswith("hf://")]
-        option = "text" if is_text else (option_of_data(local[0]) if local else CHAT)
+        option = TEXT if is_text else (option_of_data(local[0]) if local else CHAT)
         shown = value or SourceKey("(data)", "", ())
         self.add(shown, f"data={option}")
         if listed and not absent and not own:
@@ -216,11 +225,28 @@ class TrainingRows:
         why = f"{shown.key}: not set; set data.path=FILE"
         if absent:
             why = f"{shown.key}: {absent}"
-        if own:
-            rows = "write rows with prompt and completion to a file and set data.path=FILE"
-            why = f"{own}: writes prompts of its own, not the chat template; {rows}"
-        self.missing("data.path", why)
+        self.missing("data.path", own or why)
         return option
+
+    def comparisons(self) -> None:
+        """Add early stopping and the best checkpoint, which compare the losses of validations."""
+        given = [each for key in _BY_LOSS if (each := self.value(key)) and not each.is_off]
+        given = [each for each in given if each.key != "save_strategy" or each.text == "best"]
+        metric, high = self.value("metric_for_best_model"), self.value("greater_is_better")
+        is_other = metric is not None and metric.text not in _LOSSES
+        other = metric if is_other else high if high and high.is_on else None
+        words = settings_of(self._found.training)
+        asked = {name for name, _ in self._found.refused}
+        validates = words.get("data.val_fraction", "0").strip("0.") or "data.val_path" in words
+        for each in given:
+            ours = [word.format(each.text) for word in _BY_LOSS[each.key]]
+            if other is not None:
+                why = "fsdpctl compares validation losses, and the lowest is the best"
+                self.ask(other, ours[0].partition("=")[0], why)
+            elif validates or "data.val_fraction" in asked:
+                self.add(each, *ours, "train.eval_batches=0", note="of all data held out")
+            else:
+                self.leave(each, f"nothing is held out; set data.val_path=FILE {' '.join(ours)}")
 
     def held_out(self, value: SourceKey, paths: Mapping[str, str]) -> None:
         """Add the data to validate on if all of `paths`, one at least, are found."""
@@ -283,23 +309,20 @@ def _read_loggers(rows: TrainingRows) -> None:
         rows.leave(label, "in Weights & Biases, a run has the name of train.run_dir")
 
 
-def has_completions(rows: TrainingRows, path: str) -> bool:
-    """Return whether the first row of a file, or of the first one in a directory, has `completion`.
+def first_rows(rows: TrainingRows, paths: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the first row of each local file, or of the first file in each directory."""
+    found = [file for path in paths if (file := rows.file(path)) is not None]
+    files = [sorted(each.rglob("*.*"))[:1] if each.is_dir() else [each] for each in found]
+    return [first_row(str(file)) for each in files for file in each]
 
-    Only JSON is read; False for other files.
-    """
-    file = rows.file(path)
-    if file is not None and file.is_dir():
-        file = next(iter(sorted(file.rglob("*.json*"))), None)
-    if file is None or not file.is_file():
-        return False
-    with file.open("rb") as opened:
-        text = opened.read(_FIRST_BYTES).decode("utf-8", "replace").lstrip("\ufeff[ \n\r\t")
+
+def hides_text(row: Mapping[str, Any]) -> bool:
+    """Return whether `data=chat` reads a row that has `text` as something else."""
     try:
-        row, _ = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(row, dict) and "completion" in row
+        parse_row(name := detect_format(row), row)
+    except UsageError:
+        name = ""
+    return TEXT in row and name != TEXT
 
 
 def _read_interval(
@@ -308,6 +331,8 @@ def _read_interval(
     value, count = rows.value(key), rows.value(per_epoch)
     if count is not None and not count.is_off:
         value = count
+    elif _by_strategy(rows, value, key, ours):
+        return
     elif value is None or not is_fraction(value.text):
         rows.plain({key: ours})
         return
@@ -327,8 +352,25 @@ def _read_interval(
         every = min(steps, math.ceil(steps * share))
         rows.add(value, f"{ours}={every}", note=f"of {steps} steps", decides=False)
     else:
-        why = f"the number of steps depends on the data; set {ours}"
-        rows.missing(ours, f"{value.key}: {value.text}: {why}")
+        rows.missing(ours, f"{value.key}: {value.text}: {_BY_DATA} {ours}")
+
+
+def _by_strategy(rows: TrainingRows, value: SourceKey | None, key: str, ours: str) -> bool:
+    """Add an interval that isn't the number of steps `value`, and return whether there is one."""
+    strategy = rows.value(key.replace("steps", "strategy"))
+    if strategy is None or (value is not None and rows.tool == "axolotl"):
+        return False
+    how = strategy.text.strip().lower()
+    if how == "epoch":
+        rows.missing(ours, f"{strategy.key}: epoch: {_BY_DATA} {ours}")
+    elif how == "best" or strategy.is_off:
+        rows.add(strategy, f"{ours}=0", decides=False)
+    else:
+        log = (rows.known if rows.tool == "TRL" else rows.value)("logging_steps")
+        if log is None or value is not None or key != "eval_steps":
+            return False
+        rows.add(log, f"{ours}={log.text}", note="eval_steps is not set", decides=False)
+    return True
 
 
 def is_fraction(text: str) -> bool:

@@ -1,10 +1,10 @@
 """Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.data import CHAT
+from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.defaults import CHANGES_TRL, TRL
@@ -19,7 +19,8 @@ from fsdpctl.importers.shared import (
 )
 from fsdpctl.importers.training import (
     TrainingRows,
-    has_completions,
+    first_rows,
+    hides_text,
     is_fraction,
     named_data,
     part_of_hub,
@@ -80,11 +81,24 @@ def read_trl(source: SourceConfig) -> Translation:
         note = "accelerate's configuration decides it; set strategy"
         found.map(None, "strategy=no_shard", "engine=ddp", default="(ranks)", note=note)
     read_optimizer(found, source.take("optim"), "optim")
+    _read_loss(found)
     found.reduces_as_computed = True
     _read_training(found)
     found.changes = CHANGES_TRL
     found.sort_rest(_UNUSED)
     return found
+
+
+def _read_loss(found: Translation) -> None:
+    """Translate the loss, for which TRL 1.16 makes all logits only to smooth labels."""
+    smoothing, loss = (
+        found.source.take_used("label_smoothing_factor"),
+        found.source.take("loss_type"),
+    )
+    found.whole_logits = smoothing is not None and bool(smoothing.text.strip("0."))
+    found.tiled_logits = not found.whole_logits
+    note = "logits of parts of the vocabulary; loss_type=nll of TRL before 1.16 makes all at once"
+    found.map(loss, default="loss_type", note=note * found.tiled_logits)
 
 
 def _keep_base_wide(found: Translation, dtype: SourceKey, recomputes: SourceKey | None) -> None:
@@ -168,11 +182,12 @@ def _read_training(found: Translation) -> None:
     name = "lr_scheduler.warmup_ratio" if is_share else "lr_scheduler.warmup_steps"
     add_schedule(rows, rows.known("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
     if not rows.value("router_aux_loss_coef"):
-        why = "TRL has this factor for every model with experts; set model.router_aux_loss"
-        rows.leave(SourceKey("router_aux_loss_coef", "0.001", ()), why)
+        why = "TRL takes that of config.json for models with experts; set model.router_aux_loss"
+        rows.leave(SourceKey("router_aux_loss_coef", "(not set)", ()), why)
+    _read_data(found, rows)
+    rows.comparisons()
     if (loss := rows.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
         rows.ask(loss, "", "another loss")
-    _read_data(found, rows)
 
 
 def _read_data(found: Translation, rows: TrainingRows) -> None:
@@ -184,11 +199,16 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
         for each in entries
     }
     data = rows.value("dataset_name")
-    if paths:
-        option = rows.data(SourceKey("datasets", ", ".join(paths), ()), paths)
-    else:
+    named: SourceKey | None = SourceKey("datasets", ", ".join(paths), ())
+    if not paths:
         named, paths = named_data(rows, data, "dataset_config", "dataset_train_split")
-        option = rows.data(named, paths)
+    firsts = first_rows(rows, paths)
+    field, own = rows.value("dataset_text_field"), ""
+    if field and field.text != TEXT and any(_trains_column(field.text, row) for row in firsts):
+        own = f"{field.key}: {field.text[:80]}: fsdpctl reads the column text; rename it in a file "
+        own += "and set data.path=FILE"
+    is_text = any(_trains_column(TEXT, row) and hides_text(row) for row in firsts)
+    option = rows.data(named, paths, is_text=is_text, own=own)
     for entry in entries:
         is_here = rows.file(str(entry.get("path", ""))) is not None
         for key in entry.keys() - ({"path"} if is_here else {"path", "name", "split"}):
@@ -202,11 +222,36 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
         rows.held_out(held, {})
     else:
         rows.held_out(SourceKey(f"{held.key}, {test.key}", test.text, ()), tested)
+    _read_template(rows)
     if option == CHAT:
-        _read_chats(rows, paths)
+        _read_chats(rows, firsts, is_known=bool(paths) and all(map(rows.file, paths)))
+    elif option == TEXT:
+        why = "TRL trains on the text of each row alone, fsdpctl on one stream of tokens"
+        rows.leave(named or SourceKey("dataset_name", "", ()), why)
 
 
-def _read_chats(rows: TrainingRows, paths: Iterable[str]) -> None:
+def _read_template(rows: TrainingRows) -> None:
+    if (value := rows.value("chat_template_path")) is None:
+        return
+    file = rows.file(value.text)
+    if file is not None and file.is_dir():
+        file = rows.file(f"{file}/chat_template.jinja")
+        rows.leave(value, "fsdpctl adds no tokens of that tokenizer; set data.new_tokens")
+    if file is not None:
+        rows.add(value, f"data.template={file}")
+    else:
+        way = "no Jinja file; set data.template=FILE"
+        rows.missing("data.template", f"{value.key}: {value.text[:80]}: {way}")
+
+
+def _trains_column(name: str, row: Mapping[str, Any]) -> bool:
+    """Return whether TRL trains on the text in a column rather than on a conversation."""
+    turns = row.get("conversations") or [None]
+    is_shared = isinstance(turns, list) and isinstance(turns[0], dict) and "value" in turns[0]
+    return name in row and not is_shared and not row.keys() & {"prompt", "messages"}
+
+
+def _read_chats(rows: TrainingRows, found: Sequence[Mapping[str, Any]], *, is_known: bool) -> None:
     packing, long = rows.known("packing"), rows.known("truncation_mode")
     rows.add(packing, f"data.packing={str(packing.is_on).lower()}")
     if long.text == "keep_start":
@@ -217,10 +262,11 @@ def _read_chats(rows: TrainingRows, paths: Iterable[str]) -> None:
     completion = rows.value("completion_only_loss")
     if only.is_on or (completion and completion.is_on):
         rows.add(only if only.is_on else completion or only, "data.train_on=assistant")
-    elif completion is None and not (paths and all(map(rows.file, paths))):
+    elif completion is None and not is_known:
         why = "of rows with prompt and completion TRL trains on the completion, of others on all"
-        rows.missing("data.train_on", f"dataset_name: {why}; set data.train_on=assistant or all")
-    elif completion is None and all(has_completions(rows, path) for path in paths):
+        way = "set data.train_on=assistant or all, or data=text for rows with text and other keys"
+        rows.missing("data.train_on", f"dataset_name: {why}; {way}")
+    elif completion is None and all("completion" in row for row in found):
         note = "rows with prompt and completion: TRL trains on the completion"
         rows.add(only, "data.train_on=assistant", note=note)
     else:

@@ -6,8 +6,6 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import read_recipe
-from fsdpctl.config.selection import NameFilter
-from fsdpctl.errors import UsageError
 from fsdpctl.estimate.from_others import completed
 from fsdpctl.importers.recipe import ConvertedRecipe, convert, read_others, recipe_text
 
@@ -33,14 +31,6 @@ CASES = {
         "optimizer.beta2": "0.999", "lr_scheduler": "cosine", "lr_scheduler.min_lr_ratio": "0",
         "train.seq_len": "4096", "train.epochs": "1", "train.micro_batch_size": "2",
         "train.global_batch_size": "64", "data.val_fraction": "0.02",
-    },
-    "automodel-hsdp.yaml": {
-        "model.path": "meta-llama/Llama-3.2-1B", "model.base_dtype": "nf4",
-        "model.lora.targets": "_proj$", "data.path": "chats.jsonl", "train.seq_len": "4096",
-        "train.global_batch_size": "64", "train.micro_batch_size": "8", "train.epochs": "2",
-        "lr_scheduler.min_lr_ratio": "0.1", "lr_scheduler.warmup_steps": "20",
-        "optimizer.max_grad_norm": "0.5", "strategy": "hybrid_shard", "checkpoint.every": "100",
-        "strategy.dp_shard_size": "4", "activation_checkpointing": "full",
     },
     "trl-sft.yaml": {
         "model.path": "Qwen/Qwen2.5-0.5B", "model.lora.targets": "[q_proj,k_proj]",
@@ -108,61 +98,11 @@ def test_a_recipe_composes_with_the_data_and_the_model_here():
     assert config.lr_scheduler.decay_ratio == 1
 
 
-@pytest.mark.parametrize("name", ["automodel-hsdp.yaml", "trl-sft.yaml"])
-def test_the_same_files_are_estimated(name):
-    typed = ["cluster=h100", "model=llama3_8b"]
-    found = completed(read_others(FILES / name), typed)
+def test_the_same_file_is_estimated():
+    found = completed(read_others(FILES / "trl-sft.yaml"), ["cluster=h100", "model=llama3_8b"])
     assert found.translation.unrecognized == []
     config = found.composed.config
-    assert config.model.lora.rank in (8, 16)
-    assert config.train.global_batch_size == 64
-
-
-@pytest.mark.parametrize("key", ["tp_size", "pp_size", "ep_size"])
-def test_degrees_of_automodel_are_refused(key, tmp_path):
-    file = tmp_path / "file.yaml"
-    text = f"step_scheduler: {{local_batch_size: 1}}\ndistributed: {{{key}: 2}}\n"
-    file.write_text(text)
-    with pytest.raises(UsageError, match="does not support"):
-        read_others(file)
-
-
-def test_gradients_of_automodel_stay_whole_unless_they_are_sent_at_once(tmp_path):
-    text = (FILES / "automodel-hsdp.yaml").read_text()
-    for more, name in (("", "last"), ("defer_fsdp_grad_sync: false, ", "every")):
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(text.replace("distributed: {", f"distributed: {{{more}"))
-        found = completed(read_others(file), ["cluster=2xh100", "model=llama3_8b"])
-        assert found.composed.config.accumulation.name == name
-
-
-def test_values_of_automodel(tmp_path):
-    text = (FILES / "automodel-hsdp.yaml").read_text()
-    text = text.replace("target_modules: '*_proj'", "exclude_modules: ['*.down_proj', '*.q_proj']")
-    text = text.replace(
-        "distributed: {", "distributed: {reshard_after_forward: false, enable_compile: true, "
-    )
-    file = tmp_path / "file.yaml"
-    file.write_text(text.replace("dp_replicate_size: 2, ", ""))
-    found = completed(read_others(file), ["cluster=h100", "model=llama3_8b"])
-    config = found.composed.config
-    assert config.strategy.name == "shard_grad_op"
-    assert config.train.compile
-    chosen = NameFilter.of("model.lora.targets", config.model.lora.targets, ends=True)
-    names = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
-    assert [name for name in names if chosen.matches(f"layers.0.x.{name}")] == names[1:4]
-
-
-@pytest.mark.parametrize(("peft", "message"), [
-    ("exclude_modules: ['*.q_proj'], target_modules: ['*_proj']", "conflicts with target_mod"),
-    ("exclude_modules: ['*.q_proj'], match_all_linear: true", "conflicts with target_modules"),
-])  # fmt: skip
-def test_modules_of_automodel_that_conflict_are_refused(peft, message, tmp_path):
-    file = tmp_path / "file.yaml"
-    text = (FILES / "automodel-hsdp.yaml").read_text()
-    file.write_text(text.replace("target_modules: '*_proj'", peft))
-    with pytest.raises(UsageError, match=message):
-        read_others(file)
+    assert (config.model.lora.rank, config.train.global_batch_size) == (8, 64)
 
 
 def test_data_that_no_key_names_is_not_said_to_be_absent(tmp_path):

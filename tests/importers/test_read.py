@@ -259,6 +259,19 @@ def test_frozen_weights_of_trl_are_in_float32_unless_it_loads_others(tmp_path):
         assert config.model.base_dtype == dtype
 
 
+@pytest.mark.parametrize(("lines", "chunk"), [
+    ("", None), ("loss_type: nll", None), ("loss_type: chunked_nll", None),
+    ("per_device_train_batch_size: 1", 256), ("label_smoothing_factor: 0.1", 0),
+    ("label_smoothing_factor: 0.0\nuse_liger_kernel: true", None),
+])  # fmt: skip
+def test_trl_makes_all_logits_only_to_smooth_labels(tmp_path, lines, chunk):
+    file = written(tmp_path, f"model_name_or_path: gpt2\n{lines}\n")
+    found = asked(file, "strategy=ddp")
+    assert found.composed.config.train.loss_chunk_tokens == chunk
+    kept = asked(file, "strategy=ddp", "train.loss_chunk_tokens=512").composed.config
+    assert kept.train.loss_chunk_tokens == 512
+
+
 def test_reductions_of_fsdp_are_in_the_dtype_of_the_computation(tmp_path):
     for lines, dtype in (("bf16: true", "bfloat16"), ("bf16: false", "float32")):
         config = asked(written(tmp_path, f"{AXOLOTL}{lines}\n")).composed.config
@@ -378,6 +391,7 @@ def test_training_that_cannot_be_estimated_is_rejected(tmp_path, lines, part):
     ("run.toml", "x = 1", "TOML files, such as torchtitan's, are not read"),
     ("run.yaml", "model: llama3_8b\nstrategy: full_shard\n", "--recipe"),
     ("run.yaml", "model_name_or_path: x\nstage: sft\n", "a file of LLaMA-Factory"),
+    ("run.yaml", "step_scheduler: {max_steps: 1}\nfsdp_config: {}\n", "a file of NeMo Automodel"),
     ("run.yaml", "- a\n- b\n", "expected a mapping"),
     ("run.yaml", "distributed_type: MEGATRON_LM\n", "expected NO, FSDP"),
     ("run.yaml", "compute_environment: AMAZON_SAGEMAKER\n", "expected LOCAL_MACHINE"),

@@ -15,7 +15,6 @@ from fsdpctl.config.schema import KEYS, LrSchedulerConfig
 from fsdpctl.config.source_config import SourceConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.importers import defaults
-from fsdpctl.importers.automodel import read_automodel
 from fsdpctl.importers.axolotl import read_axolotl
 from fsdpctl.importers.recipe import ConvertedRecipe, convert, recipe_text
 from fsdpctl.importers.translation import Translation
@@ -31,17 +30,9 @@ AXOLOTL: dict[str, Any] = {
 TRL: dict[str, Any] = {
     "model_name_or_path": "meta-llama/Llama-3.1-8B", "dataset_name": "rows.jsonl", "use_peft": True,
 }  # fmt: skip
-CHAT = "nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset"
-AUTOMODEL: dict[str, Any] = {
-    "model": {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"},
-    "dataset": {"_target_": CHAT, "path_or_dataset_id": "rows.jsonl", "seq_length": 64},
-    "optimizer": {"_target_": "torch.optim.AdamW"}, "lr_scheduler": {"lr_decay_style": "cosine"},
-    "peft": {"dim": 8}, "step_scheduler": {"local_batch_size": 1, "global_batch_size": 8},
-}  # fmt: skip
 TOOLS: dict[str, tuple[Reader, dict[str, Any], defaults.Defaults]] = {
     "axolotl": (read_axolotl, AXOLOTL, defaults.AXOLOTL),
     "TRL": (read_trl, TRL, defaults.TRL),
-    "Automodel": (read_automodel, AUTOMODEL, defaults.AUTOMODEL),
 }
 CASES = [(tool, key) for tool, (_, _, table) in TOOLS.items() for key in table]
 
@@ -66,16 +57,8 @@ def refused_or_converted(tool: str, content: dict[str, Any]) -> ConvertedRecipe 
 
 
 def settings(tool: str, **changes: Any) -> dict[str, str]:
-    """Return the recipe of a tool's file; None removes a key, and a__b is a.b."""
-    content = json.loads(json.dumps(TOOLS[tool][1]))
-    for name, value in changes.items():
-        place = content
-        *path, last = name.split("__")
-        for each in path:
-            place = place.setdefault(each, {})
-        place.pop(last, None)
-        if value is not None:
-            place[last] = value
+    """Return the recipe of a tool's file; None removes a key."""
+    content = {key: each for key, each in (TOOLS[tool][1] | changes).items() if each is not None}
     return dict(converted(tool, content).words)
 
 
@@ -88,15 +71,14 @@ def keys_of(recipe: ConvertedRecipe) -> dict[str, str]:
 def test_a_recipe_has_the_tools_default_of_each_key_that_its_file_leaves_out(tool, key):
     content = {name: value for name, value in TOOLS[tool][1].items() if name != key}
     default, source = TOOLS[tool][2][key]
-    assert re.search(r"\.py:\d+$|^torch\.optim|/llm/$", source)
+    assert re.search(r"\.py:\d+$", source)
     recipe = converted(tool, content)
     if tool == "axolotl" and not default:  # `train` refuses the recipe and asks for the setting
         name, why = next(each for each in recipe.missing if each[1].startswith(key))
         assert why == f"{key}: required by axolotl; set {name}"
         assert f"\n{name}: ???\n" in recipe_text(recipe, "run.yml")
         return
-    if key != "lr_scheduler.lr_decay_style":  # in the file, as the section is
-        assert keys_of(recipe)[key] == "(not set)"
+    assert keys_of(recipe)[key] == "(not set)"
     for row in recipe.rows:
         name, _, text = row.settings[0].partition("=")
         assert name not in KEYS or KEYS[name].parse(text) is not None or text in ("none", "auto")
@@ -104,13 +86,7 @@ def test_a_recipe_has_the_tools_default_of_each_key_that_its_file_leaves_out(too
 
 @pytest.mark.parametrize(("tool", "key"), CASES)
 def test_another_value_of_each_of_these_keys_is_followed_or_refused_by_name(tool, key):
-    content = json.loads(json.dumps(TOOLS[tool][1]))
-    place = content
-    *path, last = key.split(".")
-    for each in path:
-        place = place.setdefault(each, {})
-    place[last] = "0.125"
-    recipe = refused_or_converted(tool, content)
+    recipe = refused_or_converted(tool, {**TOOLS[tool][1], key: "0.125"})
     if isinstance(recipe, str):
         assert key in recipe
         return
@@ -205,23 +181,6 @@ def test_rates_are_those_of_transformers_in_each_step(tool, name, more, warmup):
     assert found == pytest.approx(expected, abs=1e-9)
 
 
-# The rates of OptimizerParamScheduler at 36044ad, run over ten steps.
-OF_AUTOMODEL = {
-    "cosine": (2, [0.1, 0.55, 1, 0.96232, 0.855018, 0.694428, 0.505, 0.315572, 0.154982, 0.04768]),
-    "linear": (2, [0.1, 0.55, 1, 0.87625, 0.7525, 0.62875, 0.505, 0.38125, 0.2575, 0.13375]),
-    "constant": (2, [0.1, 0.55, *[1.0] * 8]),
-    "": (None, [1.0] * 10),  # without the section
-}
-
-
-@pytest.mark.parametrize("style", OF_AUTOMODEL)
-def test_rates_are_those_of_automodel_in_each_step(style):
-    warmup, expected = OF_AUTOMODEL[style]
-    section = {"lr_decay_style": style, "lr_warmup_steps": warmup} if style else None
-    found = rates(settings("Automodel", lr_scheduler=section), 10)
-    assert found == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize(("steps", "count"), [(30, 0), (60, 1), (2000, 60), (9000, 100)])
 def test_a_warmup_without_a_key_is_axolotls_share_with_its_limit(steps, count):
     words = settings("axolotl")
@@ -251,11 +210,6 @@ def test_other_schedules_are_refused_by_name_unless_one_is_typed(name):
     ("axolotl", {"val_set_size": 500}, "val_set_size: 500: a number of samples"),
     ("TRL", {"loss_type": "dft"}, "loss_type: dft: another loss"),
     ("TRL", {"truncation_mode": "keep_end"}, "truncation_mode: keep_end"),
-    ("Automodel", {"dllm": {"a": 1}}, "dllm: trains something else"),
-    ("Automodel", {"teacher_model": "x"}, "teacher_model: trains something else"),
-    ("Automodel", {"loss_fn": {"_target_": "x.KDLoss"}}, "another loss"),
-    ("Automodel", {"recipe": {"_target_": "x.kd.KnowledgeDistillationRecipe"}}, "expected Tr"),
-    ("Automodel", {"peft": {"target_modules": ["*lm_head"]}}, "lm_head: has no adapters"),
     ("axolotl", {"lora_target_modules": ["lm_head"]}, "lm_head: has no adapters here"),
     ("axolotl", {"lora_target_linear": None, "lora_target_modules": ["q_proj", "lm_head"]},
      "lm_head: has no adapters here"),
@@ -267,8 +221,6 @@ def test_other_schedules_are_refused_by_name_unless_one_is_typed(name):
     ("TRL", {"optim": "galore_adamw_8bit"}, "optim: galore_adamw_8bit: expected AdamW"),
     ("TRL", {"max_steps": "${N}"}, "max_steps: .*expected a whole number; set train.steps"),
     ("TRL", {"lr_scheduler_type": "cosine_with_min_lr"}, "requires min_lr"),
-    ("Automodel", {"model": {"_target_": "x.NeMoAutoDiffusionPipeline",
-     "pretrained_model_name_or_path": "x"}}, "causal language model"),
 ])  # fmt: skip
 def test_what_trains_something_else_is_refused(tool, changes, message):
     with pytest.raises(UsageError, match=message):
@@ -299,7 +251,6 @@ def test_keys_of_a_data_set_that_are_not_followed_are_named():
 @pytest.mark.parametrize(("tool", "changes"), [
     ("axolotl", {"train_on_eos": "none"}), ("axolotl", {"shuffle_merged_datasets": False}),
     ("TRL", {"average_tokens_across_devices": False}),
-    ("Automodel", {"dataloader": {"shuffle": False}}),
 ])  # fmt: skip
 def test_a_value_that_turns_a_default_off_changes_the_training(tool, changes):
     def named(more: dict[str, Any]) -> list[str]:
@@ -316,12 +267,6 @@ def test_prompts_that_no_chat_template_writes_need_other_data(kind):
     recipe = converted("axolotl", {**AXOLOTL, "datasets": [entry]})
     assert "writes prompts of its own" in dict(recipe.missing)["data.path"]
     assert "data.path" not in dict(recipe.words)
-
-
-@pytest.mark.parametrize("target", ["squad.make_squad_dataset", "hellaswag.HellaSwag", "X"])
-def test_data_sets_of_automodel_that_write_prompts_need_other_data(target):
-    recipe = converted("Automodel", {**AUTOMODEL, "dataset": {"_target_": target}})
-    assert target.rpartition(".")[2] in dict(recipe.missing)["data.path"]
 
 
 @pytest.mark.parametrize(("changes", "rows", "train_on"), [
@@ -341,9 +286,7 @@ def test_a_length_without_a_limit_is_asked_for():
     assert dict(recipe.missing)["train.seq_len"].startswith("max_length: null: TRL does not")
 
 
-def test_the_shorter_of_steps_and_epochs_is_trained(tmp_path):
-    words = settings("Automodel", step_scheduler__max_steps=100, step_scheduler__num_epochs=1)
-    assert (words["train.steps"], words["train.epochs"]) == ("100", "1")
+def test_steps_decide_the_length_rather_than_epochs():
     words = settings("axolotl", max_steps=100, num_epochs=1)
     assert (words["train.steps"], words.get("train.epochs")) == ("100", None)
 
@@ -363,8 +306,6 @@ def test_a_file_of_deepspeed_decides_the_clipping(content, clip):
 def test_held_out_files_are_validated_on():
     Path("held.jsonl").write_text("{}\n")
     words = settings("axolotl", test_datasets=[{"path": "held.jsonl", "type": "chat_template"}])
-    assert words["data.val_path"] == "held.jsonl"
-    words = settings("Automodel", validation_dataset={"path_or_dataset_id": "held.jsonl"})
     assert words["data.val_path"] == "held.jsonl"
     assert settings("TRL")["data.val_fraction"] == "0"
     words = settings("TRL", dataset_name="a/b", dataset_config="c", eval_strategy="steps")
@@ -397,19 +338,6 @@ def test_held_out_files_are_validated_on():
      {"log.wandb": None, "log.tensorboard": "true", "log.wandb_project": "x"}),
     ("axolotl", {"wandb_project": "x", "use_wandb": False}, {"log.wandb": None}),
     ("axolotl", {"test_datasets": "null"}, {"data.val_fraction": "0"}),
-    ("Automodel", {"peft": {"alpha": 16}}, {"model.lora.rank": "8"}),
-    ("Automodel", {"peft": {"match_all_linear": True}}, {"model.lora.targets": "all_linear"}),
-    ("Automodel", {"peft": {"target_modules": ["q_proj"]}}, {"model.lora.rank": "8"}),
-    ("Automodel", {"peft": None}, {"model.lora.rank": None}),
-    ("Automodel", {"step_scheduler": {"max_steps": 10}}, {"train.global_batch_size": "32"}),
-    ("Automodel", {"step_scheduler": {"max_steps": 10, "num_epochs": None}}, {"train.steps": "10",
-     "train.epochs": None}),
-    ("Automodel", {"optimizer": {"betas": "(0.8, 0.9)"}}, {"optimizer.beta1": "0.8",
-     "optimizer.beta2": "0.9"}),
-    ("Automodel", {"optimizer": {"_target_": "torch.optim.SGD", "momentum": 0.9}},
-     {"optimizer": "sgd", "optimizer.momentum": "0.9", "optimizer.weight_decay": "0"}),
-    ("Automodel", {"optimizer": {"lr": 1e-4}, "lr_scheduler": {"max_lr": 2e-4}},
-     {"optimizer.lr": "0.0002", "lr_scheduler.start_lr_ratio": "0.05"}),
 ])  # fmt: skip
 def test_values_are_read_in_every_form_that_the_tool_reads(tool, changes, expected):
     words = dict(converted(tool, {**TOOLS[tool][1], **changes}).words)
@@ -433,7 +361,7 @@ def test_a_recipe_without_a_value_that_decides_is_not_accepted_by_train(tool, ch
     ("axolotl", {"peft_layers_to_transform": [0]}, "peft_layers_to_transform"),
     ("axolotl", {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ("TRL", {"chat_template_kwargs": {"a": 0}}, "chat_template_kwargs"),
-    ("TRL", {}, "router_aux_loss_coef=0.001"),
+    ("TRL", {}, "router_aux_loss_coef=(not set)"),
     ("TRL", {"report_to": ["wandb", "mlflow"]}, "report_to=wandb, mlflow: mlflow: not supported"),
     ("TRL", {"report_to": "wandb", "run_name": "x"}, "run_name=x: in Weights & Biases, a run has"),
 ])  # fmt: skip
@@ -499,7 +427,6 @@ def test_a_value_that_is_missing_may_be_typed_over_a_written_recipe(tmp_path):
 
 @pytest.mark.parametrize(("tool", "changes", "expected"), [
     ("TRL", {"dataset_name": "org/rows"}, "data.train_on"),
-    ("Automodel", {"dataset": {"_target_": CHAT}}, "train.seq_len"),
     ("axolotl", {"lora_target_linear": None, "lora_target_modules": r"layers\.\d+\.q_proj",
      "lora_target_parameters": ["experts.gate_up_proj"]}, "model.lora.targets"),
 ])  # fmt: skip
@@ -514,6 +441,123 @@ def test_fp16_is_named(tool):
     assert [line for line in recipe.left_out if line.startswith("fp16=true: trained in bf16")]
 
 
-def test_a_benchmark_clips_nothing_and_keeps_its_rate():
-    words = settings("Automodel", recipe="BenchmarkingRecipeForNextTokenPrediction")
-    assert (words["optimizer.max_grad_norm"], words["lr_scheduler"]) == ("0", "constant")
+_BEST = {"train.patience": "3", "checkpoint.keep_best": "true", "train.eval_batches": "0"}
+
+
+@pytest.mark.parametrize(("tool", "changes", "expected"), [
+    ("axolotl", {"early_stopping_patience": 3, "val_set_size": 0.1}, _BEST),
+    ("TRL", {"early_stopping_patience": 3, "dataset_name": "a/b", "eval_strategy": "steps",
+     "metric_for_best_model": "eval_loss", "greater_is_better": False, "eval_steps": 5},
+     _BEST | {"train.eval_every": "5"}),
+    ("TRL", {"load_best_model_at_end": True, "dataset_name": "a/b", "eval_strategy": "steps"},
+     {"checkpoint.keep_best": "true", "train.patience": None, "train.eval_every": "10"}),
+    ("axolotl", {"save_strategy": "best", "val_set_size": 0.1, "metric_for_best_model": "loss"},
+     {"checkpoint.keep_best": "true", "checkpoint.every": "0"}),
+    ("axolotl", {"save_strategy": "no", "load_best_model_at_end": False, "val_set_size": 0.1},
+     {"checkpoint.keep_best": None, "checkpoint.every": "0"}),
+    ("axolotl", {"save_strategy": "epoch", "save_steps": 7}, {"checkpoint.every": "7"}),
+])  # fmt: skip
+def test_early_stopping_and_the_best_checkpoint_are_kept(tool, changes, expected):
+    words = settings(tool, **changes)
+    assert {key: words.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"metric_for_best_model": "accuracy"}, "metric_for_best_model: accuracy: fsdpctl compares"),
+    ({"greater_is_better": True}, "greater_is_better: true: fsdpctl compares validation losses"),
+])  # fmt: skip
+def test_a_comparison_of_something_else_than_the_loss_is_refused(changes, message):
+    content = {**AXOLOTL, "val_set_size": 0.1, "early_stopping_patience": 2, **changes}
+    with pytest.raises(UsageError, match=f"{message}.*; set train.patience"):
+        converted("axolotl", content)
+    assert converted("axolotl", content, **{"train.patience": "2"}).words
+    assert converted("axolotl", {**AXOLOTL, **changes}).words  # compares nothing
+
+
+@pytest.mark.parametrize(("tool", "changes", "line"), [
+    ("axolotl", {"early_stopping_patience": 2}, "nothing is held out; set data.val_path="),
+    ("axolotl", {"early_stopping_threshold": 0.1}, "early_stopping_threshold=0.1"),
+    ("TRL", {"load_best_model_at_end": True}, "load_best_model_at_end=true: nothing is held out"),
+])  # fmt: skip
+def test_a_comparison_that_is_not_followed_is_named(tool, changes, line):
+    assert any(line in each for each in converted(tool, {**TOOLS[tool][1], **changes}).left_out)
+
+
+def test_a_validation_of_each_epoch_is_asked_for():
+    changes = {"dataset_name": "a/b", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    missing = dict(converted("TRL", {**TRL, **changes}).missing)
+    assert missing["train.eval_every"].startswith("eval_strategy: epoch: the number of steps")
+
+
+_ROWS = {
+    "instruction and text": ({"instruction": "a", "output": "b", "text": "c"}, "text"),
+    "turns and text": ({"conversations": [{"role": "user", "content": "a"}], "text": "c"}, "text"),
+    "tools and text": ({"tools": ["a"], "text": "c"}, "text"),
+    "text": ({"text": "c", "id": 1}, "chat"),
+    "instruction": ({"instruction": "a", "output": "b"}, "chat"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _ROWS)
+@pytest.mark.parametrize("tool", ["axolotl", "TRL"])
+def test_rows_with_text_are_read_as_the_tool_reads_them(tool, kind):
+    row, option = _ROWS[kind]
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    entry = (
+        {"datasets": [{"path": "rows.jsonl", "type": "completion"}]} if tool == "axolotl" else {}
+    )
+    words = settings(tool, **entry)
+    assert (words["data"], words["data.path"]) == (option, "rows.jsonl")
+    assert ("data.train_on" in words) == (option == "chat")
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": "a", "completion": "b", "text": "c"}, {"messages": [], "text": "c"},
+    {"conversations": [{"from": "human", "value": "a"}], "text": "c"},
+])  # fmt: skip
+def test_conversations_of_trl_take_precedence_over_text(row):
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert settings("TRL")["data"] == "chat"
+    entry = {"path": "rows.jsonl", "type": "completion"}
+    assert settings("axolotl", datasets=[entry])["data"] == "text"  # axolotl reads the column
+
+
+@pytest.mark.parametrize(("tool", "changes", "key"), [
+    ("TRL", {"dataset_text_field": "content"}, "dataset_text_field: content"),
+    ("axolotl", {"datasets": [{"path": "rows.jsonl", "type": "completion", "field": "content"}]},
+     "datasets[].field: content"),
+    ("axolotl", {"datasets": [{"path": "rows.jsonl", "type": "completion"},
+     {"path": "rows.jsonl", "type": "chat_template"}]}, "datasets[].type: completion"),
+])  # fmt: skip
+def test_another_column_of_text_needs_other_data(tool, changes, key):
+    Path("rows.jsonl").write_text('{"content": "a", "instruction": "b", "output": "c", "text": ""}')
+    assert dict(converted(tool, {**TOOLS[tool][1], **changes}).missing)["data.path"].startswith(key)
+
+
+@pytest.mark.parametrize("place", ["file", "data set"])
+def test_a_chat_template_in_a_file_is_kept(place):
+    Path("a.jinja").write_text("{{ messages }}")
+    about = {"chat_template": "jinja", "chat_template_jinja": "a.jinja"}
+    entry = {"path": "rows.jsonl", "type": "chat_template"}
+    changes = about if place == "file" else {"datasets": [entry | about]}
+    assert settings("axolotl", **changes)["data.template"] == "a.jinja"
+    assert settings("TRL", chat_template_path="a.jinja")["data.template"] == "a.jinja"
+    Path("folder").mkdir()
+    Path("folder/chat_template.jinja").write_text("x")
+    recipe = converted("TRL", {**TRL, "chat_template_path": "folder"})
+    assert dict(recipe.words)["data.template"] == "folder/chat_template.jinja"
+    assert any("fsdpctl adds no tokens of that tokenizer" in line for line in recipe.left_out)
+    about["chat_template_jinja"] = "{% for each in messages %}"
+    missing = dict(converted("axolotl", {**AXOLOTL, **about}).missing)
+    assert missing["data.template"].startswith("chat_template_jinja: {% for each")
+    missing = dict(converted("TRL", {**TRL, "chat_template_path": "org/model"}).missing)
+    assert missing["data.template"].startswith("chat_template_path: org/model: no Jinja file")
+
+
+@pytest.mark.parametrize(("name", "is_named"), [
+    ("llama3", True), ("tokenizer_default", False), ("tokenizer_default_fallback_chatml", False),
+])  # fmt: skip
+def test_a_chat_template_of_axolotls_own_is_named(name, is_named):
+    recipe = converted("axolotl", {**AXOLOTL, "chat_template": name})
+    assert any("axolotl's own; the tokenizer" in each for each in recipe.left_out) == is_named
+    assert "data.template" not in dict(recipe.missing)

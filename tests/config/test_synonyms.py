@@ -1,0 +1,68 @@
+"""Keys of other tools are answered with ours."""
+
+import re
+
+import pytest
+
+from fsdpctl.config.schema import GROUPS, KEYS
+from fsdpctl.config.synonyms import NOT_NEEDED, NOT_SUPPORTED, SYNONYMS, hint
+
+# Keys without a counterpart in the tools whose names are known.
+_OURS_ALONE = {
+    "auto.probe", "data.format", "data.rewritten_turns", "engine.program",
+    "launch.hang_timeout", "launch.nproc_min",
+    "launch.share_memory", "lr_scheduler.reaches_min", "model.config_json", "prefetch.backward",
+    "model.first_new_token", "prefetch.forward", "strategy.owner_map", "train.require_fit",
+    "train.self_check",
+}  # fmt: skip
+_NAME = r"[a-z_][a-z_.0-9]+"
+
+
+def test_each_key_is_the_answer_to_a_known_name_or_is_ours_alone():
+    answered = {key for answer in SYNONYMS.values() for key in re.findall(_NAME, answer)}
+    answered |= {"model.overrides", *(key for key in KEYS if key.startswith("cluster."))}
+    assert KEYS.keys() - answered == _OURS_ALONE & KEYS.keys()
+
+
+def test_answers_name_keys_that_exist():
+    sections = {key.partition(".")[0] for key in KEYS}
+    for answer in {*SYNONYMS.values(), *NOT_NEEDED.values(), *NOT_SUPPORTED.values()}:
+        for key in re.findall(rf"\b{_NAME}\.{_NAME}", answer):
+            is_ours = key.partition(".")[0] in sections and not key.startswith("model.overrides.")
+            assert not is_ours or key in KEYS, answer
+
+
+@pytest.mark.parametrize(("typed", "ours"), [
+    ("early_stopping_patience", "train.patience"), ("training.early_stopping", "train.patience"),
+    ("load_best_model_at_end", "checkpoint.keep_best=true"),
+    ("save_best_only", "checkpoint.keep_best=true"),
+    ("metric_for_best_model", "checkpoint.keep_best=true, by the validation loss"),
+    # NeMo Automodel
+    ("step_scheduler.local_batch_size", "train.micro_batch_size"),
+    ("step_scheduler.ckpt_every_steps", "checkpoint.every"),
+    ("step_scheduler.val_every_steps", "train.eval_every"), ("peft.dim", "model.lora.rank"),
+    ("peft.exclude_modules", "model.lora.targets"), ("model.torch_dtype", "precision"),
+    ("packed_sequence.packed_sequence_size", "data.packing=true and train.seq_len"),
+    ("dataset.path_or_dataset_id", "data.path"), ("dataset.seq_length", "train.seq_len"),
+    ("validation_dataset.path_or_dataset_id", "data.val_path"),
+    ("optimizer.betas", "optimizer.beta1 and optimizer.beta2"),
+    ("lr_scheduler.lr_decay_style", "lr_scheduler"), ("wandb.project", "log.wandb_project"),
+    ("lr_scheduler.min_lr", "lr_scheduler.min_lr_ratio, a share of optimizer.lr"),
+    # torchtitan
+    ("validation.steps", "train.eval_batches"), ("validation.dataset_path", "data.val_path"),
+    ("lr_scheduler.min_lr_factor", "lr_scheduler.min_lr_ratio"),
+    ("training.enable_cpu_offload", "strategy.offload=all"),
+    ("compile.components", "train.compile"), ("checkpoint.load_step", "--resume PATH"),
+])  # fmt: skip
+def test_a_name_of_another_tool_is_answered_with_ours(typed, ours):
+    assert hint(typed, [*KEYS, *GROUPS]).startswith(f"; use {ours}")
+
+
+@pytest.mark.parametrize(("typed", "why"), [
+    ("early_stopping_threshold", "does not support thresholds"), ("loss_type", "does not support"),
+    ("checkpoint.save_consolidated", "not needed: `fsdpctl consolidate-checkpoint`"),
+    ("mlflow.experiment_name", "does not support loggers other than"),
+    ("parallelism.enable_loss_parallel", "does not support tensor parallelism"),
+])  # fmt: skip
+def test_a_name_without_a_counterpart_is_told_why(typed, why):
+    assert why in hint(typed, [*KEYS, *GROUPS])
