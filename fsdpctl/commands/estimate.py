@@ -43,7 +43,8 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
         typer.Option("--require-fit", help="Exit with code 3 if the configuration does not fit."),
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory to write charts to.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory to write a chart of the strategies to."),
     ] = None,
     as_json: AsJson = False,
     source: Annotated[

@@ -51,9 +51,7 @@ def show_estimates(
     names = [*composed.unset, *(x for x in left_open(composed.config) if x != STRATEGY)]
     fits = [largest_that_fits(estimator, x.plan, fit, names) for x in estimates if fit is not None]
     if plot is not None:
-        fitted = [each.estimate for each in fits if each.estimate]
-        drawn = (*draw_estimates(estimates, plot), *draw_estimates(fitted, plot, "fit"))
-        note(*(f"written: {path}" for path in drawn))
+        note(f"written: {draw_estimates(estimates, plot)}")
     if as_json:
         entries = [
             each.to_dict()
@@ -248,11 +246,6 @@ def _conclusions(found: RunEstimate) -> list[str]:
         lines.append(
             f"shared  {format_bytes(found.shared)}, once for all ranks, of which each counts its "
             "share; as resident memory, each process shows all of it"
-        )
-    if found.packages:
-        lines.append(
-            f"kernels of {' and '.join(found.packages)} are assumed; without them, the code of "
-            "transformers takes far more memory and time"
         )
     lines += [
         f"outside {format_bytes(outside.low)} to {format_bytes(outside.high)} (assumed): the "

@@ -87,10 +87,6 @@ class Script:
         moments = self._moments[number]
         return moments[bisect_right(moments, index, key=lambda each: each[0]) - 1][1]
 
-    def moments(self, number: int) -> Sequence[tuple[int, When]]:
-        """Return the index of the first operation of each moment of a step."""
-        return self._moments[number]
-
 
 class UnevenStepError(ValueError):
     """A traced step frees memory twice, as with blocks that keep tensors of other blocks."""
@@ -146,28 +142,6 @@ def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Pea
         for (category, what), nbytes in kinds.most_common(_LARGEST)
     )
     return Peak(script.when(*place), breakdown, largest)
-
-
-def peaks_by_moment(
-    script: Script, item: Callable[[int], Item]
-) -> list[tuple[When, dict[Category, int]]]:
-    """Return the bytes by category at the fullest point of every moment of a step."""
-    held = dict.fromkeys(Category, 0)
-    total, most = 0, -1
-    seen: list[tuple[When, dict[Category, int]]] = []
-    for number, index, key, change, passing in _walk(script, _USUAL, {}):
-        moments = script.moments(number) if number == _USUAL else ()
-        while len(seen) < len(moments) and moments[len(seen)][0] <= index:
-            seen.append((moments[len(seen)][1], dict(held)))
-            most = -1
-        if change:
-            held[item(key).category] += change
-            total += change
-        if seen and total + passing > most:
-            most, workspaces = total + passing, held[Category.WORKSPACES] + passing
-            seen[-1] = seen[-1][0], {**held, Category.WORKSPACES: workspaces}
-    left = script.moments(_USUAL)[len(seen) :]
-    return seen + [(when, dict(held)) for _, when in left]
 
 
 def replay(script: Script, allocator: CachingAllocator) -> None:
