@@ -15,8 +15,6 @@ class ProgramFacts:
 
     steps_at_once: bool = True  # AdamW in one kernel; else with a copy of the second moments
     keeps_logits: bool = False  # in float32, until the next pass has made its own
-    # Inputs of recomputed blocks with frozen weights, and their gradients, until backward ends.
-    keeps_inputs: bool = False
     plain_norms: bool = False  # of transformers' modules, which keep more tensors than torch's
 
 
@@ -26,7 +24,6 @@ PROGRAMS = {
     "torchtitan": ProgramFacts(keeps_logits=True),
     "transformers": ProgramFacts(plain_norms=True),
     "transformers_foreach": ProgramFacts(steps_at_once=False, plain_norms=True),
-    "transformers_reentrant": ProgramFacts(keeps_inputs=True, plain_norms=True),
 }
 
 
@@ -39,7 +36,7 @@ class EngineConfig:
         OURS,
         "estimates only: program whose memory is estimated; torchtitan: keeps logits in float32 "
         "during the next pass; transformers: norms of its modules, with _foreach torch's default "
-        "AdamW, with _reentrant FSDP 1 with reentrant checkpoints",
+        "AdamW",
         choices=tuple(PROGRAMS),
     )
 

@@ -98,9 +98,7 @@ class Estimator:
         check_trained(config, traced.units)
         program, last = _program(plan, traced), traced.units[-1]
         training = plan_run(config, traced.units, batches.num_micro_batches)
-        itemsize = training.dtypes.compute.itemsize
-        is_head, kept = last.kind == "head", _kept_inputs(plan, traced.units, itemsize)
-        recorder = MemoryRecorder(program, last.name, last_is_head=is_head, kept=kept)
+        recorder = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
         training = fullest_rank(config.engine.name, training)
         steps = planned_steps(config, traced.units, training, recorder)
         step = _replayed(config, recorder, steps)
@@ -164,21 +162,6 @@ def _replayed(config: Settled, recorder: MemoryRecorder, steps: Steps) -> StepEs
     except UnevenStepError as error:  # such as Gemma 3n's blocks
         reason = "memory cannot be estimated with this recomputation"
         raise UsageError(f"model: {family_of(config.model)}: {reason}") from error
-
-
-def _kept_inputs(plan: RunPlan, units: Sequence[UnitSpec], itemsize: int) -> dict[str, int]:
-    """Return the bytes of the inputs that FSDP 1 keeps of recomputed blocks, by their names.
-
-    With frozen weights, it registers a hook on a block's input. In a reentrant checkpoint, that is
-    a leaf, whose accumulator of gradients, and with it both tensors, lives until backward ends.
-    """
-    config, train = plan.config, plan.config.train
-    if not config.engine.facts.keeps_inputs or config.activation_checkpointing.name == "none":
-        return {}
-    tokens = plan.batches.micro_batch_size * tokens_per_rank(train.seq_len, train.context_parallel)
-    nbytes = tokens * config.model.hidden_size * itemsize
-    blocks = (unit for unit in units if unit.kind == "block")
-    return {unit.name: nbytes for unit in blocks if not all(p.trainable for p in unit.params)}
 
 
 def _saved_states(plan: TrainingPlan, units: Sequence[UnitSpec]) -> int:

@@ -248,11 +248,9 @@ def read_fsdp(found: Translation, section: str, *, version: str, strategy: str =
             read_activation_offload(found, leaves)
     if (offload := take("offload_params") or take("cpu_offload")) and not offload.is_off:
         read_offload(found, offload, OF_FSDP)
-    key = "gradient_checkpointing_kwargs.use_reentrant"
-    value = found.source.take(key)
+    value = found.source.take("gradient_checkpointing_kwargs.use_reentrant")
     if value and value.is_on and version == "1" and "model.lora.rank" in found.settings:
-        note = "FSDP 1 keeps inputs of blocks with frozen weights until backward ends"
-        found.map(value, "engine.program=transformers_reentrant", default=key, note=note)
+        found.exclude(value, "estimated as if blocks kept no inputs, which usually needs less")
     wrap = take("auto_wrap_policy")
     if wrap and "no_wrap" in wrap.text.lower():
         raise found.source.error(

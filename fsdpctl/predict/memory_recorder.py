@@ -1,10 +1,9 @@
 """Records a training step as operations on an allocator, with the purpose of each."""
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.predict.compute import Operation, Part, PassPosition, Program
@@ -43,24 +42,12 @@ _DOING = {
 
 
 class MemoryRecorder(Recorder):
-    """The allocations and frees of one rank; the loss is computed after the unit `last`.
+    """The allocations and frees of one rank; the loss is computed after the unit `last`."""
 
-    `kept` has the bytes of the inputs that remain, with their gradients, until a pass ends, by the
-    names of their units.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        last: str,
-        *,
-        last_is_head: bool,
-        kept: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, program: Program, last: str, *, last_is_head: bool) -> None:
         self.program = program
         self._last = last
         self._last_is_head = last_is_head
-        self._kept, self._kept_keys = kept, list[int]()
         self.operations: list[Operation] = []
         self.moments: list[tuple[int, When]] = []  # where each begins
         self._items: list[Item] = []  # of the keys that are not the program's
@@ -120,18 +107,6 @@ class MemoryRecorder(Recorder):
                 self.operations += self._with_new_keys(operations)
             else:
                 self.operations += operations
-        self._keep_inputs(part, unit)
-
-    def _keep_inputs(self, part: Part, unit: str) -> None:
-        """Let a unit's input remain, and its output's gradient except for the pass's first unit."""
-        if part is Part.END:
-            for key in self._kept_keys:
-                self.free(key)
-            self._kept_keys.clear()
-        elif part is Part.BACKWARD and unit in self._kept:
-            for _ in range(2 if self._kept_keys else 1):
-                key = self.allocate(Category.ACTIVATIONS, unit, "kept input", self._kept[unit])
-                self._kept_keys.append(key)
 
     def has_gradient(self, param: ParamSpec) -> bool:
         return param.name in self.program.gradients
