@@ -1,6 +1,6 @@
 """The largest run that fits."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from fsdpctl.config.model import MOST_LAYERS
 from fsdpctl.config.schema import Filled
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import roomiest
+from fsdpctl.estimate.search import largest_true, roomiest
 from fsdpctl.resolve.settle import RunPlan
 
 FITTED = {
@@ -100,45 +100,6 @@ class _Tried:
 
         most //= multiple
         begin = min(max(begin // multiple, 1), most)
-        count = _edge(fits, lambda at: seen[at].margin, begin, most)
+        count = largest_true(fits, 0, most, begin)
         found, over = seen.get(count), seen.get(count + 1)
         return Fit(FITTED[self.what], count * multiple, multiple, found, over, self.names)
-
-
-def _edge(fits: Callable[[int], bool], margin: Callable[[int], int], begin: int, most: int) -> int:
-    """Return the largest value that fits while the next does not; 0 if 1 does not.
-
-    Memory grows almost linearly with a size. The search tries the value at which a line through the
-    last two leaves no margin, then its neighbor, then the middle.
-    """
-    low, high = 0, most + 1
-    tried: list[int] = []
-    value = begin
-    while True:
-        tried.append(value)
-        if fits(value):
-            low = value
-        else:
-            high = value
-        if low + 1 == high:
-            return low
-        straight = _straight(tried[-2:], margin)
-        if straight is None or (high > most and len(tried) % 2):
-            value = 2 * value if high > most else high // 2
-        elif len(tried) % 3 == 0:
-            value = value + 1 if value == low else value - 1
-        elif len(tried) % 3 == 1 and 0 < low < high <= most:
-            value = (low + high) // 2
-        else:
-            value = straight
-        value = min(max(value, low + 1), high - 1)
-
-
-def _straight(tried: Sequence[int], margin: Callable[[int], int]) -> int | None:
-    """Return the value at which a line through the last two leaves no margin."""
-    if len(tried) < 2:
-        return None
-    (first, second), (before, after) = tried, map(margin, tried)
-    if before == after:
-        return None
-    return int(second + after * (second - first) / (before - after))

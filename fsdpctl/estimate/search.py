@@ -227,7 +227,7 @@ class _Search:
             return self._fits(self.axes.point(strategy, mode, place, most=False))
 
         for mode in self.axes.recomputations:
-            low = _edge(partial(fits, mode), low, last)
+            low = largest_true(partial(fits, mode), low, last, last)
             if low >= 0:
                 yield mode, low
 
@@ -260,14 +260,16 @@ def _kind(point: SearchPoint) -> _Kind:
     return point[:3]
 
 
-def _edge(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the largest index up to `high` that fits; `low` is known to fit or below all."""
-    if low == high or fits(high):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
+def largest_true(holds: Callable[[int], bool], low: int, high: int, first: int) -> int:
+    """Return the largest value up to `high` that holds; `low` does, or is below all values.
+
+    Tries `first`, which is doubled as long as it holds, then the middles.
+    """
+    over, value = high + 1, first
+    while low + 1 < over:
+        if holds(value):
+            low = value
         else:
-            high = middle
+            over = value
+        value = min(2 * value, high) if over > high else (low + over) // 2
     return low

@@ -12,9 +12,9 @@ from fsdpctl.estimate import traced
 from fsdpctl.estimate.accuracy import is_faster, kind_of
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.fit import FITTED, _edge, largest_that_fits
+from fsdpctl.estimate.fit import FITTED, largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import estimates_of
+from fsdpctl.estimate.search import estimates_of, largest_true
 from fsdpctl.estimate.traced import ShortModule, TracedModel
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
@@ -105,21 +105,18 @@ def test_blocks_that_differ_are_all_traced():
     assert slow != fast
 
 
-LINES = (lambda n: 100 - n, lambda n: 1000 - n * n, lambda n: 50 - n // 7)
+@pytest.mark.parametrize("largest", [0, 1, 31, 100, 356, 5000])
+@pytest.mark.parametrize("first", [1, 5, 99, 100, 101, 4000, 5000])
+def test_the_largest_value_is_found_in_few_trials(largest, first):
+    tried = set[int]()
 
+    def holds(value: int) -> bool:
+        tried.add(value)
+        return value <= largest
 
-@pytest.mark.parametrize("margin", LINES)
-@pytest.mark.parametrize("begin", [1, 5, 99, 100, 101, 4000])
-def test_the_largest_value_is_found_in_few_trials(margin, begin):
-    tried = []
-
-    def fits(value: int) -> bool:
-        tried.append(value)
-        return bool(margin(value) >= 0)
-
-    edge = _edge(fits, margin, begin, 5000)
-    assert margin(edge) >= 0 > margin(edge + 1)
-    assert len(tried) < 40
+    assert largest_true(holds, 0, 5000, first) == largest
+    assert {largest, largest + 1} <= tried | {0, 5001}
+    assert len(tried) < 30
 
 
 @pytest.mark.slow
