@@ -112,7 +112,7 @@ def test_the_largest_value_is_found_in_few_trials(largest, first):
 
     def holds(value: int) -> bool:
         tried.add(value)
-        return value <= largest
+        return bool(value <= largest)
 
     assert largest_true(holds, 0, 5000, first) == largest
     assert {largest, largest + 1} <= tried | {0, 5001}
