@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.commands.console import note, say, show_json, show_table
+from fsdpctl.commands.console import fail, note, say, show_json, show_table
 from fsdpctl.commands.drawing import draw_estimates
 from fsdpctl.config.auto import STRATEGY, left_open
 from fsdpctl.config.compose import Composed
@@ -82,7 +82,7 @@ def show_estimates(
 
 def show_verdicts(files: Sequence[Path], words: Sequence[str], *, require_fit: bool) -> int:
     """Estimate each file of another tool with `words`, a line for each; return the exit code."""
-    verdicts = set()
+    verdicts, failed = set(), []
     for number, file in enumerate(files, start=1):
         try:
             with doing(f"estimating {file} ({number} of {len(files)})"):
@@ -90,6 +90,7 @@ def show_verdicts(files: Sequence[Path], words: Sequence[str], *, require_fit: b
                 ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
         except (UsageError, CheckpointError) as error:
             say(f"{file}: {str(error).removeprefix(f'{file}: ')}")
+            failed.append(str(file))
             continue
         verdicts.add(estimate.verdict)
         translation = others.translation
@@ -98,7 +99,9 @@ def show_verdicts(files: Sequence[Path], words: Sequence[str], *, require_fit: b
         peak, available = estimate.peak_reserved, max(0, estimate.available)
         sizes = f"{format_bytes(peak)} of {format_bytes(available)}"
         say(f"{file}: {_verdict(estimate)}, {sizes}{lost}")
-    if require_fit and verdicts - {"fits"}:
+    if require_fit and failed:
+        fail(f"--require-fit: not estimated: {', '.join(failed)}")
+    if require_fit and (failed or verdicts - {"fits"}):
         return DoesNotFitError.exit_code
     return 0 if verdicts else UsageError.exit_code
 

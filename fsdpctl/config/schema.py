@@ -203,16 +203,6 @@ class ActivationCheckpointingConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class AutoConfig:
-    """How `auto` selects the fastest configuration that fits."""
-
-    probe: bool = key(
-        True,
-        "measure the three candidates predicted to be fastest, if the run starts on this machine",
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
     """The complete configuration of a run."""
 
@@ -233,7 +223,6 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    auto: AutoConfig = field(default_factory=AutoConfig)
 
     @property
     def num_ranks(self) -> int:

@@ -212,6 +212,8 @@ train.steps | max_iters max_steps steps training_steps
 train.tokens | max_tokens
 """) | {name: f"strategy={ours}" for name, ours in STRATEGIES_ELSEWHERE.items()}
 NOT_NEEDED = _by_name("""
+`auto` selects by prediction; `fsdpctl compare` measures | auto auto.probe
+`fsdpctl compare` runs each variant once; set --steps | rounds
 a message is trained on with the token that ends it | train_on_eos
 AdamW steps in one kernel | foreach optimizer.fused optimizer.implementation
 checkpoints can be read on any number of ranks | fsdp_state_dict_type

@@ -153,7 +153,6 @@ class Candidate:
     selection: Selection
     estimate: RunEstimate
     seconds: float  # predicted, per step; those of CPU ranks only rank it
-    measured: float | None = None  # per step, if it was probed
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +165,6 @@ class Ranking:
     whose: str  # the source of the hardware specs
     closest: RunEstimate | None = None  # of the combination that lacks least, if none fits
     defaults: RunEstimate | None = None  # of those settings that are not set; they do not fit
-    failures: tuple[str, ...] = ()  # of probes, a line each
-    probing: float = 0.0  # seconds spent on all probes
 
     @property
     def estimate(self) -> RunEstimate:

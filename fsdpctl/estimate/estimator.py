@@ -7,14 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
-
 from fsdpctl.comm.host import host_inputs_bytes
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.schema import Settled
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.hardware import device_of, host_of, network_of, with_speed
-from fsdpctl.estimate.planned_steps import estimate_run, fullest_rank, plan_run, planned_steps
+from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, planned_steps
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.io import files
@@ -208,16 +206,9 @@ def _machine(config: Settled, place: RankPlace) -> Machine:
     return Machine(device_of(config), network_of(config), host_of(config), groups)
 
 
-def write_estimate(
-    run_dir: Path, plan: RunPlan, module: nn.Module, found: RunEstimate, estimator: Estimator
-) -> None:
+def write_estimate(run_dir: Path, plan: RunPlan, found: RunEstimate, estimator: Estimator) -> None:
     """Write the estimate of a run, and the predicted time of its steps on GPUs."""
-    engine = None
-    if plan.config.engine.name == FSDPCTL:
-        passes = plan.batches.num_micro_batches
-        engine = estimate_run(plan.config, module, passes).peak_bytes
-    content = {**found.to_dict(), "peak_engine_bytes": engine, **_prediction(plan, estimator)}
-    text = json.dumps(content, indent=2)
+    text = json.dumps({**found.to_dict(), **_prediction(plan, estimator)}, indent=2)
     files.replace(run_dir / ESTIMATE, text + "\n")
 
 

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from torch import nn
-
 from fsdpctl.config.schema import Settled
-from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.optimizers import ADAMW, KeptStates, Muon, get_optimizer, tiled_dtype
 from fsdpctl.plan.step import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.units import Division, UnitSpec, divide
 from fsdpctl.predict.ddp_steps import DdpSteps
-from fsdpctl.predict.engine_bytes import Estimate, estimate, fullest_ranks
+from fsdpctl.predict.engine_bytes import estimate, fullest_ranks
 from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
@@ -73,11 +70,6 @@ def plan_run(config: Settled, units: tuple[UnitSpec, ...], num_micro_batches: in
     )
     shown, every = min(num_micro_batches, REPEATING), config.accumulation.name == "every"
     return TrainingPlan(step, reducing_passes(shown, every=every), kept_states(config))
-
-
-def estimate_run(config: Settled, module: nn.Module, num_micro_batches: int) -> Estimate:
-    """Return the engine's memory on the fullest rank, for a resolved configuration."""
-    return estimate(plan_run(config, divide_module(module, None), num_micro_batches))
 
 
 def steps_of(

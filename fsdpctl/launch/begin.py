@@ -56,14 +56,12 @@ def begin(
     talk: Talk,
     where: Place | None = None,
     *,
-    probes: bool = False,
     task: Task | None = None,
 ) -> Begun | None:
     """Lock and prepare the run directory; return None if the run is finished.
 
-    `settings` are recorded; `resume` is the value of `--resume`. With `probes`, `auto` may run
-    candidates: only if this process starts all ranks. `task` is that of a script, which has no
-    estimate.
+    `settings` are recorded; `resume` is the value of `--resume`. `task` is that of a script, which
+    has no estimate.
 
     Raises:
         UsageError: If the run is invalid; nothing remains of a directory that was created here.
@@ -85,7 +83,7 @@ def begin(
         estimator = Estimator()
         estimate, decision = None, Decision(found.config)
         if task is None:
-            plan, estimate, decision = decide_run(found, seen, estimator, talk.note, probes=probes)
+            plan, estimate, decision = decide_run(found, seen, estimator, talk.note)
         else:
             plan = settle(seen.config)
         described = describe_run(found, plan, seen, estimate)
@@ -98,7 +96,7 @@ def begin(
         assets = collect_assets(plan.config, found.data)
         prepare_run_dir(seen, plan.config, settings, assets)
         if estimate is not None:
-            write_estimate(seen.run_dir, plan, found.module, estimate, estimator)
+            write_estimate(seen.run_dir, plan, estimate, estimator)
     return Begun(seen.run_dir, lock, decision.base, decision.selection, plan.config, seen.step)
 
 
@@ -168,18 +166,10 @@ class Decision(NamedTuple):
 
 
 def decide_run(
-    found: Opened,
-    seen: Look,
-    estimator: Estimator,
-    note: Callable[[str], None],
-    *,
-    probes: bool = False,
+    found: Opened, seen: Look, estimator: Estimator, note: Callable[[str], None]
 ) -> tuple[RunPlan, RunEstimate, Decision]:
-    """Select for the ranks of an opened run, as `decide`; one that resumes keeps its selection.
-
-    With `probes`, candidates may run here.
-    """
-    made = _kept(found, seen) or _decided(found, seen.config, estimator, note, probes=probes)
+    """Select for the ranks of an opened run, as `decide`; one that resumes keeps its selection."""
+    made = _kept(found, seen) or _decided(found, seen.config, estimator, note)
     plan = settle(made.base, made.selection)
     return plan, estimator.estimate(plan), made
 
@@ -196,12 +186,7 @@ def _kept(found: Opened, seen: Look) -> Decision | None:
 
 
 def _decided(
-    found: Opened,
-    config: Filled,
-    estimator: Estimator,
-    note: Callable[[str], None],
-    *,
-    probes: bool,
+    found: Opened, config: Filled, estimator: Estimator, note: Callable[[str], None]
 ) -> Decision:
     if left_open(config):
         note("selecting the fastest configuration that fits")
@@ -209,10 +194,6 @@ def _decided(
     if ranking is None:
         return Decision(config)
     base = opened(config, ranking.names)
-    if probes and config.auto.probe and ranking.defaults is None:
-        from fsdpctl.launch.probe import probed  # imports the trainer
-
-        ranking = probed(ranking, found, note)
     return Decision(base, ranking.selection, tuple(describe_ranking(ranking)))
 
 
@@ -224,8 +205,6 @@ def describe_ranking(ranking: Ranking) -> Iterator[str]:
     yield f"{'reason':<8}{_reason(ranking)}"
     if len(ranking.ranked) > 1 or ranking.defaults is None:
         yield f"{'next':<8}{_next(ranking)}"
-    if ranking.probing:
-        yield f"{'probed':<8}{_probed(ranking)}"
 
 
 def _reason(ranking: Ranking) -> str:
@@ -234,9 +213,7 @@ def _reason(ranking: Ranking) -> str:
     ranks = first.estimate.config.num_ranks
     among = f"of {ranking.count} combinations on {ranks} rank{'' if ranks == 1 else 's'}"
     reason = f"fastest {among} that fits"
-    if first.measured is not None:
-        reason = f"fastest of the probed candidates, {among}"
-    elif fastest.seconds < first.seconds:
+    if fastest.seconds < first.seconds:
         reason = f"least memory among the fastest {among} that fit"
     band = ranking.band_of(first)
     sources = ranking.whose if band is None else f"{ranking.whose}; {band}"
@@ -248,22 +225,13 @@ def _next(ranking: Ranking) -> str:
     if len(ranking.ranked) == 1:
         return "nothing else fits"
     first, second = ranking.ranked[:2]
-    seconds, than, how = second.seconds, first.seconds, "predicted"
-    if first.measured is not None and second.measured is not None:
-        seconds, than, how = second.measured, first.measured, "measured"
-    elif not ranking.predicts:
-        return f"{second.selection.text(ranking.names)}: {_held(second)}"
-    time = f"{seconds:.3g} s/step {how} ({seconds / than - 1:+.1%})"
-    return f"{second.selection.text(ranking.names)}: {time}, {_held(second)}"
+    time = f"{second.seconds:.3g} s/step predicted ({second.seconds / first.seconds - 1:+.1%}), "
+    return (
+        f"{second.selection.text(ranking.names)}: {time if ranking.predicts else ''}{_held(second)}"
+    )
 
 
 def _held(candidate: Candidate) -> str:
     estimate = candidate.estimate
     held, most = format_bytes(estimate.peak_reserved), format_bytes(max(0, estimate.available))
     return f"{held} of {most} per rank"
-
-
-def _probed(ranking: Ranking) -> str:
-    count = sum(each.measured is not None for each in ranking.ranked) + len(ranking.failures)
-    result = f"{ranking.ranked[0].measured:.3g} s/step measured, {count} candidates"
-    return "; ".join([result, *ranking.failures, f"{ranking.probing:.0f} s in total"])

@@ -49,7 +49,7 @@ def run(
         from fsdpctl.config.hub import local_model, part_of_run
 
         local_model(model.path, part_of_run(model))
-    begun = partial(_begin, composed, settings, resume, talk, where, probes=alone)
+    begun = partial(_begin, composed, settings, resume, talk, where)
     if rank is not None:
         _as_rank(composed.config, where, rank, begun, talk)
         return None

@@ -21,9 +21,9 @@ from fsdpctl.plan.strategy import FSDPCTL
 
 # Of decoders and their tokens, and of estimates, which trace a decoder.
 _OF_DECODERS = (
-    "model", "data", "cluster", "auto", "train.seq_len", "train.tokens",
-    "train.global_batch_tokens", "train.context_parallel", "train.sample_tokens",
-    "train.loss_chunk_tokens", "train.mlp_chunk_tokens", "train.require_fit", "engine.program",
+    "model", "data", "cluster", "train.seq_len", "train.tokens", "train.global_batch_tokens",
+    "train.context_parallel", "train.sample_tokens", "train.loss_chunk_tokens",
+    "train.mlp_chunk_tokens", "train.require_fit", "engine.program",
 )  # fmt: skip
 
 

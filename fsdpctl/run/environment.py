@@ -185,7 +185,6 @@ class SavedEstimate:
 
     peak_allocated_bytes: Count
     peak_reserved_bytes: Count
-    peak_engine_bytes: Count | None  # of the allocated bytes, those of fsdpctl's engine
     predicted_step_seconds: float | None = None
     prediction_source: str = ""  # of the hardware specs
 

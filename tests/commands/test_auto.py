@@ -1,28 +1,17 @@
-"""`auto` in every command: the selection, what a run keeps of it, and probes."""
+"""`auto` in every command: the selection, and what a run keeps of it."""
 
 import json
-import signal
-import subprocess
-from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
-from fsdpctl.errors import UsageError
-from fsdpctl.estimate.candidates import Ranking
-from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.search import choose
-from fsdpctl.launch.begin import describe_ranking
-from fsdpctl.launch.probe import probed, worth_probing
-from fsdpctl.resolve.open import Opened, open_run
+from fsdpctl.resolve.open import open_run
 from fsdpctl.resolve.settle import settle
 from tests.commands.run import TINY, fsdpctl, invoke, make_text
-from tests.commands.test_interruptions import start, wait_for
 
 OPEN = [
     "strategy=auto", "activation_checkpointing=auto", "prefetch=auto",
@@ -38,12 +27,6 @@ NAMES = ("strategy", "activation_checkpointing", "prefetch", "train.micro_batch_
 def words(folder: Path, *more: str) -> list[str]:
     given = [f"data.path={make_text(folder)}", "train.steps=6", f"train.run_dir={folder / 'run'}"]
     return [*TINY, *given, "launch.nproc_per_node=2", "launch.device=cpu", *more]
-
-
-def ranked(words: list[str]) -> tuple[Opened, Ranking]:
-    """Return an opened run, and the candidates for its ranks."""
-    opened = open_run(compose_config(words))
-    return opened, choose(Estimator(), opened.config)
 
 
 def selected(text: str) -> str:
@@ -113,29 +96,8 @@ def test_an_existing_run_keeps_the_selection_in_its_configuration(tmp_path):
     assert selected(text) == f"{same} train.micro_batch_size=1"
     assert f"as in {tmp_path / 'run' / 'config.yaml'}" in text
     assert "changed" not in text
-    code, text = invoke("train", "--dry-run", *given, *OPEN, "auto.probe=false")
-    assert selected(text) == f"{same} train.micro_batch_size=1"
     code, text = invoke("train", "--dry-run", *given, *OPEN, "--resume", "never")
     assert "(assumed CPU specs)" in text
-
-
-def test_a_single_candidate_is_not_probed():
-    opened, ranking = ranked([*TINY[:-1], "strategy=no_shard", "prefetch=auto"])
-    assert worth_probing(ranking) == []
-    assert probed(ranking, opened, lambda line: None) is ranking
-
-
-def test_probed_candidates_are_near_the_fastest_and_differ():
-    _, ranking = ranked([*TINY[:-1], *OPEN])
-    first, second, *_ = ranking.ranked
-    slow = replace(second, seconds=2 * first.seconds)
-    assert worth_probing(replace(ranking, ranked=(first, slow))) == []
-    assert worth_probing(replace(ranking, ranked=(first, second, slow))) == [first, second]
-    alike = [replace(first, seconds=first.seconds * (1 + n / 100)) for n in range(4)]
-    other = _recomputing(alike[3], "full")
-    given = replace(ranking, ranked=(*alike, other))
-    assert worth_probing(given) == [alike[0], other, alike[1]]
-    assert len(worth_probing(ranking)) == 3
 
 
 @pytest.mark.slow
@@ -143,9 +105,6 @@ def test_a_run_prints_the_selection_and_keeps_it_when_it_resumes(tmp_path):
     given = words(tmp_path, *OPEN)
     result = fsdpctl("train", *given, cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("probing ") == 3
-    assert "s/step measured" in result.stdout
-    assert "probed  " in result.stdout
     first = selected(result.stdout)
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert first == " ".join(f"{name}={config[name]}" for name in NAMES)
@@ -153,56 +112,14 @@ def test_a_run_prints_the_selection_and_keeps_it_when_it_resumes(tmp_path):
     result = fsdpctl("train", *longer, "train.steps=9", cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
     assert selected(result.stdout) == first
-    assert "probing" not in result.stderr
     assert "resumes at step 6" in result.stdout
-
-
-@pytest.mark.slow
-def test_a_candidate_that_fails_is_removed_with_its_reason(tmp_path):
-    given = words(tmp_path)
-    opened, ranking = ranked([*given, "activation_checkpointing=auto"])
-    first = ranking.ranked[0]
-    broken = _recomputing(first, "broken")
-    found = probed(replace(ranking, ranked=(broken, first)), opened, lambda line: None)
-    assert [each.selection.activation_checkpointing for each in found.ranked] == ["none"]
-    assert "activation_checkpointing=broken failed: 'broken'" in found.failures[0]
-    assert found.failures[0] in list(describe_ranking(found))[-1]
-    other = _recomputing(first, "too")
-    with pytest.raises(UsageError, match="no candidate that fits by its estimate ran"):
-        probed(replace(ranking, ranked=(broken, other)), opened, lambda line: None)
-
-
-def _recomputing(candidate, mode):
-    selection = replace(candidate.selection, activation_checkpointing=mode)
-    return replace(candidate, selection=selection)
-
-
-@pytest.mark.slow
-def test_an_interrupted_probe_leaves_no_process_behind(tmp_path):
-    more = ["launch.nproc_per_node=2", "launch.device=cpu", *OPEN]
-    process = start(tmp_path, 6, *more, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("probing 1/"):
-            break
-    running = psutil.Process(process.pid)
-    wait_for(lambda: len(running.children(recursive=True)) >= 2)
-    children = running.children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    _, rest = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted" in rest
-    assert not [each for each in children if each.is_running()]
-    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 @pytest.mark.slow
 def test_compare_measures_the_selected_variant_next_to_the_others(tmp_path):
     given = [w for w in words(tmp_path) if not w.startswith(("train.steps", "train.run_dir"))]
     auto = ["strategy=auto,no_shard", "train.micro_batch_size=auto", "--json"]
-    result = fsdpctl(
-        "compare", *given, *auto, "--steps", "4", "--rounds", "1", cwd=tmp_path, timeout=300
-    )
+    result = fsdpctl("compare", *given, *auto, "--steps", "4", cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
     rows = json.loads(result.stdout)
     strategies = {row["varied"]["strategy"]: row["strategy"] for row in rows}
@@ -212,10 +129,9 @@ def test_compare_measures_the_selected_variant_next_to_the_others(tmp_path):
 
 def test_auto_is_valid_in_a_recipe(tmp_path):
     file = tmp_path / "open.yaml"
-    file.write_text("strategy: auto\ntrain: {micro_batch_size: auto}\nauto.probe: false\n")
+    file.write_text("strategy: auto\ntrain: {micro_batch_size: auto}\n")
     config = compose_config([], str(file)).config
     assert left_open(config) == ("strategy", "train.micro_batch_size")
-    assert not config.auto.probe
     assert left_open(compose_config(["strategy=full_shard"], str(file)).config) == (
         "train.micro_batch_size",
     )

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from fsdpctl.commands.compare.row import NOT_REACHED
 from fsdpctl.commands.compare.vary import possible, variants
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.run.environment import read_records
 from tests.commands.run import TINY, command, environment, fsdpctl, invoke, make_text
 from tests.commands.test_interruptions import heard, ranks_of, wait_for
 
@@ -81,12 +81,13 @@ def test_a_directory_that_is_not_empty_is_rejected(tmp_path):
     assert "not an empty directory" in said
 
 
-@pytest.mark.parametrize("option", ["--steps=3", "--steps=x", "--steps=1e9", "--rounds=0",
-                                    "--rounds=x", "--rounds=1e9"])  # fmt: skip
-def test_an_invalid_length_or_number_of_rounds_is_rejected(option):
-    name = option.partition("=")[0]
+@pytest.mark.parametrize(("option", "part"), [
+    ("--steps=3", "from 4"), ("--steps=x", "from 4"), ("--steps=1e9", "from 4"),
+    ("--rounds=2", "runs each variant once; set --steps"),
+])  # fmt: skip
+def test_an_invalid_length_or_number_of_rounds_is_rejected(option, part):
     code, said = invoke("compare", option)
-    assert (code, name in said, f"from {4 if name == '--steps' else 1}" in said) == (2, True, True)
+    assert (code, option.partition("=")[0] in said, part in said) == (2, True, True)
 
 
 def test_settings_that_no_variant_supports_are_an_error(tmp_path, monkeypatch):
@@ -126,50 +127,30 @@ def rows(folder: Path, *words: str, code: int = 0) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_all_strategies_have_equal_losses_and_the_estimated_bytes(tmp_path):
+def test_all_strategies_have_equal_losses_and_every_value_is_of_the_metrics(tmp_path):
     before = set(Path(tempfile.gettempdir()).glob("fsdpctl-*"))
-    found = rows(tmp_path, "--steps", "6", "--rounds", "1", "--out", "kept")
+    found = rows(tmp_path, "--steps", "8", "--out", "kept")
     assert {row["strategy"] for row in found} == set(STRATEGIES)
     assert len({row["final_loss"] for row in found}) == 1
     for row in found:
         assert row["status"] == "ok"
-        assert row["peak_engine_bytes"] == row["estimated_peak_engine_bytes"]
-        low, high = row["tokens_per_second_spread"]
-        assert low <= row["tokens_per_second"] <= high
+        file = tmp_path / "kept" / row["run_dir"] / "metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        steps = [line for line in lines if "loss" in line]
+        timed = steps[2:]  # the first quarter warms up
+        assert [line["step"] for line in steps] == list(range(1, 9))
+        assert row["tokens_per_second"] == median(e["tokens_per_second"] for e in timed)
+        assert row["step_seconds"] == median(line["seconds"] for line in timed)
+        assert row["final_loss"] == steps[-1]["loss"]
     kept = tmp_path / "kept"
     assert json.loads((kept / "compare.json").read_text()) == found
     assert set(Path(tempfile.gettempdir()).glob("fsdpctl-*")) == before
-    assert {file.name for file in kept.iterdir()} == {"compare.json", "compare.html", "runs"}
-
-
-@pytest.mark.slow
-def test_rounds_alternate_and_every_value_comes_from_the_metrics(tmp_path):
-    words = ["strategy=no_shard,full_shard", "--steps", "8", "--rounds", "2", "--out", "kept"]
-    found = rows(tmp_path, *words)
-    begun = {}
-    for row in found:
-        assert len(row["rounds"]) == 2
-        for each in row["rounds"]:
-            metrics = tmp_path / "kept" / each["run_dir"] / "metrics.jsonl"
-            begun[each["run_dir"]] = metrics.stat().st_mtime
-            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-            steps = [line for line in lines if "loss" in line]
-            timed = steps[2:]  # the first quarter warms up
-            assert [line["step"] for line in steps] == list(range(1, 9))
-            assert each["tokens_per_second"] == median(e["tokens_per_second"] for e in timed)
-            assert each["step_seconds"] == median(line["seconds"] for line in timed)
-            assert each["final_loss"] == steps[-1]["loss"] == row["final_loss"]
-            assert each["peak_engine_bytes"] == read_records(metrics.parent)[-1].peak_engine_bytes
-        speeds = [each["tokens_per_second"] for each in row["rounds"]]
-        assert row["tokens_per_second"] == pytest.approx(median(speeds))
-    order = sorted(begun, key=lambda name: begun[name])
-    places = ["01/round-1", "02/round-1", "02/round-2", "01/round-2"]
-    assert order == [f"runs/{place}" for place in places]
+    assert {file.name for file in kept.iterdir()} == {"compare.json", "compare.png", "runs"}
 
 
 @pytest.mark.slow
 def test_a_variant_that_cannot_run_does_not_stop_the_others(tmp_path):
-    words = ["strategy=hybrid_shard", "strategy.dp_shard_size=3,2", "--steps", "4", "--rounds", "1"]
+    words = ["strategy=hybrid_shard", "strategy.dp_shard_size=3,2", "--steps", "4"]
     ran, refused = rows(tmp_path, *words, code=1)
     assert "must divide the 2 ranks" in str(refused["status"])
     assert refused["tokens_per_second"] is None
@@ -179,9 +160,9 @@ def test_a_variant_that_cannot_run_does_not_stop_the_others(tmp_path):
 @pytest.mark.slow
 def test_a_variant_that_fails_or_does_not_fit_has_a_row_with_the_reason(tmp_path):
     """A step that is not finite ends a run; the batch of another one is larger than the memory."""
-    vary = ["optimizer.lr=1e-3,1e30", "strategy=full_shard", "--steps", "6", "--rounds", "2"]
+    vary = ["optimizer.lr=1e-3,1e30", "strategy=full_shard", "--steps", "6"]
     ran, broken = rows(tmp_path, *vary, code=1)
-    assert (ran["status"], len(ran["rounds"])) == ("ok", 2)
+    assert ran["status"] == "ok"
     assert broken["status"].startswith("failed: ")
     assert "rejected, training stops" in broken["status"]
     held = ["strategy=full_shard", "activation_checkpointing=none", "prefetch=both"]
@@ -193,7 +174,7 @@ def test_a_variant_that_fails_or_does_not_fit_has_a_row_with_the_reason(tmp_path
     between = sum(each["peak_reserved_bytes"] for each in needs) / 2
     memory = (between + needs[0]["outside_bytes"][1]) / (1 << 30)
     sizes = ["train.micro_batch_size=1,4", f"cluster.memory={memory:.9f}", *held]
-    small, large = rows(tmp_path, *sizes, "--steps", "4", "--rounds", "1", code=1)
+    small, large = rows(tmp_path, *sizes, "--steps", "4", code=1)
     assert small["status"] == "ok"
     assert large["status"].startswith("does not fit: ")
 
@@ -201,12 +182,12 @@ def test_a_variant_that_fails_or_does_not_fit_has_a_row_with_the_reason(tmp_path
 @pytest.mark.slow
 def test_an_interrupted_comparison_reports_its_results_and_leaves_no_rank(tmp_path):
     words = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
-    more = ["--steps", "60", "--rounds", "900", "--out", "kept"]
+    more = ["--steps", "60", "--out", "kept"]
     process = subprocess.Popen(
         command("compare", *words, *more), cwd=tmp_path, text=True, env=environment(),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard,
     )  # fmt: skip
-    file = tmp_path / "kept" / "runs" / "01" / "round-2" / "metrics.jsonl"
+    file = tmp_path / "kept" / "runs" / "02" / "metrics.jsonl"
     wait_for(lambda: file.is_file() and '"step": 3,' in file.read_text())
     ranks = ranks_of(process)
     process.send_signal(signal.SIGINT)
@@ -216,25 +197,22 @@ def test_an_interrupted_comparison_reports_its_results_and_leaves_no_rank(tmp_pa
     assert not [each for each in ranks if each.is_running()]
     assert "tokens/s" in said
     found = json.loads((tmp_path / "kept" / "compare.json").read_text())
-    assert {row["strategy"]: len(row["rounds"]) for row in found} == {
-        "no_shard": 1,
-        "full_shard": 2,
+    assert {row["strategy"]: row["status"] for row in found} == {
+        "no_shard": "ok",
+        "full_shard": NOT_REACHED,
     }
-    assert all(row["tokens_per_second"] > 0 for row in found)
-    assert "Incomplete:" in (tmp_path / "kept" / "compare.html").read_text()
 
 
 @pytest.mark.slow
-def test_recomputation_and_compilation_change_neither_losses_nor_engine_bytes(tmp_path):
-    words = ["activation_checkpointing=none,full,selective", "--steps", "6", "--rounds", "1"]
+def test_recomputation_and_compilation_do_not_change_losses(tmp_path):
+    words = ["activation_checkpointing=none,full,selective", "--steps", "6"]
     found = rows(tmp_path, "strategy=full_shard", *words)
     plain, *others = sorted(
         found, key=lambda row: row["varied"]["activation_checkpointing"] != "none"
     )
     for row in others:
         assert row["final_loss"] == plain["final_loss"]
-        assert row["peak_engine_bytes"] == plain["peak_engine_bytes"]
-    compiling = ["strategy=full_shard", "train.compile=true", "--steps", "6", "--rounds", "1"]
+    compiling = ["strategy=full_shard", "train.compile=true", "--steps", "6"]
     (compiled,) = rows(tmp_path, *compiling)
     assert compiled["final_loss"] == pytest.approx(plain["final_loss"], abs=1e-4)
 

@@ -184,8 +184,8 @@ def test_several_files_of_other_tools_have_a_verdict_each(tmp_path):
         "estimate-memory", "--from", str(tmp_path / "axolotl-full.yaml"), *words[3:], "--json"
     )
     code, text = invoke(*words, "--require-fit")
-    large, small, refused = text.splitlines()
-    assert code == 3
+    large, small, refused, named = text.splitlines()
+    assert (code, named.endswith(f"not estimated: {tmp_path / 'below' / 'dpo.yaml'}")) == (3, True)
     size = format_bytes(json.loads(alone)["peak_reserved_bytes"])
     assert f"{tmp_path / 'axolotl-full.yaml'}: does not fit, {size} of " in large
     assert "axolotl-qlora.yml: fits, " in small
@@ -193,7 +193,9 @@ def test_several_files_of_other_tools_have_a_verdict_each(tmp_path):
     assert "trains on preferences" in refused
     assert invoke(*words)[0] == 0
     one = ["estimate-memory", "--from", str(tmp_path / "below"), *words[3:]]
-    assert invoke(*one, "--require-fit")[0] == 2
+    assert (invoke(*one)[0], invoke(*one, "--require-fit")[0]) == (2, 3)
+    fitting = [*words[:2], str(tmp_path / "axolotl-qlora.yml"), *one[1:], "--require-fit"]
+    assert invoke(*fitting)[0] == 3
     for wrong, said in (
         (["clustr=h100"], "did you mean cluster"),
         (["--from", "no.yml"], "not found"),

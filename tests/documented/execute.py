@@ -85,7 +85,7 @@ def shrinking(words: Sequence[str]) -> list[str]:
         return ["--steps", "4"] if "docs/examples/conv_net.py" in words else []
     command = words[words.index("fsdpctl") + 1]
     if command == "compare" and "--simulate" not in words:
-        added = ["--rounds", "1"] + ([] if "--steps" in words else ["--steps", "4"])
+        added = [] if "--steps" in words else ["--steps", "4"]
         return [*added, *_settings(words, _SHORT, "train.steps")]
     if command != "train" or "--dry-run" in words:
         return []

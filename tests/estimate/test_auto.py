@@ -261,7 +261,7 @@ def test_a_selection_fills_in_what_is_auto_and_nothing_else():
             "prefetch.forward=2: conflicts with prefetch=auto",
         ),
         (["train.micro_batch_size=0"], "expected a whole number from 1 to"),
-        (["auto.prob=false"], "did you mean auto.probe"),
+        (["auto.probe=false"], "auto.probe: no such key; not needed: `auto` selects by prediction"),
     ],
 )
 def test_conflicting_settings_are_reported_in_one_line(words, said):

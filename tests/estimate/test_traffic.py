@@ -71,7 +71,7 @@ def counted(folder: Path, steps: int, *words: str) -> tuple[int, int]:
     out = folder / f"{words[0]}-{steps}"
     line = subprocess.list2cmdline(command("compare", *words, "--steps", str(steps)))
     counter = "awk '/lo:/ {print $10}' /proc/net/dev"
-    script = f"ip link set lo up; {counter}; {line} --rounds 1 --json --out {out} >{out}.json"
+    script = f"ip link set lo up; {counter}; {line} --json --out {out} >{out}.json"
     result = subprocess.run(
         ["unshare", "--net", "sh", "-c", f"{script} && {counter}"],
         cwd=folder, capture_output=True, text=True, timeout=200, env=environment(),

@@ -7,7 +7,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.estimate.planned_steps import estimate_run, plan_run
+from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.optim.adamw import ShardedAdamW
@@ -19,6 +19,7 @@ from fsdpctl.predict.engine_bytes import Estimate, estimate, timeline
 from fsdpctl.predict.recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.open import plan_on_cluster
+from fsdpctl.resolve.settle import RunPlan
 from tests.distributed import distributed, in_turn
 from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import WHOLE, cases, fast
@@ -125,9 +126,13 @@ WORDS = ["model.vocab_size=1000", "launch.device=cpu", "launch.share_memory=fals
 
 
 def of_config(*words: str) -> Estimate:
-    plan = plan_on_cluster(compose_config([*WORDS, *words]))
-    passes = plan.batches.num_micro_batches
-    return estimate_run(plan.config, build_model(plan.config.model), passes)
+    return of_plan(plan_on_cluster(compose_config([*WORDS, *words])))
+
+
+def of_plan(plan: RunPlan) -> Estimate:
+    """Return the engine's memory on the fullest rank."""
+    units = divide_module(build_model(plan.config.model), None)
+    return estimate(plan_run(plan.config, units, plan.batches.num_micro_batches))
 
 
 def test_every_strategy_shards_as_specified():

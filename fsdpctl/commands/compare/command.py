@@ -11,14 +11,11 @@ import typer
 from fsdpctl.commands.compare.measure import MeasuredComparison
 from fsdpctl.commands.compare.report import (
     BY,
-    PAGE,
-    command_of,
-    describe,
     failures,
     losses,
     ordered,
-    recommendation,
     rows_as_json,
+    title_of,
     write_report,
 )
 from fsdpctl.commands.compare.row import NOT_REACHED, OK, REFUSED, columns
@@ -39,19 +36,15 @@ from fsdpctl.estimate.duration import has_length
 from fsdpctl.io.files import refusing
 
 _STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
-_ROUNDS = Key("--rounds", "whole number", 3, "", minimum=1, maximum=1_000)
 
 
-def compare(  # noqa: PLR0913  # each is an option
+def compare(
     settings: Settings = None,
     recipe: Recipe = None,
     steps: Annotated[str, typer.Option(metavar="N", help="Steps of each run.")] = "20",
-    rounds: Annotated[
-        str, typer.Option(metavar="N", help="Runs of each variant, alternating with the others.")
-    ] = "3",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Directory to keep the runs in, with a page and JSON."),
+        typer.Option(metavar="DIR", help="Directory to keep the runs in, with a picture and JSON."),
     ] = None,
     as_json: AsJson = False,
     simulate: Annotated[
@@ -68,7 +61,7 @@ def compare(  # noqa: PLR0913  # each is an option
     strategies are compared. `--simulate cluster=8xa100_80,8xh100 train.tokens=10e9` needs no GPU.
     """
     check_choice("--by", by, BY)
-    length, number = int(str(_STEPS.parse(steps))), int(str(_ROUNDS.parse(rounds)))
+    length = int(str(_STEPS.parse(steps)))
     asked = normalized(settings, recipe)
     found = _variants(asked, length, simulates=simulate)
     configs = [each.composed.config for each in found]
@@ -76,48 +69,29 @@ def compare(  # noqa: PLR0913  # each is an option
         raise UsageError(
             "--by cost: requires cluster.price, and a length such as train.tokens=10e9"
         )
-    how = _how(asked, length, number, by, simulates=simulate)
-    is_complete = False
     with ExitStack() as stack:
         folder = None if out is None else _new_folder(out.expanduser())
         runs = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpctl-")))
         comparison = (
             SimulatedComparison(found)
             if simulate
-            else MeasuredComparison(found, runs, num_rounds=number, is_kept=folder == runs)
+            else MeasuredComparison(found, runs, is_kept=folder == runs)
         )
         try:
             comparison.run()
-            is_complete = True
         finally:  # the results so far, even if it is stopped
-            _report(comparison, how, folder, by=by, as_json=as_json, is_complete=is_complete)
+            _report(comparison, folder, by=by, as_json=as_json)
     failed = [row.status != OK for row in comparison.rows]
     if all(failed) or (any(failed) and not simulate):  # a simulated one may lack memory
         raise typer.Exit(1)
 
 
-def _how(
-    asked: ConfigArguments, length: int, num_rounds: int, by: str, *, simulates: bool
-) -> tuple[str, str]:
-    how = "simulation of the planned step on streams and links; nothing ran"
-    options = ["--simulate"]
-    if not simulates:
-        rounds = "1 run" if num_rounds == 1 else f"{num_rounds} rounds"
-        how = f"{rounds} of {length} steps per variant"
-        options = ["--steps", str(length), "--rounds", str(num_rounds)]
-    options += ["--recipe", asked.recipe] if asked.recipe else []
-    options += [] if by == BY[0] else ["--by", by]
-    return how, command_of(asked.settings, options)
-
-
 def _report(
     comparison: MeasuredComparison | SimulatedComparison,
-    how: tuple[str, str],
     folder: Path | None,
     *,
     by: str,
     as_json: bool,
-    is_complete: bool,
 ) -> None:
     rows = ordered(comparison.rows, by)
     if rows and all(row.status.startswith(REFUSED) for row in rows):
@@ -126,11 +100,11 @@ def _report(
     if all(row.status == NOT_REACHED for row in rows):
         return
     is_predicted = isinstance(comparison, SimulatedComparison)
-    configs = [each.config for each in comparison.variants]
-    about = describe(configs, rows, *how, is_predicted=is_predicted, is_complete=is_complete)
+    title = title_of([x.config for x in comparison.variants], rows, is_predicted=is_predicted)
+    written = []
     if folder is not None:
         with refusing(f"--out {folder}"):
-            write_report(rows, about, folder, by)
+            written = write_report(rows, title, folder, by)
     if as_json:
         emit(rows_as_json(rows))
     else:
@@ -138,10 +112,9 @@ def _report(
         cells = zip(*(each.cells for each in shown), strict=True)
         numbers = [each.title for each in shown if not each.is_text]
         show_table([each.title for each in shown], cells, right=numbers)
-        say(*recommendation(rows, by), *failures(rows), *losses(rows))
+        say(*failures(rows), *losses(rows))
     note(*(comparison.notes if isinstance(comparison, SimulatedComparison) else ()))
-    if folder is not None:
-        note(f"written: {folder / PAGE}")
+    note(*(f"written: {path}" for path in written))
 
 
 def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> list[Variant]:

@@ -13,31 +13,14 @@ if TYPE_CHECKING:
 OK, REFUSED, TOO_LARGE, FAILED = "ok", "cannot run: ", "does not fit: ", "failed: "
 NOT_REACHED = "not measured: the comparison was stopped first"
 
-_TOLERANCE = 0.01  # relative, of a predicted speed: predictions closer than twice that are tied
 _NOTHING = "-"
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One run of a variant: medians over its steps after warm-up, as in `Row`."""
-
-    run_dir: str | None  # below the directory of the comparison; None: not kept
-    tokens_per_second: float
-    step_seconds: float
-    exposed_communication_seconds: float | None  # None: included in the computation
-    mfu: float | None
-    peak_engine_bytes: int | None
-    peak_tensor_bytes: int | None
-    peak_reserved_bytes: int | None
-    final_loss: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One variant; None for unknown values.
 
-    Speeds and times are medians over the rounds; times are those of rank 0. Engine bytes are model,
-    optimizer and buffers; tensor bytes include activations.
+    Measured speeds and times are medians over the steps after warm-up; times are those of rank 0.
     """
 
     varied: dict[str, str]  # the settings that differ between variants
@@ -45,7 +28,6 @@ class Row:
     engine: str = "fsdpctl"
     world_size: int | None = None
     tokens_per_second: float | None = None
-    tokens_per_second_spread: tuple[float, float] | None = None  # slowest and fastest round
     step_seconds: float | None = None
     error_band: "Band | None" = None  # of a predicted step time
     steps: int | None = None  # of a run whose length is set, and the predicted figures of the run
@@ -55,8 +37,6 @@ class Row:
     exposed_communication_seconds: float | None = None  # of a step: computation waits
     mfu: float | None = None  # model FLOPs utilization; None: peak FLOP/s of the device unknown
     sent_bytes_per_step: int | None = None  # by a rank, as planned
-    peak_engine_bytes: int | None = None  # on the rank with the highest peak
-    estimated_peak_engine_bytes: int | None = None
     peak_tensor_bytes: int | None = None  # of all tensors, on rank 0; CUDA only
     estimated_peak_tensor_bytes: int | None = None
     peak_reserved_bytes: int | None = None  # by the caching allocator of rank 0; CUDA only
@@ -64,7 +44,7 @@ class Row:
     memory_bytes: int | None = None  # available to a rank's tensors
     final_loss: float | None = None
     status: str = OK
-    rounds: tuple[Round, ...] = ()
+    run_dir: str | None = None  # below the directory of the comparison; None: not kept
 
     @property
     def label(self) -> str:
@@ -79,22 +59,9 @@ class Row:
         return self.tokens_per_second or 0.0 if self.status == OK else 0.0
 
     @property
-    def spread(self) -> tuple[float, float]:
-        """The interval of its speed, relative to variants on the same number of ranks."""
-        predicted = self.speed * (1 - _TOLERANCE), self.speed * (1 + _TOLERANCE)
-        return self.tokens_per_second_spread or predicted
-
-    @property
-    def expected(self) -> tuple[float, float]:
-        """The interval of its speed, in which published steps were if it is predicted."""
-        band = self.error_band
-        return self.spread if band is None else (self.speed / band.high, self.speed / band.low)
-
-    @property
     def memory(self) -> int | None:
         """The device memory that a rank needs, if known: measured, else estimated."""
-        known = self.peak_tensor_bytes or self.estimated_peak_tensor_bytes
-        return known or self.peak_engine_bytes
+        return self.peak_tensor_bytes or self.estimated_peak_tensor_bytes
 
 
 Cell = Callable[[Row], str | None]
@@ -102,40 +69,31 @@ Cell = Callable[[Row], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its title, its meaning, and a cell for each row."""
+    """One column: its title, and a cell for each row."""
 
     title: str
-    meaning: str
     cells: tuple[str, ...]
     is_text: bool = False
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """Return the varied settings, and every metric that at least one row has."""
-    median = "; median of the rounds" if any(row.rounds for row in rows) else ""
     found = []
     for name in names_of(rows):
         settings = tuple(
             row.varied.get(name, row.strategy if name == "strategy" else _NOTHING) for row in rows
         )
-        found.append(Column(name, "varied setting", settings, is_text=True))
-    for title, meaning, cell in _COLUMNS:
+        found.append(Column(name, settings, is_text=True))
+    for title, cell in _COLUMNS:
         cells = tuple(cell(row) or _NOTHING for row in rows)
         if set(cells) != {_NOTHING}:
-            found.append(Column(title, meaning.format(median=median), cells))
+            found.append(Column(title, cells))
     return found
 
 
 def names_of(rows: Sequence[Row]) -> tuple[str, ...]:
     """Return the names of the settings that differ between the variants."""
     return tuple(dict.fromkeys(name for row in rows for name in row.varied)) or ("strategy",)
-
-
-def _spread(row: Row) -> str | None:
-    if row.tokens_per_second_spread is None or not row.tokens_per_second:
-        return None
-    low, high = (edge / row.tokens_per_second - 1 for edge in row.tokens_per_second_spread)
-    return f"{low:+.1%} {high:+.1%}"
 
 
 def _cell(name: str, shown: Callable[[Any], str]) -> Cell:
@@ -159,38 +117,19 @@ def _exposed(row: Row) -> str | None:
     return None if seconds is None or not row.step_seconds else f"{seconds / row.step_seconds:.0%}"
 
 
-_COLUMNS: tuple[tuple[str, str, Cell], ...] = (
-    ("status", "of a variant without results", _status),
-    ("tokens/s", "of all ranks{median}", _number("tokens_per_second", ",.0f")),
-    ("spread", "slowest and fastest round", _spread),
-    ("ms/step", "time of a step{median}", _number("step_seconds", ",.1f", 1e3)),
-    (
-        "error band",
-        "of predicted times, by published steps of the same kind",
-        _cell("error_band", lambda band: f"{band.low - 1:+.0%} {band.high - 1:+.0%}"),
-    ),
-    ("hours", "of the whole run: training alone", _cell("hours", figure)),
-    ("GPU hours", "of the whole run", _cell("gpu_hours", figure)),
-    ("cost", "of these hours, at cluster.price", _cell("cost", figure)),
-    (
-        "exposed comm",
-        "share of a step in which computation waits for communication",
-        _exposed,
-    ),
-    ("MFU", "model FLOPs utilization", _number("mfu", ".1%")),
-    (
-        "engine peak",
-        "model, optimizer and buffers on the rank with the highest peak",
-        _bytes("peak_engine_bytes"),
-    ),
-    ("engine est.", "estimate of the engine peak", _bytes("estimated_peak_engine_bytes")),
-    ("tensor peak", "all tensors of rank 0, with activations", _bytes("peak_tensor_bytes")),
-    ("tensor est.", "estimate of the tensor peak", _bytes("estimated_peak_tensor_bytes")),
-    ("reserved", "by the allocator of rank 0", _bytes("peak_reserved_bytes")),
-    (
-        "sent/step",
-        "parameters and gradients that a rank sends, as planned",
-        _bytes("sent_bytes_per_step"),
-    ),
-    ("final loss", "of the last step", _number("final_loss", ".6f")),
+_COLUMNS: tuple[tuple[str, Cell], ...] = (
+    ("status", _status),  # of a variant without results
+    ("tokens/s", _number("tokens_per_second", ",.0f")),
+    ("ms/step", _number("step_seconds", ",.1f", 1e3)),
+    ("error band", _cell("error_band", lambda band: f"{band.low - 1:+.0%} {band.high - 1:+.0%}")),
+    ("hours", _cell("hours", figure)),
+    ("GPU hours", _cell("gpu_hours", figure)),
+    ("cost", _cell("cost", figure)),
+    ("exposed comm", _exposed),
+    ("MFU", _number("mfu", ".1%")),
+    ("tensor peak", _bytes("peak_tensor_bytes")),
+    ("tensor est.", _bytes("estimated_peak_tensor_bytes")),
+    ("reserved", _bytes("peak_reserved_bytes")),
+    ("sent/step", _bytes("sent_bytes_per_step")),
+    ("final loss", _number("final_loss", ".6f")),
 )

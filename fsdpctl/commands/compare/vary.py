@@ -13,7 +13,7 @@ from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 from fsdpctl.resolve.launchers import place_of
-from fsdpctl.resolve.place import place, shares_memory
+from fsdpctl.resolve.place import on_this_machine, place, shares_memory
 from fsdpctl.resolve.settle import RunPlan
 
 _COMMA = re.compile(r",(?![^\[]*\])")  # between alternatives: not within a list
@@ -96,7 +96,8 @@ OVER_GLOO = "launch.share_memory=false"
 
 def share_alike(found: Sequence[Variant], *, simulates: bool) -> bool:
     """Return whether strategies vary that would not differ, because ranks would share memory."""
-    configs = [each.composed.config for each in found]
+    here = [each.composed if simulates else on_this_machine(each.composed) for each in found]
+    configs = [each.config for each in here]
     strategies = {each.strategy.name for each in configs}
     return len(strategies) > 1 and any(
         each.launch.share_memory is None
