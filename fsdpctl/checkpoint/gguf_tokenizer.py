@@ -11,11 +11,12 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from fsdpctl.data.tokenizer import FileTokenizer
 from fsdpctl.data.tokenizer_files import (
     CONFIG_JSON,
-    GGUF_TOKENIZER,
+    NO_MERGES,
     TOKENIZER_JSON,
     VOCABULARIES,
 )
 from fsdpctl.errors import UsageError
+from fsdpctl.io.gguf_header import GGUF_TOKENIZER
 
 if TYPE_CHECKING:
     import gguf
@@ -38,8 +39,6 @@ _TEXTS = (
     "if (x<=y) { a[i] += *p; } // ok?! ... --- == => $5 #1 @me a/b\\c `q`  ",
     "→ ✓ a→b 😀👍🏽 \u200b\u00a0\u3000x «q» “q” ‘q’ — … € ™ ﬁ Ａ１",
 )
-# llama.cpp rejects a model without merges. This merge produces no token, so bytes stay bytes.
-_NO_MERGES = ["\u0100 \u0100"]
 
 
 def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab_size: int) -> str:
@@ -84,7 +83,7 @@ def _add(writer: Any, about: Mapping[str, Any], files: Mapping[str, bytes], size
             (Path(folder) / name).parent.mkdir(exist_ok=True)
             (Path(folder) / name).write_bytes(content)
         special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=size)
-    special.merges = special.merges or _NO_MERGES
+    special.merges = special.merges or NO_MERGES
     special.add_special_token.setdefault("bos", False)
     special.add_to_gguf(writer, quiet=True)
 

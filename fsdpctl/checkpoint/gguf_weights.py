@@ -1,6 +1,7 @@
 """The weights in a GGUF file, dequantized a range at a time while they are read."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -53,15 +54,17 @@ class GgufTensors:
         self._found: dict[str, _Rows] = {}
         kinds = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(kinds[self._kind], model.num_layers)
-        for name, shape in stored_names(build_plain(model)).items():
+        of_model = stored_names(build_plain(model))
+        experts = Counter(_EXPERT.sub(".experts.", name) for name in of_model)
+        for name, shape in of_model.items():
             expert = _EXPERT.search(name)
             theirs = names.get_name(_EXPERT.sub(".experts.", name), (".weight", ".bias"))
             if theirs not in header.tensors:
                 raise UsageError(f"{path}: {theirs or name}: not found")
-            tensor = header.tensors[theirs]
-            stored = tensor.shape[1:] if expert else tensor.shape
-            if stored not in (shape, shape[1:]):  # transformers adds a dimension of 1
-                is_of = f"shape {list(stored)}, the model's is {list(shape)}"
+            tensor, stored = header.tensors[theirs], shape[1:] if shape[0] == 1 else shape
+            whole = (experts[_EXPERT.sub(".experts.", name)], *stored) if expert else stored
+            if tensor.shape != whole:  # but for a dimension of 1 that transformers adds
+                is_of = f"shape {list(tensor.shape)}, the model's is {list(whole)}"
                 raise UsageError(f"{path}: {theirs} has {is_of}")
             is_rotated = self._kind == "llama" and _ROTATED.search(theirs)
             head = model.head_width if is_rotated else 1

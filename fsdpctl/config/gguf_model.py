@@ -1,94 +1,191 @@
-"""The model in a GGUF file, as transformers reads it from the file's metadata."""
+"""The model in a GGUF file, as a config.json that is made of the file's metadata.
 
+What a file leaves out is what llama.cpp takes, or else transformers.
+"""
+
+import math
 from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.io.files import silenced_errors
-from fsdpctl.io.gguf_header import OWN_CONFIG, GgufHeader, is_gguf, read_header
+from fsdpctl.io.gguf_header import EMBEDDING, OWN_CONFIG, GgufHeader, is_gguf, read_header
 from fsdpctl.io.untrusted import parse_json
 
-_ARCHITECTURES = (
-    "falcon", "gemma2", "gemma3", "llama", "nemotron", "phi3", "qwen2", "qwen2moe", "qwen3",
-    "qwen3moe", "stablelm", "starcoder2",
-)  # fmt: skip
-# Sizes that transformers leaves to the defaults of a family.
-_MORE_SIZES = {
+# transformers' names of the architectures of files.
+_FAMILIES = {
+    "falcon": "falcon", "gemma2": "gemma2", "gemma3": "gemma3_text", "llama": "llama",
+    "nemotron": "nemotron", "phi3": "phi3", "qwen2": "qwen2", "qwen2moe": "qwen2_moe",
+    "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "stablelm": "stablelm", "starcoder2": "starcoder2",
+}  # fmt: skip
+_NORMS = "rms_norm_eps layer_norm_eps norm_eps norm_epsilon layer_norm_epsilon"
+# transformers' names of sizes, of which a family has one or none.
+_NAMES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size ffn_hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads num_kv_heads",
     "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": _NORMS,
+    "attention.layer_norm_epsilon": _NORMS,
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
 }
-# Tensors that scale rotary embeddings, which transformers does not read.
+_REQUIRED = ("context_length", "block_count", "embedding_length", "attention.head_count")
+_NOT_IN_TENSORS = ("context_length", "attention.sliding_window", "rope.", "attn_", "final_")
+# Keys that are read otherwise, or that change nothing.
+_OTHERS = (
+    "vocab_size", "attention.value_length", "attention.scale", "tensor_data_layout",
+    "use_parallel_residual", "rope.scaling.original_context_length", "rope.scaling.finetuned",
+)  # fmt: skip
+_LARGE = {"gemma2": 46, "gemma3": 62}  # blocks of the 27B, whose attention has another scale
+_SCALED = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+}  # fmt: skip
+# Tensors that scale rotary embeddings, which are not read.
 SCALINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def config_of_gguf(path: Path) -> dict[str, Any]:
-    """Return the content of the config.json that transformers makes of a GGUF file.
+    """Return the content of a config.json for the model in a GGUF file.
 
     Raises:
-        UsageError: If the file is damaged, or its architecture not supported.
+        UsageError: If the file is damaged, or its model not supported.
     """
-    return dict(_config(path.absolute(), path.stat().st_mtime_ns))
+    return dict(_config(path.absolute(), path.stat().st_mtime_ns)[0])
 
 
 @lru_cache(maxsize=4)
-def _config(path: Path, changed: int) -> dict[str, Any]:
+def _config(path: Path, changed: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the content, and notes on what of the file it does not have."""
     header = read_header(path)
-    kind, metadata = header.architecture, header.metadata
-    if kind not in _ARCHITECTURES:
-        known = f"{nearest(kind, _ARCHITECTURES)}; expected {', '.join(_ARCHITECTURES)}"
+    kind = header.architecture
+    if kind not in _FAMILIES:
+        known = f"{nearest(kind, list(_FAMILIES))}; expected {', '.join(_FAMILIES)}"
         raise UsageError(f"{path}: architecture {kind}: not supported{known}")
-    try:
-        with silenced_errors(), TemporaryDirectory(prefix="fsdpctl-") as folder:
-            from transformers import AutoConfig, modeling_gguf_pytorch_utils
-
-            load: Any = modeling_gguf_pytorch_utils.load_gguf_checkpoint
-            content: dict[str, Any] = load(_without_lists(header, Path(folder, "m.gguf")))["config"]
-            usual = AutoConfig.for_model(content["model_type"]).to_dict()
-        content["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
-    except Exception as error:  # of code that expects complete files
-        problem = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UsageError(f"{path}: transformers cannot read it: {problem:.200}") from None
-    for theirs, name in _MORE_SIZES.items():
-        if name in usual and f"{kind}.{theirs}" in metadata:
-            content.setdefault(name, metadata[f"{kind}.{theirs}"])
-    where = f"{path}: {OWN_CONFIG}"
-    return content | parse_json(metadata.get(OWN_CONFIG, "{}"), dict[str, Any], where)
+    if problem := _problem(header):
+        raise UsageError(f"{path}: {problem}")
+    if (own := header.metadata.get(OWN_CONFIG)) is None:
+        return _made(header)
+    return _made(header)[0] | parse_json(own, dict[str, Any], f"{path}: {OWN_CONFIG}"), ()
 
 
-def _without_lists(header: GgufHeader, copy: Path) -> str:
-    """Write a file with the names and single values of a header, which is read fast.
+def _problem(header: GgufHeader) -> str:
+    """Return what the metadata lack, or have that cannot be, or an empty text."""
+    kind, tensors, width = header.architecture, header.tensors, _head_width(header)
+    required = [*_REQUIRED, *(["feed_forward_length"] if not header.get("expert_count") else [])]
+    for key in required:
+        if header.get(key) is None:
+            return f"{kind}.{key}: not found"
+    if not any(header.get(key) for key, names in _NAMES.items() if names == _NORMS):
+        return f"{kind}.attention.layer_norm_rms_epsilon: not found"
+    if EMBEDDING not in tensors or len(tensors[EMBEDDING].shape) != 2:
+        return f"{EMBEDDING}: not found, or not a matrix"
+    blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+    if len(blocks) != header.get("block_count"):
+        return f"{kind}.block_count={header.get('block_count')}: the file has {len(blocks)} blocks"
+    largest = max(size for each in tensors.values() for size in each.shape)
+    unused = ("feed_forward_length",) if header.get("expert_count") else ()
+    for key in _NAMES:
+        value = header.get(key, 0)
+        if not key.startswith((*_NOT_IN_TENSORS, *unused)) and value > largest:
+            return f"{kind}.{key}={value}: larger than any tensor"
+    if header.get("attention.value_length", width) != width:
+        return f"{kind}.attention.value_length: expected {width}, as for keys"
+    if kind == "falcon" and header.get("attention.head_count_kv", 1) != 1:
+        return "falcon with several heads of keys: not supported; their order is another one"
+    scale = header.get("attention.scale")
+    if scale is not None and kind not in _LARGE and not math.isclose(scale, width**-0.5):
+        return f"{kind}.attention.scale={scale}: not supported by transformers"
+    return ""
 
-    With the tokens of a usual vocabulary, transformers takes ten seconds and half a GiB.
-    """
-    import gguf
-    import numpy as np
 
-    writer, kinds = gguf.GGUFWriter(copy, header.architecture), gguf.GGUFValueType
-    types = {str: kinds.STRING, bool: kinds.BOOL, int: kinds.INT64, float: kinds.FLOAT64}
-    for name, value in header.metadata.items():
-        if type(value) in types and name not in ("general.architecture", "tokenizer.ggml.tokens"):
-            writer.add_key_value(name, value, types[type(value)])
-    for name in header.tensors:
-        writer.add_tensor(name, np.zeros(1, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(copy)
+def _head_width(header: GgufHeader) -> int:
+    width: int = header.get("embedding_length", 1) // header.get("attention.head_count", 1)
+    if header.architecture == "llama":
+        width = header.get("rope.dimension_count", width)
+    return int(header.get("attention.key_length", width))
+
+
+def _made(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
+    from transformers import AutoConfig
+
+    kind, tensors, width = header.architecture, header.tensors, _head_width(header)
+    usual = AutoConfig.for_model(_FAMILIES[kind])
+    known = {*usual.to_dict(), *usual.attribute_map, "rope_theta"}
+    known |= {"rope_local_base_freq"} if kind == "gemma3" else set()
+    start = f"{kind}."
+    told = {key[len(start) :]: each for key, each in header.metadata.items() if key.startswith(start)}
+    made: dict[str, Any] = {"model_type": _FAMILIES[kind]}
+    left = {"attention.head_count_kv": told["attention.head_count"], "attention.key_length": width}
+    for key, value in (left | told).items():
+        for name in known.intersection(_NAMES.get(key, "").split()):
+            made[name] = value or None
+            told.pop(key, None)
+    for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
+        made[f"{name}_token_id"] = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    made["vocab_size"] = tensors[EMBEDDING].shape[0]
+    made["tie_word_embeddings"] = "output.weight" not in tensors or kind == "falcon"
+    if kind == "stablelm":
+        made["use_qkv_bias"] = any(name.endswith(".attn_q.bias") for name in tensors)
+        made["use_parallel_residual"] = not any(".ffn_norm." in name for name in tensors)
+    if kind == "qwen3moe":
+        made["norm_topk_prob"] = True  # as in llama.cpp
+    rotated = told.pop("rope.dimension_count", width)
+    if "partial_rotary_factor" in (usual.rope_parameters or {}):
+        made["partial_rotary_factor"] = rotated / width
+    elif rotated != width:
+        told["rope.dimension_count"] = rotated
+    notes = [*_scale_rope(made, told, header), *_scale_attention(made, header)]
+    if unread := sorted(key for key, value in told.items() if value and key not in _OTHERS):
+        notes.append(f"{', '.join(unread)}: not read, as in transformers")
+    return made, tuple(notes)
+
+
+def _scale_rope(made: dict[str, Any], told: dict[str, Any], header: GgufHeader) -> list[str]:
+    """Add the scaling of rotary embeddings; return a note if it is not read."""
+    kind = told.pop("rope.scaling.type", "none")
+    scaling = {name: told.pop(key) for key, name in _SCALED.items() if key in told}
+    if kind in ("linear", "yarn") and "factor" in scaling:
+        made["rope_scaling"] = {"rope_type": kind, **scaling}
+        return []
+    if kind == "none" and not header.tensors.keys() & set(SCALINGS):
+        return []
+    return [
+        "its scaling of rotary embeddings is not read, as in transformers; set it by "
+        "model.overrides.rope_scaling"
+    ]
+
+
+def _scale_attention(made: dict[str, Any], header: GgufHeader) -> list[str]:
+    """Add what scales attention; return a note if the file, and its family, do not tell."""
+    kind, key = header.architecture, "query_pre_attn_scalar"
+    if kind == "starcoder2" and header.get("attention.sliding_window") is None:
+        return ["such files have no window of attention; set model.overrides.sliding_window"]
+    if kind in _LARGE and (scale := header.get("attention.scale")):
+        made[key] = round(scale**-2)
+    elif kind in _LARGE and made["num_hidden_layers"] == _LARGE[kind]:
+        made[key] = made["hidden_size"] // made["num_attention_heads"]
+    elif kind in _LARGE and made["head_dim"] != 256:
+        return [f"it has no scale of attention; 256 is taken, set model.overrides.{key}"]
+    return []
 
 
 def notes_on_gguf(path: str | None) -> tuple[str, ...]:
-    """Return a note if the model is in a GGUF file of which transformers ignores a part."""
-    header = read_header(Path(path)) if path is not None and is_gguf(Path(path)) else None
-    if header is None or OWN_CONFIG in header.metadata:
+    """Return notes if the model is in a GGUF file of which a part is ignored."""
+    if path is None or not is_gguf(Path(path)):
         return ()
-    kind = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
-    if kind == "none" and not header.tensors.keys() & set(SCALINGS):
-        return ()
-    return (
-        f"{path}: its scaling of rotary embeddings is not read, as in transformers; set it by "
-        "model.overrides.rope_scaling",
-    )
+    file = Path(path)
+    return tuple(f"{path}: {each}" for each in _config(file.absolute(), file.stat().st_mtime_ns)[1])

@@ -18,14 +18,15 @@ from typing import Any
 from fsdpctl.config.gguf_model import config_of_gguf
 from fsdpctl.errors import FsdpctlError, SignalError, UsageError
 from fsdpctl.io.files import plain_name, read_regular, silenced_errors
-from fsdpctl.io.gguf_header import is_gguf, read_header
+from fsdpctl.io.gguf_header import GGUF_TOKENIZER, TOKENS, is_gguf, read_header
 from fsdpctl.io.run_files import CONFIG_JSON as CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
 
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 TEMPLATE_FILE, TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
 TEMPLATES = "additional_chat_templates"  # a directory
-GGUF_TOKENIZER = "tokenizer.huggingface.json"  # the key of a tokenizer.json in a GGUF file
+# llama.cpp rejects a model without merges. This merge produces no token, so bytes stay bytes.
+NO_MERGES = ["\u0100 \u0100"]
 VOCABULARIES = (
     TOKENIZER_CONFIG, TOKENIZER_JSON, "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model",
     "sentencepiece.bpe.model", "spm.model", "sentencepiece.model", "spm_char.model", "tekken.json",
@@ -77,17 +78,20 @@ def _files_of_gguf(path: Path, changed: int) -> dict[str, bytes]:
         return found
     with guarded(f"tokenizer {path}"), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
         from transformers import PreTrainedTokenizerFast  # takes a second
+        from transformers.integrations import gguf
 
-        # Alone in a directory: transformers would read files next to it.
-        (alone := Path(folder, "model.gguf")).symlink_to(path)
-        load: Any = PreTrainedTokenizerFast.from_pretrained
-        auto = load(folder, gguf_file=alone.name, local_files_only=True)
-        auto.save_pretrained(folder)
+        theirs: Any = gguf
+        architecture, content, settings = theirs.get_gguf_tokenizer(str(path))
+        if content.get("merges") == NO_MERGES:
+            content["merges"] = []
+        backend, _ = theirs.convert_gguf_tokenizer(architecture, content)
+        made: Any = PreTrainedTokenizerFast
+        made(tokenizer_object=backend, **settings).save_pretrained(folder)
         found |= read_files(Path(folder))
     metadata = read_header(path).metadata
     about, settings = (json.loads(found[name]) for name in (TOKENIZER_JSON, TOKENIZER_CONFIG))
     # Classes of transformers add their usual tokens, for which an embedding has no rows.
-    added, count = about["added_tokens"], metadata["tokenizer.ggml.tokens"]
+    added, count = about["added_tokens"], metadata[TOKENS].count
     about["added_tokens"] = [each for each in added if each["id"] < count]
     more = {each["content"] for each in added if each["id"] >= count}
     settings = {name: None if value in more else value for name, value in settings.items()}

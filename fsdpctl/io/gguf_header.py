@@ -1,6 +1,9 @@
-"""The header of a GGUF file, read by transformers: its metadata and where its tensors are."""
+"""The header of a GGUF file: its metadata, of checked types, and where its tensors are."""
 
+import math
 import os
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,6 +14,45 @@ from fsdpctl.io.files import open_regular
 
 SUFFIX = ".gguf"
 OWN_CONFIG = "fsdpctl.config_json"  # of exports: all of config.json, beyond the format's keys
+GGUF_TOKENIZER = "tokenizer.huggingface.json"  # the key of a tokenizer.json
+EMBEDDING, TOKENS = "token_embd.weight", "tokenizer.ggml.tokens"
+SPECIAL_TOKENS = ("bos", "eos", "unknown", "padding")
+_MOST_DIMENSIONS = 4  # of ggml
+_CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    "a whole number above 0": lambda value: type(value) is int and value > 0,
+    "a whole number": lambda value: type(value) is int and value >= 0,
+    "a number above 0": lambda value: type(value) in (int, float) and 0 < value < math.inf,
+    "a text": lambda value: type(value) is str,
+    "true or false": lambda value: type(value) is bool,
+    "a list of texts": lambda value: type(value) is Texts,
+    "a list of numbers": lambda value: type(value) is list and {*map(type, value)} < {int, float},
+}
+# The keys that are read, without the name of the architecture, by what is expected of them.
+_KEYS = {
+    "a whole number above 0": "general.alignment split.count context_length block_count vocab_size "
+    "embedding_length feed_forward_length expert_feed_forward_length attention.head_count "
+    "expert_shared_feed_forward_length attention.head_count_kv attention.key_length "
+    "attention.value_length rope.dimension_count rope.scaling.original_context_length",
+    "a whole number": "attention.sliding_window expert_count expert_used_count "
+    + " ".join(f"tokenizer.ggml.{name}_token_id" for name in SPECIAL_TOKENS),
+    "a number above 0": "attention.layer_norm_epsilon attention.layer_norm_rms_epsilon "
+    "attention.scale attn_logit_softcapping final_logit_softcapping rope.freq_base "
+    "rope.freq_base_swa rope.scaling.factor",
+    "a text": "general.architecture rope.scaling.type tokenizer.ggml.model tokenizer.ggml.pre "
+    f"tokenizer.chat_template {GGUF_TOKENIZER} {OWN_CONFIG}",
+    "true or false": "tokenizer.ggml.add_bos_token tokenizer.ggml.add_eos_token "
+    "tokenizer.ggml.add_space_prefix",
+    "a list of texts": f"{TOKENS} tokenizer.ggml.merges",
+    "a list of numbers": "tokenizer.ggml.scores tokenizer.ggml.token_type",
+}
+_EXPECTED = {name: kind for kind, names in _KEYS.items() for name in names.split()}
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A list of texts, of which only the length is kept."""
+
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +60,7 @@ class GgufTensor:
     """A tensor, and the place of its bytes in the file."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of 1 to 4 dimensions, none of them empty
     kind: int  # ggml's number of its dtype
     start: int
     row_bytes: int  # of the elements that the last dimension numbers
@@ -26,7 +68,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The metadata, of whose lists of texts only the lengths are kept, and the tensors by name."""
+    """The metadata, whose values that are read have the types of the format, and the tensors."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -34,6 +76,10 @@ class GgufHeader:
     @property
     def architecture(self) -> str:
         return str(self.metadata["general.architecture"])
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a key of the architecture."""
+        return self.metadata.get(f"{self.architecture}.{name}", default)
 
 
 def is_gguf(path: Path) -> bool:
@@ -44,37 +90,93 @@ def read_header(path: Path) -> GgufHeader:
     """Read the header of a complete GGUF file.
 
     Raises:
-        UsageError: If the file is damaged, or one of several that a model is split into.
+        UsageError: If the file is damaged, a value has another type than the format says, or the
+            file is one of several that a model is split into.
     """
     os.close(open_regular(path, follows=True))
     try:
-        import gguf
+        import gguf  # noqa: F401
     except ImportError:
         raise UsageError(f"{path}: gguf not installed; run `pip install gguf`") from None
     from transformers.integrations.gguf import reader
 
     theirs: Any = reader
-    sizes = {int(kind): each for kind, each in gguf.GGML_QUANT_SIZES.items()}
     try:
         content = theirs._mapped(str(path))
-        metadata, count, place = theirs._read_metadata(content, "it")
+        metadata, count, place = _metadata(content, theirs)
         table, place = theirs._read_tensor_table(content, count, place)
-        alignment = metadata.get("general.alignment", 32)
-        begin, tensors = -(-place // alignment) * alignment, {}
-        for name, shape, kind, offset in table:
-            elements, size = sizes[kind]
-            row_bytes, rest = divmod(shape[-1] * size, elements)
-            if (
-                rest
-                or name in tensors
-                or begin + offset + row_bytes * prod(shape[:-1]) > len(content)
-            ):
-                raise ValueError(f"{name} exceeds the file, or is in it twice")
-            tensors[name] = GgufTensor(name, shape, kind, begin + offset, row_bytes)
+        tensors = _tensors(table, place, metadata, len(content))
     except Exception as error:  # of code that expects complete files
         problem = " ".join(f"{type(error).__name__}: {error}".split())
         raise UsageError(f"{path}: not a complete GGUF file: {problem:.120}") from None
+    header = GgufHeader(metadata, tensors)
+    if problem := _problem(header):
+        raise UsageError(f"{path}: {problem}")
     if (parts := metadata.get("split.count", 1)) != 1:
         merge = "merge them with `llama-gguf-split --merge FIRST_FILE MERGED_FILE`"
         raise UsageError(f"{path}: one of {parts} files of a model; {merge}")
-    return GgufHeader(metadata, tensors)
+    return header
+
+
+def _metadata(content: Any, theirs: Any) -> tuple[dict[str, Any], int, int]:
+    """Return the metadata, the number of tensors, and the place of their table."""
+    if bytes(content[:4]) != b"GGUF" or struct.unpack_from("<I", content, 4)[0] not in (2, 3):
+        raise ValueError("expected version 2 or 3 of GGUF")
+    tensors, count = struct.unpack_from("<QQ", content, 8)
+    metadata, place = dict[str, Any](), 24
+    for _ in range(count):
+        name, place = theirs._read_string(content, place)
+        (kind,) = struct.unpack_from("<I", content, place)
+        value, after = theirs._read_value(content, place + 4, kind)
+        is_list = kind == 9 and isinstance(value, int)
+        if name in metadata:
+            raise ValueError(f"{name} is in it twice")
+        metadata[name], place = Texts(value) if is_list else value, after
+    if "general.architecture" not in metadata:
+        raise ValueError("general.architecture not found")
+    return metadata, tensors, place
+
+
+def _tensors(
+    table: list[Any], place: int, metadata: dict[str, Any], size: int
+) -> dict[str, GgufTensor]:
+    import gguf
+
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 8 or alignment % 8:
+        raise ValueError(f"general.alignment={alignment}: expected a multiple of 8")
+    sizes = {int(kind): each for kind, each in gguf.GGML_QUANT_SIZES.items()}
+    begin, end, tensors = -(-place // alignment) * alignment, 0, dict[str, GgufTensor]()
+    for name, shape, kind, offset in sorted(table, key=lambda each: each[3]):
+        if not 1 <= len(shape) <= _MOST_DIMENSIONS or 0 in shape:
+            raise ValueError(f"{name} is empty, or has {len(shape)} dimensions")
+        elements, in_bytes = sizes[kind]
+        row_bytes, rest = divmod(shape[-1] * in_bytes, elements)
+        if rest or name in tensors or offset < end or offset % alignment:
+            raise ValueError(f"{name} overlaps another tensor, or is in it twice")
+        end = offset + row_bytes * prod(shape[:-1])
+        if begin + end > size:
+            raise ValueError(f"{name} exceeds the file")
+        tensors[name] = GgufTensor(name, shape, kind, begin + offset, row_bytes)
+    return tensors
+
+
+def _problem(header: GgufHeader) -> str:
+    """Return which value that is read isn't what the format says, or an empty text."""
+    metadata, tensors = header.metadata, header.tensors
+    for name, value in metadata.items():
+        kind = _EXPECTED.get(name.removeprefix(f"{header.architecture}."))
+        if kind is not None and not _CHECKS[kind](value):
+            shown = f"a list of {len(value)}" if isinstance(value, list) else str(value)
+            return f"{name}={shown:.40}: expected {kind}"
+    rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors else None
+    count = metadata[TOKENS].count if TOKENS in metadata else rows
+    size = header.get("vocab_size", rows)
+    if rows is not None and (count > rows or size != rows):
+        return f"{EMBEDDING} has {rows} rows, for {count} tokens and vocab_size={size}"
+    for name, value in metadata.items():
+        if isinstance(value, list) and name in _EXPECTED and len(value) != count:
+            return f"{name}: expected {count} numbers, got {len(value)}"
+        if name.endswith("_token_id") and name in _EXPECTED and count and value >= count:
+            return f"{name}={value}: expected a number below {count}"
+    return ""
