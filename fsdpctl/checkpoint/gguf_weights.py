@@ -61,9 +61,10 @@ class GgufTensors:
             theirs = names.get_name(_EXPERT.sub(".experts.", name), (".weight", ".bias"))
             if theirs not in header.tensors:
                 raise UsageError(f"{path}: {theirs or name}: not found")
-            tensor, stored = header.tensors[theirs], shape[1:] if shape[0] == 1 else shape
+            tensor = header.tensors[theirs]
+            stored = shape[1:] if shape[0] == 1 else shape  # transformers adds a dimension
             whole = (experts[_EXPERT.sub(".experts.", name)], *stored) if expert else stored
-            if tensor.shape != whole:  # but for a dimension of 1 that transformers adds
+            if tensor.shape != whole:
                 is_of = f"shape {list(tensor.shape)}, the model's is {list(whole)}"
                 raise UsageError(f"{path}: {theirs} has {is_of}")
             is_rotated = self._kind == "llama" and _ROTATED.search(theirs)

@@ -121,13 +121,14 @@ def _head_width(header: GgufHeader) -> int:
 
 def _made(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
     from transformers import AutoConfig
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     kind, tensors, width = header.architecture, header.tensors, _head_width(header)
     usual = AutoConfig.for_model(_FAMILIES[kind])
     known = {*usual.to_dict(), *usual.attribute_map, "rope_theta"}
     known |= {"rope_local_base_freq"} if kind == "gemma3" else set()
-    start = f"{kind}."
-    told = {key[len(start) :]: each for key, each in header.metadata.items() if key.startswith(start)}
+    parts = {key.partition("."): value for key, value in header.metadata.items()}
+    told = {key: value for (first, _, key), value in parts.items() if first == kind}
     made: dict[str, Any] = {"model_type": _FAMILIES[kind]}
     left = {"attention.head_count_kv": told["attention.head_count"], "attention.key_length": width}
     for key, value in (left | told).items():
@@ -149,6 +150,9 @@ def _made(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
     elif rotated != width:
         told["rope.dimension_count"] = rotated
     notes = [*_scale_rope(made, told, header), *_scale_attention(made, header)]
+    words, pre = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if words == "gpt2" and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", None):
+        notes.append(f"its tokenizer splits words as gpt-2, not as {pre}; set data.tokenizer")
     if unread := sorted(key for key, value in told.items() if value and key not in _OTHERS):
         notes.append(f"{', '.join(unread)}: not read, as in transformers")
     return made, tuple(notes)

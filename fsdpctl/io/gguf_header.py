@@ -172,7 +172,7 @@ def _problem(header: GgufHeader) -> str:
     rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors else None
     count = metadata[TOKENS].count if TOKENS in metadata else rows
     size = header.get("vocab_size", rows)
-    if rows is not None and (count > rows or size != rows):
+    if rows is not None and ((count or 0) > rows or size != rows):
         return f"{EMBEDDING} has {rows} rows, for {count} tokens and vocab_size={size}"
     for name, value in metadata.items():
         if isinstance(value, list) and name in _EXPECTED and len(value) != count:

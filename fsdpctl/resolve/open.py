@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.load import check_weights
-from fsdpctl.checkpoint.pretrained import tokenizer_beside
+from fsdpctl.checkpoint.pretrained import open_weights, tokenizer_beside
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.gguf_model import notes_on_gguf
@@ -24,6 +24,7 @@ from fsdpctl.data.open_data import open_data
 from fsdpctl.engine.blocks import missing_compiler
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
+from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
@@ -151,6 +152,8 @@ def fill_on_cluster(composed: Composed, *, every: bool = False) -> Filled:
     config = place(composed.config)
     checked(replace(config, strategy=config.strategy.under(AUTO)) if every else config)
     config, _ = with_decoder(with_vocabulary(config))
+    if is_gguf(Path(str(config.model.path))):
+        open_weights(config.model)  # whose tensors must be those that the file describes
     config = filled(config, OF_STEP, automatic=composed.automatic)
     if config.model.vocab_size is None:
         data = open_data(config.data, config.train.seed)

@@ -14,7 +14,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import keeps_ties
 from fsdpctl.config.schema import C, Config
 from fsdpctl.data.new_tokens import tokenizer_of
-from fsdpctl.data.tokenizer import FileTokenizer
+from fsdpctl.data.tokenizer import FileTokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.models.describe import vocabulary_shapes
 from fsdpctl.models.lora import modules_also
@@ -78,14 +78,22 @@ def _as_in_peft(config: C, path: str) -> C:
     is_tied = len(names) > len(shapes) and bool(declared(model, TIED))
     if is_saved and is_tied and not (keeps_ties(path) and len(found) == len(names)):
         config = replace(config, model=_untied(model))
-    rows = max(found.values(), default=0)
+    base, rows = tokenizer_beside(Path(str(model.path))), max(found.values(), default=0)
+    if config.data.tokenizer in (None, base) and _has_new_tokens(path, base):
+        config = config.changed({"data.tokenizer": path})
     if rows <= (model.vocab_size or 0):
         return config
-    if config.data.tokenizer in (None, tokenizer_beside(Path(str(model.path)))) and has_tokenizer(
-        Path(path)
-    ):
-        config = config.changed({"data.tokenizer": path})
     return config.changed({"model.vocab_size": rows, "model.first_new_token": model.vocab_size})
+
+
+def _has_new_tokens(adapters: str, base: str | None) -> bool:
+    """Return whether adapters come with tokens of their own; the base may have rows to spare."""
+    if not has_tokenizer(Path(adapters)):
+        return False
+    one, other = (open_tokenizer(each) for each in (adapters, base))
+    if not (isinstance(one, FileTokenizer) and isinstance(other, FileTokenizer)):
+        return True
+    return bool(one.auto.get_vocab().items() - other.auto.get_vocab().items())
 
 
 def _untied(model: ModelConfig) -> ModelConfig:

@@ -116,6 +116,27 @@ def test_a_stopped_run_resumes_bit_for_bit_and_its_exports_agree(tmp_path, famil
             assert (adapted(tokens).logits - merged(tokens).logits).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("saved", fast([], slow=[["embed_tokens"]]))
+@pytest.mark.parametrize("has_new", fast(True, slow=[False]))
+def test_adapters_use_their_tokenizer_if_it_has_new_tokens(tmp_path, saved, has_new):
+    """The base has rows to spare for the new tokens."""
+    base, adapters = make_base(tmp_path / "base", "llama"), tmp_path / "adapters"
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(NEW if has_new else [], special_tokens=True)
+    tokenizer.save_pretrained(adapters)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(PADDED)
+    model.save_pretrained(base)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=saved)
+    peft.get_peft_model(model, lora).save_pretrained(adapters)
+    (tmp_path / "text.txt").write_text("Hello, it is. " * 999)
+    data = ["data=text", f"data.path={tmp_path / 'text.txt'}", "train.seq_len=32"]
+    words = ["model=hf", f"model.path={base}", f"model.lora.path={adapters}", *data]
+    config = resolved([*words, "train.steps=1", f"train.run_dir={tmp_path / 'run'}"])
+    assert config.data.tokenizer == str(adapters if has_new else base)
+    assert (config.model.vocab_size, config.model.first_new_token) == (PADDED, None)
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
