@@ -16,7 +16,7 @@ from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.files import nearest_run
+from fsdpctl.io.files import nearest_run, read_regular, runs_in
 from fsdpctl.io.run_files import BEST, MANIFEST, RUN_CONFIG, STEP, check_own, check_steps
 from fsdpctl.io.run_files import LATEST as LATEST
 
@@ -96,8 +96,8 @@ def find_checkpoint(source: Path) -> Path:
                 "`fsdpctl consolidate-checkpoint` or to train --resume"
             )
         raise UsageError(f"{source}: directory not found{nearest_run(source)}")
-    if ((latest := source / "latest") / RUN_CONFIG).is_file():
-        raise UsageError(f"{source}: holds runs; expected one of them, such as {latest}")
+    if not (source / RUN_CONFIG).is_file() and (known := runs_in(source)):
+        raise UsageError(f"{source}: holds runs; expected one of them{known}")
     check_own(source)
     if _is_complete(source) or STEP.fullmatch(source.resolve().name):
         return source
@@ -130,15 +130,45 @@ def _checkpoints_in(source: Path) -> Path:
     return inside if inside.is_dir() else source
 
 
-def point_to(link: Path, target: Path) -> None:
-    """Make `link` a symbolic link to `target` in the same directory, in one atomic step."""
-    scratch = link.with_name(f"{link.name}.tmp-{os.getpid()}")
-    scratch.unlink(missing_ok=True)
-    scratch.symlink_to(os.path.relpath(target, link.parent))
+def point_to(link: Path, target: Path) -> str:
+    """Make `link` a symbolic link to `target` in the same directory, in one atomic step.
+
+    Return why it cannot be made, or an empty string: nothing but a person needs the link, and not
+    every file system has links.
+    """
+    scratch, why = link.with_name(f"{link.name}.tmp-{os.getpid()}"), ""
+    with suppress(OSError):
+        scratch.unlink()
     try:
+        scratch.symlink_to(os.path.relpath(target, link.parent))
         scratch.replace(link)
-    finally:
-        scratch.unlink(missing_ok=True)
+    except OSError as error:
+        why = f"{link}: no link to {target.name} made: {error.strerror}"
+        for each in (scratch, link):  # a link to another one would mislead
+            with suppress(OSError):
+                each.unlink()
+    return why
+
+
+def restore_links(checkpoints: Path) -> None:
+    """Make the links to checkpoints again after a copy of them by a program that follows links."""
+    complete = complete_checkpoints(checkpoints)
+    for link in (checkpoints / LATEST, checkpoints / BEST):
+        same = (each for each in complete if _is_copy(link, each))
+        if (original := next(same, None)) is not None:
+            _delete(link, original)
+            point_to(link, original)
+    if complete:
+        point_to(checkpoints / LATEST, complete[-1])
+
+
+def _is_copy(link: Path, folder: Path) -> bool:
+    """Return whether `link` is not a link but a copy of a checkpoint, with nothing of its own."""
+    if link.is_symlink() or not (link / MANIFEST).is_file():
+        return False
+    names = [{each.relative_to(top) for each in top.rglob("*")} for top in (link, folder)]
+    same = read_regular(link / MANIFEST) == read_regular(folder / MANIFEST)  # with its checksums
+    return same and names[0] <= names[1]
 
 
 @contextmanager
@@ -179,12 +209,15 @@ def doomed(complete: Sequence[Path], keep: CheckpointConfig, spared: Collection[
 
 
 def remove_old(checkpoints: Path, keep: CheckpointConfig, spared: Collection[str] = ()) -> None:
-    best = (checkpoints / BEST).resolve().name
-    for folder in doomed(complete_checkpoints(checkpoints), keep, {*spared, best}):
-        # If the deletion is interrupted, `remove_unfinished` deletes the rest.
-        leaving = folder.with_name(f"{folder.name}.tmp-removed")
-        folder.rename(leaving)
-        try:
-            shutil.rmtree(leaving)
-        except RecursionError:
-            raise OSError(errno.ENAMETOOLONG, "nested too deeply", str(leaving)) from None
+    for folder in doomed(complete_checkpoints(checkpoints), keep, spared):
+        _delete(folder, folder)
+
+
+def _delete(folder: Path, checkpoint: Path) -> None:
+    """Delete a directory; if that is interrupted, `remove_unfinished` deletes the rest."""
+    leaving = checkpoint.with_name(f"{checkpoint.name}.tmp-removed")
+    folder.rename(leaving)
+    try:
+        shutil.rmtree(leaving)
+    except RecursionError:
+        raise OSError(errno.ENAMETOOLONG, "nested too deeply", str(leaving)) from None

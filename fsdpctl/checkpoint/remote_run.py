@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fsdpctl.checkpoint.folders import best_name, doomed, find_checkpoint, step_folder, step_of
+from fsdpctl.checkpoint.folders import best_name, doomed, find_checkpoint, step_of
 from fsdpctl.checkpoint.manifest import Manifest, read_manifest
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote import TRANSFERS, RemoteReader, fetch_manifest, ranges_of
@@ -18,10 +18,9 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.sources import is_remote
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
-from fsdpctl.io.run_files import BEST, MANIFEST, STEP
+from fsdpctl.io.run_files import MANIFEST, STEP
 from fsdpctl.io.stores import StoredFile, asked, open_store
 
-_BEST = "checkpoint.keep_best"
 KEY = "checkpoint.remote"
 _ATTEMPTS = 3  # to upload a file, if it is not the same when read back
 
@@ -148,20 +147,6 @@ def open_checkpoint(source: str) -> CheckpointReader:
     if newest is None:
         raise UsageError(f"{source}: no complete checkpoint found; expected that of a run, or one")
     return newest.open()
-
-
-def open_best(source: str) -> CheckpointReader:
-    """Open the checkpoint of a run with the lowest validation loss: of a path here or a URL."""
-    lacks = UsageError(f"{source}: no best checkpoint found; a run has one with {_BEST}=true")
-    if is_remote(source):
-        best = open_checkpoint(source).manifest.progress.best
-        if best is None:
-            raise lacks
-        return RemoteCheckpoints(source).open(step_folder(Path(), best.step).name)
-    link = find_checkpoint(Path(source).expanduser()).parent / BEST
-    if not link.exists():
-        raise lacks
-    return CheckpointReader(link.resolve())
 
 
 def _upload_file(path: Path, file: StoredFile) -> None:

@@ -11,7 +11,7 @@ from fsdpctl.checkpoint.gguf_file import write_gguf
 from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
 from fsdpctl.checkpoint.publish import About, check_destination
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.remote_run import open_best, open_checkpoint
+from fsdpctl.checkpoint.remote_run import open_checkpoint
 from fsdpctl.checkpoint.tensor_file import EXPORT_DTYPES
 from fsdpctl.commands.config_args import check_choice
 from fsdpctl.commands.console import note, say
@@ -45,8 +45,12 @@ def found_checkpoint(source: Path) -> Path:
     return found
 
 
-def opened_checkpoint(source: str) -> CheckpointReader:
-    """Open the checkpoint in SRC, which may be in an object store."""
+def opened_checkpoint(source: str, *, best: bool = False) -> CheckpointReader:
+    """Open the newest or the best checkpoint in SRC, which may be in an object store."""
+    if best:
+        from fsdpctl.run.directory import open_best  # imports torch
+
+        return open_best(source)
     return open_checkpoint(source if is_remote(source) else str(found_checkpoint(Path(source))))
 
 
@@ -109,14 +113,14 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
             raise UsageError(f"{option}: not valid with --format peft, which keeps adapters as is")
         from fsdpctl.checkpoint.peft import write_peft
 
-        reader = open_best(source) if best else opened_checkpoint(source)
+        reader = opened_checkpoint(source, best=best)
         count = write_peft(reader, destination, overwrite=overwrite)
         say(f"{destination}: {count:,} bytes of adapters, of step {reader.manifest.progress.step}")
         return
     limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
     if format == "hf":
         check_destination(destination.resolve(), overwrite=overwrite)
-    reader = open_best(source) if best else opened_checkpoint(source)
+    reader = opened_checkpoint(source, best=best)
     verify_base(reader)
     about: dict[str, Any] = {"overwrite": overwrite, "merges": merge}
     if format == "gguf":

@@ -16,7 +16,8 @@ from fsdpctl.data.open_data import open_data
 from fsdpctl.data.tokenizer import open_tokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError
-from fsdpctl.io.run_files import CHECKPOINTS, METRICS
+from fsdpctl.io.files import latest_run
+from fsdpctl.io.run_files import CHECKPOINTS, LATEST, METRICS, RUNS
 from fsdpctl.plan.batch import context_groups
 from fsdpctl.run.metrics import RejectedRecord, read_metrics
 
@@ -57,12 +58,15 @@ def tokenize(
 
 def data(
     step: Annotated[int, typer.Option(min=1, help="Step, starting at 1.")],
-    run: Annotated[Path, typer.Option(metavar="DIR", help="Run directory.")] = Path("runs/latest"),
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run directory (default: runs/latest).")
+    ] = None,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Show the samples of this rank only, if known.")
     ] = None,
 ) -> None:
     """Show the training samples of one step."""
+    run = run or latest_run(Path(RUNS)) or Path(RUNS, LATEST)
     samples, rejected = samples_of_step(run, step)
     say(f"step {step}: {len(samples)} samples{rejected and '; '}{rejected}")
     for sample in samples:

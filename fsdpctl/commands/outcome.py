@@ -10,8 +10,8 @@ from typing import NoReturn
 import typer
 
 from fsdpctl.commands.console import fail, say, show_panel
-from fsdpctl.errors import FINAL, LOST, ExitCode, UsageError, first_of
-from fsdpctl.io.run_files import BEST, CHECKPOINTS
+from fsdpctl.errors import FINAL, LOST, ExitCode, FsdpctlError, UsageError, first_of
+from fsdpctl.io.run_files import CHECKPOINTS
 from fsdpctl.io.units import format_bytes
 from fsdpctl.launch.outcome import COMPILE_FAILED, Failure, Outcome
 from fsdpctl.run.heartbeat import record_cause
@@ -50,14 +50,16 @@ def _end(message: str, code: int) -> NoReturn:
 
 
 def _next(run_dir: Path) -> str:
-    from fsdpctl.run.directory import read_config
+    from fsdpctl.checkpoint.folders import newest_checkpoint
+    from fsdpctl.run.directory import best_checkpoint, read_config
 
     chat = merge = best = ""
-    with suppress(UsageError):
+    with suppress(FsdpctlError):
         config = read_config(run_dir)
         chat = " --chat" * (config.data.name == "chat")
         merge = " --merge" * (config.model.lora.rank is not None)
-        best = " --best" * (config.checkpoint.keep_best and (run_dir / CHECKPOINTS / BEST).is_dir())
+        newest = newest_checkpoint(run_dir / CHECKPOINTS) if config.checkpoint.keep_best else None
+        best = " --best" * (newest is not None and best_checkpoint(newest) is not None)
     run = shlex.quote(str(run_dir))
     folder = f"fsdpctl consolidate-checkpoint {run} DIR{merge}{best}"
     return f"next: fsdpctl sample {run}{chat}, or {folder}"

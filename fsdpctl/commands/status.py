@@ -17,8 +17,8 @@ from fsdpctl.checkpoint.manifest import BestValidation, read_manifest
 from fsdpctl.commands.console import AsJson, show_json, show_table
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import last_line, runs_in
-from fsdpctl.io.run_files import CHECKPOINTS, LATEST, LOGS, MANIFEST, METRICS, RUN_CONFIG, RUNS
+from fsdpctl.io.files import last_line, latest_run
+from fsdpctl.io.run_files import CHECKPOINTS, LOGS, MANIFEST, METRICS, RUN_CONFIG, RUNS
 from fsdpctl.io.units import format_bytes
 from fsdpctl.io.untrusted import MIB
 from fsdpctl.run.environment import StartRecord, read_records, read_settings
@@ -102,11 +102,9 @@ def status(
 
 
 def _newest_run() -> Path:
-    """Return the directory that runs/latest links to; UsageError if the link does not exist."""
-    latest = Path(RUNS, LATEST)
-    if latest.is_dir():
-        return Path(RUNS, Path(os.path.realpath(latest)).name)
-    raise UsageError(f"{latest}: not found; pass a run directory{runs_in(Path(RUNS))}")
+    if (found := latest_run(Path(RUNS))) is not None:
+        return found
+    raise UsageError(f"{RUNS}/latest: not found; pass a run directory")
 
 
 def _rows(found: Status) -> Iterator[tuple[str, str]]:

@@ -36,11 +36,23 @@ def nearest_path(path: str) -> str:
     return hint.replace("mean ", f"mean {above.rstrip('/')}/", 1) if above else hint
 
 
+def _by_start(folder: Path) -> list[Path]:
+    """Return the directories in `folder` with a run, those that started last at the end."""
+    found = [each for each in folder.glob(f"*/{RUN_CONFIG}") if each.parent.name != LATEST]
+    return [each.parent for each in sorted(found, key=os.path.getmtime)]
+
+
+def latest_run(folder: Path) -> Path | None:
+    """Return the run that the link `latest` leads to; without links, the one that started last."""
+    if (link := folder / LATEST).is_symlink() and link.is_dir():
+        return folder / Path(os.path.realpath(link)).name
+    return next(reversed(_by_start(folder)), None)
+
+
 def runs_in(folder: Path) -> str:
     """Return `, such as` and the newest directories with a run; empty without any."""
-    found = [each for each in folder.glob(f"*/{RUN_CONFIG}") if each.parent.name != LATEST]
-    newest = sorted(found, key=os.path.getmtime)[-_MOST_NAMED:]
-    return f", such as {', '.join(sorted(str(each.parent) for each in newest))}" if newest else ""
+    newest = sorted(map(str, _by_start(folder)[-_MOST_NAMED:]))
+    return f", such as {', '.join(newest)}" if newest else ""
 
 
 def nearest_run(run: Path) -> str:

@@ -94,7 +94,8 @@ def begin(
         if (remote := remote_of(plan.config)) is not None:
             remote.check_writable()
         assets = collect_assets(plan.config, found.data)
-        prepare_run_dir(seen, plan.config, settings, assets)
+        if lacks_link := prepare_run_dir(seen, plan.config, settings, assets):
+            talk.say(f"note    {lacks_link}")
         if estimate is not None:
             write_estimate(seen.run_dir, plan, estimate, estimator)
     return Begun(seen.run_dir, lock, decision.base, decision.selection, plan.config, seen.step)

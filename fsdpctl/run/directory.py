@@ -13,15 +13,17 @@ from fsdpctl.checkpoint.folders import (
     LATEST,
     complete_checkpoints,
     copy_checkpoint,
+    find_checkpoint,
     newest_checkpoint,
     passed_over,
     point_to,
     remove_unfinished,
+    restore_links,
     step_folder,
     step_of,
     way_on,
 )
-from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.manifest import Progress, read_manifest
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint, remote_of
@@ -36,6 +38,7 @@ from fsdpctl.config.serialize import (
     config_to_yaml,
     config_words,
 )
+from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT, LOCK, OVERRIDES, RUNS, check_is_no_file, check_own
@@ -183,8 +186,7 @@ def _look_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Look:
         notes = (unused,) if (run_dir / METRICS).is_file() else ()
         return Look(config, Standing.NEW, 0, before, kept, notes=notes)
     assert config.train.steps is not None
-    loss = validation_at(run_dir / METRICS, done.step) if done.owes_validation else None
-    done = done if loss is None else done.validated(loss)
+    done = _validated(done, run_dir)
     train = config.train
     is_over = not done.owes_validation and done.is_over(config.train.steps, train.patience)
     standing = Standing.FINISHED if is_over else Standing.RESUMES
@@ -215,14 +217,43 @@ def _progress_at(newest: Path | None) -> Progress | None:
         raise CheckpointError(f"{error}{way_on(newest)}") from None
 
 
+def _validated(done: Progress, run_dir: Path) -> Progress:
+    """Return the progress with a validation that was complete only after the save."""
+    loss = validation_at(run_dir / METRICS, done.step) if done.owes_validation else None
+    return done if loss is None else done.validated(loss)
+
+
+def best_checkpoint(newest: Path) -> Path | None:
+    """Return the checkpoint with the lowest validation loss of a run, given the newest one."""
+    best = _validated(read_manifest(newest).progress, newest.parent.parent).best
+    folder = None if best is None else step_folder(newest.parent, best.step)
+    return folder if folder in complete_checkpoints(newest.parent) else None
+
+
+def open_best(source: str) -> CheckpointReader:
+    """Open the checkpoint of a run with the lowest validation loss: of a path here or a URL."""
+    if is_remote(source):
+        best = open_checkpoint(source).manifest.progress.best
+        if best is not None:
+            return RemoteCheckpoints(source).open(step_folder(Path(), best.step).name)
+    else:
+        found = find_checkpoint(Path(source).expanduser())
+        folder = best_checkpoint(newest_checkpoint(found.parent) or found)
+        if folder is not None:
+            return CheckpointReader(folder)
+    raise UsageError(
+        f"{source}: no best checkpoint found; a run has one with checkpoint.keep_best=true"
+    )
+
+
 def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
     """Name the newest run if it has the same name and a different configuration.
 
     If you change a setting, you do not always mean to start from the beginning.
     """
-    last = (run_dir.parent / LATEST).resolve()
+    last = files.latest_run(run_dir.parent)
     name = run_dir.name.rpartition("-")[0]
-    if config.model.is_own or run_dir.parent.name != RUNS:
+    if config.model.is_own or run_dir.parent.name != RUNS or last is None:
         return ()
     if not name or last.name.rpartition("-")[0] != name:
         return ()
@@ -237,8 +268,7 @@ def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
         return ()
     shown = ", ".join(f"{key} {before.get(key, _NOT_SET)}" for key in changed[:3])
     shown = shown or "the same settings, and a name of another version"
-    other = run_dir.parent / last.name
-    return (f"new run: {other} has {shown}; to continue from its state, pass --resume {other}",)
+    return (f"new run: {last} has {shown}; to continue from its state, pass --resume {last}",)
 
 
 def _is_of_a_start(file: Path) -> bool:
@@ -278,8 +308,11 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def prepare_run_dir(
     seen: Look, config: Settled, settings: Sequence[str], assets: Mapping[str, bytes]
-) -> None:
-    """Write the files that the workers read, for a settled configuration. The lock must be held."""
+) -> str:
+    """Write the files that the workers read, for a settled configuration. The lock must be held.
+
+    Return why runs/latest does not lead to the run, or an empty string.
+    """
     run_dir = seen.run_dir
     checkpoints = run_dir / CHECKPOINTS
     with files.refusing(f"train.run_dir={run_dir}"):
@@ -294,10 +327,10 @@ def prepare_run_dir(
         write_assets(run_dir, assets)
         if seen.source is not None:
             copy_checkpoint(seen.source, step_folder(checkpoints, seen.step))
+        restore_links(checkpoints)
         # Last: a start that is interrupted before this line does not count.
         files.replace(run_dir / RUN_CONFIG, config_to_yaml(config), durable=True)
-        if run_dir.parent.name == RUNS:
-            point_to(run_dir.parent / LATEST, run_dir)
+    return point_to(run_dir.parent / LATEST, run_dir) if run_dir.parent.name == RUNS else ""
 
 
 def prepare_restart(seen: Look, number: int) -> None:

@@ -317,13 +317,11 @@ def test_the_command_prints_a_table_or_json(tmp_path, monkeypatch):
 def test_a_missing_run_is_one_line_with_suggestions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert invoke("status") == (2, "runs/latest: not found; pass a run directory")
-    for name in ("a", "b"):
-        make_run(tmp_path / "runs" / name)
-    code, said = invoke("status")
-    assert (code, said) == (
-        2,
-        "runs/latest: not found; pass a run directory, such as runs/a, runs/b",
-    )
+    for number, name in enumerate(("b", "a", "latest")):  # a copy in place of the link
+        config = make_run(tmp_path / "runs" / name) / RUN_CONFIG
+        os.utime(config, (number, number))
+    code, said = invoke("status", "--json")
+    assert (code, json.loads(said)["run"]) == (0, "runs/a")  # the one that started last
     code, said = invoke("status", "runs")
     assert (code, said) == (2, "runs: not a run of fsdpctl (config.yaml not found)")
     for command in ("status", "sample"):  # "runs" is no organization on the Hub

@@ -1,21 +1,27 @@
 """The best checkpoint, and runs that end when their validation loss stops falling."""
 
+import errno
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from fsdpctl.checkpoint.folders import step_folder
 from fsdpctl.checkpoint.manifest import BestValidation, Progress
-from fsdpctl.checkpoint.remote_run import open_best
 from fsdpctl.commands.status import read_status
 from fsdpctl.config.compose import compose_config
-from fsdpctl.errors import UsageError
-from fsdpctl.io.run_files import BEST, CHECKPOINTS
+from fsdpctl.errors import StoppedError, UsageError
+from fsdpctl.io.run_files import BEST, CHECKPOINTS, LATEST, MANIFEST
 from fsdpctl.resolve.open import open_run
-from fsdpctl.run.directory import Standing, look
-from tests.training.ranks import lines, train, words
+from fsdpctl.run.directory import Standing, look, open_best
+from fsdpctl.run.environment import read_records
+from tests.distributed import distributed
+from tests.hostile import everything_in
+from tests.run.test_heartbeat import wait_for
+from tests.training.ranks import lines, made, train, words
 
 RISES = (
     "data.val_fraction=0.2", "train.eval_every=2", "train.eval_batches=2", "train.steps=40",
@@ -71,6 +77,41 @@ def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
     assert ends["whole"][0] == ends["stopped"][0]
     for key, values in ends["whole"][1].items():
         assert torch.equal(values, ends["stopped"][1][key])
+
+
+def no_links(*about: object) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+@distributed(world_size=1)
+def test_a_copy_that_follows_links_goes_on_as_the_run(
+    rank: int, world_size: int, has_links: bool, tmp_path: Path
+) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    falls = ("optimizer.lr=0.01", "train.steps=12", "train.patience=none")
+    typed = words(tmp_path, 1, *RISES, *falls, f"train.run_dir={run}")
+    with pytest.raises(StoppedError):
+        made(typed, lambda: step_folder(run / CHECKPOINTS, 5).exists()).run()
+    shutil.copytree(run, copy)
+    before, first = everything_in(run), best_of(run)
+    assert (copy / CHECKPOINTS / BEST / MANIFEST).is_file()
+    if not has_links:  # as on exFAT
+        vars(os)["symlink"] = no_links
+    made([*typed[:-1], f"train.run_dir={copy}"]).run()
+    losses = {each["step"]: each["val_loss"] for each in lines(copy) if "val_loss" in each}
+    best = step_folder(copy / CHECKPOINTS, min(losses, key=lambda step: losses[step]))
+    links = {LATEST: "step-00000012", BEST: best.name} if has_links else {}
+    assert first != best.name
+    kept = {best.name, "step-00000012", *links}
+    wait_for(lambda: {each.name for each in (copy / CHECKPOINTS).iterdir()} == kept)
+    assert {name: os.readlink(copy / CHECKPOINTS / name) for name in links} == links
+    for source in (copy, copy / CHECKPOINTS, best):
+        assert open_best(str(source)).folder == best
+    warnings = [each for record in read_records(copy) for each in record.warnings]
+    said = f"{copy / CHECKPOINTS / BEST}: no link to step-00000004 made: Operation not permitted"
+    assert [each.partition(": ")[2] for each in warnings] == ([] if has_links else [said])
+    assert everything_in(run) == before
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint.folders import complete_checkpoints, point_to, step_folder, step_of
@@ -89,6 +90,7 @@ class Checkpoints(Callback):
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._current: Save | None = None
         self._saved_step = -1
+        self._lacks_links = False
         self._is_awaited = False  # a SAVE file is there until the checkpoint is complete
         remote = remote_of(config) if uploads else None
         self._uploads = Uploads(about, run_dir, self._report, remote)
@@ -159,7 +161,7 @@ class Checkpoints(Callback):
         write_checkpoint(folder, snapshot, self._ranks, save.advance)
         if self._ranks.rank == 0:
             try:
-                point_to(self._folder / LATEST, folder)
+                self._link(LATEST, folder, save.step)
                 self._uploads.remove_old()
             except OSError as error:  # only noted: nothing is lost
                 save.note = f"{error.filename or self._folder}: {error.strerror}"
@@ -170,8 +172,16 @@ class Checkpoints(Callback):
         folder = step_folder(self._folder, step)
         if self._ranks.rank == 0 and folder in complete_checkpoints(self._folder):
             with suppress(OSError):  # a full disk is reported where it costs something
-                point_to(self._folder / BEST, folder)
+                self._uploads.best = folder.name
+                self._link(BEST, folder, step)
                 self._uploads.remove_old()
+
+    def _link(self, name: str, folder: Path, step: int) -> None:
+        """Make a link, which nothing depends on, to a checkpoint; the first failure is printed."""
+        why = point_to(self._folder / name, folder)
+        if why and not self._lacks_links:
+            self._lacks_links = True
+            self._journal.warn(why, step)
 
     def _wait(self, save: Save) -> None:
         since, shown = time.perf_counter(), 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from fsdpctl.checkpoint.folders import best_name, remove_old
+from fsdpctl.checkpoint.folders import remove_old
 from fsdpctl.checkpoint.remote_run import KEY, RemoteCheckpoints
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError
@@ -53,6 +53,7 @@ class Uploads:
         self._keep, self._run_dir, self._report, self._remote = keep, run_dir, report, remote
         self._deleting = Lock()
         self.busy: Path | None = None
+        self.best = ""  # the name of the checkpoint to keep for its validation loss
         self._latest = 0  # step that was added
         self._thread = ThreadPoolExecutor(1, "uploads")
         self._last: Future[None] | None = None
@@ -66,8 +67,8 @@ class Uploads:
 
     def remove_old(self) -> None:
         with self._deleting:
-            busy = [] if self.busy is None else [self.busy.name]
-            remove_old(self._run_dir / CHECKPOINTS, self._keep, busy)
+            busy = "" if self.busy is None else self.busy.name
+            remove_old(self._run_dir / CHECKPOINTS, self._keep, (busy, self.best))
 
     def wait(self, say: Callable[[str], None]) -> None:
         """Wait for uploads, and `say` how long."""
@@ -94,8 +95,8 @@ class Uploads:
     def _uploaded(self, remote: RemoteCheckpoints, folder: Path, step: int) -> UploadOutcome:
         every, began = self._keep.keep_every, time.monotonic()
         is_kept = not self._keep.keep_last or (every and step % every == 0)
-        is_best = self._keep.keep_best and best_name(folder) == folder.name
-        if step < self._latest and not (is_kept or is_best):  # a slow store gets the newest
+        is_kept = is_kept or folder.name == self.best
+        if step < self._latest and not is_kept:  # a slow store gets the newest
             return UploadOutcome(step, "skipped")
         if not (folder / MANIFEST).exists():
             return UploadOutcome(step, "failed", why="checkpoint deleted before its turn")
