@@ -1,6 +1,5 @@
 """Muon on owned matrices is torch's Muon in one process, to the bit."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -9,34 +8,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Settled
 from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import divide_module
-from fsdpctl.models.registry import initialize_parameter
-from fsdpctl.models.small_copy import allocate
-from fsdpctl.models.transformers_build import fill_buffers
-from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.optimizers import MATRICES, Muon, is_muons, muon_flops
 from fsdpctl.plan.units import lay_out
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import checked
-from fsdpctl.resolve.settle import as_kept
-from fsdpctl.training.assemble import make_model, make_module, make_optimizer
-from tests.checkpoint.test_any_to_any import held
-from tests.checkpoint.test_round_trip import whole_tensors
 from tests.distributed import distributed
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
 from tests.engine.odd import KINDS, Kind
 from tests.engine.test_parity import largest_difference
 from tests.matrix import WHOLE, cases, fast
+from tests.models.decoders import their_loss, tiny_config
 from tests.predict.watch import TensorBytes
 from tests.reference import PaddedAdamW, train_reference
 
@@ -45,8 +37,11 @@ SHARDINGS = [
     ("shard_optimizer", "matrices"), ("no_shard", "even"), ("shard_optimizer", "round_robin"),
     ("shard_optimizer", "contiguous"),
 ]  # fmt: skip
-ODD = ["tied embedding", "used on some ranks", "never used", "recomputed", "used later"]
 WINDOWS = {"one": 1, "last": 3}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "others": {"momentum": 0.9, "nesterov": False, "ns_steps": 3},
+}
 
 
 def is_matrix(name: str, param: Tensor) -> bool:
@@ -102,91 +97,76 @@ def train(model: ShardedModel, optimizer: ShardedMuon, batches: list[list[Tensor
         optimizer.zero_grad()
 
 
-def odd_cases(whole: bool) -> Iterator[tuple[tuple[str, str], Kind, int]]:
-    shardings, kinds = (SHARDINGS, ODD) if whole else (SHARDINGS[:2], ODD[:2])
-    for sharding, name, window in cases(shardings, kinds, list(WINDOWS), whole=whole):
-        yield sharding, KINDS[name], WINDOWS[window]
+class Experts(nn.Module):
+    """A block with a router and four matrices in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(13, 4, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, 13, 21) / 5)
+        self.down = nn.Linear(21, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        odds = torch.softmax(self.router(x), dim=-1)
+        hidden = torch.einsum("bi,eio,be->bo", x, self.experts, odds)
+        out: Tensor = x + self.down(torch.tanh(hidden))
+        return out
+
+
+class Mixture(nn.Module):
+    """Two blocks with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Experts(), Experts())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks(x)
+        return out
+
+
+def decoder(family: str) -> nn.Module:
+    """Of its layers, some are fused, and each is one matrix."""
+    torch.manual_seed(0)
+    module: nn.Module = AutoModelForCausalLM.from_config(tiny_config(family))
+    return module.eval()  # without dropout
+
+
+OF_MUON = {
+    "gpt2": Kind(partial(decoder, "gpt2"), token_batches, their_loss),
+    "experts": Kind(Mixture),
+    **{name: KINDS[name] for name in ("tied embedding", "used on some ranks")},
+    **{name: KINDS[name] for name in ("never used", "recomputed", "used later")},
+    **{name: Kind(partial(decoder, name), token_batches, their_loss) for name in ("phi3", "qwen3")},
+}
+Case = tuple[tuple[str, str], str, str, str]
+
+
+def odd_cases(whole: bool) -> list[Case]:
+    shardings, kinds = (SHARDINGS, [*OF_MUON]) if whole else (SHARDINGS[:2], [*OF_MUON][:4])
+    return cases(shardings, kinds, [*WINDOWS], [*OPTIONS], whole=False)
 
 
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed(timeout=120)
 def test_equals_one_process(rank: int, world_size: int, whole: bool) -> None:
-    for number, ((strategy, owner_map), kind, window) in enumerate(odd_cases(whole)):
-        batches = kind.batches(3, world_size, window)
+    for number, (sharding, name, window, options) in enumerate(odd_cases(whole)):
+        (strategy, owner_map), kind, settings = sharding, OF_MUON[name], OPTIONS[options]
+        batches = kind.batches(3, world_size, WINDOWS[window])
         model = shard_model(kind.make(), strategy, owner_map=owner_map)
-        optimizer = ShardedMuon(model, lr=LR)
+        optimizer = ShardedMuon(model, lr=LR, **settings)
         train(model, optimizer, [of_ranks[rank] for of_ranks in batches], kind.loss)
         found = model.state_dict()
         if number % world_size == rank:
-            wanted = train_reference(kind.make(), kind.loss, batches, make_optimizer=TorchMuon)
-            assert largest_difference(found, wanted) == 0.0, (strategy, owner_map, kind, window)
+            reference = partial(TorchMuon, **settings)
+            wanted = train_reference(kind.make(), kind.loss, batches, make_optimizer=reference)
+            assert largest_difference(found, wanted) == 0.0, (sharding, name, window, options)
 
 
-DECODERS = {
-    "gpt2": ["model=gpt2"],
-    "phi3": ["model.overrides.model_type=phi3", "model.overrides.pad_token_id=null"],
-    "qwen3": ["model.overrides.model_type=qwen3"],
-}
-HEADS, WIDTH, HIDDEN = 4, 16, 80
-
-
-def decoder_config(words: list[str], ranks: int, strategy: str = "shard_optimizer") -> Settled:
-    small = [
-        "model.num_layers=2", f"model.hidden_size={HEADS * WIDTH}", f"model.num_heads={HEADS}",
-        f"model.intermediate_size={HIDDEN}", "model.vocab_size=40", "model.max_seq_len=16",
-        "launch.device=cpu", f"launch.nproc_per_node={ranks}", "train.seq_len=8",
-        "optimizer=muon", f"optimizer.lr={LR}", f"strategy={strategy}",
-    ]  # fmt: skip
-    return as_kept(checked(place(compose_config([*small, *words]).config)))
-
-
-def decoder_loss(module: nn.Module, tokens: Tensor) -> Tensor:
-    loss: Tensor = module(tokens[:, :-1], tokens[:, 1:].contiguous())
-    return loss / tokens[:, 1:].numel()
-
-
-def drawn(config: Settled) -> nn.Module:
-    """The module with its initial weights, unsharded."""
-    module = make_module(config)
-    if isinstance(module, TransformersDecoder):
-        fill_buffers(module)
-    allocate(module)
-    assert isinstance(module, TransformersDecoder)
-    head: Any = module.get_output_embeddings()
-    head.weight = module.get_input_embeddings().weight
-    for name, param in module.named_parameters():
-        initialize_parameter(name, param.data, seed=config.train.seed, config=config.model)
-    return module
-
-
-@WHOLE
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
-@distributed(timeout=120)
-def test_fused_parameters_are_whole_matrices(rank: int, world_size: int, whole: bool) -> None:
-    for name in DECODERS if whole else list(DECODERS)[:2]:
-        words = [*DECODERS[name], *(["activation_checkpointing=full"] if whole else [])]
-        if whole:
-            words += ["optimizer.nesterov=false", "optimizer.ns_steps=3", "optimizer.momentum=0.9"]
-        config = decoder_config(words, world_size)
-        model = make_model(config, torch.device("cpu"))
-        optimizer = make_optimizer(config, model)
-        assert isinstance(optimizer, ShardedMuon)
-        for group in optimizer.param_groups:
-            group["lr"] = LR
-        batches = token_batches(3, world_size)
-        train(model, optimizer, [of_ranks[rank] for of_ranks in batches], decoder_loss)
-        found = model.state_dict()
-        about = config.optimizer
-        reference = partial(
-            TorchMuon, momentum=about.momentum, nesterov=about.nesterov, ns_steps=about.ns_steps
-        )
-        plain = drawn(decoder_config(DECODERS[name], world_size))
-        wanted = train_reference(plain, decoder_loss, batches, make_optimizer=reference)
-        assert largest_difference(found, wanted) == 0.0, name
-
-
-@distributed(world_size=2)
+@distributed()
 def test_a_run_resumes_bit_for_bit_elsewhere(rank: int, world_size: int, tmp_path: Path) -> None:
     batches = token_batches(4, world_size)
     own = [of_ranks[rank] for of_ranks in batches]
@@ -211,47 +191,10 @@ def test_a_run_resumes_bit_for_bit_elsewhere(rank: int, world_size: int, tmp_pat
         assert largest_difference(again.state_dict(), wanted) == 0.0
 
 
-class Experts(nn.Module):
-    """A block with a router and four matrices in one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(13, 4, bias=False)
-        self.experts = nn.Parameter(torch.randn(4, 13, 21) / 5)
-        self.down = nn.Linear(21, 13)
-
-    def forward(self, x: Tensor) -> Tensor:
-        odds = torch.softmax(self.router(x), dim=-1)
-        hidden = torch.einsum("bi,eio,be->bo", x, self.experts, odds)
-        out: Tensor = x + self.down(torch.tanh(hidden))
-        return out
-
-
-class Mixture(nn.Module):
-    """Two blocks with experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Experts() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def test_experts_are_matrices_of_their_own_and_routers_are_not() -> None:
-    module, plain = Mixture(), Mixture()
-    model = shard_model(module)
-    optimizer = ShardedMuon(model, lr=LR)
-    batches = KINDS["recomputed"].batches(3, 1, 1)
-    train(model, optimizer, [of_ranks[0] for of_ranks in batches], KINDS["recomputed"].loss)
+    optimizer = ShardedMuon(shard_model(Mixture()), lr=LR)
     stepped = {run.alone.name for run, _ in optimizer.runs if run.alone is not None}
     assert stepped == {f"blocks.{i}.{n}" for i in (0, 1) for n in ("experts", "down.weight")}
-    loss = KINDS["recomputed"].loss
-    wanted = train_reference(plain, loss, batches, make_optimizer=TorchMuon)
-    assert largest_difference(model.state_dict(), wanted) == 0.0
 
 
 def test_a_skipped_step_changes_nothing_and_a_scale_divides_the_gradient() -> None:
@@ -356,33 +299,3 @@ class Blank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.weight.sum()
-
-
-@distributed()
-def save(rank: int, world_size: int, folder: Path) -> None:
-    model = shard_model(make_net(tied=True), "shard_optimizer", owner_map="matrices")
-    optimizer = ShardedMuon(model, lr=LR)
-    batches = [of_ranks[rank] for of_ranks in token_batches(2, world_size)]
-    train(model, optimizer, batches, next_token_loss)
-    save_checkpoint(folder / "c", model, optimizer)
-
-
-@distributed()
-def load(rank: int, world_size: int, folder: Path) -> None:
-    saved = whole_tensors(folder / "c")
-    for strategy, owner_map in SHARDINGS:
-        model = shard_model(make_net(tied=True), strategy, owner_map=owner_map)
-        optimizer = ShardedMuon(model, lr=LR)
-        load_checkpoint(folder / "c", model, optimizer)
-        found = list(held(model, optimizer))
-        kinds = {key.partition("/")[0] for key, *_ in found}
-        assert kinds <= {"model", "momentum_buffer", "exp_avg", "exp_avg_sq"}
-        for key, span, values in found:
-            assert torch.equal(values, saved[key].view(-1)[span.start : span.stop])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_states_are_the_same_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
-    save(world_size=2, folder=tmp_path)
-    load(world_size=ranks, folder=tmp_path)
