@@ -161,6 +161,14 @@ RULES = (
         "precision.master_dtype={SPLIT}: only valid with optimizer=adamw",
         lambda c: c.optimizer.name != ADAMW and c.precision.master_dtype == SPLIT,
     ),
+    Rule(
+        "precision.master_dtype={precision.master_dtype}: not supported by optimizer=sgd on CPU "
+        "ranks; set precision.master_dtype=float32",
+        lambda c: (
+            (c.optimizer.name, c.launch.device) == ("sgd", "cpu")
+            and c.precision.master_dtype in ("bfloat16", "float16")
+        ),
+    ),
     Rule("{found}: requires engine={FSDPCTL}, got engine={engine.name}", _only_ours),
     Rule("strategy.offload={strategy.offload}: {found}", _cannot_offload),
     Rule(

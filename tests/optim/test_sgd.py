@@ -8,8 +8,7 @@ import torch
 
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.build import Precision, Sharding
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.build import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import UsageError
 from fsdpctl.optim.sgd import ShardedSGD
@@ -22,10 +21,6 @@ from tests.engine.test_parity import largest_difference
 from tests.matrix import fast
 
 STEPS, LR, DECAY = 4, 0.05, 0.1
-BF16, F32 = torch.bfloat16, torch.float32
-NARROW = [
-    Precision(BF16, BF16, BF16), Precision(F32, F32, BF16), Precision(F32, F32, torch.float16),
-]  # fmt: skip
 
 
 def expected(momentum: float, ranks: int) -> dict[str, torch.Tensor]:
@@ -83,87 +78,19 @@ def test_a_first_step_that_is_skipped_leaves_momenta_of_zero():
     assert not any(each.any() for each in momenta)
 
 
-def narrow(precision: Precision, strategy: str, width: int) -> ShardedModel:
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
-    return shard_model(module, Sharding(strategy, precision=precision))
-
-
-def train(model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int, **scalars) -> None:
-    generator = torch.Generator().manual_seed(rank)
-    (width,) = {param.shape[-1] for param in model.module.parameters() if param.ndim > 1}
-    for _ in range(STEPS):
-        batch = torch.randn(8, width, generator=generator)
-        model(batch.to(next(model.module.parameters()).dtype)).square().mean().backward()
-        optimizer.step(**scalars)
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("precision", NARROW)
 @pytest.mark.parametrize(
-    "options",
+    ("dtype", "split", "said"),
     [
-        {"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.1},
-        {"momentum": 0.0, "weight_decay": 0.1, "maximize": True},
-        {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+        (torch.float16, False, "16 bits on a CPU"), (torch.bfloat16, False, "16 bits on a CPU"),
+        (torch.bfloat16, True, "24 bits"),
     ],
 )  # fmt: skip
-def test_masters_of_16_bits_have_the_bits_of_torch(precision, options):
-    """Of tensors of full vectors; torch rounds the elements behind these once more."""
-    model = narrow(precision, "no_shard", 64)
-    names = [name for name, _ in model.module.named_parameters()]
-    optimizer = ShardedSGD(model, lr=LR, param_groups=[{"names": names, **options}])
-    plain = {name: value.clone().requires_grad_() for name, value in model.state_dict().items()}
-    before = {name: value.detach().clone() for name, value in plain.items()}
-    reference = torch.optim.SGD(list(plain.values()), lr=LR, **options)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        model(torch.ones(2, 64, dtype=precision.param_dtype)).sum().backward()
-        for run, _ in optimizer.runs:
-            gradient = run.gradient()
-            assert gradient is not None
-            for piece in run.shard.layout.pieces(run.span):
-                within = piece.in_flat.shift(-run.span.start)
-                drawn = torch.randn(piece.param.shape, generator=generator).to(gradient.dtype)
-                gradient[within.start : within.stop] = drawn.view(-1)
-                plain[piece.param.name].grad = drawn
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step()
-    found = model.state_dict()
-    assert all(torch.equal(found[name], plain[name]) for name in plain)
-    assert all((found[name] != before[name]).float().mean() > 0.9 for name in plain)
-
-
-@distributed(world_size=2, timeout=120)
-def test_masters_of_16_bits_have_the_same_bits_wherever_shards_end(
-    rank: int, world_size: int
-) -> None:
-    for precision in NARROW:
-        for scalars in ({}, {"grad_scale": torch.tensor(1.7), "found_inf": torch.zeros(())}):
-            found = []
-            for strategy in ("no_shard", "full_shard", "shard_grad_op"):
-                model = narrow(precision, strategy, 37)
-                train(model, ShardedSGD(model, lr=LR, weight_decay=DECAY), rank, **scalars)
-                found.append(model.state_dict())
-            for name, values in found[0].items():
-                assert all(torch.equal(values, other[name]) for other in found)
-
-
-@pytest.mark.parametrize("reduced", [BF16, F32])
-def test_masters_of_24_bits_are_rejected(reduced):
-    model = narrow(Precision(BF16, reduced, BF16, has_remainders=True), "full_shard", 8)
-    with pytest.raises(UsageError, match="ShardedSGD: master weights of 24 bits"):
+def test_masters_of_other_than_32_bits_are_rejected(dtype, split, said):
+    compute = torch.bfloat16
+    precision = Precision(compute, torch.float32, dtype, has_remainders=split)
+    model = shard_model(make_net(tied=False), precision=precision)
+    with pytest.raises(UsageError, match=f"ShardedSGD: master weights of {said} are not supported"):
         ShardedSGD(model, lr=LR)
-
-
-@pytest.mark.parametrize("precision", NARROW)
-def test_a_skipped_step_changes_no_masters_of_16_bits(precision):
-    model = narrow(precision, "full_shard", 37)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    train(model, optimizer := ShardedSGD(model, lr=LR), 0, found_inf=torch.ones(()))
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert not any(each["momentum_buffer"].any() for _, each in optimizer.run_states())
 
 
 @pytest.mark.parametrize(
@@ -175,6 +102,10 @@ def test_a_skipped_step_changes_no_masters_of_16_bits(precision):
             "only valid with optimizer=adamw",
         ),
         (["optimizer.momentum=0.5"], "only valid with optimizer=sgd"),
+        (
+            ["optimizer=sgd", "optimizer.lr=0.1", "precision=bf16_true", "launch.device=cpu"],
+            "master_dtype=bfloat16: .*; set precision.master_dtype=float32",
+        ),
     ],
 )
 def test_options_of_other_optimizers_are_rejected(words, said):

@@ -26,8 +26,8 @@ OPTIMIZERS = [
     *(["optimizer=adamw", f"optimizer.state_dtype={each}"] for each in STATE_DTYPES),
     ["optimizer=adamw", "optimizer.state_dtype=int8", f"precision.master_dtype={SPLIT}"],
     ["optimizer=adamw", f"precision.master_dtype={SPLIT}"],
-    ["optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.1"],
-    ["optimizer=sgd", "optimizer.lr=0.1"],
+    ["optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.1", "precision.master_dtype=float32"],
+    ["optimizer=sgd", "optimizer.lr=0.1", "precision.master_dtype=float32"],
     ["optimizer=muon", "optimizer.nesterov=false", "optimizer.ns_steps=1"],
     ["optimizer=muon", "optimizer.ns_steps=2"],
 ]

@@ -163,7 +163,7 @@ UNCHANGED: dict[str, tuple[list[Callable[[], Any]], str, list[int]]] = {
     "a skipped step": ([_skips_first], "train.on_nonfinite=skip train.self_check=warn", []),
     "one rank changes nothing": ([lambda: _no_step(1)], "strategy=full_shard", []),
     "a rate below the bits of masters": (
-        [], "precision=bf16_true optimizer=sgd optimizer.lr=1e-20", [1]
+        [], "precision=bf16_true optimizer.lr=1e-20", [1]
     ),
     "masters of 24 bits": ([], "precision=bf16 precision.master_dtype=bfloat16+int8", []),
     "no check": ([_no_step], "train.self_check=off", []),
