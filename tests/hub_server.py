@@ -4,7 +4,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +21,10 @@ TOKEN = "hf_S3CR3T"
 _LARGE, _PAGE = 1 << 16, 2  # bytes from which a file is elsewhere; names of a page
 
 
+# Changes the headers and the content of an answer to a request: "GET /api/models/…".
+Change = Callable[[str, dict[str, str], bytes], bytes]
+
+
 @dataclass
 class Hub:
     """What it serves, and which requests it got."""
@@ -28,6 +32,7 @@ class Hub:
     models: dict[str, dict[str, bytes]] = field(default_factory=dict)
     datasets: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)  # status, code; by repository
+    change: Change | None = None  # of a malicious server
     cuts: int = 0  # answers with a large file that end early
     requests: list[str] = field(default_factory=list)
     url: str = ""
@@ -144,9 +149,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(
         self, status: int, content: bytes | str, about: dict[str, str] | None = None, is_cut=False
     ) -> None:
-        body = content.encode() if isinstance(content, str) else content
+        body, about = content.encode() if isinstance(content, str) else content, dict(about or {})
+        if self.served.change:
+            body = self.served.change(f"{self.command} {self.path}", about, body)
         self.send_response(status)
-        for name, text in {**(about or {}), "Content-Length": str(len(body))}.items():
+        for name, text in {"Content-Length": str(len(body)), **about}.items():
             self.send_header(name, text)
         self.end_headers()
         if self.command == "GET":

@@ -12,11 +12,12 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.fetch import Repository, hub_cache, is_offline
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.gguf_header import SUFFIX
+from fsdpctl.io.hub_answers import is_below
 from fsdpctl.io.run_files import CONFIG_JSON, RUNS
 from fsdpctl.io.untrusted import read_json
 
 TABLE = Path(__file__).parent / "hub_models.json"
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+(?:/[\w.-]+)*))?")
 _SNAPSHOT = re.compile(r"(.+)/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?")
 # Data of a model that is not weights: nothing that Python could run or unpickle.
 _SMALL = re.compile(
@@ -124,7 +125,7 @@ def _needed(names: Collection[str], snapshot: Path | None, part: Part) -> list[s
     if _SINGLE not in {*names, *here} and snapshot is not None and _INDEX in here:
         weights = read_json(snapshot / _INDEX, dict[str, Any]).get("weight_map")
         shards = {str(each) for each in weights.values()} if isinstance(weights, dict) else set()
-        return needed + sorted(each for each in shards if each.endswith(".safetensors"))
+        return needed + sorted(x for x in shards if x.endswith(".safetensors") and is_below(x))
     return [*needed, *(single if len(single) == 1 else [_SINGLE])]
 
 

@@ -14,6 +14,7 @@ from fsdpctl.config.data_files import DataFiles, data_files, kind_of, select_fil
 from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
 from fsdpctl.io.fetch import Repository, is_offline
+from fsdpctl.io.files import check_inside, read_regular
 from fsdpctl.io.untrusted import parse_yaml
 
 HUB, _CARD, _DEFAULT = "hf://", "README.md", "default"
@@ -76,6 +77,7 @@ def _selected(
     here = [each.relative_to(snapshot).as_posix() for each in sorted(snapshot.rglob("*"))]
     names = everything = sorted(repository.names()) or here
     where, (config, split) = repository.where, words
+    check_inside([snapshot / each for each in names], snapshot, where)
     if patterns := _patterns(snapshot / _CARD, config, where):
         splits = {
             each: [snapshot / n for n in names if any(re.fullmatch(p, n) for p in found)]
@@ -132,7 +134,7 @@ def _kind(name: str) -> str | None:
 
 def _patterns(card: Path, config: str | None, where: str) -> dict[str, list[str]]:
     """Return expressions for the files of each split, as a card has them for a configuration."""
-    text = card.read_text("utf-8", "replace") if card.is_file() else ""
+    text = read_regular(card).decode("utf-8", "replace") if card.is_file() else ""
     try:
         about = parse_yaml(text.split("---")[1], card.name) if text.startswith("---") else None
     except UsageError as error:

@@ -4,25 +4,37 @@ import fcntl
 import glob
 import logging
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fsdpctl.errors import NO_ROOM, UsageError
 from fsdpctl.io.activity import BYTES, DISPLAY, Advance, doing
+from fsdpctl.io.files import open_own, read_text_file
+from fsdpctl.io.hub_answers import (
+    COMMIT,
+    PATIENCE,
+    AnswerError,
+    cached_names,
+    checked_answers,
+    is_below,
+)
 from fsdpctl.io.texts import printable
 from fsdpctl.io.units import format_bytes
 from fsdpctl.io.untrusted import MIB
 
 Choose = Callable[[Collection[str]], Collection[str]]
+T = TypeVar("T")
+_SLACK = 64 * MIB  # files without a size, and those that begin again
+_PART = MIB // 4  # of a file: what a cut loses, and a signal waits for
+# Classes of errors, of which one is a base of those without a network.
+_NO_NETWORK = {"NetworkError", "TimeoutException", "ProxyError", "OfflineModeIsEnabled"}
 
 
 def hub_cache() -> Path:
@@ -40,34 +52,41 @@ class Repository:
     kind: str  # model or dataset
     where: str  # begins messages
 
+    def __post_init__(self) -> None:
+        if self.revision and not is_below(self.revision):
+            raise UsageError(f"{self.where}: {self.revision} is not a revision")
+
     @property
     def folder(self) -> Path:
         return hub_cache() / f"{self.kind}s--{self.name.replace('/', '--')}"
 
     def snapshot(self) -> Path | None:
-        """Return the directory of its files in the cache, which may lack some."""
-        revision = self.revision or "main"
-        if ".." in revision:
-            return None
-        reference = self.folder / "refs" / revision
+        """Return the directory of its files in the cache, which may lack some.
+
+        Raises:
+            UsageError: If the cache leads out of the repository.
+        """
+        commit = self.revision or "main"
+        reference = self.folder / "refs" / commit
         if reference.is_file():
-            revision = reference.read_text().strip()
-        found = self.folder / "snapshots" / revision
-        return found if re.fullmatch(r"[\w.-]+", revision) and found.is_dir() else None
+            commit = read_text_file(reference).strip()
+            if not COMMIT.fullmatch(commit):
+                raise UsageError(f"{reference}: not a commit; delete it")
+        found = self.folder / "snapshots" / commit
+        if not COMMIT.fullmatch(commit) or not found.is_dir():
+            return None
+        real = os.path.realpath(found)
+        if real != os.path.join(os.path.realpath(self.folder), "snapshots", commit):
+            raise UsageError(f"{found}: links to {real}, outside its repository; delete it")
+        return found
 
     def names(self) -> list[str]:
         """Return the names of all files that it has on the Hub, or none if that is unknown."""
-        from huggingface_hub import errors, get_cached_repo_tree
-
-        try:
-            about: dict[str, Any] = {"repo_type": self.kind, "cache_dir": hub_cache()}
-            return [each.path for each in get_cached_repo_tree(self.name, **about, **self._at())]
-        except (errors.CachedRepoTreeNotFoundError, ValueError, OSError):
-            return []
-
-    def _at(self) -> dict[str, str | None]:
         found = self.snapshot()
-        return {"revision": self.revision if found is None else found.name}
+        return self._listed(found.name) if found else []
+
+    def _listed(self, commit: str) -> list[str]:
+        return cached_names(self.folder / "trees" / f"{commit}.json")
 
     @property
     def _absent(self) -> str:
@@ -78,10 +97,11 @@ class Repository:
         what = f"{file} is missing in the Hugging Face cache"
         if self.snapshot() is None:
             what = f"{self._absent}not in the Hugging Face cache ({hub_cache()})"
+        is_set = "HF_HUB_OFFLINE" if "HF_HUB_OFFLINE" in os.environ else "TRANSFORMERS_OFFLINE"
         kind = "" if self.kind == "model" else f"--repo-type {self.kind} "
         command = f"{kind}{self.name}{f' --revision {self.revision}' if self.revision else ''}"
         way = f"Where there is a network, run `hf download {command}`"
-        return UsageError(f"{self.where}: {what}; HF_HUB_OFFLINE is set. {way}")
+        return UsageError(f"{self.where}: {what}; {is_set} is set. {way}")
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -89,7 +109,7 @@ class Repository:
         lock = hub_cache() / ".locks" / self.folder.name / "fsdpctl.lock"
         with self._explained():
             lock.parent.mkdir(parents=True, exist_ok=True)
-            file = lock.open("w")
+            file = open_own(lock, "ab")
         with file:
             waiting = f"waiting for another process that fetches {self.name}"
             with doing(waiting), suppress(OSError):  # a file system may have no locks
@@ -104,23 +124,38 @@ class Repository:
         Raises:
             UsageError: If there is no such repository, no access, or too little space.
         """
-        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub import HfApi, constants, snapshot_download
 
-        about: dict[str, Any] = {"repo_type": self.kind, **self._at()}
-        with self._explained():
+        constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, _PART)
+        at = self.snapshot()
+        about: dict[str, Any] = {
+            "repo_type": self.kind,
+            "revision": at.name if at else self.revision,
+        }
+
+        def ask() -> tuple[list[str], list[Any]]:
+            # Without a network, the first of these fails at once.
+            self._listed(str(HfApi().repo_info(self.name, **about).sha))
+            names = HfApi().list_repo_files(self.name, **about)
+            chosen = [*map(glob.escape, choose(names))]
+            about.update(cache_dir=hub_cache(), allow_patterns=chosen)
+            asked = snapshot_download(self.name, dry_run=True, tqdm_class=_bar(), **about)
+            return names, [each for each in asked if each.will_download]
+
+        with self._explained(), checked_answers(constants.ENDPOINT) as answered:
             with doing(f"asking {_host()} for {self.name}"):
-                HfApi().repo_info(self.name, **about)  # without a network, fails at once
-                names = HfApi().list_repo_files(self.name, **about)
-                chosen = [*map(glob.escape, choose(names))]
-                about |= {"cache_dir": hub_cache(), "allow_patterns": chosen}
-                asked = snapshot_download(self.name, dry_run=True, tqdm_class=_bar(), **about)
-            files = [each for each in asked if each.will_download]
+                names, files = _watched(ask, answered)
             size = sum(each.file_size or 0 for each in files)
             if size:
                 self._announce("to fetch" if dry else "fetching", len(files), size)
             if not dry:
                 with doing(f"fetching {self.name}", BYTES, size) as advance:
-                    found = _stoppable(partial(snapshot_download, self.name, **about), advance)
+                    bar = _bar(advance, stopped := threading.Event(), answered, size)
+                    fetch = partial(snapshot_download, self.name, tqdm_class=bar, **about)
+                    try:
+                        found = _watched(fetch, answered)
+                    finally:
+                        stopped.set()
                     Path(found).mkdir(parents=True, exist_ok=True)  # if there are no files
         return names
 
@@ -142,6 +177,8 @@ class Repository:
         logger.setLevel(logging.CRITICAL)  # its warnings quote signed URLs
         try:
             yield
+        except AnswerError as error:
+            raise UsageError(f"{self.where}: {_host()} {error}") from None
         except UsageError:
             raise
         except Exception as error:
@@ -171,6 +208,8 @@ class Repository:
         if isinstance(error, OSError) and error.filename:
             return f"{error.filename}: {error.strerror}"
         kind = type(chain[-1]).__name__
+        if _NO_NETWORK.isdisjoint(base.__name__ for x in chain for base in type(x).__mro__):
+            return f"{host} does not answer as a Hub does ({kind})"
         if self.snapshot() is None:
             return f"{self._absent}{host} cannot be reached ({kind})"
         return f"cannot be fetched from {host} ({kind}); complete files are kept, run it again"
@@ -189,27 +228,42 @@ def _host() -> str:
     return printable(urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2])
 
 
-def _stoppable(fetch: Callable[..., str], advance: Advance) -> str:
-    """Call `fetch` with a progress bar in a thread of its own.
+def _watched(work: Callable[[], T], answered: list[int]) -> T:
+    """Call `work` in a thread of its own, and raise AnswerError if nothing arrives for long.
 
     The threads of the library end when their bar raises an error, so a signal need not wait for
     the files.
     """
-    from huggingface_hub import constants
+    results, errors = list[T](), list[BaseException]()
 
-    # What a cut loses, and what a signal waits for.
-    constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, MIB)
-    stopped, pool = threading.Event(), ThreadPoolExecutor(1, thread_name_prefix="fetch")
-    try:
-        return pool.submit(fetch, tqdm_class=_bar(advance, stopped)).result()
-    finally:
-        stopped.set()
-        pool.shutdown(wait=False)
+    def call() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="fetch", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        before = answered[0]
+        thread.join(PATIENCE)
+        if thread.is_alive() and answered[0] == before:
+            raise AnswerError(f"has sent nothing for {PATIENCE:.0f} s")
+    for error in errors:
+        raise error
+    return results[0]
 
 
-def _bar(advance: Advance | None = None, stopped: Any = None) -> Any:
-    """Return a class of progress bars that shows nothing, and tells `advance` of bytes on disk."""
+def _bar(
+    advance: Advance | None = None, stopped: Any = None, answered: Any = None, size: int = 0
+) -> Any:
+    """Return a class of progress bars that shows nothing, and tells `advance` of bytes on disk.
+
+    It raises AnswerError if they are far more than the `size` that a server announced.
+    """
     from huggingface_hub.utils.tqdm import tqdm
+
+    total = [0]
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -221,6 +275,10 @@ def _bar(advance: Advance | None = None, stopped: Any = None) -> Any:
             if stopped is not None and stopped.is_set():
                 raise InterruptedError
             if advance is not None and self._counts:
+                answered[0] += 1
+                total[0] += int(n or 0)
                 advance(int(n or 0))
+                if total[0] > 2 * size + _SLACK:
+                    raise AnswerError(f"sends more than the {format_bytes(size)} that it announced")
 
     return Bar

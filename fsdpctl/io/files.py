@@ -17,6 +17,7 @@ Refusal = type[FsdpctlError]
 MOST_BYTES = 1 << 30  # of what is read whole: a file, or a line of one
 _LAST_BYTES, _LONGEST = 4096, 300  # to search for the last line of a log; characters of it
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+_HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def plain_name(name: object, pattern: str, where: str, refusal: Refusal) -> str:
@@ -89,7 +90,7 @@ def check_inside(files: Iterable[Path], folder: Path, where: str) -> None:
     """Refuse a file found below a directory that is a link out of it; `where` begins messages."""
     root = Path(os.path.realpath(folder))
     for file in files:
-        if file.is_symlink() and not _stays_inside(root, real := Path(os.path.realpath(file))):
+        if not _stays_inside(root, real := Path(os.path.realpath(file))):
             raise UsageError(
                 f"{where}: {file} links to {real}, outside the directory; to read such files, "
                 f"name them, as {folder}/*"
@@ -97,12 +98,17 @@ def check_inside(files: Iterable[Path], folder: Path, where: str) -> None:
 
 
 def _stays_inside(folder: Path, real: Path) -> bool:
+    """Return whether a file is below a directory, or of the same repository in a cache of the Hub.
+
+    Its files are in `blobs` of the repository, or, by their hash, in `blobs` of the cache.
+    """
     if folder in real.parents:
         return True
-    blobs = real.parent
-    repository = blobs.parent
-    is_cached = blobs.name == "blobs" and repository.name.startswith(("models--", "datasets--"))
-    return is_cached and repository / "snapshots" in folder.parents
+    above = next((each.parent for each in folder.parents if each.name == "snapshots"), Path())
+    if not above.name.startswith(("models--", "datasets--")):
+        return False
+    is_shared = real.parent.parent == above.parent / "blobs" and _HASH.fullmatch(real.name)
+    return bool(is_shared) or real.parent == above / "blobs"
 
 
 def read_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> bytes:

@@ -11,7 +11,7 @@ from fsdpctl.data.find_data import find_data
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError
-from tests.hub_server import Hub, serving
+from tests.hub_server import SHA, Hub, serving
 
 BYTES = ByteTokenizer()
 CARD = """---
@@ -37,9 +37,9 @@ def cached(tmp_path, monkeypatch):
 
     def put(name, files, card=None):
         folder = tmp_path / "hub" / f"datasets--{name.replace('/', '--')}"
-        snapshot = folder / "snapshots" / "abc123"
+        snapshot = folder / "snapshots" / SHA
         (folder / "refs").mkdir(parents=True)
-        (folder / "refs" / "main").write_text("abc123")
+        (folder / "refs" / "main").write_text(SHA)
         (folder / "blobs").mkdir()
         for number, file in enumerate([*files, *(["README.md"] if card else [])]):
             content = card if file == "README.md" else json.dumps({"text": f"in {file}"})
@@ -59,7 +59,7 @@ def test_a_card_with_several_configurations_asks_for_one(cached):
     files = ["en/train-0.jsonl", "en/train-1.jsonl", "en/test-0.jsonl", "de/x/a.jsonl", "b.jsonl"]
     cached("org/texts", files, CARD)
     assert names("hf://org/texts:en") == ["train-0.jsonl", "train-1.jsonl"]
-    assert names("hf://org/texts@abc123:en/test") == ["test-0.jsonl"]
+    assert names(f"hf://org/texts@{SHA}:en/test") == ["test-0.jsonl"]
     assert names("hf://datasets/org/texts:de") == ["a.jsonl"]
     for path, word in {
         "hf://org/texts": "name a configuration after a :, of en, de",

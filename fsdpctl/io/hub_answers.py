@@ -1,0 +1,189 @@
+"""Answers of the Hugging Face Hub, and names in its cache, checked before they are used.
+
+Note: huggingface_hub makes paths of commits, etags and hashes, sends the token to the address of
+the next page, waits as long as an answer requests, and reads answers of any length into memory. Its
+own checks cover names of downloads only. So each answer is checked when its headers arrive, before
+the library sees it.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from fsdpctl.errors import UsageError
+from fsdpctl.io.untrusted import MIB, Count, read_json
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+_Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+_ETAG = re.compile(r"[\w+=:~-][\w.+=:~-]{0,127}", re.ASCII)
+_ABOUT = re.compile(r"/api/(?:model|dataset)s/[^/]+/[^/]+(/tree/)?")
+_ROUTE, _PORTS = "x-xet-refresh-route", {"http": 80, "https": 443}
+# What an honest server never exceeds: a page has 1,000 names in 0.3 MiB, a rate limit 300 s.
+_MOST_BYTES, _MOST_PAGES = 256 * MIB, 2000  # of an answer or a listing, decompressed; of a listing
+_MOST_SECONDS = 60.0  # for an answer, or without a byte
+PATIENCE = 360.0  # seconds without an answer or a part of a file
+_LONGEST = 1000  # characters of a name with its directories
+
+
+class AnswerError(UsageError):
+    """An answer that a Hub does not give; the text continues the name of the host."""
+
+
+class _Stored(msgspec.Struct):
+    oid: _Sha256
+
+
+class _Entry(msgspec.Struct):
+    path: str
+    size: Count = 0
+    lfs: _Stored | None = None
+
+
+class _Info(msgspec.Struct):
+    sha: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{40}\Z")]
+
+
+class _Kept(msgspec.Struct):
+    size: Count
+    lfs_sha256: _Sha256 | None = None
+
+
+class _Listing(msgspec.Struct):
+    files: dict[str, _Kept]
+
+
+def is_below(name: str) -> bool:
+    """Return whether a name, joined to that of a directory, is of a file below it."""
+    return len(name) <= _LONGEST and all(
+        each not in ("", ".", "..") and "\0" not in each and len(os.fsencode(each)) < 256
+        for each in name.split("/")
+    )
+
+
+def cached_names(listing: Path) -> list[str]:
+    """Return the names in a listing of the cache, or none if it has no such file.
+
+    Raises:
+        UsageError: If it is not a listing, or has a name outside its repository.
+    """
+    files = read_json(listing, _Listing).files if listing.is_file() else {}
+    if outside := next((each for each in files if not is_below(each)), None):
+        raise UsageError(f"{listing}: {outside[:80]!r} is not a file of a repository; delete it")
+    return list(files)
+
+
+@contextmanager
+def checked_answers(home: str) -> Iterator[list[int]]:
+    """Check what huggingface_hub requests and receives in the block; `home` is the Hub's URL.
+
+    Yields the number of answers, so far, in a list. Requests of the library raise AnswerError if an
+    answer is not of the protocol, or exceeds a limit.
+    """
+    import huggingface_hub
+    from huggingface_hub.utils import _http
+
+    factory, checks = _http._GLOBAL_CLIENT_FACTORY, _Checks(home)
+
+    def client() -> Any:
+        made = factory()
+        made.event_hooks["request"].append(checks.before)
+        made.event_hooks["response"].append(checks.after)
+        return made
+
+    huggingface_hub.set_client_factory(client)
+    try:
+        yield checks.answered
+    finally:
+        huggingface_hub.set_client_factory(factory)
+
+
+class _Checks:
+    """The requests and answers of a fetch."""
+
+    def __init__(self, home: str) -> None:
+        self.answered = [0]
+        self._homes = {_origin(x) for x in (home, "https://huggingface.co", "https://hf.co")}
+        self._pages = dict[str, int]()  # that follow in the listing, with the bytes before each
+
+    def before(self, request: Any) -> None:
+        if "authorization" in request.headers:
+            self._check_host(request.url)
+        if request.headers.get("accept-encoding") != "identity":
+            request.headers["accept-encoding"] = "gzip"
+        limits = request.extensions.get("timeout", {})
+        limits.update({each: limits[each] or _MOST_SECONDS for each in limits})
+
+    def after(self, response: Any) -> None:
+        self.answered[0] += 1
+        request = response.request
+        links = {name: each.get("url") for name, each in response.links.items()}
+        for link in (links.get("next"), links.get("xet-auth"), response.headers.get(_ROUTE)):
+            if link is not None:
+                self._check_host(request.url.join(link))
+        _check_headers(response)
+        about = _ABOUT.search(request.url.path)
+        if response.status_code >= 400:
+            response._content = b""  # headers have the reason
+        elif about and request.method == "GET" and not response.has_redirect_location:
+            size = self._pages.get(str(request.url), 0)
+            if not size:
+                self._pages.clear()  # the first page of a listing
+            response._content = _content(response, bool(about[1]), _MOST_BYTES - size)
+            if (link := links.get("next")) is not None:
+                following = str(request.url.join(link))
+                if following in self._pages or len(self._pages) >= _MOST_PAGES:
+                    raise AnswerError("lists files without an end")
+                self._pages[following] = size + len(response._content)
+
+    def _check_host(self, url: Any) -> None:
+        if _origin(str(url)) not in self._homes:
+            raise AnswerError(f"leads to another host, {url.host}")
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme)
+
+
+def _check_headers(response: Any) -> None:
+    """Check the headers that huggingface_hub makes paths of, decodes by, or waits for."""
+    headers = response.headers
+    commit, etag = headers.get("x-repo-commit"), headers.get("x-linked-etag", headers.get("etag"))
+    if commit is not None and not COMMIT.fullmatch(commit):
+        raise AnswerError(f"names a commit {commit[:80]!r}; expected 40 hexadecimal digits")
+    is_named = response.request.method == "HEAD" and etag is not None
+    if is_named and not _ETAG.fullmatch(etag.lstrip("W/").strip('"')):
+        raise AnswerError(f"names a version {etag[:80]!r} of a file; expected digits and letters")
+    if (coding := headers.get("content-encoding", "identity")) not in ("identity", "gzip"):
+        raise AnswerError(f"compresses by {coding[:80]}; expected gzip")
+    wait = headers.get("retry-after", "")
+    if wait.isdigit() and (len(wait) > 9 or int(wait) > PATIENCE):
+        raise AnswerError(f"answers {response.status_code}, and to try again after {wait[:9]} s")
+
+
+def _content(response: Any, is_listing: bool, most: int) -> bytes:
+    """Return an answer about a repository, whose names and commit are checked."""
+    content, end = bytearray(), time.monotonic() + _MOST_SECONDS
+    for part in response.iter_bytes():
+        content += part
+        if len(content) > most:
+            raise AnswerError(f"sends more than {_MOST_BYTES // MIB} MiB about a repository")
+        if time.monotonic() > end:
+            raise AnswerError(f"takes more than {_MOST_SECONDS:.0f} s for an answer")
+    try:
+        if not is_listing:
+            msgspec.json.decode(content, type=_Info)
+            return bytes(content)
+        for entry in msgspec.json.decode(content, type=list[_Entry]):
+            if not is_below(entry.path):
+                raise AnswerError(f"names a file {entry.path[:80]!r}, outside its repository")
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise AnswerError(f"does not answer as a Hub does: {error}") from None
+    return bytes(content)
