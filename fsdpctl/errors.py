@@ -102,6 +102,12 @@ class EngineError(FsdpctlError):
     """The sharded model was called in an order or with values that it cannot serve."""
 
 
+class ModuleError(EngineError):
+    """The module is or does what a sharded one cannot."""
+
+    exit_code = ExitCode.USAGE
+
+
 def first_of(names: Sequence[str], most: int = 5) -> str:
     """List `names`, at most `most` of them, with the number of the others."""
     more = len(names) - most
@@ -110,15 +116,15 @@ def first_of(names: Sequence[str], most: int = 5) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the known word closest to `word`, else an empty string."""
-    known = list(known)
+    word, names = word.lower(), {each.lower(): each for each in known}
     # What was typed in part, or too far, is nearer than what only looks like it.
     close = sorted(
         (
             each
-            for each in known
+            for each in names
             if min(len(word), len(each)) > 2 and (each.startswith(word) or word.startswith(each))
         ),
         key=lambda each: abs(len(each) - len(word)),
     )
-    close = close or difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = close or difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {names[close[0]]}?" if close else ""

@@ -28,7 +28,7 @@ from fsdpctl.io.untrusted import parse_json
 NAMES = {
     "F64": ("float64", 8), "F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2),
     "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
-    "U8": ("uint8", 1), "BOOL": ("bool", 1),
+    "U8": ("uint8", 1), "BOOL": ("bool", 1), "C64": ("complex64", 8),
 }  # fmt: skip
 ITEMSIZES = {name: size for name, (_, size) in NAMES.items()}
 FLOATS = ("F64", "F32", "BF16", "F16")

@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from fsdpctl.errors import EngineError, FsdpctlError
+from fsdpctl.errors import EngineError, FsdpctlError, ModuleError
 from fsdpctl.plan.step import pinned_groups
 
 T = TypeVar("T")
@@ -306,7 +306,7 @@ class SentInput:
         version, self._version = self._version, None
         wait_for(self._left)
         if kind is None and given is not None and version not in (None, given._version):
-            raise EngineError(
+            raise ModuleError(
                 "activation_checkpointing.offload=true: not supported, because a block writes to "
                 "its own input; set it to false"
             )

@@ -42,14 +42,16 @@ def train(
         settings: Settings, KEY=VALUE, as on the command line.
     """
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    with reported():
-        if is_first():
-            DISPLAY.start(sys.stderr, "fsdpctl.train")
-        from fsdpctl.launch.run import run_task
-        from fsdpctl.resolve.own import compose_task, make_task
+    try:
+        with reported():
+            if is_first():
+                DISPLAY.start(sys.stderr, "fsdpctl.train")
+            from fsdpctl.launch.run import run_task
+            from fsdpctl.resolve.own import compose_task, make_task
 
-        task = make_task(module, loss, data, val_data, collate_fn)
-        composed, given = compose_task(task, settings, None if recipe is None else str(recipe))
-        run_task(task, composed, given, Talk(say, partial(plan, show=note), plan))
-    for number, handler in before.items():
-        signal.signal(number, handler)
+            task = make_task(module, loss, data, val_data, collate_fn)
+            composed, given = compose_task(task, settings, None if recipe is None else str(recipe))
+            run_task(task, composed, given, Talk(say, partial(plan, show=note), plan))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

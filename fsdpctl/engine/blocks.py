@@ -127,6 +127,39 @@ _CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
+class _BuffersBefore:
+    """The buffers of a block before its forward, with which a recomputation runs.
+
+    So it computes the same again, and what it writes to them is dropped: statistics count a batch
+    once. Those of modules in eval mode are expected to stay as they are.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._places = [
+            (each._buffers, key, buffer)
+            for each in block.modules()
+            for key, buffer in each._buffers.items()
+            if each.training and buffer is not None
+        ]
+        self._before = {id(each): each.detach().clone() for *_, each in self._places}
+
+    def __enter__(self) -> None:
+        # Copies again: a graph that is kept can be recomputed twice.
+        copies = {number: each.clone() for number, each in self._before.items()}
+        self._after = [buffers[key] for buffers, key, _ in self._places]
+        for buffers, key, before in self._places:
+            buffers[key] = copies[id(before)]
+
+    def __exit__(self, *about: Any) -> None:
+        for (buffers, key, _), after in zip(self._places, self._after, strict=True):
+            buffers[key] = after
+
+
+def _with_buffers(block: nn.Module, contexts: Callable[[], Any]) -> tuple[Any, Any]:
+    forward, recomputation = contexts()
+    return forward, _Both(_BuffersBefore(block), recomputation)
+
+
 def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(block._plain_forward, *args, use_reentrant=False, **kwargs)
 
@@ -184,24 +217,32 @@ def _value(given: object) -> object:
 
 
 def checkpoint_block(
-    block: nn.Module, mode: str, send: Callable[[Tensor], SentInput] | None = None
+    block: nn.Module,
+    mode: str,
+    send: Callable[[Tensor], SentInput] | None = None,
+    *,
+    keeps_buffers: bool = False,
 ) -> None:
     """Make `block` recompute its activations in backward; `mode` is full or selective.
 
     The forward is replaced and hooks stay outside of it, so that names and units do not change. The
     choice of experts is saved: recomputed with other rounding, a token could go to another one.
-    With `send`, the block's input is sent to the host.
+    With `send`, the block's input is sent to the host. If it `keeps_buffers`, a recomputation does
+    not change them.
     """
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
     contexts = _CONTEXTS[mode][_has_experts(block)]
+    if keeps_buffers and any(each._buffers for each in block.modules()):
+        contexts = partial(_with_buffers, block, contexts)
+        vars(block)["_is_compiled_within"] = True
     if send is not None:
-        block._send = send  # type: ignore[assignment]  # not a submodule
+        vars(block).update(_send=send, _is_compiled_within=True)
     forward = _recomputed_within(contexts) if send is None else _sent_within(contexts)
     block.forward = MethodType(forward, block)
 
 
 def checkpoint_blocks(
-    blocks: Sequence[nn.Module], mode: str, *, offload: bool = False
+    blocks: Sequence[nn.Module], mode: str, *, offload: bool = False, keeps_buffers: bool = False
 ) -> HostInputs:
     """Make `blocks`, in the order of forward, recompute their activations in backward.
 
@@ -211,7 +252,7 @@ def checkpoint_blocks(
     inputs = HostInputs(len(blocks))
     for number, block in enumerate(blocks):
         send = partial(inputs.send, number) if offload and len(blocks) > 1 else None
-        checkpoint_block(block, mode, send)
+        checkpoint_block(block, mode, send, keeps_buffers=keeps_buffers)
     return inputs
 
 
@@ -223,7 +264,8 @@ def prepare_blocks(module: nn.Module, config: Config) -> None:
     if about.name != "none":
         # Imported by the first checkpointed call, it would hold that call's arguments for a while.
         import_module("torch._dynamo")
-        checkpoint_blocks(blocks, about.name, offload=about.offload)
+        is_own = config.model.is_own
+        checkpoint_blocks(blocks, about.name, offload=about.offload, keeps_buffers=is_own)
     for block in blocks if config.train.compile else ():
         compile_block(block)
 
@@ -265,13 +307,14 @@ def _has_experts(block: nn.Module) -> bool:
 
 def compile_block(block: nn.Module) -> None:
     """Compile the forward of `block` with torch.compile; equal blocks share the result."""
-    if not hasattr(block, "_send"):
+    if not hasattr(block, "_is_compiled_within"):
         block.forward = torch.compile(block.forward)
         return
     if _has_experts(block):
+        what = ".offload=true" if hasattr(block, "_send") else " of blocks with buffers"
         raise UsageError(
-            "activation_checkpointing.offload=true: conflicts with train.compile=true for blocks "
-            "with experts; set one of them to false"
+            f"train.compile=true: conflicts with activation_checkpointing{what} for blocks with "
+            "experts; set train.compile=false"
         )
     block._plain_forward = torch.compile(block._plain_forward)  # type: ignore[assignment,arg-type]  # a method
 

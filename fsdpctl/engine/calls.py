@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from fsdpctl.comm.base import Collectives
-from fsdpctl.errors import EngineError
+from fsdpctl.errors import ModuleError
 
 Agree = Callable[[Sequence[bool]], Sequence[bool]]
 
@@ -210,7 +210,7 @@ class Calls:
             EngineError: If autograd did not report the call's forward when the backward began.
         """
         if not call.forward.takes_part:
-            raise EngineError(
+            raise ModuleError(
                 "backward reached a forward that was not part of it when it began, so units may "
                 "have been reduced without it; do not use a sharded model's older outputs in a "
                 "function that runs a backward of its own within another"
@@ -265,7 +265,7 @@ def agree_on_forwards(
     if same_under and any(each != found[0] for each in found):
         numbers = [[n for n, is_part in enumerate(each, 1) if is_part] for each in found]
         other = next(rank for rank, each in enumerate(found) if each != found[0])
-        raise EngineError(
+        raise ModuleError(
             f"of {len(takes_part)} forwards, backward goes through {numbers[0]} on rank 0 and "
             f"through {numbers[other]} on rank {other}; {same_under} requires the same ones on "
             "all ranks (add the others' loss times zero)"

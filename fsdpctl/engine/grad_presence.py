@@ -6,7 +6,7 @@ from torch import Tensor
 from fsdpctl.comm.base import Handle
 from fsdpctl.comm.shards import as_integers, compare_replicas
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.errors import EngineError
+from fsdpctl.errors import ModuleError
 
 
 class GradPresence:
@@ -106,7 +106,7 @@ class GradPresence:
 
 def _check_fingerprint(expected: int, found: Tensor) -> None:
     if int(found) != expected:
-        raise EngineError(
+        raise ModuleError(
             "the ranks ran the model's units in different orders, so the gathered parameters are "
             "mixed up; every rank must call the same units in the same order"
         )

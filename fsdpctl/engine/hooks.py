@@ -18,7 +18,7 @@ from fsdpctl.engine.calls import in_backward
 from fsdpctl.engine.parameters import is_at_rest, is_marked, mark_sharded, not_possible
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit
-from fsdpctl.errors import EngineError
+from fsdpctl.errors import EngineError, ModuleError
 
 
 def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
@@ -223,7 +223,7 @@ def _check_gathered(name: str, module: nn.Module, args: Any) -> None:
         return
     for key, param in module._parameters.items():
         if param is not None and is_at_rest(param):
-            raise EngineError(
+            raise ModuleError(
                 f"{name or 'the module'} computes with its {key}, which is not gathered: its unit "
                 "was not called as a module but in parts, or by .forward; call it, or pass such "
                 "parts as units="

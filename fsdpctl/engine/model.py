@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Self
 
+import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
@@ -17,7 +18,8 @@ from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.parameters import not_possible
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import bytes_outside_slots
-from fsdpctl.errors import EngineError, nearest
+from fsdpctl.errors import EngineError, ModuleError, nearest
+from fsdpctl.models.describe import torch_dtype
 from fsdpctl.plan.strategy import Strategy
 
 # torch's message for a write to an expanded tensor.
@@ -64,7 +66,7 @@ class ShardedModel(nn.Module):
             return self.module(*args, **kwargs)
         except RuntimeError as error:
             if _WRITTEN_AT_REST in str(error):
-                raise EngineError(
+                raise ModuleError(
                     "the module writes to its own parameters in forward while they are sharded; "
                     "do that before shard_model, or within model.full_parameters(writeback=True)"
                 ) from error
@@ -174,6 +176,12 @@ class ShardedModel(nn.Module):
     def overlap_param_gather(self, overlaps: bool) -> None:
         self._runtime.param_sync.overlaps = overlaps
         self._runtime.param_sync.finish()
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype of gathered floating-point parameters; None: each has its own."""
+        name = self._runtime.plan.dtypes.param
+        return None if name is None else torch_dtype(name)
 
     @property
     def can_prefetch(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.engine.calls import in_backward
-from fsdpctl.errors import EngineError
+from fsdpctl.errors import EngineError, ModuleError
 from fsdpctl.models.describe import all_named_parameters
 from fsdpctl.plan.layout import ParamSpec
 
@@ -138,13 +138,13 @@ class ShardedParameters:
         """
         for name, params, key, param in self._places:
             if params.get(key) is not param:
-                raise EngineError(
+                raise ModuleError(
                     f"{name} is not the parameter that was sharded; write to it within "
                     "model.full_parameters(writeback=True), or unwrap() the model"
                 )
         for name, module in self._modules:
             if module._compiled_call_impl is not None:
-                raise EngineError(
+                raise ModuleError(
                     f"{name or 'the module'} was compiled together with the hooks that gather its "
                     "parameters; instead of module.compile() compile its forward: "
                     "module.forward = torch.compile(module.forward)"
@@ -152,7 +152,7 @@ class ShardedParameters:
         now = [param.requires_grad for param in self._params]
         if now != self._flags:
             place = next(i for i, flag in enumerate(self._flags) if flag is not now[i])
-            raise EngineError(
+            raise ModuleError(
                 f"{self._names[place]}: requires_grad was {self._flags[place]} when the model was "
                 f"sharded and is {now[place]}, which would change how it is sharded; unwrap() it, "
                 "change requires_grad, and shard it again"
@@ -171,7 +171,7 @@ class ShardedParameters:
         """
         for unit, param in self._trained:
             if arrived_gradient(param) is not None:
-                raise EngineError(
+                raise ModuleError(
                     f"gradients of {unit} were not reduced: its output reaches the loss without "
                     "passing hooks, or the loss uses its parameters before the forward"
                 )

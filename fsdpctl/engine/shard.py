@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import NoReturn, TypeVar
@@ -15,7 +15,7 @@ from fsdpctl.comm.collectives import Mesh, collectives_for, make_mesh, sharing_c
 from fsdpctl.engine.build import Precision, Sharding, Source, build_runtime
 from fsdpctl.engine.hooks import is_sharded
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.errors import EngineError, UsageError
+from fsdpctl.errors import EngineError, ModuleError, UsageError
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.step import Prefetch, StepPlan
@@ -25,27 +25,33 @@ from fsdpctl.plan.units import Division, UnitSpec, divide
 T = TypeVar("T")
 
 
-def check_values(module: nn.Module, *, needs_values: bool) -> None:
+def check_module(module: nn.Module, *, needs_values: bool) -> None:
     """Check that a module can be sharded.
 
     Raises:
-        EngineError: If a parameter or buffer has no values, or is not a real number.
+        UsageError: If it is something else.
+        ModuleError: If a parameter or buffer has no values, or is not a real number.
     """
+    if not isinstance(module, nn.Module):
+        what = type(module).__name__
+        if isinstance(module, type):
+            what = f"the class {module.__name__}; pass an object of it, {module.__name__}(…)"
+        raise UsageError(f"module: expected a torch.nn.Module, got {what}")
     for name, param in module.named_parameters():
         is_bytes = param.dtype == torch.uint8 and not param.requires_grad
         if not (param.dtype.is_floating_point or is_bytes):
-            raise EngineError(
+            raise ModuleError(
                 f"parameter {name} is {param.dtype}; expected a real floating-point dtype, or "
                 "frozen uint8"
             )
         if param.is_meta and needs_values:
-            raise EngineError(f"parameter {name} is on the meta device, without values")
+            raise ModuleError(f"parameter {name} is on the meta device, without values")
     for name, each in module.named_modules():
         if getattr(each, "sparse", False) is True:
-            raise EngineError(f"{name}: sparse gradients are not supported; use sparse=False")
+            raise ModuleError(f"{name}: sparse gradients are not supported; use sparse=False")
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
-            raise EngineError(f"buffer {name} is on the meta device, without values")
+            raise ModuleError(f"buffer {name} is on the meta device, without values")
 
 
 def shard_model(
@@ -75,7 +81,8 @@ def shard_model(
         UsageError: If a name is unknown, or sizes do not fit the number of ranks.
         EngineError: If the ranks' modules differ.
     """
-    first = next((param.device for param in module.parameters()), torch.device("cpu"))
+    params = module.parameters() if isinstance(module, nn.Module) else ()  # checked with the others
+    first = next((param.device for param in params), torch.device("cpu"))
     if isinstance(strategy, Sharding):
         sharding = strategy
     else:
@@ -100,6 +107,7 @@ def shard_from(
     world = mesh.world if mesh is not None else make()
 
     def division() -> tuple[Strategy, Division]:
+        check_module(module, needs_values=source.initialize is None and not source.is_empty)
         if is_sharded(module):
             raise UsageError(
                 "shard_model: the module is sharded already; call model.unwrap() first"
@@ -108,7 +116,6 @@ def shard_from(
         replica_size = ranks_per_replica(row, world.size, sharding.dp_shard_size)
         if asked != "even" and not (row.has_owner_map or sharding.share_memory):
             raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
-        check_values(module, needs_values=source.initialize is None and not source.is_empty)
         units, shares = units_of(module, sharding), world.shares_memory
         return row, divide(
             units,
@@ -132,12 +139,20 @@ def shard_from(
 
 def requested_strategy(sharding: Sharding) -> Strategy:
     asked = sharding.strategy
-    return asked if isinstance(asked, Strategy) else get_strategy(asked)
+    if isinstance(asked, Strategy):
+        return asked
+    return get_strategy(str(getattr(asked, "name", asked)))  # torch's has names too
 
 
 def units_of(module: nn.Module, sharding: Sharding) -> tuple[UnitSpec, ...]:
+    """Return the units of a module; UsageError if `sharding` has something other than classes."""
     asked = sharding.units
-    return divide_module(module, None if isinstance(asked, str) else [e.__name__ for e in asked])
+    if asked == "auto":
+        return divide_module(module, None)
+    classes = [*asked] if isinstance(asked, Collection) else []
+    if not classes or not all(isinstance(each, type) for each in classes):
+        raise UsageError(f'units: expected "auto" or a list of module classes, got {asked!r:.60}')
+    return divide_module(module, [each.__name__ for each in classes])
 
 
 def _described(
@@ -197,7 +212,7 @@ def _report_difference(ours: Sequence[str], collectives: Collectives) -> NoRetur
         for mine, theirs in zip_longest(answers[0], answers[other], fillvalue="nothing more")
         if mine != theirs
     )
-    raise EngineError(
+    raise ModuleError(
         "the ranks were given different models or settings: "
         f"rank 0 has {first}, rank {other} has {second}"
     )

@@ -46,18 +46,24 @@ class Decoder(Protocol):
 
     def train(self, mode: bool = True) -> Any: ...
 
+    def modules(self) -> Iterator[nn.Module]: ...
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return logits, or with targets their loss."""
 
 
 @contextmanager
 def evaluating(module: Decoder) -> Iterator[None]:
+    """Put `module` into eval mode in the block. Then each of its modules has its own mode again."""
+    modes = [(each, each.training) for each in module.modules()]
     was_training = module.training
     module.train(False)
     try:
         yield
     finally:
-        module.train(was_training)
+        module.train(was_training)  # also what is not among its modules
+        for each, mode in modes:
+            each.training = mode
 
 
 class OwnHead(nn.Linear):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from fsdpctl.errors import EngineError
+from fsdpctl.errors import ModuleError
 from fsdpctl.plan.step import Prefetch, Reductions, SlotSpec, StepPlan
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder, all_following
@@ -270,7 +270,7 @@ class Schedule:
         if unit not in self._whole and unit not in self._arriving:
             owner = self._owners.get(self._slot_of.get(unit, unit))
             if owner in self._running:
-                raise EngineError(
+                raise ModuleError(
                     f"{unit} is called inside {owner}, with which it shares memory; pass units= so "
                     "that neither is part of the other's forward"
                 )

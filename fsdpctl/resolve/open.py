@@ -131,7 +131,7 @@ def open_task(composed: Composed, where: Place | None, task: Task) -> Opened:
     config, notes = _with_compiler(config)
     config = filled(config, OF_STEP, Facts(task.data), composed.automatic)
     check_trained(config, divide_module(task.module, None))
-    return _opened(composed, config, task.data, task.module, notes)
+    return _opened(composed, config, task.data, task.module, notes + task.notes)
 
 
 def _opened(

@@ -1,13 +1,17 @@
 """A module of a script, and the settings that it has."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from fsdpctl.checkpoint.tensors import DTYPE_NAMES
+from fsdpctl.comm.shards import persistent_buffers
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import Composed, checked_settings, compose_config
 from fsdpctl.config.model import OWN
@@ -15,6 +19,7 @@ from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.own import OwnData
 from fsdpctl.data.tokenizer import ByteTokenizer
+from fsdpctl.engine.shard import check_module
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import dtype_name
 from fsdpctl.plan.strategy import FSDPCTL
@@ -35,6 +40,15 @@ class Task:
     data: DataSet
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """A line about modules in eval mode, which stay in it; () if there are none."""
+        modes = [each.training for each in self.module.modules()]
+        if all(modes):
+            return ()
+        what = f"{modes.count(False)} of its {len(modes)} modules are in eval mode and stay in it"
+        return (f"module: {what}; call module.train() first to train it in training mode",)
+
+    @property
     def name(self) -> str:
         """The class of the module, with a checksum of its parameters' names and shapes."""
         about = [
@@ -49,25 +63,46 @@ def make_task(
     module: Any, loss: Any, data: Any, val_data: Any, collate: Callable[[list[Any]], Any] | None
 ) -> Task:
     """Check the arguments of `fsdpctl.train`; UsageError if one is of another type, or empty."""
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    check_module(module, needs_values=True)
     if not any(param.requires_grad for param in module.parameters()):
         raise UsageError("module: expected at least one trained parameter, got none")
+    for name, buffer in persistent_buffers(module).items():
+        if buffer.dtype not in DTYPE_NAMES:
+            raise UsageError(
+                f"module: buffer {name} is {buffer.dtype}, which checkpoints do not hold; register "
+                "it with persistent=False"
+            )
     for name, each in {"loss": loss, "collate_fn": collate or default_collate}.items():
         if not callable(each):
             raise UsageError(f"{name}: expected a function, got {type(each).__name__}")
     parts = {"data": data} if val_data is None else {"data": data, "val_data": val_data}
     for name, each in parts.items():
-        if not (hasattr(each, "__getitem__") and hasattr(each, "__len__")):
+        if (advice := _other_than_samples(name, each)) is not None:
             raise UsageError(
                 f"{name}: expected a map-style Dataset, with __getitem__ and __len__, got "
-                f"{type(each).__name__}"
+                f"{type(each).__name__}{advice}"
             )
         if not len(each):
             raise UsageError(f"{name}: expected at least one sample, got none")
     train, *val = (OwnData(each, collate or default_collate, loss) for each in parts.values())
     held = val[0] if val else None
     return Task(module, DataSet(train, held, ByteTokenizer(), 1, type(data).__name__))
+
+
+def _other_than_samples(name: str, given: Any) -> str | None:
+    """Return what to pass in place of something without samples by number; None: it has them."""
+    if isinstance(given, DataLoader):
+        return f"; pass its dataset: {name}=loader.dataset, collate_fn=loader.collate_fn"
+    if isinstance(given, Mapping):  # of splits, or columns
+        keys = ", ".join(map(repr, islice(given, 3)))
+        return None if 0 in given else f"; pass one of its values, or a list of samples ({keys}, …)"
+    if hasattr(given, "iloc"):
+        return f'; pass its rows: {name}=frame.to_dict("records")'
+    if isinstance(given, str | bytes | Path):
+        return "; pass the samples in this file"
+    if isinstance(given, IterableDataset) or not hasattr(given, "__getitem__"):
+        return f"; pass a list of its samples: {name}=list(samples)"
+    return None if hasattr(given, "__len__") else "; define __len__"
 
 
 def compose_task(
@@ -80,7 +115,11 @@ def compose_task(
     Raises:
         UsageError: If a setting is invalid, or only valid with a decoder; the message names it.
     """
-    if isinstance(settings, str) or not all(isinstance(each, str) for each in settings):
+    if isinstance(settings, Mapping):
+        words = [f"{name}={value}" for name, value in islice(settings.items(), 2)]
+        raise UsageError(f"settings: expected a list of KEY=VALUE, got a dict; write {words}")
+    is_list = isinstance(settings, Sequence) and not isinstance(settings, str)
+    if not is_list or not all(isinstance(each, str) for each in settings):
         raise UsageError(f"settings: expected a list of KEY=VALUE, got {settings!r:.60}")
     settings = list({each.partition("=")[0]: each for each in settings}.values())
     read = [] if recipe is None else read_recipe(find_recipe(recipe))

@@ -54,6 +54,7 @@ from fsdpctl.training.callbacks.sample import SampleText
 from fsdpctl.training.callbacks.self_check import SelfCheck
 from fsdpctl.training.callbacks.validation import Validation
 from fsdpctl.training.journal import Journal
+from fsdpctl.training.narrow import use_wide_parameters
 from fsdpctl.training.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
 from fsdpctl.training.trainer import Trainer
 
@@ -78,7 +79,9 @@ def make_model(
         config = replace(config, strategy=config.strategy.under(strategy))
     sharding, initialize = sharding_of(config, trains=trains), None
     if module is not None:
-        module.to(device).train()
+        module.to(device)
+        if config.precision.param_dtype != "float32":
+            use_wide_parameters(module)
         prepare_blocks(module, config)
     else:
         module = make_module(config)

@@ -3,7 +3,9 @@
 import hashlib
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,23 +37,38 @@ def summed_loss(
     return loss
 
 
-def own_loss(
-    model: Callable[..., Any], own: OwnBatch, device: torch.device
-) -> tuple[Tensor, int | Tensor]:
-    """Return the sum and the count of a script's loss function."""
-    total, count = _checked(own.of.loss(model, _sent(own.value, device)))
+def own_loss(model: Any, own: OwnBatch, device: torch.device) -> tuple[Tensor, int | Tensor]:
+    """Return the sum and the count of a script's loss function; `model` is a ShardedModel."""
+    dtype = model.compute_dtype
+    with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
+        total, count = _checked(own.of.loss(model, _sent(own.value, device)))
     return (total, count) if own.is_counted else (0 * total, 0)
 
 
 def _sent(value: Any, device: torch.device) -> Any:
-    """Send the tensors of a batch to the device."""
+    """Send the tensors of a batch to the device; what holds them keeps its class."""
     if isinstance(value, Tensor):
-        return value.to(device) if value.is_cuda else send(value, device)
+        is_plain = not value.is_cuda and value.layout is torch.strided
+        return send(value, device) if is_plain else value.to(device)
+    if callable(getattr(value, "to", None)):  # such as BatchEncoding, PackedSequence
+        sent = value.to(device)
+        return value if sent is None else sent
+    if isinstance(value, tuple):
+        each = [_sent(each, device) for each in value]
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
+    if is_dataclass(value) and not isinstance(value, type):
+        made: Any = copy(value)
+        for name in (each.name for each in fields(value) if hasattr(value, each.name)):
+            object.__setattr__(made, name, _sent(getattr(value, name), device))
+        return made
+    if isinstance(value, list | MutableMapping):
+        items = value.items() if isinstance(value, MutableMapping) else enumerate(value)
+        made = copy(value)
+        for key, each in items:
+            made[key] = _sent(each, device)
+        return made
     if isinstance(value, Mapping):
         return {name: _sent(each, device) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        sent = [_sent(each, device) for each in value]
-        return type(value)(*sent) if hasattr(value, "_fields") else type(value)(sent)
     return value
 
 

@@ -13,6 +13,7 @@ from fsdpctl.run.flops import model_flops
 from fsdpctl.training.callback import Callback, is_joint
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.journal import Journal
+from fsdpctl.training.narrow import refusing_dtypes
 from fsdpctl.training.rejected_steps import GradientProbe, RejectionRule
 from fsdpctl.training.requests import STOP, RequestCollector, RequestFlags, RequestSync, TimeLimit
 from fsdpctl.training.step import (
@@ -69,7 +70,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step; StoppedError or NonFiniteError if the run ends before."""
-        with self._running():
+        with self._running(), refusing_dtypes(self.parts.config):
             self._act(RequestFlags())  # validates if an earlier start still owes it
             while not self.is_over():
                 self._launch()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import ShardingStrategy
 
 import fsdpctl
 from fsdpctl.errors import CheckpointError, EngineError, UsageError
@@ -369,3 +370,24 @@ def test_an_optimizer_of_another_model_is_not_saved(tmp_path):
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
     with pytest.raises(UsageError, match="expected ShardedAdamW"):
         fsdpctl.save_checkpoint(tmp_path / "c", model, stranger)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.nn.Linear,), r"got the class Linear; pass an object of it, Linear\(…\)"),
+        (([torch.nn.ReLU()],), "module: expected a torch.nn.Module, got list"),
+        ((torch.nn.Linear(2, 2), "FULL_SHARD"), "strategy=FULL_SHARD: .*did you mean full_shard"),
+        ((torch.nn.Linear(2, 2), ShardingStrategy.SHARD_GRAD_OP), "did you mean shard_grad_op"),
+        ((torch.nn.Linear(2, 2), None), "strategy=None: expected one of no_shard"),
+    ],
+)
+def test_what_cannot_be_sharded_is_named(arguments: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        fsdpctl.shard_model(*arguments)
+
+
+@pytest.mark.parametrize("units", ["blocks", torch.nn.Linear, ["Linear"], []])
+def test_units_that_are_no_classes_are_rejected(units: Any) -> None:
+    with pytest.raises(UsageError, match='units: expected "auto" or a list of module classes'):
+        fsdpctl.shard_model(torch.nn.Linear(2, 2), units=units)

@@ -1,5 +1,6 @@
 """Recomputed and compiled blocks: what they keep, and that their gradients are the same."""
 
+import copy
 from collections import Counter
 
 import pytest
@@ -102,3 +103,49 @@ def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     assert "gcc or clang" in str(missing_compiler("cuda"))
+
+
+class Averages(nn.Module):
+    """A codebook that follows its inputs: what it returns depends on its buffer, which it sets."""
+
+    mean: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = self.mean.lerp(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.BatchNorm1d(6),
+        lambda: nn.Sequential(nn.BatchNorm1d(6, momentum=None), nn.BatchNorm1d(6).eval()),
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (3, 2)), nn.InstanceNorm1d(3, track_running_stats=True), nn.Flatten()
+        ),
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+        Averages,
+    ],
+)
+def test_recomputation_changes_no_buffer_and_no_bit(make, mode):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), make(), nn.Linear(6, 6))
+    recomputed, x = copy.deepcopy(plain), torch.randn(8, 6)
+    checkpoint_block(recomputed, mode, keeps_buffers=True)
+    for _ in range(3):
+        for module in (plain, recomputed):
+            module(x).square().sum().backward()
+    for named in ("named_buffers", "named_parameters"):
+        pairs = zip(getattr(plain, named)(), getattr(recomputed, named)(), strict=True)
+        for (name, expected), (_, found) in pairs:
+            assert torch.equal(found, expected), name
+            if named == "named_parameters":
+                assert torch.equal(found.grad, expected.grad), name

@@ -4,16 +4,19 @@ import copy
 import subprocess
 import sys
 import time
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import BatchEncoding
 
 from docs.examples.regression import Measurements, Model, squared_error
 from fsdpctl.comm.world import World
@@ -21,14 +24,16 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import NO_DECODER
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.order import samples_at
-from fsdpctl.errors import StoppedError, UsageError
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.errors import ExitCode, FsdpctlError, StoppedError, UsageError
+from fsdpctl.models.transformers_decoder import evaluating
 from fsdpctl.resolve.launchers import rank_of
 from fsdpctl.resolve.open import open_task
 from fsdpctl.resolve.own import compose_task, make_task
 from fsdpctl.resolve.settle import plan_of, settle
 from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.training.assemble import make_trainer
-from fsdpctl.training.loss import own_loss
+from fsdpctl.training.loss import _sent, own_loss
 from fsdpctl.training.step import LaunchContext
 from tests.distributed import distributed
 from tests.training.ranks import CPU, lines
@@ -54,6 +59,14 @@ class Changing(nn.Module):
         return out
 
 
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(5))
+
+    def __len__(self) -> int:
+        return 5
+
+
 class Noisy(Measurements):
     """Samples that differ each time, by two generators."""
 
@@ -63,11 +76,16 @@ class Noisy(Measurements):
 
 
 def trained(
-    folder: Path, module: nn.Module, data: Any, *more: str, stop: Callable[[], bool] = bool
+    folder: Path,
+    module: nn.Module,
+    data: Any,
+    *more: str,
+    stop: Callable[[], bool] = bool,
+    loss: Any = squared_error,
 ) -> dict[str, Tensor]:
     """Train to the end, or to a stop; return the weights and buffers of rank 0."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    task = make_task(module, squared_error, data, type(data)(23, seed=2), None)
+    task = make_task(module, loss, data, type(data)(23, seed=2), None)
     composed, given = compose_task(task, [*SETTINGS, f"train.run_dir={folder}", *more], None)
     launch, _ = rank_of(composed.config.launch, {})
     opened = open_task(composed, (replace(launch, nproc_per_node=world_size), None), task)
@@ -174,23 +192,46 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"module": Model}, "module: expected a torch.nn.Module, got type"),
+        (
+            {"module": Model},
+            r"module: expected a torch.nn.Module, got the class Model; pass an obj",
+        ),
+        ({"module": nn.Embedding(4, 2, sparse=True)}, "sparse gradients are not supported"),
+        ({"module": nn.Linear(2, 2, dtype=torch.complex64)}, "parameter weight is torch.complex64"),
+        ({"module": nn.Linear(2, 2, device="meta")}, "parameter weight is on the meta device"),
         ({"module": nn.ReLU()}, "module: expected at least one trained parameter, got none"),
+        (
+            {"module": nn.BatchNorm1d(2).to(torch.float8_e5m2)},
+            "buffer running_mean is torch.float8",
+        ),
         ({"loss": 1}, "loss: expected a function, got int"),
         ({"collate": 1}, "collate_fn: expected a function, got int"),
         ({"data": iter([])}, "data: expected a map-style Dataset, with __getitem__ and __len__"),
         ({"val_data": []}, "val_data: expected at least one sample, got none"),
+        ({"data": Stream()}, r"got Stream; pass a list of its samples: data=list\(samples\)"),
+        ({"val_data": {"train": [1], "test": [2]}}, r"dict; pass one of its values.* \('train', "),
+        ({"data": DataLoader(Stream())}, r"got DataLoader; pass its dataset: data=loader.dataset"),
+        ({"data": (each for each in "ab")}, "got generator; pass a list of its samples"),
+        ({"data": "samples.csv"}, "got str; pass the samples in this file"),
+        ({"data": {1, 2}}, "got set; pass a list of its samples"),
     ],
 )
 def test_an_argument_that_cannot_work_is_named(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(FsdpctlError, match=message) as found:
         make_task(**GOOD | wrong)
+    assert found.value.exit_code == ExitCode.USAGE
+
+
+def test_a_dict_of_numbered_samples_is_data() -> None:
+    assert make_task(**GOOD | {"data": {0: 1.0, 1: 2.0}}).data.fingerprint.startswith("2 samples")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("train.steps=1", "settings: expected a list of KEY=VALUE, got 'train.steps=1'"),
+        ({"train.steps": 1}, "settings: expected a list of KEY=VALUE, got a dict; write ['train.s"),
+        (None, "settings: expected a list of KEY=VALUE, got None"),
         (["model=gpt2"], "model=gpt2: only valid with a decoder"),
         (["data.path=a"], "data.path=a: only valid with a decoder"),
         (["train.seq_len=8"], "train.seq_len=8: only valid with a decoder"),
@@ -222,8 +263,142 @@ def test_a_loss_that_returns_something_else_is_named(result: Any, message: str) 
     task = make_task(**GOOD | {"loss": lambda model, batch: result})
     batch = task.data.train.rows(1).content([0])
     with pytest.raises(UsageError) as found:
-        own_loss(task.module, batch, CPU)
+        own_loss(shard_model(Model(8, 1), "no_shard"), batch, CPU)
     assert str(found.value).startswith(message)
+
+
+class Named(NamedTuple):
+    x: Tensor
+    y: str
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    x: Tensor
+    more: list[Tensor]
+
+
+class Kept(UserDict[str, Tensor]):
+    @property
+    def x(self) -> Tensor:
+        return self["x"]
+
+
+class Moved:
+    x: Tensor = torch.ones(2)
+
+    def to(self, device: torch.device) -> None:
+        self.x = self.x.to(device)  # in place, returning nothing
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Named(torch.ones(2), "text"),
+        Held(torch.ones(2), [torch.ones(1)]),
+        Kept(x=torch.ones(2)),
+        Moved(),
+        OrderedDict(x=torch.ones(2).to_sparse(), y=np.ones(2)),
+        BatchEncoding({"x": torch.ones(2)}),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_what_holds_the_tensors_of_a_batch_keeps_its_class(batch: Any) -> None:
+    sent = _sent(batch, torch.device("meta"))
+    assert type(sent) is type(batch)
+    assert (sent["x"] if isinstance(sent, OrderedDict) else sent.x).is_meta
+
+
+def test_a_packed_sequence_keeps_its_sizes_on_the_cpu() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    sent = _sent([packed], torch.device("meta"))[0]
+    assert sent.data.is_meta
+    assert sent.batch_sizes.device == CPU
+
+
+@pytest.mark.parametrize("name", ["", "model.place", "model"])
+def test_the_modes_of_a_script_stay(name: str) -> None:
+    module = Changing()
+    module.get_submodule(name).eval()
+    modes = [each.training for each in module.modules()]
+    (note,) = make_task(**GOOD | {"module": module}).notes
+    assert f"{modes.count(False)} of its {len(modes)} modules are in eval mode and stay" in note
+    with evaluating(module):
+        assert not any(each.training for each in module.modules())
+    assert [each.training for each in module.modules()] == modes
+    assert not make_task(**GOOD).notes
+
+
+class Tabled(nn.Module):
+    """A module whose own buffers, and a tensor of its forward, are float32, complex and whole."""
+
+    table: Tensor
+    turn: Tensor
+    order: Tensor
+
+    def __init__(self, norm: nn.Module, then: nn.Module) -> None:
+        super().__init__()
+        self.into, self.norm, self.then, self.out = nn.Linear(2, 4), norm, then, nn.Linear(4, 2)
+        self.register_buffer("table", torch.linspace(-1, 1, 4) + 1e-3)
+        self.register_buffer("turn", torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("order", torch.tensor([3, 2, 1, 0]))
+
+    def forward(self, place: Tensor, time: Tensor) -> Tensor:
+        x = self.norm((self.into(place) + self.table)[:, self.order])
+        turned = torch.view_as_complex(x.float().view(-1, 2, 2)) * self.turn
+        out: Tensor = self.out(self.then(torch.view_as_real(turned).flatten(1)) * torch.ones(4))
+        return out
+
+
+def summed(model: Any, batch: Any) -> tuple[Tensor, int]:
+    out = model(batch["place"], batch["time"])
+    return nn.functional.mse_loss(out, torch.zeros(out.shape), reduction="sum"), len(out)
+
+
+def in_bf16(module: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """Train one step in bf16; return the state."""
+    words = ["precision=bf16", "train.steps=1", "activation_checkpointing=full"]
+    return trained(folder, module, Measurements(37, seed=1), *words, loss=summed)
+
+
+@distributed()
+def keeping_buffers(rank: int, world_size: int, folder: Path) -> None:
+    norms: tuple[Callable[[], nn.Module], ...] = (
+        lambda: nn.BatchNorm1d(4),
+        lambda: nn.LayerNorm(4),
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, 1e-5, 0.1, True, True), nn.Flatten()
+        ),
+    )
+    for number, norm in enumerate(norms):
+        module = Tabled(norm(), nn.GroupNorm(2, 4))
+        before = {name: each.clone() for name, each in module.named_buffers()}
+        found = in_bf16(module, folder / str(number))
+        assert {name: found[name].dtype for name in before} == {
+            name: each.dtype for name, each in before.items()
+        }
+        for name in ("table", "turn", "order"):
+            assert torch.equal(found[name], before[name])
+
+
+def test_bf16_leaves_buffers_as_they_are(tmp_path: Path) -> None:
+    keeping_buffers(world_size=1, folder=tmp_path)
+
+
+@distributed()
+def refused(rank: int, world_size: int, folder: Path) -> None:
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    sources = (normed, nn.Bilinear(4, 4, 4))
+    for number, then in enumerate(sources):
+        module = Tabled(nn.Identity(), then)
+        if number:
+            module.then.forward = lambda x, then=nn.Bilinear.forward: then(sources[1], x, x)
+        with pytest.raises(UsageError, match=r"param_dtype=bfloat16: .*; set precision=fp32, or "):
+            in_bf16(module, folder / str(number))
+
+
+def test_bf16_that_a_module_cannot_have_is_refused_with_what_helps(tmp_path: Path) -> None:
+    refused(world_size=1, folder=tmp_path)
 
 
 def test_commands_that_need_a_decoder_reject_the_run_of_a_script() -> None:
