@@ -53,7 +53,7 @@ _BESIDE_TEXT = {
     **dict.fromkeys(("input_ids", "labels"), "tokens of another program"),
 }  # columns that plain text does not need
 _KINDS = {**_BESIDE_TEXT, **dict.fromkeys(MEDIA, "other media than text")}
-_TEXT = "text"
+_TEXT, COLUMN = "text", "the column text"
 
 
 class Chat(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
@@ -116,9 +116,13 @@ def is_used(key: str) -> bool:
 def detect_format(fields: Mapping[str, Any], prompt: str = TEMPLATE) -> str:
     """Return the format of a file's first row, of which a `text` may be null, with `data.prompt`.
 
+    COLUMN in its place asks for the column `text`, whatever the others are.
+
     Raises:
         UsageError: If no supported format has these fields.
     """
+    if prompt == COLUMN and _TEXT in fields:
+        return COLUMN
     fields = {k: value for k, value in fields.items() if value is not None or k == _TEXT}
     for name, (keys, _) in _FORMATS.items():
         is_list = keys[0] == ("prompt",) and isinstance(fields.get("prompt"), list)
@@ -148,6 +152,8 @@ def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]
     Raises:
         UsageError: If the row has another format, or can't be trained on.
     """
+    if name == COLUMN:
+        return _column(fields)
     _check_kind(fields, name)
     empty = {_TEXT: ""} if name == _TEXT and _TEXT in fields else {}
     fields = empty | without_nulls(fields)
@@ -160,7 +166,8 @@ def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]
     if isinstance(found, Plain):
         for key in (*SYSTEM, *TOOLS, _KWARGS):
             if not is_empty(row.rest.get(key, "")):
-                raise UsageError(f"{key}: only valid with messages")
+                way = "; to ignore it, set data=text" if name == _TEXT else ""
+                raise UsageError(f"{key}: only valid with messages{way}")
     if flag is False:
         if isinstance(found, Plain):
             raise UsageError("loss: only valid with messages")
@@ -180,7 +187,8 @@ def _check_kind(fields: Mapping[str, Any], name: str) -> None:
             continue
         kind = "preference data" if _PREFERENCE.fullmatch(key) else _KINDS.get(key)
         if kind and value is not None and not is_empty(value):
-            raise UsageError(f"{key}: {kind}: not supported; remove the key to ignore it")
+            way = ", or set data=text" if _TEXT in fields else ""
+            raise UsageError(f"{key}: {kind}: not supported; remove the key to ignore it{way}")
 
 
 def _prompt(row: _Fields) -> Plain:
@@ -233,6 +241,14 @@ def _alpaca(row: _Fields) -> Plain:
 
 def _plain(row: _Fields) -> Plain:
     return Plain(row.text(_TEXT))  # empty: passed over by the reader
+
+
+def _column(fields: Mapping[str, Any]) -> tuple[Plain, Keys]:
+    if _TEXT not in fields:
+        raise UsageError("text: required, as in the file's first row")
+    others = {key for key, value in fields.items() if key != _TEXT and value is not None}
+    text = expect_text(without_nulls({_TEXT: fields[_TEXT]}), _TEXT)
+    return Plain(text), Keys(ignored=others)
 
 
 def _messages(row: _Fields, key: str) -> Chat:

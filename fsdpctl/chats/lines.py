@@ -19,9 +19,10 @@ from typing import IO, Any
 import msgspec
 
 from fsdpctl.chats.formats import ChatLine, Plain, detect_format, parse_row
+from fsdpctl.chats.messages import is_empty
 from fsdpctl.chats.tables import objects_of_table, open_zstd, rows_of_csv
 from fsdpctl.chats.values import shown
-from fsdpctl.config.data import TEMPLATE
+from fsdpctl.config.data import TEMPLATE, TEXT
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import MOST_BYTES, open_regular
 from fsdpctl.io.untrusted import MIB, parse_json
@@ -39,7 +40,8 @@ def lines_of(
 ) -> tuple[str, Iterator[tuple[ChatLine, bytes]]]:
     """Return the format of a file, and its rows, each with its content as bytes.
 
-    Rows without text are passed over, and counted as `empty`. `prompt` is `data.prompt`.
+    Rows without text are passed over, and counted as `empty`. `prompt` is `data.prompt`, or COLUMN
+    to read the column `text` alone.
 
     Raises:
         UsageError: Also during iteration: if the file has no rows, or if a row can't be trained
@@ -61,6 +63,20 @@ def first_row(path: str) -> dict[str, Any]:
     with suppress(UsageError, OSError):
         return next((row for _, row in _objects(path)), {})
     return {}
+
+
+def check_is_clear(path: str) -> None:
+    """Check that the first row of a file is either a text or a conversation, not both.
+
+    Raises:
+        UsageError: If it may be either.
+    """
+    fields, name = first_row(path), TEXT
+    with suppress(UsageError):  # which the reader reports
+        name = detect_format(fields)
+    if name != TEXT and not is_empty(fields.get(TEXT) or ""):
+        what = f"has text and {name.removesuffix(', of messages')}"
+        raise UsageError(f"{path}: its first row {what}; set data=text or data=chat")
 
 
 def _lines(

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +90,15 @@ def compose_config(
     typed = [_split(word) for word in words]
     _refuse_doubles(typed)
     path = None if recipe is None else find_recipe(recipe)
-    base = list(converted or (read_recipe(path) if path and converted is None else ()))
-    # Their values in the recipe need not be valid.
-    base = [pair for pair in base if pair[0] not in dict(typed)]
+    known = converted or (read_recipe(path) if path and converted is None else ())
+    # Values that are typed need not be valid in the recipe.
+    base = [pair for pair in known if pair[0] not in dict(typed)]
     cluster = dict([*base, *typed]).get("cluster")
     with _named(path):
         _refuse_doubles(base)
         before, base = base, expanded(base, [], _ranks_per_node)
     typed = expanded(typed, base, _ranks_per_node)
-    given = {name for name, _ in typed}
+    given = {*dict(typed)}
     ranks = dict(base).keys() - dict(before) & {*RANKS}
     by_cluster = {*ranks, *(x for x in KEYS if x.startswith("cluster."))} - given
     of_recipe = frozenset(() if cluster is None or "cluster" in given else by_cluster)
@@ -109,10 +109,9 @@ def compose_config(
     with _named(path):
         _check_known([pair for pair in pairs if pair[0] in from_recipe], parses=True)
     _check_known(pairs)
-    choices = {name: text for name, text in pairs if name in GROUPS}
-    values = _values_of_choices(choices)
+    values = _values_of_choices(choices := {x: text for x, text in pairs if x in GROUPS})
     parsed = {name: KEYS[name].parse(text) for name, text in pairs if name in KEYS}
-    if first is not None:
+    if first:
         first(to_config({**values, **parsed}, choices), path.stem if path else None)
     pairs = with_model(pairs, of_run=of_run)
     parsed |= {name: KEYS[name].parse(text) for name, text in pairs if name == "model.path"}
@@ -121,11 +120,14 @@ def compose_config(
     dropped += tuple(x for x, value in of_adapters.items() if parsed.get(x, value) != value)
     values |= of_model | parsed | of_adapters
     values["model.head_dim"] = of_model.get("model.head_dim")  # a number for `auto` too
-    _resolve_alternatives("the length", LENGTHS, values, given, from_recipe)
-    _resolve_alternatives("the size of a step", SIZES, values, given, from_recipe)
+    for what, names in (("the length", LENGTHS), ("the size of a step", SIZES)):
+        _resolve_alternatives(what, names, values, given, from_recipe)
     automatic = frozenset(name for name, value in values.items() if value is None)
     about = (dropped, automatic, unset(dict(pairs)), renamed, cluster, of_recipe, from_recipe)
-    return Composed(to_config(values, choices), path.stem if path else None, *about)
+    config = to_config(values, choices)
+    if "data" not in {*dict(before), *(_split(word)[0] for word in words)}:
+        config = replace(config, data=replace(config.data, is_inferred=True))
+    return Composed(config, path.stem if path else None, *about)
 
 
 def default_config() -> Config:

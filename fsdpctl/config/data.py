@@ -2,12 +2,13 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdpctl.config.keys import key
 from fsdpctl.errors import UsageError
 
 CHAT, TEXT, TOKENS = "chat", "text", "tokens"
+HELD_OUT = 0.02  # of the data, if neither a fraction nor files to validate on are named
 MOST_HELD_OUT = 1 << 24  # tokens: more make no validation loss more exact, and take hours
 TOKEN_SUFFIXES = (".bin", ".ds", ".npy")
 LOSS = ".loss"  # of a file with a byte per token: whether it is trained on
@@ -36,12 +37,13 @@ class DataConfig:
         is_path=True,
         optional=True,
     )
-    val_fraction: float = key(
-        0.02,
-        "fraction of the data that is held out for validation; of token files, at most "
-        f"{MOST_HELD_OUT:,} tokens",
+    val_fraction: float | None = key(
+        None,
+        "fraction of the training data that is held out for validation; of token files, at most "
+        f"{MOST_HELD_OUT:,} tokens; auto: {HELD_OUT}, or none if data.path has validation files",
         minimum=0,
         maximum=0.5,
+        auto=True,
     )
     tokenizer: str | None = key(
         None,
@@ -100,6 +102,8 @@ class DataConfig:
         "chat: what to do with samples longer than train.seq_len",
         choices=("truncate", "drop"),
     )
+    # Whether the files of the path select the option, and no setting does.
+    is_inferred: bool = field(default=False, compare=False)
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -109,7 +113,12 @@ class DataConfig:
     @property
     def takes_validation(self) -> bool:
         """Whether validation files at data.path are used: no key of validation is set."""
-        return self.val_path is None and self.val_fraction == DataConfig().val_fraction
+        return self.val_path is None and self.val_fraction is None
+
+    @property
+    def held_out(self) -> float:
+        """The fraction that is held out if there are no files of validation."""
+        return HELD_OUT if self.val_fraction is None else self.val_fraction
 
     @property
     def holds_documents(self) -> bool:

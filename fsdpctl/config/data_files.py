@@ -89,8 +89,7 @@ class DataFiles:
         counts[VALIDATION] += len(self.validation) * (not validates)
         others = [f"{count} {split}" for split, count in counts.items() if count]
         others += [name for split, name in self.left_out if not split]
-        files = "file" if total == 1 else "files"
-        text = f"{used:,} {files}" if used == total else f"{used:,} of {total:,} {files}"
+        text = f"{used:,} file{'' if used == 1 else 's'}" + f" of {total:,}" * (used != total)
         if validates and self.validation:
             text += f", {len(self.validation):,} of them to validate"
         return f"{text}; left out: {first_of(others)}" if others else text

@@ -14,10 +14,10 @@ from typing import IO
 
 import xxhash
 
-from fsdpctl.chats.formats import Plain
+from fsdpctl.chats.formats import COLUMN, Plain
 from fsdpctl.chats.lines import lines_of
 from fsdpctl.chats.values import counted, listed
-from fsdpctl.config.data import CHAT, TEXT
+from fsdpctl.config.data import CHAT
 from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data.tokenizer import CONTEXT, TextPiece
 from fsdpctl.errors import UsageError, first_of
@@ -146,9 +146,9 @@ def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:
 
 def _rows(file: Path, passed: PassedOver) -> Iterator[TextPiece]:
     counts = Counter[str]()
-    name, lines = lines_of(str(file), counts)
+    name, lines = lines_of(str(file), counts, COLUMN)
     for line, _ in lines:
-        if name != TEXT or not isinstance(line.content, Plain):
+        if name != COLUMN or not isinstance(line.content, Plain):
             kind = "a prompt with its completion" if name.startswith("prompt") else "a conversation"
             raise UsageError(f"{line.where}: {kind}; expected `text`, or set data=chat")
         passed.ignored.update(line.keys.ignored)

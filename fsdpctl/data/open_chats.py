@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from fsdpctl.chats.formats import TOOLS
+from fsdpctl.chats.lines import check_is_clear
 from fsdpctl.chats.values import counted, listed
 from fsdpctl.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
 from fsdpctl.config.data import CHAT, DataConfig
@@ -94,6 +95,8 @@ def open_chats(rendering: Rendering, config: DataConfig, key: str = "data.path")
     """
     found = find_data(str(config.path), key, CHAT)
     files = replace(found, validation=found.validation if config.takes_validation else ())
+    for each in (*files.train, *files.validation) if config.is_inferred else ():
+        check_is_clear(str(each))
     entry = _entry(config, files, rendering, key)
     counts: dict[str, int] = entry.facts["counts"]
     template = rendering.known
@@ -127,7 +130,7 @@ def _entry(config: DataConfig, files: DataFiles, rendering: Rendering, key: str)
     if entry := read_cache(name):
         return entry
     parts = files.train, files.validation
-    plan = BuildPlan(key, *parts, config.val_fraction, config.prompt, rendering.setup)
+    plan = BuildPlan(key, *parts, config.held_out, config.prompt, rendering.setup)
     built = Building(plan, rendering.tokenizer).build()
     facts = {each: getattr(built, each) for each in ("counts", "formats", "end_tokens", "keys")}
     return write_cache(name, built.arrays, facts)
@@ -197,7 +200,7 @@ def _entry_name(config: DataConfig, files: DataFiles, rendering: Rendering) -> s
         config.prompt,
         config.train_on,
         config.rewritten_turns,
-        "" if files.validation else repr(config.val_fraction),
+        "" if files.validation else repr(config.held_out),
     ]
     return f"chats-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}"
 
@@ -228,9 +231,9 @@ def _notes(
     for (name, part), chats in zip(parts, ("chats", "val_chats"), strict=False):
         if part is not None:
             lines.append(_about_part(name, part, counts.get(chats, 0)))
-        elif config.val_fraction:
+        elif config.held_out:
             lines.append(
-                f"no validation: data.val_fraction={config.val_fraction:g} selects none of the "
+                f"no validation: data.val_fraction={config.held_out:g} selects none of the "
                 "few conversations"
             )
     policy = f"{_POLICIES[config.rewritten_turns]} (data.rewritten_turns)"

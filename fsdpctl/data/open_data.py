@@ -82,9 +82,9 @@ def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
     texts, held, about, notes = _own(config) if config.name == _OWN else _read(config, key)
     has_files = bool(held)
     if not has_files:
-        texts, held = hold_out(texts, config.val_fraction)
+        texts, held = hold_out(texts, config.held_out)
     if not texts:
-        raise UsageError(f"data.val_fraction={config.val_fraction:g}: leaves nothing to train on")
+        raise UsageError(f"data.val_fraction={config.held_out:g}: leaves nothing to train on")
     return DataSet(
         _encode(tokenizer, texts),
         _encode(tokenizer, held) if held else None,
@@ -128,9 +128,9 @@ def _from_token_files(config: DataConfig, key: str) -> DataSet:
     files, held = opened.train, opened.validation
     train = stream_of(files, path, isolates=isolates)
     val = stream_of(held, path, isolates=isolates) if held else None
-    if val is None and config.val_fraction:
+    if val is None and config.held_out:
         count = train.num_tokens
-        train, val = train.cut(count - min(int(count * config.val_fraction), MOST_HELD_OUT))
+        train, val = train.cut(count - min(int(count * config.held_out), MOST_HELD_OUT))
     both = (*files, *held)
     if isolates and (unknown := next((x for x in both if x.shard.index is None), None)):
         raise UsageError(

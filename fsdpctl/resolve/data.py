@@ -55,7 +55,7 @@ def check_amount(config: Config, data: DataSet) -> None:
         return
     cause = ""
     if data.val is not None and not data.has_val_files:
-        kept, share = data.val.num_tokens, config.data.val_fraction
+        kept, share = data.val.num_tokens, config.data.held_out
         cause = f" (data.val_fraction={share:g} keeps {kept:,} more for validation)"
     raise UsageError(
         f"data.path={config.data.path}: {count:,} tokens are too few to train on{cause}; expected "

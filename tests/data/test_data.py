@@ -152,7 +152,7 @@ def test_files_directories_and_globs(tmp_path):
     documents, skipped, about = read(tmp_path)
     assert sorted(documents) == [b"one\n", b"two\n"]
     assert skipped == ["y.dat (binary)"]
-    assert about == "3 of 4 files; left out: x.bin"
+    assert about == "3 files of 4; left out: x.bin"
     assert read(tmp_path / "**" / "t*.txt")[0] == [b"two\n"]
 
 

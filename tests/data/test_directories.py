@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fsdpctl.config.compose import compose_config
@@ -48,24 +50,24 @@ LAYOUTS = {
         "a.jsonl README.md LICENSE.txt dataset_infos.json=OTHER .gitattributes .DS_Store Thumbs.db "
         "card.md data-card.md CITATION.cff config.yaml _SUCCESS CHANGELOG",
         "chat", "a.jsonl", "",
-        "1 of 11 files; left out: CHANGELOG, CITATION.cff, LICENSE.txt, README.md, Thumbs.db "
+        "1 file of 11; left out: CHANGELOG, CITATION.cff, LICENSE.txt, README.md, Thumbs.db "
         "and 5 more",
     ),
     "splits by name": (
         "train.jsonl validation.jsonl test.jsonl README.md",
         "chat", "train.jsonl", "validation.jsonl",
-        "2 of 4 files, 1 of them to validate; left out: 1 test, README.md",
+        "2 files of 4, 1 of them to validate; left out: 1 test, README.md",
     ),
     "splits of the Hub": (
         "data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet "
         "data/test-00000-of-00001.parquet README.md",
         "chat", "data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet", "",
-        "2 of 4 files; left out: 1 test, README.md",
+        "2 files of 4; left out: 1 test, README.md",
     ),
     "other words": (
         "Training.jsonl my_dev_set.jsonl eval.jsonl testing2.jsonl.gz evaluation.jsonl",
         "chat", "Training.jsonl", "my_dev_set.jsonl",
-        "2 of 5 files, 1 of them to validate; left out: 3 test",
+        "2 files of 5, 1 of them to validate; left out: 3 test",
     ),
     "words within words": (
         "trainer.jsonl contest.jsonl devils.jsonl invalid.jsonl", "chat",
@@ -74,14 +76,14 @@ LAYOUTS = {
     "directories": (
         "train/a.jsonl train/more/test.jsonl val/a.jsonl test/train.jsonl eval/a.jsonl",
         "chat", "train/a.jsonl train/more/test.jsonl", "val/a.jsonl",
-        "3 of 5 files, 1 of them to validate; left out: 2 test",
+        "3 files of 5, 1 of them to validate; left out: 2 test",
     ),
     "held out without a word for the rest": (
         "chats.jsonl val.jsonl test.jsonl", "chat", "chats.jsonl", "val.jsonl",
-        "2 of 3 files, 1 of them to validate; left out: 1 test",
+        "2 files of 3, 1 of them to validate; left out: 1 test",
     ),
     "others beside the splits": (
-        "train.jsonl extra.jsonl", "chat", "train.jsonl", "", "1 of 2 files; left out: extra.jsonl",
+        "train.jsonl extra.jsonl", "chat", "train.jsonl", "", "1 file of 2; left out: extra.jsonl",
     ),
     "save_to_disk with caches of a map": (
         "data-00000-of-00001.arrow cache-0713a6e1ece098ab.arrow cache-1_00001_of_00004.arrow "
@@ -96,47 +98,47 @@ LAYOUTS = {
     "rows called .json": (
         "train.json=ARRAY dev.json=ROWS package.json=OTHER",
         "chat", "train.json", "dev.json",
-        "2 of 3 files, 1 of them to validate; left out: package.json",
+        "2 files of 3, 1 of them to validate; left out: package.json",
     ),
     "rows without a suffix": (
         "part-00000=ROWS part-00001.txt=ROWS _SUCCESS", "chat", "part-00000 part-00001.txt", "",
-        "2 of 3 files; left out: _SUCCESS",
+        "2 files of 3; left out: _SUCCESS",
     ),
     "a source tree": (
         "train.py tests/test_a.py README.md package.json=OTHER .git/config",
-        "text", "README.md tests/test_a.py train.py", "", "3 of 4 files; left out: package.json",
+        "text", "README.md tests/test_a.py train.py", "", "3 files of 4; left out: package.json",
     ),
     "texts and files of other formats": (
         "LICENSE a.py b.pdf data.jsonl.bz2 c.idx", "text", "LICENSE a.py", "",
-        "2 of 5 files; left out: b.pdf, c.idx, data.jsonl.bz2",
+        "2 files of 5; left out: b.pdf, c.idx, data.jsonl.bz2",
     ),
     "a README next to a table": (
         "README.md data.csv more.tsv LICENSE", "text", "data.csv more.tsv", "",
-        "2 of 4 files; left out: LICENSE, README.md",
+        "2 files of 4; left out: LICENSE, README.md",
     ),
     "papers in the directory of a split": (
         "train/a.py train/README.md test/b.py test/LICENSE dev/c.py dev/requirements.txt",
         "text", "train/README.md train/a.py", "dev/c.py dev/requirements.txt",
-        "4 of 6 files, 2 of them to validate; left out: 2 test",
+        "4 files of 6, 2 of them to validate; left out: 2 test",
     ),
     "an empty shard of rows": (
         "a.jsonl b.jsonl=EMPTY part-0=EMPTY README.md", "chat", "a.jsonl", "",
-        "1 of 4 files; left out: README.md, b.jsonl (empty), part-0 (empty)",
+        "1 file of 4; left out: README.md, b.jsonl (empty), part-0 (empty)",
     ),
     "empty rows to validate": (
         "train.jsonl val.jsonl=EMPTY", "chat", "train.jsonl", "",
-        "1 of 2 files; left out: val.jsonl (empty)",
+        "1 file of 2; left out: val.jsonl (empty)",
     ),
     "an empty text to validate": (
         "train.txt val.txt=EMPTY", "text", "train.txt", "",
-        "1 of 2 files; left out: val.txt (empty)",
+        "1 file of 2; left out: val.txt (empty)",
     ),
     "an empty token file, which is damaged": (
         "a.bin b.bin=EMPTY", "tokens", "a.bin b.bin", "", "2 files",
     ),
     "rows of any columns, called .json": (
         "a.json=COLUMNS README.md squad.json=SQUAD none.json=NONE", "chat", "a.json", "",
-        "1 of 4 files; left out: README.md, none.json, squad.json",
+        "1 file of 4; left out: README.md, none.json, squad.json",
     ),
     "Markdown": ("README.md guide/train.md", "text", "README.md guide/train.md", "", "2 files"),
     "only a README": ("README.md", "text", "README.md", "", "1 file"),
@@ -144,7 +146,7 @@ LAYOUTS = {
     "texts that all have a split": (
         "wiki.train.tokens wiki.valid.tokens wiki.test.tokens README.txt",
         "text", "wiki.train.tokens", "wiki.valid.tokens",
-        "2 of 4 files, 1 of them to validate; left out: 1 test, README.txt",
+        "2 files of 4, 1 of them to validate; left out: 1 test, README.txt",
     ),
     "token files": (
         "train.bin val.bin test.bin meta.pkl README.md", "tokens", "train.bin", "val.bin", None,
@@ -230,7 +232,7 @@ def test_a_card_with_several_configurations_asks_for_one(tmp_path):
 def test_a_typed_option_selects_among_several_kinds(tmp_path):
     path = write(tmp_path, "a.jsonl notes.txt train.bin README.md")
     assert data_files(path, option="chat").about(validates=True) == (
-        "1 of 4 files; left out: README.md, notes.txt, train.bin"
+        "1 file of 4; left out: README.md, notes.txt, train.bin"
     )
     for option, key in (("text", "data.path"), ("tokenize", "SRC")):
         said = (
@@ -303,6 +305,7 @@ def numbered(count, word):
 
 @pytest.mark.parametrize(("typed", "counts"), [
     ({}, (30, 9)), ({"val_fraction": 0.0}, (30, 0)), ({"val_path": "other.jsonl"}, (30, 4)),
+    ({"val_fraction": 0.02}, (30, 0)),  # by the hashes of 30
 ])  # fmt: skip
 def test_chats_are_validated_on_files_that_are_called_so(tmp_path, monkeypatch, typed, counts):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -316,6 +319,29 @@ def test_chats_are_validated_on_files_that_are_called_so(tmp_path, monkeypatch, 
     assert [len(each) for each in parts] == [each for each in counts if each]
     left_out = "1 test" if not typed else "1 test, 1 validation"
     assert found.description.endswith(f"; left out: {left_out}")
+
+
+@pytest.mark.parametrize(("typed", "counts"), [
+    ([], (600, 300)), (["data.val_fraction=0.02"], (588, 12)), (["data.val_fraction=0"], (600, 0)),
+    (["data.val_fraction=0.25"], (450, 150)), (["data.val_fraction=auto"], (600, 300)),
+])  # fmt: skip
+@pytest.mark.parametrize("option", ["text", "tokens"])
+def test_a_typed_fraction_is_of_the_files_to_train_on(tmp_path, option, typed, counts):
+    for name, size in (("train", 600), ("valid", 300), ("test", 200)):
+        tokens = np.full(size, ord(name[0]), np.uint16)
+        if option == "text":
+            (tmp_path / f"corpus.{name}.txt").write_text(name[0] * size)
+        else:
+            write_token_file(tmp_path / f"{name}.bin", tokens, ByteTokenizer(), num_bytes=size)
+    words = [f"data={option}", f"data.path={tmp_path}", *typed]
+    found = open_data(compose_config(words).config.data)
+    assert (found.train.num_tokens, found.val.num_tokens if found.val else 0) == counts
+    assert isinstance(found.train, TokenStream)
+    assert {*found.train.rows(10)[0].tokens.tolist()} == {ord("t")}
+    others = ", 1 of them to validate; left out: 1 test"
+    if "=0" in str(typed):
+        others = "; left out: 1 test, 1 validation"
+    assert found.description.endswith(others)
 
 
 def test_token_files_are_validated_on_those_that_are_called_so(tmp_path):
@@ -346,7 +372,7 @@ def test_texts_are_validated_on_files_that_are_called_so(tmp_path):
     assert bytes(found.train.rows(8)[0].tokens.tolist()) == b"train/a."
     assert found.val is not None
     assert found.val.num_tokens == len("dev/a.txt")
-    assert found.description.endswith("2 of 3 files, 1 of them to validate; left out: 1 test")
+    assert found.description.endswith("2 files of 3, 1 of them to validate; left out: 1 test")
 
 
 def test_files_that_turn_out_not_to_be_text_are_not_counted_as_used(tmp_path):
@@ -357,10 +383,10 @@ def test_files_that_turn_out_not_to_be_text_are_not_counted_as_used(tmp_path):
     said = "2 skipped: b.py (not UTF-8 at byte 1), d.py (binary)"
     found = open_data(DataConfig("text", str(tmp_path))).description
     assert found.endswith(
-        f"2 of 4 files, 2 of them to validate, {said.replace(' sk', ' files sk')}"
+        f"2 files of 4, 2 of them to validate, {said.replace(' sk', ' files sk')}"
     )
     done = tokenize_files(str(tmp_path / "train"), Output(tmp_path / "t.bin"), ByteTokenizer())
-    assert done.about == "1 of 2 files, 1 file skipped: b.py (not UTF-8 at byte 1)"
+    assert done.about == "1 file of 2, 1 file skipped: b.py (not UTF-8 at byte 1)"
     (tmp_path / "val/c.py").write_bytes(b"\0")
     with pytest.raises(UsageError, match=r"/val/c.py, .*/val/d.py: no text found, 2 files skipped"):
         open_data(DataConfig("text", str(tmp_path)))
@@ -376,11 +402,64 @@ def test_text_and_tokenize_read_the_rows_that_chats_do(tmp_path):
     notes = ("2 documents without text, passed over", "columns ignored: label (2 rows)")
     assert found.notes == notes
     done = tokenize_files(str(tmp_path), Output(tmp_path / "t.bin"), ByteTokenizer())
-    assert (done.tokens, done.about) == (4, "1 of 2 files; left out: README.md")
+    assert (done.tokens, done.about) == (4, "1 file of 2; left out: README.md")
     assert done.notes == notes
     write_lines(tmp_path / "train.jsonl", numbered(2, "a"))
     with pytest.raises(UsageError, match=r"line 1: a conversation; expected `text`, or set data="):
         open_data(DataConfig("text", str(tmp_path)))
+
+
+OTHERS = {
+    "tools": [{"a": 1}],
+    "functions": "f",
+    "label": True,
+    "chosen": "x",
+    "loss_mask": [0],
+    "messages": [{"role": "user", "content": "no answer"}],
+    "prompt": "p",
+    "labels": None,
+}
+
+
+@pytest.mark.parametrize("end", ["jsonl", "json", "parquet"])
+def test_rows_of_text_may_have_any_other_column(tmp_path, end):
+    rows = [{"text": "a b", **OTHERS}, {"text": None, **OTHERS}, {"text": "c", **OTHERS}]
+    file = tmp_path / f"a.{end}"
+    if end == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("\n".join(map(json.dumps, rows)) if end == "jsonl" else json.dumps(rows))
+    found = open_data(compose_config(["data=text", f"data.path={file}"]).config.data)
+    done = tokenize_files(str(file), Output(tmp_path / "t.bin"), ByteTokenizer())
+    assert found.train.num_tokens + (found.val.num_tokens if found.val else 0) == done.tokens == 4
+    assert found.notes == done.notes
+    (ignored,) = (note for note in done.notes if note.startswith("columns ignored: "))
+    assert all(key in ignored for key in OTHERS if OTHERS[key] is not None)
+    write_lines(tmp_path / "b.jsonl", [{"text": "a"}, {"label": 1}])
+    with pytest.raises(UsageError, match="line 2: text: required, as in the file's first row"):
+        tokenize_files(str(tmp_path / "b.jsonl"), Output(tmp_path / "u.bin"), ByteTokenizer())
+
+
+@pytest.mark.parametrize("other", [
+    {"messages": say("a", "b")}, {"prompt": "a", "completion": "b"},
+    {"instruction": "a", "input": "", "output": "b"}, {"prompt": say("a")[:1], "completion": []},
+])  # fmt: skip
+def test_rows_that_may_be_text_or_chats_ask_if_data_is_not_set(tmp_path, monkeypatch, other):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "a b c", **other}] * 40)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml", None)
+    words = [f"data.path={file}", f"data.tokenizer={tokenizer}"]
+    asks = r"a\.jsonl: its first row has text and .*; set data=text or data=chat$"
+    with pytest.raises(UsageError, match=asks):
+        open_data(compose_config(words).config.data)
+    assert open_data(compose_config(["data=text", *words]).config.data).train.num_tokens
+    if other.get("completion") != []:
+        open_data(compose_config(["data=chat", *words]).config.data)  # which the cache keeps
+        with pytest.raises(UsageError, match=asks):
+            open_data(compose_config(words).config.data)
+    write_lines(file, [{"text": "", **other}] * 40)  # columns that a table fills
+    if other.get("completion") != []:
+        open_data(compose_config(words).config.data)
 
 
 def test_text_and_tokenize_refuse_rows_with_prompts(tmp_path):

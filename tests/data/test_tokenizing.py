@@ -64,8 +64,8 @@ def test_all_kinds_of_files_become_their_documents(
     assert tokens_at(tmp_path / "t.bin") == expected
     assert (done.tokens, done.num_bytes) == (len(expected), len("".join(TEXTS).encode()))
     left_out = {
-        "source": "18 of 21 files; left out: README.md, e.dat, state.json",
-        "texts": "60 of 61 files, 1 file skipped: e.dat (binary)",
+        "source": "18 files of 21; left out: README.md, e.dat, state.json",
+        "texts": "60 files of 61, 1 file skipped: e.dat (binary)",
     }
     assert done.about == left_out[kind]
     assert sorted(each.name for each in tmp_path.glob("t.*")) == ["t.bin", "t.json"]
