@@ -91,8 +91,7 @@ def compose_config(
     _refuse_doubles(typed)
     path = None if recipe is None else find_recipe(recipe)
     known = converted or (read_recipe(path) if path and converted is None else ())
-    # Values that are typed need not be valid in the recipe.
-    base = [pair for pair in known if pair[0] not in dict(typed)]
+    base = [x for x in known if x[0] not in dict(typed)]  # their values need not be valid
     cluster = dict([*base, *typed]).get("cluster")
     with _named(path):
         _refuse_doubles(base)

@@ -7,6 +7,8 @@ stores a second copy, and asks the Hub at each start.
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 
 from fsdpctl.config.data import CHAT, TEXT
@@ -24,6 +26,11 @@ _USUAL = ("train", *_VALIDATION)  # splits that need not be named
 _SPLITS = (*_USUAL, "training", "test", "testing", "eval", "evaluation")
 # Keys of a configuration that change no rows.
 _PLAIN = {"config_name", "data_files", "data_dir", "default", "description", "features", "version"}
+# Files that a pattern does not select unless it ends with their name.
+_DESCRIPTIONS = (
+    _CARD, "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip",
+    "dataset_dict.json",
+)  # fmt: skip
 _NAME = re.compile(
     r"hf://(?:datasets/)?(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>[\w.-]+))?(?::(?P<config>[\w.-]+))?(?:/(?P<split>[\w.-]+))?"
@@ -74,13 +81,13 @@ def _hub_files(path: str, key: str, option: str | None) -> DataFiles:
 def _selected(
     repository: Repository, snapshot: Path, words: Sequence[str | None], option: str | None
 ) -> DataFiles:
-    here = [each.relative_to(snapshot).as_posix() for each in sorted(snapshot.rglob("*"))]
-    names = everything = sorted(repository.names()) or here
+    here = (x.relative_to(snapshot).as_posix() for x in snapshot.rglob("*") if not x.is_dir())
+    names = everything = sorted(repository.names() or here)
     where, (config, split) = repository.where, words
     check_inside([snapshot / each for each in names], snapshot, where)
     if patterns := _patterns(snapshot / _CARD, config, where):
         splits = {
-            each: [snapshot / n for n in names if any(re.fullmatch(p, n) for p in found)]
+            each: {p: [snapshot / name for name in names if _matches(name, p)] for p in found}
             for each, found in patterns.items()
         }
         return _of_card(splits, split, where, option)
@@ -98,7 +105,7 @@ def _selected(
 
 
 def _of_card(
-    splits: dict[str, list[Path]], split: str | None, where: str, option: str | None
+    splits: dict[str, dict[str, list[Path]]], split: str | None, where: str, option: str | None
 ) -> DataFiles:
     """Return the files of a split, or of those to train and validate on."""
     held = next((each for each in _VALIDATION if each in splits), None)
@@ -108,9 +115,12 @@ def _of_card(
     held = None if held == chosen else held
     if chosen not in splits or (split is None and len(splits) > 1 and chosen not in _USUAL):
         raise UsageError(f"{where}: name a split after a /, of {', '.join(splits)}")
-    train, validation = splits[chosen], [] if split or held is None else splits[held]
-    if not train:
-        raise UsageError(f"{where}: the card of the data set names no files of {chosen}")
+    held = None if split else held
+    for each in (chosen, *([held] if held else [])):
+        if lacks := next((x for x, files in splits[each].items() if not files), None):
+            raise UsageError(f"{where}: {lacks} in the card of the data set matches no file")
+    found = {each: [*chain(*files.values())] for each, files in splits.items()}
+    train, validation = found[chosen], found[held] if held else []
     kinds = {_kind(each.name): each for each in (*train, *validation)}
     if None in kinds or (len(kinds) > 1):
         raise UsageError(
@@ -121,7 +131,7 @@ def _of_card(
     if option == CHAT and kind != CHAT:
         raise UsageError(f"{where}: text without conversations; set data=text")
     used = {*train, *validation}
-    rest = ((each, file.name) for each in splits for file in splits[each] if file not in used)
+    rest = ((each, file.name) for each in found for file in found[each] if file not in used)
     return DataFiles(str(kind), tuple(train), tuple(validation), tuple(rest))
 
 
@@ -158,25 +168,42 @@ def _patterns(card: Path, config: str | None, where: str) -> dict[str, list[str]
     if files and (other := next((each for each in chosen if each not in _PLAIN), None)):
         raise UsageError(f"{where}: {other} of the data set's card: not supported")
     rows = files if isinstance(files, list) else [files] if files else []
-    if not all(isinstance(each, dict) for each in rows):
-        rows = [{"split": "train", "path": rows}]
+    if all(isinstance(each, str) for each in rows):
+        rows = [{"split": "train", "path": rows}] * bool(rows)
     above, found = f"{str(folder).strip('/')}/" if folder else "", dict[str, list[str]]()
     for row in rows:
-        paths = row.get("path") if isinstance(row.get("path"), list) else [row.get("path")]
-        files_of = found.setdefault(str(row.get("split")), [])
-        files_of += [_expression(f"{above}{each}") for each in paths]
+        paths = row.get("path") if isinstance(row, dict) else None
+        paths = [paths] if isinstance(paths, str) else paths
+        if not isinstance(paths, list) or "split" not in row:
+            raise UsageError(f"{where}: data_files in the data set's card: expected split and path")
+        patterns = [f"{above}{str(each).removeprefix('./')}" for each in paths]
+        if wrong := next((x for x in patterns if re.search(r"[^/]\*\*|\*\*[^/]", x)), None):
+            raise UsageError(
+                f"{where}: {wrong} in the data set's card: expected /**/ for directories"
+            )
+        found.setdefault(str(row["split"]), []).extend(patterns)
     return found
 
 
-def _expression(pattern: str) -> str:
-    """Return a regular expression for a glob, of which ** stands for any directories."""
-    parts = [
-        "(?:[^/]+/)*"
-        if part == "**"
-        else re.escape(part).replace(r"\*", "[^/]*").replace(r"\?", "[^/]") + "/"
-        for part in pattern.removeprefix("./").split("/")
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a file is one of those that `datasets` finds by a pattern, of fsspec.
+
+    ** is any directories. Hidden names, directories such as __pycache__ and descriptions of data
+    are left out unless the pattern has a part for them.
+    """
+    parts, wanted = name.split("/"), pattern.split("/")
+    ends = {0}  # numbers of parts that the pattern so far may match
+    for number, part in enumerate(wanted, start=1):
+        if part == "**" and ends:
+            ends = {*range(min(ends) + (number == len(wanted)), len(parts) + 1)}
+        else:
+            ends = {n + 1 for n in ends if n < len(parts) and fnmatchcase(parts[n], part)}
+    described = parts[-1] in _DESCRIPTIONS and parts[-1] != wanted[-1]
+    counts = [
+        (sum(x[:1] == "." for x in each), sum(x[:2] == "__" for x in each[:-1]))
+        for each in (parts, wanted)
     ]
-    return "".join(parts).removesuffix("/") + ("[^/]+" if pattern.endswith("**") else "")
+    return len(parts) in ends and not described and counts[0] == counts[1]
 
 
 def _lacking(names: list[str]) -> str | None:

@@ -120,7 +120,8 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "tools of a type": ({"messages": TURN, "tools": {"f": 1}}, "tools: expected a list"),
     "a tool of a type": ({"messages": TURN, "tools": [5]}, "tools: tool 1: expected a JSON object"),
     "tools that are not JSON": ({"messages": TURN, "tools": "def f()"}, "tools: not JSON"),
-    "tools of a text": ({"text": "x", "tools": [TOOL]}, "tools: only valid with messages; to ignore it, set data=text"),
+    "tools of a text": ({"text": "x", "tools": [TOOL]}, "only valid with messages; to ignore it, "
+                        "set data=text"),
     "settings of the API": ({"messages": TURN, "parallel_tool_calls": False, "tool_choice": "auto"},
         means(*TURN, ignored="parallel_tool_calls tool_choice")),
     # Calls.
