@@ -1,5 +1,6 @@
 """`fsdpctl convert`: a recipe from another tool's configuration; `train --from` uses it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ from fsdpctl.commands.config_args import ConfigArguments, Settings, normalized
 from fsdpctl.commands.console import emit, note
 from fsdpctl.config.compose import checked_settings
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.recipe import ConvertedRecipe, read_others, recipe_text
+from fsdpctl.importers.recipe import NOT_NEEDED, ConvertedRecipe, read_others, recipe_text
 from fsdpctl.importers.recipe import convert as to_recipe
 from fsdpctl.io.texts import escaped
 
@@ -26,14 +27,17 @@ def convert(
         Path | None, typer.Option(metavar="RECIPE", help="File to write, which must not exist.")
     ] = None,
 ) -> None:
-    """Write a recipe from another tool's file.
+    """Write a recipe from another tool's file, and accelerate's that ran it if you pass both.
 
     The recipe sets what the file describes: model, data, lengths, batch, optimizer, schedule, LoRA
     and sharding. Comments list what it leaves out, with the reason.
     """
-    words = normalized(settings).settings
-    recipe = converted(source, words)
-    text = escaped(recipe_text(recipe, source.name))  # of values; comments are printable
+    words, beside = normalized(settings)
+    files = [source, *([Path(beside)] if beside else [])]
+    recipe = converted(files, words)
+    text = escaped(
+        recipe_text(recipe, " and ".join(each.name for each in files))
+    )  # of values; comments are printable
     if out is None:
         emit(text.rstrip("\n"))
     else:
@@ -44,23 +48,29 @@ def convert(
             raise UsageError(f"--out {out}: already exists; choose another name") from None
         run_it = "" if recipe.required else f"; run it: fsdpctl train {out}"
         note(f"{out}: {len(recipe.rows)} settings{run_it}")
-    for _, why in recipe.missing:
-        note(f"missing: {why}")
+    note(*lines_about(recipe))
 
 
-def converted(source: Path, words: list[str]) -> ConvertedRecipe:
-    """Return the recipe for a file of another tool, with settings of the command line."""
+def lines_about(recipe: ConvertedRecipe) -> list[str]:
+    """Return lines on what is missing, and on what changes the training and is left out."""
+    left = [each for each in recipe.left_out if not each.startswith(NOT_NEEDED)]
+    return [*(f"missing: {why}" for _, why in recipe.missing), *(f"left out: {x}" for x in left)]
+
+
+def converted(files: Sequence[Path], words: list[str]) -> ConvertedRecipe:
+    """Return the recipe for one or two files of other tools, with settings of the command line."""
     from fsdpctl.resolve.place import ranks_here
 
+    if len(files) > 2:
+        raise UsageError(f"{files[2]}: expected a training file and one of accelerate at most")
     typed = dict(checked_settings(words))
     ranks = ranks_here(typed.get("launch.device", "auto"))
-    return to_recipe(read_others(source.expanduser()), typed, ranks)
+    return to_recipe(read_others(*files), typed, ranks)
 
 
 def words_beside(source: Path, asked: ConfigArguments) -> list[str]:
     """Return the settings of the command line; UsageError if it has a recipe too."""
     if asked.recipe is not None:
-        raise UsageError(
-            f"--from {source}: conflicts with the recipe {asked.recipe}; pass only one"
-        )
+        way = f"pass only one; for a file of accelerate, add --from {asked.recipe}"
+        raise UsageError(f"--from {source}: conflicts with the recipe {asked.recipe}; {way}")
     return asked.settings

@@ -18,7 +18,7 @@ from fsdpctl.commands.console import AsJson
 from fsdpctl.commands.convert import words_beside
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError, UsageError
-from fsdpctl.importers.recipe import read_others
+from fsdpctl.importers.recipe import is_launch, read_others
 from fsdpctl.predict.memory_recorder import without_gc
 
 _FITTED = ("micro_batch", "seq_len", "model")
@@ -52,8 +52,8 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Configuration file of another tool, as `convert` reads it; several or a "
-            "directory: a line for each.",
+            help="Configuration file of another tool, as `convert` reads it, with accelerate's "
+            "after it; several or a directory: a line for each.",
         ),
     ] = None,
 ) -> None:
@@ -64,18 +64,18 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
     """
     check_choice("--fit", fit, _FITTED)
     asked = normalized(settings, recipe)
-    files = _files_of(source or [])
-    is_single = files == (source or [])[:1]
+    runs = _runs_of(source or [])
+    is_single = len(runs) == len(runs[:1]) and not any(map(Path.is_dir, source or []))
     if not is_single and (all_strategies or fit or plot or as_json):
         raise UsageError("--from: --all-strategies, --fit, --plot and --json take a single file")
-    words = words_beside(files[0], asked) if files else []
+    words = words_beside(runs[0][0], asked) if runs else []
     if not is_single:
         compose_config(words)
         from fsdpctl.commands.estimate_text import show_verdicts
 
-        raise typer.Exit(show_verdicts(files, words, require_fit=require_fit))
-    if files:
-        translation = read_others(files[0].expanduser())
+        raise typer.Exit(show_verdicts(runs, words, require_fit=require_fit))
+    if runs:
+        translation = read_others(*runs[0])
         from fsdpctl.estimate.from_others import completed  # imports torch, as the work below
 
         others = completed(translation, words)
@@ -93,21 +93,29 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
-def _files_of(sources: Sequence[Path]) -> list[Path]:
-    """Return the files that `--from` names; of a directory, all YAML files in it and below.
+def _runs_of(sources: Sequence[Path]) -> list[tuple[Path, ...]]:
+    """Return the files of each run that `--from` names; of a directory, all YAML files below it.
 
-    Links within a directory are not followed.
+    A training file and accelerate's file after it, or two of these in any order, are one run. Links
+    within a directory are not followed.
     """
-    found: list[Path] = []
+    found: list[tuple[Path, ...]] = []
+    last: bool | None = None  # whether the file before is accelerate's; None: it has its own
     for source in sources:
         if not source.is_dir():
             if len(sources) > 1 and not source.exists():
                 raise UsageError(f"--from {source}: not found")
-            found.append(source)
+            kind = is_launch(source) if len(sources) > 1 else None
+            if last is not None and kind is (not last) and (kind or len(sources) == 2):
+                found[-1], last = (*found[-1], source), None
+            else:
+                found.append((source,))
+                last = kind
             continue
+        last = None
         below = (each for each in source.rglob("*") if each.suffix in YAML)
         inside = sorted(each for each in below if each.is_file() and not each.is_symlink())
         if not inside:
             raise UsageError(f"--from {source}: contains no YAML file")
-        found += inside
+        found += [(each,) for each in inside]
     return found

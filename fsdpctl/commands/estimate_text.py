@@ -80,17 +80,20 @@ def show_estimates(
     return any(each.fits for each in estimates)
 
 
-def show_verdicts(files: Sequence[Path], words: Sequence[str], *, require_fit: bool) -> int:
+def show_verdicts(
+    runs: Sequence[tuple[Path, ...]], words: Sequence[str], *, require_fit: bool
+) -> int:
     """Estimate each file of another tool with `words`, a line for each; return the exit code."""
     verdicts, failed = set(), []
-    for number, file in enumerate(files, start=1):
+    for number, files in enumerate(runs, start=1):
+        file = " and ".join(map(str, files))
         try:
-            with doing(f"estimating {file} ({number} of {len(files)})"):
-                others = completed(read_others(file.expanduser()), words)
+            with doing(f"estimating {file} ({number} of {len(runs)})"):
+                others = completed(read_others(*files), words)
                 ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
         except (UsageError, CheckpointError) as error:
-            say(f"{file}: {str(error).removeprefix(f'{file}: ')}")
-            failed.append(str(file))
+            say(f"{file}: {str(error).removeprefix(f'{files[0]}: ')}")
+            failed.append(file)
             continue
         verdicts.add(estimate.verdict)
         translation = others.translation

@@ -15,7 +15,7 @@ from fsdpctl.commands.config_args import (
     note_changes,
 )
 from fsdpctl.commands.console import emit, note, out, plan, say
-from fsdpctl.commands.convert import converted, words_beside
+from fsdpctl.commands.convert import converted, lines_about, words_beside
 from fsdpctl.commands.outcome import TOO_EARLY, report_exit
 from fsdpctl.config.auto import Selection, left_open, selected
 from fsdpctl.config.compose import Composed, First, compose_config
@@ -50,14 +50,18 @@ def train(
     ] = False,
     nproc_per_node: RanksPerNode = None,
     source: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FILE", help="Another tool's file, as `convert` reads it."),
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Another tool's file, as `convert` reads it; another one: accelerate's.",
+        ),
     ] = None,
 ) -> None:
     """Train a model, or resume a run."""
     asked = normalized(settings, recipe, nproc_per_node)
     first = None if print_config else partial(_begin, resume)
-    composed, asked = _composed(asked, source, first)
+    composed = _composed(asked, source or [], first)
     if print_config:
         _print_config(composed, resume)
         return
@@ -65,26 +69,21 @@ def train(
     if dry_run:
         _dry_run(composed, resume)
     else:
-        option = "--recipe" if source is None else "--from"
-        options = [f"{option} {asked.recipe}"] if asked.recipe else []
+        options = [f"--from {each}" for each in source or []]
+        options += [f"--recipe {asked.recipe}"] if asked.recipe else []
         _train(composed, [*options, *asked.settings], resume)
 
 
-def _composed(
-    asked: ConfigArguments, source: Path | None, first: First | None
-) -> tuple[Composed, ConfigArguments]:
-    """Compose the configuration, of another tool's file if given; quietly without `first`."""
-    if source is None:
-        return compose_config(asked.settings, asked.recipe, first=first, of_run=True), asked
-    recipe = converted(source, words_beside(source, asked))
+def _composed(asked: ConfigArguments, files: list[Path], first: First | None) -> Composed:
+    """Compose the configuration, of other tools' files if given; quietly without `first`."""
+    if not files:
+        return compose_config(asked.settings, asked.recipe, first=first, of_run=True)
+    source, words = files[0], words_beside(files[0], asked)
+    recipe = converted(files, words)
     for why in recipe.required:
         raise UsageError(f"{source}: {why}")
-    missing = [f"missing: {why}" for _, why in recipe.missing]
-    for line in (*missing, *(f"left out: {each}" for each in recipe.left_out)) if first else ():
-        note(f"{source.name}: {line}")
-    name, words = str(source), recipe.words
-    composed = compose_config(asked.settings, name, converted=words, first=first, of_run=True)
-    return composed, asked._replace(recipe=name)
+    note(*(f"{source.name}: {line}" for line in lines_about(recipe) if first))
+    return compose_config(words, str(source), converted=recipe.words, first=first, of_run=True)
 
 
 def _begin(resume: str, config: Config, recipe: str | None) -> None:

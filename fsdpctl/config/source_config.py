@@ -1,5 +1,6 @@
 """A configuration of another tool: keys and values as text, until they are translated."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,10 +47,15 @@ class SourceKey:
         return self.text.strip().lower() in _ON
 
 
-class SourceConfig:
-    """The keys of a file. Each key can be taken once."""
+# Keys of a training file that decide how ranks shard, and those of accelerate's that then don't.
+_SHARDS = ("fsdp", "fsdp_config", "deepspeed")
+_UNUSED_THEN = ("distributed_type", "fsdp_config", "deepspeed_config")
 
-    def __init__(self, file: Path, content: object) -> None:
+
+class SourceConfig:
+    """The keys of a file, and of accelerate's file with the ranks. Each key can be taken once."""
+
+    def __init__(self, file: Path, content: object, launch: "SourceConfig | None" = None) -> None:
         """Set the file and its content: nested mappings, as in YAML.
 
         Raises:
@@ -57,8 +63,20 @@ class SourceConfig:
         """
         if not isinstance(content, Mapping):
             raise UsageError(f"{file}: expected a mapping of keys to values")
-        self.file = file
+        self.file, self.launch = file, launch
         self.content: Mapping[object, object] = _without_nulls(content)
+        given = [x for x in _flatten("", self.content) if x.text.strip() and not x.is_off]
+        used = {each.key.partition(".")[0] for each in given}
+        self.shards = not used.isdisjoint(_SHARDS)
+        # The keys of `launch` that this file decides, as transformers does.
+        self.decided = {
+            *used,
+            "gradient_accumulation_steps",
+            *(_UNUSED_THEN if self.shards else ()),
+        }
+        if launch is not None:
+            others = {key: x for key, x in launch.content.items() if key not in self.decided}
+            self.content = {**self.content, **others}
         flat = list(_flatten("", self.content))
         self._left = {each.key: each for each in flat}
         self._all = self.peek()
@@ -108,11 +126,18 @@ class SourceConfig:
         """
         found = self.whole(*keys)
         if found is not None and found < 1:
-            raise UsageError(f"{self.file}: {keys[0]}: expected at least 1, got {found}")
+            where = self.file_of(keys[0])
+            raise UsageError(f"{where}: {keys[0]}: expected at least 1, got {found}")
         return found
 
     def error(self, value: SourceKey, why: str) -> UsageError:
-        return UsageError(f"{self.file}: {value.key}: {value.text[:80]}: {why}")
+        return UsageError(f"{self.file_of(value.key)}: {value.key}: {value.text[:80]}: {why}")
+
+    def file_of(self, key: str) -> Path:
+        """Return the file that has a key, or the first of keys separated by commas."""
+        top, launch = re.split(r"[.,]", key)[0], self.launch
+        is_own = launch is None or top in self.decided or top not in launch.content
+        return self.file if launch is None or is_own else launch.file
 
     def peek(self) -> tuple[SourceKey, ...]:
         """Return the keys that are set and not taken."""

@@ -22,7 +22,7 @@ from fsdpctl.resolve.rules import checked
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
 _PACKS = "data.packing=true"
-_TILE = 1024  # tokens whose logits take what 4,096 tokens take in a part of a usual vocabulary
+_TILE = 4096  # tokens whose logits of a part of the vocabulary take what a 16th of them take here
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +203,11 @@ def _batches(
         words = ["accumulation=last", *words]
         note += "; gradients stay unsharded between micro-batches"
     tokens = micro * placed.train.seq_len // placed.train.context_parallel
-    if translation.tiled_logits and tokens < 2 * _TILE:
-        words = [*words, f"train.loss_chunk_tokens={-(-tokens // 4)}"]
+    if translation.tiled_logits and translation.has_frozen_head:
+        words = [
+            *words,
+            f"train.loss_chunk_tokens={-(-max(min(tokens, _TILE), tokens // 8) // 16)}",
+        ]
     words = [f"train.micro_batch_size={micro}", *words]
     yield TranslationRow(*translation.shown_batch, tuple(words), note)
 

@@ -1,7 +1,6 @@
 """Translation of the YAML file of `accelerate config`: the ranks, and how they shard."""
 
 from fsdpctl.config.source_config import SourceConfig, SourceKey
-from fsdpctl.errors import UsageError
 from fsdpctl.importers.shared import (
     UNUSED_OF_FSDP,
     check_degrees,
@@ -13,7 +12,7 @@ from fsdpctl.importers.shared import (
 from fsdpctl.importers.training import TrainingRows
 from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation, TranslationRow
 
-_UNUSED = (
+UNUSED = (
     "compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank",
     "main_process_*", "main_training_function", "rdzv_*", "same_network", "tpu_*", "gpu_ids",
     "use_cpu", "mpirun_config*", "ipex_config*", "dynamo_config*", "dynamo_backend", "commands",
@@ -32,18 +31,10 @@ def read_accelerate(source: SourceConfig) -> Translation:
         ("model", "names no model; add model=llama3_8b, or model=hf model.path=DIR, and "
          "train.seq_len=N train.micro_batch_size=N")
     )  # fmt: skip
-    place = source.text("compute_environment", default="LOCAL_MACHINE")
-    if place != "LOCAL_MACHINE":
-        raise UsageError(f"{source.file}: compute_environment: {place}: expected LOCAL_MACHINE")
-    _read_degrees(found)
-    _read_ranks(found)
-    inner = _read_sharding(found)
+    inner = read_launch(found)
     _read_precision(found, inner)
     found.reduces_as_computed = True
     _read_batch(found, inner)
-    compiled = source.take("dynamo_config.dynamo_backend", "dynamo_backend")
-    if compiled and compiled.text.lower() != "no":
-        found.exclude(compiled, "estimated without compilation, which usually needs more memory")
     rows = TrainingRows(found, {})
     rows.deepspeed()
     clip = rows.value("deepspeed_config.gradient_clipping")
@@ -51,8 +42,49 @@ def read_accelerate(source: SourceConfig) -> Translation:
         rows.add(clip, f"optimizer.max_grad_norm={clip.text}")
     why = "of the script: set optimizer.lr, lr_scheduler, data and the length"
     rows.leave(SourceKey("(training)", "", ()), why)
-    found.sort_rest(_UNUSED)
+    found.sort_rest(UNUSED)
     return found
+
+
+def read_launch(found: Translation) -> SourceConfig | None:
+    """Translate the ranks and how they shard; return the file of DeepSpeed if there is one."""
+    source = found.source
+    place = source.take("compute_environment")
+    if place is not None and place.text.strip() != "LOCAL_MACHINE":
+        raise source.error(place, "expected LOCAL_MACHINE")
+    _read_degrees(found)
+    _read_ranks(found)
+    compiled = source.take("dynamo_config.dynamo_backend", "dynamo_backend")
+    if compiled and compiled.text.lower() != "no":
+        found.exclude(compiled, "estimated without compilation, which usually needs more memory")
+    return None if source.launch and source.shards else _read_sharding(found)
+
+
+def read_launch_beside(found: Translation, narrow: SourceKey | None) -> SourceKey | None:
+    """Translate the file of accelerate next to a training file; return the key of the precision.
+
+    That is `narrow`, of the training file, unless it is off. What else both have is the training
+    file's, as in transformers.
+    """
+    source = found.source
+    if (launch := source.launch) is None:
+        return narrow
+    read_launch(found)
+    why = f"{source.file.name} decides it"
+    keys = ("gradient_accumulation_steps", "gradient_clipping")
+    of_zero = [source.take(f"deepspeed_config.{key}") for key in keys]
+    mixed = source.take("mixed_precision")
+    if mixed is not None and narrow is not None and narrow.is_off:
+        narrow = narrow if mixed.text.strip().lower() == "no" else mixed
+        mixed = None
+    others = [
+        each for each in (*of_zero, mixed) if each and each.text.strip() not in ("auto", "bf16")
+    ]
+    others += [each for each in launch.peek() if each.key.partition(".")[0] in source.decided]
+    for each in others:
+        if (each.key, each.text) != ("gradient_accumulation_steps", "1"):
+            found.left_out.append(TranslationRow(each.key, each.text[:80], note=why))
+    return narrow
 
 
 def _read_degrees(found: Translation) -> None:

@@ -5,11 +5,11 @@ from fnmatch import fnmatchcase
 
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.accelerate import UNUSED, read_launch_beside
 from fsdpctl.importers.axolotl_training import read_training
 from fsdpctl.importers.defaults import CHANGES_AXOLOTL
 from fsdpctl.importers.models import map_model, map_overrides
 from fsdpctl.importers.shared import (
-    OF_FSDP,
     TOO_HIGH,
     UNUSED_OF_FSDP,
     check_degrees,
@@ -19,9 +19,8 @@ from fsdpctl.importers.shared import (
     read_activation_offload,
     read_context,
     read_deepspeed,
-    read_fsdp,
+    read_fsdp_of_transformers,
     read_modules_to_save,
-    read_offload,
     read_optimizer,
     read_targets,
     read_zero,
@@ -91,17 +90,18 @@ def read_axolotl(source: SourceConfig) -> Translation:
     _read_model(found)
     _read_length(found)
     adapts = _read_adapters(found)
+    narrow = read_launch_beside(found, source.take("bf16"))
     shards = _read_sharding(found)
     read_context(found, "context_parallel_size", "sequence_parallel_degree")
     offloads = "strategy.offload" in found.settings  # with masters in fp32 on the host
-    _read_precision(found, keeps_masters=adapts or shards or offloads)
+    _read_precision(found, narrow, keeps_masters=adapts or shards or offloads)
     found.reduces_as_computed = True
     _read_recomputation(found)
     read_optimizer(found, source.take("optimizer"), "optimizer")
     _read_without(found)
     read_training(found, adapts=adapts)
     found.changes = CHANGES_AXOLOTL
-    found.sort_rest(_UNUSED)
+    found.sort_rest((*_UNUSED, *UNUSED))
     return found
 
 
@@ -143,13 +143,12 @@ def _read_length(found: Translation) -> None:
     found.batch = SourceBatch(keys, micro, passes)
 
 
-def _read_precision(found: Translation, *, keeps_masters: bool) -> None:
+def _read_precision(found: Translation, narrow: SourceKey | None, *, keeps_masters: bool) -> None:
     """Translate the dtypes. Where no `keeps_masters`, weights are trained as they are loaded."""
     source = found.source
     mixed = "precision=bf16" if keeps_masters else "precision=bf16_true"
     loaded = "" if keeps_masters else "the weights are loaded in this dtype"
     pure, half = source.take_on("bfloat16"), source.take_on("fp16", "float16")
-    narrow = source.take("bf16")
     if eight := source.take_used("fp8"):
         found.exclude(eight, "matrix products are estimated in bf16")
         narrow = narrow or eight
@@ -241,29 +240,28 @@ def _read_sharding(found: Translation) -> bool:
     FSDP 1 and DeepSpeed make those; axolotl's patched FSDP 2 leaves the weights as they are.
     """
     source = found.source
-    has_section = any(each.key.startswith("fsdp_config.") for each in source.peek())
+    shards = "DEEPSPEED"
     version = source.text("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
-    modes, deepspeed = source.take("fsdp"), source.take("deepspeed")
+    deepspeed = source.take("deepspeed")
     replicate, shard = source.positive("dp_replicate_size"), source.positive("dp_shard_size")
     if deepspeed:
         read_deepspeed(found, deepspeed)
     elif "deepspeed.zero_optimization" in source:
         found.deepspeed = SourceConfig(source.file, source.content["deepspeed"])
         read_zero(found, source, "deepspeed.zero_optimization.", "stage")
-    elif modes or has_section:
-        modes_set = [each.strip().lower() for each in (modes.items if modes else ())]
-        strategy = next((each for each in modes_set if each not in ("auto_wrap", "offload")), "")
-        read_fsdp(found, "fsdp_config", version=version or "1", strategy=strategy)
-        if modes and "offload" in modes_set:
-            read_offload(found, modes, OF_FSDP)
-    else:
+    elif source.shards:
+        read_fsdp_of_transformers(found, version)
+        shards = "FSDP"
+    elif source.launch is None:
         found.map(None, "strategy=no_shard", "engine=ddp", default="fsdp, deepspeed")
         return False
+    else:
+        shards = str(source.launch.content.get("distributed_type")).upper()
     if replicate or shard:
         found.degrees = RankDegrees(
             ("dp_replicate_size", "dp_shard_size"), replicate or 1, shard or -1
         )
-    return bool(deepspeed) or version != "2"
+    return shards == "DEEPSPEED" or (shards == "FSDP" and found.whole_gradients)
 
 
 def _read_without(found: Translation) -> None:

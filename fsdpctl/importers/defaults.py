@@ -77,8 +77,9 @@ CHANGES_TRL = (
 # Keys of DeepSpeed's files that change the training.
 OF_DEEPSPEED = (
     "optimizer.params.adam_w_mode", "optimizer.params.bias_correction",
-    "*curriculum*", "progressive_layer_drop.*", "sparse_attention.*",
-    "data_efficiency.*", "prescale_gradients", "gradient_predivide_factor", "dataloader_drop_last",
+    "*curriculum*", "progressive_layer_drop.*", "sparse_attention.*", "communication_data_type",
+    "fp16.enabled", "data_efficiency.*", "prescale_gradients", "gradient_predivide_factor",
+    "dataloader_drop_last",
 )  # fmt: skip
 # Values of such keys that change nothing here; empty: none. Of others, those that turn a key off.
 HARMLESS = {

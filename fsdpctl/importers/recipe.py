@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,9 +21,11 @@ from fsdpctl.importers.translation import Translation, TranslationRow, settings_
 from fsdpctl.importers.trl import read_trl
 from fsdpctl.io.untrusted import read_yaml
 
-_READERS = {"axolotl": read_axolotl, "accelerate": read_accelerate, "TRL": read_trl}
+_LAUNCH = "accelerate"
+_READERS = {"axolotl": read_axolotl, _LAUNCH: read_accelerate, "TRL": read_trl}
 _FUSED_NORMS = ("liger_rms_norm", "use_liger_kernel")
 _EXPECTED = "expected the YAML file of axolotl, accelerate or TRL"
+NOT_NEEDED = "not needed: "
 _WIDTH = 100  # of a line
 # What a translation sets so that an estimate is that of the other tool.
 _OF_ESTIMATES = ("engine", "cluster", "train.loss_chunk_tokens", "accumulation")
@@ -32,19 +35,45 @@ _PLAIN = re.compile(r"[\w./+][\w./+-]*")
 Rows = dict[str, TranslationRow]  # of one setting each, by its name
 
 
-def read_others(path: Path) -> Translation:
-    """Translate another tool's configuration; UsageError if its training can't be estimated."""
+def read_others(path: Path, beside: Path | None = None) -> Translation:
+    """Translate another tool's configuration, also with that of accelerate `beside` it.
+
+    Raises:
+        UsageError: If its training can't be estimated, or if two files aren't of one run.
+    """
+    tool, source = _opened(path)
+    if beside is not None:
+        other, second = _opened(beside)
+        if (tool == _LAUNCH) == (other == _LAUNCH):
+            expected = "axolotl or TRL" if tool == _LAUNCH else _LAUNCH
+            why = f"a file of {other}; with {path}, of {tool}, expected one of {expected}"
+            raise UsageError(f"{beside}: {why}")
+        if tool == _LAUNCH:
+            tool, source, second = other, second, source
+        source = SourceConfig(source.file, source.content, second)
+    fused = any(each.key in _FUSED_NORMS and each.is_on for each in source.peek())
+    found = _READERS[tool](source)
+    if not fused and "engine.program" not in found.settings:
+        found.map(None, "engine.program=transformers", default="(norms of transformers)")
+    return found
+
+
+def is_launch(path: Path) -> bool | None:
+    """Return whether a file is accelerate's; None if it can't be read."""
+    with suppress(UsageError):
+        return _opened(path)[0] == _LAUNCH
+    return None
+
+
+def _opened(path: Path) -> tuple[str, SourceConfig]:
+    path = path.expanduser()
     if path.suffix == ".toml":
         raise UsageError(f"{path}: {NO_TOML}")
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"{path}: not supported; {_EXPECTED}")
     source = SourceConfig(path, read_yaml(path))
     if (tool := tool_of(source)) is not None:
-        fused = any(each.key in _FUSED_NORMS and each.is_on for each in source.peek())
-        found = _READERS[tool](source)
-        if not fused and "engine.program" not in found.settings:
-            found.map(None, "engine.program=transformers", default="(norms of transformers)")
-        return found
+        return tool, source
     keys = {each.key for each in source.peek()}
     if keys and all(each.split(".")[0] in (*GROUPS, *SECTIONS) for each in keys):
         raise UsageError(f"{path}: is a recipe of fsdpctl; pass it as --recipe {path}")
@@ -174,7 +203,7 @@ def _left_out(found: Translation) -> Iterator[str]:
         yield f"changes the training, without a counterpart: {shown}"
     unused = [each for each in found.no_memory_effect if each.partition("[")[0] not in named]
     if others := [each for each in unused if each not in {one.key for one in deciding}]:
-        yield f"not needed: {', '.join(others)}"
+        yield f"{NOT_NEEDED}{', '.join(others)}"
 
 
 def _changes(found: Translation, value: SourceKey) -> bool:

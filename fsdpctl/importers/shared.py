@@ -9,7 +9,6 @@ from typing import Any
 
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.config.synonyms import NOT_SUPPORTED
-from fsdpctl.errors import UsageError
 from fsdpctl.importers.translation import Translation
 from fsdpctl.io.untrusted import read_json
 from fsdpctl.plan.strategy import Offload, get_strategy
@@ -232,7 +231,7 @@ def read_fsdp(found: Translation, section: str, *, version: str, strategy: str =
     if named and named is resharding and (named.is_on or named.is_off):
         word = "full_shard" if named.is_on else "shard_grad_op"
     if word not in _STRATEGIES:
-        assert named is not None
+        named = named or SourceKey("fsdp", word, ())
         raise found.source.error(named, f"expected {', '.join(_STRATEGIES)}")
     ours = _STRATEGIES[word]
     engine = "ddp" if ours == "no_shard" else "fsdp2"
@@ -260,6 +259,17 @@ def read_fsdp(found: Translation, section: str, *, version: str, strategy: str =
         found.exclude(wrap, "estimated with one unit per block")
 
 
+def read_fsdp_of_transformers(found: Translation, version: str = "") -> None:
+    """Translate `fsdp`, a list or text of modes, and `fsdp_config`, of TrainingArguments."""
+    modes = found.source.take("fsdp")
+    words = re.findall(r"\w+", modes.text.lower()) if modes else []
+    known = [each for each in words if each not in ("auto_wrap", "offload", "true")]
+    version = version or found.source.text("fsdp_config.fsdp_version", "fsdp_config.version")
+    read_fsdp(found, "fsdp_config", version=version or "1", strategy=next(iter(known), ""))
+    if modes and "offload" in words:
+        read_offload(found, modes, OF_FSDP)
+
+
 def _read_prefetch(
     found: Translation, backward: SourceKey | None, forward: SourceKey | None
 ) -> None:
@@ -273,7 +283,7 @@ def _read_prefetch(
 
 def read_deepspeed(found: Translation, value: SourceKey) -> SourceConfig | None:
     """Translate the ZeRO of the file that `value` names; return it, or None if it is absent."""
-    places = (Path(value.text), found.file.parent / value.text)
+    places = (Path(value.text), found.source.file_of(value.key).parent / value.text)
     file = next((each for each in places if each.is_file()), None)
     if file is not None:
         found.deepspeed = SourceConfig(file, read_json(file, dict[str, Any]))
@@ -291,7 +301,7 @@ def read_zero(found: Translation, source: SourceConfig, section: str, stage_key:
     stage = source.whole(f"{section}{stage_key}") or 0
     hpz = source.whole(f"{section}zero_hpz_partition_size") or 1
     if stage not in _STAGES:
-        raise UsageError(f"{source.file}: {section}{stage_key}: {stage}: expected 0 to 3")
+        raise source.error(SourceKey(f"{section}{stage_key}", str(stage), ()), "expected 0 to 3")
     ours: tuple[str, ...] = (f"strategy={_STAGES[stage]}",)
     if stage == 3 and hpz > 1:
         ours = ("strategy=hybrid_shard_optimizer", f"strategy.dp_shard_size={hpz}")

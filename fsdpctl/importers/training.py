@@ -16,7 +16,7 @@ from fsdpctl.config.schema import KEYS
 from fsdpctl.config.source_config import SourceKey, as_whole
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.defaults import OF_DEEPSPEED, Defaults
-from fsdpctl.importers.translation import Translation, TranslationRow, settings_of
+from fsdpctl.importers.translation import SourceBatch, Translation, TranslationRow, settings_of
 
 # The names of transformers' TrainingArguments, which axolotl and TRL share, and ours.
 _PLAIN = {
@@ -136,8 +136,17 @@ class TrainingRows:
         if betas is not None and len(betas.items) == 2:
             one, two = betas.items
             self.add(betas, f"optimizer.beta1={one}", f"optimizer.beta2={two}")
+        batch = self._found.batch or SourceBatch((), None)
+        micro, passes = batch.micro or batch.usual, batch.accumulation or 1
+        keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+        for key, size in zip(keys, (micro, passes, batch.samples), strict=True):
+            value = given.get(key)
+            if value is not None and value.text.strip() not in ("auto", str(size)):
+                self.leave(value, f"{self._found.file.name} decides it")
         for key, value in given.items():
-            if value.text.strip() != "auto" and any(fnmatchcase(key, x) for x in OF_DEEPSPEED):
+            is_usual = value.is_on if key.startswith("optimizer.") else value.is_off
+            is_usual = is_usual or value.text.strip() == "auto"
+            if not is_usual and any(fnmatchcase(key, x) for x in OF_DEEPSPEED):
                 self.leave(value, "changes the training, without a counterpart")
 
     def leave(self, value: SourceKey, why: str) -> None:

@@ -96,6 +96,11 @@ class Translation:
         return settings_of(self.rows)
 
     @property
+    def has_frozen_head(self) -> bool:
+        words = self.settings
+        return "model.lora.rank" in words and "head" not in words.get("model.lora.also", "")
+
+    @property
     def shown_batch(self) -> tuple[str, str]:
         """The keys of the batch that the file has, and their values."""
         names = self.batch.keys if self.batch else ()

@@ -7,12 +7,14 @@ from typing import Any
 from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.accelerate import UNUSED, read_launch_beside
 from fsdpctl.importers.defaults import CHANGES_TRL, TRL
 from fsdpctl.importers.models import map_model
 from fsdpctl.importers.schedules import add_schedule
 from fsdpctl.importers.shared import (
     quantized,
     read_deepspeed,
+    read_fsdp_of_transformers,
     read_modules_to_save,
     read_optimizer,
     read_targets,
@@ -66,6 +68,7 @@ def read_trl(source: SourceConfig) -> Translation:
     found.batch = SourceBatch(keys, micro, passes, usual=8)
     half = source.take_on("fp16")
     narrow = half or source.take("bf16")
+    narrow = read_launch_beside(found, narrow)
     dtype = source.take("dtype", "torch_dtype") or SourceKey("dtype", "float32", ())
     precision = _precision(dtype, narrow)
     found.map(narrow, precision, default="bf16")
@@ -77,15 +80,17 @@ def read_trl(source: SourceConfig) -> Translation:
     deepspeed = source.take("deepspeed")
     if deepspeed:
         read_deepspeed(found, deepspeed)
-    else:
-        note = "accelerate's configuration decides it; set strategy"
+    elif source.shards:
+        read_fsdp_of_transformers(found)
+    elif source.launch is None:
+        note = "accelerate's configuration decides it; pass that file too, or set strategy"
         found.map(None, "strategy=no_shard", "engine=ddp", default="(ranks)", note=note)
     read_optimizer(found, source.take("optim"), "optim")
     _read_loss(found)
     found.reduces_as_computed = True
     _read_training(found)
     found.changes = CHANGES_TRL
-    found.sort_rest(_UNUSED)
+    found.sort_rest((*_UNUSED, *UNUSED))
     return found
 
 

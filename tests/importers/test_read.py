@@ -262,7 +262,7 @@ def test_frozen_weights_of_trl_are_in_float32_unless_it_loads_others(tmp_path):
 
 @pytest.mark.parametrize(("lines", "chunk"), [
     ("", None), ("loss_type: nll", None), ("loss_type: chunked_nll", None),
-    ("per_device_train_batch_size: 1", 256), ("label_smoothing_factor: 0.1", 0),
+    ("use_peft: true\nlora_target_modules: [c_attn]", 256), ("label_smoothing_factor: 0.1", 0),
     ("label_smoothing_factor: 0.0\nuse_liger_kernel: true", None),
 ])  # fmt: skip
 def test_trl_makes_all_logits_only_to_smooth_labels(tmp_path, lines, chunk):

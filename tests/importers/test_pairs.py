@@ -1,0 +1,165 @@
+"""A training file and the configuration of accelerate that launches it are one run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.from_others import completed
+from fsdpctl.importers.recipe import ConvertedRecipe, convert, read_others
+from tests.commands.run import invoke
+
+TRL = {
+    "model_name_or_path": "gpt2", "dataset_name": "a/b", "max_steps": 9, "learning_rate": 1e-4,
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_length": 64,
+    "assistant_only_loss": True,
+}  # fmt: skip
+AXOLOTL = {
+    "base_model": "gpt2", "micro_batch_size": 4, "gradient_accumulation_steps": 2,
+    "sequence_len": 64, "num_epochs": 1, "learning_rate": 1e-4,
+    "datasets": [{"path": "a/b", "type": "chat_template"}],
+}  # fmt: skip
+FSDP = {
+    "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16",
+    "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False},
+    "num_machines": 2, "num_processes": 8, "gradient_accumulation_steps": 5,
+}  # fmt: skip
+ZERO = {
+    "distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "fp16",
+    "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 0.25},
+}  # fmt: skip
+TRAININGS = {"trl": TRL, "axolotl": AXOLOTL}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+
+
+def written(name: str, content: dict[str, Any]) -> Path:
+    Path(name).write_text(json.dumps(content))  # JSON is YAML
+    return Path(name)
+
+
+def pair(training: dict[str, Any], launch: dict[str, Any]) -> ConvertedRecipe:
+    files = [written("run.yaml", training), written("launch.yml", launch)]
+    found = [convert(read_others(*each), {}, 1) for each in (files, files[::-1])]
+    assert found[0] == found[1]  # in any order
+    return found[0]
+
+
+@pytest.mark.parametrize("tool", TRAININGS)
+@pytest.mark.parametrize(("launch", "strategy", "ranks"), [
+    (FSDP, "shard_grad_op", ("4", "2")), (ZERO, "full_shard", ("8", "1")),
+    ({"distributed_type": "MULTI_GPU", "num_processes": 2}, "no_shard", ("2", "1")),
+    ({"compute_environment": "LOCAL_MACHINE"}, "no_shard", ("1", None)),
+])  # fmt: skip
+def test_a_pair_has_the_training_of_one_file_and_the_ranks_of_the_other(
+    tool, launch, strategy, ranks
+):
+    words = dict(pair(TRAININGS[tool], launch).words)
+    alone = dict(convert(read_others(Path("run.yaml")), {}, 1).words)
+    assert (words["launch.nproc_per_node"], words.get("launch.nnodes")) == ranks
+    count = int(ranks[0]) * int(ranks[1] or 1)
+    assert (words["strategy"], words["train.global_batch_size"]) == (strategy, str(8 * count))
+    changed = ("strategy", "launch", "train.global_batch_size", "precision")
+    assert {k: v for k, v in words.items() if not k.startswith(changed)} == {
+        k: v for k, v in alone.items() if not k.startswith(changed)
+    }
+
+
+@pytest.mark.parametrize(("launch", "lines"), [
+    (FSDP, ["gradient_accumulation_steps=5"]),
+    (ZERO, ["deepspeed_config.gradient_clipping=0.25", "mixed_precision=fp16"]),
+    ({**ZERO, "deepspeed_config": {"deepspeed_config_file": "zero.json"}},
+     ["train_micro_batch_size_per_gpu=3", "communication_data_type=fp32", "fp16.enabled=true"]),
+])  # fmt: skip
+@pytest.mark.parametrize("tool", TRAININGS)
+def test_what_the_training_file_decides_is_named(tool, launch, lines):
+    about = {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True},
+             "train_micro_batch_size_per_gpu": 3, "communication_data_type": "fp32",
+             "gradient_accumulation_steps": "auto"}  # fmt: skip
+    written("zero.json", about)
+    left_out = pair(TRAININGS[tool], launch).left_out
+    for line in lines:
+        assert any(each.startswith(f"{line}: ") for each in left_out)
+
+
+@pytest.mark.parametrize(("tool", "own", "strategy"), [
+    ("trl", {"fsdp": "full_shard auto_wrap"}, "full_shard"),
+    ("trl", {"fsdp": ["shard_grad_op", "auto_wrap"], "fsdp_config": {"version": 2}},
+     "shard_grad_op"),
+    ("axolotl", {"fsdp_config": {"reshard_after_forward": True}, "fsdp_version": 2}, "full_shard"),
+    ("axolotl", {"deepspeed": {"zero_optimization": {"stage": 2}}}, "shard_grad_op"),
+])  # fmt: skip
+def test_sharding_of_the_training_file_takes_precedence(tool, own, strategy):
+    launch = {**FSDP, "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}
+    recipe = pair({**TRAININGS[tool], **own}, launch)
+    words = dict(recipe.words)
+    assert (words["strategy"], words["launch.nnodes"]) == (strategy, "2")
+    assert "distributed_type=FSDP: run.yaml decides it" in recipe.left_out
+    assert any(each.startswith("fsdp_config.fsdp_sharding_strategy") for each in recipe.left_out)
+
+
+@pytest.mark.parametrize(("value", "precision"), [("bf16", "bf16"), ("no", "fp32")])
+def test_the_precision_is_accelerates_if_the_training_file_has_none(value, precision):
+    for training in TRAININGS.values():
+        words = dict(pair({**training, "bf16": False}, {**ZERO, "mixed_precision": value}).words)
+        assert words["precision"] == precision
+
+
+def test_errors_name_the_file_that_has_the_key():
+    for launch in ({"distributed_type": "MEGATRON_LM"}, {**FSDP, "num_processes": 3}):
+        with pytest.raises(UsageError, match=r"^launch\.yml: "):
+            pair(TRL, launch)
+    with pytest.raises(UsageError, match=r"^run\.yaml: fsdp: half_shard: expected full_shard"):
+        pair({**TRL, "fsdp": "half_shard"}, FSDP)
+
+
+@pytest.mark.parametrize(("second", "message"), [
+    (TRL, "a file of TRL; with run.yaml, of axolotl, expected one of accelerate"),
+    (None, "launch.yml: "), ({"model": "gpt2"}, "is a recipe of fsdpctl"),
+])  # fmt: skip
+def test_another_second_file_is_refused(second, message):
+    written("run.yaml", AXOLOTL)
+    if second is not None:
+        written("launch.yml", second)
+    for words in (["convert", "run.yaml", "launch.yml"],
+                  ["train", "--from", "run.yaml", "--from", "launch.yml"]):  # fmt: skip
+        code, said = invoke(*words)
+        assert (code, message in said) == (2, True)
+
+
+def test_convert_prints_what_it_leaves_out_beside_the_recipe():
+    written("run.yaml", {**TRL, "dataloader_drop_last": True})
+    written("launch.yml", FSDP)
+    _, said = invoke("convert", "run.yaml", "launch.yml", "--out", "recipe.yaml")
+    assert "left out: changes the training, without a counterpart: dataloader_drop_last" in said
+    assert "gradient_accumulation_steps=5: run.yaml decides it" in said
+    assert "not needed" not in said
+    assert (
+        Path("recipe.yaml").read_text().startswith("# Converted from run.yaml and launch.yml (TRL)")
+    )
+    files = ("--from", "run.yaml", "--from", "launch.yml", "--from", "a.yaml")
+    assert invoke("train", *files)[1].startswith("a.yaml: expected a training file and one of acc")
+
+
+def test_pairs_of_estimates_are_a_file_and_accelerates_after_it(monkeypatch):
+    from fsdpctl.commands.estimate import _runs_of
+
+    names = ("run.yaml", "launch.yml", "other.yaml")
+    run, launch, other = map(written, names, (TRL, FSDP, AXOLOTL))
+    assert _runs_of([run, launch]) == [(run, launch)]
+    assert _runs_of([launch, run]) == [(launch, run)]
+    assert _runs_of([run, other]) == [(run,), (other,)]
+    assert _runs_of([run, other, launch]) == [(run,), (other, launch)]
+    assert _runs_of([launch, run, other]) == [(launch,), (run,), (other,)]
+    assert _runs_of([run, launch, launch]) == [(run, launch), (launch,)]
+    assert _runs_of([Path()]) == [(launch,), (other,), (run,)]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = completed(read_others(run, launch), ["model=gpt2"]).composed.config
+    assert (found.strategy.name, found.engine.name) == ("shard_grad_op", "fsdp2")
+    assert (found.num_ranks, found.train.global_batch_size) == (8, 64)
