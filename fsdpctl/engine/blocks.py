@@ -35,6 +35,7 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
+FORWARDS = ("forward", "_plain_forward")  # of a block: what is called, and what is recomputed
 _VARLEN = "torch_attn"  # namespace of attention within documents, loaded on first use
 
 

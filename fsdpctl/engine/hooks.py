@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fsdpctl.engine.blocks import FORWARDS
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.calls import in_backward
 from fsdpctl.engine.parameters import is_at_rest, is_marked, mark_sharded, not_possible
@@ -150,6 +151,7 @@ def hook_backward_at_parameters(runtime: Runtime, unit: ShardedUnit) -> None:
 
 
 _HOME = "_fsdpctl_runtime"
+_COMPILED = "_torchdynamo_orig_callable"  # what functions that torch.compile returns have
 _OF_MATRICES, _OF_ALL = ("Adafactor", "Muon"), ("LBFGS",)  # what torch's optimizers read at once
 
 
@@ -194,8 +196,9 @@ def watch_first_forward(module: nn.Module, runtime: Runtime) -> None:
     """Let the first forward find modules that compute with parameters that are not gathered.
 
     Units are gathered when their modules are called: one that is called by `.forward`, or in parts,
-    would compute with NaN. Later forwards make the same calls and are not watched. Compiled modules
-    are not watched, since that would compile them again.
+    would compute with NaN. Later forwards make the same calls and are not watched. Modules within a
+    compiled function are not watched: Dynamo would guard their hooks, compile each block apart, and
+    run all of them eagerly once the hooks are gone.
     """
     handles = [
         each.register_forward_pre_hook(partial(_check_gathered, name))
@@ -212,8 +215,11 @@ def watch_first_forward(module: nn.Module, runtime: Runtime) -> None:
 
 
 def _uncompiled(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if module._compiled_call_impl is None:
-        yield name, module
+    """Return the modules whose hooks torch.compile does not trace, with their names."""
+    if module._compiled_call_impl is not None:
+        return
+    yield name, module  # a compiled forward does not contain the hooks of its own module
+    if not any(hasattr(getattr(module, each, None), _COMPILED) for each in FORWARDS):
         for key, child in module.named_children():
             yield from _uncompiled(f"{name}.{key}" if name else key, child)
 

@@ -49,6 +49,8 @@ class _Sight:
     made: dict[object, AttentionMask | None] = field(default_factory=dict)
 
     def mask(self, q: Tensor, scores: Scores) -> AttentionMask | None:
+        if torch.compiler.is_compiling():  # Dynamo runs recomputed blocks that fill a dict eagerly
+            return self._make(q, scores)
         key = q.shape[-1], scores.has_kernel, scores.sinks is None
         if key not in self.made:
             self.made[key] = self._make(q, scores)

@@ -1,0 +1,157 @@
+"""Compiled blocks of a sharded model: as many graphs as without sharding, at every step."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdpctl
+from fsdpctl.config.compose import compose_config
+from fsdpctl.engine.blocks import checkpoint_blocks, compile_block
+from fsdpctl.models.lora import choose_trained
+from fsdpctl.models.row_documents import make_documents
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+from tests.distributed import distributed, in_turn
+from tests.models.decoders import drawn
+
+BLOCKS = 12  # more than the graphs that Dynamo makes of one function
+TINY = [
+    f"model.num_layers={BLOCKS}", "model.hidden_size=16", "model.intermediate_size=24",
+    "model.num_heads=2", "model.num_kv_heads=2", "model.vocab_size=32",
+]  # fmt: skip
+LENGTHS = ((5, 11), (9, 7))
+Wrap = Callable[[nn.Module], Any]
+
+
+def decoder(mode: str, *, adapted: bool) -> TransformersDecoder:
+    """A decoder with compiled blocks and frozen or trained weights."""
+    settings = [*TINY, *(["model.lora.rank=2"] if adapted else [])]
+    config = compose_config(settings).config.model
+    model = drawn(compose_config(TINY).config.model)
+    if adapted:
+        choose_trained(model, config)
+        for name, param in model.named_parameters():
+            if param.is_meta:
+                *path, key = name.split(".")
+                owner = model.get_submodule(".".join(path))
+                setattr(owner, key, nn.Parameter(torch.full(param.shape, 0.01)))
+    blocks = list(model.get_submodule("model.layers").children())
+    if mode != "none":
+        kept = "full" if mode == "offload" else mode
+        checkpoint_blocks(blocks, kept, offload=mode == "offload")
+    for block in blocks:
+        compile_block(block)
+    return model
+
+
+class Block(nn.Module):
+    """A small block, which Dynamo traces in no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(self.norm(x)).tanh()
+
+
+def small(mode: str) -> nn.Module:
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    if mode != "none":
+        checkpoint_blocks(list(model), "full", offload=mode == "offload")
+    for block in model:
+        compile_block(block)
+    return model
+
+
+def run_small(model: Any, step: int) -> None:
+    x = torch.ones(2, 8)
+    model(x).sum().backward() if step < 3 else model(x)
+
+
+def run_decoder(model: Any, step: int) -> None:
+    """Train on full and on packed rows, then validate."""
+    tokens = torch.arange(32).view(2, 16)
+    documents = make_documents(LENGTHS, torch.device("cpu"), like="cuda")
+    loss = model(tokens, tokens, documents=documents if step == 2 else None)
+    if step < 3:
+        loss.backward()
+
+
+def graphs(make: Callable[[], nn.Module], run: Callable[..., None], wrap: Wrap) -> list[Any]:
+    """Graphs that exist and calls of them, after each of three steps and a validation."""
+    calls = 0
+
+    def counting(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return graph(*args)
+
+        return called
+
+    compile_with = torch.compile
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    found: list[Any] = []
+
+    def compiled(forward: Any) -> Any:
+        return compile_with(forward, backend=counting)
+
+    with mock.patch.object(torch, "compile", compiled):
+        model = wrap(make())
+    for step in range(4):
+        model.train(step < 3)
+        with torch.set_grad_enabled(step < 3):
+            run(model, step)
+        found.append((counters["stats"]["unique_graphs"], calls))
+    return found
+
+
+def check(
+    make: Callable[[], nn.Module], run: Callable[..., None], strategy: str, **how: Any
+) -> None:
+    plain = graphs(make, run, lambda module: module)
+    sharded = graphs(make, run, lambda module: fsdpctl.shard_model(module, strategy, **how))
+    assert sharded == plain
+    assert BLOCKS <= plain[0][1] < plain[1][1] < plain[2][1] < plain[3][1]
+
+
+@distributed(world_size=2)
+@in_turn(mode=["none", "offload"])
+def test_sharded_blocks_stay_compiled(rank: int, world_size: int, mode: str) -> None:
+    check(partial(small, mode), run_small, "full_shard")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "offload"])
+@distributed(world_size=2)
+def test_sharded_decoders_stay_compiled(rank: int, world_size: int, mode: str) -> None:
+    check(partial(decoder, mode, adapted=False), run_decoder, "full_shard")
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_sharded_decoders_with_adapters_stay_compiled(rank: int, world_size: int) -> None:
+    check(partial(decoder, "full", adapted=True), run_decoder, "full_shard")
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_sharded_replicas_stay_compiled(rank: int, world_size: int) -> None:
+    check(partial(small, "full"), run_small, "hybrid_shard", dp_shard_size=2)
+
+
+def test_recomputed_decoders_are_compiled():
+    """Whatever their attention does to find its mask."""
+    assert graphs(partial(decoder, "full", adapted=False), run_decoder, lambda module: module) == [
+        (1, BLOCKS),
+        (1, 2 * BLOCKS),
+        (2, 3 * BLOCKS),
+        (3, 4 * BLOCKS),
+    ]
