@@ -49,6 +49,7 @@ class NcclCollectives(ProcessGroupCollectives):
                 "call torch.cuda.set_device first"
             )
         super().__init__(groups, purpose)
+        self._device = torch.device("cuda", current)
         self.waits: Waits = CudaWaits()
         self.gather_stream = torch.cuda.Stream(device, priority=-1)
         self.reduce_stream = torch.cuda.Stream(device, priority=-1)
@@ -68,10 +69,11 @@ class NcclCollectives(ProcessGroupCollectives):
                 if are_even(each.parts):
                     together[each.whole.dtype].append(each)
                     continue
-                for owner, part in enumerate(each.parts):
-                    if part.numel:
-                        values = each.whole[part.start : part.stop]
-                        dist.broadcast(values, group=self.gather_group, group_src=owner)
+                with self._one_launch(self.gather_group):
+                    for owner, part in enumerate(each.parts):
+                        if part.numel:
+                            values = each.whole[part.start : part.stop]
+                            dist.broadcast(values, group=self.gather_group, group_src=owner)
             for alike in together.values():
                 # All-gathers within become one launch; torch requires one dtype for that.
                 one_launch: AbstractContextManager[object] = (
@@ -94,11 +96,11 @@ class NcclCollectives(ProcessGroupCollectives):
             if are_even(parts):
                 reduce_scatter_single(part, whole, group=self.reduce_group)
             else:
-                for owner, span in enumerate(parts):
-                    if span.numel:
-                        dist.reduce(
-                            whole[span.start : span.stop], group=self.reduce_group, group_dst=owner
-                        )
+                with self._one_launch(self.reduce_group):
+                    for owner, span in enumerate(parts):
+                        if span.numel:
+                            values = whole[span.start : span.stop]
+                            dist.reduce(values, group=self.reduce_group, group_dst=owner)
             done = self.reduce_stream.record_event()
         return InPlace(self._after(done, part))
 
@@ -129,6 +131,11 @@ class NcclCollectives(ProcessGroupCollectives):
             dist.all_reduce(values, group=self.reduce_group)
             done = self.reduce_stream.record_event()
         return self._after(done, values)
+
+    def _one_launch(self, group: dist.ProcessGroup) -> AbstractContextManager[object]:
+        """Launch the broadcasts or reductions of the block as one group of NCCL."""
+        # Without a device, torch's manager runs them one by one.
+        return dist.distributed_c10d._coalescing_manager(group, self._device)
 
     def _after(self, done: torch.cuda.Event, result: Tensor) -> Handle:
         def finish() -> Tensor:

@@ -54,8 +54,8 @@ class UnitBuffer:
         self._padding = shard.layout.padding
         # In float32, four bytes of 255 are NaN too.
         nothing = float("nan") if whole.dtype.is_floating_point else 255
-        nan = torch.full((), nothing, dtype=whole.dtype, device=whole.device)
-        rests = [nan.expand(placement.param.shape) for placement in self.layout.placements]
+        self.rest = torch.full((), nothing, dtype=whole.dtype, device=whole.device)
+        rests = [self.rest.expand(placement.param.shape) for placement in self.layout.placements]
         self._sharded = list(zip(self.params, rests, strict=True))
         self._unsharded = list(zip(self.params, self.param_views(whole), strict=True))
 
@@ -120,22 +120,31 @@ class UnitBuffer:
 
         Missing gradients are zero. The parameters keep theirs.
         """
-        of_name = dict(zip((p.name for p in self.layout.params), self.params, strict=True))
-        numel, device = len(self.layout.owned_parts) * share.numel, self.whole.device
-        flat = torch.zeros(numel, dtype=self.reduce_dtype, device=device)
+        size = self.layout.owned_parts[0].numel  # parts are even if reductions are in pieces
+        flat = torch.zeros(
+            (len(self.layout.owned_parts), share.numel),
+            dtype=self.reduce_dtype,
+            device=self.whole.device,
+        )
         targets, sources = [], []
-        for rank, part in enumerate(self.layout.owned_parts):
-            wanted = share.shift(part.start)
-            for piece in self.layout.pieces(wanted):
-                gradient = arrived_gradient(of_name[piece.param.name])
-                if gradient is not None:
-                    start = rank * share.numel + piece.in_flat.start - wanted.start
-                    targets.append(flat[start : start + piece.in_flat.numel])
-                    values = gradient.reshape(-1)
-                    sources.append(values[piece.in_param.start : piece.in_param.stop])
+        for placement, param in zip(self.layout.placements, self.params, strict=True):
+            gradient, span = arrived_gradient(param), placement.span
+            if gradient is None or not span.numel:
+                continue
+            values = gradient.reshape(-1)
+            first, end = -(-span.start // size), span.stop // size  # parts of this parameter only
+            if first < end:  # thousands of ranks can have a part of one matrix
+                inner = values[first * size - span.start : end * size - span.start]
+                flat[first:end].copy_(inner.view(-1, size)[:, share.start : share.stop])
+            for rank in {span.start // size, (span.stop - 1) // size} - {*range(first, end)}:
+                both = span.intersect(share.shift(rank * size))
+                if both is not None:
+                    begin = both.start - share.start - rank * size
+                    targets.append(flat[rank, begin : begin + both.numel])
+                    sources.append(values[both.start - span.start : both.stop - span.start])
         if targets:
             torch._foreach_copy_(targets, sources)
-        return flat
+        return flat.view(-1)
 
     def first_gradients(self, scale: float) -> Tensor:
         """Return the gradients that have arrived times `scale` in a flat buffer, else zeros."""

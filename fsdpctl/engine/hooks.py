@@ -168,7 +168,7 @@ def guard_module(module: nn.Module, runtime: Runtime) -> None:
     for buffer in runtime.buffers:
         setattr(buffer.shard.param, _HOME, home)
         for param in buffer.params:
-            mark_sharded(param, partial(_has_gradients, weakref.ref(buffer)))
+            mark_sharded(param, partial(_has_gradients, weakref.ref(buffer)), buffer.rest)
 
 
 def _has_gradients(of: weakref.ref[UnitBuffer]) -> bool:

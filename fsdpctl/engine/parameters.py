@@ -22,6 +22,7 @@ class _Sharded:
     """A sharded parameter, which raises an error instead of being read or copied silently."""
 
     _has_gradient_elsewhere: Callable[[], bool]
+    _rest: int  # the storage of the NaN that it reads while it is sharded
     _is_lent = False  # within full_parameters
 
     def _grad(self: Any) -> Tensor | None:
@@ -71,12 +72,14 @@ def _plain(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return plain
 
 
-def mark_sharded(param: nn.Parameter, has_gradient: Callable[[], bool]) -> None:
+def mark_sharded(param: nn.Parameter, has_gradient: Callable[[], bool], rest: Tensor) -> None:
     """Make the parameter, the same object, raise errors for incorrect use.
 
-    `has_gradient` returns whether its gradient is stored outside its `grad`.
+    `has_gradient` returns whether its gradient is stored outside its `grad`. `rest` is the element
+    that the parameter reads while it is sharded.
     """
     param.__class__ = _sharded(type(param))
+    param._rest = _storage(rest)  # type: ignore[attr-defined]
     param._has_gradient_elsewhere = has_gradient  # type: ignore[attr-defined]
 
 
@@ -86,7 +89,7 @@ def lend(param: nn.Parameter, *, is_lent: bool) -> None:
 
 def unmark_sharded(param: nn.Parameter) -> None:
     param.__class__ = _plain(type(param))
-    for name in ("_has_gradient_elsewhere", "_is_lent"):
+    for name in ("_has_gradient_elsewhere", "_rest", "_is_lent"):
         vars(param).pop(name, None)
 
 
@@ -101,8 +104,13 @@ def not_possible(what: str) -> EngineError:
 
 
 def is_at_rest(param: Tensor) -> bool:
-    """Return whether the parameter is sharded: one NaN that is expanded to all elements."""
-    return param.untyped_storage().nbytes() < param.nbytes
+    """Return whether the parameter is sharded now and reads NaN."""
+    return getattr(param, "_rest", None) == _storage(param)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage; a fake tensor has no address."""
+    return tensor.untyped_storage()._cdata
 
 
 class ShardedParameters:

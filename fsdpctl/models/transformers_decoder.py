@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -212,7 +212,7 @@ class TransformersDecoder(nn.Module):
         """The model as transformers knows it; it has the same modules."""
         return self._model[0]
 
-    @property
+    @cached_property  # finding routers visits all modules
     def balances_experts(self) -> bool:
         """Whether the auxiliary loss of the routers is part of the loss."""
         if self._aux_loss == "none" or not aux_loss_factor(self.transformers_model):

@@ -58,6 +58,7 @@ struct Nccl : c10d::Backend {
   std::map<int, c10::Stream> streams;
   std::vector<WorkPtr> together;
   bool coalesces = false;
+  static inline std::vector<size_t> groups;  // the operations of each, in this process
 
   Nccl(BackendPtr gloo, c10::intrusive_ptr<Options> options)
       : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo(std::move(gloo)), options(std::move(options)) {
@@ -70,7 +71,7 @@ struct Nccl : c10d::Backend {
   void take_part_in_split() { gloo->barrier()->wait(); }  // all ranks of the communicator that is split
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override { coalesces = true; together.clear(); }
-  WorkPtr endCoalescing() override { coalesces = false; return together.empty() ? nullptr : together.back(); }
+  WorkPtr endCoalescing() override { coalesces = false; groups.push_back(together.size()); return together.empty() ? nullptr : together.back(); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
 
@@ -205,5 +206,6 @@ void add_nccl(pybind11::module& m) {
       }))
       .def("perform_nocolor_split", [](Nccl& self, c10::Device) { self.take_part_in_split(); }, py::call_guard<py::gil_scoped_release>())
       .def("eager_connect_single_device", [](Nccl&, c10::Device) {})
+      .def_static("groups", [] { return Nccl::groups; })
       .def_property_readonly("options", [](Nccl& self) { return self.options; });
 }

@@ -6,10 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fsdpctl.comm.base import Gathering
 from fsdpctl.comm.host import SentInput
+from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.blocks import checkpoint_blocks
+from fsdpctl.plan.layout import Span
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.emulated.cases import Case, every_case
@@ -28,6 +32,24 @@ def test_strategies_give_the_losses_of_cpu_ranks(
     rank: int, world_size: int, case: Case, seed: int
 ) -> None:
     case.check(rank, world_size)
+
+
+@distributed(world_size=4, timeout=60, on_devices=True)
+def test_uneven_parts_are_gathered_and_reduced_in_one_launch(rank: int, world_size: int) -> None:
+    device = torch.device("cuda", rank)
+    parts = [Span(0, 64), Span(64, 64), Span(64, 256), Span(256, 320)]  # rank 1 has none
+    own = parts[rank]
+    ranks = NcclCollectives(device)
+    whole = torch.full((320,), -1.0, device=device)
+    whole[own.start : own.stop] = rank
+    ranks.all_gather([Gathering(whole, parts)]).wait()
+    wanted = torch.cat([torch.full((part.numel,), float(i)) for i, part in enumerate(parts)])
+    assert torch.equal(whole.cpu(), wanted)
+    out = torch.empty(own.numel, device=device)
+    ranks.reduce_scatter(whole, parts).finish(out, 1.0, torch.float32)
+    assert torch.equal(out.cpu(), 4 * wanted[own.start : own.stop])
+    groups: Any = dist.ProcessGroupNCCL
+    assert groups.groups() == [3, 3]
 
 
 @distributed(timeout=60, on_devices=True)

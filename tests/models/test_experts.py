@@ -106,6 +106,7 @@ def test_a_model_without_routers_has_no_auxiliary_loss(family, tmp_path):
         plain_module(tmp_path, "model.router_aux_loss=global")
     module = plain_module(tmp_path)
     assert not module.balances_experts
+    module = plain_module(tmp_path)
     module.transformers_model.z_loss_coefficient = 0.1  # as Bamba's
     with pytest.raises(UsageError, match="z_loss_coefficient=0.1: not supported; set it to 0, or"):
         module(*batches_of(1, 1)[0][0][0].chunk(2))
