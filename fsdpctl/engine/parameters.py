@@ -110,7 +110,8 @@ def is_at_rest(param: Tensor) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage; a fake tensor has no address."""
-    return tensor.untyped_storage()._cdata
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 class ShardedParameters:

@@ -309,3 +309,21 @@ class Called(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.block.forward(x)
         return out
+
+
+class OfOne(nn.Sequential):
+    """Calls its first layer, which has one element, by `.forward`: nothing gathers it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self[1](self.get_submodule("0.0").forward(x))
+        return y
+
+
+@distributed(world_size=2)
+def test_a_parameter_of_one_element_is_recognized_at_rest(rank: int, world_size: int) -> None:
+    net = OfOne(nn.Sequential(nn.Linear(1, 1, bias=False)), nn.Linear(1, 3))
+    model = shard_model(net, "full_shard", units=[nn.Sequential, nn.Linear])
+    with pytest.raises(EngineError, match="has no weights between steps"):
+        net.get_submodule("0.0").state_dict()
+    with pytest.raises(EngineError, match="its weight, which is not gathered"):
+        model(torch.ones(2, 1))

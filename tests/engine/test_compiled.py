@@ -56,7 +56,8 @@ class Block(nn.Module):
         self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.up(self.norm(x)).tanh()
+        y: Tensor = x + self.up(self.norm(x)).tanh()
+        return y
 
 
 def small(mode: str) -> nn.Module:
