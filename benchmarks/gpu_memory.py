@@ -28,7 +28,7 @@ from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Settled
-from fsdpctl.engine.build import Precision, Sharding, Source
+from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.step import Prefetch
@@ -86,7 +86,7 @@ def measure(words: list[str]) -> dict[str, int]:
 def _train(config: Settled, nccl: NcclCollectives) -> None:
     sharding = Sharding(
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
-        precision=Precision.of(config.precision.planned),
+        precision=config.precision.planned,
     )
     source, strategy = Source(DEVICE, draw), config.strategy.name
     model = sharded(make_module(config), nccl, sharding, source=source, strategy=strategy)

@@ -106,6 +106,5 @@ def sharded(
     row, specs = get_strategy(strategy), divide_module(module, blocks)
     division = Division(specs, lay_out(specs, collectives.size), row)
     mesh = make_mesh(collectives, source.device, collectives.size)
-    names, offload = sharding.precision.names, sharding.on_host
-    plan = StepPlan(division, mesh.place, names, sharding.prefetch, offload)
+    plan = StepPlan(division, mesh.place, sharding.precision, sharding.prefetch, sharding.on_host)
     return ShardedModel(module, build_runtime(module, plan, mesh, source), row)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
     from fsdpctl.commands.script import train
-    from fsdpctl.engine.build import Precision, Sharding
+    from fsdpctl.engine.build import Sharding
     from fsdpctl.engine.model import GradAccumulator, ShardedModel
     from fsdpctl.engine.shard import shard_model
     from fsdpctl.estimate.own_module import Assumed, MemoryEstimate, estimate_memory
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fsdpctl.optim.record import clip_grad_norm_
     from fsdpctl.optim.sgd import ShardedSGD
     from fsdpctl.plan.owners import OwnerMap
+    from fsdpctl.plan.precision import Precision
     from fsdpctl.plan.step import Prefetch
     from fsdpctl.plan.strategy import Strategy
 
@@ -51,7 +52,7 @@ _HOMES = {
     "estimate_memory": "fsdpctl.estimate.own_module",
     "GradAccumulator": "fsdpctl.engine.model",
     "OwnerMap": "fsdpctl.plan.owners",
-    "Precision": "fsdpctl.engine.build",
+    "Precision": "fsdpctl.plan.precision",
     "Prefetch": "fsdpctl.plan.step",
     "ShardedAdamW": "fsdpctl.optim.adamw",
     "ShardedModel": "fsdpctl.engine.model",

@@ -17,7 +17,7 @@ from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
 from fsdpctl.plan.optimizers import MATRICES, NS_STEPS, STATE_DTYPES
 from fsdpctl.plan.owners import OWNER_MAPS
-from fsdpctl.plan.precision import SPLIT, Dtypes
+from fsdpctl.plan.precision import SPLIT, Precision
 from fsdpctl.plan.step import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Offload
 
@@ -111,10 +111,11 @@ class PrecisionConfig:
     )
 
     @property
-    def planned(self) -> Dtypes:
+    def planned(self) -> Precision:
         given = (self.param_dtype, self.reduce_dtype, self.master_dtype)
         param, reduce, master = (name or "float32" for name in given)
-        return Dtypes(param, reduce, master.removesuffix("+int8"), master == SPLIT)
+        plain = master.removesuffix("+int8")
+        return Precision(param, reduce, plain, has_remainders=master == SPLIT)
 
 
 @dataclass(frozen=True, slots=True)

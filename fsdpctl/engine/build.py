@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -18,57 +17,15 @@ from fsdpctl.engine.hooks import hook_backward_at_parameters, hook_root, hook_un
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import HostParams, ShardedUnit, Slot
-from fsdpctl.errors import EngineError, UsageError
-from fsdpctl.models.describe import dtype_name, replace_meta_parameters, torch_dtype
+from fsdpctl.errors import UsageError
+from fsdpctl.models.describe import replace_meta_parameters, torch_dtype
 from fsdpctl.plan.layout import FlatLayout, share_of
 from fsdpctl.plan.owners import OwnerMap
-from fsdpctl.plan.precision import Dtypes
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.schedule import Buffer
 from fsdpctl.plan.step import Memory, Prefetch, Rest, StepPlan
 from fsdpctl.plan.strategy import Offload, Strategy
 from fsdpctl.plan.units import UnitSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """The dtypes of a model; None keeps each parameter's dtype.
-
-    Masters and reductions default to fp32 (fp64 for fp64).
-
-    Raises:
-        EngineError: If gradients would be added in float16.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    master_dtype: torch.dtype | None = None
-    # Whether bf16 masters have 8 more bits each. Their gradients have the dtype of the reduction.
-    has_remainders: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.reduce_dtype == torch.float16:
-            raise EngineError(
-                "reduce_dtype float16: sums over ranks overflow at 65504; use bfloat16 or float32"
-            )
-        if self.has_remainders and not self.param_dtype == self.master_dtype == torch.bfloat16:
-            raise EngineError(
-                "has_remainders: expected param_dtype and master_dtype bfloat16, got "
-                f"{self.param_dtype} and {self.master_dtype}"
-            )
-
-    @classmethod
-    def of(cls, names: Dtypes) -> Self:
-        asked = (names.param, names.reduce, names.master)
-        param, reduce, master = (None if name is None else torch_dtype(name) for name in asked)
-        return cls(param, reduce, master, has_remainders=names.has_remainders)
-
-    @property
-    def names(self) -> Dtypes:
-        param, reduce, master = (
-            None if dtype is None else dtype_name(dtype)
-            for dtype in (self.param_dtype, self.reduce_dtype, self.master_dtype)
-        )
-        return Dtypes(param, reduce, master, self.has_remainders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +217,8 @@ def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: Source)
         reducer.leaving = host.gradients()
     gathers = plan.strategy.shards_params
     runtime.parameters.remember(module, gathers=gathers)
-    compute = plan.dtypes.param
-    hook_root(module, runtime, None if compute is None else torch_dtype(compute))
+    compute = plan.dtypes.param_dtype
+    hook_root(module, runtime, None if compute is None else torch_dtype(str(compute)))
     for unit in runtime.units.values():
         if not gathers or unit is runtime.root:
             hook_backward_at_parameters(runtime, unit)

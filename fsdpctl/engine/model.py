@@ -180,8 +180,8 @@ class ShardedModel(nn.Module):
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """The dtype of gathered floating-point parameters; None: each has its own."""
-        name = self._runtime.plan.dtypes.param
-        return None if name is None else torch_dtype(name)
+        name = self._runtime.plan.dtypes.param_dtype
+        return None if name is None else torch_dtype(str(name))
 
     @property
     def can_prefetch(self) -> bool:

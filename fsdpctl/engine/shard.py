@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import Mesh, collectives_for, make_mesh, sharing_collectives
-from fsdpctl.engine.build import Precision, Sharding, Source, build_runtime
+from fsdpctl.engine.build import Sharding, Source, build_runtime
 from fsdpctl.engine.hooks import is_sharded
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import EngineError, ModuleError, UsageError
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.owners import OwnerMap
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step import Prefetch, StepPlan
 from fsdpctl.plan.strategy import Offload, Strategy, get_strategy, ranks_per_replica
 from fsdpctl.plan.units import Division, UnitSpec, divide
@@ -132,8 +133,7 @@ def shard_from(
 
     row, made = agreed(world, division, described)
     mesh = mesh or make_mesh(world, source.device, made.ranks_per_replica)
-    names, offload = sharding.precision.names, sharding.on_host
-    plan = StepPlan(made, mesh.place, names, sharding.prefetch, offload)
+    plan = StepPlan(made, mesh.place, sharding.precision, sharding.prefetch, sharding.on_host)
     return ShardedModel(module, build_runtime(module, plan, mesh, source), row)
 
 

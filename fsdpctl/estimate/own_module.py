@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdpctl.config.keys import parse_bytes
 from fsdpctl.config.placement import OURS, PROGRAMS
 from fsdpctl.config.schema import ActivationCheckpointingConfig
-from fsdpctl.engine.build import Precision, Sharding
+from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.shard import requested_strategy, units_of
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.estimate.planned_steps import (
@@ -21,8 +21,8 @@ from fsdpctl.estimate.planned_steps import (
     steps_of,
 )
 from fsdpctl.estimate.traced import ShortModule, TracedModule
-from fsdpctl.models.describe import dtype_name
-from fsdpctl.plan.precision import Dtypes
+from fsdpctl.models.describe import dtype_name, torch_dtype
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step import StepPlan
 from fsdpctl.plan.strategy import ENGINES, FSDPCTL, ranks_per_replica
 from fsdpctl.plan.units import UnitSpec, divide
@@ -122,8 +122,9 @@ def estimate_memory(
 
     module = make()
     units = units_of(module, given)
-    dtypes = _dtypes(module, given.precision, assumed.engine)
-    dtype = given.precision.param_dtype
+    compute = given.precision.param_dtype
+    given = replace(given, precision=_precision(module, given.precision, assumed.engine))
+    dtype = None if compute is None else torch_dtype(str(compute))
     num_params = sum(param.numel() for param in module.parameters())
     observed = TracedModule(
         ShortModule.of(module, units),
@@ -136,7 +137,7 @@ def estimate_memory(
     program = observed.program(_Run(input_fn, loss_fn, dtype))
     recorder = MemoryRecorder(program, units[-1].name, last_is_head=units[-1].kind == "head")
     strategy = requested_strategy(given)
-    plan = fullest_rank(assumed.engine, _plan(units, given, dtypes, world_size, assumed))
+    plan = fullest_rank(assumed.engine, _plan(units, given, world_size, assumed))
     fused = PROGRAMS[assumed.program].steps_at_once
     steps = steps_of(assumed.engine, strategy, units, plan, recorder, fused=fused)
     step = estimate_steps(
@@ -198,19 +199,19 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return tuple(_cast(each, dtype) for each in value) if isinstance(value, tuple) else value
 
 
-def _dtypes(module: nn.Module, precision: Precision, engine: str) -> Dtypes:
+def _precision(module: nn.Module, precision: Precision, engine: str) -> Precision:
     """Return the dtypes; PyTorch's engines keep that of the module."""
     found = {dtype_name(param.dtype) for param in module.parameters() if param.is_floating_point()}
     if len(found) > 1:
         names = ", ".join(sorted(found))
         raise UsageError(f"estimate_memory: expected parameters of one dtype, got {names}")
     if engine == FSDPCTL:
-        return precision.names
-    return replace(precision.names, master=found.pop() if found else "float32")
+        return precision
+    return replace(precision, master_dtype=found.pop() if found else "float32")
 
 
 def _plan(
-    units: tuple[UnitSpec, ...], given: Sharding, dtypes: Dtypes, world_size: int, assumed: Assumed
+    units: tuple[UnitSpec, ...], given: Sharding, world_size: int, assumed: Assumed
 ) -> TrainingPlan:
     strategy = requested_strategy(given)
     size = ranks_per_replica(strategy, world_size, given.dp_shard_size)
@@ -219,4 +220,4 @@ def _plan(
     place = first_place(division, world_size, assumed.device, shares_memory=shares)
     passes = min(assumed.num_micro_batches, REPEATING)
     reduces = reducing_passes(passes, every=assumed.reduce == "every")
-    return TrainingPlan(StepPlan(division, place, dtypes, given.prefetch), reduces)
+    return TrainingPlan(StepPlan(division, place, given.precision, given.prefetch), reduces)

@@ -1,8 +1,10 @@
 """The dtypes of flat buffers, by name."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+
+from fsdpctl.errors import EngineError
 
 SPLIT = "bfloat16+int8"  # master weights of 24 bits: a bf16 half, and a remainder of 8 bits
 
@@ -34,13 +36,34 @@ class BufferDtypes:
 
 
 @dataclass(frozen=True, slots=True)
-class Dtypes:
-    """The dtypes of a model by name; None keeps each parameter's."""
+class Precision:
+    """The dtypes of a model, torch's or their names, which it keeps; None: each parameter's.
 
-    param: str | None = None
-    reduce: str | None = None  # None: float32, or float64 as the masters
-    master: str | None = None  # None: float32, or float64 as the parameters
-    has_remainders: bool = False  # 8 more bits of each bf16 master
+    Masters and reductions default to fp32 (fp64 for fp64).
+
+    Raises:
+        EngineError: If gradients would be added in float16.
+    """
+
+    param_dtype: object = None
+    reduce_dtype: object = None
+    master_dtype: object = None
+    # Whether bf16 masters have 8 more bits each. Their gradients have the dtype of the reduction.
+    has_remainders: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "master_dtype"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, str(given).removeprefix("torch."))
+        if self.reduce_dtype == "float16":
+            raise EngineError(
+                "reduce_dtype float16: sums over ranks overflow at 65504; use bfloat16 or float32"
+            )
+        if self.has_remainders and not self.param_dtype == self.master_dtype == "bfloat16":
+            raise EngineError(
+                "has_remainders: expected param_dtype and master_dtype bfloat16, got "
+                f"{self.param_dtype} and {self.master_dtype}"
+            )
 
     def of(self, dtype: str, *, trainable: bool = True) -> BufferDtypes:
         """Return the dtypes of a flat buffer whose parameters had `dtype`."""
@@ -48,11 +71,11 @@ class Dtypes:
 
 
 @cache
-def _dtypes_of(given: Dtypes, dtype: str, trainable: bool) -> BufferDtypes:
+def _dtypes_of(given: Precision, dtype: str, trainable: bool) -> BufferDtypes:
     # Bytes are codes that a module decodes.
-    compute = Dtype(dtype if dtype == "uint8" else given.param or dtype)
-    master = Dtype(given.master or _at_least_float32(dtype)) if trainable else compute
-    reduce = Dtype(given.reduce or _at_least_float32(master))
+    compute = Dtype(dtype if dtype == "uint8" else given.param_dtype or dtype)
+    master = Dtype(given.master_dtype or _at_least_float32(dtype)) if trainable else compute
+    reduce = Dtype(given.reduce_dtype or _at_least_float32(master))
     has_remainder = given.has_remainders and trainable
     return BufferDtypes(compute, master, reduce, reduce if has_remainder else master, has_remainder)
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from statistics import median
 
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
-from fsdpctl.plan.precision import BufferDtypes, Dtype, Dtypes
+from fsdpctl.plan.precision import BufferDtypes, Dtype, Precision
 from fsdpctl.plan.strategy import Offload, Strategy
 from fsdpctl.plan.units import Division, UnitOrder
 
@@ -199,7 +199,7 @@ class StepPlan:
 
     division: Division
     place: RankPlace
-    dtypes: Dtypes = Dtypes()
+    dtypes: Precision = Precision()
     prefetch: Prefetch = Prefetch()
     offload: Offload = Offload.NONE
 

@@ -26,7 +26,7 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open_data import open_data
 from fsdpctl.engine.blocks import prepare_blocks
-from fsdpctl.engine.build import Precision, Sharding, Source
+from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from
 from fsdpctl.errors import CheckpointError, UsageError
@@ -107,7 +107,7 @@ def sharding_of(config: Settled, *, trains: bool = False) -> Sharding:
         dp_shard_size=given.dp_shard_size,
         owner_map=owner_map_of(config),
         prefetch=config.prefetch.planned,
-        precision=Precision.of(config.precision.planned),
+        precision=config.precision.planned,
         offload=given.on_host if trains else untrained,
         share_memory=shares_memory(config),
     )

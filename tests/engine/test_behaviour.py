@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.build import Precision, Sharding
+from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed, in_turn

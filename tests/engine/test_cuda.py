@@ -14,11 +14,12 @@ from torch._C._distributed_c10d import FileStore
 
 from fsdpctl.comm.collectives import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.engine.build import Precision, Sharding, Source, build_runtime
+from fsdpctl.engine.build import Sharding, Source, build_runtime
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from
 from fsdpctl.models.describe import divide_module
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step import Prefetch, StepPlan
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import Division, lay_out
@@ -72,9 +73,9 @@ def forced(
     row = STRATEGIES[strategy]
     nccl = collectives(device)
     specs = divide_module(net, None)
-    mesh, names = make_mesh(nccl, device, nccl.size), (precision or Precision()).names
+    mesh = make_mesh(nccl, device, nccl.size)
     division = Division(specs, lay_out(specs, 1), row)
-    plan = StepPlan(division, mesh.place, names, prefetch or Prefetch())
+    plan = StepPlan(division, mesh.place, precision or Precision(), prefetch or Prefetch())
     return ShardedModel(net, build_runtime(net, plan, mesh, Source(device)), row)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdpctl.engine.build import Precision
 from fsdpctl.engine.shard import shard_model
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.schedule import EventKind as K
 from fsdpctl.plan.step import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES

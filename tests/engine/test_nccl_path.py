@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fsdpctl.engine.build import Precision
 from fsdpctl.engine.parameters import ShardedParameters
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.events import recording

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.engine.blocks import checkpoint_block
-from fsdpctl.engine.build import Precision, Sharding
+from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.engine.unit import bytes_outside_slots
@@ -26,6 +26,7 @@ from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.optim.record import record_step
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed, in_turn

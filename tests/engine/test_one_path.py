@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fsdpctl.comm.base import Reduction
 from fsdpctl.engine.buffer import UnitBuffer
-from fsdpctl.engine.build import Precision, Sharding
+from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.plan.layout import Span
+from fsdpctl.plan.precision import Precision
 from tests.distributed import distributed, in_turn
 from tests.engine.models import WIDE, make_net, next_token_loss, token_batches
 from tests.engine.nccl import nccl_path

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import GradAccumulator, ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.owners import OwnerMap
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, one_step, token_batches

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.buffers import planned_step, planned_update
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.step import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES

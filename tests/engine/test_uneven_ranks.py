@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step import Prefetch
 from tests.distributed import distributed
 from tests.engine.models import gradients_beside

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import UsageError
@@ -20,6 +19,7 @@ from fsdpctl.models.describe import divide_module
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.optimizers import MATRICES, Muon, is_muons, muon_flops
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.units import lay_out
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import checked

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.record import record_step, sum_of_squares
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import OddNet, gradients_beside, make_net

@@ -8,10 +8,10 @@ import torch
 
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.build import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import UsageError
 from fsdpctl.optim.sgd import ShardedSGD
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import checked

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpctl.plan.layout import ParamSpec
-from fsdpctl.plan.precision import Dtypes
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.schedule import Event, EventKind, Schedule, step_events
 from fsdpctl.plan.step import Prefetch, RankPlace, Reductions, StepPlan, Transport, assign_slots
 from fsdpctl.plan.strategy import STRATEGIES
@@ -161,7 +161,7 @@ def test_small_units_are_reduced_together_within_the_bytes_of_the_largest():
 def test_two_reductions_of_two_bytes_fit_like_one_of_four(itemsize, budget):
     units = (UnitSpec("root", "root", ()), UnitSpec("a", "block", (ParamSpec("a", (128,)),)))
     division = divide(units, STRATEGIES["no_shard"], 1, 1, "even")
-    dtypes = Dtypes(reduce={2: "bfloat16", 4: "float32", 8: "float64"}[itemsize])
+    dtypes = Precision(reduce_dtype={2: "bfloat16", 4: "float32", 8: "float64"}[itemsize])
     plan = StepPlan(division, RankPlace(0, 1, 1, Transport.GLOO), dtypes).reductions
     assert (plan.nbytes, plan.budget) == ({"root": 0, "a": 128 * itemsize}, budget)
 

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.build import Precision
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.precision import Dtypes
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import divide
@@ -44,7 +43,7 @@ def planned(
     units = divide_module(make_net(tied=tied), None)
     division = divide(units, STRATEGIES[strategy], ranks, ranks // copies, owner_map)
     place = RankPlace(0, division.ranks_per_replica, copies, Transport.GLOO)
-    step = StepPlan(division, place, Dtypes("bfloat16" if bf16 else None))
+    step = StepPlan(division, place, Precision("bfloat16" if bf16 else None))
     return estimate(TrainingPlan(step, reduces))
 
 

@@ -16,7 +16,7 @@ from fsdpctl.engine.blocks import checkpoint_block
 from fsdpctl.estimate.trace import trace
 from fsdpctl.estimate.traced import ShortModule
 from fsdpctl.models.describe import divide_module
-from fsdpctl.plan.precision import Dtypes
+from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import divide
@@ -52,7 +52,7 @@ def estimated(
     program = Program(passed, [unit.name for unit in units[1:]], rows)
     writer = MemoryRecorder(program, units[-1].name, last_is_head=True)
     strategy, place = get_strategy("full_shard"), RankPlace(0, 8, 1, Transport.NCCL)
-    division, dtypes = divide(units, strategy, 8, 8, "even"), Dtypes("bfloat16", None, "float32")
+    division, dtypes = divide(units, strategy, 8, 8, "even"), Precision("bfloat16", None, "float32")
     plan = TrainingPlan(StepPlan(division, place, dtypes), (True,))
     steps = Fsdp2Steps(units, strategy, plan, writer, fused=False)
     script = Script(writer, steps, draws=False, constants=CUBLAS)
