@@ -313,10 +313,10 @@ class Called(nn.Module):
 
 
 class OfOne(nn.Sequential):
-    """Calls its first layer, which has one element, by `.forward`: nothing gathers it."""
+    """Calls a layer of one element in a unit that it does not call: nothing gathers it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self[1](self.get_submodule("0.0").forward(x))
+        y: Tensor = self[1](self.get_submodule("0.0")(x))
         return y
 
 
