@@ -129,7 +129,7 @@ def _opened(composed: Composed, resume: str) -> "tuple[Opened, Look]":
     from fsdpctl.run.directory import look
 
     composed = on_this_machine(composed)
-    opened = open_run(composed, (composed.config.launch, None), dry=True)
+    opened = open_run(composed, (composed.config.launch, None), resume, dry=True)
     return opened, look(opened.config, resume)
 
 

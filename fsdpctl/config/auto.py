@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from fsdpctl.config.keys import AUTO, CHOSEN
 from fsdpctl.config.schema import C, Config, PrefetchConfig
-from fsdpctl.errors import UsageError
 
 STRATEGY, RECOMPUTATION, PREFETCH = "strategy", "activation_checkpointing", "prefetch"
 MICRO_BATCH = "train.micro_batch_size"
@@ -94,18 +93,7 @@ def plain(config: C, names: Collection[str]) -> C:
 
 
 def left_open(config: Config) -> tuple[str, ...]:
-    """Return the names of the settings that are `auto`.
-
-    Raises:
-        UsageError: If a setting that `auto` would select has a value too.
-    """
-    prefetch, usual = config.prefetch, PrefetchConfig()
-    if prefetch.name == AUTO:
-        for name in ("forward", "backward"):
-            if (given := getattr(prefetch, name)) != getattr(usual, name):
-                raise UsageError(
-                    f"prefetch.{name}={given}: conflicts with prefetch=auto; leave one of them out"
-                )
+    """Return the names of the settings that are `auto`."""
     groups = (STRATEGY, RECOMPUTATION, PREFETCH)
     names = [name for name in groups if getattr(config, name).name == AUTO]
     return (*names, *([MICRO_BATCH] if config.train.micro_batch_size == CHOSEN else []))

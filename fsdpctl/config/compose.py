@@ -57,6 +57,7 @@ class Composed:
     cluster: str | None = None  # as it is given
     of_recipe: frozenset[str] = frozenset()  # keys by the recipe's cluster; empty: it is typed
     from_recipe: frozenset[str] = frozenset()  # settings of the recipe that are in use
+    typed: frozenset[str] = frozenset()  # settings of the command line
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -126,7 +127,7 @@ def compose_config(
     config = to_config(values, choices)
     if "data" not in {*dict(before), *(_split(word)[0] for word in words)}:
         config = replace(config, data=replace(config.data, is_inferred=True))
-    return Composed(config, path.stem if path else None, *about)
+    return Composed(config, path.stem if path else None, *about, frozenset(given))
 
 
 def default_config() -> Config:

@@ -11,7 +11,6 @@ from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.estimate.hardware import ASSUMED, with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.units import figure
-from fsdpctl.resolve.data import checked_data
 from fsdpctl.resolve.usual import total_steps
 
 _HOUR = 3600
@@ -94,12 +93,12 @@ def run_time(
         raise UsageError("launch.device=cpu: times are predicted for GPUs only; set cluster")
     step = step or estimator.predict(replace(estimate.plan, config=config))
     band = None if source.startswith(ASSUMED) else band_of(estimate, step.seconds)
-    steps, unknown = _steps(config, step.tokens)
+    steps, unknown = _steps(config, step.tokens, estimator)
     price = config.cluster.price
     return RunTime(step.seconds, step.tokens, config.num_ranks, steps, price, band, source, unknown)
 
 
-def _steps(config: Settled, tokens: int) -> tuple[int | None, str]:
+def _steps(config: Settled, tokens: int, estimator: Estimator) -> tuple[int | None, str]:
     """Return the number of steps, each of `tokens`, or why it is unknown."""
     train = config.train
     if not has_length(config):
@@ -107,7 +106,7 @@ def _steps(config: Settled, tokens: int) -> tuple[int | None, str]:
     if train.epochs is None:
         return train.steps or -(-(train.tokens or 0) // tokens), ""
     try:
-        return total_steps(config, checked_data(config)), ""
+        return total_steps(config, estimator.data_of(config)), ""
     except UsageError as error:
         text = f"train.epochs={train.epochs:g}: size of the data unknown; set train.tokens"
         return None, f"{text} ({error})"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from fsdpctl.comm.host import host_inputs_bytes
 from fsdpctl.config.any_decoder import family_of
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Config, Settled
+from fsdpctl.data.data_set import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.hardware import device_of, host_of, network_of, with_speed
 from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, planned_steps
@@ -30,6 +31,7 @@ from fsdpctl.predict.recorder import Machine, RankGroup, Steps, TaskRecorder
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.attention_kernel import kernel_of
+from fsdpctl.resolve.open import data_of
 from fsdpctl.resolve.place import on_cluster
 from fsdpctl.resolve.rules import check_trained
 from fsdpctl.resolve.settle import RunPlan
@@ -66,6 +68,14 @@ class Estimator:
 
     def __init__(self) -> None:
         self._estimates: dict[RunPlan, RunEstimate | UsageError] = {}
+        self._data: dict[object, DataSet] = {}
+
+    def data_of(self, config: Config) -> DataSet:
+        """Open the data of a configuration once, as `data_of`."""
+        key = config.data, config.model.path, config.train.seed
+        if key not in self._data:
+            self._data[key] = data_of(config)
+        return self._data[key]
 
     def estimate(self, plan: RunPlan) -> RunEstimate:
         """Estimate a run.

@@ -44,7 +44,7 @@ def estimates_of(
     Raises:
         UsageError: If the configuration is invalid.
     """
-    placed = fill_on_cluster(composed, every=every)
+    placed = fill_on_cluster(composed, estimator.data_of, every=every)
     if not every:
         return [decide(estimator, placed, composed.unset)]
     found, errors = [], []

@@ -31,6 +31,9 @@ from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
 from fsdpctl.run.heartbeat import RunLock, claimed
 
+# By which a selection is made again.
+_SELECTED_FOR = ("launch.device", "launch.nnodes", "launch.nproc_per_node", "cluster.memory")
+
 
 @dataclass(slots=True)
 class Begun:
@@ -67,7 +70,10 @@ def begin(
         UsageError: If the run is invalid; nothing remains of a directory that was created here.
         DoesNotFitError: If its memory does not suffice; likewise.
     """
-    found = open_run(composed, where) if task is None else open_task(composed, where, task)
+    if task is None:
+        found = open_run(composed, where, resume)
+    else:
+        found = open_task(composed, where, resume, task)
     seen = look(found.config, resume)
     may_lack = seen.source is None and remote_of(seen.config) is not None
     if not may_lack and is_finished(seen, talk.say):
@@ -176,10 +182,11 @@ def decide_run(
 
 
 def _kept(found: Opened, seen: Look) -> Decision | None:
-    """Return what the last start in the run directory had selected, or was set to."""
+    """Return what the last start had selected, or was set to, on the same ranks and memory."""
     config, kept = seen.config, seen.kept
-    names = left_open(config) if kept is None else kept_names(config, kept, found.unset)
-    if kept is None or not names:
+    if kept is None or any(kept.value(key) != config.value(key) for key in _SELECTED_FOR):
+        return None
+    if not (names := kept_names(config, kept, found.unset)):
         return None
     selection, source = Selection.of(kept), seen.source or seen.run_dir / RUN_CONFIG
     line = f"{'auto':<8}{selection.text(names)}, as in {source}"

@@ -1,18 +1,13 @@
 """The data of a run: read, checked, and described."""
 
-import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from glob import glob
 from typing import Any
 
-from fsdpctl.config.compose import Composed
-from fsdpctl.config.model_path import RUN_CONFIG
-from fsdpctl.config.overrides import read_run_config
+from fsdpctl.config.data import DataConfig
 from fsdpctl.config.schema import C, Config
-from fsdpctl.config.serialize import config_from_words
-from fsdpctl.config.sources import absolute_paths
+from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.data_set import DataSet, contents_of
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import PackedRows
@@ -115,17 +110,8 @@ def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
     return (*data.notes, text)
 
 
-def date_of_run(config: Config, data: DataSet) -> str | None:
-    """Return the date of the run in the directory, if its data was made with another one."""
-    file = Path(str(config.train.run_dir)) / RUN_CONFIG
-    known = None
-    if data.date is not None and file.is_file():
-        with contextlib.suppress(UsageError):  # reported by `look`
-            known = config_from_words(read_run_config(file)).data.date
-    return None if known == data.date else known
-
-
-def on_date(composed: Composed, day: str) -> Composed:
-    """Return the configuration as if it had been composed on that day."""
-    data = replace(composed.config.data, date=day)
-    return replace(composed, config=replace(composed.config, data=data))
+def is_here(data: DataConfig) -> bool:
+    """Return whether the data is in files of this machine."""
+    given = {"data.path": data.path, "data.val_path": data.val_path}
+    paths = [x.path for key, text in given.items() if text for x in sources_in(text, key)]
+    return bool(paths) and all(glob(each) or os.path.exists(each) for each in paths)

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,21 +12,24 @@ from typing import Any
 from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import open_weights, tokenizer_beside
-from fsdpctl.config.auto import left_open
+from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.gguf_model import notes_on_gguf
 from fsdpctl.config.hub import announce_weights, local_model, part_of_run
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.model import OWN
+from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.peft import notes_on_adapters
-from fsdpctl.config.schema import C, Config, Filled, Placed
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.schema import SIZES, C, Config, Filled, Placed
+from fsdpctl.config.serialize import config_from_words, config_words
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.data.open_data import open_data
 from fsdpctl.engine.blocks import missing_compiler
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
+from fsdpctl.io.files import read_text_file
 from fsdpctl.io.gguf_header import is_gguf
+from fsdpctl.io.run_files import OVERRIDES
 from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
@@ -34,10 +39,8 @@ from fsdpctl.resolve.data import (
     DATE,
     check_validation,
     checked_data,
-    date_of_run,
+    is_here,
     notes_on_data,
-    on_date,
-    vocabulary_of,
     with_data,
 )
 from fsdpctl.resolve.launchers import Place, place_of
@@ -51,6 +54,10 @@ from fsdpctl.resolve.vocabulary import notes_on_new_rows, with_vocabulary
 # Settings that decide the losses; the others may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
 _DECIDING_KEYS = ("train.seed", "train.seq_len", "train.global_batch_size")
+# Values of `auto` that follow from the data, the length of a run or its ranks.
+_OF_CONTENT = {"train.seq_len", SIZES[0]}
+_FOLLOWING = {*_OF_CONTENT, "lr_scheduler.warmup_steps"}
+_OF_DAY = {DATE, "precision.param_dtype"}  # and the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +79,13 @@ def decides_losses(name: str) -> bool:
     return name.split(".")[0] in _DECIDES or name in _DECIDING_KEYS
 
 
-def open_run(composed: Composed, where: Place | None = None, *, dry: bool = False) -> Opened:
+def open_run(
+    composed: Composed, where: Place | None = None, resume: str = AUTO, *, dry: bool = False
+) -> Opened:
     """Open the data and the model of a run on this machine, and name its directory.
 
     The ranks are `where`, or those of the launcher's variables. If dry, no weights are fetched.
+    A run that its directory has begun keeps its values of `auto`, unless `--resume` is another.
 
     Raises:
         UsageError: If the run is invalid; the message names the key.
@@ -83,18 +93,58 @@ def open_run(composed: Composed, where: Place | None = None, *, dry: bool = Fals
     composed = on_this_machine(composed)
     where = where or place_of(composed.config.launch)
     with doing("opening the model and the data"):
-        opened = _open(composed, where, dry=dry)
-    # The template may write the date, and only an opened run has a directory with another one.
-    begun = date_of_run(opened.config, opened.data)
-    return opened if begun is None else _open(on_date(composed, begun), where, dry=dry)
+        return _as_begun(composed, resume, lambda each: _open(each, where, dry=dry))
+
+
+def _as_begun(composed: Composed, resume: str, open_it: Callable[[Composed], Opened]) -> Opened:
+    """Open a run with the values of `auto` that decide its losses as it was begun with them.
+
+    Only an opened run has a directory. Another length or number of ranks, or another day if the
+    template writes the date, would change them.
+    """
+    opened = open_it(composed)
+    begun = _begun_in(opened.config) if resume == AUTO else None
+    if begun is None:
+        return opened
+    kept, typed = begun
+    values = {
+        name: value
+        for name in (_following(composed) | _OF_DAY & composed.automatic) - typed
+        if None not in (value := kept.value(name), now := opened.config.value(name))
+        if value != now
+    }
+    if not values:
+        return opened
+    about = values | {"train.run_dir": opened.config.train.run_dir}
+    left = composed.automatic - values.keys()
+    return open_it(replace(composed, config=composed.config.changed(about), automatic=left))
+
+
+def _following(composed: Composed) -> set[str]:
+    """Return the keys whose `auto` follows from the data, the length or the ranks of a run."""
+    counts_tokens = composed.config.train.global_batch_tokens is not None
+    return _FOLLOWING & composed.automatic - ({SIZES[0]} if counts_tokens else set())
+
+
+def _begun_in(config: Config) -> tuple[Config, set[str]] | None:
+    """Return the configuration that a run's directory or its store has, and what was typed."""
+    run_dir = Path(str(config.train.run_dir))
+    with suppress(UsageError):  # reported by `look`
+        if (run_dir / RUN_CONFIG).is_file():
+            lines = read_text_file(run_dir / OVERRIDES).splitlines()
+            words = read_run_config(run_dir / RUN_CONFIG)
+            return config_from_words(words), {each.partition("=")[0] for each in lines}
+        remote = remote_of(config)
+        if remote is not None and (stored := remote.newest()) is not None:
+            return config_from_words(stored.manifest.config), set()
+    return None
 
 
 def _open(composed: Composed, where: Place, *, dry: bool) -> Opened:
-    left_open(composed.config)  # fails if a selected setting has a value too
     check_preflight(composed.config)
     config = place(composed.config, where)
     try:
-        checked(config)  # an error does not wait for the data
+        checked(config, composed.typed)  # an error does not wait for the data
     except UsageError as error:
         key = str(error).partition("=")[0]
         sets = f" (recipe {composed.recipe} sets {key})" if key in composed.from_recipe else ""
@@ -118,15 +168,19 @@ def _open(composed: Composed, where: Place, *, dry: bool) -> Opened:
     return _opened(composed, config, data, module, notes)
 
 
-def open_task(composed: Composed, where: Place | None, task: Task) -> Opened:
+def open_task(composed: Composed, where: Place | None, resume: str, task: Task) -> Opened:
     """Return a run of a module of a script, as `open_run`.
 
     Raises:
         UsageError: If the run is invalid; the message names the key.
     """
+    return _as_begun(composed, resume, lambda each: _open_task(each, where, task))
+
+
+def _open_task(composed: Composed, where: Place | None, task: Task) -> Opened:
     config = place(composed.config, where)
     check_preflight(config)
-    checked(config)
+    checked(config, composed.typed)
     check_validation(config, task.data)
     config, notes = _with_compiler(config)
     config = filled(config, OF_STEP, Facts(task.data), composed.automatic)
@@ -140,25 +194,42 @@ def _opened(
     others = dict.fromkeys(("train.epochs", "train.tokens", "train.global_batch_tokens"))
     config = config.changed({"train.steps": total_steps(config, data), **others})
     config = filled(config, OF_MODEL, Facts(data, module), composed.automatic)
-    config = _with_run_dir(config, composed.recipe)
+    config = _with_run_dir(config, composed)
     return Opened(Filled(config), composed.automatic, composed.unset, data, module, notes)
 
 
-def fill_on_cluster(composed: Composed, *, every: bool = False) -> Filled:
-    """Return a configuration on its cluster, with the vocabulary of its data if it sets none.
+def data_of(config: Config) -> DataSet:
+    """Open the data of an estimate, with the tokenizer that a run takes."""
+    return checked_data(_with_model_path(config, dry=True))
+
+
+def fill_on_cluster(
+    composed: Composed,
+    data_of: Callable[[Config], DataSet] = data_of,
+    *,
+    every: bool = False,
+) -> Filled:
+    """Return a configuration on its cluster, with what follows from data that is on this machine.
 
     It is not opened. With `every`, its strategy is not the one that is estimated.
     """
-    config = place(composed.config)
-    checked(replace(config, strategy=config.strategy.under(AUTO)) if every else config)
+    config, automatic = place(composed.config), composed.automatic
+    any_strategy = replace(config, strategy=config.strategy.under(AUTO))
+    checked(any_strategy if every else config, composed.typed)
     config, _ = with_decoder(with_vocabulary(config))
     if is_gguf(Path(str(config.model.path))):
         open_weights(config.model)  # whose tensors must be those that the file describes
-    config = filled(config, OF_STEP, automatic=composed.automatic)
-    if config.model.vocab_size is None:
-        data = open_data(config.data, config.train.seed)
-        config = config.changed({"model.vocab_size": vocabulary_of(config, data)})
-    return Filled(config)
+    data = None
+    if config.model.vocab_size is None or (_OF_CONTENT & automatic and is_here(config.data)):
+        try:
+            data = data_of(config)
+        except UsageError:
+            if config.model.vocab_size is None or os.path.exists(config.model.path or os.curdir):
+                raise  # else the tokenizer cannot be fetched, and the usual length is assumed
+    if data is not None:
+        config = filled(config, OF_DATA, Facts(data), automatic)
+        config = config.changed({"model.vocab_size": with_data(config, data).model.vocab_size})
+    return Filled(filled(config, OF_STEP, Facts(data), automatic))
 
 
 def plan_on_cluster(composed: Composed) -> RunPlan:
@@ -202,11 +273,13 @@ def run_identity(config: Config) -> str:
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:6]
 
 
-def _with_run_dir(config: C, recipe: str | None) -> C:
+def _with_run_dir(config: C, composed: Composed) -> C:
     run_dir = config.train.run_dir
     if run_dir is not None and Path(run_dir).is_symlink():  # such as runs/latest
         run_dir = os.path.relpath(os.path.realpath(run_dir))
     if run_dir is None:
-        name = recipe or config.model.name.removeprefix(OWN)
-        run_dir = str(Path("runs") / f"{name}-{run_identity(config)}")
+        name = composed.recipe or config.model.name.removeprefix(OWN)
+        # Its name does not change with its length, its data and its ranks.
+        same = {each: composed.config.value(each) for each in _following(composed)}
+        run_dir = str(Path("runs") / f"{name}-{run_identity(config.changed(same))}")
     return replace(config, train=replace(config.train, run_dir=run_dir))

@@ -5,13 +5,13 @@ condition can return the part of the message that differs, `{found}`. A setting 
 breaks no rule.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.placement import OURS
-from fsdpctl.config.schema import KEYS, SECTIONS, C, Config, OptimizerConfig
+from fsdpctl.config.schema import KEYS, SECTIONS, C, Config
 from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
 from fsdpctl.models.decoder_check import check_shared_rows
@@ -48,25 +48,26 @@ class Rule(NamedTuple):
     is_broken: Callable[[Config], bool | str]
 
 
-def checked(config: C) -> C:
+def checked(config: C, typed: Collection[str] = ()) -> C:
     """Check the settings of a placed configuration against one another.
 
-    Returns the configuration with the sizes of its strategy, unless that is `auto`.
+    Those that are `typed` count even if they have their default. Returns the configuration with
+    the sizes of its strategy, unless that is `auto`.
     """
     if config.strategy.name != AUTO:
         row = get_strategy(config.strategy.name)
         check_strategy(config.engine.name, row)
         config = filled(config, OF_STRATEGY)
         ranks_per_replica(row, config.num_ranks, config.strategy.dp_shard_size)
-    for message in _broken(config):
+    for message in _broken(config, typed):
         raise UsageError(message)
     check_attention(config)
     check_shared_rows(config)
     return config
 
 
-def _broken(config: Config) -> Iterator[str]:
-    yield from _keys_of_others(config)
+def _broken(config: Config, typed: Collection[str]) -> Iterator[str]:
+    yield from _keys_of_others(config, typed)
     sections = {name: getattr(config, name) for name in SECTIONS}
     about = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "ranks": config.num_ranks}
     for rule in RULES:
@@ -74,14 +75,22 @@ def _broken(config: Config) -> Iterator[str]:
             yield rule.message.replace("{found}", str(found)).format(**sections, **about)
 
 
-def _keys_of_others(config: Config) -> Iterator[str]:
-    about, usual = config.optimizer, OptimizerConfig()
+def _keys_of_others(config: Config, typed: Collection[str]) -> Iterator[str]:
+    usual = Config()
+
+    def set_ones(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+        for key in sorted(keys):
+            if (value := config.value(key)) != usual.value(key) or key in typed:
+                yield key, f"{key}={KEYS[key].text(value)}"
+
     names = {name for each in OPTIMIZERS.values() for name in each.keys}
-    for name in sorted(names - {*get_optimizer(about.name).keys}):
-        if (value := getattr(about, name)) != getattr(usual, name):
-            text = KEYS[f"optimizer.{name}"].text(value)
-            others = " or ".join(each.name for each in OPTIMIZERS.values() if name in each.keys)
-            yield f"optimizer.{name}={text}: only valid with optimizer={others}"
+    names -= {*get_optimizer(config.optimizer.name).keys}
+    for key, text in set_ones(f"optimizer.{name}" for name in names):
+        known = [each.name for each in OPTIMIZERS.values() if key[10:] in each.keys]
+        yield f"{text}: only valid with optimizer={' or '.join(known)}"
+    if config.prefetch.name == AUTO:
+        for _, text in set_ones(("prefetch.forward", "prefetch.backward")):
+            yield f"{text}: conflicts with prefetch=auto; leave one of them out"
 
 
 def _row(config: Config) -> OptimizerRow:

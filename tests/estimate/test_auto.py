@@ -266,7 +266,7 @@ def test_a_selection_fills_in_what_is_auto_and_nothing_else():
 )
 def test_conflicting_settings_are_reported_in_one_line(words, said):
     with pytest.raises(UsageError, match=said):
-        left_open(compose_config(words).config)
+        fill_on_cluster(compose_config(words))
 
 
 def test_candidates_are_the_options_of_conf():

@@ -72,6 +72,10 @@ NAMED = [
     ["engine=ddp", "strategy=no_shard", "activation_checkpointing.offload=true"],
     ["engine=fsdp2", "model.lora.rank=2"],
     ["optimizer=sgd"],
+    ["optimizer.momentum=0.9"],  # also as the default
+    ["optimizer=sgd", "optimizer.lr=0.1", "optimizer.beta2=0.95"],
+    ["prefetch=auto", "prefetch.forward=0"],
+    ["prefetch=auto", "prefetch.backward=1"],
     ["train.global_batch_size=1"],
     ["train.micro_batch_size=7"],
 ]

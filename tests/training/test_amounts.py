@@ -1,16 +1,28 @@
 """The length, the size and the number of steps that follow from the data."""
 
+import json
+
 import pytest
 
-from fsdpctl.config.compose import compose_config
+from fsdpctl.config.compose import Composed, compose_config
+from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.data.packing import DocumentSet
-from fsdpctl.resolve.open import Opened, open_run
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.resolve.open import Opened, fill_on_cluster, open_run
+from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.usual import total_steps
+from fsdpctl.run.directory import look
 from tests.chats.families import write_lines, write_tokenizer
 
 USUAL = 16
 
 
 def opened(tmp_path, count: int, *words: str, ranks: int = 2) -> Opened:
+    return open_run(composed(tmp_path, count, *words, ranks=ranks))
+
+
+def composed(tmp_path, count: int, *words: str, ranks: int = 2) -> Composed:
     tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml")
     rows = [
         {"messages": [
@@ -24,7 +36,7 @@ def opened(tmp_path, count: int, *words: str, ranks: int = 2) -> Opened:
         "data=chat", f"data.path={file}", f"data.tokenizer={tokenizer}", "data.val_fraction=0",
         "model=llama3_1b", "launch.device=cpu", f"launch.nproc_per_node={ranks}",
     ]  # fmt: skip
-    return open_run(compose_config([*fixed, *words]))
+    return compose_config([*fixed, *words])
 
 
 @pytest.mark.parametrize("packs", ["true", "false"])
@@ -73,3 +85,62 @@ def test_text_keeps_the_usual_numbers(tmp_path):
     assert (found.config.train.steps, found.config.train.global_batch_size) == (1000, USUAL)
     many = open_run(compose_config([*words, "launch.nproc_per_node=20"])).config.train
     assert many.global_batch_size == 20
+
+
+def of_text(tmp_path, count: int, *words: str, ranks: int = 2) -> Composed:
+    """Text for a model with a tokenizer of its own, whose tokens are not bytes."""
+    folder = write_tokenizer(tmp_path / "model", "chatml")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 4096}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    (tmp_path / "a.txt").write_text("red blue green " * count)
+    fixed = [
+        "data=text", f"data.path={tmp_path / 'a.txt'}", "launch.device=cpu", "model=hf",
+        f"model.path={folder}", "model.init=random", f"launch.nproc_per_node={ranks}",
+    ]  # fmt: skip
+    return compose_config([*fixed, *words])
+
+
+@pytest.mark.parametrize(("made", "count", "words"), [
+    (composed, 50, ["train.epochs=2"]), (composed, 300, ["train.epochs=1", "data.packing=false"]),
+    (composed, 300, ["train.tokens=40000"]), (of_text, 3000, ["train.epochs=1"]),
+    (of_text, 9000, ["train.epochs=0.5", "train.seq_len=64"]),
+])  # fmt: skip
+def test_an_estimate_counts_the_samples_and_steps_of_the_run(tmp_path, made, count, words):
+    config = made(tmp_path, count, *words)
+    found, estimator = open_run(config).config.train, Estimator()
+    placed = fill_on_cluster(config, estimator.data_of)
+    known = placed.train.seq_len, placed.train.global_batch_size
+    assert known == (found.seq_len, found.global_batch_size)
+    assert total_steps(placed, estimator.data_of(placed)) == found.steps
+    assert len(estimator._data) == 1  # read once
+
+
+@pytest.mark.parametrize("to", [1, 2, 3])
+@pytest.mark.parametrize(("made", "count", "words", "begun_on"), [
+    (of_text, 9000, ["train.steps=6", "train.steps=12", "data.val_fraction=0"], 1),
+    (composed, 300, ["train.epochs=0.5", "train.epochs=4"], 2),
+    (of_text, 9000, ["train.steps=500", "train.steps=40", "train.seq_len=16"], 24),
+])  # fmt: skip
+def test_a_longer_run_on_other_ranks_has_the_settings_it_was_begun_with(
+    tmp_path, monkeypatch, made, count, words, begun_on, to
+):
+    monkeypatch.chdir(tmp_path)
+    first, longer, *more = words
+    begun = settle(open_run(made(tmp_path, count, first, *more, ranks=begun_on)).config).config
+    run_dir = tmp_path / str(begun.train.run_dir)
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").write_text(config_to_yaml(begun))
+    (run_dir / "overrides.txt").write_text(first)
+    wanted = made(tmp_path, count, longer, *more, ranks=to)
+    plan = settle(look(open_run(wanted).config, "auto").config)
+    kept = ("train.run_dir", "train.seq_len", "train.global_batch_size",
+            "lr_scheduler.warmup_steps", "optimizer.lr")  # fmt: skip
+    assert [plan.config.value(key) for key in kept] == [begun.value(key) for key in kept]
+    assert plan.config.train.steps != begun.train.steps
+    assert plan.batches.micro_batch_size == -(-begun.train.global_batch_size // to)
+    fresh = open_run(wanted, resume="never").config
+    assert any(fresh.value(key) != begun.value(key) for key in kept)
+    (run_dir / "overrides.txt").write_text("\n".join(f"{key}={begun.value(key)}" for key in kept))
+    with pytest.raises(UsageError, match="contains a run with a different configuration"):
+        look(open_run(wanted).config, "auto")

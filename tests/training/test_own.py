@@ -88,7 +88,7 @@ def trained(
     task = make_task(module, loss, data, type(data)(23, seed=2), None)
     composed, given = compose_task(task, [*SETTINGS, f"train.run_dir={folder}", *more], None)
     launch, _ = rank_of(composed.config.launch, {})
-    opened = open_task(composed, (replace(launch, nproc_per_node=world_size), None), task)
+    opened = open_task(composed, (replace(launch, nproc_per_node=world_size), None), "auto", task)
     seen = look(opened.config, "auto")
     dist.barrier()
     if rank == 0:

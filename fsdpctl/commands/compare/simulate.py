@@ -72,7 +72,7 @@ class SimulatedComparison:
             self.notes.append(_SHORT_STEPS)
 
     def _predict(self, each: Variant) -> None:
-        placed = fill_on_cluster(each.composed)
+        placed = fill_on_cluster(each.composed, self._estimator.data_of)
         if placed.launch.device == "cpu":
             raise UsageError(
                 "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or compare by "
