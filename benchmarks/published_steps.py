@@ -7,14 +7,25 @@ of programs that differ from what fsdpctl can describe are left out.
 """
 
 import json
-from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.report import arguments, write_report
 from fsdpctl.estimate.accuracy import ACCURACY, kind_of
+from fsdpctl.estimate.hardware import card_of
 from tests.predict.published import PUBLISHED
 from tests.predict.test_published_time import PREDICTOR, planned, predicted
+
+
+def errors_by_kind(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Return the errors by kind and GPU, without programs that differ."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in results:
+        if "differs" not in row:
+            found.setdefault(row["kind"], {}).setdefault(row["card"], []).append(row["error"])
+    return found
 
 
 def main() -> None:
@@ -22,13 +33,15 @@ def main() -> None:
     words, results, errors = arguments(), [], []
     for each in PUBLISHED:
         found, ranks = predicted(each.words)
-        kind = kind_of(PREDICTOR.estimate(planned(each.words)), found.seconds)
+        plan = planned(each.words)
+        kind = kind_of(PREDICTOR.estimate(plan), found.seconds)
         speed = found.tokens / found.seconds / ranks
         errors.append(round(speed / each.tokens_per_second - 1, 4))
         results.append(
             {
                 "name": each.name,
                 "kind": kind,
+                "card": card_of(plan.config),
                 "source": each.source,
                 "words": each.words,
                 "published_tokens_per_second": each.tokens_per_second,
@@ -42,10 +55,7 @@ def main() -> None:
     about = {"median_error": median(off), "worst_error": max(off)}
     write_report(words.out, "published_steps", results, **about)
     if words.out:
-        by_kind = defaultdict(list)
-        for row in results:
-            if "differs" not in row:
-                by_kind[row["kind"]].append(row["error"])
+        by_kind = errors_by_kind(results)
         file = Path(__file__).parent.parent / "conf" / ACCURACY
         file.write_text(json.dumps(by_kind, indent=2) + "\n")
 

@@ -17,14 +17,14 @@ from fsdpctl.estimate.duration import has_length, run_time
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.fit import Fit, largest_that_fits
 from fsdpctl.estimate.from_others import ImportedConfig, completed
-from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.run_estimate import RESERVE, RunEstimate
 from fsdpctl.estimate.search import estimates_of
 from fsdpctl.importers.recipe import read_others
 from fsdpctl.io.activity import doing
 from fsdpctl.io.units import figure, format_bytes
 from fsdpctl.launch.begin import change_lines, describe_ranking, sized_for
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
-from fsdpctl.resolve.place import notes_on_memory
+from fsdpctl.resolve.place import notes_on_cores, notes_on_memory
 
 _SMALL = ("rounding", "workspaces")  # purposes without a column
 _VERDICTS = {
@@ -48,6 +48,7 @@ def show_estimates(
     (note if as_json else say)(*notes_on_memory(composed.config))
     found = estimates_of(estimator, composed, every=every)
     estimates = [each for each, _ in found]
+    (note if as_json else say)(*notes_on_cores(estimates[0].config))
     names = [*composed.unset, *(x for x in left_open(composed.config) if x != STRATEGY)]
     fits = [largest_that_fits(estimator, x.plan, fit, names) for x in estimates if fit is not None]
     if plot is not None:
@@ -260,9 +261,17 @@ def _conclusions(found: RunEstimate) -> list[str]:
         f"checkpoint takes {format_bytes(found.checkpoint_bytes)} of disk",
         f"verdict {_VERDICTS[found.verdict]}: {format_bytes(abs(found.margin))} "
         f"{'to spare' if found.margin >= 0 else 'missing'}"
-        f"{' per rank of host memory' if found.margin < on_device else ''}",
+        f"{' per rank of host memory' if found.margin < on_device else ''}{_reserve(found)}",
     ]
     return lines
+
+
+def _reserve(found: RunEstimate) -> str:
+    """Return whether a GPU has the memory left that a selection leaves."""
+    if not found.reserve or not found.fits:
+        return ""
+    share = f"{format_bytes(found.reserve)}, the {RESERVE:.0%} that a selection leaves"
+    return f" ({'with' if found.leaves_reserve else 'less than'} {share})"
 
 
 def _on_node(found: RunEstimate) -> str:
@@ -276,7 +285,9 @@ def _on_node(found: RunEstimate) -> str:
 
 def _fit_line(found: Fit) -> str:
     """Return the largest size that fits, and how much memory the next one needs."""
-    over = "; ".join(found.next.shortages) if found.next else ""
+    over = f"leaves less than {RESERVE:.0%} of the memory"
+    if found.next is not None and found.next.shortages:
+        over = "; ".join(found.next.shortages)
     if found.estimate is None:
         return f"none: {found.key}=1 does not fit ({over})"
     held = format_bytes(found.estimate.peak_reserved)

@@ -1,4 +1,4 @@
-"""How far published steps were from their predictions, by kind: the error band of a prediction.
+"""How far published steps were from their predictions, by kind and GPU: the band of a prediction.
 
 The errors are in conf/accuracy.json, which `benchmarks/published_steps.py` writes.
 """
@@ -7,8 +7,10 @@ import json
 import math
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 from fsdpctl.config.recipe import package_folder
+from fsdpctl.estimate.hardware import card_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 
 ACCURACY = "accuracy.json"
@@ -30,11 +32,13 @@ class Band:
     low: float
     high: float
     count: int  # of published steps of this kind
+    unlike: str = ""  # the GPU, if none of them ran on it
 
     def __str__(self) -> str:
         if self.count < _FEWEST:
             return f"{self.kind} steps: untested, up to twice as fast or slow"
-        return f"{self.kind} steps: {self.low - 1:+.0%} to {self.high - 1:+.0%}"
+        others = f" of other GPUs, none of {self.unlike} is published" if self.unlike else ""
+        return f"{self.kind} steps{others}: {self.low - 1:+.0%} to {self.high - 1:+.0%}"
 
 
 def kind_of(estimate: RunEstimate, seconds: float = math.inf) -> str:
@@ -54,11 +58,15 @@ def kind_of(estimate: RunEstimate, seconds: float = math.inf) -> str:
 
 
 def band_of(estimate: RunEstimate, seconds: float) -> Band | None:
-    """Return the error band of predicted seconds; None if the device is a CPU."""
+    """Return the error band of predicted seconds; None if the device is a CPU.
+
+    It holds most steps of its kind, and all of those that ran on the same GPU.
+    """
     if estimate.config.launch.device == "cpu":
         return None
-    kind = kind_of(estimate, seconds)
-    errors = sorted(_errors().get(kind, ()))
+    kind, card = kind_of(estimate, seconds), card_of(estimate.config)
+    by_card = _errors().get(kind, {})
+    errors, own = sorted(chain(*by_card.values())), by_card.get(card, [])
     if len(errors) < _FEWEST:
         return Band(kind, *_UNTESTED, len(errors))
     outside = int(_OUTSIDE * len(errors))
@@ -66,7 +74,8 @@ def band_of(estimate: RunEstimate, seconds: float) -> Band | None:
     if len(errors) < _FEW:
         high = max(1 / low, high)
         low = 1 / high
-    return Band(kind, low, high, len(errors))
+    low, high = min(low, 1 + min(own, default=0)), max(high, 1 + max(own, default=0))
+    return Band(kind, low, high, len(errors), "" if own else card)
 
 
 def is_faster(first: tuple[RunEstimate, float], second: tuple[RunEstimate, float]) -> bool:
@@ -81,8 +90,8 @@ def is_faster(first: tuple[RunEstimate, float], second: tuple[RunEstimate, float
 
 
 @cache
-def _errors() -> dict[str, list[float]]:
-    """Return the errors of the predicted speeds of published steps, by kind."""
+def _errors() -> dict[str, dict[str, list[float]]]:
+    """Return the errors of the predicted speeds of published steps, by kind and GPU."""
     file = package_folder("conf") / ACCURACY
-    found: dict[str, list[float]] = json.loads(file.read_text(encoding="utf-8"))
+    found: dict[str, dict[str, list[float]]] = json.loads(file.read_text(encoding="utf-8"))
     return found

@@ -11,6 +11,8 @@ from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.estimate.hardware import ASSUMED, with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.units import figure
+from fsdpctl.models.row_documents import ASSUMED_TOKENS
+from fsdpctl.resolve.data import notes_on_epochs
 from fsdpctl.resolve.usual import total_steps
 
 _HOUR = 3600
@@ -29,6 +31,7 @@ class RunTime:
     band: Band | None = None  # None: the specs of the hardware are assumed
     source: str = ""  # of these specs
     unknown: str = ""  # why the length that is set is unknown
+    notes: tuple[str, ...] = ()  # what is assumed, a line each
 
     @property
     def tokens_per_second(self) -> float:
@@ -73,6 +76,7 @@ class RunTime:
         elif self.steps is not None:
             found = ", ".join(self.texts(*_TEXTS, band=self.band))
             yield f"length  {self.steps:,} steps of {self.tokens:,} tokens: {found}"
+        yield from (f"note    {line}" for line in self.notes)
 
 
 def has_length(config: Config) -> bool:
@@ -95,7 +99,20 @@ def run_time(
     band = None if source.startswith(ASSUMED) else band_of(estimate, step.seconds)
     steps, unknown = _steps(config, step.tokens, estimator)
     price = config.cluster.price
-    return RunTime(step.seconds, step.tokens, config.num_ranks, steps, price, band, source, unknown)
+    about = steps, price, band, source, unknown, tuple(_notes(config, steps, estimator))
+    return RunTime(step.seconds, step.tokens, config.num_ranks, *about)
+
+
+def _notes(config: Settled, steps: int | None, estimator: Estimator) -> Iterator[str]:
+    length = config.train.seq_len
+    if config.data.holds_documents:
+        tokens = min(ASSUMED_TOKENS, -(-length // 2))
+        yield (
+            f"samples of {length:,} tokens are assumed to hold documents of {tokens}, which do not "
+            "see one another: less attention than in a whole text"
+        )
+    if steps is not None and (data := estimator.known_data(config)) is not None:
+        yield from notes_on_epochs(config, data, steps)
 
 
 def _steps(config: Settled, tokens: int, estimator: Estimator) -> tuple[int | None, str]:

@@ -72,10 +72,14 @@ class Estimator:
 
     def data_of(self, config: Config) -> DataSet:
         """Open the data of a configuration once, as `data_of`."""
-        key = config.data, config.model.path, config.train.seed
-        if key not in self._data:
-            self._data[key] = data_of(config)
-        return self._data[key]
+        found = self.known_data(config)
+        if found is None:
+            found = self._data[_source(config)] = data_of(config)
+        return found
+
+    def known_data(self, config: Config) -> DataSet | None:
+        """Return the data of a configuration if it was opened."""
+        return self._data.get(_source(config))
 
     def estimate(self, plan: RunPlan) -> RunEstimate:
         """Estimate a run.
@@ -156,6 +160,10 @@ class Estimator:
             if len(_traced) > _MOST_TRACED:
                 _traced.popitem(last=False)
         return _traced[alike]
+
+
+def _source(config: Config) -> object:
+    return config.data, config.model.path, config.train.seed
 
 
 def _replayed(config: Settled, recorder: MemoryRecorder, steps: Steps) -> StepEstimate:

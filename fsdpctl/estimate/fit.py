@@ -96,7 +96,7 @@ class _Tried:
         def fits(count: int) -> bool:
             valued = _valued(self.plan, self.what, count * multiple)
             seen[count] = roomiest(self.estimator, valued, self.names)
-            return seen[count].fits
+            return seen[count].leaves_reserve
 
         most //= multiple
         begin = min(max(begin // multiple, 1), most)

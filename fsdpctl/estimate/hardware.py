@@ -118,6 +118,14 @@ def with_speed(config: C) -> tuple[C, str]:
     return replace(config, cluster=_filled(cluster, found)), whose
 
 
+def card_of(config: Settled) -> str:
+    """Return the GPU of a cluster by its name in conf/cluster, or that of this machine."""
+    if config.cluster.name != LOCAL or not torch.cuda.is_available():
+        return config.cluster.name
+    known = known_gpu(name := torch.cuda.get_device_name(0))
+    return name if known is None else known.cluster
+
+
 def _filled(given: ClusterConfig, found: ClusterConfig) -> ClusterConfig:
     """Return `given`, with the specs of `found` where it has the defaults."""
     usual = ClusterConfig()

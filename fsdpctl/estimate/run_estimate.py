@@ -10,6 +10,7 @@ from fsdpctl.predict.peak import StepEstimate
 from fsdpctl.resolve.settle import RunPlan
 
 _GIB = 1 << 30
+RESERVE = 0.05  # share of the memory of a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,15 @@ class RunEstimate:
         if self.host_limit is None:
             return on_device
         return min(on_device, (self.host_limit - self.node_bytes) // self._ranks_per_node)
+
+    @property
+    def reserve(self) -> int:
+        """The bytes of `available` that a selection leaves, for what an estimate misses."""
+        return int(RESERVE * self.available) if self.config.launch.device == "cuda" else 0
+
+    @property
+    def leaves_reserve(self) -> bool:
+        return self.fits and self.peak_reserved <= self.available - self.reserve
 
     @property
     def verdict(self) -> str:

@@ -89,12 +89,14 @@ def decide(
 
 
 def roomiest(estimator: Estimator, placed: Filled, names: Collection[str]) -> RunEstimate:
-    """Return an estimate that fits, or the closest, if the settings of `names` may be selected.
+    """Return an estimate that leaves the reserve, or the closest to it.
 
-    It is that of their defaults if these fit.
+    The settings of `names` have their defaults if these leave it, else they are selected.
     """
     found = estimator.fitting(settle(plain(placed, names)))
-    return found or _Search(estimator, Axes.of(opened(placed, names))).roomiest()
+    if found is not None and found.leaves_reserve:
+        return found
+    return _Search(estimator, Axes.of(opened(placed, names))).roomiest()
 
 
 def choose(estimator: Estimator, placed: Filled, *, complete: bool = True) -> Ranking:
@@ -126,10 +128,17 @@ class _Search:
         self._estimates: dict[SearchPoint, RunEstimate | None] = {}
         self._seconds: dict[SearchPoint, float] = {}
         self._error: UsageError | None = None
+        self._leaves_reserve = True
 
     def ranked(self, *, complete: bool) -> list[Candidate]:
-        """Return the selected candidate, then the fastest others."""
+        """Return the selected candidate, then the fastest others.
+
+        All leave the reserve, unless none does.
+        """
         found = list(self._fastest())
+        if not found and self._leaves_reserve:
+            self._leaves_reserve = False
+            found = list(self._fastest())
         if not found:
             return []
         selected = self._selected(found)
@@ -239,7 +248,9 @@ class _Search:
 
     def _fits(self, point: SearchPoint) -> bool:
         estimate = self._estimate(point)
-        return estimate is not None and estimate.fits
+        if estimate is None:
+            return False
+        return estimate.leaves_reserve if self._leaves_reserve else estimate.fits
 
     def _estimate(self, point: SearchPoint) -> RunEstimate | None:
         if point not in self._estimates:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsdpctl.plan.batch import ContextParallel
 
-_ASSUMED_TOKENS = 256  # of a document of unknown length
+ASSUMED_TOKENS = 256  # of a document of unknown length
 Lengths = tuple[tuple[int, ...], ...]  # of the documents in each row of a batch, in order
 
 
@@ -107,7 +107,7 @@ def assumed_documents(
     are_rows: bool = False,
 ) -> Documents:
     """Return assumed documents, several in each row, with tensors without values."""
-    count = 1 if are_rows else max(2, size // _ASSUMED_TOKENS)
+    count = 1 if are_rows else max(2, size // ASSUMED_TOKENS)
     halves = (size - size // 2, size // 2) if size > 1 and not are_rows else (size,)
     lengths = (halves,) * rows
     positions = torch.empty(rows, size, dtype=torch.int64)

@@ -17,6 +17,7 @@ from fsdpctl.errors import UsageError
 _CHECKED_BYTES = 1 << 30  # of all token files
 # With less data, the length of samples must be set.
 _LEAST_SAMPLES, _LEAST_LENGTH = 100, 16
+_MANY_EPOCHS = 100
 _LEAST_TOKENS = _LEAST_SAMPLES * _LEAST_LENGTH
 DATE = "data.date"  # a run that resumes on another day is the same run
 
@@ -108,6 +109,15 @@ def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
     if untrained := sum(each.num_untrained for each in packed):
         text += f"; {untrained:,} dropped, without a trained token in a sequence"
     return (*data.notes, text)
+
+
+def notes_on_epochs(config: Config, data: DataSet, steps: int) -> tuple[str, ...]:
+    """Return a line about a run that reads its data many times, and was not asked to."""
+    samples = len(data.train.rows(config.train.seq_len))
+    epochs = steps * config.train.global_batch_size / max(samples, 1)
+    if config.train.epochs is not None or epochs < _MANY_EPOCHS:
+        return ()
+    return (f"{steps:,} steps read the data's {samples:,} samples {epochs:,.0f} times",)
 
 
 def is_here(data: DataConfig) -> bool:

@@ -41,11 +41,12 @@ from fsdpctl.resolve.data import (
     checked_data,
     is_here,
     notes_on_data,
+    notes_on_epochs,
     with_data,
 )
 from fsdpctl.resolve.launchers import Place, place_of
 from fsdpctl.resolve.own import Task
-from fsdpctl.resolve.place import notes_on_cluster, on_this_machine, place
+from fsdpctl.resolve.place import notes_on_cluster, notes_on_cores, on_this_machine, place
 from fsdpctl.resolve.rules import check_preflight, check_trained, checked
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.resolve.usual import OF_DATA, OF_MODEL, OF_STEP, Facts, filled, total_steps
@@ -151,7 +152,7 @@ def _open(composed: Composed, where: Place, *, dry: bool) -> Opened:
         raise UsageError(f"{error}{sets}") from None
     check_attention(config, here=True)
     config, notes = _with_compiler(config)
-    notes += notes_on_cluster(composed) + notes_on_kernel(config)
+    notes += notes_on_cluster(composed) + notes_on_cores(config) + notes_on_kernel(config)
     config = with_vocabulary(_with_model_path(config, dry=dry))
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
@@ -192,7 +193,9 @@ def _opened(
     composed: Composed, config: Placed, data: DataSet, module: Any, notes: tuple[str, ...]
 ) -> Opened:
     others = dict.fromkeys(("train.epochs", "train.tokens", "train.global_batch_tokens"))
-    config = config.changed({"train.steps": total_steps(config, data), **others})
+    steps = total_steps(config, data)
+    notes += () if config.model.is_own else notes_on_epochs(config, data, steps)
+    config = config.changed({"train.steps": steps, **others})
     config = filled(config, OF_MODEL, Facts(data, module), composed.automatic)
     config = _with_run_dir(config, composed)
     return Opened(Filled(config), composed.automatic, composed.unset, data, module, notes)

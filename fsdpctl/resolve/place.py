@@ -135,6 +135,14 @@ def assumes_gpu(config: Config) -> bool:
     return is_described and config.launch.device is None and not torch.cuda.is_available()
 
 
+def notes_on_cores(config: Config) -> tuple[str, ...]:
+    """Return a line if a placed configuration has more ranks on this CPU than it has cores."""
+    ranks, cores = config.launch.nproc_per_node or 1, os.cpu_count() or 1
+    if config.launch.device != "cpu" or config.cluster.name != LOCAL or ranks <= cores:
+        return ()
+    return (f"{ranks} ranks on {cores} cores wait for one another; set launch.nproc_per_node",)
+
+
 def notes_on_memory(config: Config) -> tuple[str, ...]:
     """Return a line on an estimate of such a GPU."""
     if not assumes_gpu(config):

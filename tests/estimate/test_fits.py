@@ -1,5 +1,7 @@
 """One notion of what fits: devices and hosts, for every command."""
 
+import re
+
 import pytest
 
 from fsdpctl.commands.compare.row import OK, TOO_LARGE
@@ -95,3 +97,67 @@ def test_the_estimate_shows_what_is_missing_and_what_to_change(words, short):
     assert f"train.micro_batch_size=1 does not fit ({short[0]}: about" in text
     code, text = invoke("estimate-memory", *SMALL, *words, "--all-strategies", "--require-fit")
     assert (code, text.count("does not fit") > 1, " fits\n" in text) == (3, True, False)
+
+
+@pytest.mark.parametrize("words", [
+    ["activation_checkpointing=auto"], ["strategy=auto", "train.micro_batch_size=auto"],
+    ["prefetch=auto", "activation_checkpointing=auto", "launch.nproc_per_node=1"],
+])  # fmt: skip
+def test_a_selection_leaves_a_reserve_on_gpus_unless_nothing_does(words):
+    sizes = ["train.seq_len=2048", "model.hidden_size=1024", "launch.nproc_per_node=2"]
+    names = {word.partition("=")[0] for word in (*sizes, *words)}
+    given = [*(w for w in SMALL if w.partition("=")[0] not in names), *words]
+    given += [
+        word for word in sizes if word.partition("=")[0] not in {w.split("=")[0] for w in words}
+    ]
+
+    def chosen(memory: float) -> RunEstimate:
+        config = fill_on_cluster(compose_config([*given, f"cluster.memory={memory:.9f}"]))
+        return choose(Estimator(), config).estimate
+
+    def filled_to(found: RunEstimate, share: float) -> float:
+        return (found.peak_reserved / share + found.outside.high) / 2**30
+
+    usual, least = chosen(80), chosen(0.71)
+    assert usual.leaves_reserve
+    assert not least.fits
+    roomy, tight, full = (chosen(filled_to(usual, share)) for share in (0.94, 0.97, 1))
+    assert roomy.plan.config.changed({"cluster.memory": 1}) == usual.plan.config.changed(
+        {"cluster.memory": 1}
+    )
+    assert tight.leaves_reserve
+    assert tight.peak_reserved < usual.peak_reserved
+    assert full.leaves_reserve
+    last = chosen(filled_to(least, 0.99))
+    assert (last.fits, last.leaves_reserve, last.peak_reserved) == (
+        True, False, least.peak_reserved,
+    )  # fmt: skip
+    fit = largest_that_fits(Estimator(), usual.plan, "micro_batch")
+    assert fit.estimate is not None
+    assert fit.estimate.leaves_reserve
+    assert fit.next is None or not fit.next.leaves_reserve
+
+
+def test_the_verdict_names_the_reserve():
+    found = estimated()
+    for share, said in ((0.5, "(with "), (0.98, "(less than ")):
+        memory = (found.peak_reserved / share + found.outside.high) / 2**30
+        _, text = invoke("estimate-memory", *SMALL, f"cluster.memory={memory:.9f}")
+        (verdict,) = (line for line in text.splitlines() if line.startswith("verdict fits: "))
+        assert said in verdict
+        assert "the 5% that a selection leaves)" in verdict
+    _, text = invoke("estimate-memory", "launch.device=cpu")
+    assert "a selection leaves" not in text
+
+
+def test_what_an_estimate_assumes_is_told(tmp_path):
+    chat = ["data=chat", "model.vocab_size=1000", *SMALL]
+    _, text = invoke("estimate-memory", *chat)
+    assert "note    samples of 512 tokens are assumed to hold documents of 256" in text
+    assert "assumed to hold" not in invoke("estimate-memory", *SMALL)[1]
+    (tmp_path / "a.txt").write_text("words " * 5000)
+    few = [f"data.path={tmp_path / 'a.txt'}", "data=text", "train.tokens=1e9"]
+    _, text = invoke("estimate-memory", *(x for x in SMALL if "seq_len" not in x), *few)
+    assert re.search(r"steps read the data's [\d,]+ samples [\d,]+ times", text)
+    _, text = invoke("estimate-memory", "launch.device=cpu", "launch.nproc_per_node=1000")
+    assert "1000 ranks on " in text

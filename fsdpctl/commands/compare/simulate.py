@@ -88,8 +88,8 @@ class SimulatedComparison:
         units = self._estimator.traced_model(plan).units
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
         time = run_time(self._estimator, estimate, step)
-        if time.unknown and time.unknown not in self.notes:
-            self.notes.append(time.unknown)
+        about = (*filter(None, [time.unknown]), *time.notes)
+        self.notes += [line for line in about if line not in self.notes]
         row = replace(_with_times(each.row, time, step, estimate), sent_bytes_per_step=sent)
         each.row = with_memory(row, estimate)
 
