@@ -75,24 +75,15 @@ def _odd(group: Sequence[Row]) -> Iterator[str]:
 
 def title_of(configs: Sequence[Config], rows: Sequence[Row], *, is_predicted: bool) -> str:
     """Name the models of a comparison, and this machine or the clusters it is predicted for."""
-    first = configs[0]
+    device = f"the CPU ({platform.machine()})"
     if is_predicted:
         device = ", ".join(dict.fromkeys(each.cluster.name for each in configs))
-    elif torch.cuda.is_available() and first.launch.device != "cpu":
+    elif torch.cuda.is_available() and configs[0].launch.device != "cpu":
         device = torch.cuda.get_device_name()
-    else:
-        device = f"the CPU ({platform.machine()})"
     models = ", ".join(dict.fromkeys(each.model.title for each in configs))
-    lengths = _range({each.train.seq_len for each in configs})
-    sizes = {row.world_size for row in rows if row.world_size}
-    ranks = f"{_range(sizes)} {'rank' if sizes == {1} else 'ranks'} of " if sizes else ""
-    what = "predicted" if is_predicted else "measured"
-    return f"{models}, {lengths} tokens per sample, {what} on {ranks}{device}"
-
-
-def _range(values: set[int]) -> str:
-    least, most = min(values), max(values)
-    return f"{least}" if least == most else f"{least} to {most}"
+    ranks = " or ".join(map(str, sorted({row.world_size for row in rows if row.world_size})))
+    what = f"{'predicted' if is_predicted else 'measured'} on {ranks or 'ranks'} x {device}"
+    return f"{models}, {what}"
 
 
 def rows_as_json(rows: Sequence[Row]) -> str:
