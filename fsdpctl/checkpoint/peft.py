@@ -33,9 +33,9 @@ from fsdpctl.models.products import transposed_layers
 from fsdpctl.models.registry import build_model, build_plain
 from fsdpctl.models.stacked_experts import stacked_experts
 
-# The ends of names that PEFT converts for models with experts (transformers' conversion tables).
 # Of modules_to_save, if the embeddings were resized: the same once more, and what they replace.
 _COPIES = (".modules_to_save.weight", ".original_module.weight")
+# The ends of names that PEFT converts for models with experts (transformers' conversion tables).
 _RENAMED = (".down_proj", ".gate_proj", ".up_proj", ".gate")
 
 

@@ -19,7 +19,7 @@ from fsdpctl.comm.recorder import Recorded, recorded
 _TEXT, _ANSWER = 224, 16000  # bytes
 LOADING = "drawing weights"  # a place: takes long for large models
 READING = "reading a checkpoint"  # a place: may take other ranks longer
-FINISHING = "finishing"  # a place: waits for the user's commands as long as they take
+FINISHING = "finishing"  # a place: waits for uploads, or for a script, as long as they take
 
 
 class _Page(ctypes.Structure):

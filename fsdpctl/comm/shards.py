@@ -22,9 +22,9 @@ class HostScalars(NamedTuple):
     found_inf: Tensor | None
 
 
+T = TypeVar("T")
 # Steps the master weights of a shard with a gradient in host memory, in a thread of the host. The
 # last argument is to be called with each span of the flat buffer once it is stepped.
-T = TypeVar("T")
 HostUpdate = Callable[["FlatShard", Tensor, HostScalars, Callable[[Span], None]], None]
 
 

@@ -252,9 +252,8 @@ def _build_units(builder: _Builder) -> list[ShardedUnit]:
     shared = builder.mesh.shard.allocate([each.nbytes for each in slots])
     made: dict[int, Slot] = {}
     units = []
-    for spec in (
-        plan.division.units
-    ):  # in order: a slot that can be freed is freed before the next one is made
+    # In order: a slot that can be freed is freed before the next one is made.
+    for spec in plan.division.units:
         number = slot_of[spec.name]
         if number not in made:
             resident = slots[number].resident or not plan.strategy.shards_params
