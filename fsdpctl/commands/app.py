@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from fsdpctl import __version__
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, SignalError, UsageError
 from fsdpctl.io.activity import DISPLAY, QUIET, is_first
+from fsdpctl.io.output import guarded
 from fsdpctl.io.texts import refuse_secret
 
 
@@ -234,6 +235,7 @@ def main() -> None:
     args = [each for before, each in typed if each not in _QUIET or before in _TEXTS] or ["--help"]
     if len(args) < len(typed):
         os.environ[QUIET] = "1"
+    sys.stdout = output = guarded(sys.stdout)  # for all that print
     with reported():
         for before, each in typed:  # before anything quotes or records them
             name = each.partition("://")[0].partition("=")[0]
@@ -242,4 +244,6 @@ def main() -> None:
         if is_first():
             DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)
+        if not code:
+            output.check()
         sys.exit(code if isinstance(code, int) else 0)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fsdpctl.commands.status import read_status
 from tests.commands.run import command, environment, figures, fsdpctl, words
 
 pytestmark = pytest.mark.slow
@@ -73,6 +74,19 @@ def test_a_run_listens_on_the_loopback_interface_only(tmp_path, monkeypatch):
     process.terminate()
     assert ended(process)[0] == 75
     assert set(listening) == {"127.0.0.1"}
+
+
+# ---- outputs that cannot be written ----------------------------------------------------------
+
+
+def test_a_run_whose_output_cannot_be_written_is_complete(tmp_path):
+    typed = command("train", *words(tmp_path, 30))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(typed, cwd=tmp_path, env=environment(), stdout=full)
+    assert done.returncode == 1
+    assert (figures(tmp_path / "run")[-1][0], read_status(tmp_path / "run").state) == (
+        30, "finished"
+    )  # fmt: skip
 
 
 # ---- terminals -------------------------------------------------------------------------------

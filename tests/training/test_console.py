@@ -2,12 +2,19 @@
 
 import errno
 import os
+import resource
+import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 
+from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.console import PatientConsole, journal
+from fsdpctl.io.output import PatientStream
 from fsdpctl.io.texts import printable
+from tests.commands.run import command, environment
 
 
 class Gone:
@@ -30,6 +37,24 @@ class Gone:
 
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EDQUOT, errno.EAGAIN])
+def test_lost_output_is_reported_unless_its_reader_has_left(number):
+    output = PatientStream(gone := Gone(number))  # type: ignore[arg-type]
+    output.write("a line")
+    lost = pytest.raises(FsdpctlError, match=f"^standard output: {os.strerror(number)}; ")
+    with nullcontext() if number == errno.EPIPE else lost:
+        output.check()
+    os.close(gone.descriptor)
+
+
+def test_text_that_the_encoding_lacks_is_reported(tmp_path):
+    with open(tmp_path / "out", "w", encoding="ascii") as file:
+        output = PatientStream(file)
+        output.write("ž")
+        with pytest.raises(FsdpctlError, match="set PYTHONUTF8=1"):
+            output.check()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE, errno.ENOSPC, errno.EBADF])
@@ -62,3 +87,31 @@ def test_lines_are_kept_with_their_time_where_there_is_room(tmp_path):
 
 def test_what_steers_a_terminal_is_not_printed():
     assert printable("a\tb\n\x1b]0;x\x07\x9b") == "a\tb\n�]0;x��"
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [(("--help",), ""), (("list", "--json"), "1"), (("list",), "")],
+)
+def test_a_full_disk_is_an_error_of_every_command_and_a_reader_that_exits_is_none(
+    tmp_path, words, unbuffered
+):
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100, 100))
+    read, write = os.pipe()
+    os.close(read)
+    places = tmp_path / "some", "/dev/full", write
+    some, full, gone = (open(each, "wb") for each in places)  # noqa: SIM115  # closed below
+    done = []
+    for file, limited in ((some, limit), (full, None), (gone, None)):
+        with file:
+            done += [
+                subprocess.run(
+                    command(*words), stdout=file, stderr=subprocess.PIPE, preexec_fn=limited,
+                    env=environment() | {"PYTHONUNBUFFERED": unbuffered}, text=True, check=False,
+                )
+            ]  # fmt: skip
+    assert [each.returncode for each in done] == [1, 1, 0]
+    assert (tmp_path / "some").stat().st_size == 100
+    for each, why in zip(done, ("File too large", "No space left on device"), strict=False):
+        assert f"fsdpctl: standard output: {why}; what was" in each.stderr
+    assert "standard output" not in done[2].stderr

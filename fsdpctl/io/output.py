@@ -1,0 +1,78 @@
+"""Text streams that bear a reader that exits, a full disk, and text beyond their encoding."""
+
+import errno
+import os
+import stat
+from io import RawIOBase
+from typing import IO, Any, TextIO
+
+from fsdpctl.errors import FsdpctlError
+from fsdpctl.io.activity import DISPLAY
+
+_STDOUT = 1  # descriptor
+_GONE = (errno.EPIPE, errno.ECONNRESET)  # a reader that has enough, such as head
+
+
+def guarded(stream: TextIO) -> "PatientStream":
+    """Return standard output with a buffer, which writes all: with PYTHONUNBUFFERED it has none."""
+    if isinstance(getattr(stream, "buffer", None), RawIOBase):
+        how = stream.encoding, stream.errors
+        stream = open(_STDOUT, "w", -1, *how, closefd=False)  # noqa: SIM115  # to the end
+    return PatientStream(stream)
+
+
+class PatientStream:
+    """A text stream whose failures raise nothing when they happen; the program continues."""
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        self._stream = stream  # None if the descriptor was closed before Python started
+        self._failure = ""
+
+    def write(self, text: str) -> int:
+        DISPLAY.before_output(text)
+        self._try("write", text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try("flush")
+
+    def check(self) -> None:
+        """Flush the stream; FsdpctlError if text was lost and its reader still exists."""
+        self.flush()
+        if self._failure:
+            raise FsdpctlError(
+                f"standard output: {self._failure}; what was printed is incomplete, files that the "
+                "command wrote are complete"
+            )
+
+    def _try(self, name: str, *args: str) -> None:
+        try:
+            getattr(self._stream, name)(*args)
+        except OSError as error:
+            if not self._is_gone(error):
+                self._failure = self._failure or error.strerror or str(error)
+            self._send_null()
+        except UnicodeEncodeError as error:
+            self._failure = self._failure or f"{error}; set PYTHONUTF8=1"
+        except (AttributeError, ValueError):
+            pass  # there is none, or it is closed
+
+    def _is_gone(self, error: OSError) -> bool:
+        if error.errno != errno.EIO:
+            return error.errno in _GONE
+        try:
+            return stat.S_ISCHR(os.fstat(self.fileno()).st_mode)  # a terminal that was closed
+        except (OSError, ValueError):
+            return True
+
+    def _send_null(self) -> None:
+        """Drop buffered and future output, which would fail again at exit."""
+        try:
+            descriptor, null = self.fileno(), os.open(os.devnull, os.O_WRONLY)
+        except (OSError, ValueError):
+            return
+        os.dup2(null, descriptor)
+        os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
