@@ -82,7 +82,8 @@ def _composed(asked: ConfigArguments, files: list[Path], first: First | None) ->
     recipe = converted(files, words)
     for why in recipe.required:
         raise UsageError(f"{source}: {why}")
-    note(*(f"{source.name}: {line}" for line in lines_about(recipe) if first))
+    names = " and ".join(each.name for each in files)
+    note(*(f"{names}: {line}" for line in lines_about(recipe) if first))
     return compose_config(words, str(source), converted=recipe.words, first=first, of_run=True)
 
 

@@ -1,48 +1,33 @@
 """Defaults of other tools, and those of their keys that change the training.
 
 `convert` writes a setting for each key of these tables, with the value of the file or the default,
-even if fsdpctl's own is the same today. The sources are files of axolotl 0.18.0 (067b021, in
-src/axolotl), TRL 1.16 (in trl), and transformers 5.23.
+even if fsdpctl's own is the same today. They are those of axolotl 0.18 to 0.21 (utils/schemas,
+core/builders/base.py, utils/data/utils.py), TRL 1.16 (trainer/sft_config.py, base_config.py and
+model_config.py), and transformers 5.23 (training_args.py).
 """
 
 from collections.abc import Mapping
 
-# By key: the value that stands for a missing key, empty if the tool requires it, and its source.
-Defaults = Mapping[str, tuple[str, str]]
-_HUGGING_FACE: Defaults = {
-    "weight_decay": ("0", "transformers: training_args.py:822"),
-    "adam_beta1": ("0.9", "transformers: training_args.py:828"),
-    "adam_beta2": ("0.999", "transformers: training_args.py:834"),
-    "adam_epsilon": ("1e-8", "transformers: training_args.py:840"),
-    "max_grad_norm": ("1.0", "transformers: training_args.py:866"),
-    "seed": ("42", "transformers: training_args.py:1293"),
-}
+# By key: the value that stands for a missing key, empty if the tool requires it.
+Defaults = Mapping[str, str]
+HUGGING_FACE: Defaults = {
+    "weight_decay": "0", "adam_beta1": "0.9", "adam_beta2": "0.999", "adam_epsilon": "1e-8",
+    "max_grad_norm": "1.0", "seed": "42",
+}  # fmt: skip
 AXOLOTL: Defaults = {
-    **_HUGGING_FACE,
-    "sample_packing": ("false", "utils/schemas/config.py:688"),
-    "train_on_inputs": ("false", "utils/schemas/training.py:103"),
-    "val_set_size": ("0", "utils/schemas/config.py:1084"),
-    "excess_length_strategy": ("drop", "utils/data/utils.py:334"),
-    "learning_rate": ("", "utils/schemas/training.py:116"),
-    "lr_scheduler": ("cosine", "utils/schemas/training.py:144"),
-    "warmup_ratio": ("0.03", "core/builders/base.py:248"),  # of the steps, at most 100
-    "num_epochs": ("1", "utils/schemas/training.py:267"),
-    "lora_alpha": ("", "utils/schemas/peft.py:54"),
-    "lora_dropout": ("0", "utils/schemas/peft.py:80"),
-}
+    **HUGGING_FACE,
+    "sample_packing": "false", "train_on_inputs": "false", "val_set_size": "0",
+    "excess_length_strategy": "drop", "learning_rate": "", "lr_scheduler": "cosine",
+    "warmup_ratio": "0.03",  # of the steps, at most 100
+    "num_epochs": "1", "lora_alpha": "", "lora_dropout": "0",
+}  # fmt: skip
 TRL: Defaults = {
-    **_HUGGING_FACE,
-    "packing": ("false", "trainer/sft_config.py:222"),
-    "assistant_only_loss": ("false", "trainer/sft_config.py:273"),
-    "eval_strategy": ("no", "transformers: training_args.py:1106"),
-    "truncation_mode": ("keep_start", "trainer/sft_config.py:210"),
-    "learning_rate": ("2e-5", "trainer/sft_config.py:140"),
-    "lr_scheduler_type": ("linear", "transformers: training_args.py:788"),
-    "warmup_steps": ("0", "transformers: training_args.py:798"),
-    "num_train_epochs": ("3", "transformers: training_args.py:778"),
-    "lora_dropout": ("0.05", "trainer/model_config.py:115"),
-    "logging_steps": ("10", "trainer/base_config.py:55"),
-}
+    **HUGGING_FACE,
+    "eval_strategy": "no", "lr_scheduler_type": "linear", "warmup_steps": "0",
+    "num_train_epochs": "3", "packing": "false", "assistant_only_loss": "false",
+    "truncation_mode": "keep_start", "learning_rate": "2e-5", "lora_dropout": "0.05",
+    "logging_steps": "10",
+}  # fmt: skip
 # Patterns of keys that change the training and have no counterpart, unless a row names them.
 _CHANGES_HUGGING_FACE = (
     "average_tokens_across_devices", "data_seed", "dataloader_drop_last", "group_by_length",

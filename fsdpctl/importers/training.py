@@ -63,7 +63,7 @@ class TrainingRows:
 
     def known(self, key: str) -> SourceKey:
         """Return the value of a key, else the tool's default."""
-        text = self._defaults[key][0]
+        text = self._defaults[key]
         return self.value(key) or SourceKey(key, text, (text,))
 
     def below(self, prefix: str) -> dict[str, SourceKey]:

@@ -44,10 +44,10 @@ _OF_PEFT = {
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
 _UNUSED = (
     "dataset_*", "datasets*", "dataloader_*", "logging_*", "save_*", "eval_*", "lr_scheduler_*",
-    "warmup_*", "adam_*", "max_grad_norm", "data_seed", "overwrite_output_dir", "push_to_hub",
-    "hub_*", "run_name", "remove_unused_columns", "gradient_checkpointing_kwargs*",
+    "warmup_*", "adam_*", "max_grad_norm", "overwrite_output_dir", "push_to_hub",
+    "hub_*", "remove_unused_columns", "gradient_checkpointing_kwargs*",
     "attn_implementation", "trust_remote_code", "tf32", "packing_strategy", "lora_dropout",
-    "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*", "shuffle_dataset", "eos_token",
+    "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*", "eos_token",
     "bf16_full_eval", "ddp_*", "lora_task_type",
 )  # fmt: skip
 

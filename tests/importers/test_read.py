@@ -218,29 +218,84 @@ def test_a_known_name_on_the_hub_stays_the_name_of_its_weights(tmp_path):
         asked(written(tmp_path, text.format("unsloth/Meta-Llama-3.1-8B-bnb-4bit")))
 
 
-@pytest.mark.parametrize(("lines", "words"), [
-    ("", {"precision": "bf16", "activation_checkpointing": "none"}),
-    ("sample_packing: false", {"data": "python_stdlib"}), ("bf16: false", {"precision": "fp32"}),
-    ("bfloat16: true", {"precision": "bf16_true"}), ("fp16: true", {"precision": "bf16"}),
-    ("optimizer: sgd", {"optimizer": "sgd", "engine": "fsdpctl"}),
-    ("adapter: lora\nlora_r: 4", {"engine": "fsdpctl"}),
-    ("gradient_checkpointing: true", {"activation_checkpointing": "full"}),
-    ("gradient_checkpointing: offload_disk", {"activation_checkpointing": "full"}),
-    ("gradient_checkpointing: offload", {"engine": "fsdpctl"}),
-    ("optimizer: muon", {"optimizer": "adamw"}), ("batch_size: 8", {}),
-    ("fsdp_config:\n  sharding_strategy: '2'", {"strategy": "shard_grad_op"}),
-    ("fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD", {"strategy": "no_shard"}),
-    ("fsdp_version: 2", {"precision": "bf16_true"}),  # its masters are those that it loads
-    ("fsdp_config:\n  activation_checkpointing: true", {"activation_checkpointing": "full"}),
-    ("dp_replicate_size: 4\ndp_shard_size: 2", {"strategy": "hybrid_shard"}),
-    ("deepspeed:\n  zero_optimization:\n    stage: 1", {"strategy": "shard_optimizer"}),
+UNSHARDED = AXOLOTL.replace("fsdp: [full_shard]\n", "")
+TRL = "model_name_or_path: gpt2\nuse_peft: true\nlora_target_modules: [c_attn]\n"
+EXPERTS = """base_model: Qwen/Qwen3-30B-A3B
+micro_batch_size: 1
+adapter: qlora
+load_in_4bit: true
+lora_r: 8
+lora_target_modules: [q_proj, v_proj]
+lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]
+"""
+OF_EXPERTS = "[q_proj,v_proj,mlp.experts.gate_up_proj,mlp.experts.down_proj]"
+DEGREES = """distributed_type: FSDP
+num_processes: 8
+mixed_precision: bf16
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}
+parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 4
+  parallelism_config_tp_size: 1
+"""
+PLUGIN = "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]"
+IN_8_BITS = {"optimizer": "adamw", "optimizer.state_dtype": "int8", "engine": "fsdpctl"}
+SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
+
+
+@pytest.mark.parametrize(("base", "lines", "expected"), [
+    (AXOLOTL, "", {"precision": "bf16", "activation_checkpointing": "none",
+     "train.loss_chunk_tokens": 0}),
+    (AXOLOTL, "sample_packing: false", {"data": "python_stdlib"}),
+    (AXOLOTL, "bf16: false", {"precision": "fp32", "precision.reduce_dtype": "float32"}),
+    (AXOLOTL, "bf16: true", {"precision.reduce_dtype": "bfloat16"}),
+    (AXOLOTL, "bfloat16: true", {"precision": "bf16_true"}),
+    (AXOLOTL, "fp16: true", {"precision": "bf16"}),
+    (AXOLOTL, "optimizer: sgd", {"optimizer": "sgd", "engine": "fsdpctl"}),
+    (AXOLOTL, "adapter: lora\nlora_r: 4", {"engine": "fsdpctl"}),
+    (AXOLOTL, "gradient_checkpointing: true", {"activation_checkpointing": "full"}),
+    (AXOLOTL, "gradient_checkpointing: offload_disk", {"activation_checkpointing": "full"}),
+    (AXOLOTL, "gradient_checkpointing: offload", {"engine": "fsdpctl"}),
+    (AXOLOTL, "optimizer: muon", {"optimizer": "adamw"}),
+    (AXOLOTL, "batch_size: 8", {"accumulation.steps": 8}),
+    (AXOLOTL, "fsdp_config:\n  sharding_strategy: '2'", {"strategy": "shard_grad_op"}),
+    (AXOLOTL, "fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD", {"strategy": "no_shard"}),
+    # The masters of FSDP 2 are the weights as they are loaded.
+    (AXOLOTL, "fsdp_version: 2", {"precision": "bf16_true"}),
+    (AXOLOTL, "fsdp_config:\n  activation_checkpointing: true",
+     {"activation_checkpointing": "full"}),
+    (AXOLOTL, "dp_replicate_size: 4\ndp_shard_size: 2", {"strategy": "hybrid_shard"}),
+    (AXOLOTL, "deepspeed:\n  zero_optimization:\n    stage: 1", {"strategy": "shard_optimizer"}),
+    *((AXOLOTL, f"optimizer: {name}", IN_8_BITS) for name in (
+        "adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "ao_adamw_8bit",
+        "adamw_torch_fp8", "ao_adamw_fp8")),
+    (AXOLOTL, PLUGIN, {"train.loss_chunk_tokens": None}),
+    (AXOLOTL, f"{PLUGIN}\ncut_cross_entropy: false", {"train.loss_chunk_tokens": 0}),
+    (AXOLOTL, f"{SHARES}tiled_mlp: true", {"train.context_parallel": 4, "engine": "fsdpctl",
+     "train.mlp_chunk_tokens": None, "train.global_batch_size": 4}),
+    (AXOLOTL, "context_parallel_size: 0", {"train.context_parallel": 1}),
+    (AXOLOTL, f"{SHARES}dp_shard_size: 2", {"launch.nproc_per_node": 8}),  # of both degrees
+    (UNSHARDED, "", {"strategy": "no_shard", "engine": "ddp", "precision": "bf16_true"}),
+    (UNSHARDED, "adapter: lora\nlora_r: 8", {"precision": "bf16"}),
+    (UNSHARDED, "optimizer: muon", {"optimizer": "muon", "strategy": "no_shard",
+     "engine": "fsdpctl", "optimizer.momentum": 0.95}),
+    *((UNSHARDED, f"fsdp_config:\n  {key}: 2", {"strategy": "full_shard", "engine": "fsdp2"})
+      for key in ("fsdp_version", "version")),
+    *((EXPERTS, f"quantize_moe_experts: {str(packs).lower()}",
+       {"model.quantize_experts": packs, "model.lora.targets": OF_EXPERTS})
+      for packs in (False, True)),
+    (TRL, "", {"model.base_dtype": "float32"}),
+    (TRL, "dtype: bfloat16", {"model.base_dtype": None}),
+    (TRL, "bf16: false", {"model.base_dtype": None}),
+    (TRL, "load_in_4bit: true", {"model.base_dtype": "nf4"}),
+    (DEGREES, "", {"strategy": "hybrid_shard_grad_op", "strategy.dp_shard_size": 4}),
+    ("compute_environment: LOCAL_MACHINE\n", "use_cpu: true",
+     {"launch.nproc_per_node": 1, "launch.device": "cpu", "precision": "fp32"}),
 ])  # fmt: skip
-def test_values_of_axolotl(tmp_path, lines, words):
-    config = asked(written(tmp_path, f"{AXOLOTL}{lines}\n")).composed.config
-    for section, name in words.items():
-        assert getattr(config, section).name == name
-    if lines == "batch_size: 8":
-        assert config.accumulation.steps == 8
+def test_values_are_those_of_the_tools(tmp_path, base, lines, expected):
+    words = ["strategy=ddp"] * (base == TRL) + ["model=gpt2"] * ("base_model" not in base)
+    found = asked(written(tmp_path, f"{base}{lines}\n"), *words)
+    assert {key: found.composed.config.value(key) for key in expected} == expected
 
 
 def test_reentrant_checkpoints_of_fsdp_1_are_reported(tmp_path):
@@ -250,14 +305,6 @@ def test_reentrant_checkpoints_of_fsdp_1_are_reported(tmp_path):
         found = asked(written(tmp_path, text))
         assert found.composed.config.engine.program == "transformers"
         assert keeps == any("use_reentrant" in row.key for row in found.translation.excluded)
-
-
-def test_frozen_weights_of_trl_are_in_float32_unless_it_loads_others(tmp_path):
-    text = "model_name_or_path: gpt2\nuse_peft: true\nlora_target_modules: [c_attn]\n"
-    for lines, dtype in (("", "float32"), ("dtype: bfloat16\n", None), ("bf16: false\n", None),
-                         ("load_in_4bit: true\n", "nf4")):  # fmt: skip
-        config = asked(written(tmp_path, f"{text}{lines}"), "strategy=ddp").composed.config
-        assert config.model.base_dtype == dtype
 
 
 @pytest.mark.parametrize(("lines", "chunk"), [
@@ -271,12 +318,6 @@ def test_trl_makes_all_logits_only_to_smooth_labels(tmp_path, lines, chunk):
     assert found.composed.config.train.loss_chunk_tokens == chunk
     kept = asked(file, "strategy=ddp", "train.loss_chunk_tokens=512").composed.config
     assert kept.train.loss_chunk_tokens == 512
-
-
-def test_reductions_of_fsdp_are_in_the_dtype_of_the_computation(tmp_path):
-    for lines, dtype in (("bf16: true", "bfloat16"), ("bf16: false", "float32")):
-        config = asked(written(tmp_path, f"{AXOLOTL}{lines}\n")).composed.config
-        assert config.precision.reduce_dtype == dtype
 
 
 @pytest.mark.parametrize(("text", "targets"), [
@@ -326,40 +367,6 @@ def test_what_other_tools_run_anyway_is_estimated(tmp_path):
     assert (config.train.seq_len, config.model.max_seq_len) == (300000, 300000)
     assert any("above the model's" in row.note for row in found.rows)
     assert (config.data.packing, config.model.lora.rank) == (None, None)
-
-
-PLUGIN = "plugins:\n  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
-
-
-@pytest.mark.parametrize(
-    ("lines", "chunk"), [("", 0), (PLUGIN, None), (f"{PLUGIN}\ncut_cross_entropy: false", 0)]
-)
-def test_the_plugin_of_a_loss_is_on_unless_its_key_is_off(tmp_path, lines, chunk):
-    config = asked(written(tmp_path, f"{AXOLOTL}{lines}\n")).composed.config
-    assert config.train.loss_chunk_tokens == chunk
-
-
-def test_ranks_that_share_samples_are_fewer_groups(tmp_path):
-    lines = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
-    config = asked(written(tmp_path, f"{AXOLOTL}{lines}tiled_mlp: true\n")).composed.config
-    train = config.train
-    assert train.micro_batch_size is not None
-    assert (train.context_parallel, train.global_batch_size) == (4, 4 * train.micro_batch_size)
-    assert train.mlp_chunk_tokens is None  # auto
-    assert config.engine.name == "fsdpctl"
-    off = asked(written(tmp_path, f"{AXOLOTL}context_parallel_size: 0\n")).composed.config
-    assert off.train.context_parallel == 1
-    found = asked(written(tmp_path, f"{AXOLOTL}{lines}dp_shard_size: 2\n")).composed.config
-    assert found.launch.nproc_per_node == 8  # of both degrees
-
-
-def test_axolotl_without_fsdp_is_unsharded(tmp_path):
-    text = AXOLOTL.replace("fsdp: [full_shard]\n", "")
-    config = asked(written(tmp_path, text)).composed.config
-    assert (config.strategy.name, config.engine.name) == ("no_shard", "ddp")
-    assert config.precision.name == "bf16_true"  # the weights are loaded so
-    config = asked(written(tmp_path, f"{text}adapter: lora\nlora_r: 8\n")).composed.config
-    assert config.precision.name == "bf16"
 
 
 @pytest.mark.parametrize(("lines", "part"), [
@@ -412,49 +419,11 @@ def test_unsupported_files_are_rejected(tmp_path, name, text, part):
     assert str(caught.value).startswith(str(file))
 
 
-def test_degrees_of_accelerate_become_hybrid_sharding(tmp_path):
-    text = (
-        "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n"
-        "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: false\n"
-        "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
-        "  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 1\n"
-    )
-    config = asked(written(tmp_path, text), "model=llama3_1b").composed.config
-    assert config.strategy.name == "hybrid_shard_grad_op"
-    assert config.strategy.dp_shard_size == 4
-
-
-@pytest.mark.parametrize("key", ["fsdp_version", "version"])
-def test_a_version_alone_is_fsdp(tmp_path, key):
-    text = f"base_model: meta-llama/Llama-3.1-8B\nfsdp_config:\n  {key}: 2\n"
-    config = asked(written(tmp_path, text), "launch.nproc_per_node=8").composed.config
-    assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdp2")
-
-
-def test_one_process_is_one_rank(tmp_path):
-    file = written(tmp_path, "compute_environment: LOCAL_MACHINE\nuse_cpu: true\n")
-    config = asked(file, "model=gpt2").composed.config
-    assert (config.launch.nproc_per_node, config.launch.device) == (1, "cpu")
-    assert config.precision.name == "fp32"
-
-
 def test_files_are_never_executed(tmp_path):
     mark = tmp_path / "mark"
     text = f"{AXOLOTL}foo: !!python/object/apply:os.system ['touch {mark}']\n"
     asked(written(tmp_path, text))
     assert not mark.exists()
-
-
-@pytest.mark.parametrize("name", [
-    "adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "ao_adamw_8bit",
-    "adamw_torch_fp8", "ao_adamw_fp8",
-])  # fmt: skip
-def test_optimizers_in_eight_bits(tmp_path, name):
-    found = asked(written(tmp_path, f"{AXOLOTL}optimizer: {name}\n"))
-    about = found.composed.config.optimizer
-    assert (about.name, about.state_dtype) == ("adamw", "int8")
-    assert found.translation.excluded == []
-    assert found.composed.config.engine.name == "fsdpctl"
 
 
 @pytest.mark.parametrize(("lines", "left_out"), [
@@ -480,31 +449,6 @@ def test_what_estimates_leave_out(tmp_path, lines, left_out):
     found = asked(written(tmp_path, f"{AXOLOTL}{lines}\n"))
     assert {row.key for row in found.translation.excluded} == left_out
     assert found.translation.unrecognized == []
-
-
-def test_muon_is_estimated_if_matrices_stay_whole(tmp_path):
-    text = AXOLOTL.replace("fsdp: [full_shard]\n", "optimizer: muon\n")
-    config = asked(written(tmp_path, text)).composed.config
-    assert (config.optimizer.name, config.strategy.name) == ("muon", "no_shard")
-    assert (config.engine.name, config.optimizer.momentum) == ("fsdpctl", 0.95)
-
-
-def test_adapters_of_experts_are_read(tmp_path):
-    """As axolotl's examples of models with experts have them."""
-    lines = [
-        "base_model: Qwen/Qwen3-30B-A3B", "adapter: qlora", "load_in_4bit: true", "lora_r: 8",
-        "lora_target_linear: false", "sequence_len: 2048", "micro_batch_size: 1",
-        "lora_target_modules: [q_proj, v_proj]",
-        "lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]",
-    ]  # fmt: skip
-    for packs in (False, True):
-        file = tmp_path / "moe.yml"
-        file.write_text("\n".join([*lines, f"quantize_moe_experts: {str(packs).lower()}"]))
-        model = asked(str(file)).composed.config.model
-        assert model.quantize_experts is packs
-        assert model.lora.targets == (
-            "[q_proj,v_proj,mlp.experts.gate_up_proj,mlp.experts.down_proj]"
-        )
 
 
 def test_parameters_alone_are_estimated_on_the_device_if_all_are_trained(tmp_path):
