@@ -45,7 +45,7 @@ _NOT_IN_TENSORS = ("context_length", "attention.sliding_window", "rope.", "attn_
 # Keys that are read otherwise, or that change nothing.
 _OTHERS = (
     "vocab_size", "attention.value_length", "attention.scale", "tensor_data_layout",
-    "use_parallel_residual", "rope.scaling.original_context_length", "rope.scaling.finetuned",
+    "use_parallel_residual", "attention.key_length", "rope.scaling.original_context_length", "rope.scaling.finetuned",
 )  # fmt: skip
 _LARGE = {"gemma2": 46, "gemma3": 62}  # blocks of the 27B, whose attention has another scale
 _SCALED = {
@@ -104,6 +104,8 @@ def _problem(header: GgufHeader) -> str:
             return f"{kind}.{key}={value}: larger than any tensor"
     if header.get("attention.value_length", width) != width:
         return f"{kind}.attention.value_length: expected {width}, as for keys"
+    if header.get("rope.dimension_count", width) > width:
+        return f"{kind}.rope.dimension_count: expected at most {width}, as heads have"
     if kind == "falcon" and header.get("attention.head_count_kv", 1) != 1:
         return "falcon with several heads of keys: not supported; their order is another one"
     scale = header.get("attention.scale")
@@ -126,7 +128,7 @@ def _made(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
     kind, tensors, width = header.architecture, header.tensors, _head_width(header)
     usual = AutoConfig.for_model(_FAMILIES[kind])
     known = {*usual.to_dict(), *usual.attribute_map, "rope_theta"}
-    known |= {"rope_local_base_freq"} if kind == "gemma3" else set()
+    known |= {"gemma3": {"rope_local_base_freq"}, "qwen3moe": {"head_dim"}}.get(kind, set())
     parts = {key.partition("."): value for key, value in header.metadata.items()}
     told = {key: value for (first, _, key), value in parts.items() if first == kind}
     made: dict[str, Any] = {"model_type": _FAMILIES[kind]}

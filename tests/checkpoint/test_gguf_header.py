@@ -79,6 +79,7 @@ def test_a_value_of_another_type_is_named(tmp_path, key, values, expected):
         ({"expert_count": 1 << 31}, "expert_count=2147483648: larger than any tensor"),
         ({"attention.value_length": 8}, "value_length: expected 16"),
         ({"attention.scale": 0.5}, "attention.scale=0.5: not supported"),
+        ({"rope.dimension_count": 32, "attention.key_length": 16}, "expected at most 16"),
         ({"vocab_size": 99}, "token_embd.weight has 100 rows, for 3 tokens and vocab_size=99"),
         ({TOKENS: ["a"] * 101}, "token_embd.weight has 100 rows, for 101 tokens"),
     ],
@@ -144,6 +145,7 @@ def test_as_many_experts_as_the_file_says_are_in_its_tensors(tmp_path, count):
         ("stablelm", {"rope.dimension_count": 4}, {"partial_rotary_factor": 0.25}),
         ("starcoder2", {"rope.freq_base": 1e5}, {"rope_theta": 1e5}),
         ("nemotron", {"attention.layer_norm_epsilon": 0.25}, {"norm_eps": 0.25}),
+        ("qwen3moe", {"attention.key_length": 32}, {"head_dim": 32}),
         ("qwen3", {}, {"head_dim": 16, "num_key_value_heads": 4}),
         ("qwen2", {"attention.head_count_kv": 2}, {"num_key_value_heads": 2}),
         (
