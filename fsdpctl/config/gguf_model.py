@@ -45,7 +45,8 @@ _NOT_IN_TENSORS = ("context_length", "attention.sliding_window", "rope.", "attn_
 # Keys that are read otherwise, or that change nothing.
 _OTHERS = (
     "vocab_size", "attention.value_length", "attention.scale", "tensor_data_layout",
-    "use_parallel_residual", "attention.key_length", "rope.scaling.original_context_length", "rope.scaling.finetuned",
+    "use_parallel_residual", "attention.key_length",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned",
 )  # fmt: skip
 _LARGE = {"gemma2": 46, "gemma3": 62}  # blocks of the 27B, whose attention has another scale
 _SCALED = {

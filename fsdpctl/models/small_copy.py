@@ -2,9 +2,10 @@
 
 import copy
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -29,9 +30,14 @@ _SHRUNK = {
     "qk_nope_head_dim": 8, "v_head_dim": 8, "rotary_dim": 8, "linear_head_dim": 8,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_heads": 4,
     "mamba_d_state": 16, "ssm_state_size": 16, "n_positions": 512,
-    "max_position_embeddings": 1 << 16,
+    "max_position_embeddings": 1 << 16, "encoder_hash_byte_group_vocab": VOCABULARY,
 }  # fmt: skip
+_MOST = 1 << 27  # parameters of the copy, of which a check makes three
+_COUNTS, _WIDTHS = r"num_(key_value_|attention_)?heads|n_heads", r"head_dim|d_head"
+_DIVISIONS = [(factor, heads) for factor in (64, 16, 4) for heads in (_COUNTS, _WIDTHS)]
+_LAYERS = ("num_hidden_layers", "num_blocks")  # of other parts, such as of images
 _TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
+_Copy = tuple[ModelConfig, TransformersDecoder]
 
 
 def small_copy(model: ModelConfig, device: torch.device = torch.device("cpu")) -> Any:
@@ -54,20 +60,46 @@ def _made(model: ModelConfig) -> nn.Module:
     told = read_configuration(content, CONFIG_OF).to_dict()  # with what the file leaves out
     few = {name: token for name, token in _TOKENS.items() if told.get(name) is not None}
     content = {**content, **_shrunk(told), **few}
-    for narrows in (True, False):
-        try:
-            found = _narrow(content) if narrows else content
-            shrunk = replace(model, config_json=canonical(found))
-            module = _cut(shrunk, "meta")
-            if narrows:
-                _run(module)
-            break
-        except Exception:  # a family whose sizes depend on these, whose code raises what it likes
-            continue
-    else:
-        shrunk, module = model, _cut(model, "meta")
+    heads = {name: told[name] for name in told if name.endswith("head_dim")}
+    shrunk, module = _small(content, model) or _small({**content, **heads}, model) or _whole(model)
     _check_buffers(module, shrunk)
     return module
+
+
+def _small(content: Mapping[str, Any], model: ModelConfig) -> _Copy | None:
+    """Return the first copy of narrower parts that is small, and runs; None if there is none."""
+    for make in (_narrow, None, *(partial(_divided, by=each) for each in _DIVISIONS)):
+        try:
+            shrunk = replace(model, config_json=canonical(make(content) if make else content))
+            module = _cut(shrunk, "meta")
+            if _count(module) > _MOST:
+                continue
+            if make:
+                _run(module)
+            return shrunk, module
+        except Exception:  # a family whose sizes depend on these, whose code raises what it likes
+            continue
+    return None
+
+
+def _whole(model: ModelConfig) -> _Copy:
+    module = _cut(model, "meta")
+    if (count := _count(module)) > _MOST:
+        name = type(module.transformers_model).__name__
+        raise UsageError(f"model: {name}: not supported; a small copy has {count:,} parameters")
+    return model, module
+
+
+def _count(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _divided(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
+    """Return the same with widths, and the numbers or the widths of heads, divided."""
+    told, (factor, heads) = read_configuration(content, CONFIG_OF).to_dict(), by
+    named = re.compile(rf"{heads}|(hidden|embedding|model|inner)_?(size|dim)|d_model|width")
+    sizes = {name: each for name, each in told.items() if type(each) is int and named.search(name)}
+    return {**content, **{name: max(1, each // factor) for name, each in sizes.items()}}
 
 
 def _narrow(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +116,8 @@ def _shrunk(told: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in told.items():
         if isinstance(value, dict) and (inner := _shrunk(value)):
-            found[name] = {**value, **inner}
+            few = {each: min(2, value[each]) for each in _LAYERS if type(value.get(each)) is int}
+            found[name] = {**value, **inner, **few}
         elif name in _SHRUNK and type(value) is int:
             found[name] = min(value, _SHRUNK[name])
     return found

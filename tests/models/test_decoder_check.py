@@ -4,11 +4,13 @@ import signal
 from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig
 
 from fsdpctl.config.schema import Settled
 from fsdpctl.errors import SignalError, StoppedError, UsageError
 from fsdpctl.models import decoder_check
 from fsdpctl.models.decoder_check import check_decoder, check_shared_rows, with_decoder
+from fsdpctl.models.small_copy import meta_copy
 from fsdpctl.resolve.settle import settle
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
@@ -51,6 +53,21 @@ def test_the_start_finds_what_a_decoder_does(family, tmp_path):
             check(shared(config))
     if not refusal:
         check_shared_rows(shared(config))
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("rwkv", {"hidden_size": 16_384, "attention_hidden_size": 16_384}),
+        ("mamba2", {"hidden_size": 16_384, "num_heads": 512}),
+        ("xlstm", {"hidden_size": 16_384, "num_heads": 32}),
+    ],
+)
+def test_the_copy_of_a_wide_model_is_small(tmp_path, family, sizes):
+    config = AutoConfig.for_model(family, **sizes, num_hidden_layers=2)
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    module = meta_copy(compose(tmp_path, "model.init=random").model)
+    assert sum(each.numel() for each in module.parameters()) < 1 << 24
 
 
 def test_a_model_that_sees_later_tokens_is_rejected(tmp_path):
