@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from msgspec import UNSET
@@ -16,59 +15,8 @@ from fsdpctl.run.environment import RECORD, read_settings, read_starts
 from fsdpctl.run.metrics import read_metrics
 
 _FIGURES = ("loss", "val_loss", "grad_norm")
-_Values = dict[int, float | None]  # by step; None: not finite
+_COUNTED = _FIGURES[:2]  # which are equal if the runs are
 _NOT_COMPARED = ("train.run_dir", "started", "command", RECORD)
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedStep:
-    """The values of both runs at a step."""
-
-    step: int
-    a: float | None  # None: not finite
-    b: float | None
-
-    def __str__(self) -> str:
-        rounded, exact = (
-            [format(x or 0.0, form) for x in (self.a, self.b)] for form in (".9g", "")
-        )
-        shown = zip((self.a, self.b), exact if len({*rounded}) == 1 else rounded, strict=True)
-        return " and ".join("not finite" if x is None else text for x, text in shown)
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """The comparison of one metric."""
-
-    name: str
-    compared: int  # steps of both runs
-    only_in_one: int  # steps of one run
-    first: ComparedStep | None  # the first step where they differ
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A key whose values differ; None: not set."""
-
-    key: str
-    a: str | None
-    b: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class TwoRuns:
-    """The differences between two runs."""
-
-    a: Path
-    b: Path
-    series: dict[str, Series]  # by name
-    configuration: list[Setting]
-    environment: list[Setting]
-
-    @property
-    def differences(self) -> list[str]:
-        """The differences of losses, a clause each; settings do not count."""
-        return list(_differences(self.series["loss"], self.series["val_loss"]))
 
 
 def compare_runs(
@@ -87,59 +35,65 @@ def compare_runs(
     Compares losses, settings, and the environments of the newest starts.
     """
     found = compared_runs(run_a, run_b)
+    differ = "; ".join(found["differences"])
     if as_json:
-        about = asdict(found)
-        about |= {**about.pop("series"), "a": str(run_a), "b": str(run_b)}
-        differences = found.differences
-        show_json({**about, "equal": not differences, "differences": differences})
+        show_json(found)
     else:
-        _show(found)
-    if assert_equal and found.differences:
-        raise FsdpctlError(f"{run_a} and {run_b} differ: {'; '.join(found.differences)}")
+        say(f"A       {run_a}", f"B       {run_b}", "")
+        rows = [[name, f"{found[name]['compared']:,}", _first(found[name])] for name in _FIGURES]
+        show_table(("metric", "steps", "first difference"), rows, right=("steps",))
+        for name in ("configuration", "environment"):
+            rows = [[x["key"], x["a"] or "not set", x["b"] or "not set"] for x in found[name]]
+            say("", *([] if rows else [f"{name}s are equal"]))
+            if rows:
+                show_table((name, "A", "B"), rows)
+        say("", f"differ  {differ}" if differ else "equal   everything compared")
+    if assert_equal and differ:
+        raise FsdpctlError(f"{run_a} and {run_b} differ: {differ}")
 
 
-def _differences(loss: Series, validation: Series) -> Iterator[str]:
-    if not loss.compared:
-        yield "no common step"
-    for each in (loss, validation):
-        if each.first is not None:
-            yield f"{each.name} from step {each.first.step} on ({each.first})"
-    if loss.compared and loss.only_in_one:
-        yield f"{loss.only_in_one} steps in one run only"
-
-
-def _show(found: TwoRuns) -> None:
-    say(f"A       {found.a}", f"B       {found.b}", "")
-    rows = [
-        [each.name, f"{each.compared:,}", f"step {each.first.step}: {each.first}"]
-        if each.first is not None
-        else [each.name, f"{each.compared:,}", "equal" if each.compared else "-"]
-        for each in found.series.values()
-    ]
-    show_table(("metric", "steps", "first difference"), rows, right=("steps",))
-    say("")
-    for name, keys in (("configuration", found.configuration), ("environment", found.environment)):
-        if keys:
-            rows = [[x.key, x.a or "not set", x.b or "not set"] for x in keys]
-            show_table((name, "A", "B"), rows)
-        else:
-            say(f"{name}s are equal")
-        say("")
-    differ = "; ".join(found.differences)
-    say(f"differ  {differ}" if differ else "equal   everything compared")
-
-
-def compared_runs(a: Path, b: Path) -> TwoRuns:
+def compared_runs(a: Path, b: Path) -> dict[str, Any]:
     """Compare the runs in two directories; UsageError if one is not a run or corrupted."""
-    settings = _differing(*map(read_settings, (a, b)))
+    configuration = _differing(*map(read_settings, (a, b)))
     of_a, of_b = map(_figures, (a, b))
     series = {name: _compared(name, of_a[name], of_b[name]) for name in _FIGURES}
-    return TwoRuns(a, b, series, settings, _differing(*map(_environment, (a, b))))
+    differences = [*_differences(series)]
+    return {
+        "a": str(a), "b": str(b), **series, "configuration": configuration,
+        "environment": _differing(*map(_environment, (a, b))),
+        "equal": not differences, "differences": differences,
+    }  # fmt: skip
 
 
-def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[Setting]:
+def _differences(series: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a clause for each difference of the losses; settings do not count."""
+    if not series["loss"]["compared"]:
+        yield "no common step"
+    for name in _COUNTED:
+        if (first := series[name]["first"]) is not None:
+            yield f"{name} from step {first['step']} on ({_shown(first)})"
+    if series["loss"]["compared"] and (more := series["loss"]["only_in_one"]):
+        yield f"{more} steps in one run only"
+
+
+def _first(series: Mapping[str, Any]) -> str:
+    first = series["first"]
+    if first is None:
+        return "equal" if series["compared"] else "-"
+    return f"step {first['step']}: {_shown(first)}"
+
+
+def _shown(first: Mapping[str, Any]) -> str:
+    """Return both values, with the digits in which they differ."""
+    both = [first["a"], first["b"]]
+    rounded, exact = ([format(x or 0.0, form) for x in both] for form in (".9g", ""))
+    texts = zip(both, exact if len({*rounded}) == 1 else rounded, strict=True)
+    return " and ".join("not finite" if x is None else text for x, text in texts)
+
+
+def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[dict[str, str | None]]:
     return [
-        Setting(key, a.get(key), b.get(key))
+        {"key": key, "a": a.get(key), "b": b.get(key)}
         for key in sorted(a.keys() | b.keys())
         if key not in _NOT_COMPARED and a.get(key) != b.get(key)
     ]
@@ -147,26 +101,22 @@ def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[Setting]:
 
 def _environment(run_dir: Path) -> dict[str, str]:
     (*_, newest) = [{}, *read_starts(run_dir)]
-    found = {key: x for key, x in newest.items() if key not in _NOT_COMPARED}
-    for key, x in newest.items():
-        if key in found and isinstance(x, dict):  # each variable by itself: lines stay short
-            found |= {f"{key}.{name}": value for name, value in found.pop(key).items()}
-    return {key: x if isinstance(x, str) else json.dumps(x) for key, x in found.items()}
+    return {key: x if isinstance(x, str) else json.dumps(x) for key, x in newest.items()}
 
 
-def _figures(run_dir: Path) -> dict[str, _Values]:
-    """Read the values of every step from metrics.jsonl; of a repeated step the last ones."""
-    found: dict[str, _Values] = {name: {} for name in _FIGURES}
+def _figures(run_dir: Path) -> dict[str, dict[int, float | None]]:
+    """Read the values by step, None if not finite; of a repeated step the last ones."""
+    found: dict[str, dict[int, float | None]] = {name: {} for name in _FIGURES}
     for line in read_metrics(run_dir / METRICS):
         for name in _FIGURES:
-            value = getattr(line, name)
-            if value is not UNSET:
+            if (value := getattr(line, name)) is not UNSET:
                 found[name][line.step] = value
     return found
 
 
-def _compared(name: str, a: _Values, b: _Values) -> Series:
+def _compared(name: str, a: Mapping[int, Any], b: Mapping[int, Any]) -> dict[str, Any]:
     both = sorted(a.keys() & b.keys())
-    points = (ComparedStep(step, a[step], b[step]) for step in both)
-    first = next((each for each in points if each.a != each.b), None)
-    return Series(name, len(both), len(a.keys() ^ b.keys()), first)
+    steps = ({"step": step, "a": a[step], "b": b[step]} for step in both)
+    first = next((each for each in steps if each["a"] != each["b"]), None)
+    only = len(a.keys() ^ b.keys())
+    return {"name": name, "compared": len(both), "only_in_one": only, "first": first}

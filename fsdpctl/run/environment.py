@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import platform
-import socket
 import subprocess
 import time
 from collections import Counter
@@ -24,11 +23,8 @@ from fsdpctl.run.metrics import Figure
 if TYPE_CHECKING:
     import torch
 
-MAX_STARTS, MAX_WARNINGS = 200, 100  # the newest, and those of each start
+MAX_STARTS = 20  # the newest
 RECORD = "record"  # of what happened since the start, in its entry
-# Only the variables that affect how ranks compute and communicate: others may hold secrets.
-_PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_")
-_NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 _GIT_SECONDS = 5.0
 
 
@@ -61,17 +57,10 @@ def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
     _write(run_dir, [*starts, start][-MAX_STARTS:])
 
 
-def add_to_start(run_dir: Path, about: Mapping[str, Any]) -> None:
-    """Add values to the record of the newest start; lists are appended. Failures are ignored."""
+def write_record(run_dir: Path, record: Mapping[str, Any]) -> None:
+    """Write what happened since the newest start. Failures are ignored."""
     with contextlib.suppress(UsageError):
         *others, newest = read_starts(run_dir) or [{}]
-        known = newest.get(RECORD)
-        record = dict(known) if isinstance(known, dict) else {}
-        for name, value in about.items():
-            before = record.get(name)
-            if isinstance(before, list) and isinstance(value, list):
-                value = [*before, *value][-MAX_WARNINGS:]
-            record[name] = value
         _write(run_dir, [*others, {**newest, RECORD: record}])
 
 
@@ -109,23 +98,14 @@ def read_records(run_dir: Path) -> list[StartRecord]:
     return as_type(records, list[StartRecord], str(run_dir / ENVIRONMENT))
 
 
-@dataclass(frozen=True, slots=True)
-class RankDevice:
-    """The host and the device of a rank."""
-
-    host: str
-    device: str
-
-
-def device_of_rank(device: "torch.device") -> RankDevice:
+def device_name(device: "torch.device") -> str:
     import torch
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return RankDevice(socket.gethostname(), name)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def describe_start(run_dir: Path, places: Sequence[RankDevice]) -> dict[str, Any]:
-    """Return the entry of this start, whose ranks are at `places`."""
+def describe_start(run_dir: Path, devices: Sequence[str]) -> dict[str, Any]:
+    """Return the entry of this start, with the devices of its ranks."""
     import torch
     from torch.cuda import nccl
 
@@ -136,22 +116,10 @@ def describe_start(run_dir: Path, places: Sequence[RankDevice]) -> dict[str, Any
         "fsdpctl": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "platform": platform.platform(),
         "cuda": torch.version.cuda if on_cuda else None,
         "nccl": ".".join(map(str, nccl.version())) if on_cuda else None,
-        "ranks": len(places),
-        "hosts": list(dict.fromkeys(each.host for each in places)),
-        "devices": dict(Counter(each.device for each in places)),
+        "devices": dict(Counter(devices)),
         "commit": revision(Path.cwd()),
-        "variables": relevant(os.environ),
-    }
-
-
-def relevant(variables: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: text
-        for name, text in sorted(variables.items())
-        if name in _NAMES or name.startswith(_PREFIXES)
     }
 
 

@@ -46,7 +46,7 @@ from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.own import Task
 from fsdpctl.resolve.place import owner_map_of, shares_memory
 from fsdpctl.resolve.settle import RunPlan
-from fsdpctl.run.environment import add_start, describe_start, device_of_rank
+from fsdpctl.run.environment import add_start, describe_start, device_name
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.callbacks.profiling import HeapTrim, Profiling, watch_allocations
 from fsdpctl.training.callbacks.reporting import EstimateReport, Heartbeat, RunReporter
@@ -210,9 +210,9 @@ def make_trainer(
     heartbeat = Heartbeat(run_dir, ranks, is_on=shows and is_main)
     if config.log.memory_snapshot:
         watch_allocations(world.device)
-    places = ranks.gather_objects(device_of_rank(world.device))
+    devices = ranks.gather_objects(device_name(world.device))
     if is_main:
-        add_start(run_dir, describe_start(run_dir, places))
+        add_start(run_dir, describe_start(run_dir, devices))
     parts, done, base = _load(plan, run_dir, world, ranks, task)
     journal = Journal(config, run_dir, done.step, is_main=is_main, shows=shows)
     if reason := parts.model.collectives.not_shared:

@@ -9,10 +9,12 @@ from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import LOST, FsdpctlError, UsageError
 from fsdpctl.io.run_files import LOG, METRICS
-from fsdpctl.run.environment import add_to_start, read_records
+from fsdpctl.run.environment import read_records, write_record
 from fsdpctl.run.metrics import MetricsFile
 from fsdpctl.run.progress import RunProgress
 from fsdpctl.training.loggers import Loggers
+
+_MOST_WARNINGS = 100  # of a start, in its record
 
 
 class Journal:
@@ -27,6 +29,7 @@ class Journal:
         """
         assert config.train.steps is not None
         self.run_dir, self._step, self._recording = run_dir, step, Lock()
+        self._record: dict[str, Any] = {"warnings": []}
         self.seconds_to_save = 0.0  # the longest time that a checkpoint of this run took so far
         self._metrics = MetricsFile(run_dir / METRICS, step) if is_main else None
         self.progress = RunProgress(
@@ -59,10 +62,12 @@ class Journal:
             self.loggers.line(line)
 
     def record(self, about: dict[str, Any]) -> None:
-        """Add values to the record of this start; a full disk fails the run where it trains."""
+        """Set values in the record of this start; a full disk fails the run where it trains."""
         if self._metrics is not None:
             with self._recording:
-                add_to_start(self.run_dir, about)
+                warnings = [*self._record["warnings"], *about.get("warnings", ())]
+                self._record |= about | {"warnings": warnings[-_MOST_WARNINGS:]}
+                write_record(self.run_dir, self._record)
 
     def saved(self, line: dict[str, Any], seconds: float) -> None:
         """Send the times of a checkpoint to the loggers, and record the longest."""

@@ -14,7 +14,7 @@ from fsdpctl.commands.status import read_status
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.run_files import ENVIRONMENT, HEARTBEAT, LOCK, LOGS, METRICS
-from fsdpctl.run.environment import add_start, add_to_start
+from fsdpctl.run.environment import add_start, write_record
 from fsdpctl.run.heartbeat import HeartbeatRecord, pid_namespace, record_cause
 from fsdpctl.run.metrics import MetricsLine
 from tests.commands.run import invoke
@@ -22,15 +22,12 @@ from tests.fuzz.mutations import ODD
 from tests.hostile import everything_in
 from tests.run.runs import (
     LONG_AGO,
-    REJECTED,
     make_run,
     save,
     step_line,
     write_heartbeat,
     write_lines,
 )
-
-RESTARTED = {"restart": {"number": 1, "reason": "lost", "failed_at": 1e9, "lost_steps": 2}}
 
 # ---- liveness --------------------------------------------------------------------------------
 
@@ -60,7 +57,7 @@ def test_the_age_of_the_heartbeat_decides(tmp_path, about, state):
         about = {**about, "time": time.time() + about["time"]}
     record = write_heartbeat(run, **about)
     found = read_status(run)
-    assert (found.state, found.pid, found.host) == (state, record.pid, record.host)
+    assert found.state == state
     assert found.message == (record.message or found.message)
     assert ("was killed or is unreachable" in found.message) == (
         state == "failed" and not record.message
@@ -139,9 +136,8 @@ def test_values_are_those_of_the_newest_steps(tmp_path):
     write_heartbeat(run, step=62, seconds_per_step=2.0)
     found = read_status(run)
     assert (found.step, found.total_steps, found.eta_seconds) == (62, 100, 76.0)
-    assert (found.loss, found.val_loss, found.val_step) == (1 / 62, 0.25, 60)
+    assert found.loss == 1 / 62
     assert found.tokens_per_second == 100 * (13 + 62) / 2
-    assert found.peak_reserved_bytes == 1 << 20
     assert found.checkpoint is not None
     assert (found.checkpoint.step, found.checkpoint.problem) == (60, "")
     files = (run / CHECKPOINTS / "step-00000060").iterdir()
@@ -150,28 +146,15 @@ def test_values_are_those_of_the_newest_steps(tmp_path):
     assert 0 <= found.checkpoint.age_seconds < 600
 
 
-def test_a_second_start_without_restarts_shows_none(tmp_path):
+def test_the_newest_warnings_and_incomplete_checkpoints_are_reported(tmp_path):
     run = make_run(tmp_path / "run", done=2)
-    (run / ENVIRONMENT).write_text('{"starts": [{}, {}]}')
-    assert "restart" not in invoke("status", str(run))[1]
-    add_to_start(run, RESTARTED)
-    assert "starts      2, 1 restart\n" in invoke("status", str(run))[1]
-
-
-def test_skipped_steps_restarts_and_warnings_are_reported(tmp_path):
-    run = make_run(tmp_path / "run", done=2)
-    write_lines(run, step_line(3, loss=None), step_line(4, grad_norm=None), step_line(5))
     for n in range(3):
-        add_start(run, {"record": RESTARTED})
-        add_to_start(run, {"warnings": [f"step 5: no {3 * n + each}" for each in range(3)]})
+        texts = [f"step 5: no {3 * n + each}" for each in range(3)]
+        add_start(run, {"record": {"warnings": texts}})
     (run / CHECKPOINTS / "step-00000005").mkdir()
-    found = read_status(run)
-    assert (found.skipped_steps, found.restarts, found.starts) == (2, 3, 3)
-    *quoted, incomplete = found.warnings
+    *quoted, incomplete = read_status(run).warnings
     assert quoted == [f"step 5: no {n}" for n in range(4, 9)]
     assert "step-00000005: incomplete" in incomplete
-    write_lines(run, *({"step": 5, "rejected_step": REJECTED} for _ in range(7)))
-    assert read_status(run).skipped_steps == 7
 
 
 def test_the_speed_is_that_of_the_newest_start(tmp_path):
@@ -179,7 +162,7 @@ def test_the_speed_is_that_of_the_newest_start(tmp_path):
     for begun in (0, 55, None):  # the last one has not begun a step
         add_start(run, {"record": {"step": begun}})
     assert read_status(run).tokens_per_second == 100 * 58
-    add_to_start(run, {"step": 60})
+    write_record(run, {"step": 60})
     assert read_status(run).tokens_per_second is None
 
 
@@ -188,8 +171,7 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
     whole = read_status(run)
     monkeypatch.setattr(status, "_METRICS_BYTES", 20_000)
     found = read_status(run)
-    assert (whole.since_step, found.step, found.loss) == (1, 3000, whole.loss)
-    assert 2800 < found.since_step < 2950
+    assert (found.step, found.loss) == (3000, whole.loss)
     assert found.tokens_per_second == whole.tokens_per_second
 
 

@@ -11,18 +11,16 @@ import torch
 
 from fsdpctl.io.run_files import ENVIRONMENT, OVERRIDES
 from fsdpctl.launch.restarts import went_on
-from fsdpctl.run import environment
 from fsdpctl.run.environment import (
-    RankDevice,
+    MAX_STARTS,
     Restart,
     add_start,
-    add_to_start,
     describe_start,
-    device_of_rank,
+    device_name,
     read_records,
     read_starts,
-    relevant,
     revision,
+    write_record,
 )
 
 
@@ -48,45 +46,33 @@ def checkout(tmp_path):
 def test_a_start_records_ranks_devices_command_and_commit(tmp_path, checkout, monkeypatch):
     monkeypatch.chdir(checkout)
     (tmp_path / OVERRIDES).write_text("model=gpt2\ntrain.steps=3\n")
-    places = [RankDevice("a", "X"), RankDevice("a", "X"), RankDevice("b", "Y")]
-    found = describe_start(tmp_path, places)
+    found = describe_start(tmp_path, ["X", "X", "Y"])
     assert json.loads(json.dumps(found)) == found
-    assert (found["ranks"], found["hosts"], found["devices"]) == (3, ["a", "b"], {"X": 2, "Y": 1})
+    assert found["devices"] == {"X": 2, "Y": 1}
     assert found["command"] == ["model=gpt2", "train.steps=3"]
     assert (found["torch"], found["python"]) == (torch.__version__, platform.python_version())
     assert found["commit"] == git(checkout, "rev-parse", "HEAD")
-    assert device_of_rank(torch.device("cpu")) == RankDevice(platform.node(), "cpu")
+    assert device_name(torch.device("cpu")) == "cpu"
 
 
-def test_only_variables_that_affect_the_computation_are_recorded():
-    kept = {"NCCL_DEBUG": "a", "CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "c"}
-    secrets = {"WANDB_API_KEY": "s", "AWS_SECRET_ACCESS_KEY": "s", "MY_NCCL_": "s", "HOME": "/"}
-    assert relevant({**secrets, **kept}) == kept
-
-
-def test_events_are_added_to_the_newest_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "MAX_WARNINGS", 2)
+def test_the_record_is_that_of_the_newest_start(tmp_path):
     for number in range(2):
         add_start(tmp_path, {"started": number})
         assert not went_on(tmp_path, 1)
-        add_to_start(tmp_path, {"step": 5 * number, "longest_save_seconds": 1.5 - number})
-    for text in "abc":
-        add_to_start(tmp_path, {"warnings": [text]})
+        write_record(tmp_path, {"step": 5 * number, "warnings": ["b"] * number})
     first, second = read_records(tmp_path)
-    assert (first.step, first.longest_save_seconds, first.warnings) == (0, 1.5, [])
-    assert (second.step, second.longest_save_seconds, second.warnings) == (5, 0.5, ["b", "c"])
-    add_to_start(tmp_path, {"restart": asdict(Restart(1, "lost", 1e9, 3))})
+    assert (first.step, first.warnings, second.step, second.warnings) == (0, [], 5, ["b"])
+    write_record(tmp_path, {"restart": asdict(Restart(1, "lost", 1e9, 3))})
     assert went_on(tmp_path, 1)
     assert not went_on(tmp_path, 2)
     add_start(tmp_path, {})  # of another launcher, whose first restart is still to come
     assert not went_on(tmp_path, 1)
 
 
-def test_the_newest_starts_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "MAX_STARTS", 3)
-    for number in range(5):
+def test_the_newest_starts_are_kept(tmp_path):
+    for number in range(MAX_STARTS + 2):
         add_start(tmp_path, {"started": number})
-    assert [each["started"] for each in read_starts(tmp_path)] == [2, 3, 4]
+    assert [each["started"] for each in read_starts(tmp_path)] == [*range(2, MAX_STARTS + 2)]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"starts": 1}'])

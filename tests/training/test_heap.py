@@ -1,23 +1,16 @@
 """The heap of CPU ranks, measured by its resident pages."""
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
-import pytest
 import torch
 
 from fsdpctl.comm.world import RECORDED_COLLECTIVES
-from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.training.callback import Callback
 from fsdpctl.training.callbacks.profiling import HeapTrim
 from tests.commands.run import environment
 from tests.distributed import distributed
-from tests.training.ranks import made, words
 
 MIB = 1 << 20
 
@@ -69,37 +62,3 @@ def test_collectives_are_recorded_up_to_a_number_and_all_are_counted():
     )  # fmt: skip
     expected = f"{RECORDED_COLLECTIVES} {RECORDED_COLLECTIVES + 100}"
     assert done.stdout.strip() == expected, done.stderr
-
-
-class _Watch(Callback):
-    """Records the resident bytes after each trim."""
-
-    def __init__(self) -> None:
-        self.found: dict[int, int] = {}
-
-    def step(self, run: Any, done: StepMetrics) -> None:
-        if done.step % 20 == 0:
-            self.found[done.step] = resident()
-
-
-@distributed(timeout=500)
-def run_long(rank: int, world_size: int, typed: list[str], result: str) -> None:
-    """Train, and write what was recorded."""
-    trainer = made(typed)
-    watch = _Watch()
-    trainer._callbacks = [*trainer._callbacks, watch]
-    trainer.run()
-    Path(f"{result}-{rank}.json").write_text(json.dumps(watch.found))
-
-
-@pytest.mark.slow
-def test_the_process_does_not_grow(tmp_path):
-    more = [
-        "train.steps=600", "train.global_batch_size=16", "checkpoint.every=0", "train.seq_len=128",
-        f"train.run_dir={tmp_path}/run", "model.num_layers=4", "model.hidden_size=128",
-        "model.intermediate_size=384", "model.num_heads=4",
-    ]  # fmt: skip
-    run_long(world_size=2, typed=words(tmp_path, 2, *more), result=str(tmp_path / "resident"))
-    for rank in (0, 1):
-        found = json.loads((tmp_path / f"resident-{rank}.json").read_text())
-        assert found["600"] < 1.02 * found["200"], found
