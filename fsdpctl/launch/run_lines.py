@@ -46,18 +46,15 @@ def describe_run(
         ("ranks", _ranks(opened, plan)),
         ("batch", _batch(opened, plan)),
         ("length", _length(opened)),
+        ("memory", _memory(estimate)),
+        ("run", _run(seen)),
+        ("experts", "" if estimate is None else _experts(opened)),
+        ("note", "" if estimate is None else _in_float32(opened)),
+        ("blocks", _blocks(plan.config)),
+        *(("note", text) for text in (*opened.notes, *seen.notes)),
+        *(("changed", text) for text in changes(seen, plan.config)),
     ]
-    if estimate is not None:
-        rows.append(("memory", _memory(estimate)))
-    rows.append(("run", f"{_run(seen)}{_uploads(seen)}"))
-    if estimate is not None:
-        rows += [("experts", text) for text in _experts(opened)]
-        rows += [("note", text) for text in _in_float32(opened)]
-    rows += [("blocks", text) for text in _blocks(plan.config)]
-    rows += [("note", text) for text in (*opened.notes, *seen.notes)]
-    rows += [("changed", text) for text in changes(seen, plan.config)]
-    for name, text in rows:
-        yield by_name(f"{name:<8}{text}")
+    yield from (by_name(f"{name:<8}{text}") for name, text in rows if text)
 
 
 def _origin(opened: Opened, name: str, plan: RunPlan | None = None) -> str:
@@ -101,29 +98,27 @@ def _dtypes(opened: Opened) -> str:
     return ", ".join([f"{param}{_origin(opened, 'precision.param_dtype')}", *others.values()])
 
 
-def _experts(opened: Opened) -> Iterator[str]:
-    module = opened.module
-    if not idle_parameters(module.transformers_model):
-        return
+def _experts(opened: Opened) -> str:
+    if not idle_parameters(opened.module.transformers_model):
+        return ""
     on = "depends on how a step is divided into micro-batches"
     if opened.config.model.router_aux_loss == "global":
         on = "with the token counts of all ranks; its value depends on the micro-batches"
     off = "off: config.json has no output_router_logits"
-    yield f"auxiliary loss {f'on: {on}' if module.balances_experts else off}"
+    return f"auxiliary loss {f'on: {on}' if opened.module.balances_experts else off}"
 
 
-def _in_float32(opened: Opened) -> Iterator[str]:
-    """Yield the parameters that transformers would keep in float32, if they are not."""
+def _in_float32(opened: Opened) -> str:
+    """Return a note on parameters that transformers would keep in float32, if they are not."""
     module, dtype = opened.module, opened.config.precision.param_dtype
-    if dtype == "float32":
-        return
     parts = getattr(module.transformers_model, "_keep_in_fp32_modules_strict", None) or ()
     names = [name for name, _ in module.named_parameters() if any(part in name for part in parts)]
-    if names:
-        yield (
-            f"{len(names)} parameters that transformers keeps in float32, such as {names[0]}, are "
-            f"used in {dtype}; set precision=fp32 to keep them"
-        )
+    if dtype == "float32" or not names:
+        return ""
+    return (
+        f"{len(names)} parameters that transformers keeps in float32, such as {names[0]}, are "
+        f"used in {dtype}; set precision=fp32 to keep them"
+    )
 
 
 def _ranks(opened: Opened, plan: RunPlan) -> str:
@@ -199,8 +194,7 @@ def _length(opened: Opened) -> str:
     epochs = steps * train.global_batch_size / len(opened.data.train.rows(train.seq_len))
     unit = "samples" if config.model.is_own else "tokens"
     warmup = warmup_steps(config.lr_scheduler, steps)
-    late = warmup >= steps > 0
-    reached = f" at step {warmup}" if late else ""
+    reached = f" at step {warmup}" if warmup >= steps > 0 else ""
     few = ""
     if steps < _FEW_STEPS and "train.steps" in opened.automatic:
         few = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
@@ -213,7 +207,9 @@ def _length(opened: Opened) -> str:
     )
 
 
-def _memory(estimate: RunEstimate) -> str:
+def _memory(estimate: RunEstimate | None) -> str:
+    if estimate is None:
+        return ""
     text = f"{format_bytes(estimate.peak_reserved)} per rank, estimated"
     if estimate.peak_reserved > estimate.available:
         needed = format_bytes(estimate.peak_reserved + estimate.outside.high)
@@ -221,25 +217,23 @@ def _memory(estimate: RunEstimate) -> str:
     return text
 
 
-def _blocks(config: Config) -> Iterator[str]:
-    parts = ["compiled"] if config.train.compile else []
-    if config.activation_checkpointing.name != "none":
-        parts.append(f"activation checkpointing {config.activation_checkpointing.name}")
-        if config.activation_checkpointing.offload:
-            parts.append("inputs of blocks in host memory")
-    if parts:
-        yield ", ".join(parts)
+def _blocks(config: Config) -> str:
+    recomputed = config.activation_checkpointing
+    is_on = recomputed.name != "none"
+    parts = (
+        "compiled" * config.train.compile,
+        f"activation checkpointing {recomputed.name}" * is_on,
+        "inputs of blocks in host memory" * (is_on and recomputed.offload),
+    )
+    return ", ".join(filter(None, parts))
 
 
 def _run(seen: Look) -> str:
-    if seen.standing is Standing.NEW:
-        return f"{seen.run_dir} (new)"
-    if seen.standing is Standing.FINISHED:
-        return f"{seen.run_dir} (finished at step {seen.step})"
-    source = f" of {seen.source}" if seen.source else ""
-    return f"{seen.run_dir} (resumes at step {seen.step}{source})"
-
-
-def _uploads(seen: Look) -> str:
     remote = remote_of(seen.config)
-    return "" if remote is None else f"; checkpoints are uploaded to {remote.url}"
+    uploads = "" if remote is None else f"; checkpoints are uploaded to {remote.url}"
+    source = f" of {seen.source}" if seen.source else ""
+    stands = {
+        Standing.NEW: "new",
+        Standing.FINISHED: f"finished at step {seen.step}",
+    }.get(seen.standing, f"resumes at step {seen.step}{source}")
+    return f"{seen.run_dir} ({stands}){uploads}"
