@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from collections import Counter
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 MAX_STARTS = 20  # the newest
 RECORD = "record"  # of what happened since the start, in its entry
+# Only the variables that affect how ranks compute and communicate: others may hold secrets.
+_VARIABLES = re.compile(
+    r"(NCCL|TORCH|PYTORCH)_|(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|OMP_WAIT_POLICY)$"
+)
 _GIT_SECONDS = 5.0
 
 
@@ -120,7 +125,12 @@ def describe_start(run_dir: Path, devices: Sequence[str]) -> dict[str, Any]:
         "nccl": ".".join(map(str, nccl.version())) if on_cuda else None,
         "devices": dict(Counter(devices)),
         "commit": revision(Path.cwd()),
+        "variables": relevant(os.environ),
     }
+
+
+def relevant(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in sorted(variables.items()) if _VARIABLES.match(name)}
 
 
 def _arguments(run_dir: Path) -> list[str]:

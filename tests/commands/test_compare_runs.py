@@ -85,9 +85,11 @@ def test_different_settings_are_reported_but_do_not_count(run, twin):
 def test_the_environments_of_the_newest_starts_are_compared(run, twin):
     for folder, version in ((run, "2.12"), (twin, "2.13")):
         add_start(folder, {"started": "before", "torch": "2.0"})
-        add_start(folder, {"started": version, "torch": version, "devices": {"X": 4}})
+        own = {"torch": version, "variables": {"SAME": "1", "OTHER": version}}
+        add_start(folder, {"started": version, **own, "devices": {"X": 4}})
     found = compared_runs(run, twin)
-    assert found["environment"] == [{"key": "torch", "a": "2.12", "b": "2.13"}]
+    differ = [(each["key"], each["a"], each["b"]) for each in found["environment"]]
+    assert differ == [("torch", "2.12", "2.13"), ("variables.OTHER", "2.12", "2.13")]
     assert found["differences"] == []
     assert "2.13" in invoke("compare-runs", str(run), str(twin))[1]
 

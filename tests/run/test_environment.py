@@ -19,6 +19,7 @@ from fsdpctl.run.environment import (
     device_name,
     read_records,
     read_starts,
+    relevant,
     revision,
     write_record,
 )
@@ -53,6 +54,12 @@ def test_a_start_records_ranks_devices_command_and_commit(tmp_path, checkout, mo
     assert (found["torch"], found["python"]) == (torch.__version__, platform.python_version())
     assert found["commit"] == git(checkout, "rev-parse", "HEAD")
     assert device_name(torch.device("cpu")) == "cpu"
+
+
+def test_only_variables_that_affect_the_computation_are_recorded():
+    kept = {"NCCL_DEBUG": "a", "CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "c"}
+    secrets = {"WANDB_API_KEY": "s", "AWS_SECRET_ACCESS_KEY": "s", "MY_NCCL_": "s", "HOME": "/"}
+    assert relevant({**secrets, **kept}) == kept
 
 
 def test_the_record_is_that_of_the_newest_start(tmp_path):
