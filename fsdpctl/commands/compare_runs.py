@@ -101,7 +101,8 @@ def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[dict[str, str
 
 def _environment(run_dir: Path) -> dict[str, str]:
     (*_, newest) = [{}, *read_starts(run_dir)]
-    newest |= {f"variables.{key}": x for key, x in dict(newest.pop("variables", {})).items()}
+    if isinstance(variables := newest.get("variables"), dict):  # each by itself: lines stay short
+        newest |= {f"variables.{key}": x for key, x in variables.items()} | {"variables": None}
     return {key: x if isinstance(x, str) else json.dumps(x) for key, x in newest.items()}
 
 
