@@ -125,7 +125,7 @@ class Estimator:
         saved = _saved_states(training, traced.units)
         on_host = training.host_states_bytes + host_inputs_bytes(program.sent.values())
         rank, shared = training.step.place.rank, training.step.shared_bytes
-        return RunEstimate(plan, *counts, saved, rank, step, on_host, shared)
+        return RunEstimate(plan, *counts, saved, rank, step, on_host, traced.packages, shared)
 
     def predict(self, plan: RunPlan) -> StepPrediction:
         """Predict one training step, on the hardware that the plan's cluster describes.

@@ -4,7 +4,7 @@ Meta tensors have no device, so if torch selects an operator by device, it is se
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdpctl.estimate.known_results import known_result
+from fsdpctl.estimate.recurrences import with_kernels
 from fsdpctl.models.kernels import assuming
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH3, FLASH4, MATH
 
@@ -167,7 +168,8 @@ def operators_of(device: str, kernel: str | None) -> Iterator[None]:
             F.rms_norm = _cuda_rms_norm(rms_norm)
         else:
             F.scaled_dot_product_attention = _cpu_attention(attention, kernel)
-        with assuming(device, kernel):
+        kernels = with_kernels() if device == "cuda" else nullcontext()
+        with assuming(device, kernel), kernels:
             yield
     finally:
         F.scaled_dot_product_attention = attention

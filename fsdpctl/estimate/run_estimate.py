@@ -43,6 +43,7 @@ class RunEstimate:
     rank: int
     step: StepEstimate
     host_states: int = 0  # bytes of states, inputs of blocks and buffers in host memory
+    packages: tuple[str, ...] = ()  # whose kernels are assumed
     shared: int = 0  # bytes that the ranks of the machine share, of which each counts its share
 
     @property
@@ -211,6 +212,7 @@ class RunEstimate:
             **({"host_states_bytes": self.host_states} if self.host_states else {}),
             **({"shared_bytes": self.shared} if self.shared else {}),
             "checkpoint_bytes": self.checkpoint_bytes,
+            **({"assumed_packages": [*self.packages]} if self.packages else {}),
             **self.step.to_dict(),
         }
 

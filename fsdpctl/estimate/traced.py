@@ -17,6 +17,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Settled
 from fsdpctl.engine.blocks import checkpoint_blocks, chunk_feed_forward
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.recurrences import packages_of
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
 from fsdpctl.models.describe import divide_module, torch_dtype
@@ -231,8 +232,10 @@ class TracedModel:
         built = _built(config.model, chunk_tokens, plain_norms)
         self.units, self.num_trained = built.units, built.num_trained
         self.num_params, self.num_active = built.num_params, built.num_active
+        module = deepcopy(built.short.module)
+        self.packages = packages_of(module) if config.launch.device == "cuda" else ()
         self._traced_module = TracedModule(
-            replace(built.short, module=deepcopy(built.short.module)),
+            replace(built.short, module=module),
             lambda: _make(self._model, chunk_tokens, plain_norms),
             self.units,
             checkpointing=config.activation_checkpointing,

@@ -1,6 +1,7 @@
 """The lines that describe a run before it starts."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.remote_run import remote_of
@@ -10,6 +11,7 @@ from fsdpctl.config.schema import LENGTHS, Config
 from fsdpctl.config.training import usual_length
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.own import OwnData
+from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.texts import by_name
 from fsdpctl.io.units import format_bytes
@@ -211,6 +213,8 @@ def _memory(estimate: RunEstimate | None) -> str:
     if estimate is None:
         return ""
     text = f"{format_bytes(estimate.peak_reserved)} per rank, estimated"
+    if missing := [each for each in estimate.packages if find_spec(MODULES[each]) is None]:
+        text += f"; without {' and '.join(missing)}, which is not installed, far more"
     if estimate.peak_reserved > estimate.available:
         needed = format_bytes(estimate.peak_reserved + estimate.outside.high)
         text += f"; with the process {needed}, {format_bytes(estimate.memory_bytes)} available"
