@@ -38,9 +38,12 @@ FINAL = (
 
 
 class FsdpctlError(Exception):
-    """Root of all errors that fsdpctl raises on purpose; the message is one line for the user."""
+    """Root of all errors that fsdpctl raises on purpose; each of `args` is a line for the user."""
 
     exit_code = ExitCode.FAILED
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class UsageError(FsdpctlError):

@@ -211,10 +211,15 @@ def reported() -> Iterator[None]:
     try:
         yield
     except (FsdpctlError, SignalError) as error:
-        _fail(str(error))
+        for text in error.args:
+            _fail(str(text))
         sys.exit(error.exit_code)
     except _ParserError as error:
-        _fail(error.format_message() if hasattr(error, "format_message") else str(error))
+        from fsdpctl.config.compose import TRAIN_OPTIONS  # takes a moment
+
+        said = error.format_message() if hasattr(error, "format_message") else str(error)
+        is_of_train = getattr(error, "option_name", "") in TRAIN_OPTIONS
+        _fail(f"{said}{'; `fsdpctl train` has it' * is_of_train}")
         sys.exit(UsageError.exit_code)
     except (MemoryError, RecursionError) as error:
         is_deep = isinstance(error, RecursionError)

@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdpctl.config.auto import unset
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_model, with_model
@@ -29,13 +30,21 @@ from fsdpctl.config.recipe import (
 )
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import to_config
-from fsdpctl.config.short_words import RANKS, expanded, names_model, with_own_strategy
+from fsdpctl.config.short_words import (
+    RANKS,
+    expanded,
+    is_hub_name,
+    names_model,
+    with_own_strategy,
+)
 from fsdpctl.config.source_config import NO_TOML
 from fsdpctl.config.synonyms import hint
-from fsdpctl.errors import UsageError, first_of, nearest
+from fsdpctl.errors import UsageError, nearest
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 
-_OPTIONS = ("--recipe", "--resume", "--dry-run", "--print-config", "--help")
+TRAIN_OPTIONS = ("--recipe", "--resume", "--dry-run", "--print-config", "--help")
+_MOST_TOLD = 10  # mistakes of a command
+T = TypeVar("T")
 
 # Keys that apply to every option of their group.
 _FOR_ANY_OPTION = ("model.lora.", "model.base_dtype", "data.val_fraction", "strategy.offload")
@@ -88,8 +97,7 @@ def compose_config(
     Raises:
         UsageError: If a setting is unknown or given twice, or its value is invalid.
     """
-    typed = [_split(word) for word in words]
-    _refuse_doubles(typed)
+    typed = checked_settings(words)
     path = None if recipe is None else find_recipe(recipe)
     known = converted or (read_recipe(path) if path and converted is None else ())
     base = [x for x in known if x[0] not in dict(typed)]  # their values need not be valid
@@ -107,8 +115,7 @@ def compose_config(
     pairs, renamed = with_own_strategy(gathered([*kept, *typed]))
     from_recipe = frozenset(dict(kept))
     with _named(path):
-        _check_known([pair for pair in pairs if pair[0] in from_recipe], parses=True)
-    _check_known(pairs)
+        _each(_check_one, [pair for pair in pairs if pair[0] in from_recipe])
     values = _values_of_choices(choices := {x: text for x, text in pairs if x in GROUPS})
     parsed = {name: KEYS[name].parse(text) for name, text in pairs if name in KEYS}
     if first:
@@ -139,13 +146,35 @@ def checked_settings(words: Sequence[str]) -> list[Pair]:
     """Return settings of the command line as they were typed, after a check of each by itself.
 
     Raises:
-        UsageError: If a setting is unknown or given twice, or its value is invalid.
+        UsageError: If settings are unknown or given twice, or values invalid; with a text of each.
     """
-    typed = [_split(word) for word in words]
+    # The word after an unknown option is its value.
+    alone = [x for before, x in pairwise(["", *words]) if before[:2] != "--" or "=" in before + x]
+    typed = _each(_checked, [(word,) for word in alone])
     _refuse_doubles(typed)
-    pairs, _ = with_own_strategy(gathered(expanded(typed, [], _ranks_per_node)))
-    _check_known(pairs, parses=True)
     return typed
+
+
+def _checked(word: str) -> Pair:
+    pair = _split(word)
+    pairs, _ = with_own_strategy(gathered(expanded([pair], [("data", "")], _ranks_per_node)))
+    for name, text in pairs:
+        _check_one(name, text)
+    return pair
+
+
+def _each(check: Callable[..., T], given: Sequence[tuple[str, ...]]) -> list[T]:
+    """Return the result of a check of each, or raise a UsageError with a text for each mistake."""
+    found, texts = list[T](), list[str]()
+    for each in given:
+        try:
+            found.append(check(*each))
+        except UsageError as error:
+            texts += error.args
+    if texts:
+        more = len(texts) - _MOST_TOLD
+        raise UsageError(*texts[:_MOST_TOLD], *([f"and {more} more mistakes"] if more > 0 else []))
+    return found
 
 
 @contextmanager
@@ -154,7 +183,8 @@ def _named(recipe: Path | None) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise UsageError(f"{recipe}: {error}" if recipe else str(error)) from None
+        texts = [f"{recipe}: {each}" if recipe else each for each in error.args]
+        raise UsageError(*texts) from None
 
 
 def _below(base: list[Pair], given: set[str]) -> tuple[list[Pair], tuple[str, ...]]:
@@ -177,11 +207,11 @@ def _split(word: str) -> Pair:
     name = name.strip()
     if word.startswith("-"):
         known = hint(name.lstrip("-").replace("-", "_"), [*KEYS, *GROUPS])
-        if name in _OPTIONS:
-            raise UsageError(f"{word}: expected {name} VALUE, or not an option of this command")
+        if name in TRAIN_OPTIONS:
+            raise UsageError(f"{name}: not an option of this command; `fsdpctl train` has it")
         raise UsageError(
             f"{word}: no such option; settings have the form KEY=VALUE"
-            f"{known or hint(name, list(_OPTIONS))}"
+            f"{known or hint(name, list(TRAIN_OPTIONS))}"
         )
     if name[:1] in ("+", "~") or "@" in name:
         raise UsageError(
@@ -203,6 +233,11 @@ def _split(word: str) -> Pair:
         raise UsageError(f"{name}: no such key; set {KEYS[name].instead}")
     if not equals and names_model(word):
         return "model", word
+    if not equals and is_hub_name(word):
+        raise UsageError(
+            f"{word}: unknown model{nearest(word, hub_models())}; if it is on the Hub, set "
+            f"model={word}"
+        )
     if not equals:
         raise UsageError(
             f"{word}: expected KEY=VALUE, without spaces around the ={_meant_by(word)}"
@@ -223,8 +258,6 @@ def _meant_by(word: str) -> str:
         return "; recipes are YAML files"
     if os.path.exists(word):
         return f"; to train on the text, pass data=text data.path={word}"
-    if "/" in word and (similar := nearest(word, hub_models())):
-        return similar
     return hint(word, [*KEYS, *GROUPS])
 
 
@@ -243,25 +276,6 @@ def _refuse_doubles(typed: Sequence[Pair]) -> None:
         seen[name] = value
 
 
-def _check_known(pairs: Sequence[Pair], *, parses: bool = False) -> None:
-    """Reject unknown settings: the first with its message, the others by name; or any value."""
-    errors = {}
-    for name, text in pairs:
-        try:
-            _check_one(name, text)
-        except UsageError as error:
-            errors[name] = error
-    if errors:
-        first, *others = errors
-        hints = [(name, hint(name, [])) for name in others if name not in GROUPS]
-        listed = [f"{name} ({text[2:]})" if text else name for name, text in hints]
-        more = f"; also unknown: {first_of(listed)}" if listed else ""
-        raise UsageError(f"{errors[first]}{more}")
-    for name, text in pairs if parses else ():
-        if name in KEYS:
-            KEYS[name].parse(text)
-
-
 def _check_one(name: str, text: str) -> None:
     if name in GROUPS:
         choices = choices_of(name)
@@ -277,6 +291,8 @@ def _check_one(name: str, text: str) -> None:
         raise UsageError(f"{name}: a section, not a key; `fsdpctl list {section}` shows its keys")
     elif name not in KEYS:
         raise UsageError(f"{name}: no such key{hint(name, [*KEYS, *GROUPS])}")
+    else:
+        KEYS[name].parse(text)
 
 
 def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fsdpctl.config.data_files import option_of_data
 from fsdpctl.config.hub import hub_models
+from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.sources import sources_in
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.gguf_header import is_gguf
@@ -18,10 +19,15 @@ _TIMES = re.compile(r"(\d{1,7})[xX×*]([\w-]+)")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 
 
+def is_hub_name(word: str) -> bool:
+    """Return whether a word has the form of a model's name on the Hub, and is no path."""
+    return _NAME.fullmatch(word) is not None and not Path(word).expanduser().exists()
+
+
 def names_model(word: str) -> bool:
     """Return whether a word without a key is a model: its name on the Hub, directory or file."""
     name, path = word.partition("@")[0], Path(word).expanduser()
-    if _NAME.fullmatch(word) and not path.exists():  # another one than a similar name's, or a typo
+    if is_hub_name(word):  # another one than a similar name's, or a typo
         return name in hub_models() or not nearest(name, hub_models())
     return is_gguf(path) or (path / "config.json").is_file()
 
@@ -40,7 +46,10 @@ def expanded(
         if name == "model" and ("/" in text or names_model(text)):
             found += [("model", "hf"), ("model.path", text)]
         elif name == "cluster" and (match := _TIMES.fullmatch(text)) is not None:
-            found += _cluster(text, int(match[1]), match[2], given, ranks_per_node(match[2]))
+            card = _option(match[2])
+            found += _cluster(text, int(match[1]), card, given, ranks_per_node(card))
+        elif name == "cluster":
+            found.append((name, _option(text)))
         else:
             found.append((name, text))
     path = given.get("data.path")
@@ -48,6 +57,11 @@ def expanded(
         first = sources_in(path)[0].path if path else path
         found.append(("data", option_of_data(os.path.expanduser(first))))
     return found
+
+
+def _option(cluster: str) -> str:
+    """Return an option of `cluster` for its name in any case."""
+    return cluster.lower() if cluster.lower() in choices_of("cluster") else cluster
 
 
 def _cluster(

@@ -76,8 +76,25 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
     file.write_text("hf_assets_path: x\nsequence_len: 4\nadapter: lora\noptimizer.lr: 1\n")
     code, said = invoke("train", str(file), "--dry-run")
     assert code == 2
-    assert "hf_assets_path: no such key; use model.path" in said
-    assert "also unknown: sequence_len (use train.seq_len), adapter (use model.lora" in said
+    lines = [each for each in said.splitlines() if "no such key" in each]
+    assert [each.partition("mine.yaml: ")[2].partition(" model.lora")[0] for each in lines] == [
+        "hf_assets_path: no such key; use model.path",
+        "sequence_len: no such key; use train.seq_len",
+        "adapter: no such key; use",
+    ]
+
+
+@pytest.mark.parametrize(("words", "mistakes"), [
+    (["optimizr=adamw", "train.stpes=3", "train.seed=x"], 3),
+    (["steps", "strategy=full_shart", "optimizer.lr=fast", "train.seed=1"], 3),
+    (["cluster=12xh100", "--lrr=3", "model.lora.ranks=3", "data.packing=x"], 4),
+    (["train.steps=-1"], 1), ([f"a{number}=1" for number in range(30)], 11),
+])  # fmt: skip
+def test_all_mistakes_of_a_command_are_told_in_a_line_each(words, mistakes):
+    code, said = invoke("train", *words)
+    assert (code, len(said.splitlines())) == (2, mistakes)
+    wrong = [each.partition("=")[0] for each in words if each != "train.seed=1"][:10]
+    assert all(name in line for name, line in zip(wrong, said.splitlines(), strict=False))
 
 
 @pytest.mark.parametrize(("word", "known", "said"), [

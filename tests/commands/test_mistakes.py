@@ -68,6 +68,10 @@ TABLE = [
     ("train words.txt", "words.txt: expected KEY=VALUE", "data=text data.path=words.txt"),
     ("train quick", "to use the recipe, pass --recipe quick"),
     ("train gpt2", "did you mean model=gpt2?"),
+    ("compare --print-config", "--print-config: not an option", "`fsdpctl train` has it"),
+    ("convert axolotl.yml --dry-run", "--dry-run: not an option", "`fsdpctl train` has it"),
+    ("sample --print-config", "No such option: --print-config; `fsdpctl train` has it"),
+    ("status --resume x", "No such option: --resume; `fsdpctl train` has it"),
     ("list modle", "did you mean model?"),
     ("list data.packng", "did you mean data.packing?"),
     # files and directories

@@ -79,7 +79,7 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
     ("model.lora.rank=0", ["a whole number from 1"]),
     ("model.lora.path=x", ["only valid with model=hf"]), ("train=3", ["section"]),
     ("steps", ["KEY=VALUE", "train.steps"]), ("=3", ["KEY=VALUE"]), ("", ["KEY=VALUE"]),
-    ("data.path=caf\udce9", ["not valid UTF-8"]), ("--resume=x", ["--resume VALUE"]),
+    ("data.path=caf\udce9", ["not valid UTF-8"]), ("--resume=x", ["`fsdpctl train` has it"]),
     ("train.seed=99999999999999999999", ["train.seed"]), ("train.epochs=0", ["train.epochs"]),
     ("--lr=3", ["KEY=VALUE", "optimizer.lr"]), ("checkpoint.interval=5", ["use checkpoint.every"]),
     ("checkpoint.enable=true", ["use checkpoint.every"]),
@@ -221,8 +221,7 @@ def test_the_command_line_overrides_the_recipe(recipe):
     ("train.stepz: 3\n", "did you mean train.steps?"), ("defaults: {model: x}\n", "defaults.model"),
     ("base_model: x\nlr: 1\n", "axolotl; pass it as --from"),
     ("distributed_type: FSDP\n", "a file of accelerate"),
-    ("optimizer: adamw8bit\nmodel: y\n", "(adamw, muon, sgd)$"),
-    ("".join(f"a{number}: x\n" for number in range(20)), "a4, a5 and 14 more"),
+    ("optimizer: adamw8bit\n", "(adamw, muon, sgd)$"),
 ])  # fmt: skip
 def test_an_invalid_recipe_is_rejected(tmp_path, content, word):
     file = tmp_path / "r.yaml"

@@ -8,7 +8,8 @@ from fsdpctl.errors import UsageError
 
 @pytest.mark.parametrize(("words", "expected"), [
     (["cluster=4xa100_80"], ("a100_80", 4, 1)), (["cluster=16xh100"], ("h100", 8, 2)),
-    (["cluster=1×t4"], ("t4", 1, 1)), (["cluster=h100"], ("h100", None, 1)),
+    (["cluster=1×T4"], ("t4", 1, 1)), (["cluster=8xH100"], ("h100", 8, 1)),
+    (["cluster=A100_80"], ("a100_80", None, 1)), (["cluster=h100"], ("h100", None, 1)),
 ])  # fmt: skip
 def test_a_number_of_gpus_of_a_cluster_sets_the_ranks(words, expected):
     config = compose_config(words).config
@@ -42,7 +43,10 @@ def test_nodes_on_the_command_line_override_the_number_of_gpus_of_a_recipe(tmp_p
     (["cluster=80GB"], "GPUs of that size are a100_80, h100, h100_pcie; set one"),
     (["cluster=8xA100"], "mean a100_40 or a100_80?"), (["cluster=A100-80g"], "mean a100_80?"),
     (["cluster=8xh100-80gb"], "mean h100?"), (["cluster=RTX-4090"], "mean rtx4090?"),
-    (["cluster=4xnothing"], "no such option"), (["meta-llama/Llama-2-13b"], "expected KEY=VALUE"),
+    (["cluster=4xnothing"], "no such option"),
+    (["meta-llama/Llama-2-13b"], "unknown model; did you mean meta-llama/Llama-2-13b-hf"),
+    (["Qwen/Qwen3-8C"], "unknown model; did you mean .*set model=Qwen/Qwen3-8C$"),
+    (["train", "data/words.txt"], "train: expected KEY=VALUE"),
 ])  # fmt: skip
 def test_mistakes_in_short_forms_are_named(words, message):
     with pytest.raises(UsageError, match=message):
