@@ -130,6 +130,7 @@ class _Checks:
         _check_headers(response)
         about = _ABOUT.search(request.url.path)
         if response.status_code >= 400:
+            response.close()
             response._content = b""  # headers have the reason
         elif about and request.method == "GET" and not response.has_redirect_location:
             size = self._pages.get(str(request.url), 0)
