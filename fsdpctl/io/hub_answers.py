@@ -11,9 +11,9 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -24,7 +24,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 _Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _ETAG = re.compile(r"[\w+=:~-][\w.+=:~-]{0,127}", re.ASCII)
 _ABOUT = re.compile(r"/api/(?:model|dataset)s/[^/]+/[^/]+(/tree/)?")
-_ROUTE, _PORTS = "x-xet-refresh-route", {"http": 80, "https": 443}
+_ROUTE, _ORIGIN = "x-xet-refresh-route", attrgetter("scheme", "host", "port")  # of a URL
 # What an honest server never exceeds: a page has 1,000 names in 0.3 MiB, a rate limit 300 s.
 _MOST_BYTES, _MOST_PAGES = 256 * MIB, 2000  # of an answer or a listing, decompressed; of a listing
 _MOST_SECONDS = 60.0  # for an answer, or without a byte
@@ -109,7 +109,7 @@ class _Checks:
 
     def __init__(self, home: str) -> None:
         self.answered = [0]
-        self._homes = {_origin(x) for x in (home, "https://huggingface.co", "https://hf.co")}
+        self._homes = (home, "https://huggingface.co", "https://hf.co")
         self._pages = dict[str, int]()  # that follow in the listing, with the bytes before each
 
     def before(self, request: Any) -> None:
@@ -144,13 +144,8 @@ class _Checks:
                 self._pages[following] = size + len(response._content)
 
     def _check_host(self, url: Any) -> None:
-        if _origin(str(url)) not in self._homes:
+        if _ORIGIN(url) not in {_ORIGIN(url.join(home)) for home in self._homes}:
             raise AnswerError(f"leads to another host, {url.host}")
-
-
-def _origin(url: str) -> tuple[str, str | None, int | None]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme)
 
 
 def _check_headers(response: Any) -> None:
