@@ -27,7 +27,7 @@ _ABOUT = re.compile(r"/api/(?:model|dataset)s/[^/]+/[^/]+(/tree/)?")
 _ROUTE, _ORIGIN = "x-xet-refresh-route", attrgetter("scheme", "host", "port")  # of a URL
 # What an honest server never exceeds: a page has 1,000 names in 0.3 MiB, a rate limit 300 s.
 _MOST_BYTES, _MOST_PAGES = 256 * MIB, 2000  # of an answer or a listing, decompressed; of a listing
-_MOST_SECONDS = 60.0  # for an answer, or without a byte
+_MOST_SECONDS, _SILENCE = 60.0, 20.0  # for an answer; without a byte, which is tried 6 times
 PATIENCE = 360.0  # seconds without an answer or a part of a file
 _LONGEST = 1000  # characters of a name with its directories
 
@@ -118,7 +118,7 @@ class _Checks:
         if request.headers.get("accept-encoding") != "identity":
             request.headers["accept-encoding"] = "gzip"
         limits = request.extensions.get("timeout", {})
-        limits.update({each: limits[each] or _MOST_SECONDS for each in limits})
+        limits.update({each: limits[each] or _SILENCE for each in limits})
 
     def after(self, response: Any) -> None:
         self.answered[0] += 1
