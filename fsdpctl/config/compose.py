@@ -231,18 +231,16 @@ def _split(word: str) -> Pair:
         raise UsageError(f"{word}: {NO_TOML}")
     if name in KEYS and KEYS[name].instead:
         raise UsageError(f"{name}: no such key; set {KEYS[name].instead}")
-    if not equals and names_model(word):
+    if equals:
+        return name, value
+    if names_model(word):
         return "model", word
-    if not equals and is_hub_name(word):
+    if is_hub_name(word):
         raise UsageError(
             f"{word}: unknown model{nearest(word, hub_models())}; if it is on the Hub, set "
             f"model={word}"
         )
-    if not equals:
-        raise UsageError(
-            f"{word}: expected KEY=VALUE, without spaces around the ={_meant_by(word)}"
-        )
-    return name, value
+    raise UsageError(f"{word}: expected KEY=VALUE, without spaces around the ={_meant_by(word)}")
 
 
 def _meant_by(word: str) -> str:
