@@ -20,7 +20,7 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 
 
 def is_hub_name(word: str) -> bool:
-    """Return whether a word has the form of a model's name on the Hub, and is no path."""
+    """Return whether a word has the form of a model's name on the Hub, and does not exist here."""
     return _NAME.fullmatch(word) is not None and not Path(word).expanduser().exists()
 
 
