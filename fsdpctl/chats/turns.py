@@ -6,6 +6,7 @@ trained span starts at the end of the prompt that a model is served with, and st
 control token. If that isn't certain, the conversation is rejected.
 """
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.chats.conversation import Conversation, filled, fillers_for, text_of
@@ -57,15 +58,18 @@ def _content(talk: Conversation, index: int, messages: list[Message]) -> tuple[i
     if found is None:
         raise TurnError(f"message {index + 1}: the template does not write it")
     low, high = found
-    own = str(messages[index])
     inside = talk.controls.findall(whole, low, high) if talk.controls else []
-    foreign = [each for each in inside if each not in own]
-    if foreign:
+    if foreign := first_absent(inside, str(messages[index])):
         raise TurnError(
             f"message {index + 1}: boundaries not found: the span that changes with its text "
-            f"contains {foreign[0]}"
+            f"contains {foreign}"
         )
     return low, high
+
+
+def first_absent(words: Sequence[str], text: Container[str]) -> str | None:
+    """Return the first word that a text lacks, after one search for each different word."""
+    return next((each for each in dict.fromkeys(words) if each not in text), None)
 
 
 def _differing(

@@ -16,6 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from fsdpctl.config.data import CHAT, TEXT, TOKEN_NEIGHBORS, TOKEN_SUFFIXES, TOKENS
+from fsdpctl.config.sources import DataSource
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.files import check_inside, nearest_path
 
@@ -269,6 +270,8 @@ def _kind_in(kinds: dict[str, list[Path]], where: str, option: str | None) -> st
         )
         ways = [each for each in present if each != TEXT or CHAT not in present]  # reads both
         way = f"set data={' or data='.join(ways)}, or " * (option is None)
+        if TEXT in present and CHAT in present and option != TOKENIZE:
+            way += f"to read all, set data=text {_all_of(kinds[TEXT], kinds[CHAT])}, or "
         raise UsageError(
             f"{where}: has files of several kinds, {counts}; {way}name the files of one kind"
         )
@@ -280,6 +283,21 @@ def _kind_in(kinds: dict[str, list[Path]], where: str, option: str | None) -> st
     ]
     more = f", got {first_of(got)}" * bool(got) + "".join(steps[:1])
     raise UsageError(f"{where}: {_NOTHING.get(str(option), _NOTHING[TEXT])}{more}")
+
+
+def _all_of(*kinds: list[Path]) -> str:
+    """Return a setting that names files as a mixture, by globs where these select no other file."""
+    words = dict[str, None]()
+    kind_by_file = {file: {*kind} for kind in kinds for file in kind}
+    for file in sorted(kind_by_file, key=_PARTS):
+        pattern = f"{glob.escape(str(file.parent))}/*{file.suffix}"
+        found = {*map(Path, glob.glob(pattern))} if file.suffix else set()
+        words[pattern if len(found) > 1 and found <= kind_by_file[file] else str(file)] = None
+    names = Counter(DataSource(each).name for each in words)
+    named = [
+        f"{'' if names[DataSource(x).name] == 1 else f'part{n}='}{x}" for n, x in enumerate(words)
+    ]
+    return f"'data.path={','.join(named)}'"
 
 
 def _splits_of(parts: Sequence[str]) -> set[str]:

@@ -10,6 +10,7 @@ from fsdpctl.chats.conversation import FILLERS
 from fsdpctl.chats.formats import Chat
 from fsdpctl.chats.render import Renderer
 from fsdpctl.chats.samples import LossPolicy, samples_of
+from fsdpctl.chats.turns import first_absent
 from fsdpctl.errors import UsageError
 from tests.chats.families import FAMILIES, MARKED, say, template_of
 from tests.chats.opened import opened, trained_of, trained_texts
@@ -259,3 +260,21 @@ def test_any_text_is_located_where_generation_blocks_mark_it(name, texts):
     (found,), (expected,) = made
     assert found.text == expected.text
     assert found.spans == expected.spans
+
+
+class Searched(str):
+    """A text that counts the searches in it."""
+
+    searches = 0
+
+    def __contains__(self, word):
+        Searched.searches += 1
+        return super().__contains__(word)
+
+
+@pytest.mark.parametrize("words", [["<|a|>"] * 9999, ["<|a|>", "<|b|>"] * 9999])
+def test_a_long_message_is_searched_once_for_each_control_token_in_it(words):
+    Searched.searches = 0
+    assert first_absent(words, Searched("x" * 999 + "<|a|><|b|>")) is None
+    assert Searched.searches == len({*words})
+    assert first_absent(["<|a|>", "<|c|>"], Searched("<|a|>")) == "<|c|>"

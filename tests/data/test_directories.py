@@ -1,6 +1,7 @@
 """Which files of a directory are data: layouts as data sets have them, and those that ask."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pytest
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.data import DataConfig
 from fsdpctl.config.data_files import data_files, kind_of, option_of_data
+from fsdpctl.data.data_set import contents_of
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.streams import TokenStream
@@ -187,7 +189,7 @@ def test_the_data_of_a_directory_follows_from_its_names(name, tmp_path):
 
 ASKS = {
     "a.jsonl notes.txt": "several kinds, 1 of rows (a.jsonl) and 1 of text (notes.txt); set "
-        "data=chat, or name the files of one kind",
+        "data=chat, or to read all, set data=text 'data.path=",
     "a.jsonl notes.txt train.bin": "1 of text (notes.txt); set data=chat or data=tokens, or name",
     "README.md train.jsonl.bz2": "no text found, got README.md, train.jsonl.bz2; train.jsonl.bz2: "
         "compressed; unpack it",
@@ -235,10 +237,8 @@ def test_a_typed_option_selects_among_several_kinds(tmp_path):
         "1 file of 4; left out: README.md, notes.txt, train.bin"
     )
     for option, key in (("text", "data.path"), ("tokenize", "SRC")):
-        said = (
-            r"=.*several kinds, 1 of text \(notes.txt\) and 1 of rows \(a.jsonl\); name the files "
-        )
-        with pytest.raises(UsageError, match=f"^{key}{said}of one kind$"):
+        said = r"=.*several kinds, 1 of text \(notes.txt\) and 1 of rows \(a.jsonl\); "
+        with pytest.raises(UsageError, match=f"^{key}{said}.*name the files of one kind$"):
             data_files(path, key, option)
     rows = data_files(write(tmp_path / "rows", "a.jsonl README.md b.bin"), option="text")
     assert [each.name for each in rows.train] == ["a.jsonl"]
@@ -460,6 +460,28 @@ def test_rows_that_may_be_text_or_chats_ask_if_data_is_not_set(tmp_path, monkeyp
     write_lines(file, [{"text": "", **other}] * 40)  # columns that a table fills
     if other.get("completion") != []:
         open_data(compose_config(words).config.data)
+
+
+@pytest.mark.parametrize(("names", "listed"), {
+    "notes/1.txt notes/2.txt notes/rows.jsonl": "notes/*.txt,notes/rows.jsonl",
+    "notes/1.txt notes/sub/a.py notes/a.jsonl notes/b.jsonl notes/x.png":
+        "notes/1.txt,notes/*.jsonl,notes/sub/a.py",
+    "notes/a.txt=ROWS notes/b.txt notes/c/b.txt":
+        "notes/a.txt,part1=notes/b.txt,part2=notes/c/b.txt",
+}.items())  # fmt: skip
+@pytest.mark.parametrize("typed", [[], ["data=text"]])
+def test_a_folder_of_texts_and_rows_is_told_the_list_that_reads_all(
+    tmp_path, monkeypatch, names, listed, typed
+):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, names)
+    with pytest.raises(UsageError, match="of several kinds") as error:
+        open_data(compose_config([*typed, "data.path=notes"]).config.data)
+    words = re.search(r"to read all, set (data=text) '(.*)', or", str(error.value))
+    assert words is not None
+    assert words[2] == f"data.path={listed}"
+    found = open_data(compose_config([words[1], words[2], "data.val_fraction=0"]).config.data)
+    assert len(contents_of(found.train)) == len(listed.split(","))
 
 
 def test_text_and_tokenize_refuse_rows_with_prompts(tmp_path):
