@@ -25,7 +25,7 @@ from fsdpctl.comm.host import HostInputs, SentInput
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import block_names
-from fsdpctl.models.lora import OPERATORS
+from fsdpctl.models.operators import OPERATORS
 
 _PRODUCTS = ("mm", "addmm")
 _ATTENTION = (

@@ -50,6 +50,12 @@ class Sharding:
     offload: str | Offload = "none"  # in host memory, as strategy.offload: a word or a list
     share_memory: bool = False  # between the ranks of one machine, on the CPU
 
+    def __post_init__(self) -> None:
+        for name, kind in (("prefetch", Prefetch), ("precision", Precision)):
+            if not isinstance(given := getattr(self, name), kind):
+                what = f"{name}: expected a fsdpctl.{kind.__name__}, got {given!r:.60}"
+                raise UsageError(f"{what}; pass {name}=fsdpctl.{kind.__name__}(…)")
+
     @property
     def on_host(self) -> Offload:
         return self.offload if isinstance(self.offload, Offload) else Offload.parse(self.offload)

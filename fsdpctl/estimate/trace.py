@@ -18,7 +18,7 @@ from fsdpctl.estimate.choices import Choices
 from fsdpctl.estimate.observed_work import work_of
 from fsdpctl.estimate.operators import cpu_nbytes, cuda_workspace, operators_of
 from fsdpctl.models.describe import dtype_name
-from fsdpctl.models.lora import OPERATORS
+from fsdpctl.models.operators import OPERATORS
 from fsdpctl.models.quantized import UNPACK, unpack
 from fsdpctl.predict.compute import (
     Gone,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdpctl.models.operators import operator
 from fsdpctl.plan.batch import ContextParallel, heads_per_rank
 
 Exchange = Callable[[Tensor], Tensor]
@@ -32,11 +33,7 @@ def _like(x: Tensor, number: int) -> Tensor:
 
 
 # An operator of its own: torch.compile calls it as it is, and estimates know its shapes.
-_LIBRARY = torch.library.Library("fsdpctl", "FRAGMENT")
-_LIBRARY.define("all_to_all(Tensor x, int number) -> Tensor")
-_LIBRARY.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
-torch.library.register_fake("fsdpctl::all_to_all", _like, lib=_LIBRARY)
-ALL_TO_ALL = torch.ops.fsdpctl.all_to_all.default
+ALL_TO_ALL = operator("all_to_all", _all_to_all, _like, is_product=False)
 
 
 class _Exchanged(torch.autograd.Function):

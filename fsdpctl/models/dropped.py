@@ -4,12 +4,13 @@ The mask is drawn again in backward from the same seed, so that the layers that 
 it. The seed comes from torch's generator of the CPU, which checkpointing restores.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fsdpctl.models.operators import operator
 
 # Operators of their own: torch.compile would else find that forward and backward draw the same
 # mask, and keep the dropped inputs in between.
@@ -47,18 +48,8 @@ def _backward_shape(
     return torch.empty_like(weight), x.new_empty(x.shape if of_x else 0)
 
 
-_LIBRARY = torch.library.Library("fsdpctl", "FRAGMENT")
-_ABOUT = "Tensor x, Tensor weight, Tensor seed, float dropout"
-_LIBRARY.define(f"dropped_linear({_ABOUT}) -> Tensor")
-_LIBRARY.define(f"dropped_linear_backward(Tensor g, {_ABOUT}, bool of_x) -> (Tensor, Tensor)")
-_LIBRARY.impl("dropped_linear", _linear, "CompositeExplicitAutograd")
-_LIBRARY.impl("dropped_linear_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fsdpctl::dropped_linear", _linear_shape, lib=_LIBRARY)
-torch.library.register_fake("fsdpctl::dropped_linear_backward", _backward_shape, lib=_LIBRARY)
-_FORWARD = torch.ops.fsdpctl.dropped_linear.default
-_BACKWARD = torch.ops.fsdpctl.dropped_linear_backward.default
-OPERATORS: dict[Any, Callable[..., Any]] = {_FORWARD: _linear, _BACKWARD: _backward}
-"""The functions that compute the operators."""
+_FORWARD = operator("dropped_linear", _linear, _linear_shape)
+_BACKWARD = operator("dropped_linear_backward", _backward, _backward_shape)
 
 
 class _Product(torch.autograd.Function):

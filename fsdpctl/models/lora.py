@@ -14,13 +14,10 @@ from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.peft import UP
 from fsdpctl.config.selection import ALL_LINEAR, NameFilter
 from fsdpctl.errors import UsageError
-from fsdpctl.models import dropped, quantized, stacked_experts
+from fsdpctl.models import stacked_experts
 from fsdpctl.models.dropped import dropped_linear
 from fsdpctl.models.products import is_transposed, read_elsewhere
 from fsdpctl.models.quantized import PACKINGS, FrozenLinear, Packing, Projection
-
-OPERATORS = quantized.OPERATORS | dropped.OPERATORS | stacked_experts.OPERATORS
-"""The functions that compute the operators of linear layers and experts, by operator."""
 
 TARGETS, TRAINABLE, ALSO = "model.lora.targets", "model.trainable", "model.lora.also"
 _EXPERTS = "experts"

@@ -17,7 +17,7 @@ what it holds from little more than that, and the bytes do not depend on the ran
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.models.kernels import device_type
+from fsdpctl.models.operators import operator
 
 # Quantiles of a normal distribution, as published with QLoRA.
 VALUES = (
@@ -209,25 +210,9 @@ def _backward_shape(
     return gradient.new_empty(*gradient.shape[:-1], shape[not transposed])
 
 
-_LIBRARY = torch.library.Library("fsdpctl", "DEF")
-_LIBRARY.define("unpack(Tensor(a!) target, Tensor rows, int blocks, int times, str packing) -> ()")
-_LIBRARY.impl("unpack", unpack, "CompositeExplicitAutograd")
-UNPACK = torch.ops.fsdpctl.unpack.default
-_ABOUT = "int[] shape, bool transposed, str packing"
-_LIBRARY.define(f"packed_linear(Tensor x, Tensor packed, Tensor? bias, {_ABOUT}) -> Tensor")
-_LIBRARY.define(f"packed_linear_backward(Tensor gradient, Tensor packed, {_ABOUT}) -> Tensor")
-_LIBRARY.impl("packed_linear", _linear, "CompositeExplicitAutograd")
-_LIBRARY.impl("packed_linear_backward", _linear_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fsdpctl::packed_linear", _linear_shape, lib=_LIBRARY)
-torch.library.register_fake("fsdpctl::packed_linear_backward", _backward_shape, lib=_LIBRARY)
-_FORWARD = torch.ops.fsdpctl.packed_linear.default
-_BACKWARD = torch.ops.fsdpctl.packed_linear_backward.default
-OPERATORS: dict[Any, Callable[..., Any]] = {
-    UNPACK: unpack,
-    _FORWARD: _linear,
-    _BACKWARD: _linear_backward,
-}
-"""The functions that compute the operators."""
+UNPACK = operator("unpack", unpack, None, writes=["target"])
+_FORWARD = operator("packed_linear", _linear, _linear_shape)
+_BACKWARD = operator("packed_linear_backward", _linear_backward, _backward_shape)
 
 
 class _Product(torch.autograd.Function):

@@ -6,7 +6,7 @@ product, and of few rows only those that they use. The adapter of a matrix has a
 each expert, in the form of PEFT's `target_parameters`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from fsdpctl.config.model import LoraConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.models.operators import operator
 from fsdpctl.models.quantized import BLOCK, GROUP, PACKINGS, PackedWeights, Packing, Projection
 
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
@@ -61,18 +62,8 @@ def _backward_shape(
     return gradient.new_empty(len(gradient), shape[2 - transposed])
 
 
-_LIBRARY = torch.library.Library("fsdpctl", "FRAGMENT")
-_ABOUT = "Tensor packed, Tensor ends, int[] shape, bool transposed, str packing"
-_LIBRARY.define(f"packed_experts(Tensor x, {_ABOUT}) -> Tensor")
-_LIBRARY.define(f"packed_experts_backward(Tensor gradient, {_ABOUT}) -> Tensor")
-_LIBRARY.impl("packed_experts", _product, "CompositeExplicitAutograd")
-_LIBRARY.impl("packed_experts_backward", _product_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fsdpctl::packed_experts", _product_shape, lib=_LIBRARY)
-torch.library.register_fake("fsdpctl::packed_experts_backward", _backward_shape, lib=_LIBRARY)
-_FORWARD = torch.ops.fsdpctl.packed_experts.default
-_BACKWARD = torch.ops.fsdpctl.packed_experts_backward.default
-OPERATORS: dict[Any, Callable[..., Tensor]] = {_FORWARD: _product, _BACKWARD: _product_backward}
-"""The functions that compute the operators."""
+_FORWARD = operator("packed_experts", _product, _product_shape)
+_BACKWARD = operator("packed_experts_backward", _product_backward, _backward_shape)
 
 
 class _Product(torch.autograd.Function):

@@ -4,8 +4,9 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 
-from fsdpctl.errors import EngineError
+from fsdpctl.errors import EngineError, UsageError, nearest
 
+_KNOWN = ("float32", "bfloat16", "float16", "float64")
 SPLIT = "bfloat16+int8"  # master weights of 24 bits: a bf16 half, and a remainder of 8 bits
 
 
@@ -42,6 +43,7 @@ class Precision:
     Masters and reductions default to fp32 (fp64 for fp64).
 
     Raises:
+        UsageError: If a dtype is unknown.
         EngineError: If gradients would be added in float16.
     """
 
@@ -54,7 +56,11 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "master_dtype"):
             if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, str(given).removeprefix("torch."))
+                dtype = str(given).removeprefix("torch.")
+                if dtype not in _KNOWN:
+                    hint = nearest(dtype, _KNOWN)
+                    raise UsageError(f"{name}={dtype}: expected one of {', '.join(_KNOWN)}{hint}")
+                object.__setattr__(self, name, dtype)
         if self.reduce_dtype == "float16":
             raise EngineError(
                 "reduce_dtype float16: sums over ranks overflow at 65504; use bfloat16 or float32"

@@ -391,3 +391,27 @@ def test_what_cannot_be_sharded_is_named(arguments: Any, message: str) -> None:
 def test_units_that_are_no_classes_are_rejected(units: Any) -> None:
     with pytest.raises(UsageError, match='units: expected "auto" or a list of module classes'):
         fsdpctl.shard_model(torch.nn.Linear(2, 2), units=units)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("precision", "bf16", r"precision: expected a fsdpctl.Precision, got 'bf16'; pass"),
+        ("precision", torch.bfloat16, r"got torch.bfloat16; pass precision=fsdpctl.Precision\(…\)"),
+        ("prefetch", 2, "prefetch: expected a fsdpctl.Prefetch, got 2"),
+    ],
+)
+def test_arguments_of_another_type_are_named(name: str, given: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        fsdpctl.shard_model(torch.nn.Linear(2, 2), **{name: given})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat", torch.float8_e5m2, torch.complex64, int])
+def test_an_unknown_dtype_is_named(dtype: Any) -> None:
+    with pytest.raises(UsageError, match=r"master_dtype=.*: expected one of float32, bfloat16"):
+        fsdpctl.Precision(master_dtype=dtype)
+
+
+def test_dtypes_may_be_names() -> None:
+    by_name = fsdpctl.Precision("bfloat16").of("float32")
+    assert by_name == fsdpctl.Precision(torch.bfloat16).of("float32")

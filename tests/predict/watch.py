@@ -16,7 +16,7 @@ from fsdpctl.comm.base import Handle
 from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.comm.host import HostInputs, HostWorker
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.models.lora import OPERATORS
+from fsdpctl.models.operators import OPERATORS
 from fsdpctl.plan.schedule import Buffer, Event
 from tests.engine.events import gathered_nbytes, recording
 
