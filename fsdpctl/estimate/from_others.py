@@ -7,15 +7,10 @@ from typing import Any
 import torch
 
 from fsdpctl.config.compose import Composed, compose_config
-from fsdpctl.config.schema import GROUPS, KEYS, SIZES, Config
+from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.translation import (
-    RankDegrees,
-    SourceBatch,
-    Translation,
-    TranslationRow,
-    settings_of,
-)
+from fsdpctl.importers.recipe import rows_of_ranks
+from fsdpctl.importers.translation import RankDegrees, Translation, TranslationRow, settings_of
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import checked
@@ -92,11 +87,9 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
     ]
     rows += _longer(composed(rows).config)
     rows += _ranks(composed(rows), translation.degrees)
-    placed = place(composed(rows).config)
-    if translation.degrees is not None:
-        rows.append(_arranged(translation, translation.degrees, placed.num_ranks))
-    if translation.batch is not None:
-        rows += _batches(translation, translation.batch, typed, placed)
+    words = settings_of(rows) | typed
+    rows += rows_of_ranks(translation, words, place(composed(rows).config).num_ranks)
+    rows += _of_passes(translation, place(composed(rows).config))
     found, own_engine = composed(rows), ""
     if found.config.engine.name != FSDPCTL and "engine" not in typed:
         try:
@@ -159,58 +152,13 @@ def _ranks(composed: Composed, degrees: RankDegrees | None) -> Iterator[Translat
     yield TranslationRow(*degrees.shown, words, f"on nodes of {node}" if nodes > 1 else "")
 
 
-def _arranged(translation: Translation, degrees: RankDegrees, world: int) -> TranslationRow:
-    """Return the strategy with the requested replicas and shards.
-
-    Raises:
-        UsageError: If the number of ranks is not divisible by the number of replicas.
-    """
-    replicate, shard = degrees.replicate, degrees.shard
-    if replicate < 1 or world % replicate:
-        where = f"{translation.file}: {degrees.keys[0]}: {replicate}"
-        raise UsageError(f"{where}: does not divide the {world} ranks; set the number of ranks, "
-                         "such as launch.nproc_per_node=8 launch.nnodes=4")  # fmt: skip
-    reshards = translation.settings.get("strategy") != "shard_grad_op"
-    if shard == 1 or world == replicate:
-        words: tuple[str, ...] = ("strategy=no_shard", "engine=ddp")
-    elif replicate == 1:
-        words = (f"strategy={'full_shard' if reshards else 'shard_grad_op'}", "engine=fsdp2")
-    else:
-        name = "hybrid_shard" if reshards else "hybrid_shard_grad_op"
-        size = world // replicate
-        words = (f"strategy={name}", f"strategy.dp_shard_size={size}", "engine=fsdp2")
-    return TranslationRow(*degrees.shown, words, f"of {world} ranks")
-
-
-def _batches(
-    translation: Translation, batch: SourceBatch, typed: Mapping[str, str], placed: Config
-) -> Iterator[TranslationRow]:
-    """Yield the batch sizes by the number of ranks, or of groups that share samples."""
-    micro = _whole(typed.get("train.micro_batch_size")) or batch.micro or batch.usual
-    passes = _whole(typed.get("accumulation.steps")) or batch.accumulation or 1
-    groups = max(1, placed.num_groups)
-    of = "" if placed.train.context_parallel == 1 else " of ranks"
-    each = f"{'group' if of else 'rank'}{'s' if groups > 1 else ''}{of}"
-    is_set = batch.micro or batch.accumulation or batch.samples
-    note = f"over {groups} {each}" if is_set else "assumed: not set in the file"
-    words = [f"accumulation.steps={passes}", f"train.global_batch_size={micro * passes * groups}"]
-    if batch.samples is not None:
-        words = [f"train.global_batch_size={max(batch.samples, groups)}"]
-        passes = max(passes, batch.samples // (micro * groups))
-    if any(name in typed for name in SIZES):
-        words = []
-    if translation.whole_gradients and passes > 1:
-        words = ["accumulation=last", *words]
-        note += "; gradients stay unsharded between micro-batches"
-    tokens = micro * placed.train.seq_len // placed.train.context_parallel
-    if translation.tiled_logits and translation.has_frozen_head:
-        words = [
-            *words,
-            f"train.loss_chunk_tokens={-(-max(min(tokens, _TILE), tokens // 8) // 16)}",
-        ]
-    words = [f"train.micro_batch_size={micro}", *words]
-    yield TranslationRow(*translation.shown_batch, tuple(words), note)
-
-
-def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
+def _of_passes(found: Translation, config: Config) -> Iterator[TranslationRow]:
+    """Yield what the other tool does between micro-batches, and for their logits."""
+    micro, step = config.train.micro_batch_size or 1, config.train.global_batch_size
+    if found.whole_gradients and step > micro * config.num_groups:
+        note = "gradients stay unsharded between micro-batches"
+        yield TranslationRow(*found.shown_batch, ("accumulation=last",), note)
+    tokens = micro * config.train.seq_len // config.train.context_parallel
+    if found.tiled_logits and found.has_frozen_head:
+        chunk = -(-max(min(tokens, _TILE), tokens // 8) // 16)
+        yield TranslationRow("(loss)", "", (f"train.loss_chunk_tokens={chunk}",))

@@ -17,7 +17,12 @@ from fsdpctl.errors import UsageError
 from fsdpctl.importers.accelerate import read_accelerate
 from fsdpctl.importers.axolotl import read_axolotl
 from fsdpctl.importers.defaults import HARMLESS
-from fsdpctl.importers.translation import Translation, TranslationRow, settings_of
+from fsdpctl.importers.translation import (
+    RankDegrees,
+    Translation,
+    TranslationRow,
+    settings_of,
+)
 from fsdpctl.importers.trl import read_trl
 from fsdpctl.io.untrusted import read_yaml
 
@@ -109,9 +114,10 @@ def convert(found: Translation, typed: Mapping[str, str], num_ranks: int) -> Con
     if found.model is not None:
         kept = {name: row for name, row in kept.items() if name not in _OF_MODEL}
         path = found.model.text.strip()
-        words = ("model=hf", f"model.path={path}")
-        kept |= _by_setting([TranslationRow(found.model.key, path, words)])
-    kept |= _by_setting(_of_ranks(found, kept, typed, num_ranks))
+        named = ("model=hf", f"model.path={path}")
+        kept |= _by_setting([TranslationRow(found.model.key, path, named)])
+    words = settings_of(kept.values()) | dict(typed)
+    kept |= _by_setting(rows_of_ranks(found, words, *_ranks(found, words, num_ranks)))
     chosen = {name for name in typed if name in GROUPS and name != "model"}
     if any(name in typed for name in SIZES):
         chosen |= {*SIZES}
@@ -149,41 +155,64 @@ def _by_setting(rows: Iterable[TranslationRow]) -> Rows:
     return found
 
 
-def _of_ranks(
-    found: Translation, kept: Rows, typed: Mapping[str, str], num_ranks: int
-) -> Iterator[TranslationRow]:
-    """Yield what depends on the number of ranks: replicas, and the samples of a step."""
-    words = settings_of(kept.values()) | dict(typed)
+def _ranks(found: Translation, words: Mapping[str, str], num_ranks: int) -> tuple[int, str]:
+    """Return the number of ranks, and where it comes from."""
     per_node, degrees = words.get("launch.nproc_per_node", ""), found.degrees
-    origin = "in the file or on the command line"
+    origin = " in the file or on the command line"
     if per_node.isdecimal():
-        ranks = int(per_node) * int(words.get("launch.nnodes", "1"))
-    elif degrees is not None and degrees.total is not None:
-        ranks = degrees.total * int(words.get("train.context_parallel", "1"))
-    else:
-        ranks, origin = num_ranks, "on this machine; change it for others"
-    if degrees is not None and degrees.replicate > 1:
-        size = ranks // degrees.replicate
-        is_whole = degrees.shard == 1 or size <= 1
-        replicas: tuple[str, ...] = ("strategy=no_shard",)
-        if not is_whole:
-            replicas = ("strategy=hybrid_shard", f"strategy.dp_shard_size={size}")
-        yield TranslationRow(*degrees.shown, replicas)
-    if found.batch is None:
+        return int(per_node) * int(words.get("launch.nnodes", "1")), origin
+    if degrees is not None and degrees.total is not None:
+        return degrees.total * int(words.get("train.context_parallel", "1")), origin
+    return num_ranks, " on this machine; change it for others"
+
+
+def rows_of_ranks(
+    found: Translation, words: Mapping[str, str], ranks: int, origin: str = ""
+) -> Iterator[TranslationRow]:
+    """Yield what depends on the number of ranks: replicas, and the samples of a step.
+
+    `words` are the settings of the file and of the command line. UsageError if the replicas do not
+    divide the ranks.
+    """
+    if found.degrees is not None:
+        yield _arranged(found, found.degrees, ranks)
+    if (batch := found.batch) is None:
         return
     groups = max(1, ranks // int(words.get("train.context_parallel", "1")))
-    micro, passes = found.batch.micro or found.batch.usual, found.batch.accumulation or 1
+    typed, steps = _whole(words, "train.micro_batch_size"), _whole(words, "accumulation.steps")
+    micro, passes = typed or batch.micro or batch.usual, steps or batch.accumulation or 1
     shown, note = found.shown_batch, ""
-    if found.batch.micro is None:  # accelerate leaves it to the script
+    if batch.micro is None:  # accelerate leaves it to the script
         is_known = found.tool != "accelerate"
-        shown = (found.batch.keys[0] if is_known else "(micro-batch)", "(not set)")
+        shown = (batch.keys[0] if is_known else "(micro-batch)", "(not set)")
         note = f"the default of {found.tool}" if is_known else "set it as in the script"
     yield TranslationRow(*shown, (f"train.micro_batch_size={micro}",), note)
-    total = found.batch.samples or micro * passes * groups
-    ranks_of = f"{groups} rank{'s' if groups > 1 else ''} {origin}"
-    shown, note = found.shown_batch, f"{micro} * {passes} * {ranks_of}"
-    note = "" if found.batch.samples else note
-    yield TranslationRow(*shown, (f"train.global_batch_size={total}",), note)
+    each = micro if steps else batch.micro or micro  # the step of the file, in other micro-batches
+    note = f"{each} * {passes} * {groups} rank{'s' if groups > 1 else ''}{origin}"
+    total, note = (batch.samples, "") if batch.samples else (each * passes * groups, note)
+    yield TranslationRow(*found.shown_batch, (f"train.global_batch_size={total}",), note)
+
+
+def _arranged(found: Translation, degrees: RankDegrees, ranks: int) -> TranslationRow:
+    replicate, shard = degrees.replicate, degrees.shard
+    if replicate < 1 or ranks % replicate:
+        raise UsageError(
+            f"{found.file}: {degrees.keys[0]}: {replicate}: does not divide the {ranks} ranks; set "
+            "the number of ranks, such as launch.nproc_per_node=8 launch.nnodes=4"
+        )
+    kept = "_grad_op" if found.settings.get("strategy") == "shard_grad_op" else ""
+    words: tuple[str, ...] = (f"strategy={'shard' if kept else 'full_shard'}{kept}", "engine=fsdp2")
+    if shard == 1 or ranks == replicate:
+        words = ("strategy=no_shard", "engine=ddp")
+    elif replicate > 1:
+        size = f"strategy.dp_shard_size={ranks // replicate}"
+        words = (f"strategy=hybrid_shard{kept}", size, "engine=fsdp2")
+    return TranslationRow(*degrees.shown, words, f"of {ranks} ranks")
+
+
+def _whole(words: Mapping[str, str], name: str) -> int | None:
+    text = words.get(name, "")
+    return int(text) if text.isdecimal() else None
 
 
 def _left_out(found: Translation) -> Iterator[str]:

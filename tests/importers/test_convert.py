@@ -6,6 +6,7 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import read_recipe
+from fsdpctl.errors import UsageError
 from fsdpctl.estimate.from_others import completed
 from fsdpctl.importers.recipe import ConvertedRecipe, convert, read_others, recipe_text
 
@@ -103,6 +104,25 @@ def test_the_same_file_is_estimated():
     assert found.translation.unrecognized == []
     config = found.composed.config
     assert (config.model.lora.rank, config.train.global_batch_size) == (8, 64)
+
+
+def test_replicas_are_those_of_the_file(tmp_path):
+    file = tmp_path / "file.yaml"
+    about = "{fsdp_version: 2, fsdp_reshard_after_forward: false}"
+    start = f"distributed_type: FSDP\nfsdp_config: {about}\nparallelism_config:\n"
+    for replicate, shard, words in (
+        (2, 4, ("hybrid_shard_grad_op", "4")),
+        (1, 8, ("shard_grad_op", None)),
+        (8, 1, ("no_shard", None)),
+    ):
+        degrees = {"dp_replicate_size": replicate, "dp_shard_size": shard}
+        lines = (f"  parallelism_config_{name}: {size}\n" for name, size in degrees.items())
+        file.write_text(start + "".join(lines))
+        found = dict(convert(read_others(file), {}, 1).words)
+        assert (found["strategy"], found.get("strategy.dp_shard_size")) == words
+    typed = {"launch.nproc_per_node": "3"}
+    with pytest.raises(UsageError, match="8: does not divide the 3 ranks; set the number"):
+        convert(read_others(file), typed, 1)
 
 
 def test_data_that_no_key_names_is_not_said_to_be_absent(tmp_path):

@@ -43,7 +43,7 @@ def test_all_keys_of_an_axolotl_file_are_recognized():
     found = asked("axolotl-full.yaml")
     config, batches = found.composed.config, found.composed.config.train
     assert (config.model.name, batches.seq_len, batches.micro_batch_size) == ("hf", 4096, 2)
-    assert (config.accumulation.name, config.accumulation.steps) == ("last", 4)
+    assert config.accumulation.name == "last"
     assert batches.global_batch_size == 2 * 4 * 8
     assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdp2")
     assert (config.precision.name, config.activation_checkpointing.name) == ("bf16", "full")
@@ -93,7 +93,7 @@ def test_a_stage_of_deepspeed_is_a_strategy():
     config = found.composed.config
     assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdpctl")
     assert config.precision.name == "fp32"
-    assert (config.accumulation.steps, config.train.global_batch_size) == (8, 8 * 4)
+    assert config.train.global_batch_size == 8 * 4
     assert config.strategy.offload == "states,gradients"
     assert found.translation.excluded == []
 
@@ -124,11 +124,12 @@ def test_the_command_line_overrides_the_file():
     found = asked("axolotl-qlora.yml", *typed)
     config = found.composed.config
     assert (config.model.name, config.strategy.name) == ("llama3_1b", "no_shard")
-    assert (config.train.micro_batch_size, config.train.global_batch_size) == (1, 1 * 2 * 8)
+    assert (config.train.micro_batch_size, config.train.global_batch_size) == (1, 4 * 2 * 8)
     assert config.model.lora.rank == 32  # adapters go with any model
     assert "strategy=shard_grad_op" in found.overridden
-    sized = asked("axolotl-full.yaml", "train.global_batch_size=256").composed.config
-    assert (sized.train.global_batch_size, sized.accumulation.steps) == (256, None)
+    for word, size in (("train.global_batch_size=256", 256), ("accumulation.steps=3", 2 * 3 * 8)):
+        sized = asked("axolotl-full.yaml", word).composed.config
+        assert sized.train.global_batch_size == size
     kept = asked("axolotl-full.yaml", "strategy=shard_grad_op").composed.config
     assert (kept.strategy.name, kept.engine.name) == ("shard_grad_op", "fsdp2")
     ours = asked("axolotl-full.yaml", "strategy=shard_optimizer").composed.config
@@ -257,7 +258,7 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
     (AXOLOTL, "gradient_checkpointing: offload_disk", {"activation_checkpointing": "full"}),
     (AXOLOTL, "gradient_checkpointing: offload", {"engine": "fsdpctl"}),
     (AXOLOTL, "optimizer: muon", {"optimizer": "adamw"}),
-    (AXOLOTL, "batch_size: 8", {"accumulation.steps": 8}),
+    (AXOLOTL, "batch_size: 8", {"train.global_batch_size": 8 * 8}),
     (AXOLOTL, "fsdp_config:\n  sharding_strategy: '2'", {"strategy": "shard_grad_op"}),
     (AXOLOTL, "fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD", {"strategy": "no_shard"}),
     # The masters of FSDP 2 are the weights as they are loaded.
