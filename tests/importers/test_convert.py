@@ -99,11 +99,16 @@ def test_a_recipe_composes_with_the_data_and_the_model_here():
     assert config.lr_scheduler.decay_ratio == 1
 
 
-def test_the_same_file_is_estimated():
-    found = completed(read_others(FILES / "trl-sft.yaml"), ["cluster=h100", "model=llama3_8b"])
-    assert found.translation.unrecognized == []
-    config = found.composed.config
-    assert (config.model.lora.rank, config.train.global_batch_size) == (8, 64)
+@pytest.mark.parametrize("name", [each.name for each in FILES.iterdir()])
+def test_the_estimate_of_a_file_is_of_what_its_recipe_trains(name):
+    typed = ["model=llama3_1b", "cluster=h100"]
+    translated = read_others(FILES / name)
+    estimated = completed(translated, typed).composed.config
+    recipe = compose_config(typed, converted=convert(translated, {"model": "llama3_1b"}, 8).words)
+    keys = "strategy.dp_shard_size strategy.offload precision activation_checkpointing prefetch "
+    keys += "train.seq_len train.micro_batch_size train.global_batch_size train.context_parallel "
+    for key in f"{keys} model.lora.rank model.lora.targets optimizer".split():
+        assert estimated.value(key) == recipe.config.value(key), key
 
 
 def test_replicas_are_those_of_the_file(tmp_path):

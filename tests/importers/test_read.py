@@ -132,8 +132,29 @@ def test_the_command_line_overrides_the_file():
         assert sized.train.global_batch_size == size
     kept = asked("axolotl-full.yaml", "strategy=shard_grad_op").composed.config
     assert (kept.strategy.name, kept.engine.name) == ("shard_grad_op", "fsdp2")
-    ours = asked("axolotl-full.yaml", "strategy=shard_optimizer").composed.config
-    assert ours.engine.name == "fsdpctl"  # fully_shard has no such strategy
+    engines = {
+        "strategy=shard_optimizer": ("fsdpctl", "transformers"),  # fully_shard has no such strategy
+        "engine=fsdpctl": ("fsdpctl", "fsdpctl"), "engine.program=fsdpctl": ("fsdp2", "fsdpctl"),
+    }  # fmt: skip
+    for word, expected in engines.items():
+        engine = asked("axolotl-full.yaml", word).composed.config.engine
+        assert (engine.name, engine.program) == expected
+    typed = ["optimizer=adamw"]
+    assert asked("axolotl-qlora.yml", *typed).composed.config.strategy.offload == "none"
+    found = completed(read("accelerate-fsdp.yaml"), ["model=qwen3_4b", "cluster=4xh100"])
+    assert found.composed.config.num_ranks == 4
+    assert {"launch.nproc_per_node=8", "launch.nnodes=2"} <= found.overridden
+    with pytest.raises(UsageError, match=r"^train\.seq_length:"):  # not a mistake of the file
+        asked("axolotl-full.yaml", "train.seq_length=3")
+
+
+@pytest.mark.parametrize(("key", "dtype"), [("load_in_4bit", "nf4"), ("load_in_8bit", "int8")])
+def test_a_model_on_the_command_line_keeps_the_quantized_base(tmp_path, key, dtype):
+    text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/unknown")
+    file = written(tmp_path, f"{text}adapter: lora\nlora_r: 8\n{key}: true\n")
+    for word, expected in (("model.lora.rank=4", dtype), ("model.base_dtype=auto", None)):
+        found = asked(file, "model=llama3_8b", word)
+        assert found.composed.config.model.base_dtype == expected
 
 
 @pytest.mark.parametrize(("word", "reason"), [
@@ -151,46 +172,20 @@ def test_the_rules_decide_the_engine_of_a_file(word, reason):
     assert (kept.composed.config.engine.name, kept.own_engine) == ("fsdp2", "")
 
 
-def test_a_number_of_gpus_replaces_the_ranks_of_a_file():
-    launch = asked("accelerate-fsdp.yaml", "model=qwen3_4b").composed.config.launch
-    assert (launch.nproc_per_node, launch.nnodes) == (8, 2)
-    found = completed(read("accelerate-fsdp.yaml"), ["model=qwen3_4b", "cluster=4xh100"])
-    assert (found.composed.config.launch.nproc_per_node, found.composed.config.launch.nnodes) == (
-        4, 1
-    )  # fmt: skip
-    assert {"launch.nproc_per_node=8", "launch.nnodes=2"} <= found.overridden
-
-
-@pytest.mark.parametrize(("key", "dtype"), [("load_in_4bit", "nf4"), ("load_in_8bit", "int8")])
-def test_a_model_on_the_command_line_keeps_the_quantized_base(tmp_path, key, dtype):
-    text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/unknown")
-    file = written(tmp_path, f"{text}adapter: lora\nlora_r: 8\n{key}: true\n")
-    found = asked(file, "model=llama3_8b")
-    assert found.composed.config.model.base_dtype == dtype
-    assert f"model.base_dtype={dtype}" not in found.overridden
-    typed = asked(file, "model=llama3_8b", "model.base_dtype=auto")
-    assert typed.composed.config.model.base_dtype is None
-
-
-def test_errors_on_the_command_line_do_not_name_the_file():
-    with pytest.raises(UsageError) as caught:
-        asked("axolotl-full.yaml", "train.seq_length=3")
-    assert str(caught.value).startswith("train.seq_length:")
-
-
 def test_translated_settings_compose_to_the_same_configuration():
     found = asked("axolotl-full.yaml")
     settings = [setting for row in found.rows for setting in row.settings]
     assert compose_config([*settings, H100]).config == found.composed.config
 
 
-def test_hardware_is_assumed_without_a_gpu(monkeypatch):
+@pytest.mark.parametrize(("word", "cluster"), [
+    ("launch.nnodes=1", "h100"), ("launch.device=cpu", "local"), ("cluster=a10", "a10"),
+])  # fmt: skip
+def test_hardware_is_assumed_without_a_gpu(monkeypatch, word, cluster):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = completed(read("axolotl-full.yaml"), [])
-    assert found.composed.config.cluster.name == "h100"
-    assert any("assumed" in row.note for row in found.rows)
-    found = completed(read("axolotl-full.yaml"), ["launch.device=cpu"])
-    assert found.composed.config.cluster.name == "local"
+    found = completed(read("axolotl-full.yaml"), [word])
+    assert found.composed.config.cluster.name == cluster
+    assert any("assumed" in row.note for row in found.rows) == (cluster == "h100")
 
 
 def test_models_are_found_in_directories_and_in_the_hub_cache(tmp_path):
@@ -239,6 +234,8 @@ parallelism_config:
   parallelism_config_dp_shard_size: 4
   parallelism_config_tp_size: 1
 """
+_PARAMS = "{stage: 3, offload_param: {device: cpu}}"
+_STATES = "}, offload_optimizer: {device: cpu}}"
 PLUGIN = "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]"
 IN_8_BITS = {"optimizer": "adamw", "optimizer.state_dtype": "int8", "engine": "fsdpctl"}
 SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
@@ -285,6 +282,22 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
     *((EXPERTS, f"quantize_moe_experts: {str(packs).lower()}",
        {"model.quantize_experts": packs, "model.lora.targets": OF_EXPERTS})
       for packs in (False, True)),
+    (AXOLOTL, "optimizer: adamw_torch", {"engine": "fsdp2",
+     "engine.program": "transformers_foreach"}),
+    # Longer samples than the model declares, and rows of a model that mixes their documents.
+    (AXOLOTL, "sequence_len: 300000\nsample_packing: true\nlora_dropout: 0.1",
+     {"train.seq_len": 300000, "model.max_seq_len": 300000, "data.packing": None,
+      "model.lora.rank": None}),
+    *((AXOLOTL.replace("fsdp: [full_shard]", f"deepspeed: {{zero_optimization: {zero}}}"),
+       "adapter: lora\nlora_target_linear: true" * adapts, {"strategy.offload": offload})
+      for zero, adapts, offload in ((_PARAMS, False, "none"), (_PARAMS, True, "params"),
+                                    (_PARAMS.replace("}}", _STATES), False, "all"))),
+    # TRL 1.16 makes all logits only to smooth labels.
+    *(("model_name_or_path: gpt2\n", line, {"train.loss_chunk_tokens": chunk})
+      for line, chunk in {
+        "loss_type: nll": None, "loss_type: chunked_nll": None, "label_smoothing_factor: 0.1": 0,
+        "use_peft: true\nlora_target_modules: [c_attn]": 256,
+        "label_smoothing_factor: 0.0\nuse_liger_kernel: true": None}.items()),
     (TRL, "", {"model.base_dtype": "float32"}),
     (TRL, "dtype: bfloat16", {"model.base_dtype": None}),
     (TRL, "bf16: false", {"model.base_dtype": None}),
@@ -294,31 +307,9 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
      {"launch.nproc_per_node": 1, "launch.device": "cpu", "precision": "fp32"}),
 ])  # fmt: skip
 def test_values_are_those_of_the_tools(tmp_path, base, lines, expected):
-    words = ["strategy=ddp"] * (base == TRL) + ["model=gpt2"] * ("base_model" not in base)
+    words = ["strategy=ddp"] * ("_or_path" in base) + ["model=gpt2"] * ("base_model" not in base)
     found = asked(written(tmp_path, f"{base}{lines}\n"), *words)
     assert {key: found.composed.config.value(key) for key in expected} == expected
-
-
-def test_reentrant_checkpoints_of_fsdp_1_are_reported(tmp_path):
-    lines = "gradient_checkpointing: true\ngradient_checkpointing_kwargs:\n  use_reentrant: "
-    for version, reentrant, keeps in ((1, "true", True), (1, "false", False), (2, "true", False)):
-        text = f"{AXOLOTL}adapter: lora\nlora_r: 8\nfsdp_version: {version}\n{lines}{reentrant}\n"
-        found = asked(written(tmp_path, text))
-        assert found.composed.config.engine.program == "transformers"
-        assert keeps == any("use_reentrant" in row.key for row in found.translation.excluded)
-
-
-@pytest.mark.parametrize(("lines", "chunk"), [
-    ("", None), ("loss_type: nll", None), ("loss_type: chunked_nll", None),
-    ("use_peft: true\nlora_target_modules: [c_attn]", 256), ("label_smoothing_factor: 0.1", 0),
-    ("label_smoothing_factor: 0.0\nuse_liger_kernel: true", None),
-])  # fmt: skip
-def test_trl_makes_all_logits_only_to_smooth_labels(tmp_path, lines, chunk):
-    file = written(tmp_path, f"model_name_or_path: gpt2\n{lines}\n")
-    found = asked(file, "strategy=ddp")
-    assert found.composed.config.train.loss_chunk_tokens == chunk
-    kept = asked(file, "strategy=ddp", "train.loss_chunk_tokens=512").composed.config
-    assert kept.train.loss_chunk_tokens == 512
 
 
 @pytest.mark.parametrize(("text", "targets"), [
@@ -338,36 +329,6 @@ def test_expressions_of_layers_become_names(tmp_path, tool, text, targets):
     found = read_others(written(tmp_path, f"{head}lora_target_modules: '{text}'\n"))
     assert found.settings.get("model.lora.targets") == targets
     assert any(name == "model.lora.targets" for name, _ in found.missing) == (targets is None)
-
-
-def test_an_expression_of_some_blocks_is_reported(tmp_path):
-    text = r"model\.layers\.[0-9]\.self_attn\.q_proj"
-    lines = f"{AXOLOTL}adapter: lora\nlora_target_modules: '{text}'\n"
-    found = read_others(written(tmp_path, lines))
-    assert found.settings["model.lora.targets"] == "[q_proj]"
-    assert [row.note for row in found.excluded] == [
-        "adapters are estimated on all blocks; the estimate is too high"
-    ]
-
-
-@pytest.mark.parametrize(("typed", "engine", "program"), [
-    ((), "fsdp2", "transformers_foreach"), (("engine.program=fsdpctl",), "fsdp2", "fsdpctl"),
-    (("engine=fsdpctl",), "fsdpctl", "fsdpctl"),
-])  # fmt: skip
-def test_torchs_default_optimizer_is_that_of_torchs_engines(tmp_path, typed, engine, program):
-    file = written(tmp_path, f"{AXOLOTL}optimizer: adamw_torch\n")
-    config = asked(file, *typed).composed.config
-    assert (config.engine.name, config.engine.program) == (engine, program)
-
-
-def test_what_other_tools_run_anyway_is_estimated(tmp_path):
-    """Longer samples than the model declares, and rows of a model that mixes their documents."""
-    lines = "sequence_len: 300000\nsample_packing: true\nlora_dropout: 0.1\n"
-    found = asked(written(tmp_path, AXOLOTL.replace("sequence_len: 512\n", "") + lines))
-    config = found.composed.config
-    assert (config.train.seq_len, config.model.max_seq_len) == (300000, 300000)
-    assert any("above the model's" in row.note for row in found.rows)
-    assert (config.data.packing, config.model.lora.rank) == (None, None)
 
 
 @pytest.mark.parametrize(("lines", "part"), [
@@ -445,26 +406,16 @@ def test_files_are_never_executed(tmp_path):
      set()),
     ("optimizer: muon", {"optimizer"}),
     ("optimizer: muon\ndeepspeed:\n  zero_optimization:\n    stage: 1", set()),
+    ("adapter: lora\nlora_target_modules: 'model\\.layers\\.[0-9]\\.self_attn\\.q_proj'",
+     {"lora_target_modules"}),
+    ("deepspeed:\n  zero_optimization:\n    stage: 3\n    offload_param:\n      device: cpu",
+     {"deepspeed.zero_optimization.offload_param.device"}),
+    *((f"adapter: lora\ngradient_checkpointing: true\nfsdp_version: {version}\n"
+       f"gradient_checkpointing_kwargs: {{use_reentrant: {reentrant}}}",
+       {"gradient_checkpointing_kwargs.use_reentrant"} if keeps else set())
+      for version, reentrant, keeps in ((1, "true", 1), (1, "false", 0), (2, "true", 0))),
 ])  # fmt: skip
 def test_what_estimates_leave_out(tmp_path, lines, left_out):
     found = asked(written(tmp_path, f"{AXOLOTL}{lines}\n"))
     assert {row.key for row in found.translation.excluded} == left_out
     assert found.translation.unrecognized == []
-
-
-def test_parameters_alone_are_estimated_on_the_device_if_all_are_trained(tmp_path):
-    """DeepSpeed can have the parameters on the host without the optimizer, and fsdpctl cannot."""
-    text = AXOLOTL.replace("fsdp: [full_shard]", "deepspeed: zero.json")
-    zero = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-    file = written(tmp_path, text)
-    for adapts in (False, True):
-        (tmp_path / "zero.json").write_text(json.dumps(zero))
-        file.write_text(text + "adapter: lora\nlora_r: 8\nlora_target_linear: true\n" * adapts)
-        found = asked(file)
-        assert found.composed.config.strategy.offload == ("params" if adapts else "none")
-        assert bool(found.translation.excluded) is not adapts
-    zero["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    (tmp_path / "zero.json").write_text(json.dumps(zero))
-    file.write_text(text)
-    assert asked(file).composed.config.strategy.offload == "all"
-    assert asked(file, "optimizer=adamw").composed.config.strategy.offload == "none"
