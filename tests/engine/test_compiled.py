@@ -15,10 +15,11 @@ from fsdpctl.engine.blocks import checkpoint_blocks, compile_block
 from fsdpctl.models.lora import choose_trained
 from fsdpctl.models.row_documents import make_documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from tests.distributed import distributed, in_turn
+from tests.distributed import distributed
+from tests.matrix import fast
 from tests.models.decoders import drawn
 
-BLOCKS = 12  # more than the graphs that Dynamo makes of one function
+BLOCKS, LIMIT = 5, 3  # more than the graphs that Dynamo makes of one function
 TINY = [
     f"model.num_layers={BLOCKS}", "model.hidden_size=16", "model.intermediate_size=24",
     "model.num_heads=2", "model.num_kv_heads=2", "model.vocab_size=32",
@@ -108,7 +109,8 @@ def graphs(make: Callable[[], nn.Module], run: Callable[..., None], wrap: Wrap) 
         model = wrap(make())
     for step in range(4):
         model.train(step < 3)
-        with torch.set_grad_enabled(step < 3):
+        limited = torch._dynamo.config.patch(recompile_limit=LIMIT)
+        with limited, torch.set_grad_enabled(step < 3):
             run(model, step)
         found.append((counters["stats"]["unique_graphs"], calls))
     return found
@@ -123,8 +125,8 @@ def check(
     assert BLOCKS <= plain[0][1] < plain[1][1] < plain[2][1] < plain[3][1]
 
 
+@pytest.mark.parametrize("mode", fast("none", slow=["full", "offload"]))
 @distributed(world_size=2)
-@in_turn(mode=["none", "offload"])
 def test_sharded_blocks_stay_compiled(rank: int, world_size: int, mode: str) -> None:
     check(partial(small, mode), run_small, "full_shard")
 
