@@ -28,17 +28,11 @@ class Gathering:
     arrived: torch.cuda.Event | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class Handle:
-    """A collective in flight. `wait()` returns its result and may be called once."""
+    """A collective in flight."""
 
-    __slots__ = ("_finish",)
-
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish = finish
-
-    def wait(self) -> Tensor:
-        """Return the result, safe to use on the current stream."""
-        return self._finish()
+    wait: Callable[[], Tensor]  # returns the result for the current stream; to be called once
 
 
 class Reduction(Protocol):
@@ -167,8 +161,7 @@ class AsyncHostCopy:
         """Return the values. May wait for the device."""
         if self._ready is not None:
             self._ready.synchronize()
-        found: list[float] = self._values.tolist()
-        return found
+        return self._values.tolist()
 
 
 def raised(ranks: Collectives, flags: Sequence[bool], device: torch.device) -> AsyncHostCopy:

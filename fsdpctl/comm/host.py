@@ -28,6 +28,7 @@ from fsdpctl.plan.step import pinned_groups
 
 T = TypeVar("T")
 Moment: TypeAlias = torch.cuda.Event | None  # of a stream; None: of a CPU, which has passed it
+_Jobs: TypeAlias = "queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]"
 _JOIN_SECONDS = 60.0  # for which the end of the process waits for a job in progress
 
 
@@ -51,11 +52,7 @@ class Job:
         self._done.set()
 
     def wait(self) -> None:
-        """Wait until the current stream can use the results.
-
-        Raises:
-            EngineError: If the job failed.
-        """
+        """Wait until the current stream can use the results; EngineError if the job failed."""
         self._done.wait()
         if self._error is not None:
             if isinstance(self._error, FsdpctlError):
@@ -87,7 +84,6 @@ class Copier:
     def copy(
         self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None, after: Moment
     ) -> Moment:
-        """Start a copy on a stream after a moment; return its end."""
         if stream is None:
             target.copy_(source)
             return None
@@ -95,8 +91,7 @@ class Copier:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            end: torch.cuda.Event = stream.record_event()
-            return end
+            return stream.record_event()  # type: ignore[no-any-return]  # torch's
 
     def settle(self) -> None:
         """Have the host wait for all copies to the device."""
@@ -109,7 +104,7 @@ class HostWorker:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._queue: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: _Jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None]) -> Job:
@@ -133,9 +128,7 @@ class HostWorker:
         return self.call(lambda: torch.empty(numel, dtype=dtype, pin_memory=pinned and on_cuda))
 
 
-def _work(
-    jobs: "queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]", device: torch.device
-) -> None:
+def _work(jobs: _Jobs, device: torch.device) -> None:
     on_device: AbstractContextManager[object] = nullcontext()
     if device.type == "cuda":
         on_device = torch.cuda.device(device)
@@ -154,9 +147,7 @@ def _work(
             job.end(error=error)
 
 
-def _end(
-    jobs: "queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]", thread: threading.Thread
-) -> None:
+def _end(jobs: _Jobs, thread: threading.Thread) -> None:
     jobs.put(None)
     if threading.current_thread() is not thread:
         thread.join(_JOIN_SECONDS)
@@ -210,7 +201,6 @@ class HostSlots:
         self.nbytes = 0  # allocated, used or not
 
     def take(self, number: int, nbytes: int) -> Tensor:
-        """Return memory for the input with this number in its forward."""
         for index, slot in enumerate(self._free):
             if slot.numel() >= nbytes:
                 return self._free.pop(index)
@@ -297,11 +287,7 @@ class SentInput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let go of the tensor once it is on the host.
-
-        Raises:
-            EngineError: If the block's forward has written to it.
-        """
+        """Let go of the tensor on its way to the host; ModuleError if the forward wrote to it."""
         given, self.tensor = self.tensor, None
         version, self._version = self._version, None
         wait_for(self._left)

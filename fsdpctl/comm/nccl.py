@@ -37,11 +37,7 @@ class NcclCollectives(ProcessGroupCollectives):
         groups: Sequence[Sequence[int]] | None = None,
         purpose: str = "gather",
     ) -> None:
-        """Join this rank's group; see `ProcessGroupCollectives`.
-
-        Raises:
-            EngineError: If `device` is not the current one, whose streams are waited for.
-        """
+        """Join this rank's group; EngineError if `device` is not the current one."""
         current = torch.cuda.current_device()
         if device.index not in (None, current):
             raise EngineError(
@@ -114,10 +110,8 @@ class NcclCollectives(ProcessGroupCollectives):
     ) -> tuple[Handle, Handle]:
         """Run a reduction's `finish` on the reduce stream, then start `follow` with its result.
 
-        The compute stream waits for neither.
-
-        Returns:
-            A handle that is done once the given gradients have been read, and that of `follow`.
+        The compute stream waits for neither. Returns a handle that is done once the given gradients
+        have been read, and that of `follow`.
         """
         self.reduce_stream.wait_stream(torch.cuda.current_stream())  # earlier uses of `out`
         with torch.cuda.stream(self.reduce_stream):

@@ -18,8 +18,7 @@ _Collective = Callable[..., dist.Work]
 
 def _renamed(name: str, before: str) -> _Collective:
     """Return a function that torch 2.13 renamed; its old name warns there."""
-    found: _Collective = getattr(dist, name, None) or getattr(dist, before)
-    return found
+    return getattr(dist, name, None) or getattr(dist, before)  # type: ignore[no-any-return]
 
 
 all_gather_single = _renamed("all_gather_single", "all_gather_into_tensor")
@@ -84,11 +83,8 @@ class ProcessGroupCollectives(Collectives):
 def exchange(value: T, group: dist.ProcessGroup) -> list[T]:
     """Return the values of all ranks in rank order; unlike torch's function, nothing is unpickled.
 
-    All have one type: plain values or dataclasses of them. Tuples and other containers within them
-    arrive as lists.
-
-    Raises:
-        msgspec.ValidationError: If a rank sent another type.
+    All have one type, else msgspec raises: plain values or dataclasses of them. Tuples and other
+    containers within them arrive as lists.
     """
     device = dist.distributed_c10d._get_object_coll_device(group)  # the one that torch's uses
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)

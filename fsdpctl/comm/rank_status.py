@@ -95,7 +95,6 @@ class HostPages:
     """The pages of all ranks of this host, for a watchdog. The file itself may be removed."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file that `make_status_file` has created."""
         self._pages = _mapped(path)
 
     def statuses(self) -> list[RankStatus]:

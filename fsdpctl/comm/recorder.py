@@ -17,12 +17,12 @@ class Recorded:
     pending: str = ""  # the last one that is not completed
 
 
+@dataclass(slots=True)
 class OwnRecord:
     """The collectives over shared memory, and the one waited for, as torch does not record them."""
 
-    def __init__(self) -> None:
-        self.count = 0  # over shared memory
-        self.pending = ""
+    count: int = 0  # over shared memory
+    pending: str = ""
 
 
 OWN = OwnRecord()  # of this process

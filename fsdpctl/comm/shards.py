@@ -228,11 +228,7 @@ def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:
 
 
 def require_sharded(model: object, call: str) -> None:
-    """Check that `call` was given a sharded model.
-
-    Raises:
-        UsageError: If `model` is something else.
-    """
+    """Check that `call` was given a sharded model; UsageError otherwise."""
     if not hasattr(model, "flat_shards"):
         raise UsageError(
             f"{call}: expected the model that shard_model returned, got a {type(model).__name__}; "
@@ -276,10 +272,9 @@ def as_integers(values: Tensor) -> Tensor:
 def compare_replicas(
     world: Collectives, place: int, checksums: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Compare the replicas of parameters by `checksums`; ranks with an equal `place` are replicas.
+    """Compare parameters by `checksums` with those of ranks with an equal `place`.
 
-    Raises:
-        EngineError: If a parameter differs; the message names it and the rank.
+    EngineError names a parameter that differs, and the rank.
     """
     places = world.gather_objects(place)
     answers = world.gather_objects(dict(checksums))

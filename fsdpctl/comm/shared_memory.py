@@ -55,11 +55,7 @@ class SharedCollectives(GlooCollectives):
     transport = Transport.SHARED
 
     def __init__(self) -> None:
-        """Share memory with all ranks. Collective.
-
-        Raises:
-            NotShared: On every rank, if they cannot.
-        """
+        """Share memory with all ranks, or raise NotShared on all of them. Collective."""
         super().__init__()
         timeout = self.gather_group._get_backend(torch.device("cpu")).options._timeout
         self.memory = SharedMemory(self.gather_objects, self.rank, timeout.total_seconds())
@@ -77,11 +73,7 @@ class SharedCollectives(GlooCollectives):
         self._wait_for(_MET, self._num_met, "the call that writes parameters")()
 
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return shared bytes of zeros of each size. Collective.
-
-        Raises:
-            EngineError: On every rank, if the system does not provide them.
-        """
+        """Return zeros of each size in bytes, or raise EngineError on all ranks. Collective."""
         try:
             return self.memory.allocate(sizes)
         except NotShared as error:
@@ -181,11 +173,7 @@ class SharedMemory:
     """Memory of a group of ranks on one machine."""
 
     def __init__(self, exchange: Exchange, rank: int, timeout: float) -> None:
-        """Map the counters of all ranks. Collective.
-
-        Raises:
-            NotShared: On every rank, if the ranks cannot share memory.
-        """
+        """Map the counters of all ranks, or raise NotShared on all of them. Collective."""
         self.rank = rank
         self._exchange = exchange
         self._timeout = timeout
@@ -222,11 +210,7 @@ class SharedMemory:
         return len(self._pids)
 
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return shared memory of zeros for each of the sizes in bytes, as uint8. Collective.
-
-        Raises:
-            NotShared: On every rank, if that is not possible.
-        """
+        """Return zeros of each size in bytes, or raise NotShared on all ranks. Collective."""
         starts = list(accumulate((-(-size // _PAGE) * _PAGE for size in sizes), initial=0))
         total = max(starts[-1], _PAGE)
         own, error = -1, ""
@@ -275,8 +259,7 @@ class SharedMemory:
     def wait(self, kind: int, count: int, what: str) -> None:
         """Wait until a counter of every rank has reached `count`.
 
-        Raises:
-            EngineError: If a rank has ended, or after the time that ranks may wait.
+        EngineError if a rank has ended, or after the time that ranks may wait.
         """
         OWN.pending = f"{what} over shared memory"
         began = 0.0

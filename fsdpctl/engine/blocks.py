@@ -57,7 +57,6 @@ class _SelectivePolicy:
     def __call__(
         self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
-        """Return whether the output of one operator is saved."""
         if op in self._products:
             self._counts[context.is_recompute] += 1
             keeps = self._counts[context.is_recompute] % 2 == 1
@@ -156,9 +155,10 @@ class _BuffersBefore:
             buffers[key] = after
 
 
-def _with_buffers(block: nn.Module, contexts: Callable[[], Any]) -> tuple[Any, Any]:
+def _recomputed_in(outer: Callable[[], Any], contexts: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return the contexts of a forward, and of its recomputation within another one."""
     forward, recomputation = contexts()
-    return forward, _Both(_BuffersBefore(block), recomputation)
+    return forward, _Both(outer(), recomputation)
 
 
 def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def _sent_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
             args = tuple(sent if each is given else each for each in args)
             kwargs = {name: sent if each is given else each for name, each in kwargs.items()}
             run = partial(checkpoint, _forward_with_sent, use_reentrant=False)
-            within = partial(_fetched_in, contexts, sent)
+            within = partial(_recomputed_in, lambda: sent, contexts)
             # By the device of its tensors, checkpointing keeps the state of random numbers.
             like = torch.empty(0, device=given.device)
             return run(like, block, *args, context_fn=within, **kwargs)
@@ -201,11 +201,6 @@ def _is_saved(given: Tensor, block: nn.Module) -> bool:
     if not torch.is_grad_enabled() or given.is_inference() or not given.is_contiguous():
         return False
     return given.requires_grad or any(each.requires_grad for each in block.parameters())
-
-
-def _fetched_in(contexts: Callable[[], Any], sent: SentInput) -> tuple[Any, Any]:
-    forward, recomputation = contexts()
-    return forward, _Both(sent, recomputation)
 
 
 def _forward_with_sent(_: Tensor, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +229,7 @@ def checkpoint_block(
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
     contexts = _CONTEXTS[mode][_has_experts(block)]
     if keeps_buffers and any(each._buffers for each in block.modules()):
-        contexts = partial(_with_buffers, block, contexts)
+        contexts = partial(_recomputed_in, partial(_BuffersBefore, block), contexts)
         vars(block)["_is_compiled_within"] = True
     if send is not None:
         vars(block).update(_send=send, _is_compiled_within=True)
@@ -274,15 +269,14 @@ def prepare_blocks(module: nn.Module, config: Config) -> None:
 def chunk_feed_forward(module: nn.Module, tokens: int) -> None:
     """Make the blocks of `module` run feed-forward layers on `tokens` tokens at a time; 0: on all.
 
-    Backward recomputes a chunk at a time.
-
-    Raises:
-        UsageError: If a block has no such layer, or has experts, whose tokens come from a router.
+    Backward recomputes a chunk at a time. UsageError if a block has no such layer, or has experts,
+    whose tokens come from a router.
     """
     for block_name in block_names(module) if tokens else ():
         block = module.get_submodule(block_name)
         layer = getattr(block, "feed_forward", None) or getattr(block, "mlp", None)
-        if layer is None or _has_experts(layer) or _takes_more(layer):
+        takes_one = layer is not None and len(inspect.signature(layer.forward).parameters) == 1
+        if layer is None or not takes_one or _has_experts(layer):
             raise UsageError(
                 f"train.mlp_chunk_tokens={tokens}: {block_name} has no feed-forward layer that "
                 "runs token by token"
@@ -296,10 +290,6 @@ def _in_chunks(plain: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Ten
         return plain(x)
     parts = [checkpoint(plain, part, use_reentrant=False) for part in flat.split(tokens)]
     return torch.cat(parts).view_as(x)
-
-
-def _takes_more(layer: nn.Module) -> bool:
-    return len(inspect.signature(layer.forward).parameters) != 1
 
 
 def _has_experts(block: nn.Module) -> bool:

@@ -110,11 +110,10 @@ class _Builder:
             unit, layout, master, held=rest.held, owned=owned, written=written, num_owners=owners
         )
         if rest.dtypes.has_remainder:
-            numel, device = rest.held.numel, self.source.device
             if self.host is not None:
-                remainder = self.host.remainder(numel)
+                remainder = self.host.remainder(rest.held.numel)
             else:
-                remainder = torch.zeros(numel, dtype=torch.int8, device=device)
+                remainder = torch.zeros(rest.held.numel, dtype=torch.int8, device=whole.device)
             shard.add_remainder(remainder, torch_dtype(rest.dtypes.gradient))
         if not self.source.is_empty:
             _fill(shard, resting, self.initial_values(layout))
@@ -161,7 +160,7 @@ class _Builder:
         if self.host is not None:
             self.host.settle()
         if self.host_params is not None:
-            self.host_params.settle()
+            self.host_params.copier.settle()
 
     def initial_values(self, layout: FlatLayout) -> Tensor:
         """Return the full flat buffer with all bits of masters; valid until the next call."""
@@ -236,11 +235,7 @@ def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: Source)
 def _on_host(
     plan: StepPlan, mesh: Mesh, device: torch.device
 ) -> tuple[HostStates | None, HostParams | None]:
-    """Allocate host memory for what is there.
-
-    Raises:
-        UsageError: If the strategy or other arguments do not allow it.
-    """
+    """Allocate host memory for what is there; UsageError if the arguments do not allow it."""
     offload = plan.offload
     if not offload:
         return None, None

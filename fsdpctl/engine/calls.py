@@ -204,11 +204,7 @@ class Calls:
         return Call(self.running, self._number)
 
     def begin(self, call: Call) -> None:
-        """Record that the running backward has reached `call`.
-
-        Raises:
-            EngineError: If autograd did not report the call's forward when the backward began.
-        """
+        """Record that backward has reached `call`; ModuleError if autograd did not report it."""
         if not call.forward.takes_part:
             raise ModuleError(
                 "backward reached a forward that was not part of it when it began, so units may "
@@ -254,10 +250,7 @@ def agree_on_forwards(
     """Return which forwards take part in a backward on any rank. Collective.
 
     Here those in `takes_part` do; empty: unknown. `same_under` is the strategy, if it requires all
-    ranks to go through the same ones.
-
-    Raises:
-        EngineError: If the ranks go through different forwards, and would gather different units.
+    ranks to go through the same ones: others would gather different units, a ModuleError.
     """
     found = collectives.gather_objects(list(takes_part))
     if not all(found):

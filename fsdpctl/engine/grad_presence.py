@@ -62,7 +62,6 @@ class GradPresence:
         return frozenset(name for name, count in pairs if not count)
 
     def _own(self) -> Tensor:
-        """Return this rank's presence bits and fingerprint."""
         runtime = self._runtime
         fingerprint = float(runtime.fingerprint)
         if runtime.has_all_gradients:
@@ -93,11 +92,7 @@ class GradPresence:
         self._unchecked = expected, found, torch.cuda.current_stream().record_event()
 
     def settle(self) -> None:
-        """Complete the last comparison, before anything permanent is done.
-
-        Raises:
-            EngineError: If the ranks did not gather the same units in the same order.
-        """
+        """Complete the last comparison, before anything permanent is done; see `_check`."""
         if self._unchecked is not None:
             (before, found, arrived), self._unchecked = self._unchecked, None
             arrived.synchronize()

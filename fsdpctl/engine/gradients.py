@@ -90,7 +90,8 @@ class GradientReducer:
                 if combines_at_once:
                     self._combining.append(queue[-1])
             case EventKind.COMBINED:
-                self._finish_combining(self._combining.popleft())
+                self._add_gradients(self._combining[0])
+                self.ledger.note(EventKind.COMBINED, self._combining.popleft().unit.name)
 
     def abandon(self) -> None:
         """Drop all gradients, also those in flight, after a backward that failed."""
@@ -247,10 +248,6 @@ class GradientReducer:
 
         return Handle(finish)
 
-    def _finish_combining(self, started: _InFlight) -> None:
-        self._add_gradients(started)
-        self.ledger.note(EventKind.COMBINED, started.unit.name)
-
     def _add_gradients(self, started: _InFlight) -> None:
         """Add complete means to this rank's gradients, which the host may get."""
         for flat in started.flats:
@@ -267,9 +264,8 @@ class GradientReducer:
         flat.mean = None
         if shard.grad is None:
             if share is not None:
-                shard.grad = torch.zeros_like(
-                    shard.param, dtype=shard.grad_dtype, device=shard.device
-                )
+                dtype, device = shard.grad_dtype, shard.device
+                shard.grad = torch.zeros_like(shard.param, dtype=dtype, device=device)
             elif shard.layout.shares > 1:
                 gradient = gradient.clone()  # so that the rest of its memory can be freed
                 shard.grad = gradient

@@ -42,8 +42,7 @@ def _leaves(value: object) -> list[object]:
         return [value]
     if type(value) is tuple and all(isinstance(each, Tensor) for each in value):
         return list(value)
-    leaves: list[object] = tree_leaves(value)
-    return leaves
+    return tree_leaves(value)
 
 
 class _Inputs:

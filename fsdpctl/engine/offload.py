@@ -31,7 +31,7 @@ class Ring:
         if nbytes:
             slab = worker.allocate(HOST_BUFFERS * nbytes, torch.uint8, pinned=True)
             self._slots = list(slab.split(nbytes))
-        self._busy: list[Moment] = [None] * HOST_BUFFERS
+        self.busy: list[Moment] = [None] * HOST_BUFFERS  # until when each is used
         self._next = 0
 
     @property
@@ -42,14 +42,10 @@ class Ring:
         """Return the number of the next buffer and a window of it, once the device has read it."""
         number = self._next
         self._next = (number + 1) % HOST_BUFFERS
-        event, self._busy[number] = self._busy[number], None
+        event, self.busy[number] = self.busy[number], None
         if event is not None:
             event.synchronize()
         return number, self._slots[number][: numel * dtype.itemsize].view(dtype)
-
-    def use(self, number: int, until: Moment) -> None:
-        """Keep a buffer until the device has passed an event."""
-        self._busy[number] = until
 
 
 class HostGradients:
@@ -166,11 +162,7 @@ class HostStates:
         return HostGradients(self._copier, place)
 
     def settle(self) -> None:
-        """Wait until master weights are what the last step makes of them.
-
-        Raises:
-            EngineError: If the step failed; the weights are then not those of any step.
-        """
+        """Wait until masters are what the last step makes of them; EngineError if it failed."""
         for job in self._jobs:
             job.wait()
 
@@ -208,12 +200,11 @@ class HostStates:
         if after is not None and any(each.buffer.rests_on_host for each in steps):
             after.synchronize()  # copies of the parameters may read what the step writes
         fetched = self._fetched(steps, after)
-        on_host = HostScalars(
-            *(
-                None if value is None else self._fetch_scalar(number, value, after)
-                for number, value in enumerate(scalars)
-            )
+        found = (
+            None if value is None else self._fetch_scalar(number, value, after)
+            for number, value in enumerate(scalars)
         )
+        on_host = HostScalars(*found)
         for step, gradient in zip(steps, fetched, strict=True):
             ready = None
             if gradient is not None and gradient.numel():
@@ -272,7 +263,7 @@ class HostStates:
             return None
         ready = self._copier.up(sent, cast, after)
         if cast is not master:
-            self._cast.use(number, ready)
+            self._cast.busy[number] = ready
         return ready
 
 

@@ -68,8 +68,7 @@ def _sharded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def _plain(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    plain: type[nn.Parameter] = kind.__bases__[1]
-    return plain
+    return kind.__bases__[1]
 
 
 def mark_sharded(param: nn.Parameter, has_gradient: Callable[[], bool], rest: Tensor) -> None:
@@ -110,8 +109,7 @@ def is_at_rest(param: Tensor) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage; a fake tensor has no address."""
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # torch's
 
 
 class ShardedParameters:
@@ -130,7 +128,6 @@ class ShardedParameters:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def remember(self, module: nn.Module, *, gathers: bool) -> None:
-        """Record the places of the parameters in `module`."""
         self._places = [
             (name, owner._parameters, key, param)
             for name, owner, key, param in all_named_parameters(module)
@@ -138,12 +135,9 @@ class ShardedParameters:
         self._modules = [(n, each) for n, each in module.named_modules() if gathers]
 
     def check(self) -> None:
-        """Check what must not change after sharding.
+        """Check what must not change after sharding; EngineError names it.
 
-        Raises:
-            EngineError: If a parameter was replaced, its `requires_grad` changed, a module was
-                compiled with its hooks, or another CUDA stream is current. Autograd brings
-                gradients on the stream of sharding, with which another one would race.
+        Autograd brings gradients on the stream of sharding, with which another one would race.
         """
         for name, params, key, param in self._places:
             if params.get(key) is not param:
@@ -173,11 +167,7 @@ class ShardedParameters:
             )
 
     def check_gradients(self) -> None:
-        """Check that a reduction has taken all gradients.
-
-        Raises:
-            EngineError: If a gradient is left at its parameter.
-        """
+        """Check that a reduction has taken all gradients; ModuleError if one is left."""
         for unit, param in self._trained:
             if arrived_gradient(param) is not None:
                 raise ModuleError(

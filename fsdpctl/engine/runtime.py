@@ -110,10 +110,6 @@ class ParamSync:
         self._uncalled.discard(name)
         self.wait(name)
 
-    def begin_gather(self, name: str) -> None:
-        """Wait for a unit that is about to be gathered."""
-        self.wait(name)
-
     def wait(self, *names: str) -> None:
         for name in names if self._arriving else ():
             for handle in self._arriving.pop(name, ()):
@@ -194,7 +190,7 @@ class Runtime:
                     self.reducer.do(event)
 
     def _gather(self, unit: ShardedUnit) -> None:
-        self.param_sync.begin_gather(unit.name)
+        self.param_sync.wait(unit.name)
         if not unit.slot.resident:
             self.ledger.allocate(Buffer.PARAMS, unit.slot.name, 0, unit.slot.nbytes)
         with self.ledger.ranges.around("gather", unit.name):

@@ -27,12 +27,7 @@ T = TypeVar("T")
 
 
 def check_module(module: nn.Module, *, needs_values: bool) -> None:
-    """Check that a module can be sharded.
-
-    Raises:
-        UsageError: If it is something else.
-        ModuleError: If a parameter or buffer has no values, or is not a real number.
-    """
+    """Check that a module can be sharded; UsageError or ModuleError says why not."""
     if not isinstance(module, nn.Module):
         what = type(module).__name__
         if isinstance(module, type):
@@ -177,11 +172,8 @@ def agreed(
 ) -> T:
     """Return the result of `make()`, if it is the same on every rank. Collective.
 
-    `describe` returns what must be equal, part by part.
-
-    Raises:
-        Exception: If `make()` raised it on this rank.
-        EngineError: If `make()` failed on another rank, or returned something else there.
+    `describe` returns what must be equal, part by part. Raises what `make()` raised on this rank;
+    EngineError if it failed on another rank, or returned something else there.
     """
     made: T | None = None
     parts: tuple[str, ...] = ()

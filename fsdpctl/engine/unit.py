@@ -78,7 +78,7 @@ class HostParams:
 
     def __init__(self, worker: HostWorker, parts: Iterable[tuple[int, Dtype]]) -> None:
         """Allocate memory for `parts`: elements and dtype of each."""
-        self._copier = Copier(worker.device)
+        self.copier = Copier(worker.device)
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.nbytes = 0
         for (numel, name), count in Counter(parts).items():
@@ -89,15 +89,12 @@ class HostParams:
                 found += slab.view(together, numel)
                 self.nbytes += slab.nbytes
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._free[numel, dtype].pop() if numel else torch.empty(0, dtype=dtype)
-
     def send(self, target: Tensor, part: Tensor) -> Moment:
         """Start to copy a part to the device, once earlier work there is done."""
-        return self._copier.up(target, part)
+        return self.copier.up(target, part)
 
-    def settle(self) -> None:
-        self._copier.settle()
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._free[numel, dtype].pop() if numel else torch.empty(0, dtype=dtype)
 
 
 class ShardedUnit:
@@ -123,7 +120,6 @@ class ShardedUnit:
             )
 
     def unshard(self) -> None:
-        """Let the parameters read the slot, once it has their values."""
         self._wait()
         for buffer in self.buffers:
             buffer.point_to_slot()
@@ -131,7 +127,6 @@ class ShardedUnit:
         self._set_version(self._version)
 
     def release(self) -> None:
-        """Free the slot and keep only this rank's part."""
         self._wait()
         for buffer in self.buffers:
             buffer.point_to_rest()

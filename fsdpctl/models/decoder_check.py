@@ -54,12 +54,9 @@ class Found(NamedTuple):
 
 
 def with_decoder(config: C) -> tuple[C, tuple[str, ...]]:
-    """Return the configuration with what the decoder supports of attention and `data.packing`.
+    """Return the configuration with the attention and `data.packing` that suit, and messages.
 
-    Returns it with messages to print.
-
-    Raises:
-        UsageError: If the model sees later tokens, or documents would be mixed.
+    UsageError if the model sees later tokens, or documents would be mixed.
     """
     found, family = check_decoder(config.model), family_of(config.model)
     config, notes = replace(config, model=with_attention(config.model)), list[str]()

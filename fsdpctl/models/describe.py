@@ -16,8 +16,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def describe_module(module: nn.Module) -> ModuleSpec:

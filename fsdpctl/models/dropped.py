@@ -57,8 +57,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, seed: Tensor, dropout: float) -> Tensor:
         ctx.save_for_backward(x, weight, seed)
         ctx.dropout = dropout
-        out: Tensor = _FORWARD(x, weight, seed, dropout)
-        return out
+        return _FORWARD(x, weight, seed, dropout)  # type: ignore[no-any-return]  # torch's
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -70,5 +69,4 @@ class _Product(torch.autograd.Function):
 def dropped_linear(x: Tensor, weight: Tensor, dropout: float) -> Tensor:
     """Return `weight` times dropout of `x`, of shape (..., out), for `x` of shape (..., in)."""
     seed = torch.empty((), dtype=torch.int64, device="cpu").random_()
-    out: Tensor = _Product.apply(x, weight, seed, dropout)  # type: ignore[no-untyped-call]  # torch's
-    return out
+    return _Product.apply(x, weight, seed, dropout)  # type: ignore[no-any-return,no-untyped-call]  # torch's

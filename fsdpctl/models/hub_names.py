@@ -111,14 +111,9 @@ class _Renames:
 
 def first_names(module: nn.Module) -> dict[str, str]:
     """Return the name under which a tied parameter is known, by its other names."""
-    known: dict[int, str] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        known.setdefault(id(param), name)
-    return {
-        name: known[id(param)]
-        for name, param in module.named_parameters(remove_duplicate=False)
-        if known[id(param)] != name
-    }
+    first = {id(param): name for name, param in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(param)] for name, param in every if first[id(param)] != name}
 
 
 def _in_order(name: str, by_pattern: Mapping[str, list[str]], renames: _Renames) -> list[str]:

@@ -66,8 +66,7 @@ def _activate(kernel: str) -> Callable[[], object]:
         attention.activate_flash_attention_impl(_IMPLEMENTATIONS[kernel])
     except (ImportError, RuntimeError, ValueError) as error:
         raise UsageError(f"model.attention={kernel}: not available: {error}") from None
-    undo: Callable[[], object] = getattr(attention, "restore_flash_attention_impl", lambda: None)
-    return undo
+    return getattr(attention, "restore_flash_attention_impl", lambda: None)
 
 
 @contextmanager

@@ -60,7 +60,6 @@ class Packing(ABC):
         return groups * self.group_bytes + bool(blocks) * (self._constants + blocks * self._block)
 
     def empty(self, numel: int, device: torch.device) -> nn.Parameter:
-        """Return an uninitialized parameter of `numel` packed weights."""
         packed = torch.empty(self.packed_bytes(numel), dtype=torch.uint8, device=device)
         return nn.Parameter(packed, requires_grad=False)
 
@@ -222,8 +221,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, *about: Any) -> Tensor:
         ctx.save_for_backward(packed)
         ctx.about = about
-        out: Tensor = _FORWARD(x, packed, bias, *about)
-        return out
+        return _FORWARD(x, packed, bias, *about)  # type: ignore[no-any-return]  # torch's
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -265,8 +263,7 @@ class FrozenLinear(PackedWeights):
         if self.packing is None:
             return F.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
         about = ([self.rows, self.columns], self.is_transposed, self.packing.name)
-        out: Tensor = _Product.apply(x, self.weight, self.bias, *about)  # type: ignore[no-untyped-call]  # torch's
-        return out
+        return _Product.apply(x, self.weight, self.bias, *about)  # type: ignore[no-any-return,no-untyped-call]  # torch's
 
 
 class Projection(nn.Linear):

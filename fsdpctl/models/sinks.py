@@ -90,13 +90,11 @@ def attend_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bias: Tensor | None, scale: float
 ) -> Tensor:
     """Attend with a sink for each head, (heads,), on the CPU; see `_OnCpu`."""
-    out: Tensor = _OnCpu.apply(q, k, v, sinks, bias, scale)  # type: ignore[no-untyped-call]  # torch's
-    return out
+    return _OnCpu.apply(q, k, v, sinks, bias, scale)  # type: ignore[no-any-return,no-untyped-call]  # torch's
 
 
 def attend_to_sequences(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, offsets: Tensor, about: About
 ) -> Tensor:
     """Attend with a sink for each head, (heads,), on CUDA; see `_OfSequences`."""
-    out: Tensor = _OfSequences.apply(q, k, v, sinks, offsets, about)  # type: ignore[no-untyped-call]  # torch's
-    return out
+    return _OfSequences.apply(q, k, v, sinks, offsets, about)  # type: ignore[no-any-return,no-untyped-call]  # torch's

@@ -73,8 +73,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, packed: Tensor, ends: Tensor, *about: Any) -> Tensor:
         ctx.save_for_backward(packed, ends)
         ctx.about = about
-        out: Tensor = _FORWARD(x, packed, ends, *about)
-        return out
+        return _FORWARD(x, packed, ends, *about)  # type: ignore[no-any-return]  # torch's
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -185,8 +184,7 @@ def adopt(experts: Any) -> StackedExperts:
         experts.__class__ = _adopted(kind)
         experts.shapes, experts.packing, experts.scale = shapes, None, 1.0
         experts.expert_adapters = nn.ModuleDict()
-    adopted: StackedExperts = experts
-    return adopted
+    return experts  # type: ignore[no-any-return]  # its class was replaced
 
 
 def pack(name: str, experts: Any, packing: Packing) -> None:

@@ -36,7 +36,15 @@ _KINDS = {
     frozenset({"causal_mask_function", "sliding_window_overlay"}): "window",
     frozenset({"causal_mask_function", "chunked_overlay"}): "chunk",
 }
-_running = threading.local()
+
+
+class _Running(threading.local):
+    """The forward that runs in this thread."""
+
+    documents: Documents | None = None
+
+
+_running = _Running()
 
 
 @dataclass(slots=True)
@@ -67,7 +75,6 @@ class TransformersAttention:
     """The attention of a model: ours if its code uses transformers' interface, or its own."""
 
     def __init__(self, model: Any) -> None:
-        """Take over attention of `model`, a PreTrainedModel."""
         _register()
         modules = list(model.modules())
         files = {sys.modules[type(each).__module__] for each in modules}
@@ -107,11 +114,6 @@ def _register() -> None:
         AttentionMaskInterface.register(name, partial(_apart, plain))
 
 
-def _documents() -> Documents | None:
-    found: Documents | None = getattr(_running, "documents", None)
-    return found
-
-
 def _sight(
     *,
     q_length: int,
@@ -120,7 +122,7 @@ def _sight(
     local_size: int | None = None,
     **about: Any,
 ) -> _Sight:
-    documents = _documents()
+    documents = _running.documents
     kind = _KINDS.get(frozenset(_parts(mask_function)))
     if kind is None or q_length != kv_length:
         from transformers.masking_utils import sdpa_mask
@@ -167,7 +169,7 @@ def _apart(
     plain: Callable[..., Any], *args: Any, mask_function: Callable[..., Any], **about: Any
 ) -> Any:
     """Return a mask of all pairs of tokens without those of two documents."""
-    documents = _documents()
+    documents = _running.documents
     if documents is None or (documents.are_rows and documents.context is None):
         return plain(*args, mask_function=mask_function, **about)
     if documents.context is not None:
@@ -217,7 +219,7 @@ def _rotations(
     module: Any = forward.__self__  # type: ignore[attr-defined]  # a method
     for name in [each for each in vars(module) if each.endswith("max_seq_len_cached")]:
         setattr(module, name, 0)  # an earlier forward may have been longer
-    documents = _documents()
+    documents = _running.documents
     if documents is None:
         return forward(x, position_ids, *args, **about)
     short = _short_positions(module)

@@ -226,12 +226,10 @@ class TransformersDecoder(nn.Module):
         return self
 
     def get_input_embeddings(self) -> nn.Module:
-        found: nn.Module = self.transformers_model.get_input_embeddings()
-        return found
+        return self.transformers_model.get_input_embeddings()  # type: ignore[no-any-return]
 
     def get_output_embeddings(self) -> OwnHead:
-        found: OwnHead = getattr(self, self._head)
-        return found
+        return getattr(self, self._head)  # type: ignore[no-any-return]
 
     def full_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of transformers' own forward, of all tokens at once."""
@@ -297,8 +295,7 @@ class TransformersDecoder(nn.Module):
         mask = (data | ~data.any()).long()  # without tokens the mean would not be a number
         head = self.get_output_embeddings()
         settings = {"output_router_logits": True, "attention_mask": mask}
-        found = head.run(hidden[:, -1:], outputs, **settings).aux_loss
-        return factor * found  # type: ignore[no-any-return]  # transformers'
+        return factor * head.run(hidden[:, -1:], outputs, **settings).aux_loss  # type: ignore[no-any-return]  # transformers'
 
 
 def _data_of(targets: Tensor, documents: Documents | None) -> Tensor:

@@ -54,9 +54,8 @@ class ShardedSteps(torch.optim.Optimizer):
     ) -> list[dict[str, Any]]:
         """Return the groups for torch's optimizer.
 
-        Raises:
-            UsageError: If a group names an unknown parameter, or masters are in host memory and
-                the optimizer does not step them there.
+        UsageError if a group names an unknown parameter, or the masters are on the host and the
+        optimizer does not step them there.
         """
         require_sharded(model, type(self).__name__)
         if model.host is not None and not self.steps_on_host:
@@ -87,7 +86,6 @@ class ShardedSteps(torch.optim.Optimizer):
         raise NotImplementedError
 
     def create_states(self) -> None:
-        """Create the states that the first step would create."""
         for run, group in self.runs:
             if not (state := self.state[run.param]):
                 state.update(self._new_state(run, self.param_groups[group]))

@@ -84,8 +84,6 @@ def _combining(plan: StepPlan, layout: FlatLayout, numel: int) -> int:
 
 
 def unit_bytes(plan: StepPlan) -> dict[str, UnitBytes]:
-    """Return the sizes of every unit on one rank."""
-
     def renewed(layout: FlatLayout) -> int:
         numel = layout.numel if layout.shares == 1 else layout.parts[0].numel
         return numel * plan.dtypes_of(layout).compute.itemsize
@@ -116,13 +114,11 @@ def planned_step(plan: StepPlan, reduces: Sequence[bool]) -> list[Event]:
 
 
 def planned_update(plan: StepPlan) -> list[Event]:
-    """Return the events that follow the optimizer's step."""
     return [] if plan.steps_on_host else _renewing(plan)
 
 
 def _renewing(plan: StepPlan) -> list[Event]:
-    events = update_events(plan.order, plan.strategy)
-    return _Replay(plan).play(events) if events else []
+    return _Replay(plan).play(update_events(plan.order, plan.strategy))
 
 
 def _host_waits(plan: StepPlan) -> dict[str, list[Event]]:

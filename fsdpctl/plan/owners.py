@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.plan.layout import ALIGNMENT, Span, round_up
+from fsdpctl.plan.layout import ALIGNMENT, Span, round_up, share_of
 
 OWNER_MAPS = ("even", "round_robin", "contiguous", "balanced")
 
@@ -29,23 +29,20 @@ class OwnerMap:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks."""
         return len(self.sizes)
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
         return len(self.parts[0])
 
     @staticmethod
     def even(sizes: Sequence[int], world_size: int) -> "OwnerMap":
         """Cut every block into equal parts, rounded up to multiples of 64 elements."""
         _check(len(sizes), world_size)
-        parts = []
-        for size in sizes:
-            step = round_up(-(-size // world_size), ALIGNMENT)
-            cuts = [min(rank * step, size) for rank in range(world_size + 1)]
-            parts.append(tuple(map(Span, cuts, cuts[1:])))
+        parts = [
+            tuple(share_of(Span(0, size), rank, world_size) for rank in range(world_size))
+            for size in sizes
+        ]
         return OwnerMap(tuple(sizes), tuple(parts))
 
     @staticmethod

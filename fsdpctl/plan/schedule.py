@@ -89,7 +89,6 @@ class ReductionFlow:
                 yield from self._combine(unit, nbytes)
 
     def finish(self) -> Iterator[Event]:
-        """Yield the ends of everything in flight."""
         while self._reducing:
             yield from self._finish_reduction()
         while self._combining:
@@ -205,7 +204,6 @@ class Schedule:
         yield from self._use(self.order.root)
 
     def recompute_unit(self, unit: str) -> Iterator[Event]:
-        """Begin a unit's forward within a backward."""
         yield from self._use(unit)
         self._used.add(unit)
 

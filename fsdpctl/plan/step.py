@@ -240,7 +240,6 @@ class StepPlan:
 
     @property
     def steps_on_host(self) -> bool:
-        """Whether the optimizer steps in host memory."""
         return Offload.STATES in self.offload
 
     @property
@@ -255,7 +254,6 @@ class StepPlan:
         return layout.owned(self.place.rank, self.place.replica)
 
     def rest(self, layout: FlatLayout) -> Rest:
-        """Return what rests of a flat buffer."""
         dtypes, held = self.dtypes_of(layout), self.held(layout)
         part, is_one = layout.parts[self.place.rank], dtypes.compute == dtypes.master
         is_stepped = self.steps_on_host and layout.trainable

@@ -174,7 +174,6 @@ def strategies_of(engine: str) -> list[str]:
 
 
 def check_strategy(engine: str, strategy: Strategy) -> None:
-    """Check that an engine supports a strategy."""
     can = strategies_of(engine)
     if strategy.name not in can:
         raise UsageError(

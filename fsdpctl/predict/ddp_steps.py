@@ -7,7 +7,6 @@ kept until its backward, as autocast does for matrix products.
 
 from collections.abc import Sequence
 
-from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.hardware import CollectiveKind
@@ -42,13 +41,12 @@ class DdpSteps:
             for param in params:
                 recorder.allocate(Category.PARAMETERS, unit, "parameters", param.numel * itemsize)
         for unit in self._params:
-            nbytes = sum(param.numel for param in self._trained(unit)) * itemsize
-            recorder.allocate(Category.GRADIENTS, unit, "buckets", nbytes)
+            recorder.allocate(Category.GRADIENTS, unit, "buckets", sum(self._trained(unit)))
 
     def step(self) -> None:
-        plan, recorder = self._plan, self._recorder
+        recorder = self._recorder
         root, *units = self._params
-        for reduces in plan.reduces:
+        for reduces in self._plan.reduces:
             recorder.compute(Part.BEFORE)
             self._cast(root)
             recorder.compute(Part.START)
@@ -66,31 +64,23 @@ class DdpSteps:
                 recorder.wait(key)
             self._sent.clear()
             recorder.compute(Part.END)
-        itemsize = plan.dtypes.master.itemsize
-        self._optimizer.step(
-            [(name, p.numel * itemsize) for name in self._params for p in self._trained(name)]
-        )
+        self._optimizer.step([(name, n) for name in self._params for n in self._trained(name)])
 
-    def _trained(self, unit: str) -> list[ParamSpec]:
-        return [param for param in self._params[unit] if param.trainable]
+    def _trained(self, unit: str) -> list[int]:
+        """Return the bytes of each trained parameter of a unit."""
+        itemsize = self._plan.dtypes.master.itemsize
+        return [param.numel * itemsize for param in self._params[unit] if param.trainable]
 
     def _cast(self, unit: str) -> None:
-        dtypes, params = self._plan.dtypes, self._params[unit]
-        if dtypes.compute.itemsize == dtypes.master.itemsize:
+        dtypes, sizes = self._plan.dtypes, [param.numel for param in self._params[unit]]
+        compute, master = dtypes.compute.itemsize, dtypes.master.itemsize
+        if compute == master:
             return
+        of, what = Category.GATHERED_UNITS, "cast parameters"
         self._cast_keys[unit] = [
-            self._recorder.allocate(
-                Category.GATHERED_UNITS,
-                unit,
-                "cast parameters",
-                param.numel * dtypes.compute.itemsize,
-            )
-            for param in params
+            self._recorder.allocate(of, unit, what, numel * compute) for numel in sizes
         ]
-        numel = sum(param.numel for param in params)
-        self._recorder.copy(
-            numel * (dtypes.compute.itemsize + dtypes.master.itemsize), f"cast {unit}"
-        )
+        self._recorder.copy(sum(sizes) * (compute + master), f"cast {unit}")
 
     def _collect(self, unit: str, *, reduces: bool) -> None:
         recorder = self._recorder
@@ -98,9 +88,7 @@ class DdpSteps:
             recorder.free(recorder.gradient(param.name))
         for key in self._cast_keys.pop(unit, []):
             recorder.free(key)
-        nbytes = (
-            sum(param.numel for param in self._trained(unit)) * self._plan.dtypes.master.itemsize
-        )
+        nbytes = sum(self._trained(unit))
         recorder.copy(2 * nbytes, f"copy gradients of {unit}")
         self._filled += nbytes
         while self._filled >= _BUCKET:

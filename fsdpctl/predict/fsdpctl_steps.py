@@ -29,14 +29,7 @@ from fsdpctl.predict.training_plan import TrainingPlan
 
 K = EventKind
 C = CollectiveKind
-_DOING = {  # at an allocation
-    Buffer.PARAMS: "gathering",
-    Buffer.WHOLE_GRADS: "collecting the gradients of",
-    Buffer.WORKSPACE: "reducing",
-    Buffer.SUM: "reducing",
-    Buffer.COMBINING: "reducing",
-    Buffer.GRADS: "reducing",
-}
+_DOING = {Buffer.PARAMS: "gathering", Buffer.WHOLE_GRADS: "collecting the gradients of"}
 
 
 class _EngineBuffers:
@@ -104,16 +97,14 @@ class _EngineBuffers:
         if buffer is not Buffer.PARAMS:
             piece, number = divmod(event.index, len(self._plan.step.trained[unit]))
         collected = event.is_last and not piece  # at once: autograd's gradients are not needed
-        recorder.at(_DOING[buffer], unit)
+        recorder.at(_DOING.get(buffer, "reducing"), unit)
         if buffer is Buffer.GRADS and Offload.GRADIENTS in self._plan.step.offload:
             self._leaving[unit] = event.nbytes
         if buffer is Buffer.WORKSPACE and collected:
             self._drop(self._plan.step.trained[unit][number])  # held gradients include them
-        own = buffer, unit, event.index
+        own, of = (buffer, unit, event.index), CATEGORY_OF[buffer]
         if own not in self._keys:  # it has not become this one
-            self._keys[own] = recorder.allocate(
-                CATEGORY_OF[buffer], unit, buffer.value, event.nbytes
-            )
+            self._keys[own] = recorder.allocate(of, unit, buffer.value, event.nbytes)
         if buffer is Buffer.WHOLE_GRADS and collected:
             self._drop(self._plan.step.trained[unit][number])
         if buffer is Buffer.SUM:
@@ -242,9 +233,8 @@ class FsdpctlSteps:
         recorder.wait(self._renewing.pop(unit, None))
         from_host = self._from_host(unit)
         if not self._step.steps_on_host:  # which casts, too
-            widened = (
-                1 + dtypes.master.itemsize / dtypes.compute.itemsize
-            )  # the cast into this rank's part
+            # The cast into this rank's part.
+            widened = 1 + dtypes.master.itemsize / dtypes.compute.itemsize
             recorder.copy(widened * (nbytes / self._place.size - from_host), f"cast {unit}")
         arrives: tuple[int, ...] = ()
         if from_host:
@@ -322,12 +312,10 @@ class FsdpctlSteps:
         if self._place.transport is Transport.SHARED:
             return  # ranks read what their owner has written
         over_replicas = self._step.strategy.shards_over_replicas
-        group, label = (
-            RankGroup.REPLICAS if over_replicas else RankGroup.SHARD,
-            f"renew {event.unit}",
+        group = RankGroup.REPLICAS if over_replicas else RankGroup.SHARD
+        self._renewing[event.unit] = self._recorder.start(
+            C.GATHER, event.nbytes, group, f"renew {event.unit}", queue=GATHERS
         )
-        key = self._recorder.start(C.GATHER, event.nbytes, group, label, queue=GATHERS)
-        self._renewing[event.unit] = key
 
 
 def _allocate_model(step: StepPlan, recorder: Recorder, *, draws: bool) -> None:

@@ -19,17 +19,8 @@ _LARGEST = 8  # kinds of tensors that are listed
 _ROUNDING = 512  # of CUDA's allocator
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """Memory that is allocated once."""
-
-    category: Category
-    what: str
-    nbytes: int
-
-
-# cuBLAS takes a workspace for each of the two threads that call it, of this size on Hopper.
-_CUBLAS = (Constant(Category.WORKSPACES, "cuBLAS workspace", 32 << 20),) * 2
+# Workspaces of cuBLAS, one for each of the two threads that call it, and their size on Hopper.
+_CUBLAS, _CUBLAS_BYTES = 2, 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +51,15 @@ class Script:
         steps: Steps,
         *,
         draws: bool,
-        constants: Sequence[Constant] = (),
+        on_cuda: bool = False,
     ) -> None:
-        """Record the setup; `constants`, and tables that the first pass makes, stay allocated."""
+        """Record the setup; workspaces of cuBLAS, and tables of the first pass, stay allocated."""
         self._recorder = recorder
         self._steps = steps
         recorder.begin()
         steps.setup(draws=draws)
-        for each in constants:
-            recorder.allocate(each.category, "", each.what, each.nbytes)
+        for _ in range(_CUBLAS if on_cuda else 0):
+            recorder.allocate(Category.WORKSPACES, "", "cuBLAS workspace", _CUBLAS_BYTES)
         for kept in recorder.program.kept:
             recorder.allocate(Category.ACTIVATIONS, kept.place.unit, kept.what, kept.nbytes)
         self._lists = [recorder.operations]
@@ -263,6 +254,6 @@ def estimate_steps(
     """
     on_cuda = device == "cuda"
     with without_gc():
-        script = Script(recorder, steps, draws=draws, constants=_CUBLAS if on_cuda else ())
+        script = Script(recorder, steps, draws=draws, on_cuda=on_cuda)
         peak = find_peak(script, recorder.item, _ROUNDING if on_cuda else 1)
     return StepEstimate(device, allocator, peak, script, recorder)

@@ -38,13 +38,8 @@ class Category(StrEnum):
     WORKSPACES = "workspaces"  # of kernels
 
 
-CATEGORY_OF = {
+CATEGORY_OF = dict.fromkeys(Buffer, Category.REDUCE_BUFFERS) | {
     Buffer.PARAMS: Category.GATHERED_UNITS,
-    Buffer.WHOLE_GRADS: Category.REDUCE_BUFFERS,
-    Buffer.WORKSPACE: Category.REDUCE_BUFFERS,
-    Buffer.SUM: Category.REDUCE_BUFFERS,
-    Buffer.COMBINING: Category.REDUCE_BUFFERS,
-    Buffer.OUTBOX: Category.REDUCE_BUFFERS,
     Buffer.GRADS: Category.GRADIENTS,
     Buffer.LEAVING: Category.GRADIENTS,
 }

@@ -23,12 +23,10 @@ class TrainingPlan:
         return self.step.usual
 
     def at(self, rank: int, replica: int = 0) -> "TrainingPlan":
-        """Return the plan of another rank of a replica."""
         place = replace(self.step.place, rank=rank, replica=replica)
         return replace(self, step=replace(self.step, place=place))
 
     def states_of(self, layout: FlatLayout) -> int:
-        """Return the bytes of the optimizer states of a flat buffer."""
         kept, held = self.states, self.step.held(layout)
         runs = optimizer_runs(layout, held, kept.key, kept.is_alone)
         master = self.step.dtypes_of(layout).master.itemsize

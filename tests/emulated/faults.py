@@ -144,7 +144,7 @@ def a_unit_does_not_wait_for_the_host() -> None:
 def a_pinned_buffer_is_reused_before_the_device_has_read_it(
     right: Any, self: Ring, *given: Any
 ) -> Any:
-    self._busy, self._next = [None] * len(self._busy), 0
+    self.busy, self._next = [None] * len(self.busy), 0
     return right(self, *given)
 
 

@@ -24,13 +24,11 @@ from fsdpctl.predict.allocator import CachingAllocator
 from fsdpctl.predict.compute import Program
 from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
-from fsdpctl.predict.peak import Constant, Script, replay
-from fsdpctl.predict.recorder import Category
+from fsdpctl.predict.peak import Script, replay
 from fsdpctl.predict.training_plan import TrainingPlan
 from tests.predict.titan import LLAMA_7B, LLAMA_8B, Shape, Titan
 
 GIB = 1 << 30
-CUBLAS = [Constant(Category.WORKSPACES, "cuBLAS workspace", 32 << 20)] * 2
 
 
 def estimated(
@@ -55,7 +53,7 @@ def estimated(
     division, dtypes = divide(units, strategy, 8, 8, "even"), Precision("bfloat16", None, "float32")
     plan = TrainingPlan(StepPlan(division, place, dtypes), (True,))
     steps = Fsdp2Steps(units, strategy, plan, writer, fused=False)
-    script = Script(writer, steps, draws=False, constants=CUBLAS)
+    script = Script(writer, steps, draws=False, on_cuda=True)
     allocator = CachingAllocator(streams=writer.streams)
     replay(script, allocator)
     return allocator
