@@ -55,9 +55,7 @@ DISAGREEMENTS: dict[str, Callable[[int], ShardedModel]] = {
 
 
 @distributed(world_size=2)
-def test_different_models_or_settings_raise_an_error_on_every_rank(
-    rank: int, world_size: int
-) -> None:
+def test_different_models_or_settings_raise_an_error_on_every_rank(rank, world_size):
     for said, shard in DISAGREEMENTS.items():
         with pytest.raises((EngineError, UsageError, ValueError), match=said):
             shard(rank)
@@ -78,9 +76,7 @@ def test_running_units_in_different_orders_raises_an_error(rank: int, world_size
     strategy__size=[("no_shard", None), ("shard_optimizer", None), ("hybrid_shard", 2)]
     + [("hybrid_shard_optimizer", 2)]
 )
-def test_a_replica_that_differs_is_found(
-    rank: int, world_size: int, strategy: str, size: int | None
-) -> None:
+def test_a_replica_that_differs_is_found(rank, world_size, strategy, size):
     model = shard_model(make_net(tied=True), strategy, dp_shard_size=size)
     model.check_replicas()
     unit = model._runtime.units["blocks.1"]
@@ -104,9 +100,7 @@ def test_an_invalid_shard_size_lists_the_valid_ones(rank: int, world_size: int) 
     + [("hybrid_shard_optimizer", 2, 4)],
 )
 @distributed(world_size=4)
-def test_few_process_groups_are_made(
-    rank: int, world_size: int, strategy: str, size: int | None, groups: int
-) -> None:
+def test_few_process_groups_are_made(rank, world_size, strategy, size, groups):
     """The default one, one for reductions; with copies their own two, and one over copies."""
     models = [shard_model(make_net(tied=True), strategy, dp_shard_size=size) for _ in range(2)]
     assert len(dist.distributed_c10d._world.pg_map) == groups

@@ -29,9 +29,7 @@ def test_every_public_name_exists_and_is_documented():
 
 @WHOLE
 @distributed(world_size=4)
-def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(
-    rank: int, world_size: int, whole: bool
-) -> None:
+def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(rank, world_size, whole):
     batches = token_batches(2, world_size, micro_steps=3) + token_batches(1, world_size, 2)
     expected = train_reference(make_net(tied=True, dtype=torch.float64), next_token_loss, batches)
     strategies = list(STRATEGIES) if whole else ["full_shard", "hybrid_shard_optimizer"]
@@ -55,9 +53,7 @@ def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(
 
 @distributed(world_size=4)
 @in_turn(strategy=list(STRATEGIES))
-def test_state_dict_and_load_state_dict_use_full_tensors(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_state_dict_and_load_state_dict_use_full_tensors(rank, world_size, strategy):
     model, plain = sharded(strategy), make_net(tied=True)
     assert largest_difference(model.state_dict(), plain.state_dict()) == 0.0
     other = {name: value + 1 for name, value in make_net(tied=True).state_dict().items()}
@@ -77,9 +73,7 @@ def test_state_dict_and_load_state_dict_use_full_tensors(
 
 @distributed(world_size=4)
 @in_turn(strategy=list(STRATEGIES))
-def test_full_parameters_are_unsharded_and_writable(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_full_parameters_are_unsharded_and_writable(rank, world_size, strategy):
     model = sharded(strategy)
     expected = make_net(tied=True).state_dict()
     with model.full_parameters():
@@ -97,9 +91,7 @@ def test_full_parameters_are_unsharded_and_writable(
 
 @distributed(world_size=2)
 @in_turn(strategy=["full_shard", "shard_grad_op"])
-def test_full_parameters_free_the_memory_of_what_a_forward_gathered(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_full_parameters_free_the_memory_of_what_a_forward_gathered(rank, world_size, strategy):
     model = fsdpctl.shard_model(make_net(tied=False), strategy)
     at_rest = gathered_nbytes(model)
     model(token_batches(1, 1)[0][0][0])
@@ -126,9 +118,7 @@ def test_unwrap_returns_the_plain_module(rank: int, world_size: int, strategy: s
 
 @distributed(world_size=4)
 @in_turn(strategy=list(STRATEGIES))
-def test_any_elementwise_optimizer_and_clipping_count_each_element_once(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_any_elementwise_optimizer_and_clipping_count_each_element_once(rank, world_size, strategy):
     model, plain = sharded(strategy), make_net(tied=True)
     optimizer = torch.optim.SGD(model.flat_parameters(), lr=0.1, momentum=0.9)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
@@ -165,9 +155,7 @@ def test_an_impossible_prefetch_raises_an_error(rank: int, world_size: int) -> N
 
 @distributed(world_size=4)
 @in_turn(strategy=list(STRATEGIES), bf16=[False, True])
-def test_written_shards_reach_every_replica(
-    rank: int, world_size: int, strategy: str, bf16: bool
-) -> None:
+def test_written_shards_reach_every_replica(rank, world_size, strategy, bf16):
     model = sharded(strategy, precision=fsdpctl.Precision(torch.bfloat16 if bf16 else None))
     numel = sum(shard.master.numel() for shard in model.flat_shards())
     said = rf"shape \[{numel}\], as this rank's shards have, got \[3\]"
@@ -241,9 +229,7 @@ def test_common_mistakes_raise_errors_with_the_correct_call(slip):
 
 @distributed(world_size=2)
 @in_turn(strategy=["full_shard", "shard_grad_op"])
-def test_the_modules_own_state_dict_is_refused_between_steps(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_the_modules_own_state_dict_is_refused_between_steps(rank, world_size, strategy):
     net = make_net(tied=True)
     model = fsdpctl.shard_model(net, strategy)
     for part in (net, net.blocks[0]):

@@ -65,9 +65,7 @@ def test_unsharded_parameters_are_views_of_one_buffer(rank: int, world_size: int
 
 @distributed(world_size=2)
 @in_turn(order=[[0, 1, 2, 3], [0, 1, 0, 1, 2, 3]])
-def test_several_backwards_and_several_forwards_add_up(
-    rank: int, world_size: int, order: list[int]
-) -> None:
+def test_several_backwards_and_several_forwards_add_up(rank, world_size, order):
     """A graph gone through twice; two forwards, then two backwards; two forwards in one loss."""
 
     def twice(module: nn.Module) -> None:
@@ -115,9 +113,7 @@ def test_one_rank_may_train_nothing_in_a_window(rank: int, world_size: int) -> N
 
 
 @distributed(world_size=2)
-def test_a_unit_called_inside_another_that_shares_its_memory_is_an_error(
-    rank: int, world_size: int
-) -> None:
+def test_a_unit_called_inside_another_that_shares_its_memory_is_an_error(rank, world_size):
     net = Wayward([2])
     outer, inner = net.blocks[2], net.blocks[0]
     plain = outer.forward
@@ -127,9 +123,7 @@ def test_a_unit_called_inside_another_that_shares_its_memory_is_an_error(
 
 
 @distributed(world_size=2)
-def test_evaluation_between_forward_and_backward_changes_nothing(
-    rank: int, world_size: int
-) -> None:
+def test_evaluation_between_forward_and_backward_changes_nothing(rank, world_size):
     batch = token_batches(1, world_size)[0][rank][0]
     plain = shard_model(make_net(tied=False), "full_shard")
     next_token_loss(plain, batch).backward()
@@ -164,9 +158,7 @@ class _HidingNet(nn.Module):
 
 
 @distributed(world_size=2)
-def test_an_output_that_hides_its_tensors_is_an_error_not_a_wrong_result(
-    rank: int, world_size: int
-) -> None:
+def test_an_output_that_hides_its_tensors_is_an_error_not_a_wrong_result(rank, world_size):
     model = shard_model(_HidingNet(), "full_shard")
     loss = square_loss(model, torch.randn(4, 13))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -200,9 +192,7 @@ def test_states_are_sharded(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_prefetch_follows_the_actual_order_of_units_after_one_warning(
-    rank: int, world_size: int
-) -> None:
+def test_prefetch_follows_the_actual_order_of_units_after_one_warning(rank, world_size):
     model = shard_model(Wayward([3, 2, 1, 0]), "full_shard")
     optimizer = ShardedAdamW(model, lr=1e-2)
     for step in range(3):
@@ -221,9 +211,7 @@ def test_prefetch_follows_the_actual_order_of_units_after_one_warning(
 
 @distributed(world_size=2)
 @in_turn(strategy=sorted(STRATEGIES), share_memory=[False, True])
-def test_a_model_that_nothing_refers_to_is_freed(
-    rank: int, world_size: int, strategy: str, share_memory: bool
-) -> None:
+def test_a_model_that_nothing_refers_to_is_freed(rank, world_size, strategy, share_memory):
     model = shard_model(make_net(tied=True), Sharding(strategy, share_memory=share_memory))
     next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
     refs = [weakref.ref(each) for each in (model, model.module, *model.parameters())]
@@ -246,9 +234,7 @@ def test_an_owner_map_with_another_strategy_is_an_error():
 
 @distributed(world_size=2)
 @in_turn(param_dtype=[None, torch.bfloat16])
-def test_nothing_is_left_in_the_padding_of_unsharded_gradients(
-    rank: int, world_size: int, param_dtype: torch.dtype | None
-) -> None:
+def test_nothing_is_left_in_the_padding_of_unsharded_gradients(rank, world_size, param_dtype):
     precision = Precision(param_dtype=param_dtype)
     model = shard_model(make_net(tied=False), "no_shard", precision=precision)
     for of_ranks in token_batches(3, world_size):
@@ -268,9 +254,7 @@ def test_nothing_is_left_in_the_padding_of_unsharded_gradients(
         ("hybrid_shard_optimizer", "even"),
     ],
 )  # fmt: skip
-def test_updates_that_arrive_late_change_nothing(
-    rank: int, world_size: int, called: bool, strategy: str, owners: str
-) -> None:
+def test_updates_that_arrive_late_change_nothing(rank, world_size, called, strategy, owners):
     """Also where a unit is not called as a module, which the first forward shows."""
     found = []
     for overlaps in (False, True):

@@ -99,9 +99,7 @@ def sent(events: list[Event], *kinds: EventKind) -> int:
 
 @distributed(world_size=4)
 @in_turn(bf16=[False, True])
-def test_only_gradients_and_updates_are_sent_between_replicas(
-    rank: int, world_size: int, bf16: bool
-) -> None:
+def test_only_gradients_and_updates_are_sent_between_replicas(rank, world_size, bf16):
     """A rank's part of them; and over all ranks next to nothing."""
     model = sharded(SHARED, precision=fsdpctl.Precision(torch.bfloat16 if bf16 else None))
     optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
@@ -157,9 +155,7 @@ def test_frozen_parameters_are_sent_once(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=4)
-def test_a_rank_has_a_quarter_of_the_masters_and_half_of_the_parameters(
-    rank: int, world_size: int
-) -> None:
+def test_a_rank_has_a_quarter_of_the_masters_and_half_of_the_parameters(rank, world_size):
     model = sharded(SHARED, precision=fsdpctl.Precision(torch.bfloat16))
     optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
     one_step(model, optimizer, token_batches(1, world_size)[0][rank][0])

@@ -110,9 +110,7 @@ def test_losses_equal_the_unsharded_ones(device: torch.device, strategy: str) ->
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_frozen_parameters_are_gathered_with_trained_ones(
-    device: torch.device, strategy: str
-) -> None:
+def test_frozen_parameters_are_gathered_with_trained_ones(device, strategy):
     found = losses(forced(device, strategy, in_part=True), device)
     assert found == pytest.approx(unsharded_losses(device, in_part=True), rel=1e-6)
 

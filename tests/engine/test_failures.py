@@ -43,9 +43,7 @@ class _Breaks(torch.autograd.Function):
 @pytest.mark.slow
 @WHOLE
 @distributed(world_size=2)
-def test_after_an_exception_the_next_step_is_as_if_it_had_not_happened(
-    rank: int, world_size: int, whole: bool
-) -> None:
+def test_after_an_exception_the_next_step_is_as_if_it_had_not_happened(rank, world_size, whole):
     for where, strategy in cases(["forward", "backward"], list(STRATEGIES), whole=whole):
         check_accident(rank, where, strategy)
 
@@ -72,9 +70,7 @@ def check_accident(rank: int, where: str, strategy: str) -> None:
 
 
 @distributed(world_size=2)
-def test_a_step_after_a_failed_backward_is_refused_until_gradients_are_dropped(
-    rank: int, world_size: int
-) -> None:
+def test_a_step_after_a_failed_backward_is_refused_until_gradients_are_dropped(rank, world_size):
     batches = [of_ranks[rank][0] for of_ranks in token_batches(2, world_size)]
     expected = shard_model(make_net(tied=False), "full_shard")
     next_token_loss(expected, batches[1]).backward()

@@ -63,9 +63,7 @@ def test_units_before_the_first_trained_one_are_gathered_once(rank: int, world_s
 
 @distributed(world_size=4)
 @in_turn(strategy=list(STRATEGIES))
-def test_frozen_parameters_are_kept_once_in_the_compute_dtype(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_frozen_parameters_are_kept_once_in_the_compute_dtype(rank, world_size, strategy):
     net, plain = make_net(tied=False), make_net(tied=False)
     freeze_all_but_vectors(net)
     size = 2 if STRATEGIES[strategy].replicates else None

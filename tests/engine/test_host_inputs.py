@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -224,9 +223,7 @@ def test_a_block_that_writes_to_its_input_is_rejected() -> None:
 
 @pytest.mark.parametrize("count", [1, 5, 31, 80])
 @pytest.mark.parametrize("nbytes", [1 << 20, 5 << 18, 7 * 1000])
-def test_host_memory_is_allocated_in_few_pieces_that_torch_rounds_little(
-    count: int, nbytes: int
-) -> None:
+def test_host_memory_is_allocated_in_few_pieces_that_torch_rounds_little(count, nbytes):
     pieces: list[int] = []
 
     def allocate(size: int) -> Tensor:
@@ -317,9 +314,7 @@ def test_runs_of_every_kind_have_the_same_bits(rank: int, world_size: int) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "mamba2", "mixtral"])
-def test_decoders_of_transformers_have_the_same_bits(
-    family: str, mode: str, tmp_path: Path
-) -> None:
+def test_decoders_of_transformers_have_the_same_bits(family, mode, tmp_path):
     decoders = pytest.importorskip("tests.models.decoders")
     decoders.save_decoder(family, tmp_path)
     mixed = ["model.init=random", "launch.nproc_per_node=1", "train.global_batch_size=4"]

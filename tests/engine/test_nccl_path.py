@@ -62,9 +62,7 @@ def test_the_sum_over_replicas_follows_a_reduction_at_once(rank: int, world_size
 @pytest.mark.slow
 @WHOLE
 @distributed(world_size=4)
-def test_units_larger_than_a_block_are_reduced_in_pieces(
-    rank: int, world_size: int, whole: bool
-) -> None:
+def test_units_larger_than_a_block_are_reduced_in_pieces(rank, world_size, whole):
     """As one process would, as the plan says, and no buffer is larger than a block's gradients."""
     names = [name for name, row in STRATEGIES.items() if row.shards_params]
     names = names if whole else ["full_shard"]

@@ -31,9 +31,7 @@ def train(
 
 @distributed(world_size=2)
 @in_turn(depth=[0, 2, 3])
-def test_prefetch_changes_nothing_if_ranks_use_different_parameters(
-    rank: int, world_size: int, depth: int
-) -> None:
+def test_prefetch_changes_nothing_if_ranks_use_different_parameters(rank, world_size, depth):
     batches = float_batches(6, world_size)
     expected = train_reference(Stack(Spare), square_loss, batches)
     model = shard_model(Stack(Spare), "full_shard", prefetch=Prefetch(depth, depth))
@@ -81,9 +79,7 @@ class Nested(nn.Module):
 
 @distributed(world_size=2)
 @in_turn(make=[WithBias, Nested], strategy=["full_shard", "shard_grad_op"])
-def test_other_ways_to_build_modules(
-    rank: int, world_size: int, strategy: str, make: type[nn.Module]
-) -> None:
+def test_other_ways_to_build_modules(rank, world_size, strategy, make):
     batches = float_batches(4, world_size)
     expected = train_reference(make(), square_loss, batches)
     model = shard_model(make(), strategy)
@@ -108,9 +104,7 @@ class SideOutput(nn.Module):
 
 @distributed(world_size=2)
 @in_turn(strategy=["no_shard", "full_shard"])
-def test_a_loss_that_does_not_come_from_the_output(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_a_loss_that_does_not_come_from_the_output(rank, world_size, strategy):
     def loss(module: nn.Module, x: Tensor) -> Tensor:
         module(x)
         inner = module.module if isinstance(module, ShardedModel) else module
@@ -213,9 +207,7 @@ class Rescales(Stack):
 
 @distributed(world_size=2)
 @in_turn(make=[Speaker, Speechless])
-def test_embeddings_of_every_kind_equal_one_process(
-    rank: int, world_size: int, make: Callable[[], nn.Module]
-) -> None:
+def test_embeddings_of_every_kind_equal_one_process(rank, world_size, make):
     batches = token_batches(2, world_size)
     torch.manual_seed(0)
     expected = train_reference(make(), next_token_loss, batches)
@@ -233,9 +225,7 @@ def test_embeddings_of_every_kind_equal_one_process(
         (Rescales, "writes to its own parameters in forward"),
     ]
 )
-def test_parameters_that_are_not_gathered_are_named(
-    rank: int, world_size: int, kind: type[Stack], said: str
-) -> None:
+def test_parameters_that_are_not_gathered_are_named(rank, world_size, kind, said):
     model = shard_model(kind(OddBlock), "full_shard")
     for grad in (True, False):
         with torch.set_grad_enabled(grad), pytest.raises(EngineError, match=said):

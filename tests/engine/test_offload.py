@@ -137,9 +137,7 @@ def _with_unused() -> nn.Module:
     module=[make_net_tied, _recomputed, _in_part, _with_unused],
     strategy=["full_shard", "shard_grad_op", *OWNED, *HYBRIDS],
 )  # fmt: skip
-def test_same_bits_of_every_kind(
-    rank: int, world_size: int, strategy: str, mode: str, **case: Any
-) -> None:
+def test_same_bits_of_every_kind(rank, world_size, strategy, mode, **case):
     in_parts = strategy in STRATEGIES and STRATEGIES[strategy].can_offload_params
     if mode in ("states,params", "all") and not in_parts:
         return
@@ -153,9 +151,7 @@ def test_same_bits_of_every_kind(
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed()
-def test_same_bits_of_parameters_that_rest_on_the_host(
-    rank: int, world_size: int, whole: bool
-) -> None:
+def test_same_bits_of_parameters_that_rest_on_the_host(rank, world_size, whole):
     modes = [
         ("params", _in_part), ("params", in_four_bits), ("all", in_four_bits),
         ("states,params", _recomputed),
@@ -169,9 +165,7 @@ def test_same_bits_of_parameters_that_rest_on_the_host(
 
 @distributed(2)
 @in_turn(size=[1, 2])
-def test_each_rank_may_have_all_parameters_on_its_host(
-    rank: int, world_size: int, size: int
-) -> None:
+def test_each_rank_may_have_all_parameters_on_its_host(rank, world_size, size):
     _check_alike(rank, "params", strategy="hybrid_shard", size=size, module=_in_part)
 
 
@@ -192,18 +186,14 @@ def test_no_parameters_stay_on_the_device(rank: int, world_size: int) -> None:
         (Sharding(offload="params"), "expected states,params or all"),
     ],
 )
-def test_parameters_that_cannot_rest_on_the_host_are_rejected(
-    sharding: Sharding, message: str
-) -> None:
+def test_parameters_that_cannot_rest_on_the_host_are_rejected(sharding, message):
     with pytest.raises(UsageError, match=message):
         shard_model(make_net(tied=True), sharding)
 
 
 @distributed(2)
 @in_turn(mode=["states", GRADIENTS], precision=[Precision(), BF16])
-def test_units_wait_for_their_own_step_only(
-    rank: int, world_size: int, mode: str, precision: Precision
-) -> None:
+def test_units_wait_for_their_own_step_only(rank, world_size, mode, precision):
     seen: list[tuple[str, str]] = []
     returned, used = threading.Event(), threading.Event()  # the step; the first units
     right = HostStates._step
@@ -327,9 +317,7 @@ NARROW = Precision(BF, BF, BF, has_remainders=True)
         ("states", "full_shard", {"state_dtype": F32, "precision": Precision(BF, BF, BF)}),
     ]
 )
-def test_same_bits_of_compressed_states(
-    rank: int, world_size: int, mode: str, strategy: str, case: dict[str, Any]
-) -> None:
+def test_same_bits_of_compressed_states(rank, world_size, mode, strategy, case):
     _check_alike(rank, mode, strategy=strategy, **case)
 
 

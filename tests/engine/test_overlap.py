@@ -158,9 +158,7 @@ def test_each_direction_hides_its_own_gathers(prefetch: Prefetch, gathers: int) 
         (0, 0.0, 0.0),
     ],
 )
-def test_parameters_come_from_the_host_behind_the_computation(
-    depth: int, gathering: float, share: float
-) -> None:
+def test_parameters_come_from_the_host_behind_the_computation(depth, gathering, share):
     clock, right = Clock(), HostParams.send
     clock.delays["gather"] = gathering
 

@@ -85,9 +85,7 @@ def test_parameters_keep_their_own_class():
 
 @pytest.mark.slow
 @distributed(world_size=2)
-def test_recompilation_between_micro_batches_reads_all_parameters(
-    rank: int, world_size: int
-) -> None:
+def test_recompilation_between_micro_batches_reads_all_parameters(rank, world_size):
     nets = make_net(tied=False), make_net(tied=False)
     models = [fsdpctl.shard_model(net, "full_shard") for net in nets]
     for block in nets[0].blocks:
@@ -104,9 +102,7 @@ def test_recompilation_between_micro_batches_reads_all_parameters(
 
 @distributed(world_size=2)
 @in_turn(trained=[True, False], strategy=["full_shard", "shard_optimizer"])
-def test_requires_grad_cannot_change_after_sharding(
-    rank: int, world_size: int, trained: bool, strategy: str
-) -> None:
+def test_requires_grad_cannot_change_after_sharding(rank, world_size, trained, strategy):
     net = make_net(tied=False)
     net.blocks[1].requires_grad_(not trained)
     model = fsdpctl.shard_model(net, strategy)
@@ -145,9 +141,7 @@ def replaced(net: OddNet) -> None:
         (replaced, "norm.weight is not the parameter that was sharded"),
     ]
 )
-def test_computing_with_wrong_values_is_rejected(
-    rank: int, world_size: int, change: Callable[[OddNet], None], said: str
-) -> None:
+def test_computing_with_wrong_values_is_rejected(rank, world_size, change, said):
     net = make_net(tied=False)
     model = fsdpctl.shard_model(net, "full_shard")
     batch = token_batches(1, world_size)[0][rank][0]
@@ -194,9 +188,7 @@ def test_use_after_unwrap_raises_an_error():
         ("Adafactor", "no_shard", True), ("SGD", "full_shard", False),
     ]
 )  # fmt: skip
-def test_optimizers_that_are_not_elementwise_are_refused(
-    rank: int, world_size: int, kind: str, strategy: str, refused: bool
-) -> None:
+def test_optimizers_that_are_not_elementwise_are_refused(rank, world_size, kind, strategy, refused):
     model = fsdpctl.shard_model(make_net(tied=True), strategy)
     optimizer = getattr(torch.optim, kind)(model.flat_parameters())
     batch = token_batches(1, world_size)[0][rank][0]

@@ -138,9 +138,7 @@ def test_equals_one_process(rank: int, world_size: int, half: int) -> None:
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @distributed(timeout=600)
-def test_equals_one_process_in_every_case(
-    rank: int, world_size: int, sharding: tuple[str, str]
-) -> None:
+def test_equals_one_process_in_every_case(rank, world_size, sharding):
     check(rank, (Case(sharding, *each, world_size) for each in product(KINDS, WINDOWS)))
 
 
@@ -173,9 +171,7 @@ def test_clipping_equals_one_process(rank: int, world_size: int, whole: bool) ->
 
 @pytest.mark.parametrize("dp_shard_size", fast(2, slow=[1]))
 @distributed(world_size=4)
-def test_replicas_of_any_size_equal_one_process(
-    rank: int, world_size: int, dp_shard_size: int
-) -> None:
+def test_replicas_of_any_size_equal_one_process(rank, world_size, dp_shard_size):
     for strategy in HYBRIDS:
         batches = token_batches(STEPS, world_size)
         net, plain = (make_net(tied=True, dtype=torch.float64) for _ in range(2))

@@ -46,9 +46,7 @@ HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
 @WHOLE
 @HALF
 @distributed(world_size=2)
-def test_events_bytes_and_buffers_equal_the_plan(
-    rank: int, world_size: int, whole: bool, half: int
-) -> None:
+def test_events_bytes_and_buffers_equal_the_plan(rank, world_size, whole, half):
     every = cases(PREFETCHES, [False, True], list(STRATEGIES), whole=whole)
     for prefetch, tied, strategy in half_of(every, half):
         depth, net = Prefetch(*prefetch), make_net(tied=tied)

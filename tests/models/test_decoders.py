@@ -111,9 +111,7 @@ SUPPORTED = [
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("family", SUPPORTED)
 @distributed(timeout=240)
-def test_families_train_as_transformers(
-    rank: int, world_size: int, family: str, tmp_path: Path
-) -> None:
+def test_families_train_as_transformers(rank, world_size, family, tmp_path):
     trains_as_transformers(rank, world_size, tmp_path / "in", family, STRATEGIES)
 
 

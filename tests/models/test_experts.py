@@ -1,7 +1,6 @@
 """Models of transformers with experts: routing, its loss, recomputation, and what is counted."""
 
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,9 +156,7 @@ def test_the_choice_of_experts_is_not_recomputed(tmp_path):
 
 @pytest.mark.slow
 @distributed(world_size=2)
-def test_experts_without_tokens_have_zero_gradients(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_experts_without_tokens_have_zero_gradients(rank, world_size, tmp_path):
     """Equal tokens are sent to the same experts: on a rank, and then on all of them."""
     folder = tmp_path / "in"
     if rank == 0:

@@ -73,9 +73,7 @@ def test_in_and_out_is_byte_identical_and_computes_the_same(family, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @distributed(world_size=2)
-def test_after_training_transformers_computes_what_we_compute(
-    rank: int, world_size: int, family: str, tmp_path: Path
-) -> None:
+def test_after_training_transformers_computes_what_we_compute(rank, world_size, family, tmp_path):
     if rank == 0:
         save_model(family, tmp_path / "in")
     collectives_for(CPU).barrier()
@@ -174,9 +172,7 @@ def test_paths_that_hold_no_model_are_answered_with_the_way(tmp_path):
 
 
 @pytest.mark.parametrize("other", ["config.yaml", "checkpoints/"])
-def test_half_a_run_in_a_models_directory_does_not_make_it_a_run(
-    other: str, tmp_path: Path
-) -> None:
+def test_half_a_run_in_a_models_directory_does_not_make_it_a_run(other, tmp_path):
     save_model("llama", tmp_path / "in")
     if other.endswith("/"):
         (tmp_path / "in" / other).mkdir()

@@ -83,9 +83,7 @@ def gradients(model: ShardedModel) -> list[Tensor]:
         ],
     ),
 )  # fmt: skip
-def test_adapters_of_packed_experts_are_those_of_peft(
-    tmp_path: Path, case: tuple[str, str, list[str]]
-) -> None:
+def test_adapters_of_packed_experts_are_those_of_peft(tmp_path, case):
     """Logits and gradients beside PEFT on the dequantized base; in an export, and merged."""
     import peft
 
@@ -188,9 +186,7 @@ def test_what_a_token_uses_of_packed_and_adapted_experts_is_counted(tmp_path: Pa
         ("expert.down_proj,experts", "expert.down_proj matches no linear layer"),
     ],
 )
-def test_settings_that_adapters_of_experts_do_not_support_are_rejected(
-    tmp_path: Path, words: str, message: str
-) -> None:
+def test_settings_that_adapters_of_experts_do_not_support_are_rejected(tmp_path, words, message):
     save_decoder("qwen3_moe", tmp_path)
     given = {"model.lora.rank": "8", **dict(each.split("=") for each in words.split()[1:])}
     settings = [f"{name}={value}" for name, value in given.items()]

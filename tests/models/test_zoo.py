@@ -30,9 +30,7 @@ def test_the_zoo_is_large():
 @pytest.mark.slow
 @pytest.mark.parametrize("task, family", ZOO)
 @distributed(world_size=2, timeout=240)
-def test_models_of_transformers_train_as_in_one_process(
-    rank: int, world_size: int, task: str, family: str
-) -> None:
+def test_models_of_transformers_train_as_in_one_process(rank, world_size, task, family):
     hf.logging.set_verbosity_error()
     generator = torch.Generator().manual_seed(1)
     batches = [[[batch_of(task, generator)] for _ in range(world_size)] for _ in range(STEPS)]
@@ -58,9 +56,7 @@ def test_models_of_transformers_train_as_in_one_process(
     ],
 )
 @distributed(world_size=2)
-def test_unsupported_models_are_rejected(
-    rank: int, world_size: int, task: str, family: str, said: str
-) -> None:
+def test_unsupported_models_are_rejected(rank, world_size, task, family, said):
     model = shard_model(make_tiny(task, family), "full_shard")
     with pytest.raises(EngineError, match=said):
         loss_of(model, batch_of(task, torch.Generator()))

@@ -265,9 +265,7 @@ def test_a_model_without_matrices_or_with_cut_ones_is_rejected() -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_temporary_tensors_are_those_that_estimates_expect(
-    dtype: torch.dtype, nesterov: bool
-) -> None:
+def test_temporary_tensors_are_those_that_estimates_expect(dtype, nesterov):
     for shape in ((40, 24), (24, 40), (3, 30, 10)):
         torch.manual_seed(0)
         blocks = nn.Sequential(*(Blank(shape) for _ in range(2))).to(dtype)

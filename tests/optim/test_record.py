@@ -57,9 +57,7 @@ def global_mean_gradients(ranks: int) -> tuple[dict[str, Tensor], float]:
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(2, slow=[4]))
 @distributed()
-def test_the_gradient_is_that_of_the_mean_over_all_target_tokens(
-    rank: int, world_size: int, whole: bool
-) -> None:
+def test_the_gradient_is_that_of_the_mean_over_all_target_tokens(rank, world_size, whole):
     expected, norm = global_mean_gradients(world_size)
     strategies = list(STRATEGIES) if whole else ["no_shard", "full_shard", "hybrid_shard"]
     for strategy in strategies:

@@ -80,9 +80,7 @@ def reference(batches: list[Tensor], lr: float) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("engine", "ranks_per_replica"), [("fsdp2", 2), ("fsdp2", 1), ("ddp", 1)])
 @distributed(world_size=2)
-def test_steps_equal_those_of_one_process(
-    rank: int, world_size: int, engine: str, ranks_per_replica: int
-) -> None:
+def test_steps_equal_those_of_one_process(rank, world_size, engine, ranks_per_replica):
     batches = [torch.randn(4, 3, generator=torch.Generator().manual_seed(each)) for each in (1, 2)]
     model = made(engine, ranks_per_replica)
     optimizer = ShardedAdamW(model, lr=1e-2)
@@ -107,9 +105,7 @@ def test_steps_equal_those_of_one_process(
 
 @pytest.mark.parametrize(("engine", "ranks_per_replica"), [("fsdp2", 1), ("ddp", 1)])
 @distributed(world_size=2)
-def test_a_replica_that_differs_is_found(
-    rank: int, world_size: int, engine: str, ranks_per_replica: int
-) -> None:
+def test_a_replica_that_differs_is_found(rank, world_size, engine, ranks_per_replica):
     model = made(engine, ranks_per_replica)
     model.check_replicas()
     if rank == 1:

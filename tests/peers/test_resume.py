@@ -23,9 +23,7 @@ WAYS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_resumes_under_another_engine(
-    way: tuple[tuple[list[str], int], tuple[list[str], int]], tmp_path: Path
-) -> None:
+def test_a_run_resumes_under_another_engine(way, tmp_path):
     (first, ranks), (then, other_ranks) = way
     train(world_size=2, starts=[begin(tmp_path, 2, "undisturbed", "train.steps=8")])
     train(world_size=ranks, starts=[begin(tmp_path, ranks, "run", "train.steps=4", *first)])

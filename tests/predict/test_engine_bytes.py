@@ -61,9 +61,7 @@ def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(3, slow=[1, 2, 4]))
 @distributed()
-def test_the_estimate_equals_the_bytes_of_the_fullest_rank(
-    rank: int, world_size: int, whole: bool
-) -> None:
+def test_the_estimate_equals_the_bytes_of_the_fullest_rank(rank, world_size, whole):
     both = [False, True]
     for ranks, reduces, tied, bf16, (strategy, owner_map) in cases(
         [1, 2, 3, 4], WINDOWS, both, both, SHARDINGS, whole=whole
@@ -96,9 +94,7 @@ def test_the_estimate_is_exact_with_replicas(rank: int, world_size: int, whole: 
 @pytest.mark.slow
 @distributed(world_size=4)
 @in_turn(strategy=list(STRATEGIES))
-def test_gradients_and_states_are_sharded_as_in_the_table(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_gradients_and_states_are_sharded_as_in_the_table(rank, world_size, strategy):
     """Measured from storage: 1/W, or the whole; two moments for each."""
     row = STRATEGIES[strategy]
     parts = 2 if row.replicates else 4
