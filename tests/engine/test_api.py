@@ -173,24 +173,6 @@ def test_written_shards_reach_every_replica(rank, world_size, strategy, bf16):
     model.check_replicas()
 
 
-@pytest.mark.parametrize(
-    "misuse",
-    [
-        lambda model: model.half(),
-        lambda model: model.module.to(torch.float64),
-        lambda model: model.requires_grad_(False),
-        lambda model: copy.deepcopy(model),
-        lambda model: pickle.dumps(model),
-        lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step(),
-        lambda model: fsdpctl.GradAccumulator(model, steps=0),
-        lambda model: fsdpctl.GradAccumulator(model, steps=2, reduce="lst"),  # type: ignore[arg-type]
-    ],
-)
-def test_misuse_raises_an_error(misuse):
-    with pytest.raises(EngineError):
-        misuse(fsdpctl.shard_model(make_net(tied=True), "full_shard"))
-
-
 def scaled_step(model: fsdpctl.ShardedModel) -> None:
     optimizer = fsdpctl.ShardedAdamW(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -199,6 +181,18 @@ def scaled_step(model: fsdpctl.ShardedModel) -> None:
 
 
 SLIPS = {
+    "cast": (lambda model: model.half(), "moving or casting"),
+    "its module cast": (lambda model: model.module.to(torch.float64), "moving or casting"),
+    "frozen": (lambda model: model.requires_grad_(False), "requires_grad_ is not possible"),
+    "copied": (lambda model: copy.deepcopy(model), "copying the model"),
+    "pickled": (lambda model: pickle.dumps(model), "pickling the model"),
+    "torch's optimizer": (
+        lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step(), "exist only while the",
+    ),
+    "no window": (lambda model: fsdpctl.GradAccumulator(model, 0), "expected at least 1"),
+    "a typing error": (
+        lambda model: fsdpctl.GradAccumulator(model, 2, reduce="lst"), "did you mean last",  # type: ignore[arg-type]
+    ),
     "sharded twice": (lambda model: fsdpctl.shard_model(model), "sharded already"),
     "its module again": (lambda model: fsdpctl.shard_model(model.module), "sharded already"),
     "a module around it": (
@@ -366,17 +360,15 @@ def test_an_optimizer_of_another_model_is_not_saved(tmp_path):
         ((torch.nn.Linear(2, 2), "FULL_SHARD"), "strategy=FULL_SHARD: .*did you mean full_shard"),
         ((torch.nn.Linear(2, 2), ShardingStrategy.SHARD_GRAD_OP), "did you mean shard_grad_op"),
         ((torch.nn.Linear(2, 2), None), "strategy=None: expected one of no_shard"),
+        *(
+            ((torch.nn.Linear(2, 2), fsdpctl.Sharding(units=units)), 'expected "auto" or a list of')  # type: ignore[arg-type]
+            for units in ("blocks", torch.nn.Linear, ["Linear"], [])
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_named(arguments: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         fsdpctl.shard_model(*arguments)
-
-
-@pytest.mark.parametrize("units", ["blocks", torch.nn.Linear, ["Linear"], []])
-def test_units_that_are_no_classes_are_rejected(units: Any) -> None:
-    with pytest.raises(UsageError, match='units: expected "auto" or a list of module classes'):
-        fsdpctl.shard_model(torch.nn.Linear(2, 2), units=units)
 
 
 @pytest.mark.parametrize(

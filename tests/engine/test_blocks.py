@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.blocks import (
@@ -18,6 +17,7 @@ from fsdpctl.engine.blocks import (
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from tests.commands.run import TINY
 from tests.models.decoders import drawn
+from tests.operators import Operators
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 TOKENS = torch.arange(32).view(2, 16)
@@ -37,25 +37,12 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
-class Counting(TorchDispatchMode):
-    """Counts the operators that are really computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **kwargs or {})
-
-
 def operators(mode: str) -> Counter[str]:
     """How often a forward and a backward compute what."""
     model = decoder(mode)
-    with Counting() as counting:
+    with Operators() as counted:
         gradients(model)
-    counts: Counter[str] = counting.counts
-    return counts
+    return counted.counts
 
 
 def test_recomputation_repeats_what_its_mode_does_not_keep():
@@ -85,11 +72,10 @@ def test_compiled_blocks_share_one_graph_and_have_the_same_gradients(mode):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = decoder("none" if mode == "offload" else mode)
+    blocks = list(model.get_submodule("model.layers").children())
     if mode == "offload":
-        checkpoint_blocks(
-            list(model.get_submodule("model.layers").children()), "full", offload=True
-        )
-    for block in model.get_submodule("model.layers").children():
+        checkpoint_blocks(blocks, "full", offload=True)
+    for block in blocks:
         compile_block(block)
     for ours, theirs in zip(gradients(model), gradients(decoder()), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)

@@ -132,16 +132,11 @@ def test_sharded_blocks_stay_compiled(rank: int, world_size: int, mode: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "full", "selective", "offload"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "offload", "full, with adapters"])
 @distributed(world_size=2)
 def test_sharded_decoders_stay_compiled(rank: int, world_size: int, mode: str) -> None:
-    check(partial(decoder, mode, adapted=False), run_decoder, "full_shard")
-
-
-@pytest.mark.slow
-@distributed(world_size=2)
-def test_sharded_decoders_with_adapters_stay_compiled(rank: int, world_size: int) -> None:
-    check(partial(decoder, "full", adapted=True), run_decoder, "full_shard")
+    kept, _, adapters = mode.partition(", ")
+    check(partial(decoder, kept, adapted=bool(adapters)), run_decoder, "full_shard")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -164,12 +165,6 @@ def test_same_bits_of_parameters_that_rest_on_the_host(rank, world_size, whole):
 
 
 @distributed(2)
-@in_turn(size=[1, 2])
-def test_each_rank_may_have_all_parameters_on_its_host(rank, world_size, size):
-    _check_alike(rank, "params", strategy="hybrid_shard", size=size, module=_in_part)
-
-
-@distributed(2)
 def test_no_parameters_stay_on_the_device(rank: int, world_size: int) -> None:
     model = shard_model(make_net(tied=True), Sharding(offload="all"))
     assert bytes_outside_slots(list(model._runtime.units.values())) == 0
@@ -321,29 +316,26 @@ def test_same_bits_of_compressed_states(rank, world_size, mode, strategy, case):
     _check_alike(rank, mode, strategy=strategy, **case)
 
 
+@pytest.mark.parametrize("sharding", [Sharding(offload="states"), Sharding(offload="all")])
 @pytest.mark.parametrize("precision", [Precision(), BF16])
-def test_muon_over_states_in_host_memory_is_rejected_when_it_is_built(precision: Precision) -> None:
-    model = shard_model(make_net(tied=True), Sharding(offload="all", precision=precision))
-    with pytest.raises(UsageError, match="^ShardedMuon: not supported with offload"):
-        ShardedMuon(model)
-
-
-def test_what_the_host_cannot_step_is_rejected() -> None:
-    model = shard_model(make_net(tied=True), Sharding(offload="states"))
-    with pytest.raises(UsageError, match="ShardedSGD: not supported with offload"):
-        ShardedSGD(model, lr=0.1)
+def test_what_the_host_cannot_step_is_rejected(sharding, precision):
+    model = shard_model(make_net(tied=True), replace(sharding, precision=precision))
+    for make in (ShardedMuon, ShardedSGD):
+        with pytest.raises(UsageError, match=f"^{make.__name__}: not supported with offload"):
+            make(model, lr=0.1)
     with pytest.raises(EngineError, match="flat_parameters: not supported"):
         model.flat_parameters()
 
 
 @distributed(2)
 @in_turn(
-    mode__strategy__precision__holds__skipped=[
-        ("states", "full_shard", BF16, False, 1),
-        (GRADIENTS, "shard_grad_op", Precision(), False, None),
-        (GRADIENTS, "shard_optimizer", BF16, True, None),
-        ("states", "shard_optimizer contiguous", BF16, False, None),  # of units with one owner
+    mode__strategy__case=[
+        ("states", "full_shard", {"precision": BF16, "skipped": 1}),
+        (GRADIENTS, "shard_grad_op", {}),
+        (GRADIENTS, "shard_optimizer", {"precision": BF16, "holds": True}),
+        ("states", "shard_optimizer contiguous", {"precision": BF16}),  # of units with one owner
+        *(("params", "hybrid_shard", {"size": size, "module": _in_part}) for size in (1, 2)),
     ]
 )
-def test_same_bits(rank: int, world_size: int, mode: str, **case: Any) -> None:
-    _check_alike(rank, mode, **case)
+def test_same_bits(rank, world_size, mode, strategy, case):
+    _check_alike(rank, mode, strategy=strategy, **case)

@@ -1,14 +1,11 @@
 """Models of transformers with experts: routing, its loss, recomputation, and what is counted."""
 
-from collections import Counter
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.errors import UsageError
@@ -32,18 +29,7 @@ from tests.models.decoders import (
     save_decoder,
     their_loss,
 )
-
-
-class Counted(TorchDispatchMode):
-    """Counts the calls of each operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
+from tests.operators import Operators
 
 
 @pytest.mark.parametrize(
@@ -147,9 +133,9 @@ def test_the_choice_of_experts_is_not_recomputed(tmp_path):
     counts = {}
     for recomputes in ("none", "full"):
         module = plain_module(tmp_path, f"activation_checkpointing={recomputes}")
-        with Counted() as counted:
+        with Operators() as counted:
             module(tokens[:, :-1], tokens[:, 1:]).backward()
-        counts[recomputes] = counted.calls["aten::topk"], counted.calls["aten::mm"]
+        counts[recomputes] = counted.counts["topk"], counted.counts["mm"]
     assert counts["full"][0] == counts["none"][0] > 0
     assert counts["full"][1] > counts["none"][1]
 

@@ -1,14 +1,14 @@
 """Attention runs in the kernel that is selected, and in no slower one where that cannot run."""
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
@@ -18,24 +18,13 @@ from fsdpctl.models.kernels import using
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.row_documents import assumed_documents
 from fsdpctl.training.callbacks.sample import Sampling, generate
+from tests.operators import Operators
 
 LAYERS, LENGTH, WINDOW = 3, 64, 16
 FLASH = "_scaled_dot_product_flash_attention"
 CUDNN, EFFICIENT = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"
 VARLEN = "_varlen_attn"
 ATTENTION = (FLASH, CUDNN, EFFICIENT, VARLEN, "bmm")
-
-
-class Seen(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[func._schema.name.rpartition("::")[2]] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def seen_on_cuda(
@@ -55,10 +44,9 @@ def seen_on_cuda(
     with torch.device("meta"):
         tokens = torch.empty(2, LENGTH, dtype=torch.int64)
         about = {"documents": assumed_documents(2, LENGTH, "cuda")} if packs else {}
-        with operators_of("cuda", kernel), Seen() as seen:
+        with operators_of("cuda", kernel), Operators() as seen:
             model(tokens, **about)
-    names: Counter[str] = seen.names
-    return names
+    return seen.counts
 
 
 def kernels_of(names: Counter[str]) -> dict[str, int]:
@@ -112,32 +100,21 @@ def test_kernels_agree_on_the_cpu(kernel, window):
     for name in (None, kernel):
         q, k, v = inputs()
         seen = attention_mask(q.transpose(1, 2), 8, window, None)
-        with using(name), Seen() as ran:
+        with using(name), Operators() as ran:
             out = attend(q, k, v, seen)
             grads = torch.autograd.grad(out.square().sum(), (q, k, v))
         results.append((out, *grads))
-    assert bool(ran.names["bmm"]) == (kernel == "math")
+    assert bool(ran.counts["bmm"]) == (kernel == "math")
     torch.testing.assert_close(*results, rtol=0, atol=1e-5)
 
 
-def preferred() -> list[SDPBackend]:
-    from torch.nn.attention import _cur_sdpa_kernel_backends
-
-    found: list[SDPBackend] = _cur_sdpa_kernel_backends(with_priority=True)
-    return found
-
-
 def test_only_the_fallbacks_of_a_kernel_replace_it():
-    before = preferred()
-    flash, efficient, math = (
-        SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
-    )  # fmt: skip
-    with using("cudnn"):
-        assert preferred() == [SDPBackend.CUDNN_ATTENTION, flash, efficient, math]
-    with using("flash"):
-        assert preferred() == [flash, efficient, math]
-    with using("efficient"):
-        assert preferred() == [efficient, math]
+    preferred = partial(_cur_sdpa_kernel_backends, with_priority=True)
+    before, names = preferred(), ["cudnn_attention", "flash_attention", "efficient_attention"]
+    for number, kernel in enumerate(("cudnn", "flash", "efficient")):
+        with using(kernel):
+            found = [each.name.lower() for each in preferred()]
+        assert found == [*names[number:], "math"]
     assert preferred() == before
 
 
