@@ -24,6 +24,10 @@ from fsdpctl.plan.step import RankPlace
 _PATIENCE = timedelta(days=1)  # disks may be slow; a rank that exits is noticed at once
 
 
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
 def collectives_for(
     device: torch.device, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
 ) -> Collectives:
@@ -31,8 +35,7 @@ def collectives_for(
 
     Those of another `purpose` may overlap with these.
     """
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if alone or (groups is not None and len(groups[0]) == 1):
+    if _is_alone() or (groups is not None and len(groups[0]) == 1):
         return Collectives()
     if device.type == "cuda":
         return NcclCollectives(device, groups, purpose)
@@ -44,7 +47,7 @@ def sharing_collectives() -> Collectives:
 
     If they cannot share any, returns those over gloo, with `not_shared`.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if _is_alone():
         return Collectives()
     try:
         return SharedCollectives()
@@ -58,10 +61,9 @@ class ObjectExchange:
     """A process group of all ranks for a thread that communicates while training runs."""
 
     def __init__(self) -> None:
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        alone = _is_alone()
         self._group = None if alone else dist.new_group(backend="gloo", timeout=_PATIENCE)
-        self.rank = 0 if alone else dist.get_rank()
-        self.size = 1 if alone else dist.get_world_size()
+        self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 
     def gather_objects(self, value: T) -> list[T]:
         return [value] if self._group is None else exchange(value, self._group)

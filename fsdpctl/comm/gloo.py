@@ -26,11 +26,11 @@ class GlooCollectives(ProcessGroupCollectives):
         """Send every rank's part to every other, in both directions at once unlike broadcasts."""
         works = []
         for each in buffers:
-            source, group = self._own(each), self.gather_group
+            source = self._own(each)
             if each.shard is not None:
                 source.copy_(each.shard)
             targets = [each.whole[part.start : part.stop] for part in each.parts]
-            works += self._exchange([source] * self.size, targets, group)
+            works += self._exchange([source] * self.size, targets, self.gather_group)
         return self._after(works, buffers[0].whole, "all-gather")
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
@@ -48,16 +48,9 @@ class GlooCollectives(ProcessGroupCollectives):
     ) -> list[dist.Work]:
         """Start to exchange a message with every other rank; empty ones are not sent."""
         others = [each for each in range(self.size) if each != self.rank]
-        works = [
-            dist.irecv(received[each], group=group, group_src=each)
-            for each in others
-            if received[each].numel()
-        ]
-        works += [
-            dist.isend(sent[each], group=group, group_dst=each)
-            for each in others
-            if sent[each].numel()
-        ]
+        come, go = ([n for n in others if each[n].numel()] for each in (received, sent))
+        works = [dist.irecv(received[n], group=group, group_src=n) for n in come]
+        works += [dist.isend(sent[n], group=group, group_dst=n) for n in go]
         return [work for work in works if work is not None]
 
     def start_all_reduce(self, values: Tensor) -> Handle:

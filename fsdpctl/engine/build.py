@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -200,11 +201,9 @@ def move_buffers(module: nn.Module, device: torch.device, collectives: Collectiv
 
 
 def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: Source) -> Runtime:
-    """Shard `module`'s parameters in place, and hook its events.
-
-    All ranks must have agreed on the arguments.
-    """
-    replace_meta_parameters(module, source.device)
+    """Shard `module`'s parameters in place, and hook its events. Ranks have agreed on both."""
+    empty = partial(torch.empty, 0, device=source.device)  # an object that can have memory
+    replace_meta_parameters(module, lambda param: empty(dtype=param.dtype))
     move_buffers(module, source.device, mesh.world)
     params = dict(module.named_parameters())
     host, host_params = _on_host(plan, mesh, source.device)

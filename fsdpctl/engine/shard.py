@@ -112,16 +112,9 @@ def shard_from(
         replica_size = ranks_per_replica(row, world.size, sharding.dp_shard_size)
         if asked != "even" and not (row.has_owner_map or sharding.share_memory):
             raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
-        units, shares = units_of(module, sharding), world.shares_memory
-        return row, divide(
-            units,
-            row,
-            world.size,
-            replica_size,
-            asked,
-            shares_memory=shares,
-            offloads_params=on_host,
-        )
+        units = units_of(module, sharding)
+        about = {"shares_memory": world.shares_memory, "offloads_params": on_host}
+        return row, divide(units, row, world.size, replica_size, asked, **about)
 
     def described(made: tuple[Strategy, Division]) -> Iterator[str]:
         return _described(*made, sharding, dict(module.named_buffers()))

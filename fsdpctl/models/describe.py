@@ -1,9 +1,9 @@
 """A module as the plan sees it, and its parameters by name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdpctl.models.roles import parameter_roles
 from fsdpctl.plan.layout import ParamSpec
@@ -103,12 +103,11 @@ def all_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, st
                 yield (f"{prefix}.{key}" if prefix else key), each, key, param
 
 
-def replace_meta_parameters(module: nn.Module, device: torch.device) -> None:
-    """Replace parameters on the meta device by objects that can have memory; ties remain."""
+def replace_meta_parameters(module: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
+    """Replace parameters on the meta device by what `make` returns for them; ties remain."""
     made: dict[int, nn.Parameter] = {}
     for _, owner, key, param in list(all_named_parameters(module)):
         if param.is_meta:
             if id(param) not in made:
-                empty = torch.empty(0, dtype=param.dtype, device=device)
-                made[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+                made[id(param)] = nn.Parameter(make(param), requires_grad=param.requires_grad)
             owner._parameters[key] = made[id(param)]

@@ -62,14 +62,13 @@ def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelCo
     because one core takes an hour for 405B. So models with such matrices have other initial weights
     on a GPU than on a CPU, but the same for any number of ranks. `draw_adapter` draws adapters.
     """
-    family = "" if is_adapter(name) else family_of(config)
+    family, number = "" if is_adapter(name) else family_of(config), _seed_of(name, seed)
     if family and family not in _PLAIN:
-        draw_parameter(name, whole, _seed_of(name, seed), config)
+        draw_parameter(name, whole, number, config)
         return
     if whole.ndim <= 1:
         whole.fill_(0.0 if name.endswith(".bias") else 1.0)
         return
-    number = _seed_of(name, seed)
     generator = torch.Generator().manual_seed(number)
     if is_adapter(name):
         draw_adapter(name, whole, generator)

@@ -6,6 +6,7 @@ probabilities from the log-sum-exp that it is given: with that of all scores, th
 gradient of s is minus the sum over queries of its share times the product of result and gradient.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,15 +87,7 @@ def _of_sinks(gradient: Tensor, out: Tensor, every: Tensor, sinks: Tensor) -> Te
     return -torch.exp(sinks.to(every.dtype) - every) * product
 
 
-def attend_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bias: Tensor | None, scale: float
-) -> Tensor:
-    """Attend with a sink for each head, (heads,), on the CPU; see `_OnCpu`."""
-    return _OnCpu.apply(q, k, v, sinks, bias, scale)  # type: ignore[no-any-return,no-untyped-call]  # torch's
-
-
-def attend_to_sequences(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, offsets: Tensor, about: About
-) -> Tensor:
-    """Attend with a sink for each head, (heads,), on CUDA; see `_OfSequences`."""
-    return _OfSequences.apply(q, k, v, sinks, offsets, about)  # type: ignore[no-any-return,no-untyped-call]  # torch's
+attend_on_cpu: Callable[..., Tensor] = _OnCpu.apply
+"""Attend with a sink for each head, (heads,), on the CPU; see `_OnCpu`."""
+attend_to_sequences: Callable[..., Tensor] = _OfSequences.apply
+"""Attend with a sink for each head, (heads,), on CUDA; see `_OfSequences`."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdpctl.config.any_decoder import CONFIG_OF, canonical, content_of, read_configuration, resized
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.models.describe import block_names
+from fsdpctl.models.describe import block_names, replace_meta_parameters
 from fsdpctl.models.transformers_build import build_transformers, fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 
@@ -145,12 +145,7 @@ def draw(name: str, whole: Tensor) -> None:
 
 def allocate(module: nn.Module) -> None:
     """Give zeros to parameters on the meta device; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    for each in module.modules():
-        for name, param in each._parameters.items():
-            if param is not None:
-                zeros = torch.zeros_like(param, device="cpu")
-                each._parameters[name] = made.setdefault(id(param), nn.Parameter(zeros))
+    replace_meta_parameters(module, lambda param: torch.zeros_like(param, device="cpu"))
 
 
 def _cut(model: ModelConfig, device: str) -> TransformersDecoder:

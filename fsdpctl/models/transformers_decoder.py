@@ -304,10 +304,7 @@ def _data_of(targets: Tensor, documents: Documents | None) -> Tensor:
 
 
 def _can_cache(config: Any) -> bool:
-    """Return whether transformers counts the tokens in its cache for a model.
-
-    It does not if all layers are recurrent.
-    """
+    """Return whether transformers counts cached tokens: not if all layers are recurrent."""
     import transformers
 
     try:

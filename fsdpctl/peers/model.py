@@ -52,12 +52,12 @@ class PeerModel(nn.Module):
     @property
     def take_waits(self) -> Callable[[], Seconds] | None:
         """A function that returns the exposed communication since its last call; None: unknown."""
-        if self._runner.take_waits is None:
+        own = self._runner.take_waits
+        if own is None:
             return None
-        taken = self._runner.take_waits, self.mesh.take_waits
 
         def take() -> Seconds:
-            both = [each() for each in taken]
+            both = own(), self.mesh.take_waits()
             return lambda: sum(seconds() for seconds in both)
 
         return take
@@ -154,12 +154,5 @@ def _shard(local: Local, role: Role) -> FlatShard:
     trains = local.param.requires_grad
     spec = ParamSpec(local.name, local.shape, dtype, trains, known_role=role)
     layout = FlatLayout((Placement(spec, Span(0, spec.numel)),), spec.numel, (local.held,))
-    return FlatShard(
-        local.name,
-        layout,
-        own.view(-1),
-        held=local.held,
-        owned=local.owned,
-        written=local.written,
-        num_owners=local.num_owners,
-    )
+    spans = {"held": local.held, "owned": local.owned, "written": local.written}
+    return FlatShard(local.name, layout, own.view(-1), **spans, num_owners=local.num_owners)

@@ -125,10 +125,7 @@ def blocks_of(span: Span) -> Span:
 
 
 def tile_bytes(largest: int, device: str, dtype: str | None) -> int:
-    """Return the bytes in which runs of up to `largest` elements are stepped in tiles.
-
-    `dtype` is that of the moments.
-    """
+    """Return the bytes to step runs of up to `largest` elements, moments in `dtype`, in tiles."""
     size = min(largest, TILE[device])
     # On a GPU, values that replace others unless a step is skipped; on CPUs, one in float64.
     whole = NUM_TILES + (2 if device == "cpu" else 1)

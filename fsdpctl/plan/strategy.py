@@ -129,13 +129,8 @@ def effective_strategy(
     alike = replace(strategy, replicates=False, shards_over_replicas=False)
     if replica_size < world_size:
         shares = strategy.shards_over_replicas
-        alike = replace(
-            alike,
-            shards_params=False,
-            reshard_after_forward=False,
-            shards_grads=shares,
-            shards_optimizer=shares,
-        )
+        alike = replace(alike, shards_params=False, reshard_after_forward=False)
+        alike = replace(alike, shards_grads=shares, shards_optimizer=shares)
     return _row_like(alike) or alike, world_size
 
 
@@ -164,13 +159,10 @@ ENGINES = (FSDPCTL, FSDP2, DDP)
 def strategies_of(engine: str) -> list[str]:
     if engine == DDP:
         return ["no_shard"]
-    rows = STRATEGIES.values()
-    is_theirs = engine == FSDP2
-    return [
-        row.name
-        for row in rows
-        if not is_theirs or (row.shards_params and not row.shards_over_replicas)
+    theirs = [
+        n for n, row in STRATEGIES.items() if row.shards_params and not row.shards_over_replicas
     ]
+    return theirs if engine == FSDP2 else [*STRATEGIES]
 
 
 def check_strategy(engine: str, strategy: Strategy) -> None:

@@ -152,13 +152,8 @@ def divide(
 
     All ranks may share the memory of one machine, and parameters may rest on the host.
     """
-    effective, parts = effective_strategy(
-        strategy,
-        replica_size,
-        num_ranks,
-        shares_memory=shares_memory,
-        offloads_params=offloads_params,
-    )
+    about = {"shares_memory": shares_memory, "offloads_params": offloads_params}
+    effective, parts = effective_strategy(strategy, replica_size, num_ranks, **about)
     owner_map = owner_map if effective.has_owner_map else "even"
     layouts = lay_out(units, parts, owner_map, shares=effective.shares(num_ranks // parts))
     return Division(units, layouts, effective, parts)

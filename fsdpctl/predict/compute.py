@@ -191,18 +191,19 @@ class Program:
         self._sizes: list[int] = []
         self.tensors: list[Tensor] = []  # by key
         self.gradients: dict[str, int] = {}  # by parameter, the key of its gradient
-        places = [PassPosition(Part.BEFORE), PassPosition(Part.START)]
-        places += [
-            PassPosition(part, unit) for unit in units for part in (Part.FORWARD, Part.AROUND)
+        places = [
+            PassPosition(Part.BEFORE),
+            PassPosition(Part.START),
+            *(PassPosition(part, unit) for unit in units for part in (Part.FORWARD, Part.AROUND)),
+            PassPosition(Part.LOSS),
+            *(PassPosition(Part.BACKWARD, unit) for unit in reversed(units)),
+            PassPosition(Part.END),
         ]
-        places.append(PassPosition(Part.LOSS))
-        places += [PassPosition(Part.BACKWARD, unit) for unit in reversed(units)]
-        places.append(PassPosition(Part.END))
         for place in places:
             self._number(place)
         self.held_over: set[int] = set()  # keys that outlive their pass and are freed in the next
         self.parts = {place: self._operations(place) for place in places}
-        self.work = {place: self._work(place) for place in places}
+        self.work = {each: passed.work.get(self._traced(each), ()) for each in places}
         sent = {unit: passed.sent.get(self._stand_in(unit), 0) for unit in units}
         self.sent = {unit: nbytes for unit, nbytes in sent.items() if nbytes}  # in forward order
         self.kept = tuple(
@@ -217,10 +218,10 @@ class Program:
         return len(self._sizes)
 
     def _source(self, place: PassPosition) -> Sequence[Happening]:
-        return self._passed.parts.get(PassPosition(place.part, self._stand_in(place.unit)), ())
+        return self._passed.parts.get(self._traced(place), ())
 
-    def _work(self, place: PassPosition) -> Sequence[Work]:
-        return self._passed.work.get(PassPosition(place.part, self._stand_in(place.unit)), ())
+    def _traced(self, place: PassPosition) -> PassPosition:
+        return PassPosition(place.part, self._stand_in(place.unit))
 
     def _stand_in(self, unit: str) -> str:
         row = self._row_of.get(unit)

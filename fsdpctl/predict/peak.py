@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -152,16 +152,6 @@ def replay(script: Script, allocator: CachingAllocator) -> None:
         before = now if number else before
 
 
-def can_run(script: Script, capacity: int, *, expandable: bool, streams: Mapping[int, int]) -> bool:
-    """Return whether the steps run on a device of that size, perhaps by emptying the cache."""
-    allocator = CachingAllocator(expandable=expandable, capacity=capacity, streams=streams)
-    try:
-        replay(script, allocator)
-    except DeviceFullError:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class StepEstimate:
     """The peak memory of a rank, in bytes, and its moment."""
@@ -181,10 +171,13 @@ class StepEstimate:
         """Return the peaks of an allocator; on the CPU, requests are allocated as they are."""
         if self.device == "cpu":
             return (sum(self.peak.breakdown.values()),) * 2
-        allocator = CachingAllocator(expandable=name == "expandable", streams=self.recorder.streams)
         with without_gc():
-            replay(self.script, allocator)
+            replay(self.script, allocator := self._new_allocator(name))
         return allocator.peak_allocated, allocator.peak_reserved
+
+    def _new_allocator(self, name: str, capacity: int | None = None) -> CachingAllocator:
+        grows, streams = name == "expandable", self.recorder.streams
+        return CachingAllocator(expandable=grows, capacity=capacity, streams=streams)
 
     @property
     def allocated(self) -> int:
@@ -219,9 +212,11 @@ class StepEstimate:
             return "fits"
         if self.device == "cpu" or self.allocated > available:
             return "too_large"
-        grows = self.allocator == "expandable"
-        runs = can_run(self.script, available, expandable=grows, streams=self.recorder.streams)
-        return "thrashes" if runs else "too_large"
+        try:
+            replay(self.script, self._new_allocator(self.allocator, available))
+        except DeviceFullError:
+            return "too_large"
+        return "thrashes"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the part of `estimate-memory --json` that every module has."""

@@ -295,8 +295,7 @@ class TaskRecorder(Recorder):
 
     def update(self, works: Sequence[Work], label: str) -> None:
         device = self._machine.device
-        counts = Counter(works)
-        computing = sum(device.seconds(work) * count for work, count in counts.items())
+        computing = sum(device.seconds(work) * n for work, n in Counter(works).items())
         self._spend(max(computing, len(works) * device.host_seconds), label, "optimizer")
 
     def end_step(self) -> None:
