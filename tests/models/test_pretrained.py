@@ -141,22 +141,6 @@ def test_what_is_missing_or_too_much_is_named(tmp_path):
         load(tmp_path / "in")
 
 
-MISTAKES = {
-    "model_type": ("lama", "model_type lama: not a causal decoder .*; did you mean llama"),
-    "num_hidden_layers": ("many", "num_hidden_layers many: expected a whole number"),
-    "quantization_config": ({"bits": 4}, "quantization_config"),
-    "rope_parameters": ({"rope_type": "longrope"}, "config.json: .*longrope.*transformers"),
-}
-
-
-@pytest.mark.parametrize("key", MISTAKES)
-def test_what_is_not_offered_is_said(key, tmp_path):
-    save_model("llama", tmp_path / "in")
-    value, message = MISTAKES[key]
-    with pytest.raises(UsageError, match=message):
-        compose(edited(tmp_path / "in", **{key: value}))
-
-
 def test_paths_that_hold_no_model_are_answered_with_the_way(tmp_path):
     for typed in (["model=hf", "model.path=org/name"], ["model=org/name"]):
         with pytest.raises(UsageError, match="hf download org/name`"):

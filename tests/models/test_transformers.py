@@ -1,5 +1,6 @@
 """Our models compute what transformers computes from the directory that we write."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Settled
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
@@ -40,18 +40,19 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def make_checkpoint(folder: Path, words: list[str]) -> tuple[Settled, ShardedModel]:
+def make_checkpoint(
+    folder: Path, words: Sequence[str] = ()
+) -> tuple[ShardedModel, CheckpointReader]:
     known = {word.split("=")[0]: word for word in [*SMALL, *words]}
     config = as_kept(compose_config(list(known.values())).config)
     model = make_model(config, torch.device("cpu"))
-    saved(model, config, folder, ByteTokenizer().files())
-    return config, model
+    return model, saved(model, config, folder / "step-00000001", ByteTokenizer().files())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_transformers_gives_the_same_logits(tmp_path, variant):
-    _, model = make_checkpoint(tmp_path / "step-00000001", VARIANTS[variant])
-    consolidate(CheckpointReader(tmp_path / "step-00000001"), tmp_path / "hf")
+    model, reader = make_checkpoint(tmp_path, VARIANTS[variant])
+    consolidate(reader, tmp_path / "hf")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -60,8 +61,7 @@ def test_transformers_gives_the_same_logits(tmp_path, variant):
 
 
 def test_the_byte_tokenizer_opens_in_transformers(tmp_path):
-    make_checkpoint(tmp_path / "step-00000001", [])
-    consolidate(CheckpointReader(tmp_path / "step-00000001"), tmp_path / "hf")
+    consolidate(make_checkpoint(tmp_path)[1], tmp_path / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = "def f(x):\n\treturn 'héllo 日本 🙂'  # \x7f\n\n"
     assert tokenizer(text)["input_ids"] == list(text.encode())
@@ -69,8 +69,7 @@ def test_the_byte_tokenizer_opens_in_transformers(tmp_path):
 
 
 def test_large_models_are_split_and_cast(tmp_path):
-    make_checkpoint(tmp_path / "step-00000001", [])
-    reader = CheckpointReader(tmp_path / "step-00000001")
+    _, reader = make_checkpoint(tmp_path)
     exported = consolidate(reader, tmp_path / "hf", dtype="bfloat16", max_file_bytes=20_000)
     assert exported.files > 2
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
@@ -82,8 +81,7 @@ def test_large_models_are_split_and_cast(tmp_path):
 
 
 def test_an_existing_destination_is_kept_unless_told_otherwise(tmp_path):
-    make_checkpoint(tmp_path / "step-00000001", [])
-    reader = CheckpointReader(tmp_path / "step-00000001")
+    _, reader = make_checkpoint(tmp_path)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "precious").write_text("x")
     with pytest.raises(UsageError, match="already exists"):
@@ -116,7 +114,7 @@ def test_an_existing_destination_is_kept_unless_told_otherwise(tmp_path):
 
 
 def test_a_damaged_checkpoint_gives_no_directory(tmp_path):
-    make_checkpoint(tmp_path / "step-00000001", [])
+    make_checkpoint(tmp_path)
     file = tmp_path / "step-00000001" / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1

@@ -96,18 +96,13 @@ def test_masters_of_other_than_32_bits_are_rejected(dtype, split, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optimizer=sgd"], "optimizer.lr=auto: not supported with optimizer=sgd"),
-        (
-            ["optimizer=sgd", "optimizer.lr=0.1", "optimizer.beta1=0.8"],
-            "only valid with optimizer=adamw",
-        ),
-        (["optimizer.momentum=0.5"], "only valid with optimizer=sgd"),
-        (
-            ["optimizer=sgd", "optimizer.lr=0.1", "precision=bf16_true", "launch.device=cpu"],
-            "master_dtype=bfloat16: .*; set precision.master_dtype=float32",
-        ),
+        ("optimizer=sgd", "optimizer.lr=auto: not supported with optimizer=sgd"),
+        ("optimizer=sgd optimizer.lr=0.1 optimizer.beta1=0.8", "only valid with optimizer=adamw"),
+        ("optimizer.momentum=0.5", "only valid with optimizer=sgd"),
+        ("optimizer=sgd optimizer.lr=0.1 precision=bf16_true launch.device=cpu",
+         "master_dtype=bfloat16: .*; set precision.master_dtype=float32"),
     ],
-)
+)  # fmt: skip
 def test_options_of_other_optimizers_are_rejected(words, said):
     with pytest.raises(UsageError, match=said):
-        checked(place(compose_config(words).config))
+        checked(place(compose_config(words.split()).config))

@@ -28,21 +28,13 @@ def test_the_micro_batch_follows_from_the_number_of_steps():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("samples", "ranks", "more", "word"),
     [
-        ({"global_batch_size": 3, "world_size": 4}, "global_batch_size=3"),
-        ({"global_batch_size": 8, "world_size": 2, "micro_batch_size": 5}, "micro_batch_size=5"),
-        (
-            {
-                "global_batch_size": 8,
-                "world_size": 2,
-                "micro_batch_size": 2,
-                "num_micro_batches": 3,
-            },
-            "accumulation.steps=3",
-        ),
+        (3, 4, {}, "global_batch_size=3"),
+        (8, 2, {"micro_batch_size": 5}, "micro_batch_size=5"),
+        (8, 2, {"micro_batch_size": 2, "num_micro_batches": 3}, "accumulation.steps=3"),
     ],
 )
-def test_conflicting_sizes_are_rejected(arguments, word):
+def test_conflicting_sizes_are_rejected(samples, ranks, more, word):
     with pytest.raises(UsageError, match=word):
-        plan_batches(**arguments)
+        plan_batches(samples, ranks, **more)

@@ -1,16 +1,21 @@
 """The predicted copies of blocks' inputs: times computed by hand, and the bytes that are copied."""
 
 from itertools import pairwise
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from fsdpctl.comm.host import Copier
 from fsdpctl.training.assemble import make_model, make_optimizer
-from tests.predict.test_host_steps import DOWN, UP, Even, Host, on_host, planned, predicted
+from tests.predict.test_host_steps import (
+    DOWN,
+    UP,
+    Even,
+    Host,
+    copied_bytes,
+    on_host,
+    planned,
+    predicted,
+)
 from tests.predict.test_properties import Free, Instant
 from tests.predict.timeline import COMPUTE, spans
 from tests.train_step import train_step
@@ -60,16 +65,10 @@ def test_a_faster_link_is_never_slower():
 def test_a_rank_copies_the_bytes_that_are_priced(passes):
     words = f"{SENT} launch.device=cpu launch.nproc_per_node=1 train.global_batch_size={passes}"
     words += f" accumulation.steps={passes}"
-    config, copied = planned(words).config, []
-    copy = Copier.copy
-
-    def counted(self: Copier, target: Tensor, source: Tensor, *about: Any) -> Any:
-        copied.append(target.nbytes)
-        return copy(self, target, source, *about)
-
+    config = planned(words).config
     model = make_model(config, torch.device("cpu"), trains=True)
     optimizer = make_optimizer(config, model)
-    with mock.patch.object(Copier, "copy", counted):
+    with copied_bytes() as copied:
         train_step(config, model, optimizer)
     sent = predicted(words).simulated.sent
     assert sum(copied) == sent[DOWN] + sent[UP] > 0
