@@ -92,10 +92,8 @@ def compose_config(
 
     `converted` are the settings of the recipe if its file is another tool's. `first` is called with
     the configuration and the recipe's name before the model is read, which may import torch.
-    `of_run` is that of `with_model`.
-
-    Raises:
-        UsageError: If a setting is unknown or given twice, or its value is invalid.
+    `of_run` is that of `with_model`. UsageError if a setting is unknown or given twice, or its
+    value is invalid.
     """
     typed = checked_settings(words)
     path = None if recipe is None else find_recipe(recipe)
@@ -145,8 +143,7 @@ def default_config() -> Config:
 def checked_settings(words: Sequence[str]) -> list[Pair]:
     """Return settings of the command line as they were typed, after a check of each by itself.
 
-    Raises:
-        UsageError: If settings are unknown or given twice, or values invalid; with a text of each.
+    UsageError if settings are unknown or given twice, or values invalid; with a text of each.
     """
     # The word after an unknown option is its value.
     alone = [x for before, x in pairwise(["", *words]) if before[:2] != "--" or "=" in before + x]

@@ -144,11 +144,7 @@ def _tokens(text: str) -> str:
 
 
 def check_chat_keys(config: DataConfig) -> None:
-    """Check that no key is set that only other kinds of data have.
-
-    Raises:
-        UsageError: If there is one.
-    """
+    """Check that no key is set that only other kinds of data have; UsageError if there is one."""
     default = DataConfig()
     for name in _CHAT_KEYS if config.name != CHAT else ():
         value = getattr(config, name)

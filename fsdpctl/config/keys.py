@@ -76,11 +76,7 @@ class Key:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def parse(self, text: str) -> Value:
-        """Return the value that `text` means.
-
-        Raises:
-            UsageError: If it isn't allowed.
-        """
+        """Return the value that `text` means; UsageError if it isn't allowed."""
         if (self.auto and text == AUTO) or (self._may_be_none and text == NONE):
             return None
         if self.is_chosen and text == AUTO:
@@ -195,8 +191,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 def parse_bytes(text: str, key: str) -> int:
     """Return the number of bytes of a size. GB is 10^9 bytes, GiB is 2^30 bytes.
 
-    Raises:
-        UsageError: If the text isn't a positive number with a known unit.
+    UsageError if the text isn't a positive number with a known unit.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match.group(2).lower()) if match else None

@@ -62,11 +62,7 @@ class Knob:
 
 
 def changed(plan: RunPlan, values: Values) -> RunPlan:
-    """Return a plan with other values.
-
-    Raises:
-        UsageError: If they conflict with other settings.
-    """
+    """Return a plan with other values; UsageError if they conflict with other settings."""
     config = plan.asked.changed(values)
     return settle(replace(config, strategy=config.strategy.under(config.strategy.name)))
 

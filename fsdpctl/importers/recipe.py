@@ -43,8 +43,7 @@ Rows = dict[str, TranslationRow]  # of one setting each, by its name
 def read_others(path: Path, beside: Path | None = None) -> Translation:
     """Translate another tool's configuration, also with that of accelerate `beside` it.
 
-    Raises:
-        UsageError: If its training can't be estimated, or if two files aren't of one run.
+    UsageError if its training can't be estimated, or if two files aren't of one run.
     """
     tool, source = _opened(path)
     if beside is not None:
