@@ -30,13 +30,7 @@ from fsdpctl.config.recipe import (
 )
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import to_config
-from fsdpctl.config.short_words import (
-    RANKS,
-    expanded,
-    is_hub_name,
-    names_model,
-    with_own_strategy,
-)
+from fsdpctl.config.short_words import RANKS, expanded, is_hub_name, names_model, with_own_strategy
 from fsdpctl.config.source_config import NO_TOML
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError, nearest

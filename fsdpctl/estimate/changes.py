@@ -200,8 +200,7 @@ def more_nodes(plan: RunPlan) -> Iterator[Change]:
 
 _OFFLOADED = "the optimizer steps on the host"
 EXPANDABLE = Knob(
-    "",
-    lambda p: _when(p.config.launch.allocator == "native", launch__allocator="expandable"),
+    "", lambda p: _when(p.config.launch.allocator == "native", launch__allocator="expandable")
 )
 CHUNKED = Knob("the logits are computed twice", _chunked)
 REDUCED_EVERY_TIME = Knob(
@@ -212,10 +211,7 @@ REDUCED_EVERY_TIME = Knob(
     ),
 )
 SHARED_OUT = Knob("replicas exchange updated parameters", _shared_out)
-FULLY_SHARDED = Knob(
-    "units are gathered twice",
-    _fully_sharded,
-)
+FULLY_SHARDED = Knob("units are gathered twice", _fully_sharded)
 RECOMPUTED_IN_PART = Knob(
     "every second matrix product is recomputed",
     lambda p: _when(

@@ -201,10 +201,7 @@ def _simulate(
         steps.step()
         step = simulator.run(recorder.take())
     return StepPrediction(
-        seconds=step.seconds,
-        exposed_communication=step.exposed,
-        simulated=step,
-        tokens=0,
+        seconds=step.seconds, exposed_communication=step.exposed, simulated=step, tokens=0
     )
 
 

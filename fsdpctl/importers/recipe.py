@@ -17,12 +17,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.importers.accelerate import read_accelerate
 from fsdpctl.importers.axolotl import read_axolotl
 from fsdpctl.importers.defaults import HARMLESS
-from fsdpctl.importers.translation import (
-    RankDegrees,
-    Translation,
-    TranslationRow,
-    settings_of,
-)
+from fsdpctl.importers.translation import RankDegrees, Translation, TranslationRow, settings_of
 from fsdpctl.importers.trl import read_trl
 from fsdpctl.io.untrusted import read_yaml
 

@@ -204,10 +204,7 @@ def data_of(config: Config) -> DataSet:
 
 
 def fill_on_cluster(
-    composed: Composed,
-    data_of: Callable[[Config], DataSet] = data_of,
-    *,
-    every: bool = False,
+    composed: Composed, data_of: Callable[[Config], DataSet] = data_of, *, every: bool = False
 ) -> Filled:
     """Return a configuration on its cluster, with what follows from data that is on this machine.
 

@@ -122,10 +122,7 @@ def test_a_tie_is_decided_by_memory():
     free = ["cluster=h100", "cluster.intra_bandwidth=1e6", "launch.device=cuda"]
     large = ["model.hidden_size=2048", "train.seq_len=1024"]
     found = ranking(*free, *large, "strategy=auto", "prefetch=auto")
-    assert (found.selection.strategy, found.selection.prefetch.name) == (
-        "full_shard",
-        "none",
-    )
+    assert (found.selection.strategy, found.selection.prefetch.name) == ("full_shard", "none")
     fastest = min(found.ranked, key=lambda each: each.seconds)
     assert fastest is not found.ranked[0]
     assert fastest.estimate.peak_reserved > found.estimate.peak_reserved
