@@ -250,17 +250,11 @@ def test_a_selection_fills_in_what_is_auto_and_nothing_else():
     assert selected(made, Selection.of(Config())) == made
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["prefetch=auto", "prefetch.forward=2"],
-            "prefetch.forward=2: conflicts with prefetch=auto",
-        ),
-        (["train.micro_batch_size=0"], "expected a whole number from 1 to"),
-        (["auto.probe=false"], "auto.probe: no such key; not needed: `auto` selects by prediction"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["prefetch=auto", "prefetch.forward=2"], "prefetch.forward=2: conflicts with prefetch=auto"),
+    (["train.micro_batch_size=0"], "expected a whole number from 1 to"),
+    (["auto.probe=false"], "auto.probe: no such key; not needed: `auto` selects by prediction"),
+])  # fmt: skip
 def test_conflicting_settings_are_reported_in_one_line(words, said):
     with pytest.raises(UsageError, match=said):
         fill_on_cluster(compose_config(words))
