@@ -15,7 +15,7 @@ from docs import evidence, measured
 from docs.rooms import rooms_picture
 from fsdpctl.commands.app import app
 from fsdpctl.commands.compare.report import draw_rows, ordered
-from fsdpctl.commands.compare.simulate import SimulatedComparison
+from fsdpctl.commands.compare.simulate import predict
 from fsdpctl.commands.compare.vary import variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator
@@ -224,10 +224,10 @@ def draw(file: Path) -> None:
 def draw_simulation(file: Path) -> None:
     """Draw the time of a run on several clusters, as `fsdpctl compare --simulate` does."""
     matplotlib.rcParams.update({"svg.hashsalt": "fsdpctl", "font.size": 9})
-    comparison = SimulatedComparison(variants(SIMULATED, None, steps=None))
-    comparison.run()
+    found = variants(SIMULATED, None, steps=None)
+    list(predict(found))
     title = "Llama 3 8B on 10 billion tokens, predicted with the error band"
-    figure = draw_rows(ordered(comparison.rows), title, "time")
+    figure = draw_rows(ordered([each.row for each in found]), title, "time")
     figure.savefig(file, metadata={"Date": None})
 
 

@@ -46,13 +46,6 @@ def bars(axes: Any, lengths: Sequence[float], **style: Any) -> None:
     axes.barh(range(len(lengths)), lengths, height=_THICK, **style)
 
 
-def annotate(axes: Any, x: float, place: int, text: str, color: str = "black") -> None:
-    """Write a text to the right of `x` at the position of a bar."""
-    axes.annotate(
-        text, (x, place), xytext=(6, 0), textcoords="offset points", va="center", color=color
-    )
-
-
 def draw_estimates(estimates: Sequence[RunEstimate], folder: Path) -> Path:
     """Draw the memory at the peak by category, a bar per strategy; return the file's path."""
     config, names = estimates[0].config, [each.config.strategy.name for each in estimates]

@@ -25,8 +25,7 @@ from tests.documented.lines import ROOT, Line
 _WORK = (
     "fsdpctl.commands.train._train", "fsdpctl.commands.train._dry_run",
     "fsdpctl.commands.estimate_text.estimates_of",
-    "fsdpctl.commands.compare.command.MeasuredComparison",
-    "fsdpctl.commands.compare.command.SimulatedComparison",
+    "fsdpctl.commands.compare.command.measure", "fsdpctl.commands.compare.command.predict",
     "fsdpctl.resolve.open.open_run", "fsdpctl.commands.evaluate.open_run",
     "fsdpctl.commands.sample.sample_text", "fsdpctl.commands.sample._chat",
     "fsdpctl.commands.checkpoint.consolidate",

@@ -1,11 +1,12 @@
 """One notion of what fits: devices and hosts, for every command."""
 
 import re
+from collections.abc import Sequence
 
 import pytest
 
 from fsdpctl.commands.compare.row import OK, TOO_LARGE
-from fsdpctl.commands.compare.simulate import SimulatedComparison
+from fsdpctl.commands.compare.simulate import predict
 from fsdpctl.commands.compare.vary import variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError
@@ -46,17 +47,19 @@ def test_each_shortage_is_named_and_no_command_takes_it_for_fitting(words, short
         check_fits(found, estimator, lambda line: None)
 
 
+def simulated(words: Sequence[str]) -> list[str]:
+    found = variants([*SMALL, *words, "strategy=full_shard,no_shard"], None, steps=4)
+    list(predict(found))
+    return [each.row.status for each in found]
+
+
 @pytest.mark.parametrize(("words", "short"), SHORTAGES)
 def test_neither_auto_nor_a_simulation_selects_what_train_refuses(words, short):
     ranking = choose(Estimator(), fill_on_cluster(compose_config(
         [*SMALL, *words, "strategy=auto", "activation_checkpointing=auto"])))  # fmt: skip
     assert ranking.summary.startswith("nothing fits; closest is ")
     assert f": {short[0]}: about" in ranking.summary
-    compared = SimulatedComparison(
-        variants([*SMALL, *words, "strategy=full_shard,no_shard"], None, steps=4)
-    )
-    compared.run()
-    sharded, replicated = (each.status for each in compared.rows[:2])
+    sharded, replicated = simulated(words)
     assert sharded.startswith(f"{TOO_LARGE}{short[0]}: about")
     assert replicated != OK
 
@@ -66,11 +69,7 @@ def test_enough_memory_of_both_kinds_fits_everywhere():
     found = estimated(*words)
     assert (found.fits, found.shortages) == (True, [])
     check_fits(found, Estimator(), pytest.fail)
-    compared = SimulatedComparison(
-        variants([*SMALL, *words, "strategy=full_shard,no_shard"], None, steps=4)
-    )
-    compared.run()
-    assert [each.status for each in compared.rows] == [OK, OK]
+    assert simulated(words) == [OK, OK]
 
 
 def test_a_run_that_only_fits_by_emptying_the_cache_does_not_fit():

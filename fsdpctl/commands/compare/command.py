@@ -1,25 +1,26 @@
 """`fsdpctl compare`."""
 
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fsdpctl.commands.compare.measure import MeasuredComparison
+from fsdpctl.commands.compare.measure import measure
 from fsdpctl.commands.compare.report import (
     BY,
-    failures,
     losses,
     ordered,
     rows_as_json,
     title_of,
     write_report,
 )
-from fsdpctl.commands.compare.row import NOT_REACHED, OK, REFUSED, columns
-from fsdpctl.commands.compare.simulate import SimulatedComparison
+from fsdpctl.commands.compare.row import FIGURES, NOT_REACHED, OK, REFUSED, cells, names_of
+from fsdpctl.commands.compare.simulate import predict
 from fsdpctl.commands.compare.vary import (
     OVER_GLOO,
     Variant,
@@ -35,7 +36,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.duration import has_length
 from fsdpctl.io.files import refusing
 
-_STEPS = Key("--steps", "whole number", 20, "", within=(4, 1_000_000))
+_STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
 
 
 def compare(
@@ -72,35 +73,32 @@ def compare(
     with ExitStack() as stack:
         folder = None if out is None else _new_folder(out.expanduser())
         runs = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpctl-")))
-        comparison = (
-            SimulatedComparison(found)
-            if simulate
-            else MeasuredComparison(found, runs, is_kept=folder == runs)
-        )
+        notes: list[str] | None = [] if simulate else None
         try:
-            comparison.run()
+            if notes is None:
+                measure(found, runs, is_kept=folder == runs)
+            else:
+                notes.extend(predict(found))
         finally:  # the results so far, even if it is stopped
-            _report(comparison, folder, by=by, as_json=as_json)
-    failed = [row.status != OK for row in comparison.rows]
+            _report(found, folder, notes, by=by, as_json=as_json)
+    failed = [each.row.status != OK for each in found]
     if all(failed) or (any(failed) and not simulate):  # a simulated one may lack memory
         raise typer.Exit(1)
 
 
 def _report(
-    comparison: MeasuredComparison | SimulatedComparison,
-    folder: Path | None,
-    *,
-    by: str,
-    as_json: bool,
-) -> None:
-    rows = ordered(comparison.rows, by)
+    found: Sequence[Variant], folder: Path | None, notes: Sequence[str] | None, *,
+    by: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Print the results, with `notes` on predictions; None: they are measured."""
+    rows = ordered([each.row for each in found], by)
+    rows = [replace(x, status=NOT_REACHED) if x.status == OK and not x.speed else x for x in rows]
     if rows and all(row.status.startswith(REFUSED) for row in rows):
         others = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
         raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{others}")
     if all(row.status == NOT_REACHED for row in rows):
         return
-    is_predicted = isinstance(comparison, SimulatedComparison)
-    title = title_of([x.config for x in comparison.variants], rows, is_predicted=is_predicted)
+    title = title_of([x.config for x in found], rows, is_predicted=notes is not None)
     written = []
     if folder is not None:
         with refusing(f"--out {folder}"):
@@ -108,13 +106,10 @@ def _report(
     if as_json:
         emit(rows_as_json(rows))
     else:
-        shown = columns(rows)
-        cells = zip(*(each.cells for each in shown), strict=True)
-        numbers = [each.title for each in shown if not each.is_text]
-        show_table([each.title for each in shown], cells, right=numbers)
-        say(*failures(rows), *losses(rows))
-    note(*(comparison.notes if isinstance(comparison, SimulatedComparison) else ()))
-    note(*(f"written: {path}" for path in written))
+        names = names_of(rows)
+        show_table([*names, *FIGURES], (cells(row, names) for row in rows), right=FIGURES)
+        say(*(f"{row.label}: {row.status}" for row in rows if row.status != OK), *losses(rows))
+    note(*dict.fromkeys(notes or ()), *(f"written: {path}" for path in written))
 
 
 def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> list[Variant]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from fsdpctl.commands.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Row
+from fsdpctl.commands.compare.row import FAILED, OK, REFUSED, Row
 from fsdpctl.commands.compare.simulate import with_memory
 from fsdpctl.commands.compare.vary import Variant
 from fsdpctl.commands.console import note
@@ -17,85 +17,66 @@ from fsdpctl.io.run_files import METRICS
 from fsdpctl.launch.begin import decide_run
 from fsdpctl.launch.short_run import run_briefly
 from fsdpctl.models.describe import divide_module
-from fsdpctl.resolve.open import open_run
+from fsdpctl.resolve.open import Opened, open_run
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import Look, look
 from fsdpctl.run.metrics import read_metrics
 
-RUN_FOLDER = "runs"  # in the directory of a comparison
 _WARM_UP = 0.25  # share of the steps that are ignored
 
 
-class MeasuredComparison:
-    """A comparison by runs; its results are available at any time, also after an exception."""
-
-    def __init__(self, variants: Sequence[Variant], folder: Path, *, is_kept: bool) -> None:
-        """Prepare a comparison in an existing directory without running anything."""
-        self._folder, self._is_kept = folder, is_kept
-        self._estimator = Estimator()
-        self.variants = list(variants)
-        self._seen: dict[str, tuple[Look, Mapping[str, bytes]]] = {}  # by label, with the assets
-        self._noted: set[str] = set()
-
-    @property
-    def rows(self) -> list[Row]:
-        """A row for each variant, in their order."""
-        rows = [each.row for each in self.variants]
-        return [
-            replace(row, status=NOT_REACHED) if row.status == OK and not row.speed else row
-            for row in rows
-        ]
-
-    def run(self) -> None:
-        """Run every variant."""
-        for number, each in enumerate(self.variants, start=1):
-            self._prepare(each, self._folder / RUN_FOLDER / f"{number:02d}")
-        running = [each for each in self.variants if each.row.status == OK]
-        for number, each in enumerate(running, start=1):
-            note(f"{number}/{len(running)}  {each.row.label}")
-            with doing(f"running {each.row.label}"):
-                self._run(each)
-
-    def _prepare(self, each: Variant, run_dir: Path) -> None:
-        """Open a variant and decide what is `auto` as `train` does, and estimate it."""
-        values = {"train.run_dir": str(run_dir), "checkpoint.remote": None}
-        composed = replace(each.composed, config=each.composed.config.changed(values))
+def measure(variants: Sequence[Variant], folder: Path, *, is_kept: bool) -> None:
+    """Run every variant below `folder`; results so far remain if this is interrupted."""
+    estimator, starts = Estimator(), list[tuple[Variant, Look, Mapping[str, bytes]]]()
+    noted = dict[str, None]()
+    for number, each in enumerate(variants, start=1):
+        run_dir = folder / "runs" / f"{number:02d}"
         try:
-            opened = open_run(composed)
-            seen = look(opened.config, "auto")
-            plan, estimate, _ = decide_run(opened, seen, self._estimator, note)
+            opened, seen = _prepare(estimator, each, run_dir)
         except UsageError as error:
             each.row = replace(each.row, status=f"{REFUSED}{error}")
-            return
-        note(*(line for line in opened.notes if line not in self._noted))
-        self._noted.update(opened.notes)
-        units, config = divide_module(opened.module, None), plan.config
-        row = replace(
-            each.row,
-            strategy=config.strategy.name,
-            world_size=config.num_ranks,
-            sent_bytes_per_step=sent_in_step(config, units, plan.batches.num_micro_batches).total,
-        )
-        each.plan, each.row = plan, with_memory(row, estimate)
-        self._seen[row.label] = seen, collect_assets(config, opened.data)
+            continue
+        note(*(line for line in opened.notes if line not in noted))
+        noted |= dict.fromkeys(opened.notes)
+        if each.plan is not None and each.row.status == OK:
+            starts.append((each, seen, collect_assets(each.plan.config, opened.data)))
+    for number, (each, seen, assets) in enumerate(starts, start=1):
+        note(f"{number}/{len(starts)}  {each.row.label}")
+        with doing(f"running {each.row.label}"):
+            _run(each, seen, assets)
+        if each.row.status == OK and is_kept:
+            each.row = replace(each.row, run_dir=str(seen.run_dir.relative_to(folder)))
 
-    def _run(self, each: Variant) -> None:
-        assert each.plan is not None
-        seen, assets = self._seen[each.row.label]
-        try:
-            failure = run_briefly(seen, each.plan.config, each.row.label, assets)
-            if failure is None:
-                kept = str(seen.run_dir.relative_to(self._folder)) if self._is_kept else None
-                each.row = replace(measured(each.row, seen.run_dir), run_dir=kept)
-                return
-        except (InterruptError, StoppedError):
-            raise
-        except UsageError as error:
-            each.row = replace(each.row, status=f"{REFUSED}{error}")
-            return
-        except FsdpctlError as error:
-            failure = str(error)
-        each.row = replace(each.row, status=f"{FAILED}{failure}")
+
+def _prepare(estimator: Estimator, each: Variant, run_dir: Path) -> tuple[Opened, Look]:
+    """Open a variant and decide what is `auto` as `train` does, and estimate it."""
+    values = {"train.run_dir": str(run_dir), "checkpoint.remote": None}
+    opened = open_run(replace(each.composed, config=each.composed.config.changed(values)))
+    seen = look(opened.config, "auto")
+    each.plan, estimate, _ = decide_run(opened, seen, estimator, note)
+    units, config = divide_module(opened.module, None), each.plan.config
+    row = replace(
+        each.row,
+        strategy=config.strategy.name,
+        world_size=config.num_ranks,
+        sent_bytes_per_step=sent_in_step(config, units, each.plan.batches.num_micro_batches).total,
+    )
+    each.row = with_memory(row, estimate)
+    return opened, seen
+
+
+def _run(each: Variant, seen: Look, assets: Mapping[str, bytes]) -> None:
+    assert each.plan is not None
+    try:
+        failure = run_briefly(seen, each.plan.config, each.row.label, assets)
+        if failure is not None:
+            raise FsdpctlError(failure)
+        each.row = measured(each.row, seen.run_dir)
+    except (InterruptError, StoppedError):
+        raise
+    except FsdpctlError as error:
+        kind = REFUSED if isinstance(error, UsageError) else FAILED
+        each.row = replace(each.row, status=f"{kind}{error}")
 
 
 def measured(row: Row, run_dir: Path) -> Row:

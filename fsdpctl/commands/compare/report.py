@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fsdpctl.commands.compare.row import OK, Row, names_of
-from fsdpctl.commands.drawing import BLUE, SKY, annotate, bar_axes, bars
+from fsdpctl.commands.compare.row import Row, names_of
+from fsdpctl.commands.drawing import BLUE, SKY, bar_axes, bars
 from fsdpctl.config.schema import Config
 from fsdpctl.io.units import figure as short
 from fsdpctl.resolve.open import decides_losses
@@ -44,11 +44,6 @@ def _amount(row: Row, by: str) -> float:
         "memory": row.memory or float("inf"),
     }
     return amounts[by]
-
-
-def failures(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a line for each variant without results, with the reason."""
-    return (f"{row.label}: {row.status}" for row in rows if row.status != OK)
 
 
 def losses(rows: Sequence[Row]) -> Iterator[str]:
@@ -122,7 +117,8 @@ def draw_rows(rows: Sequence[Row], title: str, by: str) -> Any:
                 value, place, xerr=[[value * (1 - low)], [value * (high - 1)]],
                 color="black", capsize=4, linewidth=1.2,
             )  # fmt: skip
-        annotate(axes, value * high, place, short(value))
+        about = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(short(value), (value * high, place), **about)
     axes.set_xlim(0, 1.12 * max(v * high for v, (_, high) in zip(values, edges, strict=True)))
     axes.set_xlabel(unit)
     axes.xaxis.set_major_formatter("{x:,g}")

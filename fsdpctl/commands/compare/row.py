@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 OK, REFUSED, TOO_LARGE, FAILED = "ok", "cannot run: ", "does not fit: ", "failed: "
 NOT_REACHED = "not measured: the comparison was stopped first"
 
-_NOTHING = "-"
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -67,28 +65,13 @@ class Row:
 Cell = Callable[[Row], str | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column: its title, and a cell for each row."""
-
-    title: str
-    cells: tuple[str, ...]
-    is_text: bool = False
-
-
-def columns(rows: Sequence[Row]) -> list[Column]:
-    """Return the varied settings, and every metric that at least one row has."""
-    found = []
-    for name in names_of(rows):
-        settings = tuple(
-            row.varied.get(name, row.strategy if name == "strategy" else _NOTHING) for row in rows
-        )
-        found.append(Column(name, settings, is_text=True))
-    for title, cell in _COLUMNS:
-        cells = tuple(cell(row) or _NOTHING for row in rows)
-        if set(cells) != {_NOTHING}:
-            found.append(Column(title, cells))
-    return found
+def cells(row: Row, names: Sequence[str]) -> list[str]:
+    """Return the values of varied settings, then a cell for each of FIGURES."""
+    own = {"strategy": row.strategy, **row.varied}
+    return [
+        *(own.get(name, "-") for name in names),
+        *(show(row) or "-" for show in FIGURES.values()),
+    ]
 
 
 def names_of(rows: Sequence[Row]) -> tuple[str, ...]:
@@ -104,10 +87,6 @@ def _number(name: str, form: str, scale: float = 1.0) -> Cell:
     return _cell(name, lambda value: format(value * scale, form))
 
 
-def _bytes(name: str) -> Cell:
-    return _cell(name, format_bytes)
-
-
 def _status(row: Row) -> str | None:
     return None if row.status == OK else row.status.partition(":")[0]
 
@@ -117,19 +96,19 @@ def _exposed(row: Row) -> str | None:
     return None if seconds is None or not row.step_seconds else f"{seconds / row.step_seconds:.0%}"
 
 
-_COLUMNS: tuple[tuple[str, Cell], ...] = (
-    ("status", _status),  # of a variant without results
-    ("tokens/s", _number("tokens_per_second", ",.0f")),
-    ("ms/step", _number("step_seconds", ",.1f", 1e3)),
-    ("error band", _cell("error_band", lambda band: f"{band.low - 1:+.0%} {band.high - 1:+.0%}")),
-    ("hours", _cell("hours", figure)),
-    ("GPU hours", _cell("gpu_hours", figure)),
-    ("cost", _cell("cost", figure)),
-    ("exposed comm", _exposed),
-    ("MFU", _number("mfu", ".1%")),
-    ("tensor peak", _bytes("peak_tensor_bytes")),
-    ("tensor est.", _bytes("estimated_peak_tensor_bytes")),
-    ("reserved", _bytes("peak_reserved_bytes")),
-    ("sent/step", _bytes("sent_bytes_per_step")),
-    ("final loss", _number("final_loss", ".6f")),
-)
+FIGURES: dict[str, Cell] = {  # by title
+    "status": _status,  # of a variant without results
+    "tokens/s": _number("tokens_per_second", ",.0f"),
+    "ms/step": _number("step_seconds", ",.1f", 1e3),
+    "error band": _cell("error_band", lambda band: f"{band.low - 1:+.0%} {band.high - 1:+.0%}"),
+    "hours": _cell("hours", figure),
+    "GPU hours": _cell("gpu_hours", figure),
+    "cost": _cell("cost", figure),
+    "exposed comm": _exposed,
+    "MFU": _number("mfu", ".1%"),
+    "tensor peak": _cell("peak_tensor_bytes", format_bytes),
+    "tensor est.": _cell("estimated_peak_tensor_bytes", format_bytes),
+    "reserved": _cell("peak_reserved_bytes", format_bytes),
+    "sent/step": _cell("sent_bytes_per_step", format_bytes),
+    "final loss": _number("final_loss", ".6f"),
+}

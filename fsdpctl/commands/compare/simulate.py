@@ -1,16 +1,15 @@
 """Comparison of variants by prediction, on hardware that need not exist."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fsdpctl.commands.compare.row import OK, REFUSED, TOO_LARGE, Row
 from fsdpctl.commands.compare.vary import Variant
-from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import SHORT
 from fsdpctl.estimate.advice import advice
-from fsdpctl.estimate.duration import RunTime, run_time
-from fsdpctl.estimate.estimator import Estimator, StepPrediction
+from fsdpctl.estimate.duration import run_time
+from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import sent_in_step
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import decide
@@ -41,74 +40,58 @@ def with_memory(row: Row, estimate: RunEstimate) -> Row:
     )
 
 
-class SimulatedComparison:
-    """A comparison in which nothing runs."""
-
-    def __init__(self, variants: Sequence[Variant]) -> None:
-        self._estimator = Estimator()
-        self.variants = list(variants)
-        self.notes: list[str] = []  # on the predictions, a line each
-
-    @property
-    def rows(self) -> list[Row]:
-        """A row for each variant, in their order."""
-        return [each.row for each in self.variants]
-
-    def run(self) -> None:
-        """Predict all variants."""
-        for each in self.variants:
-            about = notes_on_memory(each.composed.config)
-            self.notes += [line for line in about if line not in self.notes]
-            try:
-                self._predict(each)
-            except UsageError as error:
-                each.row = replace(each.row, status=f"{REFUSED}{error}")
-        plans = [each.plan for each in self.variants if each.plan is not None]
-        if plans and all(each.row.status != OK for each in self.variants):
-            nearest = max(plans, key=lambda plan: self._estimator.estimate(plan).margin)
-            self.notes.append("no variant fits; changes that make the nearest fit:")
-            self.notes += change_lines(advice(self._estimator, nearest))
-        if any((each.row.step_seconds or SHORT) < SHORT for each in self.variants):
-            self.notes.append(_SHORT_STEPS)
-
-    def _predict(self, each: Variant) -> None:
-        placed = fill_on_cluster(each.composed, self._estimator.data_of)
-        if placed.launch.device == "cpu":
-            raise UsageError(
-                "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or compare by "
-                "runs without --simulate"
-            )
-        estimate, ranking = decide(self._estimator, placed, each.composed.unset)
-        if ranking is not None and ranking.defaults and ranking.ranked:
-            self.notes.append(f"{each.row.label}: {ranking.summary}")
-        each.plan = plan = estimate.plan
-        config = plan.config
-        each.row = replace(each.row, strategy=config.strategy.name)
-        step = self._estimator.predict(plan)
-        units = self._estimator.traced_model(plan).units
-        sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
-        time = run_time(self._estimator, estimate, step)
-        about = (*filter(None, [time.unknown]), *time.notes)
-        self.notes += [line for line in about if line not in self.notes]
-        row = replace(_with_times(each.row, time, step, estimate), sent_bytes_per_step=sent)
-        each.row = with_memory(row, estimate)
+def predict(variants: Sequence[Variant]) -> Iterator[str]:
+    """Predict all variants, of which nothing runs; yield notes on the predictions, a line each."""
+    estimator = Estimator()
+    for each in variants:
+        yield from notes_on_memory(each.composed.config)
+        try:
+            yield from _predict(estimator, each)
+        except UsageError as error:
+            each.row = replace(each.row, status=f"{REFUSED}{error}")
+    plans = [each.plan for each in variants if each.plan is not None]
+    if plans and all(each.row.status != OK for each in variants):
+        yield "no variant fits; changes that make the nearest fit:"
+        nearest = max(plans, key=lambda plan: estimator.estimate(plan).margin)
+        yield from change_lines(advice(estimator, nearest))
+    if any((each.row.step_seconds or SHORT) < SHORT for each in variants):
+        yield _SHORT_STEPS
 
 
-def _with_times(row: Row, time: RunTime, step: StepPrediction, estimate: RunEstimate) -> Row:
-    return replace(
-        row,
+def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
+    placed = fill_on_cluster(each.composed, estimator.data_of)
+    if placed.launch.device == "cpu":
+        raise UsageError(
+            "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or compare by "
+            "runs without --simulate"
+        )
+    estimate, ranking = decide(estimator, placed, each.composed.unset)
+    if ranking is not None and ranking.defaults and ranking.ranked:
+        yield f"{each.row.label}: {ranking.summary}"
+    each.plan = plan = estimate.plan
+    each.row = replace(each.row, strategy=plan.config.strategy.name)
+    step, units = estimator.predict(plan), estimator.traced_model(plan).units
+    time = run_time(estimator, estimate, step)
+    yield from (*filter(None, [time.unknown]), *time.notes)
+    row = replace(
+        each.row,
         world_size=time.num_ranks,
         tokens_per_second=time.tokens_per_second,
         step_seconds=step.seconds,
         error_band=time.band,
         exposed_communication_seconds=step.exposed_communication,
-        mfu=_utilization(estimate.config, time.tokens_per_second, estimate),
+        mfu=_utilization(time.tokens_per_second, estimate),
         steps=time.steps,
+        sent_bytes_per_step=sent_in_step(
+            plan.config, units, estimate.batches.num_micro_batches
+        ).total,
         **time.of_run,
     )
+    each.row = with_memory(row, estimate)
 
 
-def _utilization(config: Config, speed: float, estimate: RunEstimate) -> float | None:
+def _utilization(speed: float, estimate: RunEstimate) -> float | None:
+    config = estimate.config
     peak = config.cluster.flops
     if config.precision.param_dtype != "bfloat16":
         peak = config.cluster.flops_fp32

@@ -44,7 +44,9 @@ def variants(words: Sequence[str], recipe: str | None, *, steps: int | None) -> 
     does not use. If engines vary and no strategy is set, strategies vary too: none of PyTorch's
     engines has all.
     """
-    for name in (word.partition("=")[0] for word in words):
+    pairs = [word.partition("=") for word in words]
+    names = [name for name, *_ in pairs]
+    for name in names:
         if name == "train.run_dir":
             raise UsageError(f"{name}: not supported by compare; pass --out to keep the runs")
         if name in LENGTHS and steps is not None:
@@ -53,20 +55,19 @@ def variants(words: Sequence[str], recipe: str | None, *, steps: int | None) -> 
             )
     alternatives = {
         name: _COMMA.split(text) if name == _PRICE else list(dict.fromkeys(_COMMA.split(text)))
-        for name, equals, text in (word.partition("=") for word in words)
+        for name, equals, text in pairs
         if equals and _COMMA.search(text) and _has_alternatives(name)
     }
     for name, texts in alternatives.items():
         if "" in texts:
             raise UsageError(f"{name}={','.join(texts)}: empty alternative between commas")
-    names = [word.partition("=")[0] for word in words]
     if len(names) != len(set(names)):  # raises an error that names both
         compose_config(words, recipe)
     given = [] if recipe is None else read_recipe(find_recipe(recipe))
     between_engines = "engine" in alternatives and "strategy" not in dict(given)
     if "strategy" not in names and (between_engines or not alternatives):
         alternatives = {"strategy": list(STRATEGIES), **alternatives}
-    fixed = [word for word in words if word.partition("=")[0] not in alternatives]
+    fixed = [word for name, word in zip(names, words, strict=True) if name not in alternatives]
     if steps is not None:
         fixed.append(f"train.steps={steps}")
     prices = _prices(alternatives)

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from fsdpctl.commands.compare.report import losses, ordered, write_report
-from fsdpctl.commands.compare.row import FAILED, NOT_REACHED, Row, columns
+from fsdpctl.commands.compare.row import FAILED, FIGURES, NOT_REACHED, Row, cells, names_of
 from fsdpctl.estimate.accuracy import Band
 
 MIB = 1 << 20
@@ -100,14 +100,14 @@ def test_nothing_is_drawn_without_values(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["compare.json"]
 
 
-def test_columns_without_values_are_omitted():
-    titles = [column.title for column in columns(ROWS)]
-    assert "MFU" not in titles
-    assert titles[0] == "strategy"
-    with_mfu = [replace(row, mfu=0.4321) for row in ROWS]
-    assert "43.2%" in next(c for c in columns(with_mfu) if c.title == "MFU").cells
+def test_values_that_are_not_known_are_dashes():
+    mfu = [*FIGURES].index("MFU")
+    assert {cells(row, [])[mfu] for row in ROWS} == {"-"}
+    assert cells(replace(ROWS[0], mfu=0.4321), [])[mfu] == "43.2%"
 
 
 def test_the_first_column_is_the_engine_if_engines_vary():
+    assert names_of(ROWS) == ("strategy",)
     rows = [replace(r, varied={"engine": "ddp", **r.varied}, engine="ddp") for r in ROWS]
-    assert columns(rows)[0].title == "engine"
+    assert names_of(rows) == ("engine", "strategy")
+    assert cells(rows[1], names_of(rows))[:2] == ["ddp", "no_shard"]

@@ -1,7 +1,7 @@
 """Simulated comparisons: a suggestion if none of the variants fits, and short steps."""
 
-from fsdpctl.commands.compare.row import OK, TOO_LARGE, columns
-from fsdpctl.commands.compare.simulate import SimulatedComparison
+from fsdpctl.commands.compare.row import OK, TOO_LARGE, Row, cells
+from fsdpctl.commands.compare.simulate import predict
 from fsdpctl.commands.compare.vary import variants
 
 WORDS = ["model.num_layers=2", "strategy=no_shard,full_shard", "launch.nproc_per_node=2",
@@ -11,50 +11,47 @@ WORDS = ["model.num_layers=2", "strategy=no_shard,full_shard", "launch.nproc_per
 HELD = ["activation_checkpointing=none", "prefetch=both", "train.micro_batch_size=2"]
 
 
-def simulated(memory: str, *held: str) -> SimulatedComparison:
-    words = [*WORDS, f"cluster.memory={memory}", *held]
-    found = SimulatedComparison(variants(words, None, steps=20))
-    found.run()
-    return found
+def simulated(*words: str) -> tuple[list[Row], list[str]]:
+    """Return the rows and the notes."""
+    found = variants(words, None, steps=20)
+    notes = list(dict.fromkeys(predict(found)))
+    return [each.row for each in found], notes
 
 
 def test_changes_that_fit_are_named_if_no_variant_does():
-    found = simulated("1.99", *HELD)  # of which context and communicators take up to 1.9
-    assert all(row.status.startswith(TOO_LARGE) for row in found.rows)
-    assert found.notes[0] == "no variant fits; changes that make the nearest fit:"
-    assert found.notes[1].startswith("to fit  1. ")
+    # Of the memory, context and communicators take up to 1.9.
+    rows, notes = simulated(*WORDS, "cluster.memory=1.99", *HELD)
+    assert all(row.status.startswith(TOO_LARGE) for row in rows)
+    assert notes[0] == "no variant fits; changes that make the nearest fit:"
+    assert notes[1].startswith("to fit  1. ")
 
 
 def test_no_change_is_named_if_a_variant_fits():
-    found = simulated("1.99")  # with what is selected
-    assert (len(found.rows), [row.status for row in found.rows]) == (2, [OK, OK])
-    assert found.notes[1].startswith("strategy=full_shard: the defaults need 2.0")
-    assert "; selected: " in found.notes[1]
-    found = simulated("0.01")
-    assert [row.status == OK for row in found.rows] == [False, False]
-    assert "to fit  no change found that makes it fit" in found.notes
+    rows, notes = simulated(*WORDS, "cluster.memory=1.99")  # with what is selected
+    assert [row.status for row in rows] == [OK, OK]
+    assert notes[1].startswith("strategy=full_shard: the defaults need 2.0")
+    assert "; selected: " in notes[1]
+    rows, notes = simulated(*WORDS, "cluster.memory=0.01")
+    assert [row.status == OK for row in rows] == [False, False]
+    assert "to fit  no change found that makes it fit" in notes
 
 
 def test_missing_host_memory_is_in_the_status_of_a_variant():
     words = [*WORDS[:1], "strategy=full_shard", *WORDS[2:], "strategy.offload=none,states"]
-    found = SimulatedComparison(variants([*words, "cluster.host_memory=6.008"], None, steps=20))
-    found.run()
-    fits, lacks = found.rows
+    (fits, lacks), _ = simulated(*words, "cluster.host_memory=6.008")
     assert (fits.status, lacks.hours, lacks.gpu_hours) == (OK, None, None)
     assert fits.hours is not None
-    assert columns(found.rows)[1].cells == ("-", "does not fit")
+    assert [cells(row, [])[0] for row in (fits, lacks)] == ["-", "does not fit"]
     assert lacks.status.startswith(TOO_LARGE)
     assert lacks.status.endswith("GiB needed per node, 6.01 GiB available (cluster.host_memory)")
 
 
 def test_short_steps_of_gpus_have_a_note_and_too_few_samples_are_refused():
-    found = simulated("80")
-    (note,) = found.notes
+    rows, (note,) = simulated(*WORDS, "cluster.memory=80")
     assert note.startswith("The host limits steps of GPUs below 100 ms, ")
-    assert all((row.step_seconds or 1) < 0.1 for row in found.rows)
+    assert all((row.step_seconds or 1) < 0.1 for row in rows)
     long = [*WORDS[1:4], "train.global_batch_size=1", "model=llama3_8b", "cluster=h200"]
-    others = SimulatedComparison(variants(long, None, steps=20))
-    others.run()
-    assert others.notes == []
+    rows, notes = simulated(*long)
+    assert notes == []
     refused = "=1: expected at least 2, one sample per rank"
-    assert all(row.status.endswith(refused) for row in others.rows)
+    assert all(row.status.endswith(refused) for row in rows)
