@@ -1,4 +1,4 @@
-"""The training loop: launch a step, report completed steps, act between steps."""
+"""The training loop: launch a step, report completed steps, act between steps; its callbacks."""
 
 import time
 from collections import deque
@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.comm.rank_status import RANK_STATUS
-from fsdpctl.errors import StoppedError
+from fsdpctl.errors import NonFiniteError, SelfCheckError, StoppedError
 from fsdpctl.optim.record import LocalStepStats
 from fsdpctl.run.flops import model_flops
-from fsdpctl.training.callback import Callback, is_joint
-from fsdpctl.training.callbacks.checkpoints import Checkpoints
+from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.training.journal import Journal
 from fsdpctl.training.narrow import refusing_dtypes
 from fsdpctl.training.rejected_steps import GradientProbe, RejectionRule
@@ -23,6 +22,56 @@ from fsdpctl.training.step import (
     finish_step,
     launch_step,
 )
+
+
+class Callback:
+    """Hooks of a run, complete when constructed. Each hook does nothing unless overridden.
+
+    The loop calls the hooks of all callbacks in the order of their list. Collective means that
+    all ranks call the hook at the same point, so that it may communicate.
+    """
+
+    saves = False  # whether `save` does
+
+    def begin(self, run: "Trainer") -> None:
+        """Prepare for the first step of this start. Collective."""
+
+    def launched(self, run: "Trainer") -> None:
+        """React to a launched step, without waiting for the device. Collective."""
+
+    def has_gradients(self, run: "Trainer") -> None:
+        """Look at the reduced gradients of a step before they are applied. Not collective."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `act` has work after `step`: the same on all ranks."""
+        return False
+
+    def step(self, run: "Trainer", done: StepMetrics) -> None:
+        """Handle the metrics of a completed step; steps come in order. Not collective."""
+
+    def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
+        """Do what is due or requested; return what has been requested by its end. Collective."""
+        return requested
+
+    def prepare(self, run: "Trainer") -> None:
+        """Prepare for the first save, after a step is complete. Collective."""
+
+    def save(self, run: "Trainer", *, was_requested: bool = False) -> None:
+        """Save this step unless it is saved. Collective."""
+
+    def idle(self, run: "Trainer") -> None:
+        """Do cheap work between pieces of long work. Not collective."""
+
+    def end(self, run: "Trainer", error: BaseException | None) -> None:
+        """Finish, even after a failure. Collective if `is_joint(error)`."""
+
+    def leave(self) -> None:
+        """After a failure, let the checkpoint in progress complete as far as possible."""
+
+
+def is_joint(error: BaseException | None) -> bool:
+    """Return whether a run that ends with `error` ends on all ranks at the same step."""
+    return error is None or isinstance(error, StoppedError | NonFiniteError | SelfCheckError)
 
 
 class Trainer:
@@ -52,7 +101,6 @@ class Trainer:
         # On CUDA the host launches one step ahead instead of waiting for the device.
         self.lag = int(parts.device.type == "cuda")
         self._callbacks = callbacks
-        self._checkpoints = next((x for x in callbacks if isinstance(x, Checkpoints)), None)
         self._context = context
         self._queue: deque[LaunchedStep] = deque()
         self._acted = done.step  # the step after which everything due has been done
@@ -74,7 +122,8 @@ class Trainer:
             self._act(RequestFlags())  # validates if an earlier start still owes it
             while not self.is_over():
                 self._launch()
-                requested = self._report(0 if self._is_due() else self.lag)
+                is_due = self.is_over() or any(map(self.is_due, self._callbacks))
+                requested = self._report(0 if is_due else self.lag)
                 if requested.ends or requested.save:
                     requested |= self._report(0)  # to save the state after the newest step
                 self._act(requested)
@@ -104,9 +153,7 @@ class Trainer:
             raise error
 
     def leave(self) -> None:
-        """After a failure, let the checkpoint in progress complete as far as possible."""
-        if self._checkpoints is not None:
-            self._checkpoints.leave()
+        self._each(lambda callback: callback.leave())
 
     # ---- for callbacks -------------------------------------------------------------------
 
@@ -115,8 +162,7 @@ class Trainer:
         return self.step != self._acted and callback.is_due(self.step)
 
     def save(self, *, was_requested: bool = False) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.save(self, was_requested=was_requested)
+        self._each(lambda callback: callback.save(self, was_requested=was_requested))
 
     def is_over(self) -> bool:
         done = Progress(self.step, best=self.best)
@@ -149,8 +195,7 @@ class Trainer:
         """From now on a stop request saves before it ends the run. Collective, once."""
         if not self._handles_requests:
             self._handles_requests = True
-            if self._checkpoints is not None:
-                self._checkpoints.prepare(self)
+            self._each(lambda callback: callback.prepare(self))
             self._context.on_first_step(self.ranks.barrier)
 
     # ---- the three phases ----------------------------------------------------------------
@@ -210,16 +255,12 @@ class Trainer:
             self.requests.done(STOP)
             raise StoppedError(self._reason(requested))
 
-    def _is_due(self) -> bool:
-        """Return whether the newest step must be reported before anything else."""
-        return self.is_over() or any(map(self.is_due, self._callbacks))
-
     def _each(self, hook: Callable[[Callback], None]) -> None:
         for each in self._callbacks:
             hook(each)
 
     def _reason(self, requested: RequestFlags) -> str:
-        saved = "" if self._checkpoints is None else ", saved"
+        saved = ", saved" * any(each.saves for each in self._callbacks)
         why = ""
         if requested.by_clock:
             why = f"; launch.time_limit={self.parts.config.launch.time_limit:g} is near"

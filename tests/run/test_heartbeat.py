@@ -13,10 +13,10 @@ from fsdpctl.errors import StoppedError
 from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.training.callback import TrainingRun
 from fsdpctl.training.callbacks.reporting import Heartbeat
+from fsdpctl.training.trainer import Trainer
 
-RANKS, RUN = cast(ObjectExchange, Mock()), cast(TrainingRun, None)
+RANKS, RUN = cast(ObjectExchange, Mock()), cast(Trainer, None)
 
 
 def done(step: int) -> StepMetrics:

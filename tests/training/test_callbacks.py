@@ -15,16 +15,16 @@ from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.io.run_files import LOGS, METRICS
 from fsdpctl.run.environment import read_records
 from fsdpctl.run.heartbeat import read_heartbeat
-from fsdpctl.training.callback import TrainingRun
 from fsdpctl.training.callbacks import checkpoints as checkpoints_module
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.callbacks.reporting import Heartbeat
 from fsdpctl.training.journal import Journal
+from fsdpctl.training.trainer import Trainer
 from tests.checkpoint.test_saver import fake_checkpoints
 from tests.distributed import distributed
 from tests.training.ranks import lines
 
-RUN = cast(TrainingRun, SimpleNamespace())
+RUN = cast(Trainer, SimpleNamespace())
 
 
 class SlowStore:

@@ -16,9 +16,9 @@ from fsdpctl.comm.waits import HostWaits
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.run.step_metrics import StepClock
-from fsdpctl.training.callback import TrainingRun
 from fsdpctl.training.callbacks.profiling import Profiling
 from fsdpctl.training.requests import RequestFlags
+from fsdpctl.training.trainer import Trainer
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
 
@@ -55,9 +55,7 @@ def traced_steps(
     profiling: Profiling, model: ShardedModel, steps: range, requested: Sequence[int] = ()
 ) -> list[int]:
     """Do backward passes for `steps`, and return those that complete a trace."""
-    run = cast(
-        TrainingRun, SimpleNamespace(step=steps.start, total_steps=steps.stop, is_traced=False)
-    )
+    run = cast(Trainer, SimpleNamespace(step=steps.start, total_steps=steps.stop, is_traced=False))
     vars(run).update(ranks=Mock(), requests=Mock())
     profiling.begin(run)
     batch, found = token_batches(1, 1)[0][0][0], []

@@ -23,10 +23,10 @@ from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import BEST, CHECKPOINTS, LATEST
 from fsdpctl.run.assets import read_run_assets
 from fsdpctl.run.progress import format_seconds
-from fsdpctl.training.callback import Callback, TrainingRun, is_joint
 from fsdpctl.training.callbacks.uploads import UploadOutcome, Uploads
 from fsdpctl.training.journal import Journal
 from fsdpctl.training.requests import SAVE, RequestFlags
+from fsdpctl.training.trainer import Callback, Trainer, is_joint
 
 _REPORTED = 5.0  # seconds; a faster save is not worth a line
 _POLL_SECONDS = 0.5
@@ -65,6 +65,8 @@ class Checkpoints(Callback):
     waits until the previous one is complete.
     """
 
+    saves = True
+
     def __init__(
         self,
         config: Config,
@@ -96,7 +98,7 @@ class Checkpoints(Callback):
         self._uploads = Uploads(about, run_dir, self._report, remote)
 
     def _report(self, done: UploadOutcome) -> None:
-        self._journal.loggers.line(done.to_line())
+        self._journal.loggers.line({"step": done.step, "upload_seconds": round(done.seconds, 6)})
         if done.message:
             self._journal.warn(done.message, done.step)
 
@@ -108,7 +110,7 @@ class Checkpoints(Callback):
             return None
         return current.written / current.num_bytes if current.num_bytes else 1.0
 
-    def begin(self, run: TrainingRun) -> None:
+    def begin(self, run: Trainer) -> None:
         """Begin with the checkpoint that the run resumes from, if any."""
         self._saved_step = run.step if run.step else -1
         if self._keeps_best and run.best is not None:
@@ -116,7 +118,7 @@ class Checkpoints(Callback):
         for folder in complete_checkpoints(self._folder):  # whose upload may have been interrupted
             self._uploads.add(folder, step_of(folder))
 
-    def prepare(self, run: TrainingRun) -> None:
+    def prepare(self, run: Trainer) -> None:
         """Allocate pinned host memory for the copies of the first save, in a thread."""
         if self._staging is not None:
             trained_only, parts = self._base is not None, run.parts
@@ -128,7 +130,7 @@ class Checkpoints(Callback):
     def is_due(self, step: int) -> bool:
         return step == self._last or (self._every > 0 and step % self._every == 0)
 
-    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
+    def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
         """Save if due or requested; before the run ends, wait until the checkpoint is complete."""
         if requested.ends or requested.save or run.is_due(self) or run.is_over():
             self.save(run, was_requested=requested.save)
@@ -136,7 +138,7 @@ class Checkpoints(Callback):
             self.finish(run)
         return requested
 
-    def save(self, run: TrainingRun, *, was_requested: bool = False) -> None:
+    def save(self, run: Trainer, *, was_requested: bool = False) -> None:
         """Save this step unless it is saved; FsdpctlError if the last save failed. Collective."""
         if self._saved_step != run.step:
             began, model = time.perf_counter(), run.parts.model
@@ -197,13 +199,13 @@ class Checkpoints(Callback):
                 advance(int(100 * share) - int(100 * shown))
                 shown = share
 
-    def finish(self, run: TrainingRun) -> None:
+    def finish(self, run: Trainer) -> None:
         """Wait until the checkpoint in progress is complete, and report it."""
         if self._current is not None:
             self._wait(self._current)
         self.idle(run)
 
-    def idle(self, run: TrainingRun) -> None:
+    def idle(self, run: Trainer) -> None:
         """Report a checkpoint that has become complete, and remove the request for it."""
         saved = self._current
         if saved is not None and saved.done.done():
@@ -224,7 +226,7 @@ class Checkpoints(Callback):
             self._is_awaited = False
             run.requests.done(SAVE)
 
-    def end(self, run: TrainingRun, error: BaseException | None) -> None:
+    def end(self, run: Trainer, error: BaseException | None) -> None:
         """Wait for uploads, on ranks that end together, and check them."""
         if is_joint(error):
             self._journal.check_in_place()

@@ -14,9 +14,9 @@ from torch.profiler import profile, schedule
 
 from fsdpctl.io.run_files import PROFILES
 from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.training.callback import Callback, TrainingRun
 from fsdpctl.training.requests import PROFILE, RequestFlags
 from fsdpctl.training.step import TrainedModel
+from fsdpctl.training.trainer import Callback, Trainer
 
 _TRACED = 3  # steps
 _SKIPPED = 2  # at a start: the first creates optimizer states, the second starts the tracer
@@ -42,11 +42,11 @@ class Profiling(Callback):
         self._profile: profile | None = None
         self._is_written = False
 
-    def begin(self, run: TrainingRun) -> None:
+    def begin(self, run: Trainer) -> None:
         if self._at_start:
             self._start(run, _SKIPPED)
 
-    def launched(self, run: TrainingRun) -> None:
+    def launched(self, run: Trainer) -> None:
         """Count a step of the trace; once it is written, end it on all ranks."""
         if self._profile is None:
             return
@@ -56,19 +56,19 @@ class Profiling(Callback):
             run.ranks.barrier()  # the files of the other ranks are complete too
             run.requests.done(PROFILE)
 
-    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
+    def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
         if requested.profile and not run.is_traced and run.step < run.total_steps:
             self._start(run, _SKIPPED_LATER)
         return requested
 
-    def end(self, run: TrainingRun, error: BaseException | None) -> None:
+    def end(self, run: Trainer, error: BaseException | None) -> None:
         """End a trace; of one in progress, write the part that exists."""
         if self._profile is not None:
             self._profile.stop()
             self._model.name_ranges(is_on=False)
         self._profile, self._is_written, run.is_traced = None, False, False
 
-    def _start(self, run: TrainingRun, skipped: int) -> None:
+    def _start(self, run: Trainer, skipped: int) -> None:
         """Trace three steps after `skipped` ones, or all remaining steps if there are too few."""
         self._model.name_ranges(is_on=True)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class HeapTrim(Callback):
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
 
-    def step(self, run: TrainingRun, done: StepMetrics) -> None:
+    def step(self, run: Trainer, done: StepMetrics) -> None:
         if self._trim is not None and done.step % _TRIMMED == 0:
             self._trim(0)
 

@@ -22,11 +22,11 @@ from fsdpctl.io.units import format_bytes
 from fsdpctl.run.environment import Restart, SavedEstimate, read_estimate
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord, pid_namespace
 from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory
-from fsdpctl.training.callback import Callback, TrainingRun, is_joint
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.journal import Journal
 from fsdpctl.training.requests import RequestFlags
 from fsdpctl.training.step import Optimizer, TrainedModel
+from fsdpctl.training.trainer import Callback, Trainer, is_joint
 
 _STEPS = 3  # the first of which compiles and allocates; then the allocator has its size
 RESTART = "FSDPCTL_RESTART"  # in the environment
@@ -42,7 +42,7 @@ class EstimateReport(Callback):
         self._at = first_step + _STEPS
         self._seconds: list[float] = []
 
-    def step(self, run: TrainingRun, done: StepMetrics) -> None:
+    def step(self, run: Trainer, done: StepMetrics) -> None:
         if len(self._seconds) < _STEPS:
             self._seconds.append(done.times.total)
             if len(self._seconds) == _STEPS and (found := self.time()) is not None:
@@ -62,7 +62,7 @@ class EstimateReport(Callback):
         )
         return message, {"step_seconds": measured, "predicted_step_seconds": predicted}
 
-    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
+    def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
         if run.step == self._at and run.parts.device.type == "cuda":
             memory = peak_memory(run.parts.device)
             own = (memory.allocated or 0, memory.reserved)
@@ -73,7 +73,7 @@ class EstimateReport(Callback):
                 run.journal.remark(_compared_peaks(peaks, self._estimate))
         return requested
 
-    def end(self, run: TrainingRun, error: BaseException | None) -> None:
+    def end(self, run: Trainer, error: BaseException | None) -> None:
         """After the last step, record peak memory, and on CPUs print that of the processes."""
         if error is not None:
             return
@@ -95,7 +95,6 @@ class EstimateReport(Callback):
 
 
 def _compared_peaks(peaks: Mapping[str, int], known: SavedEstimate) -> str:
-    """Return a message about the memory of the fullest GPU, next to the estimate."""
     texts = []
     for name in ("allocated", "reserved"):
         measured, estimated = peaks[f"peak_{name}_bytes"], getattr(known, f"peak_{name}_bytes")
@@ -126,10 +125,10 @@ class RunReporter(Callback):
         text = os.environ.get(RESTART)  # of the restart that started this worker
         self._restart = msgspec.json.decode(text, type=Restart) if text else None
 
-    def begin(self, run: TrainingRun) -> None:
+    def begin(self, run: Trainer) -> None:
         self._journal.progress.start(compiles=run.parts.config.train.compile)
 
-    def step(self, run: TrainingRun, done: StepMetrics) -> None:
+    def step(self, run: Trainer, done: StepMetrics) -> None:
         """Write and show the metrics; after the first step also what a restart cost."""
         rows, line = run.parts.train_batches.rows, done.to_line()
         if not isinstance(rows, MixedRows):
@@ -151,7 +150,7 @@ class RunReporter(Callback):
         share = None if self._checkpoints is None else self._checkpoints.share_written
         self._journal.progress.step(done, share)
 
-    def end(self, run: TrainingRun, error: BaseException | None) -> None:
+    def end(self, run: Trainer, error: BaseException | None) -> None:
         self._journal.progress.stop(is_complete=error is None)
         self._journal.loggers.close(well=is_joint(error))
 
@@ -177,7 +176,7 @@ class Heartbeat(Callback):
             self._write()
             threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
-    def step(self, run: TrainingRun, done: StepMetrics) -> None:
+    def step(self, run: Trainer, done: StepMetrics) -> None:
         step, now = done.step, time.monotonic()
         is_first = self._first is None
         if self._first is None:
@@ -188,7 +187,7 @@ class Heartbeat(Callback):
         if is_first:  # readers shall see at once that the run is no longer starting
             self._write()
 
-    def end(self, run: TrainingRun, error: BaseException | None) -> None:
+    def end(self, run: Trainer, error: BaseException | None) -> None:
         """Record the end. Ranks that end together first wait for rank 0, and time out otherwise."""
         if is_joint(error):
             self._ranks.gather_objects(0)

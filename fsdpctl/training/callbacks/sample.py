@@ -10,7 +10,7 @@ from fsdpctl.comm.base import raised
 from fsdpctl.io.activity import doing
 from fsdpctl.models.kernels import without_cudnn
 from fsdpctl.models.transformers_decoder import Cache, Decoder, evaluating
-from fsdpctl.training.callback import Callback, TrainingRun
+from fsdpctl.training.trainer import Callback, Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 class SampleText(Callback):
     """Generated text of `train.sample_tokens` tokens, or fewer if a stop is requested."""
 
-    def end(self, run: TrainingRun, error: BaseException | None) -> None:
+    def end(self, run: Trainer, error: BaseException | None) -> None:
         if error is not None or not run.parts.config.train.sample_tokens:
             return
         if run.is_ending:
@@ -81,7 +81,7 @@ class SampleText(Callback):
         with doing("generating a sample (Ctrl-C skips it)"):
             self._sample(run)
 
-    def _sample(self, run: TrainingRun) -> None:
+    def _sample(self, run: Trainer) -> None:
         config, data = run.parts.config, run.parts.data
         count, sync = config.train.sample_tokens, run.request_sync()
         number, has_ended = 0, False

@@ -15,11 +15,11 @@ from fsdpctl.errors import SelfCheckError
 from fsdpctl.io.activity import doing
 from fsdpctl.models.transformers_decoder import evaluating
 from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.training.callback import Callback, TrainingRun
 from fsdpctl.training.loss import summed_loss
 from fsdpctl.training.requests import RequestFlags
 from fsdpctl.training.small_run import compare_gradients, unused_units
 from fsdpctl.training.step import TrainedModel
+from fsdpctl.training.trainer import Callback, Trainer
 
 _LEAK = {"float32": 1e-5, "bfloat16": 1e-3}  # of the loss of a document
 _APART = 1024  # changes of many weights may cancel out in one sum, but not in all of these
@@ -43,7 +43,7 @@ class SelfCheck(Callback):
         self._before: list[Tensor] = []  # sums of the weights before the newest step
         self._lr = 0.0  # of the newest step, if it was applied
 
-    def has_gradients(self, run: TrainingRun) -> None:
+    def has_gradients(self, run: Trainer) -> None:
         if self._awaits_change:
             self._before = _sums(run.parts.model)
         if self._norms or run.step + 1 != self._at:
@@ -61,12 +61,12 @@ class SelfCheck(Callback):
         """Return whether `step` is the one to check, or no weight has changed so far."""
         return step == self._at or self._awaits_change
 
-    def step(self, run: TrainingRun, done: StepMetrics) -> None:
+    def step(self, run: Trainer, done: StepMetrics) -> None:
         self._lr = done.lr if done.figures.was_applied else 0.0
         if done.step == self._at:
             self._tokens = done.figures.tokens
 
-    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
+    def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
         """Check everything; SelfCheckError if something is wrong that is not only to be printed."""
         if not run.is_due(self):
             return requested
@@ -88,7 +88,7 @@ class SelfCheck(Callback):
             run.journal.remark(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
         return requested
 
-    def _warnings(self, run: TrainingRun) -> Iterator[str]:
+    def _warnings(self, run: Trainer) -> Iterator[str]:
         """Yield whether a step that should change weights has changed none. Collective."""
         if not self._awaits_change or self._lr <= 0:
             return
@@ -101,7 +101,7 @@ class SelfCheck(Callback):
                 "changed no weight; set a higher optimizer.lr, or precision.master_dtype=float32"
             )
 
-    def _findings(self, run: TrainingRun) -> Iterator[str]:
+    def _findings(self, run: Trainer) -> Iterator[str]:
         """Yield what is wrong, the same on every rank. Collective."""
         if not self._tokens:
             yield "no token of the step is trained on"
@@ -137,7 +137,7 @@ def _sums(model: TrainedModel) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _leaks(run: TrainingRun) -> Iterator[str]:
+def _leaks(run: Trainer) -> Iterator[str]:
     """Yield whether a packed document sees another one in its sequence. Collective."""
     parts = run.parts
     if parts.config.data.packing is False:  # a sequence has one document, and padding after it

@@ -22,17 +22,9 @@ class UploadOutcome:
     """The outcome of the upload of a checkpoint."""
 
     step: int
-    outcome: str  # done, failed, skipped
     seconds: float = 0.0
-    why: str = ""  # the cause of a failure
-
-    @property
-    def message(self) -> str:
-        """The cause of a failure, after its setting."""
-        return f"{KEY}: {self.why}" if self.why else ""
-
-    def to_line(self) -> dict[str, float]:
-        return {"step": self.step, "upload_seconds": round(self.seconds, 6)}
+    message: str = ""  # what went wrong, after its setting
+    has_failed: bool = False
 
 
 class Uploads:
@@ -79,7 +71,7 @@ class Uploads:
     def check(self) -> None:
         """Check that the newest checkpoint is in the store; CheckpointError if it isn't."""
         newest = self._newest
-        if newest is not None and newest.outcome == "failed":
+        if newest is not None and newest.has_failed:
             raise CheckpointError(f"step {newest.step}: {newest.message}; to retry, run it again")
 
     def _work(self, remote: RemoteCheckpoints, folder: Path, step: int) -> None:
@@ -97,19 +89,20 @@ class Uploads:
         is_kept = not self._keep.keep_last or (every and step % every == 0)
         is_kept = is_kept or folder.name == self.best
         if step < self._latest and not is_kept:  # a slow store gets the newest
-            return UploadOutcome(step, "skipped")
+            return UploadOutcome(step)
         if not (folder / MANIFEST).exists():
-            return UploadOutcome(step, "failed", why="checkpoint deleted before its turn")
+            why = f"{KEY}: checkpoint deleted before its turn"
+            return UploadOutcome(step, message=why, has_failed=True)
         try:
             remote.upload(folder)
         except Exception as error:  # training continues, whatever it is
-            why = f"not uploaded: {error}; the checkpoint is in {folder}"
-            return UploadOutcome(step, "failed", time.monotonic() - began, why)
+            why = f"{KEY}: not uploaded: {error}; the checkpoint is in {folder}"
+            return UploadOutcome(step, time.monotonic() - began, why, has_failed=True)
         finally:
             self.seconds = time.monotonic() - began
         why = ""
         try:
             remote.remove_old(self._keep, folder)
         except FsdpctlError as error:
-            why = f"uploaded, but old checkpoints remain: {error}"
-        return UploadOutcome(step, "done", self.seconds, why)
+            why = f"{KEY}: uploaded, but old checkpoints remain: {error}"
+        return UploadOutcome(step, self.seconds, why)

@@ -4,9 +4,9 @@ from fsdpctl.config.schema import Config
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.run.metrics import validation_at
-from fsdpctl.training.callback import Callback, TrainingRun
 from fsdpctl.training.loss import describe_validation, validation_loss
 from fsdpctl.training.requests import RequestFlags
+from fsdpctl.training.trainer import Callback, Trainer
 
 
 class Validation(Callback):
@@ -18,7 +18,7 @@ class Validation(Callback):
         self._has_data = has_data
         self._is_owed = False  # an earlier start stopped before this step's validation
 
-    def begin(self, run: TrainingRun) -> None:
+    def begin(self, run: Trainer) -> None:
         """Determine whether an earlier start owes a validation that no start has done since."""
         if run.owes_validation:
             metrics, is_main = run.parts.run_dir / METRICS, run.ranks.rank == 0
@@ -32,7 +32,7 @@ class Validation(Callback):
         every = self._every > 0 and step % self._every == 0
         return self._has_data and (every or step == self._last)
 
-    def act(self, run: TrainingRun, requested: RequestFlags) -> RequestFlags:
+    def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
         """Validate, unless a stop was requested or is requested in the meantime."""
         if not (self._is_owed or run.is_due(self)):
             return requested
@@ -43,7 +43,7 @@ class Validation(Callback):
             return requested
         return requested | self._validate(run)
 
-    def _validate(self, run: TrainingRun) -> RequestFlags:
+    def _validate(self, run: Trainer) -> RequestFlags:
         parts, train, is_last = run.parts, run.parts.config.train, run.step == self._last
         assert parts.val_batches is not None
         at_most = (train.final_eval_batches or 0) if is_last else train.eval_batches
@@ -79,7 +79,7 @@ class Validation(Callback):
             self._done(run, loss.mean)
         return sync.complete()
 
-    def _done(self, run: TrainingRun, loss: float) -> None:
+    def _done(self, run: Trainer, loss: float) -> None:
         """Save the best checkpoint; say why the run is over if it is before its last step."""
         if run.validated(loss) and run.parts.config.checkpoint.keep_best:
             run.save()
