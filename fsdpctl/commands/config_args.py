@@ -7,7 +7,6 @@ import typer
 
 from fsdpctl.commands.console import note, say
 from fsdpctl.config.compose import Composed
-from fsdpctl.config.keys import Key
 from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError, nearest
@@ -19,15 +18,11 @@ def completions(incomplete: str) -> list[str]:
     if not equals:
         names = (*GROUPS, *(each for each, key in KEYS.items() if not key.instead))
         return [f"{each}=" for each in names if each.startswith(incomplete)]
-    values = choices_of(name) if name in GROUPS else _values_of(KEYS.get(name))
+    values = list(choices_of(name)) if name in GROUPS else []
+    if (key := KEYS.get(name)) is not None:
+        values += [*key.choices, *(["true", "false"] if key.type == "true or false" else [])]
+        values += ["auto"] if key.auto or key.is_chosen else []
     return [f"{name}={each}" for each in values if f"{name}={each}".startswith(incomplete)]
-
-
-def _values_of(key: Key | None) -> list[str]:
-    if key is None:
-        return []
-    truths = ["true", "false"] if key.type == "true or false" else []
-    return [*key.choices, *truths, *(["auto"] if key.auto or key.is_chosen else [])]
 
 
 Settings = Annotated[

@@ -15,7 +15,8 @@ from fsdpctl.importers.recipe import convert as to_recipe
 from fsdpctl.io.texts import escaped
 
 Source = Annotated[
-    Path, typer.Argument(metavar="FILE", help="Configuration of axolotl, accelerate or TRL.")
+    Path,
+    typer.Argument(metavar="FILE", help="Configuration of axolotl, accelerate or TRL."),
 ]
 
 
@@ -26,17 +27,17 @@ def convert(
         Path | None, typer.Option(metavar="RECIPE", help="File to write, which must not exist.")
     ] = None,
 ) -> None:
-    """Write a recipe from another tool's file, and accelerate's that ran it if you pass both.
+    """Write a recipe from another tool's file.
 
-    The recipe sets what the file describes: model, data, lengths, batch, optimizer, schedule, LoRA
-    and sharding. Comments list what it leaves out, with the reason.
+    If accelerate ran it, pass the file of accelerate too. The recipe sets what the files describe:
+    model, data, lengths, batch, optimizer, schedule, LoRA and sharding. Comments list what it
+    leaves out, with the reason.
     """
     words, beside = normalized(settings)
     files = [source, *([Path(beside)] if beside else [])]
     recipe = converted(files, words)
-    text = escaped(
-        recipe_text(recipe, " and ".join(each.name for each in files))
-    )  # of values; comments are printable
+    # Escapes are those of values; comments are printable.
+    text = escaped(recipe_text(recipe, " and ".join(each.name for each in files)))
     if out is None:
         emit(text.rstrip("\n"))
     else:

@@ -203,7 +203,6 @@ def _trained(estimate: RunEstimate) -> str:
 
 
 def _show_strategies(estimator: Estimator, estimates: list[RunEstimate]) -> None:
-    """Print the memory at the peak, and the time of a step, a row for each strategy."""
     found = estimates[0].step.breakdown
     parts = [x for x in found if x not in _SMALL and any(e.step.breakdown[x] for e in estimates)]
     figures = {"step_seconds": "s/step"}
@@ -221,12 +220,10 @@ def _show_strategies(estimator: Estimator, estimates: list[RunEstimate]) -> None
 
 
 def _verdict(found: RunEstimate) -> str:
-    """Return the verdict in a few words."""
     return found.verdict if found.verdict != "too_large" else _VERDICTS[found.verdict]
 
 
 def _show_breakdown(found: RunEstimate) -> None:
-    """Print the memory at the peak, a row for each purpose."""
     rows = []
     for name, nbytes in found.step.breakdown.items():
         largest = [each for each in found.step.peak.largest if each.category == name]
@@ -238,7 +235,6 @@ def _show_breakdown(found: RunEstimate) -> None:
 
 
 def _conclusions(found: RunEstimate) -> list[str]:
-    """Return lines about the device, the host and the verdict."""
     config, outside = found.config, found.outside
     on_device = found.available - found.peak_reserved
     lines = []
@@ -284,7 +280,6 @@ def _on_node(found: RunEstimate) -> str:
 
 
 def _fit_line(found: Fit) -> str:
-    """Return the largest size that fits, and how much memory the next one needs."""
     over = f"leaves less than {RESERVE:.0%} of the memory"
     if found.next is not None and found.next.shortages:
         over = "; ".join(found.next.shortages)

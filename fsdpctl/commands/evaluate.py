@@ -1,7 +1,6 @@
 """`fsdpctl evaluate`: the loss of a checkpoint or a Hugging Face directory on data."""
 
 import math
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -28,18 +27,9 @@ from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.open import Opened, open_run
 from fsdpctl.resolve.settle import settle
 from fsdpctl.training.assemble import make_model, strategy_alone
-from fsdpctl.training.loss import validation_loss
+from fsdpctl.training.loss import ValidationLoss, bits_per_byte, validation_loss
 
 _OF_THE_DATA = ("data", "train.seq_len")
-
-
-@dataclass(frozen=True, slots=True)
-class _Evaluation:
-    loss: float  # nats per token
-    perplexity: float
-    bits_per_byte: float | None  # None if the size of the text is unknown
-    tokens: int  # number of predicted tokens
-    loss_by_source: dict[str, float]  # of a mixture
 
 
 def evaluate(source: Weights, settings: Settings = None, as_json: AsJson = False) -> None:
@@ -61,17 +51,21 @@ def evaluate(source: Weights, settings: Settings = None, as_json: AsJson = False
     ]
     opened = open_run(compose_config([*known, *given]))
     found = _evaluated(opened)
+    loss, perplexity = found.mean, math.exp(min(found.mean, 700.0))
+    bits = bits_per_byte(loss, opened.data.val or opened.data.train)
     is_seen = not other_data and not is_hugging_face(source)  # the run's own data
     part = "validation" if opened.data.val else "training" if is_seen else "all"
     if as_json:
-        show_json({"path": str(place), "part": part, **asdict(found)})
+        show_json({
+            "path": str(place), "part": part, "loss": loss, "perplexity": perplexity,
+            "bits_per_byte": bits, "tokens": found.tokens, "loss_by_source": found.by_source,
+        })  # fmt: skip
         return
-    bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
+    in_bits = "" if bits is None else f", {bits:.3f} bits per byte"
     seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
     say(f"{place}: {opened.data.description}{seen}", *opened.data.about_files)
-    say(f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}{bits}")
-    for name, loss in found.loss_by_source.items():
-        say(f"{name}: loss {loss:.4f}")
+    say(f"loss {loss:.4f} nats per token, perplexity {perplexity:.2f}{in_bits}")
+    say(*(f"{name}: loss {each:.4f}" for name, each in found.by_source.items()))
     say(f"over {found.tokens:,} tokens in samples of {opened.config.train.seq_len}")
 
 
@@ -86,7 +80,7 @@ def _own_settings(source: Path) -> dict[str, str]:
     return own
 
 
-def _evaluated(opened: Opened) -> _Evaluation:
+def _evaluated(opened: Opened) -> ValidationLoss:
     """Compute the loss of a model on one rank on the validation data, or on all without any."""
     # All strategies compute the same on one rank: `auto` selects none.
     strategy = strategies_of(opened.config.engine.name)[0]
@@ -119,6 +113,4 @@ def _evaluated(opened: Opened) -> _Evaluation:
             goes_on=tell,
         )
     assert found is not None
-    loss, size = found.mean, stream.num_bytes
-    bits = loss / math.log(2) * stream.num_tokens / size if size else None
-    return _Evaluation(loss, math.exp(min(loss, 700.0)), bits, found.tokens, found.by_source)
+    return found

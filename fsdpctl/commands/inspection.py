@@ -64,12 +64,12 @@ def _rows_of_files(reader: CheckpointReader) -> list[list[str]]:
 
 
 def _rows_of_tensors(reader: CheckpointReader) -> list[list[str]]:
-    rows = []
-    tensors = reader.manifest.tensors.items()
-    for key, info in sorted(tensors, key=lambda each: (not _is_weight(each[0]), each[0])):
-        shape = "x".join(map(str, info.shape)) or "scalar"
-        rows.append([key, shape, info.dtype, f"{info.nbytes:,}"])
-    return rows
+    return [
+        [key, "x".join(map(str, info.shape)) or "scalar", info.dtype, f"{info.nbytes:,}"]
+        for key, info in sorted(
+            reader.manifest.tensors.items(), key=lambda each: (not _is_weight(each[0]), each[0])
+        )
+    ]
 
 
 def _is_weight(key: str) -> bool:

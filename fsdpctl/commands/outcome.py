@@ -31,15 +31,13 @@ def report_exit(outcome: Outcome, run_dir: Path) -> None:
     if not outcome.has_failed:
         say(f"done: {run_dir}", _next(run_dir))
         return
-    if cause is None or outcome.hang:
-        _show_failure(cause, run_dir, outcome)
-        raise typer.Exit(ExitCode.FAILED)
-    if cause.exit_code == ExitCode.STOPPED:
-        _end(f"{cause.message}; run the same command to resume", stopped)
-    if cause.exit_code in FINAL:
-        _end(cause.message, cause.exit_code)
-    if outcome.stop_signal is not None and cause.exit_code == -signal.SIGKILL:
-        _end(f"killed; {AGAIN}", stopped)
+    if cause is not None and not outcome.hang:
+        if cause.exit_code == ExitCode.STOPPED:
+            _end(f"{cause.message}; run the same command to resume", stopped)
+        if cause.exit_code in FINAL:
+            _end(cause.message, cause.exit_code)
+        if outcome.stop_signal is not None and cause.exit_code == -signal.SIGKILL:
+            _end(f"killed; {AGAIN}", stopped)
     _show_failure(cause, run_dir, outcome)
     raise typer.Exit(ExitCode.FAILED)
 
@@ -123,10 +121,8 @@ def _hint(cause: Failure) -> str:
     if cause.out_of_memory:
         return f"use fewer ranks per node, or a smaller micro-batch; {AGAIN}"
     if cause.exit_code == -signal.SIGKILL:
-        return (
-            "often the kernel, out of memory: use fewer ranks per node, or a smaller micro-batch; "
-            f"{AGAIN}"
-        )
+        few = "use fewer ranks per node, or a smaller micro-batch"
+        return f"often the kernel, out of memory: {few}; {AGAIN}"
     if "could not be written" in cause.message:
         return f"free disk space, or set another train.run_dir; {AGAIN}"
     if cause.cause.startswith(COMPILE_FAILED):

@@ -77,17 +77,13 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show the state and progress of a run."""
-    found = read_status(_newest_run() if run is None else run)
+    if run is None and (run := latest_run(Path(RUNS))) is None:
+        raise UsageError(f"{RUNS}/latest: not found; pass a run directory")
+    found = read_status(run)
     if as_json:
         show_json(asdict(found))
         return
     show_table(("", ""), _rows(found))
-
-
-def _newest_run() -> Path:
-    if (found := latest_run(Path(RUNS))) is not None:
-        return found
-    raise UsageError(f"{RUNS}/latest: not found; pass a run directory")
 
 
 def _rows(found: Status) -> Iterator[tuple[str, str]]:
@@ -147,13 +143,15 @@ def read_status(run_dir: Path) -> Status:
         best = progress.best.step
         message = f"no lower validation loss since step {best} ({_PATIENCE}={patience})"
     warnings = [text for each in starts for text in each.warnings][-_MOST_WARNINGS:]
+    # At the pace since the start, which includes saves and validations.
+    pace = record.seconds_per_step if record and state == RUNNING else None
     return Status(
         run=str(run_dir),
         state=state,
         message=message,
         step=step,
         total_steps=total,
-        eta_seconds=_eta(record, recent, step, total) if state == RUNNING else None,
+        eta_seconds=None if pace is None or total is None else pace * max(0, total - step),
         loss=last.loss if last and isinstance(last.loss, float) else None,
         tokens_per_second=_recent([x.tokens_per_second for x in recent]),
         samples_per_second=_recent([x.samples_per_second for x in recent]),
@@ -219,16 +217,6 @@ def _first_error(run_dir: Path) -> str:
             if each.is_file() and about.st_size:
                 found.append((about.st_mtime, f"{each.name}: {last_line(each)}"))
     return min(found)[1] if found else ""
-
-
-def _eta(
-    record: HeartbeatRecord | None, recent: Sequence[MetricsLine], step: int, total: int | None
-) -> float | None:
-    """Return the time left at the pace since the start, including saves and validations."""
-    each = record.seconds_per_step if record else None
-    if each is None:
-        each = _recent([line.seconds for line in recent])
-    return None if each is None or total is None else each * max(0, total - step)
 
 
 def _newest(run_dir: Path, now: float) -> tuple[Newest, Progress] | tuple[None, None]:

@@ -232,7 +232,8 @@ def _value(config: Any, names: Sequence[str]) -> int | float | None:
 def _check_parts(content: Mapping[str, Any], where: str, parts: Collection[str]) -> None:
     """Check that nested configurations are those that the model has, and are mappings.
 
-    UsageError if they aren't.
+    Raises:
+        UsageError: If they aren't.
     """
     for name in {*_PARTS, *parts} & content.keys():
         value = content[name]

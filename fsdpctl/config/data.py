@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import dataclass, field
 
-from fsdpctl.config.keys import auto_key, key, optional_key
+from fsdpctl.config.keys import key
 from fsdpctl.errors import UsageError
 
 CHAT, TEXT, TOKENS = "chat", "text", "tokens"
@@ -25,25 +25,37 @@ class DataConfig:
     """The training and validation data."""
 
     name: str = "python_stdlib"
-    path: str | None = optional_key(
+    path: str | None = key(
+        None,
         "training data: file, directory or glob, or a mixture as PATH:SHARE,PATH:SHARE",
         is_path=True,
+        optional=True,
     )
-    val_path: str | None = optional_key(
-        "validation data, in place of data.val_fraction: file, directory or glob", is_path=True
+    val_path: str | None = key(
+        None,
+        "validation data, in place of data.val_fraction: file, directory or glob",
+        is_path=True,
+        optional=True,
     )
-    val_fraction: float | None = auto_key(
+    val_fraction: float | None = key(
+        None,
         "fraction of the training data that is held out for validation; of token files, at most "
         f"{MOST_HELD_OUT:,} tokens; auto: {HELD_OUT}, or none if data.path has validation files",
-        within=(0, 0.5),
+        minimum=0,
+        maximum=0.5,
+        auto=True,
     )
-    tokenizer: str | None = auto_key(
+    tokenizer: str | None = key(
+        None,
         "tokenizer: bytes, or a GGUF file or directory that has one; auto: the model's, else bytes",
         is_path=True,
+        auto=True,
     )
-    new_tokens: str | None = optional_key(
+    new_tokens: str | None = key(
+        None,
         "tokens that are added to the tokenizer, and to embeddings as the mean of their rows, such "
         "as [<|user|>,<|end|>], or JSON for texts with brackets, commas or spaces",
+        optional=True,
         is_names=True,
         read=lambda text: _tokens(text),
     )
@@ -52,8 +64,11 @@ class DataConfig:
         "tokens: format of the files; auto: by their headers and the files next to them",
         choices=TOKEN_FORMATS,
     )
-    template: str | None = auto_key(
-        "chat: Jinja file with the chat template; auto: the tokenizer's template", is_path=True
+    template: str | None = key(
+        None,
+        "chat: Jinja file with the chat template; auto: the tokenizer's template",
+        is_path=True,
+        auto=True,
     )
     prompt: str = key(
         TEMPLATE,
@@ -71,12 +86,16 @@ class DataConfig:
         "sample for each (split), or as rewritten (keep)",
         choices=REWRITTEN,
     )
-    date: str | None = auto_key(
-        "chat: date given to the template, YYYY-MM-DD; auto: the day of the run's first start"
+    date: str | None = key(
+        None,
+        "chat: date given to the template, YYYY-MM-DD; auto: the day of the run's first start",
+        auto=True,
     )
-    packing: bool | None = auto_key(
+    packing: bool | None = key(
+        None,
         "chat: pack several samples into one sequence of train.seq_len; auto: true; tokens: true "
-        "keeps documents of a sequence from seeing one another"
+        "keeps documents of a sequence from seeing one another",
+        auto=True,
     )
     too_long: str = key(
         "truncate",
@@ -125,7 +144,11 @@ def _tokens(text: str) -> str:
 
 
 def check_chat_keys(config: DataConfig) -> None:
-    """Check that no key is set that only other kinds of data have; UsageError if there is one."""
+    """Check that no key is set that only other kinds of data have.
+
+    Raises:
+        UsageError: If there is one.
+    """
     default = DataConfig()
     for name in _CHAT_KEYS if config.name != CHAT else ():
         value = getattr(config, name)

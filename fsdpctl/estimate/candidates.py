@@ -49,7 +49,8 @@ class Axes:
     def of(placed: Filled) -> "Axes":
         """Return the combinations for a placed configuration.
 
-        UsageError if its settings conflict.
+        Raises:
+            UsageError: If its settings conflict.
         """
         names = left_open(placed)
         given = placed.activation_checkpointing.name
@@ -80,7 +81,11 @@ class Axes:
         return Selection(point.strategy, point.recomputation, prefetch, point.size)
 
     def plan(self, point: SearchPoint) -> RunPlan:
-        """Return the plan of a point; UsageError if its settings conflict."""
+        """Return the plan of a point.
+
+        Raises:
+            UsageError: If its settings conflict.
+        """
         return settle(self.placed, self.selection(point))
 
     def _prefetches(self, strategy: str) -> tuple[PrefetchConfig, ...]:

@@ -219,9 +219,8 @@ class Nodes(Exchange):
         self.handshake = Handshake(
             self.store, own, launch.nnodes, noun="node", patience=launch.timeout
         )
-        # Longer than a short network failure.
-        patience = launch.hang_timeout or launch.timeout / 2
-        super().__init__(TCPStore(*where, is_master=False), own, launch.nnodes, patience)
+        theirs = TCPStore(*where, is_master=False)
+        super().__init__(theirs, own, launch.nnodes, launch.hang_limit)
 
     def share(self, number: int, own: Ended) -> Outcome:
         """Return how the ranks of all nodes exited in this round, if their launchers are alive."""

@@ -167,8 +167,7 @@ def _as_rank(
     Returns only to a script: else the lock that rank 0 holds is released when the process exits.
     A rank without an address is the only one.
     """
-    cores = max(1, (os.cpu_count() or 1) // rank.local_world_size)
-    own = {"OMP_NUM_THREADS": str(cores), **config.launch.allocator_environment}
+    own = config.launch.rank_environment(rank.local_world_size)
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
     from fsdpctl.launch.addresses import loopback, own_address, reached_store, split_endpoint
@@ -197,8 +196,8 @@ def _as_rank(
     terminal, run_dir, exchange = os.dup(2), Path(begun.run_dir), None
     if nodes > 1:
         theirs = PrefixStore(f"attempt-{rank.attempt}", TCPStore(address, port, is_master=False))
-        node, patience = rank.rank // rank.local_world_size, launch.hang_timeout
-        exchange = Exchange(theirs, node, nodes, patience or launch.timeout / 2)
+        node = rank.rank // rank.local_world_size
+        exchange = Exchange(theirs, node, nodes, launch.hang_limit)
 
     def say(text: str) -> None:
         with suppress(OSError):

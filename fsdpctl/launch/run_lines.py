@@ -111,7 +111,6 @@ def _experts(opened: Opened) -> str:
 
 
 def _in_float32(opened: Opened) -> str:
-    """Return a note on parameters that transformers would keep in float32, if they are not."""
     module, dtype = opened.module, opened.config.precision.param_dtype
     parts = getattr(module.transformers_model, "_keep_in_fp32_modules_strict", None) or ()
     names = [name for name, _ in module.named_parameters() if any(part in name for part in parts)]
@@ -236,7 +235,8 @@ def _run(seen: Look) -> str:
     remote = remote_of(seen.config)
     uploads = "" if remote is None else f"; checkpoints are uploaded to {remote.url}"
     source = f" of {seen.source}" if seen.source else ""
-    stands = {Standing.NEW: "new", Standing.FINISHED: f"finished at step {seen.step}"}.get(
-        seen.standing, f"resumes at step {seen.step}{source}"
-    )
+    stands = {
+        Standing.NEW: "new",
+        Standing.FINISHED: f"finished at step {seen.step}",
+    }.get(seen.standing, f"resumes at step {seen.step}{source}")
     return f"{seen.run_dir} ({stands}){uploads}"

@@ -72,7 +72,7 @@ class Watchdog:
         if pids is None:
             self._local_rank = int(os.environ["LOCAL_RANK"])
         self._first_rank = (exchange.place()[0] if exchange else 0) * self._count
-        self._limit, self._timeout = launch.hang_timeout or launch.timeout / 2, launch.timeout
+        self._limit, self._timeout = launch.hang_limit, launch.timeout
         self._beats = [RankStatus(0, None, waits=False, place="")] * self._count
         self._still = [0.0] * self._count  # seconds since each rank's last heartbeat
         self._unwatched = [0.0] * self._count  # and since its own watchdog was seen

@@ -23,8 +23,9 @@ import psutil
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from fsdpctl.comm.rank_status import make_status_file
 from fsdpctl.comm.world import PrefixStore, Store
@@ -65,7 +66,8 @@ def launch_workers(
         )
     assert launch.nproc_per_node is not None
     _make_room_for_files(launch.nproc_per_node)
-    _silence_agent()
+    logger = logging.getLogger("torch.distributed")  # of the agent: fsdpctl reports failures
+    logger.propagate, logger.handlers = False, [logging.NullHandler()]
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
     # For the workers' files: the run's own directory may be full, or deleted.
     with folder as kept, _environment(launch, nodes):
@@ -105,11 +107,6 @@ def _run(agent: LocalElasticAgent, requests: "_StopRequests", watchdog: Watchdog
     )  # fmt: skip
 
 
-def _silence_agent() -> None:
-    logger = logging.getLogger("torch.distributed")
-    logger.propagate, logger.handlers = False, [logging.NullHandler()]  # fsdpctl reports failures
-
-
 def _spec(args: Sequence[str], ranks: int, nodes: Nodes | None, number: int) -> WorkerSpec:
     store: Store
     if nodes is None:
@@ -128,36 +125,19 @@ def _spec(args: Sequence[str], ranks: int, nodes: Nodes | None, number: int) -> 
     )
 
 
-class _Met(RendezvousHandler):
-    """The launchers that have met. Torch's own ways to meet listen on all interfaces or unpickle.
+class _Met(StaticTCPRendezvous):
+    """The launchers that have met: torch's own ways to meet listen on all interfaces or unpickle.
 
     Workers use the launchers' store too, so that none of them opens a port.
     """
 
-    use_agent_store = True
+    run_id = "fsdpctl"
 
     def __init__(self, found: RendezvousInfo) -> None:
         self._found = found
 
     def next_rendezvous(self) -> RendezvousInfo:
         return self._found
-
-    def get_backend(self) -> str:
-        return "fsdpctl"
-
-    get_run_id = get_backend
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def _make_room_for_files(ranks: int) -> None:
@@ -181,8 +161,7 @@ def _environment(launch: LaunchConfig, nodes: Nodes | None) -> Iterator[None]:
     node, the loopback interface; on several, the one where other nodes' gloo connects.
     """
     assert launch.nproc_per_node is not None
-    values = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // launch.nproc_per_node))}
-    values |= launch.allocator_environment
+    values = launch.rank_environment(launch.nproc_per_node)
     forced = {"FSDPCTL_LAUNCHER": str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": _NO_SIGNAL}
     interface = nodes.interface if nodes else interface_of(loopback())
     if interface is not None:

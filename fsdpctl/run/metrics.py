@@ -97,11 +97,9 @@ def _read(path: Path, last_bytes: int | None = None) -> Iterator[tuple[bytes, Me
 
 def last_step(path: Path) -> int:
     """Return the last completed step by the end of metrics.jsonl, or 0."""
-    found = 0
     with contextlib.suppress(UsageError):
-        for line in read_metrics(path, last_bytes=_TAIL_BYTES):
-            found = max(found, line.step)
-    return found
+        return max((line.step for line in read_metrics(path, last_bytes=_TAIL_BYTES)), default=0)
+    return 0
 
 
 def validation_at(path: Path, step: int) -> float | None:

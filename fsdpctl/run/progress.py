@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsdpctl.io.activity import DISPLAY, QUIET, doing
@@ -48,7 +47,16 @@ class RunProgress:
         self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
         self._hides = bool(os.environ.get(QUIET))  # the bar and remarks
         if shows and not self._hides and self._console.is_terminal:
-            self._live = _make_bar(self._console)
+            self._live = Progress(
+                TextColumn("[bold]step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[note]}", markup=False),
+                TimeRemainingColumn(compact=True),
+                TextColumn("left"),
+                console=self._console,
+                refresh_per_second=4,
+            )
             self._live.add_task("", total=total_steps, completed=first_step, note="")
 
     def start(self, *, compiles: bool = False) -> None:
@@ -141,16 +149,3 @@ def _memory(memory: "PeakMemory") -> str:
         return format_bytes(memory.reserved)
     share = memory.reserved / memory.total
     return f"{memory.reserved / _GIB:.1f}/{memory.total / _GIB:.1f} GiB ({share:.0%})"
-
-
-def _make_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("[bold]step"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[note]}", markup=False),
-        TimeRemainingColumn(compact=True),
-        TextColumn("left"),
-        console=console,
-        refresh_per_second=4,
-    )

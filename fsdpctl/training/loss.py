@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.data.batches import Batches, MicroBatch
-from fsdpctl.data.data_set import DataSet
+from fsdpctl.data.data_set import Corpus, DataSet
 from fsdpctl.data.mixture import MixedRows
 from fsdpctl.data.own import OwnBatch, OwnData
 from fsdpctl.data.packing import IGNORED
@@ -93,7 +93,6 @@ def _checked(found: Any) -> tuple[Tensor, int | Tensor]:
 
 
 def _documents(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
-    """Return the decoder's keyword argument for packed documents and for shared rows."""
     if not batch.lengths:
         return {}
     are_rows = not batch.holds_documents
@@ -178,10 +177,14 @@ def describe_validation(found: ValidationLoss, data: DataSet) -> str:
     text += " nats per token"
     if found.by_source:
         text += f" ({', '.join(f'{name} {each:.4f}' for name, each in found.by_source.items())})"
-    if data.val is None or not data.val.num_bytes:
-        return text
-    bits = loss / math.log(2) * data.val.num_tokens / data.val.num_bytes
-    return f"{text}, {bits:.3f} bits per byte"
+    bits = None if data.val is None else bits_per_byte(loss, data.val)
+    return text if bits is None else f"{text}, {bits:.3f} bits per byte"
+
+
+def bits_per_byte(loss: float, stream: Corpus) -> float | None:
+    """Return a loss in nats per token as bits per byte; None if the text's size is unknown."""
+    size = stream.num_bytes
+    return loss / math.log(2) * stream.num_tokens / size if size else None
 
 
 class SourceLosses:

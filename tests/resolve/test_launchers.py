@@ -40,12 +40,17 @@ def test_a_process_alone_starts_its_ranks_itself():
     assert place_of(LOCAL, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == (LOCAL, None)
 
 
-@pytest.mark.parametrize(("environ", "named"), [
-    ({"RANK": "0"}, "launch=env"), ({"LOCAL_RANK": "1"}, "launch=env"),
-    ({"SLURM_STEP_NUM_TASKS": "4"}, "launch=slurm"),
-    ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun is not supported"),
-    ({"SKYPILOT_NUM_NODES": "2"}, "launch.nnodes=2"), ({"PET_NNODES": "3"}, "launch.nnodes=3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RANK": "0"}, "launch=env"),
+        ({"LOCAL_RANK": "1"}, "launch=env"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "launch=slurm"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun is not supported"),
+        ({"SKYPILOT_NUM_NODES": "2"}, "launch.nnodes=2"),
+        ({"PET_NNODES": "3"}, "launch.nnodes=3"),
+    ],
+)
 def test_launch_local_is_rejected_under_another_launcher(environ, named):
     assert named in refused(LOCAL, environ)
 
@@ -136,29 +141,35 @@ def test_unsupported_job_steps_are_rejected():
     assert "launch.node_rank=1" in refused(LaunchConfig("slurm", node_rank=1), of_slurm(1, 2, 2))
 
 
-@pytest.mark.parametrize(("listed", "first"), [
-    ("n[1-2]", "n1"), ("gpu-a[003-005,9],b1", "gpu-a003"), ("a,b", "a"),
-    ("rack[2,4]-node[07-08]", "rack2-node07"), ("single", "single"), ("n[12]", "n12"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [
+        ("n[1-2]", "n1"),
+        ("gpu-a[003-005,9],b1", "gpu-a003"),
+        ("a,b", "a"),
+        ("rack[2,4]-node[07-08]", "rack2-node07"),
+        ("single", "single"),
+        ("n[12]", "n12"),
+    ],
+)
 def test_the_first_host_of_a_list(listed, first):
     assert first_host({"SLURM_STEP_NODELIST": listed}) == first
 
 
 @pytest.mark.parametrize(("allocator", "grows"), [("expandable", "True"), ("native", "False")])
-def test_a_rank_of_any_launcher_gets_its_allocator(monkeypatch, allocator, grows):
+def test_a_rank_of_any_launcher_gets_its_allocator_and_its_cores(monkeypatch, allocator, grows):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    on_cpu = {"THP_MEM_ALLOC_ENABLE": "1"}
-    on_cuda = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{grows}"}
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    threads = {"OMP_NUM_THREADS": "4"}
+    on_cpu = {"THP_MEM_ALLOC_ENABLE": "1", **threads}
+    on_cuda = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{grows}", **threads}
     launch = LaunchConfig(allocator=allocator)
 
     def of(device: str | None) -> dict[str, str]:
-        return replace(launch, device=device).allocator_environment
+        return replace(launch, device=device).rank_environment(2)
 
     assert of("cuda") == on_cuda
     assert of("cpu") == on_cpu
-    assert of(None) == {
-        **on_cpu,
-        **on_cuda,
-    }  # another launcher's rank that looks for its device later
+    assert of(None) == on_cpu | on_cuda  # another launcher's, which looks for its device later
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
-    assert of("cuda") == {}
+    assert of("cuda") == threads
