@@ -120,7 +120,7 @@ def test_a_closed_terminal_does_not_end_a_run_without_saving(tmp_path, nohup):
 
 
 @pytest.mark.parametrize("way", ["closed", "unread"])
-def test_ctrl_c_saves_and_exits_with_130_even_if_the_output_is_closed(tmp_path, way):
+def test_a_closed_output_stops_no_run_and_ctrl_c_saves_and_exits_with_130(tmp_path, way):
     if way == "closed":
         line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path, LONG)))
         process = subprocess.Popen(
@@ -149,18 +149,6 @@ def test_ctrl_c_at_the_start_shows_no_traceback(tmp_path, seconds):
 
 
 # ---- signals ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("whom", ["launcher", "rank"])
-def test_sigquit_saves_like_sigterm(tmp_path, whom):
-    process = start(tmp_path)
-    wait_for(has_stepped(tmp_path))
-    (psutil.Process(process.pid) if whom == "launcher" else ranks_of(process)[1]).send_signal(
-        signal.SIGQUIT
-    )
-    code, said = ended(process)
-    assert code == 75
-    assert re.search(r"stopped at step \d+ of 100000, saved", said)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])

@@ -186,17 +186,6 @@ def test_a_save_at_the_end_is_completed(run, way):
     assert not (run.dir / "STOP").exists()
 
 
-def test_a_stop_file_saves_like_a_signal(run, whole):
-    process = run.start(LONG)
-    wait_for(has_stepped(run.folder))
-    (run.dir / "STOP").touch()
-    code, said = ended(process)
-    assert code == 75, said
-    assert re.search(r"stopped at step \d+ of 100000, saved; requested by run/STOP; ", said)
-    step = figures(run.dir)[-1][0]
-    assert run.checkpoints()[-1] == f"step-{step:08d}"
-
-
 def test_a_save_request_saves_and_the_run_continues(run):
     process = run.start(LONG, "checkpoint.every=0")
     wait_for(has_stepped(run.folder))

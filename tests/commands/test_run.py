@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,19 +130,17 @@ def is_living(process: psutil.Process) -> bool:
         return False
 
 
-def kill_a_worker(process: subprocess.Popen[str]) -> None:
-    workers(process)[1].kill()
-
-
 def signal_it(number: int) -> Callable[[subprocess.Popen[str]], None]:
     return lambda process: os.kill(process.pid, number)
 
 
-INTERRUPTIONS = {
+INTERRUPTIONS: dict[str, tuple[Callable[[subprocess.Popen[str]], None], int, str]] = {
     "SIGINT": (signal_it(signal.SIGINT), 130, "saved"),
     "SIGTERM": (signal_it(signal.SIGTERM), 75, "saved"),
     "SIGUSR1": (signal_it(signal.SIGUSR1), 75, "saved"),
-    "SIGKILL of a worker": (kill_a_worker, 1, "killed by signal 9"),
+    "SIGQUIT": (signal_it(signal.SIGQUIT), 75, "saved"),
+    "SIGQUIT of a worker": (lambda process: workers(process)[1].send_signal(3), 75, "saved"),
+    "SIGKILL of a worker": (lambda process: workers(process)[1].kill(), 1, "killed by signal 9"),
     "SIGKILL of the launcher": (signal_it(signal.SIGKILL), -9, ""),
 }
 
@@ -195,23 +192,6 @@ def test_the_tokenizer_is_kept_with_the_run(tmp_path):
     assert exported.returncode == 0, exported.stderr
     assert Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json")).get_vocab() == vocabulary
     assert fsdpctl("sample", "run", "--tokens", "3", cwd=tmp_path).returncode == 0
-
-
-@pytest.mark.slow
-def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
-    line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path, STEPS)))
-    subprocess.run(
-        ["bash", "-c", f"{line} | head -2"],
-        cwd=tmp_path,
-        env=environment(),
-        check=True,
-        timeout=90,
-        capture_output=True,
-    )
-    deadline = time.monotonic() + 60
-    while len(figures(tmp_path / "run")) < STEPS:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 @pytest.mark.slow

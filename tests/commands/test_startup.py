@@ -33,7 +33,8 @@ from tests.run.runs import make_run
 SLOW = {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich", "psutil", "msgspec"}
 OWN = {
     "fsdpctl", "fsdpctl.__main__", "fsdpctl.commands", "fsdpctl.commands.app", "fsdpctl.errors",
-    "fsdpctl.io", "fsdpctl.io.activity", "fsdpctl.io.texts", "fsdpctl.io.units",
+    "fsdpctl.io", "fsdpctl.io.activity", "fsdpctl.io.output", "fsdpctl.io.texts",
+    "fsdpctl.io.units",
 }  # fmt: skip
 
 

@@ -15,38 +15,30 @@ def failure(rank: int, code: int, message: str = "", at: int = 100) -> Failure:
     return Failure(rank, "h", code, message, at)
 
 
-def test_a_rank_that_timed_out_is_not_the_cause():
-    waited = failure(0, 1, "[gloo] Timed out waiting 10000ms for recv operation to complete")
-    stopped = failure(1, -signal.SIGKILL, at=130)  # by the agent, half a minute later
-    outcome = Outcome((waited, stopped), None)
-    assert outcome.cause is waited
-    assert waited.waited_in_vain
-    assert not stopped.waited_in_vain
+TIMED_OUT = "[gloo] Timed out waiting 10000ms for recv operation to complete"
+SPOKEN = failure(1, 2, "token 7 is 99, above its vocabulary of 9")
 
 
-def test_a_killed_rank_is_the_cause_of_broken_connections():
-    killed = failure(1, -signal.SIGKILL)
-    outcome = Outcome((failure(0, 1, "Connection closed by peer [127.0.0.1]:1"), killed), None)
-    assert outcome.cause is killed
-
-
-@pytest.mark.parametrize(
-    "broken",
-    ["Connection reset by peer", "a rank has ended while this one waited for gradients of rank 1"],
-)
-def test_a_reported_error_comes_before_broken_connections(broken):
-    spoken = failure(1, 2, "token 7 is 99, above its vocabulary of 9")
-    outcome = Outcome((failure(0, 1, broken), spoken), None)
-    assert outcome.cause is spoken
-    assert not spoken.waited_in_vain
-
-
-def test_a_reported_error_counts_if_the_rank_was_killed_later():
-    """As where the process group of a failed rank cannot end before its peers give up."""
-    spoken = failure(3, -signal.SIGKILL, "CUDA out of memory")
-    others = [failure(rank, -signal.SIGABRT, at=700) for rank in range(3)]
-    assert Outcome((*others, spoken), None).cause is spoken
-    assert spoken.cause == "CUDA out of memory"
+@pytest.mark.parametrize(("others", "cause"), [
+    # It timed out: the agent has stopped the other one half a minute later.
+    ([failure(1, -signal.SIGKILL, at=130)], failure(0, 1, TIMED_OUT)),
+    ([failure(0, 1, "Connection closed by peer [127.0.0.1]:1")], failure(1, -signal.SIGKILL)),
+    ([failure(0, 1, "Connection reset by peer")], SPOKEN),
+    ([failure(0, 1, "a rank has ended while this one waited for gradients of rank 1")], SPOKEN),
+    # As where the process group of a failed rank cannot end before its peers give up.
+    ([failure(rank, -signal.SIGABRT, at=700) for rank in range(3)],
+     failure(3, -signal.SIGKILL, "CUDA out of memory")),
+    # Clocks of hosts differ.
+    ([Failure(0, "early", 1, "Connection closed by peer", 92)],
+     Failure(2, "late", -signal.SIGKILL, "", 100)),
+    ([Failure(0, "early", 1, "Connection closed by peer", 92)],
+     Failure(2, "late", 2, "data.path=x: damaged", 100)),
+])  # fmt: skip
+def test_the_failure_that_the_others_follow_from(others, cause):
+    assert Outcome((*others, cause), None).cause == cause
+    assert cause.waited_in_vain == (cause.message == TIMED_OUT)
+    assert cause.cause == (cause.message or "killed by signal 9 (SIGKILL)")
+    assert not any(each.waited_in_vain for each in others)
 
 
 def test_messages_of_the_agent_are_not_the_ranks_own():
@@ -114,14 +106,6 @@ def test_a_failed_compilation_names_the_innermost_error_in_one_line(error, named
 )
 def test_other_errors_are_not_taken_for_those_of_a_compiler(message):
     assert failure(0, 1, message).cause == message
-
-
-def test_clocks_of_hosts_may_differ():
-    broken = Failure(0, "early", 1, "Connection closed by peer", 92)
-    killed = Failure(2, "late", -signal.SIGKILL, "", 100)
-    refused = Failure(2, "late", 2, "data.path=x: damaged", 100)
-    assert Outcome((broken, killed), None).cause == killed
-    assert Outcome((broken, refused), None).cause == refused
 
 
 GLOO = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1. GLHF!"

@@ -59,18 +59,19 @@ def test_long_places_stay_on_their_page(tmp_path):
     assert second.count == 0
 
 
-def test_a_stopped_rank_is_the_culprit():
-    assert culprits([state(0), state(1, state="T"), state(2, begun={"world": 1})]) == [1]
+GROUPS = [{"world": 5, "a": 2}, {"world": 5, "a": 2}, {"world": 4, "b": 7}]
+MUTE = {"waits": False, "answers": False}
 
 
-def test_a_rank_that_started_fewer_collectives_is_the_culprit():
-    groups = [{"world": 5, "a": 2}, {"world": 5, "a": 2}, {"world": 4, "b": 7}]
-    assert culprits([state(rank, begun=each) for rank, each in enumerate(groups)]) == [2]
-
-
-def test_a_rank_that_does_not_wait_while_others_do_is_the_culprit():
-    assert culprits([state(0), state(1, waits=False), state(2)]) == [1]
-    assert culprits([state(0), state(1)]) == []
+@pytest.mark.parametrize(("states", "found"), [
+    ([{}, {"state": "T"}, {"begun": {"world": 1}}], [1]),  # stopped
+    ([{"begun": each} for each in GROUPS], [2]),  # has started fewer collectives
+    ([{}, {"waits": False}, {}], [1]), ([{}, {}], []),  # does not wait while others do
+    ([{"begun": {"world": 4}}, MUTE, {}, {"answers": False}], [1]),
+    ([{"state": ""}, {}], [0]), ([{"state": "", "waits": False}, {"waits": False}], []),  # finished
+])  # fmt: skip
+def test_the_ranks_that_the_others_wait_for(states, found):
+    assert culprits([state(rank, **about) for rank, about in enumerate(states)]) == found
 
 
 def test_a_report_names_rank_step_place_and_collective():
@@ -78,14 +79,9 @@ def test_a_report_names_rank_step_place_and_collective():
     assert "hang_timeout=30 s: rank 1 on host: step 3, reduce blocks.1" in said
     assert "gloo:all_reduce of 4 in world" in said
     assert said.endswith("for 9 s; rank 0 waits for it in reduce blocks.1, step 3")
-
-
-def test_a_rank_that_neither_answers_nor_waits_is_the_culprit():
-    states = [state(0, begun={"world": 4}), state(1, waits=False, answers=False), state(2)]
-    assert culprits([*states, state(3, answers=False)]) == [1]
-    assert "; 2 ranks wait for it, rank 0 in" in report(states, 30)
-    assert culprits([state(0, state=""), state(1)]) == [0]
-    assert culprits([state(0, state="", waits=False), state(1, waits=False)]) == []  # finished?
+    said = report([state(0), state(1, waits=False), state(2)], 32, is_usual=False)
+    assert "for more than 32 s before its first step" in said
+    assert "; 2 ranks wait for it, rank 0 in" in said
 
 
 def _sleeper() -> "subprocess.Popen[bytes]":
@@ -222,8 +218,3 @@ def test_a_hang_is_named_before_nccl_ends_the_process(tmp_path, place, step, sec
     watch = Watchdog(make_status_file(1, tmp_path), launch, pids=dict)
     watch._beats = [RankStatus(1, step, waits=False, place=place)]
     assert watch._limit_of(0) == seconds
-
-
-def test_a_report_before_the_first_step_has_the_elapsed_seconds():
-    said = report([state(0), state(1, waits=False)], 32, is_usual=False)
-    assert "for more than 32 s before its first step" in said

@@ -2,7 +2,14 @@
 
 import pytest
 
-from fsdpctl.predict.simulator import Compute, SimulatedStep, Start, Task, Transfer, Wait
+from fsdpctl.predict.simulator import (
+    Compute,
+    SimulatedStep,
+    Start,
+    Task,
+    Transfer,
+    Wait,
+)
 from tests.predict.timeline import COMPUTE, Timeline, spans
 
 

@@ -90,7 +90,8 @@ def test_what_steers_a_terminal_is_not_printed():
 
 
 @pytest.mark.parametrize(
-    ("words", "unbuffered"), [(("--help",), ""), (("list", "--json"), "1"), (("list",), "")]
+    ("words", "unbuffered"),
+    [(("--help",), ""), (("list", "--json"), "1"), (("list",), "")],
 )
 def test_a_full_disk_is_an_error_of_every_command_and_a_reader_that_exits_is_none(
     tmp_path, words, unbuffered

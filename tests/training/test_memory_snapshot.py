@@ -1,42 +1,34 @@
 """What is kept of a failure for want of a device's memory."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from fsdpctl.training.callbacks.profiling import keep_snapshot, watch_allocations
 
-
-@pytest.fixture
-def dumped(monkeypatch):
-    found: list[str] = []
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", found.append)
-    return found
+LACKS = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
-def test_the_error_names_the_snapshot_file(tmp_path, dumped):
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+@pytest.mark.parametrize(("error", "has_room", "is_named"), [
+    (torch.OutOfMemoryError(LACKS), True, True), (torch.OutOfMemoryError(LACKS), False, False),
+    (RuntimeError(LACKS), True, False),
+])  # fmt: skip
+def test_an_error_for_want_of_memory_names_its_snapshot(
+    tmp_path, monkeypatch, error, has_room, is_named
+):
+    def dump(path: str) -> None:
+        if not has_room:
+            raise OSError("no space left")
+        Path(path).touch()
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     keep_snapshot(error, tmp_path, 3)
-    assert dumped == [str(tmp_path / "memory-snapshot-rank-00003.bin")]
-    assert str(error).startswith(
-        "CUDA out of memory. Tried to allocate 2.00 GiB.; memory snapshot: "
-    )
-    assert dumped[0] in str(error)
-
-
-def test_other_errors_are_not_changed(tmp_path, dumped):
-    error = RuntimeError("shapes differ")
-    keep_snapshot(error, tmp_path, 0)
-    assert (dumped, str(error)) == ([], "shapes differ")
-
-
-def test_a_failed_snapshot_does_not_change_the_error(tmp_path, monkeypatch):
-    def fail(path: str) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fail)
-    error = torch.OutOfMemoryError("CUDA out of memory")
-    keep_snapshot(error, tmp_path, 0)
-    assert str(error) == "CUDA out of memory"
+    file = tmp_path / "memory-snapshot-rank-00003.bin"
+    assert file.exists() == is_named
+    said = f"{LACKS}; memory snapshot: {file} (open it at " if is_named else LACKS
+    assert str(error).startswith(said)
+    assert ("snapshot" in str(error)) == is_named
 
 
 def test_allocations_are_recorded_on_cuda_only(monkeypatch):
