@@ -28,21 +28,15 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        ("step_time", ["--sizes", "8M", "--dtypes", "fp32", "--starts", "1", "--rounds", "1"]),
-        ("host_time", ["--rounds", "1"]),
-        ("startup", ["--rounds", "1"]),
-        ("planning", ["--rounds", "1"]),
-        ("growth", ["--steps", "200"]),
-        ("estimates", ["--count", "1"]),
-        ("decoders", ["--only", "llama"]),
-        ("little_memory", ["--seeds", "1", "--steps", "30"]),
-        ("update_time", ["--rounds", "1", "--width", "64"]),
-        ("waiting", ["--rounds", "1", "--steps", "6"]),
-    ],
-)
+@pytest.mark.parametrize(("module", "words"), [
+    ("step_time", ["--sizes", "8M", "--dtypes", "fp32", "--starts", "1", "--rounds", "1"]),
+    ("host_time", ["--rounds", "1"]), ("startup", ["--rounds", "1"]),
+    ("planning", ["--rounds", "1"]), ("growth", ["--steps", "200"]),
+    ("estimates", ["--count", "1"]), ("decoders", ["--only", "llama"]),
+    ("little_memory", ["--seeds", "1", "--steps", "30"]),
+    ("update_time", ["--rounds", "1", "--width", "64"]),
+    ("waiting", ["--rounds", "1", "--steps", "6"]),
+])  # fmt: skip
 def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words: list[str]) -> None:
     report = run(module, tmp_path / "report.json", *words)
     assert report["results"]

@@ -116,10 +116,8 @@ def is_used(key: str) -> bool:
 def detect_format(fields: Mapping[str, Any], prompt: str = TEMPLATE) -> str:
     """Return the format of a file's first row, of which a `text` may be null, with `data.prompt`.
 
-    COLUMN in its place asks for the column `text`, whatever the others are.
-
-    Raises:
-        UsageError: If no supported format has these fields.
+    COLUMN in its place asks for the column `text`, whatever the others are. UsageError if no
+    supported format has these fields.
     """
     if prompt == COLUMN and _TEXT in fields:
         return COLUMN
@@ -149,8 +147,7 @@ def _renaming(fields: Mapping[str, Any]) -> str:
 def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]:
     """Return the content of a row in the format `name`, and the names of the keys besides it.
 
-    Raises:
-        UsageError: If the row has another format, or can't be trained on.
+    UsageError if the row has another format, or can't be trained on.
     """
     if name == COLUMN:
         return _column(fields)

@@ -68,8 +68,7 @@ def first_row(path: str) -> dict[str, Any]:
 def check_is_clear(path: str) -> None:
     """Check that the first row of a file is either a text or a conversation, not both.
 
-    Raises:
-        UsageError: If it may be either.
+    UsageError if it may be either.
     """
     fields, name = first_row(path), TEXT
     with suppress(UsageError):  # which the reader reports

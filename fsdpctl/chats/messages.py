@@ -43,10 +43,8 @@ _LIKE_ARGUMENTS = ("parameters", "args", "kwargs", "input")
 def check_messages(messages: Sequence[Any], keys: Keys) -> tuple[list[Message], list[bool]]:
     """Return the messages with normalized names, and which of them may be trained on.
 
-    Adds the paths of loss flags, and of keys that only a template may use, to `keys`.
-
-    Raises:
-        UsageError: If a message can't be trained on, or has a key whose meaning is not supported.
+    Adds the paths of loss flags, and of keys that only a template may use, to `keys`. UsageError if
+    a message can't be trained on, or has a key whose meaning is not supported.
     """
     if not messages:
         raise UsageError("the conversation has no messages")
@@ -84,8 +82,7 @@ def loss_flag(
 ) -> bool | None:
     """Return whether a message or row asks for a loss, None if it does not say.
 
-    Raises:
-        UsageError: If a flag is neither 0 nor 1, or if another key means a loss.
+    UsageError if a flag is neither 0 nor 1, or if another key means a loss.
     """
     found = None
     for key, value in fields.items():
@@ -108,8 +105,7 @@ def is_empty(value: object) -> bool:
 def system_message(text: str, messages: Sequence[Message], key: str) -> list[Message]:
     """Return the message for a row's system text, or none if the messages begin with it.
 
-    Raises:
-        UsageError: If the messages begin with another system message.
+    UsageError if the messages begin with another system message.
     """
     first = messages[0]
     if not text or (first["role"] == "system" and first["content"] == text):

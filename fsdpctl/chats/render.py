@@ -39,8 +39,7 @@ class Renderer:
     def __init__(self, source: str, special_tokens: Mapping[str, str], today: str) -> None:
         """Compile the template; `today` is the date for `strftime_now`, YYYY-MM-DD.
 
-        Raises:
-            RenderError: If the source isn't a template.
+        RenderError if the source isn't a template.
         """
         from transformers.utils import chat_template_utils  # takes half a second
 
@@ -67,8 +66,7 @@ class Renderer:
     ) -> Rendered:
         """Render messages, with `prompted` followed by the header of an assistant message.
 
-        Raises:
-            RenderError: If the template rejects the messages or fails. The message is one line.
+        RenderError if the template rejects the messages or fails. The message is one line.
         """
         try:
             (text,), (marks,) = self._render(

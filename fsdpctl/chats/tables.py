@@ -30,10 +30,8 @@ def objects_of_table(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a table with their numbers, starting at 1.
 
-    Unused columns have the value True in all rows, so that their names can be reported.
-
-    Raises:
-        UsageError: If the file is damaged.
+    Unused columns have the value True in all rows, so that their names can be reported. UsageError
+    if the file is damaged.
     """
     arrow, number = _pyarrow(path), 0
     try:

@@ -29,10 +29,8 @@ class Keys:
 def without_nulls(value: Any, key: str = "row") -> Any:
     """Return a value without its null fields, at any depth. `key` is its name in messages.
 
-    Parquet and similar tables fill missing fields with null.
-
-    Raises:
-        UsageError: If the value has a type or a number that JSON doesn't have.
+    Parquet and similar tables fill missing fields with null. UsageError if the value has a type or
+    a number that JSON doesn't have.
     """
     if isinstance(value, str):
         return value
@@ -62,11 +60,7 @@ def from_extension(code: int, data: memoryview) -> int:
 
 
 def expect(value: Any, kind: type, where: str) -> Any:
-    """Return a value of the type `kind`.
-
-    Raises:
-        UsageError: If it has another type.
-    """
+    """Return a value of the type `kind`; UsageError if it has another type."""
     if isinstance(value, kind):
         return value
     got = _TYPES.get(type(value), "a number")

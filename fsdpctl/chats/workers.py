@@ -68,9 +68,8 @@ def rendered(
 ) -> Iterator[ChatSamples]:
     """Yield the samples of each chat, in order; `where` is the location of the template.
 
-    Raises:
-        UsageError: If the template can't be compiled, rejects a chat or exceeds a limit. The
-            message begins with a location.
+    UsageError if the template can't be compiled, rejects a chat or exceeds a limit. The message
+    begins with a location.
     """
     encoded = (
         (msgspec.msgpack.encode(chat), place, setup.seconds_for(chat)) for chat, place in chats

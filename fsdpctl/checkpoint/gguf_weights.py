@@ -44,8 +44,7 @@ class GgufTensors:
     def __init__(self, path: Path, model: ModelConfig) -> None:
         """Find the model's weights in the file.
 
-        Raises:
-            UsageError: If a tensor is missing, differs in shape or dtype, or is not the model's.
+        UsageError if a tensor is missing, differs in shape or dtype, or is not the model's.
         """
         self.path, header = path, read_header(path)
         self._kind = header.architecture

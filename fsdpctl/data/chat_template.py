@@ -46,10 +46,8 @@ def control_pattern(tokenizer: FileTokenizer) -> str:
 def open_template(tokenizer: FileTokenizer, file: str | None) -> ChatTemplate:
     """Return the template in `file` (`data.template`), else that of the tokenizer.
 
-    A template named `tool_use` is for conversations with tools, as in transformers.
-
-    Raises:
-        UsageError: If there is no template.
+    A template named `tool_use` is for conversations with tools, as in transformers. UsageError if
+    there is no template.
     """
     tokens = {name: str(text) for name, text in tokenizer.auto.special_tokens_map.items()}
     if file is not None:

@@ -74,8 +74,7 @@ class Building:
     def build(self) -> Built:
         """Read all files.
 
-        Raises:
-            UsageError: If a line can't be trained on, or if no sample is left to train on.
+        UsageError if a line can't be trained on, or if no sample is left to train on.
         """
         with doing("tokenizing", CONVERSATIONS) as self._advance:
             formats = [self._add(each) for each in self._plan.train]

@@ -56,8 +56,7 @@ def documents(
 ) -> Iterator[TextPiece]:
     """Yield the documents of `found.train`; texts of more than `most` bytes in pieces.
 
-    Raises:
-        UsageError: If a row has no text, or if the only file isn't text. The message names `key`.
+    UsageError if a row has no text, or if the only file isn't text. The message names `key`.
     """
     for file in found.train:
         left = file.stat().st_size

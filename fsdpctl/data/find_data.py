@@ -50,10 +50,8 @@ def _hub_files(path: str, key: str, option: str | None) -> DataFiles:
     """Return the files of `hf://ORG/NAME[@REVISION][:CONFIG][/SPLIT]`, fetched if need be.
 
     Its card names the files of a configuration and a split. If it does not, both are words in the
-    names of files and directories; without them, `select_files` decides.
-
-    Raises:
-        UsageError: If there are none, or if they cannot be fetched.
+    names of files and directories; without them, `select_files` decides. UsageError if there are
+    none, or if they cannot be fetched.
     """
     match, where = _NAME.fullmatch(path), f"{key}={path}"
     if match is None:

@@ -106,11 +106,7 @@ class MixedRows(Rows):
     """The samples of a mixture. Their numbers go through the sources, one after the other."""
 
     def __init__(self, mixture: Mixture, seq_len: int) -> None:
-        """Split the streams into samples of `seq_len` tokens.
-
-        Raises:
-            UsageError: If a source has none.
-        """
+        """Split the streams into samples of `seq_len` tokens; UsageError if a source has none."""
         self.seq_len, self.parts = seq_len, mixture.parts
         self.of_part: list[Rows] = [each.content.rows(seq_len) for each in mixture.parts]
         for part, rows in zip(mixture.parts, self.of_part, strict=True):

@@ -14,10 +14,8 @@ from fsdpctl.io.files import read_text_file
 def tokenizer_of(config: DataConfig) -> Tokenizer:
     """Open `data.tokenizer`, and add the new tokens that it lacks.
 
-    Those that the chat template writes, or that look like <|this|>, are control tokens.
-
-    Raises:
-        UsageError: If it can't be opened, or can't get more tokens.
+    Those that the chat template writes, or that look like <|this|>, are control tokens. UsageError
+    if it can't be opened, or can't get more tokens.
     """
     found = open_tokenizer(config.tokenizer)
     if not config.added:

@@ -87,9 +87,7 @@ def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[StoredFi
 
     The URL is that of a file or a directory, or a glob. Of a token file and its flags, a
     description has the size and the first bytes; the other files next to it are complete.
-
-    Raises:
-        UsageError: If there are none, or if the driver of the store is missing.
+    UsageError if there are none, or if the driver of the store is missing.
     """
     store, files = _listed(path, key)
     bins = [url for url in files if url.endswith(TOKEN_SUFFIXES)]

@@ -118,11 +118,8 @@ def open_token_files(
 ) -> TokenFiles:
     """Open the token files at a path: a file, a directory, or a glob.
 
-    `validates`: also those of validation next to the others.
-
-    Raises:
-        UsageError: If there are none, or if one is damaged, of an unknown format, or of another
-            tokenizer or vocabulary than the first.
+    `validates`: also those of validation next to the others. UsageError if there are none, or if
+    one is damaged, of an unknown format, or of another tokenizer or vocabulary than the first.
     """
     places: dict[str, tuple[StoredFile, str]] = {}
     if is_remote(path, f"{key}={path}"):
@@ -160,8 +157,7 @@ def open_token_files(
 def check_tokens(file: TokenFile, vocab_size: int | None) -> None:
     """Read and check all tokens; `vocab_size` is that of the model.
 
-    Raises:
-        UsageError: If the checksum differs from the header's, or a token isn't in the vocabulary.
+    UsageError if the checksum differs from the header's, or a token isn't in the vocabulary.
     """
     tokens, digest, path = ShardTokens([file.shard]), xxhash.xxh3_64(), file.shard.path
     most = file.vocab_size or vocab_size or MOST_TOKENS

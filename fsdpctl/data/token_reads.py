@@ -47,11 +47,7 @@ class Shard:
     flags: "Shard | None" = None  # a byte per token, 0 if it is not trained on
 
     def read(self, start: int, stop: int) -> Values:
-        """Return tokens.
-
-        Raises:
-            UsageError: If the file has changed since it was opened.
-        """
+        """Return tokens; UsageError if the file has changed since it was opened."""
         size, descriptor = self.dtype.itemsize, _opened(self.path, self.stamp).descriptor
         try:
             if stamp_of(os.stat(self.path)) != self.stamp:  # another file of this name, too
@@ -157,8 +153,7 @@ def _numbers(file: IO[bytes], path: Path, count: int) -> NDArray[np.int64]:
 def _ends(shard: Shard) -> NDArray[np.int64]:
     """Return the ends of a shard's documents, in tokens, in order.
 
-    Raises:
-        UsageError: If they are not in order, or beyond the tokens.
+    UsageError if they are not in order, or beyond the tokens.
     """
     about = shard.index
     assert about is not None

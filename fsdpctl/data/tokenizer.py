@@ -119,8 +119,7 @@ class FileTokenizer:
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
         """Set the contents of the files in the tokenizer's directory, and `name`, its location.
 
-        Raises:
-            UsageError: If transformers can't load the tokenizer, or if it exceeds a limit.
+        UsageError if transformers can't load the tokenizer, or if it exceeds a limit.
         """
         self.name = name
         self._where = f"tokenizer {name}"
@@ -170,8 +169,7 @@ class FileTokenizer:
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
         """Tokenize pieces, concatenated; those that end a document have its end token.
 
-        Raises:
-            UsageError: If the tokens of a part depend on text that is far from it.
+        UsageError if the tokens of a part depend on text that is far from it.
         """
         with guarded(self._where):
             rows, found = self._ids([each.text for each in pieces if each.span is None]), []
@@ -247,8 +245,7 @@ class FileTokenizer:
     def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
         """Tokenize each text as it is; control tokens in it become control tokens.
 
-        Raises:
-            UsageError: If the tokenizer doesn't give the characters of each token.
+        UsageError if the tokenizer doesn't give the characters of each token.
         """
         if not self.auto.is_fast:
             raise UsageError(
@@ -352,8 +349,7 @@ Tokenizer = ByteTokenizer | FileTokenizer
 def open_tokenizer(name: str | None) -> Tokenizer:
     """Open the byte tokenizer (`bytes` or None), or the one in a directory.
 
-    Raises:
-        UsageError: If the directory has no valid tokenizer.
+    UsageError if the directory has no valid tokenizer.
     """
     if name in (None, BYTES):
         return ByteTokenizer()

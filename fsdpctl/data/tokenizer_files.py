@@ -54,10 +54,8 @@ def has_tokenizer(folder: Path) -> bool:
 def read_files(folder: Path, *others: str) -> dict[str, bytes]:
     """Read the files of a tokenizer that exist, and `others`, by name relative to `folder`.
 
-    Those of a GGUF file are the files that transformers would save.
-
-    Raises:
-        UsageError: If a file is too large, not regular, or links out of the directory.
+    Those of a GGUF file are the files that transformers would save. UsageError if a file is too
+    large, not regular, or links out of the directory.
     """
     if is_gguf(folder):
         made = _files_of_gguf(folder.absolute(), folder.stat().st_mtime_ns)
@@ -116,8 +114,7 @@ def asset_name(name: str, where: str, refusal: type[FsdpctlError]) -> str:
 def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
     """Return the tokenizer that `AutoTokenizer` makes of `files`, contents by name.
 
-    Raises:
-        UsageError: If a file is damaged, or if transformers can't load it.
+    UsageError if a file is damaged, or if transformers can't load it.
     """
     where = f"tokenizer {name}"
     copied = _copied(files, where)

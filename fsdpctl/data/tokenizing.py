@@ -94,9 +94,7 @@ def tokenize_files(
     """Tokenize text files, JSON Lines, Parquet and Arrow files with the column `text`.
 
     A killed run with the same input and settings is continued after its last complete file.
-
-    Raises:
-        UsageError: If there is no text, if a row has none, or if a file cannot be written.
+    UsageError if there is no text, if a row has none, or if a file cannot be written.
     """
     found = find_data(source, "SRC", TOKENIZE)
     found = replace_fields(found, train=tuple(x for x in found.train if not output.owns(x)))

@@ -63,8 +63,7 @@ class Repository:
     def snapshot(self) -> Path | None:
         """Return the directory of its files in the cache, which may lack some.
 
-        Raises:
-            UsageError: If the cache leads out of the repository.
+        UsageError if the cache leads out of the repository.
         """
         commit = self.revision or "main"
         reference = self.folder / "refs" / commit
@@ -119,10 +118,8 @@ class Repository:
     def fetch(self, choose: Choose, *, dry: bool = False) -> list[str]:
         """Fetch the files that `choose` returns of all names; if dry, only print their size.
 
-        Returns all names.
-
-        Raises:
-            UsageError: If there is no such repository, no access, or too little space.
+        Returns all names. UsageError if there is no such repository, no access, or too little
+        space.
         """
         from huggingface_hub import HfApi, constants, snapshot_download
 

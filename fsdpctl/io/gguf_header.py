@@ -89,9 +89,8 @@ def is_gguf(path: Path) -> bool:
 def read_header(path: Path) -> GgufHeader:
     """Read the header of a complete GGUF file.
 
-    Raises:
-        UsageError: If the file is damaged, a value has another type than the format says, or the
-            file is one of several that a model is split into.
+    UsageError if the file is damaged, a value has another type than the format says, or the file is
+    one of several that a model is split into.
     """
     os.close(open_regular(path, follows=True))
     try:

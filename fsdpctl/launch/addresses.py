@@ -56,9 +56,7 @@ def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
     """Return the address and the port of `host:port`, which other nodes reach if `for_others`.
 
     Of a name with addresses of both families, it is that of IPv4, unless this machine has none.
-
-    Raises:
-        UsageError: If it is not of that form, or the host is unknown.
+    UsageError if it is not of that form, or the host is unknown.
     """
     where = f"launch.rdzv_endpoint={endpoint}"
     host, port = host_and_port(endpoint)
@@ -96,10 +94,8 @@ def _text(place: tuple[Any, ...]) -> str:
 def own_address(towards: str, interface: str | None) -> tuple[str, str]:
     """Return this machine's address as another node sees it, and its interface.
 
-    No packet is sent. `interface`: the one to use; None: the system's default.
-
-    Raises:
-        UsageError: If there is no such interface, or no route.
+    No packet is sent. `interface`: the one to use; None: the system's default. UsageError if there
+    is no such interface, or no route.
     """
     if interface is not None:
         addresses = {
@@ -158,10 +154,7 @@ def connected_store(address: str, port: int, patience: float) -> TCPStore:
     """Return a client of the store at an address, once there is one.
 
     Torch's own client prints a C++ stack if nothing listens, and it waits without end for a server
-    that accepts connections and does not answer.
-
-    Raises:
-        UsageError: If no store answers in time.
+    that accepts connections and does not answer. UsageError if no store answers in time.
     """
     where, deadline = endpoint_of(address, port), time.monotonic() + patience
     limit = f"within {patience:g} s (launch.timeout)"

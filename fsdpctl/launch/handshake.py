@@ -91,8 +91,7 @@ class Handshake:
     def accept(self, check: Callable[[Plan], str]) -> Plan:
         """Receive the plan of number 0; `check` returns why this member cannot take part, or "".
 
-        Raises:
-            UsageError: If this or another member cannot, or nothing starts.
+        UsageError if this or another member cannot, or nothing starts.
         """
         plan = self._receive("plan", Plan)
         if plan.refusal:

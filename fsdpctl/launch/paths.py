@@ -18,10 +18,8 @@ def check_paths(config: Config, recipe: str | None, resume: str) -> None:
     """Check the paths of a run, and which node of how many this is.
 
     Only the process that opens the run needs the data: relative paths are those of its directory.
-    But each node fetches what has a name on the Hub.
-
-    Raises:
-        UsageError: If a path is wrong; the message names its key.
+    But each node fetches what has a name on the Hub. UsageError if a path is wrong; the message
+    names its key.
     """
     check_nodes(config.launch)
     if config.launch.name != "local" or config.launch.node_rank:

@@ -15,10 +15,8 @@ def run_briefly(
     """Run the steps of a new run, without validation, checkpoints and samples.
 
     `config` is what was settled for the configuration of `seen`; `settings` and `assets` are
-    written into the run directory. Returns the reason of a failure.
-
-    Raises:
-        StoppedError: If a signal stopped it.
+    written into the run directory. Returns the reason of a failure. StoppedError if a signal
+    stopped it.
     """
     lock = lock_run_dir(seen.run_dir, lambda: None)
     try:

@@ -46,23 +46,20 @@ def write(path: Path, kind: str, keys: dict[str, Any], shape: Any = (100, 64)) -
     return path
 
 
-@pytest.mark.parametrize(
-    ("key", "values", "expected"),
-    [
-        ("block_count", ["2", True, 1.0, [1], ["a"], -1.5, 0], "a whole number above 0"),
-        ("attention.head_count", [[4, 4], "4", 0], "a whole number above 0"),
-        ("attention.sliding_window", [["a"], 1.5, True], "a whole number"),
-        ("attention.layer_norm_rms_epsilon", ["1", True, 0.0, float("nan")], "a number above 0"),
-        ("rope.freq_base", [float("inf"), [1.0], -1.0], "a number above 0"),
-        ("tokenizer.ggml.model", [1, ["gpt2"]], "a text"),
-        ("tokenizer.chat_template", [True, ["a"]], "a text"),
-        (TOKENS, [3, "abc", [1, 2, 3]], "a list of texts"),
-        ("tokenizer.ggml.scores", [3, ["a"], [True]], "a list of numbers"),
-        ("tokenizer.ggml.scores", [[1.0, 2.0]], "3 numbers, got 2"),
-        ("tokenizer.ggml.add_bos_token", [1, "true"], "true or false"),
-        ("tokenizer.ggml.eos_token_id", [3, 4_294_967_295], "a number below 3"),
-    ],
-)
+@pytest.mark.parametrize(("key", "values", "expected"), [
+    ("block_count", ["2", True, 1.0, [1], ["a"], -1.5, 0], "a whole number above 0"),
+    ("attention.head_count", [[4, 4], "4", 0], "a whole number above 0"),
+    ("attention.sliding_window", [["a"], 1.5, True], "a whole number"),
+    ("attention.layer_norm_rms_epsilon", ["1", True, 0.0, float("nan")], "a number above 0"),
+    ("rope.freq_base", [float("inf"), [1.0], -1.0], "a number above 0"),
+    ("tokenizer.ggml.model", [1, ["gpt2"]], "a text"),
+    ("tokenizer.chat_template", [True, ["a"]], "a text"),
+    (TOKENS, [3, "abc", [1, 2, 3]], "a list of texts"),
+    ("tokenizer.ggml.scores", [3, ["a"], [True]], "a list of numbers"),
+    ("tokenizer.ggml.scores", [[1.0, 2.0]], "3 numbers, got 2"),
+    ("tokenizer.ggml.add_bos_token", [1, "true"], "true or false"),
+    ("tokenizer.ggml.eos_token_id", [3, 4_294_967_295], "a number below 3"),
+])  # fmt: skip
 def test_a_value_of_another_type_is_named(tmp_path, key, values, expected):
     for value in values:
         file = write(tmp_path / "m.gguf", "llama", {key: value})
@@ -70,20 +67,17 @@ def test_a_value_of_another_type_is_named(tmp_path, key, values, expected):
             read_header(file)
 
 
-@pytest.mark.parametrize(
-    ("keys", "problem"),
-    [
-        ({"context_length": None}, "llama.context_length: not found"),
-        ({"attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon: not found"),
-        ({"feed_forward_length": None}, "feed_forward_length: not found"),
-        ({"expert_count": 1 << 31}, "expert_count=2147483648: larger than any tensor"),
-        ({"attention.value_length": 8}, "value_length: expected 16"),
-        ({"attention.scale": 0.5}, "attention.scale=0.5: not supported"),
-        ({"rope.dimension_count": 32, "attention.key_length": 16}, "expected at most 16"),
-        ({"vocab_size": 99}, "token_embd.weight has 100 rows, for 3 tokens and vocab_size=99"),
-        ({TOKENS: ["a"] * 101}, "token_embd.weight has 100 rows, for 101 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "problem"), [
+    ({"context_length": None}, "llama.context_length: not found"),
+    ({"attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon: not found"),
+    ({"feed_forward_length": None}, "feed_forward_length: not found"),
+    ({"expert_count": 1 << 31}, "expert_count=2147483648: larger than any tensor"),
+    ({"attention.value_length": 8}, "value_length: expected 16"),
+    ({"attention.scale": 0.5}, "attention.scale=0.5: not supported"),
+    ({"rope.dimension_count": 32, "attention.key_length": 16}, "expected at most 16"),
+    ({"vocab_size": 99}, "token_embd.weight has 100 rows, for 3 tokens and vocab_size=99"),
+    ({TOKENS: ["a"] * 101}, "token_embd.weight has 100 rows, for 101 tokens"),
+])  # fmt: skip
 def test_sizes_that_contradict_one_another_are_named(tmp_path, keys, problem):
     with pytest.raises(UsageError, match=problem):
         config_of_gguf(write(tmp_path / "m.gguf", "llama", keys))
@@ -162,16 +156,13 @@ def test_what_a_file_says_or_llama_cpp_takes_is_in_the_configuration(
     assert {name: made[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys", "note"),
-    [
-        ("gemma2", {"attention.key_length": 64}, "it has no scale of attention; 256 is taken"),
-        ("starcoder2", {}, "such files have no window of attention; set model.overrides.sliding_w"),
-        ("llama", {"logit_scale": 2.0, "residual_scale": 0.5}, "logit_scale, residual_scale: not"),
-        ("qwen3", {"rope.dimension_count": 8}, "rope.dimension_count: not read"),
-        ("llama", {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}, "as gpt-2"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "keys", "note"), [
+    ("gemma2", {"attention.key_length": 64}, "it has no scale of attention; 256 is taken"),
+    ("starcoder2", {}, "such files have no window of attention; set model.overrides.sliding_w"),
+    ("llama", {"logit_scale": 2.0, "residual_scale": 0.5}, "logit_scale, residual_scale: not"),
+    ("qwen3", {"rope.dimension_count": 8}, "rope.dimension_count: not read"),
+    ("llama", {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}, "as gpt-2"),
+])  # fmt: skip
 def test_what_is_not_read_has_a_note(tmp_path, kind, keys, note):
     (line,) = notes_on_gguf(str(write(tmp_path / "m.gguf", kind, keys)))
     assert note in line

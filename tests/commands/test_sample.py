@@ -57,14 +57,11 @@ def fail_otherwise() -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-@pytest.mark.parametrize(
-    ("fail", "error", "said"),
-    [
-        (allocate_too_much, FsdpctlError, "sharded: does not fit into memory on "),
-        (run_out_of_device_memory, FsdpctlError, "sharded: does not fit into memory on "),
-        (fail_otherwise, RuntimeError, "illegal memory access"),
-    ],
-)
+@pytest.mark.parametrize(("fail", "error", "said"), [
+    (allocate_too_much, FsdpctlError, "sharded: does not fit into memory on "),
+    (run_out_of_device_memory, FsdpctlError, "sharded: does not fit into memory on "),
+    (fail_otherwise, RuntimeError, "illegal memory access"),
+])  # fmt: skip
 def test_want_of_memory_is_said_in_one_line(checkpoint, monkeypatch, fail, error, said):
     monkeypatch.setattr(sample, "generate", lambda *args, **kwargs: fail())
     with pytest.raises(error, match=said):

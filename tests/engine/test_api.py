@@ -371,14 +371,11 @@ def test_what_cannot_be_sharded_is_named(arguments: Any, message: str) -> None:
         fsdpctl.shard_model(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "message"),
-    [
-        ("precision", "bf16", r"precision: expected a fsdpctl.Precision, got 'bf16'; pass"),
-        ("precision", torch.bfloat16, r"got torch.bfloat16; pass precision=fsdpctl.Precision\(…\)"),
-        ("prefetch", 2, "prefetch: expected a fsdpctl.Prefetch, got 2"),
-    ],
-)
+@pytest.mark.parametrize(("name", "given", "message"), [
+    ("precision", "bf16", r"precision: expected a fsdpctl.Precision, got 'bf16'; pass"),
+    ("precision", torch.bfloat16, r"got torch.bfloat16; pass precision=fsdpctl.Precision\(…\)"),
+    ("prefetch", 2, "prefetch: expected a fsdpctl.Prefetch, got 2"),
+])  # fmt: skip
 def test_arguments_of_another_type_are_named(name: str, given: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         fsdpctl.shard_model(torch.nn.Linear(2, 2), **{name: given})

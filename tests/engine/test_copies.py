@@ -23,15 +23,12 @@ SHARED = "hybrid_shard_optimizer"
 K = EventKind
 
 
-@pytest.mark.parametrize(
-    ("strategy", "alone", "whole_copies", "one_copy"),
-    [
-        ("hybrid_shard", "no_shard", "no_shard", "full_shard"),
-        ("hybrid_shard_grad_op", "no_shard", "no_shard", "shard_grad_op"),
-        (SHARED, "no_shard", "shard_optimizer", "full_shard"),
-        ("full_shard", "no_shard", None, "full_shard"),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "alone", "whole_copies", "one_copy"), [
+    ("hybrid_shard", "no_shard", "no_shard", "full_shard"),
+    ("hybrid_shard_grad_op", "no_shard", "no_shard", "shard_grad_op"),
+    (SHARED, "no_shard", "shard_optimizer", "full_shard"),
+    ("full_shard", "no_shard", None, "full_shard"),
+])  # fmt: skip
 def test_a_single_replica_runs_the_strategy_without_replicas(
     strategy, alone, whole_copies, one_copy
 ):

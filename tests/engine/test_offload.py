@@ -174,13 +174,10 @@ def test_no_parameters_stay_on_the_device(rank: int, world_size: int) -> None:
     assert model.ledger.peak_nbytes < model.replicated_memory_bytes()
 
 
-@pytest.mark.parametrize(
-    ("sharding", "message"),
-    [
-        (Sharding("shard_optimizer", offload="params"), "not supported with strategy=shard_opt"),
-        (Sharding(offload="params"), "expected states,params or all"),
-    ],
-)
+@pytest.mark.parametrize(("sharding", "message"), [
+    (Sharding("shard_optimizer", offload="params"), "not supported with strategy=shard_opt"),
+    (Sharding(offload="params"), "expected states,params or all"),
+])  # fmt: skip
 def test_parameters_that_cannot_rest_on_the_host_are_rejected(sharding, message):
     with pytest.raises(UsageError, match=message):
         shard_model(make_net(tied=True), sharding)

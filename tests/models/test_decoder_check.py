@@ -55,14 +55,11 @@ def test_the_start_finds_what_a_decoder_does(family, tmp_path):
         check_shared_rows(shared(config))
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [
-        ("rwkv", {"hidden_size": 16_384, "attention_hidden_size": 16_384}),
-        ("mamba2", {"hidden_size": 16_384, "num_heads": 512}),
-        ("xlstm", {"hidden_size": 16_384, "num_heads": 32}),
-    ],
-)
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("rwkv", {"hidden_size": 16_384, "attention_hidden_size": 16_384}),
+    ("mamba2", {"hidden_size": 16_384, "num_heads": 512}),
+    ("xlstm", {"hidden_size": 16_384, "num_heads": 32}),
+])  # fmt: skip
 def test_the_copy_of_a_wide_model_is_small(tmp_path, family, sizes):
     config = AutoConfig.for_model(family, **sizes, num_hidden_layers=2)
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))

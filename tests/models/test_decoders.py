@@ -184,18 +184,15 @@ def test_export_has_the_names_of_the_hub(tmp_path):
 # ---- checks at the start -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"model_type": "qwen3_mo"}, "qwen3_mo: not a causal decoder .*; did you mean qwen3_moe"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "config.json: .*longrope.*transformers"),
-        ({"num_hidden_layers": "many"}, "num_hidden_layers many: expected a whole number"),
-        ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}, "runs no code from"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: not supported"),
-        ({"model_type": "gemma3"}, "is not a text decoder"),
-        ({"num_attention_heads": "many"}, "num_attention_heads many: expected a whole number"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"model_type": "qwen3_mo"}, "qwen3_mo: not a causal decoder .*; did you mean qwen3_moe"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "config.json: .*longrope.*transformers"),
+    ({"num_hidden_layers": "many"}, "num_hidden_layers many: expected a whole number"),
+    ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}, "runs no code from"),
+    ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: not supported"),
+    ({"model_type": "gemma3"}, "is not a text decoder"),
+    ({"num_attention_heads": "many"}, "num_attention_heads many: expected a whole number"),
+])  # fmt: skip
 def test_a_config_that_transformers_cannot_run_is_rejected(changes, said, tmp_path):
     save_decoder("qwen3_moe", tmp_path)
     file = tmp_path / "config.json"

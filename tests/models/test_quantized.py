@@ -208,13 +208,10 @@ def test_all_linear_layers_but_the_head_are_quantized_and_weights_are_counted(pa
     assert count_weights(module) == count_weights(plain)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["model.base_dtype=nf4"], "only valid with adapters; set model.lora.rank=16"),
-        (["model.base_dtype=int4", "model.lora.rank=2"], "expected nf4, int8, float32, or auto"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["model.base_dtype=nf4"], "only valid with adapters; set model.lora.rank=16"),
+    (["model.base_dtype=int4", "model.lora.rank=2"], "expected nf4, int8, float32, or auto"),
+])  # fmt: skip
 def test_what_cannot_be_quantized_is_rejected(words, said):
     with pytest.raises(UsageError, match=said):
         build_model(compose_config(["model.vocab_size=64", *words]).config.model)

@@ -178,14 +178,11 @@ def test_what_a_token_uses_of_packed_and_adapted_experts_is_counted(tmp_path: Pa
     assert model_flops(config, module, CPU, 1).per_token > 4 * count_active(plain) // 2
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("experts model.lora.rank=4", "rank=4: adapters of experts need a multiple of 8"),
-        ("experts model.lora.dropout=0.1", "dropout=0.1: not supported with adapters of experts"),
-        ("expert.down_proj,experts", "expert.down_proj matches no linear layer"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("experts model.lora.rank=4", "rank=4: adapters of experts need a multiple of 8"),
+    ("experts model.lora.dropout=0.1", "dropout=0.1: not supported with adapters of experts"),
+    ("expert.down_proj,experts", "expert.down_proj matches no linear layer"),
+])  # fmt: skip
 def test_settings_that_adapters_of_experts_do_not_support_are_rejected(tmp_path, words, message):
     save_decoder("qwen3_moe", tmp_path)
     given = {"model.lora.rank": "8", **dict(each.split("=") for each in words.split()[1:])}

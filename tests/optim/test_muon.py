@@ -235,17 +235,14 @@ def test_matrices_go_whole_to_ranks_with_like_work() -> None:
         assert max(work) <= sum(work) / ranks + largest
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["strategy=full_shard"], "expected shard_optimizer or no_shard"),
-        (["strategy.owner_map=even"], "expected matrices, round_robin or contiguous"),
-        (["engine=fsdp2", "strategy=full_shard"], "optimizer=muon: requires engine=fsdpctl"),
-        (["model.lora.rank=4"], "use optimizer=adamw"),
-        (["optimizer=sgd", "optimizer.nesterov=false"], "only valid with optimizer=muon"),
-        (["optimizer=adamw", "optimizer.momentum=0.8"], "only valid with optimizer=sgd or muon"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["strategy=full_shard"], "expected shard_optimizer or no_shard"),
+    (["strategy.owner_map=even"], "expected matrices, round_robin or contiguous"),
+    (["engine=fsdp2", "strategy=full_shard"], "optimizer=muon: requires engine=fsdpctl"),
+    (["model.lora.rank=4"], "use optimizer=adamw"),
+    (["optimizer=sgd", "optimizer.nesterov=false"], "only valid with optimizer=muon"),
+    (["optimizer=adamw", "optimizer.momentum=0.8"], "only valid with optimizer=sgd or muon"),
+])  # fmt: skip
 def test_what_muon_cannot_do_is_rejected_first(words: list[str], said: str) -> None:
     given = {word.split("=")[0] for word in words}
     usual = {"optimizer": "muon", "strategy": "shard_optimizer", "launch.nproc_per_node": "2"}

@@ -27,14 +27,10 @@ def test_the_micro_batch_follows_from_the_number_of_steps():
     assert (plan.micro_batch_size, plan.num_micro_batches) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    ("samples", "ranks", "more", "word"),
-    [
-        (3, 4, {}, "global_batch_size=3"),
-        (8, 2, {"micro_batch_size": 5}, "micro_batch_size=5"),
-        (8, 2, {"micro_batch_size": 2, "num_micro_batches": 3}, "accumulation.steps=3"),
-    ],
-)
+@pytest.mark.parametrize(("samples", "ranks", "more", "word"), [
+    (3, 4, {}, "global_batch_size=3"), (8, 2, {"micro_batch_size": 5}, "micro_batch_size=5"),
+    (8, 2, {"micro_batch_size": 2, "num_micro_batches": 3}, "accumulation.steps=3"),
+])  # fmt: skip
 def test_conflicting_sizes_are_rejected(samples, ranks, more, word):
     with pytest.raises(UsageError, match=word):
         plan_batches(samples, ranks, **more)

@@ -63,17 +63,13 @@ def test_round_robin_and_contiguous_assign_blocks_as_named():
     assert OwnerMap.contiguous(2, 4).blocks_of(3) == []
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m: m.owners(5), "block from 0 to 4"),
-        (lambda m: m.owns(2, 0), "rank from 0 to 1"),
-        (lambda m: m.fraction_of(-1), "rank from 0 to 1"),
-        (lambda m: OwnerMap.round_robin(0, 2), "0 blocks"),
-        (lambda m: OwnerMap.contiguous(0, 2), "0 blocks"),
-        (lambda m: make_owner_map("blanced", [64], 1), "did you mean balanced?"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda m: m.owners(5), "block from 0 to 4"), (lambda m: m.owns(2, 0), "rank from 0 to 1"),
+    (lambda m: m.fraction_of(-1), "rank from 0 to 1"),
+    (lambda m: OwnerMap.round_robin(0, 2), "0 blocks"),
+    (lambda m: OwnerMap.contiguous(0, 2), "0 blocks"),
+    (lambda m: make_owner_map("blanced", [64], 1), "did you mean balanced?"),
+])  # fmt: skip
 def test_values_out_of_range_are_errors(call, message):
     with pytest.raises(UsageError) as caught:
         call(OwnerMap.round_robin(5, 2))

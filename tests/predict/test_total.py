@@ -143,17 +143,14 @@ def test_engine_bytes_are_exact_and_the_peak_of_all_tensors_within_a_percent(
         peaks_of(rank, world_size, seed)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "precision=fp32 strategy.offload=states,gradients",
-        f"precision.master_dtype={SPLIT} strategy.offload=states",
-        f"precision.master_dtype={SPLIT} strategy.offload=all precision.reduce_dtype=bfloat16",
-        "optimizer.state_dtype=int8 strategy.offload=states,params precision=bf16",
-        f"optimizer.state_dtype=int8 strategy.offload=all precision.master_dtype={SPLIT}",
-        "optimizer.state_dtype=int8 strategy.offload=all model.lora.rank=4 model.base_dtype=nf4",
-    ],
-)
+@pytest.mark.parametrize("more", [
+    "precision=fp32 strategy.offload=states,gradients",
+    f"precision.master_dtype={SPLIT} strategy.offload=states",
+    f"precision.master_dtype={SPLIT} strategy.offload=all precision.reduce_dtype=bfloat16",
+    "optimizer.state_dtype=int8 strategy.offload=states,params precision=bf16",
+    f"optimizer.state_dtype=int8 strategy.offload=all precision.master_dtype={SPLIT}",
+    "optimizer.state_dtype=int8 strategy.offload=all model.lora.rank=4 model.base_dtype=nf4",
+])  # fmt: skip
 def test_engine_bytes_of_states_on_the_host_are_exact(more: str) -> None:
     words = [
         "launch.device=cpu", "launch.nproc_per_node=1", "model.num_layers=4",

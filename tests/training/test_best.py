@@ -114,14 +114,11 @@ def test_a_copy_that_follows_links_goes_on_as_the_run(
     assert everything_in(run) == before
 
 
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        ((), "train.eval_batches=2, or auto .recipe quick sets train.final_eval_batches."),
-        (("data.val_fraction=0",), "train.patience: requires validation data"),
-        (("train.final_eval_batches=7",), "train.final_eval_batches=7: .* train.eval_batches=2"),
-    ],
-)
+@pytest.mark.parametrize("more, message", [
+    ((), "train.eval_batches=2, or auto .recipe quick sets train.final_eval_batches."),
+    (("data.val_fraction=0",), "train.patience: requires validation data"),
+    (("train.final_eval_batches=7",), "train.final_eval_batches=7: .* train.eval_batches=2"),
+])  # fmt: skip
 def test_losses_that_cannot_be_compared_are_refused(tmp_path, more, message):
     with pytest.raises(UsageError, match=message):
         open_run(compose_config(words(tmp_path, 1, *RISES, *more), None if more else "quick"))

@@ -81,17 +81,13 @@ def test_a_sharded_model_computes_its_loss_in_chunks(rank: int, world_size: int)
                 torch.testing.assert_close(found, part, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("words", "chunk"),
-    [
-        ([], 0),
-        (["model.vocab_size=128256"], 0),
-        (["model.vocab_size=128256", "train.global_batch_size=32"], 1024),
-        (["model.vocab_size=16384", "train.global_batch_size=64"], 2048),
-        (["model.vocab_size=128256", "train.global_batch_size=32", "accumulation.steps=4"], 0),
-        (["train.loss_chunk_tokens=100"], 100),
-    ],
-)
+@pytest.mark.parametrize(("words", "chunk"), [
+    ([], 0), (["model.vocab_size=128256"], 0),
+    (["model.vocab_size=128256", "train.global_batch_size=32"], 1024),
+    (["model.vocab_size=16384", "train.global_batch_size=64"], 2048),
+    (["model.vocab_size=128256", "train.global_batch_size=32", "accumulation.steps=4"], 0),
+    (["train.loss_chunk_tokens=100"], 100),
+])  # fmt: skip
 def test_large_logits_are_chunked_by_default(tmp_path: Path, words: list[str], chunk: int) -> None:
     usual = [*TINY, f"data.path={make_text(tmp_path)}", "launch.nproc_per_node=1"]
     usual += ["launch.device=cpu", "train.seq_len=64", "train.global_batch_size=4"]

@@ -137,15 +137,12 @@ def test_adapters_use_their_tokenizer_if_it_has_new_tokens(tmp_path, saved, has_
     assert (config.model.vocab_size, config.model.first_new_token) == (PADDED, None)
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["data.new_tokens=[a,a]"], r"data.new_tokens=\[a,a\]: expected different texts"),
-        (["data.new_tokens=[[INST],[/INST]]"], "or as JSON"),
-        (["data.tokenizer=bytes", "data=text"], "requires a model's tokenizer"),
-        (["data=tokens"], "only valid with data=text or data=chat"),
-    ],
-)
+@pytest.mark.parametrize(("more", "said"), [
+    (["data.new_tokens=[a,a]"], r"data.new_tokens=\[a,a\]: expected different texts"),
+    (["data.new_tokens=[[INST],[/INST]]"], "or as JSON"),
+    (["data.tokenizer=bytes", "data=text"], "requires a model's tokenizer"),
+    (["data=tokens"], "only valid with data=text or data=chat"),
+])  # fmt: skip
 def test_new_tokens_that_cannot_be_added_are_refused(tmp_path, more, said):
     typed = dict(word.split("=", 1) for word in [*words(tmp_path, "llama"), *more])
     with pytest.raises(UsageError, match=said):

@@ -108,16 +108,13 @@ def test_a_stopped_run_resumes_at_another_number_of_ranks(tmp_path, ranks, offlo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "more"),
-    [
-        (2, ["strategy.offload=states"]),
-        (2, ["strategy.offload=states,gradients", "model.base_dtype=nf4", "precision=bf16"]),
-        (1, ["strategy.offload=params", "model.base_dtype=nf4", "precision=bf16"]),
-        (2, ["strategy.offload=all"]),
-        (3, ["strategy.offload=states,gradients", "accumulation=last", "accumulation.steps=2"]),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "more"), [
+    (2, ["strategy.offload=states"]),
+    (2, ["strategy.offload=states,gradients", "model.base_dtype=nf4", "precision=bf16"]),
+    (1, ["strategy.offload=params", "model.base_dtype=nf4", "precision=bf16"]),
+    (2, ["strategy.offload=all"]),
+    (3, ["strategy.offload=states,gradients", "accumulation=last", "accumulation.steps=2"]),
+])  # fmt: skip
 def test_adapters_have_the_bits_of_states_on_the_device(tmp_path, ranks, more):
     state: dict[str, dict[str, Tensor]] = {}
     losses = []

@@ -189,33 +189,24 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (
-            {"module": Model},
-            r"module: expected a torch.nn.Module, got the class Model; pass an obj",
-        ),
-        ({"module": nn.Embedding(4, 2, sparse=True)}, "sparse gradients are not supported"),
-        ({"module": nn.Linear(2, 2, dtype=torch.complex64)}, "parameter weight is torch.complex64"),
-        ({"module": nn.Linear(2, 2, device="meta")}, "parameter weight is on the meta device"),
-        ({"module": nn.ReLU()}, "module: expected at least one trained parameter, got none"),
-        (
-            {"module": nn.BatchNorm1d(2).to(torch.float8_e5m2)},
-            "buffer running_mean is torch.float8",
-        ),
-        ({"loss": 1}, "loss: expected a function, got int"),
-        ({"collate": 1}, "collate_fn: expected a function, got int"),
-        ({"data": iter([])}, "data: expected a map-style Dataset, with __getitem__ and __len__"),
-        ({"val_data": []}, "val_data: expected at least one sample, got none"),
-        ({"data": Stream()}, r"got Stream; pass a list of its samples: data=list\(samples\)"),
-        ({"val_data": {"train": [1], "test": [2]}}, r"dict; pass one of its values.* \('train', "),
-        ({"data": DataLoader(Stream())}, r"got DataLoader; pass its dataset: data=loader.dataset"),
-        ({"data": (each for each in "ab")}, "got generator; pass a list of its samples"),
-        ({"data": "samples.csv"}, "got str; pass the samples in this file"),
-        ({"data": {1, 2}}, "got set; pass a list of its samples"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"module": Model}, r"module: expected a torch.nn.Module, got the class Model; pass an obj"),
+    ({"module": nn.Embedding(4, 2, sparse=True)}, "sparse gradients are not supported"),
+    ({"module": nn.Linear(2, 2, dtype=torch.complex64)}, "parameter weight is torch.complex64"),
+    ({"module": nn.Linear(2, 2, device="meta")}, "parameter weight is on the meta device"),
+    ({"module": nn.ReLU()}, "module: expected at least one trained parameter, got none"),
+    ({"module": nn.BatchNorm1d(2).to(torch.float8_e5m2)}, "buffer running_mean is torch.float8"),
+    ({"loss": 1}, "loss: expected a function, got int"),
+    ({"collate": 1}, "collate_fn: expected a function, got int"),
+    ({"data": iter([])}, "data: expected a map-style Dataset, with __getitem__ and __len__"),
+    ({"val_data": []}, "val_data: expected at least one sample, got none"),
+    ({"data": Stream()}, r"got Stream; pass a list of its samples: data=list\(samples\)"),
+    ({"val_data": {"train": [1], "test": [2]}}, r"dict; pass one of its values.* \('train', "),
+    ({"data": DataLoader(Stream())}, r"got DataLoader; pass its dataset: data=loader.dataset"),
+    ({"data": (each for each in "ab")}, "got generator; pass a list of its samples"),
+    ({"data": "samples.csv"}, "got str; pass the samples in this file"),
+    ({"data": {1, 2}}, "got set; pass a list of its samples"),
+])  # fmt: skip
 def test_an_argument_that_cannot_work_is_named(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(FsdpctlError, match=message) as found:
         make_task(**GOOD | wrong)
@@ -226,39 +217,33 @@ def test_a_dict_of_numbered_samples_is_data() -> None:
     assert make_task(**GOOD | {"data": {0: 1.0, 1: 2.0}}).data.fingerprint.startswith("2 samples")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("train.steps=1", "settings: expected a list of KEY=VALUE, got 'train.steps=1'"),
-        ({"train.steps": 1}, "settings: expected a list of KEY=VALUE, got a dict; write ['train.s"),
-        (None, "settings: expected a list of KEY=VALUE, got None"),
-        (["model=gpt2"], "model=gpt2: only valid with a decoder"),
-        (["data.path=a"], "data.path=a: only valid with a decoder"),
-        (["train.seq_len=8"], "train.seq_len=8: only valid with a decoder"),
-        (["train.sample_tokens=8"], "train.sample_tokens=8: only valid with a decoder"),
-        (["train.context_parallel=2"], "train.context_parallel=2: only valid with a decoder"),
-        (["engine=ddp"], "engine=ddp: only valid with a decoder"),
-        (["cluster=h100"], "cluster=h100: only valid with a decoder"),
-        (["strategy=auto"], "strategy=auto: selected by an estimate of a decoder; set a value"),
-        (["train.stepz=1"], "train.stepz: no such key; did you mean train.steps?"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("train.steps=1", "settings: expected a list of KEY=VALUE, got 'train.steps=1'"),
+    ({"train.steps": 1}, "settings: expected a list of KEY=VALUE, got a dict; write ['train.s"),
+    (None, "settings: expected a list of KEY=VALUE, got None"),
+    (["model=gpt2"], "model=gpt2: only valid with a decoder"),
+    (["data.path=a"], "data.path=a: only valid with a decoder"),
+    (["train.seq_len=8"], "train.seq_len=8: only valid with a decoder"),
+    (["train.sample_tokens=8"], "train.sample_tokens=8: only valid with a decoder"),
+    (["train.context_parallel=2"], "train.context_parallel=2: only valid with a decoder"),
+    (["engine=ddp"], "engine=ddp: only valid with a decoder"),
+    (["cluster=h100"], "cluster=h100: only valid with a decoder"),
+    (["strategy=auto"], "strategy=auto: selected by an estimate of a decoder; set a value"),
+    (["train.stepz=1"], "train.stepz: no such key; did you mean train.steps?"),
+])  # fmt: skip
 def test_a_setting_of_decoders_is_named(words: Any, message: str) -> None:
     with pytest.raises(UsageError) as found:
         compose_task(make_task(**GOOD), words, None)
     assert str(found.value).startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (1.0, "loss: expected a tuple (sum, count), got float"),
-        ((torch.ones(2), 1), "loss: expected a sum, a tensor with one element, got shape [2]"),
-        ((torch.ones(()), 1), "loss: the sum depends on no trained parameter; was it detached?"),
-        ((torch.ones((), requires_grad=True), 1.5), "loss: expected a whole number as the count"),
-        ((torch.ones((), requires_grad=True), -1), "loss: expected a whole number as the count"),
-    ],
-)
+@pytest.mark.parametrize(("result", "message"), [
+    (1.0, "loss: expected a tuple (sum, count), got float"),
+    ((torch.ones(2), 1), "loss: expected a sum, a tensor with one element, got shape [2]"),
+    ((torch.ones(()), 1), "loss: the sum depends on no trained parameter; was it detached?"),
+    ((torch.ones((), requires_grad=True), 1.5), "loss: expected a whole number as the count"),
+    ((torch.ones((), requires_grad=True), -1), "loss: expected a whole number as the count"),
+])  # fmt: skip
 def test_a_loss_that_returns_something_else_is_named(result: Any, message: str) -> None:
     task = make_task(**GOOD | {"loss": lambda model, batch: result})
     batch = task.data.train.rows(1).content([0])

@@ -34,13 +34,10 @@ def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:
     return StepMetrics(120, 1920, 20_000, figures, 2.9e-4, times, memory, flops, num_ranks=2)
 
 
-@pytest.mark.parametrize(
-    ("memory", "said"),
-    [
-        (PeakMemory(None, 333 << 20), "333.0 MiB"),
-        (PeakMemory(1, 459 << 30, 791 << 30, 0), "(10,000 per rank)  459.0/791.0 GiB (58%)"),
-    ],
-)
+@pytest.mark.parametrize(("memory", "said"), [
+    (PeakMemory(None, 333 << 20), "333.0 MiB"),
+    (PeakMemory(1, 459 << 30, 791 << 30, 0), "(10,000 per rank)  459.0/791.0 GiB (58%)"),
+])  # fmt: skip
 def test_a_line_has_the_values_that_other_trainers_print(capsys, memory, said):
     progress = RunProgress(1000, 0, log_every=10, shows=True, log=None)
     progress.step(step_metrics(memory), None)
