@@ -19,6 +19,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.files import latest_run
 from fsdpctl.io.run_files import CHECKPOINTS, LATEST, METRICS, RUNS
 from fsdpctl.plan.batch import context_groups
+from fsdpctl.run.data_record import check_same_data, known_fingerprint
 from fsdpctl.run.metrics import RejectedRecord, read_metrics
 
 
@@ -152,8 +153,7 @@ def _check_data(run_dir: Path, data: DataSet) -> None:
     if newest is None:
         return
     known = CheckpointReader(newest).manifest.progress.data_fingerprint
-    if known not in ("", data.fingerprint):
-        raise UsageError(f"--run {run_dir}: the data has changed since the run")
+    check_same_data(run_dir, data, known_fingerprint(run_dir, known), f"--run {run_dir}")
 
 
 def _texts(data: DataSet, seq_len: int, numbers: list[int]) -> Iterator[str]:

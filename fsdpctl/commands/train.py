@@ -137,7 +137,7 @@ def _opened(composed: Composed, resume: str) -> "tuple[Opened, Look]":
 def _dry_run(composed: Composed, resume: str) -> None:
     opened, seen = _opened(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.launch.begin import check_fits, decide_run, is_finished
+    from fsdpctl.launch.begin import check_dry, check_fits, decide_run, is_finished
     from fsdpctl.launch.run_lines import describe_run
 
     estimator = Estimator()
@@ -148,10 +148,11 @@ def _dry_run(composed: Composed, resume: str) -> None:
     check_fits(estimate, estimator, say)
     if is_finished(seen, say):
         return
+    unread = check_dry(opened, seen, plan.config.launch)
     would = "it would run"
     if (launcher := plan.config.launch.name) != "local":
         would += f" within a job of launch={launcher}"
-    say(f"{would}; nothing was trained")
+    say(f"{would}; {unread}nothing was trained")
 
 
 def _show_samples(opened: "Opened") -> None:

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fsdpctl.config.sources import DataSource
 from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture
@@ -38,6 +39,7 @@ class DataSet:
     template: str | None = None  # of chats, if it isn't that of the tokenizer
     end_tokens: tuple[int, ...] = ()  # that end a trained assistant message, most frequent first
     prompt: tuple[int, ...] = ()  # to generate a sample from
+    files: tuple[Path, ...] = ()  # of text or rows that the data is read from
     has_val_files: bool = False  # whether `val` has files of its own, and is not held out
 
     @property
@@ -84,6 +86,7 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
         train=Mixture(part("train"), "" if key == "data.path" else f" ({key})"),
         val=Mixture(val, " (data.val_fraction)") if val else None,
         description=", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
+        files=tuple(file for each in found for file in each.files),
         token_files=tuple(file for each in found for file in each.token_files),
         notes=(*_on_weights([each.weight or 0 for each in sources]), *_notes(names, found)),
         about_files=tuple(note for each in found for note in each.about_files),

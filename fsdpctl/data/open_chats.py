@@ -115,6 +115,7 @@ def open_chats(rendering: Rendering, config: DataConfig, key: str = "data.path")
         rendering.tokenizer,
         rendering.tokenizer.vocab_size,
         str(config.path) if about == "1 file" else f"{config.path}, {about}",
+        files=(*files.train, *files.validation),
         notes=(*about_files, *_notes(config, counts, named, (template, today))),
         about_files=about_files,
         date=today if template is not None and template.tells_date else None,

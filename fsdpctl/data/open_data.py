@@ -62,6 +62,7 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
     return replace(
         mixed,
         val=held.train,
+        files=(*mixed.files, *held.files),
         token_files=(*mixed.token_files, *held.token_files),
         has_val_files=True,
         notes=(*dict.fromkeys((*mixed.notes, *held.notes)),),
@@ -79,7 +80,7 @@ def _opened(
 
 
 def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
-    texts, held, about, notes = _own(config) if config.name == _OWN else _read(config, key)
+    texts, held, about, notes, files = _own(config) if config.name == _OWN else _read(config, key)
     has_files = bool(held)
     if not has_files:
         texts, held = hold_out(texts, config.held_out)
@@ -91,13 +92,14 @@ def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
         tokenizer,
         tokenizer.vocab_size,
         about,
+        files=files,
         notes=notes,
         has_val_files=has_files,
     )
 
 
-# Texts to train on, those of validation files, a description, and notes.
-_Read = tuple[list[bytes], list[bytes], str, tuple[str, ...]]
+# Texts to train on, those of validation files, a description, notes, and the files.
+_Read = tuple[list[bytes], list[bytes], str, tuple[str, ...], tuple[Path, ...]]
 
 
 def _own(config: DataConfig) -> _Read:
@@ -106,19 +108,21 @@ def _own(config: DataConfig) -> _Read:
         kinds = "data=chat, data=text" if is_chat else "data=text, data=chat"
         raise UsageError(f"data.path={config.path}: only valid with {kinds} or data=tokens")
     texts = standard_library()
-    return texts, [], f"Python's standard library, {len(texts)} files", ()
+    return texts, [], f"Python's standard library, {len(texts)} files", (), ()
 
 
 def _read(config: DataConfig, key: str) -> _Read:
     path = str(config.path)
     found, held = find_data(path, key, TEXT), list[bytes]()
     texts, passed = read_text(found, key, path)
+    files = found.train
     if config.takes_validation and found.validation:
-        files = found.validation
-        held, more = read_text(replace(found, train=files), key, first_of([*map(str, files)]))
+        of_val = found.validation
+        held, more = read_text(replace(found, train=of_val), key, first_of([*map(str, of_val)]))
+        files += of_val
         passed.skipped += more.skipped
     about = found.about(validates=config.takes_validation, skipped=len(passed.skipped))
-    return texts, held, f"{path}, {about}{left_out(passed.skipped)}", passed.notes()
+    return texts, held, f"{path}, {about}{left_out(passed.skipped)}", passed.notes(), files
 
 
 def _from_token_files(config: DataConfig, key: str) -> DataSet:

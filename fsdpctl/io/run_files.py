@@ -11,7 +11,7 @@ RUNS = "runs"  # the folder of runs without a given directory
 OVERRIDES, METRICS, LOGS = "overrides.txt", "metrics.jsonl", "logs"
 LOG = f"{LOGS}/node-00000.log"
 LOCK = "lock"
-HEARTBEAT, ENVIRONMENT = "heartbeat.json", "environment.json"
+HEARTBEAT, ENVIRONMENT, DATA = "heartbeat.json", "environment.json", "data.json"
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id.txt"
 HANDSHAKE, ESTIMATE, PROFILES = "handshake", "estimate.json", "profile"
 STOP, SAVE, PROFILE = "STOP", "SAVE", "PROFILE"  # requests
@@ -26,7 +26,7 @@ STEP = re.compile(r"step-(\d{8,18})")
 _LINK = re.compile(rf"({LATEST}|{BEST})(\.tmp-\d+)?")
 _WHOLE = (
     OVERRIDES, METRICS, f"{METRICS}.old", LOGS, LOCK, HEARTBEAT, ENVIRONMENT, TENSORBOARD, WANDB_ID,
-    HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS,
+    HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS, DATA,
 )  # fmt: skip
 _SNAPSHOT = "memory-snapshot-"
 _NEXT = "remove it, or copy what it leads to"

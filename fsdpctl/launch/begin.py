@@ -1,12 +1,16 @@
 """Begin a run: open it, lock its directory, decide what is `auto`, and write what workers read."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdpctl.checkpoint.folders import complete_checkpoints
+from fsdpctl.checkpoint.base import checked_weights
+from fsdpctl.checkpoint.folders import complete_checkpoints, newest_checkpoint
+from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import remote_of
+from fsdpctl.comm.base import Collectives
 from fsdpctl.config.auto import Selection, kept_names, left_open, opened
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
@@ -22,15 +26,18 @@ from fsdpctl.estimate.search import decide
 from fsdpctl.io.activity import Talk, doing
 from fsdpctl.io.units import format_bytes
 from fsdpctl.launch.run_lines import describe_run
+from fsdpctl.launch.workers import make_room_for_files
 from fsdpctl.resolve.launchers import Place
 from fsdpctl.resolve.open import Opened, open_run, open_task
 from fsdpctl.resolve.own import Task
 from fsdpctl.resolve.place import LOCAL
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.assets import collect_assets
+from fsdpctl.run.data_record import check_same_data, write_record
 from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
-from fsdpctl.run.heartbeat import RunLock, claimed
+from fsdpctl.run.heartbeat import RunLock, check_unused, claimed
 
+_MOST_VERIFIED = 16 << 30  # bytes of a checkpoint in a dry run
 # By which a selection is made again.
 _SELECTED_FOR = ("launch.device", "launch.nnodes", "launch.nproc_per_node", "cluster.memory")
 
@@ -86,6 +93,7 @@ def begin(
         if is_finished(seen, talk.say):
             lock.release()
             return None
+        assets = check_start(found, seen)
         estimator = Estimator()
         estimate, decision = None, Decision(found.config)
         if task is None:
@@ -97,14 +105,37 @@ def begin(
             (talk.say if line.startswith("note ") else talk.plan)(line)
         if estimate is not None:
             check_fits(estimate, estimator, talk.say)
-        if (remote := remote_of(plan.config)) is not None:
-            remote.check_writable()
-        assets = collect_assets(plan.config, found.data)
+        write_record(seen.run_dir, found.data)
         if lacks_link := prepare_run_dir(seen, plan.config, settings, assets):
             talk.say(f"note    {lacks_link}")
         if estimate is not None:
             write_estimate(seen.run_dir, plan, estimate, estimator)
     return Begun(seen.run_dir, lock, decision.base, decision.selection, plan.config, seen.step)
+
+
+def check_start(found: Opened, seen: Look) -> dict[str, bytes]:
+    """Check what a start needs besides memory; return the files next to its weights."""
+    check_same_data(seen.run_dir, found.data, seen.data_fingerprint)
+    if (remote := remote_of(seen.config)) is not None:
+        remote.check_writable()
+    return collect_assets(seen.config, found.data)
+
+
+def check_dry(found: Opened, seen: Look, launch: LaunchConfig) -> str:
+    """Check what a start and its ranks check before the first step; return what it left out."""
+    check_start(found, seen)
+    check_unused(seen.run_dir)
+    if launch.name == LOCAL and launch.nproc_per_node is not None:
+        make_room_for_files(launch.nproc_per_node)
+    newest = newest_checkpoint(seen.run_dir / CHECKPOINTS) if seen.source is None else None
+    reader = seen.source if newest is None else CheckpointReader(newest)
+    if reader is not None and reader.num_bytes > _MOST_VERIFIED:
+        return f"`fsdpctl verify-checkpoint {reader}` verifies the state; "
+    if reader is not None:
+        with doing(f"verifying {reader}"):
+            deque(reader.verify(), 0)
+            checked_weights(reader, Collectives())
+    return ""
 
 
 def is_finished(seen: Look, say: Callable[[str], None]) -> bool:

@@ -65,7 +65,7 @@ def launch_workers(
             f"launch={launch.name} launch.nnodes={launch.nnodes}: only supported by `fsdpctl train`"
         )
     assert launch.nproc_per_node is not None
-    _make_room_for_files(launch.nproc_per_node)
+    make_room_for_files(launch.nproc_per_node)
     logger = logging.getLogger("torch.distributed")  # of the agent: fsdpctl reports failures
     logger.propagate, logger.handlers = False, [logging.NullHandler()]
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
@@ -140,7 +140,7 @@ class _Met(StaticTCPRendezvous):
         return self._found
 
 
-def _make_room_for_files(ranks: int) -> None:
+def make_room_for_files(ranks: int) -> None:
     """Raise a low limit of open files, which workers inherit."""
     needed = _FILES + _FILES_PER_RANK * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -23,6 +23,7 @@ from fsdpctl.checkpoint.folders import (
     step_of,
     way_on,
 )
+from fsdpctl.checkpoint.load import state_kinds
 from fsdpctl.checkpoint.manifest import Progress, read_manifest
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -41,12 +42,22 @@ from fsdpctl.config.serialize import (
 from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import files
-from fsdpctl.io.run_files import HEARTBEAT, LOCK, OVERRIDES, RUNS, check_is_no_file, check_own
+from fsdpctl.io.run_files import (
+    DATA,
+    HEARTBEAT,
+    LOCK,
+    OVERRIDES,
+    RUNS,
+    check_is_no_file,
+    check_own,
+)
 from fsdpctl.io.run_files import LOGS as LOGS
 from fsdpctl.io.run_files import METRICS as METRICS
+from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.resolve.attention_kernel import with_run_kernel
 from fsdpctl.resolve.open import decides_losses
 from fsdpctl.run.assets import write_assets
+from fsdpctl.run.data_record import known_fingerprint
 from fsdpctl.run.metrics import validation_at
 
 _WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a start, not the run
@@ -78,6 +89,7 @@ class Look:
     kept: Config | None = None  # the configuration of that start, if it was in this directory
     source: CheckpointReader | None = None  # in another place, to start from
     notes: tuple[str, ...] = ()  # warnings, a line each
+    data_fingerprint: str = ""  # of the run that resumes; empty: any
 
     @property
     def run_dir(self) -> Path:
@@ -120,13 +132,15 @@ def look(
     source = open_checkpoint(resume)
     manifest = source.manifest
     before, now = manifest.config, config_words(config)
-    of_model = [
-        f"{name} {before[name]} -> {now.get(name, _NOT_SET)}"
-        for name in _changed(before, now)
-        if name in before and name.startswith("model.") and name not in _NOT_THE_MODELS
-    ]
-    if of_model:
+    if of_model := _of_model(before, now):
         raise UsageError(f"--resume {resume}: checkpoint of another model ({', '.join(of_model)})")
+    first, name = before.get("optimizer"), config.optimizer.name
+    has_moments = config.optimizer.momentum > 0 or not get_optimizer(name).needs_momentum
+    if first not in (None, name) and has_moments and state_kinds(source):
+        raise UsageError(
+            f"--resume {resume}: expected optimizer={first}, whose state it has, got {name}; to "
+            f"start from its weights only, set model=hf model.path={shlex.quote(resume)}"
+        )
     return Look(config, Standing.RESUMES, manifest.progress.step, before, source=source)
 
 
@@ -187,10 +201,10 @@ def _look_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Look:
         return Look(config, Standing.NEW, 0, before, kept, notes=notes)
     assert config.train.steps is not None
     done = _validated(done, run_dir)
-    train = config.train
+    train, known = config.train, known_fingerprint(run_dir, done.data_fingerprint)
     is_over = not done.owes_validation and done.is_over(config.train.steps, train.patience)
     standing = Standing.FINISHED if is_over else Standing.RESUMES
-    return Look(config, standing, done.step, before, kept, there, tuple(incomplete))
+    return Look(config, standing, done.step, before, kept, there, tuple(incomplete), known)
 
 
 def _is_run(run_dir: Path) -> bool:
@@ -264,8 +278,8 @@ def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
     except UsageError:  # of another version, which a new run does not need
         return ()
     changed = [key for key in _changed(before, now) if decides_losses(key)]
-    if any(key.startswith("data") for key in changed):  # hardly meant to continue that run
-        return ()
+    if any(key.startswith("data") for key in changed) or _of_model(before, now):
+        return ()  # hardly meant to continue that run
     shown = ", ".join(f"{key} {before.get(key, _NOT_SET)}" for key in changed[:3])
     shown = shown or "the same settings, and a name of another version"
     return (f"new run: {last} has {shown}; to continue from its state, pass --resume {last}",)
@@ -275,7 +289,7 @@ def _is_of_a_start(file: Path) -> bool:
     """Return whether an interrupted start may have left the file; a complete checkpoint is more."""
     if file.name == CHECKPOINTS:
         return not complete_checkpoints(file)
-    return file.name in (LOCK, LOGS, OVERRIDES, RUN_ASSETS) or ".tmp-" in file.name
+    return file.name in (LOCK, LOGS, OVERRIDES, RUN_ASSETS, DATA) or ".tmp-" in file.name
 
 
 def _check_same_run(
@@ -287,12 +301,25 @@ def _check_same_run(
         if decides_losses(name) and name not in _MAY_CHANGE
     ]
     if deciding:
-        more = f", pass --resume never, or pass --resume {shlex.quote(str(source))} to start a new "
-        more = "" if now["model"].startswith(OWN) else f"{more}run from its state"
+        more = f", or pass --resume {shlex.quote(str(source))} to start a new run from its state"
+        more = (
+            ", or pass --resume never" * bool(_of_model(before, now))
+            or f", pass --resume never{more}"
+        )
+        more = "" if now["model"].startswith(OWN) else more
         raise UsageError(
             f"{where}: contains a run with a different configuration "
             f"({', '.join(deciding)}); set another train.run_dir{more}"
         )
+
+
+def _of_model(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Describe the settings that differ by which a checkpoint is of another model."""
+    return [
+        f"{name} {before[name]} -> {now.get(name, _NOT_SET)}"
+        for name in _changed(before, now)
+        if name in before and name.startswith("model.") and name not in _NOT_THE_MODELS
+    ]
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -90,6 +90,14 @@ def was_killed(run_dir: Path, record: HeartbeatRecord) -> bool:
     return not any(_ran_at(record.time, pid) for pid in pids)
 
 
+def check_unused(run_dir: Path) -> None:
+    """Refuse a run that runs, as far as its heartbeat tells, which any host can read."""
+    record = read_heartbeat(run_dir)
+    if record is not None and record.is_alive and not was_killed(run_dir, record):
+        where = f"{record.host} (process {record.pid})"
+        raise UsageError(f"train.run_dir={run_dir}: in use by a run on {where}")
+
+
 def _ran_at(seconds: float, pid: int) -> bool:
     """Return whether the process `pid` runs, and may have been started before a time."""
     try:

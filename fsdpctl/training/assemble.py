@@ -1,7 +1,7 @@
 """Construction of a training run from a resolved configuration."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Settled
-from fsdpctl.config.serialize import config_words
 from fsdpctl.config.sources import is_remote, sources_in
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
@@ -46,6 +45,7 @@ from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.own import Task
 from fsdpctl.resolve.place import owner_map_of, shares_memory
 from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.run.data_record import check_same_data, known_fingerprint
 from fsdpctl.run.environment import add_start, describe_start, device_name
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.callbacks.profiling import HeapTrim, Profiling, watch_allocations
@@ -249,6 +249,7 @@ def _load(
     if len(set(ranks.gather_objects(data.fingerprint))) > 1:
         what = "data" if task is not None else f"data.path={config.data.path}"
         raise UsageError(f"{what}: the ranks see different data; did it change?")
+    check_same_data(run_dir, data, known_fingerprint(run_dir))  # a restart may be days later
     share_samples(world.device, world.world_size, train.context_parallel)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     model = make_trained_model(
@@ -258,7 +259,7 @@ def _load(
         own=None if task is None else task.module,
     )
     optimizer = make_optimizer(config, model)
-    done, base = _fill(config, model, optimizer, data, newest)
+    done, base = _fill(config, model, optimizer, newest)
     # All ranks have read: the slowest may take longer than NCCL waits in a first collective.
     ranks.gather_objects(None)
     RANK_STATUS.at("ready")
@@ -290,11 +291,11 @@ def _data(config: Settled) -> DataSet:
 
 
 def _fill(
-    config: Settled, model: TrainedModel, optimizer: Optimizer, data: DataSet, newest: Path | None
+    config: Settled, model: TrainedModel, optimizer: Optimizer, newest: Path | None
 ) -> tuple[Progress, BaseInfo | None]:
     """Load the newest checkpoint or pretrained weights; return the progress and any base."""
     if newest is not None:
-        return _resume(newest, config, model, optimizer, data)
+        return _resume(newest, model, optimizer)
     if not config.model.is_pretrained:
         return Progress(), None
     # Rank 0 decides: `model.path` may be a run that saves checkpoints meanwhile.
@@ -306,22 +307,11 @@ def _fill(
     return Progress(), None if trains_all else base_info(folder, weights, model.collectives)
 
 
-def _of_data(words: Mapping[str, str]) -> dict[str, str]:
-    return {name: text for name, text in words.items() if name.startswith("data.")}
-
-
 def _resume(
-    newest: Path, config: Settled, model: TrainedModel, optimizer: Optimizer, data: DataSet
+    newest: Path, model: TrainedModel, optimizer: Optimizer
 ) -> tuple[Progress, BaseInfo | None]:
     try:
         reader = CheckpointReader(newest)
-        is_same = reader.manifest.progress.data_fingerprint in ("", data.fingerprint)
-        # Of a run that starts from the state of another, the first lines name other data.
-        if not is_same and _of_data(reader.manifest.config) == _of_data(config_words(config)):
-            raise UsageError(
-                f"train.run_dir={newest.parent.parent}: the data differs from that of the run's "
-                "earlier steps; set another train.run_dir"
-            )
     except CheckpointError as error:
         raise CheckpointError(f"{error}{way_on(newest)}") from None
     weights = checked_weights(reader, model.collectives)

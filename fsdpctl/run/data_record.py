@@ -1,0 +1,102 @@
+"""The data of a run: data.json, and the check that a later start has the same."""
+
+import json
+import os
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from fsdpctl.data.data_set import DataSet
+from fsdpctl.data.own import OwnData
+from fsdpctl.errors import UsageError, first_of
+from fsdpctl.io import files
+from fsdpctl.io.run_files import DATA
+from fsdpctl.io.untrusted import Count, read_json
+
+_MOST_FILES = 2000  # that are recorded; of more, only their number
+_FIRST_BYTES = 1 << 16  # of a file, by which changes are found that keep its size
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DataRecord:
+    """The contents of data.json."""
+
+    fingerprint: str
+    tokenizer: str  # its checksum
+    count: Count  # of files
+    files: dict[str, str]  # by name: the size and a checksum; empty if there are many
+
+
+def _record_of(data: DataSet) -> DataRecord:
+    found, count = dict[str, str](), len(data.files) + len(data.token_files)
+    if count <= _MOST_FILES:
+        found = {os.path.abspath(path): _state(path) for path in data.files}
+        for each in data.token_files:
+            path = each.shard.path
+            name = os.path.abspath(path) if each.is_local else str(path)
+            found[name] = f"{each.size} {each.xxh3 or each.start}"
+    return DataRecord(data.fingerprint, data.tokenizer.checksum, count, found)
+
+
+def _state(file: Path) -> str:
+    with files.refusing(str(file)), file.open("rb") as content:
+        start = content.read(_FIRST_BYTES)
+        return f"{os.fstat(content.fileno()).st_size} {xxhash.xxh3_64_hexdigest(start)}"
+
+
+def write_record(run_dir: Path, data: DataSet) -> None:
+    """Write what is known about the data of a run and the files that it is read from."""
+    with files.refusing(f"train.run_dir={run_dir}"):
+        files.replace(run_dir / DATA, json.dumps(asdict(_record_of(data)), indent=1) + "\n")
+
+
+def known_fingerprint(run_dir: Path, of_checkpoint: str = "") -> str:
+    """Return the fingerprint of a run's data; the checkpoint may be that of another run."""
+    record = _read(run_dir)
+    return of_checkpoint if record is None else record.fingerprint
+
+
+def _read(run_dir: Path) -> DataRecord | None:
+    file = run_dir / DATA
+    return read_json(file, DataRecord) if file.exists() else None
+
+
+def check_same_data(run_dir: Path, data: DataSet, known: str, where: str | None = None) -> None:
+    """Refuse data other than that of the run, whose fingerprint is `known` if it is not empty.
+
+    The error begins with `where`, by default with the setting of a start.
+    """
+    if known in ("", data.fingerprint):
+        return
+    way = "; restore it"
+    if where is None:
+        state = f"pass --resume {shlex.quote(str(run_dir))} train.run_dir=NEW to train on it from "
+        own = isinstance(data.train, OwnData)
+        way += ", or " + ("set another train.run_dir" if own else f"{state}the run's state")
+    raise UsageError(
+        f"{where or f'train.run_dir={run_dir}'}: the data has changed since the run's earlier "
+        f"steps{_difference(run_dir, data)}{way}"
+    )
+
+
+def _difference(run_dir: Path, data: DataSet) -> str:
+    """Name the files that differ, as far as they are recorded; else what else has changed."""
+    before, now = _read(run_dir), _record_of(data)
+    if before is None:
+        return ""
+    if not (before.files and now.files):
+        counts = f" ({before.count:,} files before, {now.count:,} now)"
+        return counts if now.count != before.count else ""
+    same = before.files.keys() & now.files.keys()
+    parts = [
+        ("added", sorted(now.files.keys() - same)),
+        ("removed", sorted(before.files.keys() - same)),
+        ("changed", sorted(each for each in same if before.files[each] != now.files[each])),
+    ]
+    found = [f"{what} {first_of(names, _MOST_NAMED)}" for what, names in parts if names]
+    if not found:
+        found = ["another tokenizer" * (before.tokenizer != now.tokenizer) or "the same files"]
+    return f" ({'; '.join(found)})"
