@@ -1,7 +1,7 @@
 """The collectives of CUDA over gloo, for what depends on them and not on streams."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -30,6 +30,9 @@ class NcclOnCpu(nccl.NcclCollectives):
     """The collectives of CUDA on tensors of the CPU."""
 
     _device_type = "cpu"
+
+    def _one_launch(self, group: object) -> AbstractContextManager[None]:
+        return nullcontext()  # gloo has no launches to group
 
 
 @contextmanager
