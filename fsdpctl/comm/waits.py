@@ -57,7 +57,6 @@ class CudaWaits:
         self._pairs: list[tuple[Mark, Mark]] = []
 
     def around(self, wait: Callable[[], object]) -> None:
-        """Call `wait()` between two events."""
         if not self.measures:
             wait()
             return

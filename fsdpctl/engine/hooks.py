@@ -107,7 +107,6 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
 
 
 def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
-    """Hook the module whose parameters form `unit`."""
     given = _Inputs()
 
     def before(args: Any, kwargs: Any) -> None:

@@ -200,7 +200,6 @@ class Runtime:
         self.ledger.note(K.GATHER, unit.name, unit.nbytes)
 
     def release_all(self) -> None:
-        """Release all units and invalidate the slots."""
         self._do(self.schedule.release_all())
 
     def prefetch_forward(self) -> None:

@@ -154,12 +154,8 @@ def _cut(model: ModelConfig, device: str) -> TransformersDecoder:
         module = build_transformers(model)
     if device == "meta":
         fill_buffers(module)  # while its configuration has all blocks
-    names = block_names(module)
-    if not names:
-        return module
-    blocks = module.get_submodule(names[0].rpartition(".")[0])
-    config = module.transformers_model.config
-    count = len(names)
+    names, config = block_names(module), module.transformers_model.config
+    blocks, count = module.get_submodule(names[0].rpartition(".")[0] if names else ""), len(names)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) != count:
         return module
     lists = {

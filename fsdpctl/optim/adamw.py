@@ -59,7 +59,8 @@ def _update(
             tiled.step(run, shard.view(gradient, run.span), options, state, written)
         return
     for run, state, options in runs:
-        count = state["step"].clone()
+        count, rest = state["step"].clone(), {**options}
+        rest["beta1"], rest["beta2"] = rest.pop("betas")
         for start in range(run.span.start, run.span.stop, _AT_A_TIME):
             span = Span(start, min(start + _AT_A_TIME, run.span.stop))
             within = slice(span.start - run.span.start, span.stop - run.span.start)
@@ -72,15 +73,10 @@ def _update(
                 [],
                 [state["step"]],
                 fused=True,
-                grad_scale=scalars.grad_scale,
-                found_inf=scalars.found_inf,
                 amsgrad=False,
-                beta1=options["betas"][0],
-                beta2=options["betas"][1],
-                lr=options["lr"],
-                weight_decay=options["weight_decay"],
-                eps=options["eps"],
                 maximize=False,
+                **scalars._asdict(),
+                **rest,
             )
             written(span)
 

@@ -37,7 +37,6 @@ class SteppedRun:
         return is_compressible(self.shard.layout.pieces(self.span)[0].param)
 
     def gradient(self) -> Tensor | None:
-        """Return its part of the shard's gradient."""
         gradient = self.shard.grad
         return None if gradient is None else self.shard.view(gradient, self.span)
 

@@ -60,7 +60,6 @@ class FullyShard:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep unsharded gradients on this rank in backwards inside."""
         (root,) = _sharded([self._root])
         root.set_requires_gradient_sync(False)
         try:

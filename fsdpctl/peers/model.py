@@ -63,11 +63,9 @@ class PeerModel(nn.Module):
         return take
 
     def flat_shards(self) -> tuple[FlatShard, ...]:
-        """Return this rank's shards, one per parameter, in the same order on every rank."""
         return self._shards
 
     def persistent_buffers(self) -> Mapping[str, Tensor]:
-        """Return the module's buffers that its state dict contains, by name."""
         return persistent_buffers(self.module)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -61,7 +61,6 @@ class Replicated:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on this rank in backwards inside."""
         self._waits.is_on = False
         try:
             with self._wrapped.no_sync():

@@ -200,7 +200,7 @@ class _Replay:
                 self._combining[name].append(piece)
         elif kind is K.COMBINE:
             if self.chained:
-                self._chain(name)
+                self._combining[name].append(self._reducing[name][-1])
             piece = self._combining[name][-1]
             sent = self._combine(name, piece)
         elif kind is K.COMBINED:
@@ -240,14 +240,10 @@ class _Replay:
         self._reducing[name].append(piece)
         return piece
 
-    def _chain(self, name: str) -> None:
-        piece = self._reducing[name][-1]
-        for _, index, sending in piece.numbered():
-            self._allocate(Buffer.SUM, name, index, sending.sum)
-        self._combining[name].append(piece)
-
     def _combine(self, name: str, piece: _Piece) -> int:
         """Start the second collective and return the bytes that are sent."""
+        for _, index, sending in piece.numbered() if self.chained else ():
+            self._allocate(Buffer.SUM, name, index, sending.sum)
         for _, index, sending in piece.numbered():
             if sending.combining:
                 self._allocate(Buffer.COMBINING, name, index, sending.combining)

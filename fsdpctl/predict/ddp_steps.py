@@ -84,10 +84,8 @@ class DdpSteps:
 
     def _collect(self, unit: str, *, reduces: bool) -> None:
         recorder = self._recorder
-        for param in self._params[unit]:
-            recorder.free(recorder.gradient(param.name))
-        for key in self._cast_keys.pop(unit, []):
-            recorder.free(key)
+        recorder.free(*(recorder.gradient(param.name) for param in self._params[unit]))
+        recorder.free(*self._cast_keys.pop(unit, ()))
         nbytes = sum(self._trained(unit))
         recorder.copy(2 * nbytes, f"copy gradients of {unit}")
         self._filled += nbytes

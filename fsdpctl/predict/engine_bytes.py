@@ -39,8 +39,8 @@ class EngineBytes(Recorder):
         self._change(category, nbytes)
         return len(self._sizes) - 1
 
-    def free(self, key: int | None) -> None:
-        if key is not None:
+    def free(self, *keys: int | None) -> None:
+        for key in (each for each in keys if each is not None):
             category, nbytes = self._sizes[key]
             self._change(category, -nbytes)
 

@@ -150,8 +150,7 @@ class Fsdp2Steps:
         self._copied = None
 
     def _reshard(self, unit: str) -> None:
-        for key in self._whole.pop(unit, []):
-            self._recorder.free(key)
+        self._recorder.free(*self._whole.pop(unit, ()))
 
     def _forward(self) -> None:
         recorder = self._recorder
@@ -190,9 +189,7 @@ class Fsdp2Steps:
             self._after(name, reduces=reduces)
         for key in self._reductions:
             recorder.wait(key)
-        recorder.free(self._reducing)
-        for each in self._all_reduced:
-            recorder.free(each)
+        recorder.free(self._reducing, *self._all_reduced)
         self._reducing = None
         self._reductions.clear()
         self._all_reduced.clear()
@@ -219,8 +216,7 @@ class Fsdp2Steps:
             keys = [*self._held.pop(unit)]
         recorder.free(self._reducing)
         self._reducing = self._buffer(Category.REDUCE_BUFFERS, unit, nbytes)
-        for key in keys:
-            recorder.free(key)
+        recorder.free(*keys)
         self._reduce(unit, nbytes)
         # What was all-reduced is kept until the backward is over.
         release = self._all_reduced.append if self._replicates else recorder.free
@@ -250,12 +246,11 @@ class Fsdp2Steps:
         """Keep unsharded gradients in the dtype of the reduction."""
         recorder, dtypes = self._recorder, self._plan.dtypes
         if unit in self._held:
-            for key in keys:
-                recorder.free(key)
+            recorder.free(*keys)
         elif dtypes.compute.itemsize == dtypes.reduce.itemsize:
             self._held[unit] = [key for key in keys if key is not None]
-            for key in self._held[unit]:
-                recorder.keep(key)
+            for kept in self._held[unit]:
+                recorder.keep(kept)
         else:
             held = self._held[unit] = []
             for param, key in zip(params, keys, strict=True):
@@ -267,6 +262,5 @@ class Fsdp2Steps:
         trained = {unit: self._shards(self._with_gradients(unit)) for unit in self._groups}
         shards = [(unit, nbytes) for unit, parts in trained.items() for nbytes in parts]
         self._optimizer.step(shards)
-        for key in self._grads.values():
-            self._recorder.free(key)
+        self._recorder.free(*self._grads.values())
         self._grads.clear()

@@ -88,8 +88,8 @@ class _EngineBuffers:
 
     def end_step(self) -> None:
         self._on_host.clear()
-        for each in [e for e in self._keys if e[0] in (Buffer.GRADS, Buffer.WHOLE_GRADS)]:
-            self._recorder.free(self._keys.pop(each))
+        left = [each for each in self._keys if each[0] in (Buffer.GRADS, Buffer.WHOLE_GRADS)]
+        self._recorder.free(*map(self._keys.pop, left))
 
     def _allocate(self, buffer: Buffer, event: Event) -> None:
         unit, recorder = event.unit, self._recorder
@@ -159,8 +159,7 @@ class FsdpctlSteps:
         passes = len(self._plan.reduces)
         for event in self._events:
             if event.buffer is Buffer.LEAVING:
-                for key in self._leaving.pop(event.unit, ()):
-                    recorder.free(key)
+                recorder.free(*self._leaving.pop(event.unit, ()))
             elif event.buffer is not None:
                 self._buffers.change(event)
             elif event.kind is K.LEAVE and event.unit == root:
@@ -341,8 +340,7 @@ def _allocate_model(step: StepPlan, recorder: Recorder, *, draws: bool) -> None:
                 scratch[drawn] = recorder.allocate(Category.PARAMETERS, "", what, nbytes)
         if is_new and step.strategy.shards_params and not slot.resident:
             recorder.free(key)
-    for key in scratch.values():
-        recorder.free(key)
+    recorder.free(*scratch.values())
     if outbox := step.outbox_bytes:
         what = "gradients that other ranks read"
         recorder.allocate(Category.REDUCE_BUFFERS, step.order.root, what, outbox)

@@ -80,12 +80,11 @@ class MemoryRecorder(Recorder):
             self._empty.add(key)
         return key
 
-    def free(self, key: int | None) -> None:
-        if key is None:
-            return
-        self._busy.discard(key)
-        if key not in self._empty:
-            self.operations.append((key, 0))
+    def free(self, *keys: int | None) -> None:
+        for key in (each for each in keys if each is not None):
+            self._busy.discard(key)
+            if key not in self._empty:
+                self.operations.append((key, 0))
 
     def become(self, key: int, category: Category, what: str) -> None:
         if key >= self.program.num_keys:

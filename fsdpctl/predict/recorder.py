@@ -79,8 +79,8 @@ class Recorder:
         """Allocate memory on a stream and return the key that frees it."""
         return 0
 
-    def free(self, key: int | None) -> None:
-        """Free memory, if there is a key."""
+    def free(self, *keys: int | None) -> None:
+        """Free memory by its keys, if there are any."""
 
     def become(self, key: int, category: Category, what: str) -> None:
         """Change the purpose of allocated memory."""
@@ -91,8 +91,7 @@ class Recorder:
         `sizes` are those of the parameters, each with its unit.
         """
         of, what = Category.OPTIMIZER_STATES, "roots of second moments"
-        for key in [self.allocate(of, unit, what, nbytes) for unit, nbytes in sizes]:
-            self.free(key)
+        self.free(*[self.allocate(of, unit, what, nbytes) for unit, nbytes in sizes])
 
     def pass_through(self, nbytes: int) -> None:
         """Allocate memory and free it at once."""

@@ -291,17 +291,15 @@ class Called(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.block.forward(x)
-        return out
+    def forward(self, x):
+        return self.block.forward(x)
 
 
 class OfOne(nn.Sequential):
     """Calls a layer of one element in a unit that it does not call: nothing gathers it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self[1](self.get_submodule("0.0")(x))
-        return y
+    def forward(self, x):
+        return self[1](self.get_submodule("0.0")(x))
 
 
 @distributed(world_size=2)

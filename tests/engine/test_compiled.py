@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fsdpctl
 from fsdpctl.config.compose import compose_config
@@ -56,9 +56,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.up(self.norm(x)).tanh()
-        return y
+    def forward(self, x):
+        return x + self.up(self.norm(x)).tanh()
 
 
 def small(mode: str) -> nn.Module:

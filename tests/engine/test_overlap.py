@@ -75,10 +75,9 @@ class Block(nn.Module):
         self.layer = nn.Linear(8, 8)
         self.clock = clock
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Compute, and let the clock know."""
-        made: Tensor = Compute.apply(self.layer(x), self.clock)
-        return made
+        return Compute.apply(self.layer(x), self.clock)
 
 
 class DelayedCollectives(Collectives):

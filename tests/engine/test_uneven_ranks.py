@@ -22,9 +22,8 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.linear(x).tanh()
-        return made
+    def forward(self, x):
+        return self.linear(x).tanh()
 
 
 class Deep(nn.Module):

@@ -106,11 +106,10 @@ class Experts(nn.Module):
         self.experts = nn.Parameter(torch.randn(4, 13, 21) / 5)
         self.down = nn.Linear(21, 13)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         odds = torch.softmax(self.router(x), dim=-1)
         hidden = torch.einsum("bi,eio,be->bo", x, self.experts, odds)
-        out: Tensor = x + self.down(torch.tanh(hidden))
-        return out
+        return x + self.down(torch.tanh(hidden))
 
 
 class Mixture(nn.Module):
@@ -121,9 +120,8 @@ class Mixture(nn.Module):
         torch.manual_seed(0)
         self.blocks = nn.Sequential(Experts(), Experts())
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.blocks(x)
-        return out
+    def forward(self, x):
+        return self.blocks(x)
 
 
 def decoder(family: str) -> nn.Module:

@@ -30,12 +30,11 @@ class Net(nn.Module):
         self.again.weight = self.first.weight
         self.register_buffer("scale", torch.tensor([2.0]))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.first(x) + self.again(x)
         for block in self.blocks:
             hidden = hidden + block(hidden).tanh()
-        loss: Tensor = self.scale * self.one(hidden).square().sum()
-        return loss
+        return self.scale * self.one(hidden).square().sum()
 
 
 def draw(name: str, whole: Tensor) -> None:

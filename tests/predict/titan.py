@@ -49,7 +49,7 @@ class _Attention(nn.Module):
         self.wv = nn.Linear(shape.width, shape.kv_heads * self.head, bias=False)
         self.wo = nn.Linear(shape.width, shape.width, bias=False)
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+    def forward(self, x, turns):
         batch, length, _ = x.shape
         q, k, v = (
             each(x).view(batch, length, -1, self.head) for each in (self.wq, self.wk, self.wv)
@@ -58,8 +58,7 @@ class _Attention(nn.Module):
         k, v = self._repeated(k), self._repeated(v)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.wo(mixed.transpose(1, 2).contiguous().view(batch, length, -1))
-        return out
+        return self.wo(mixed.transpose(1, 2).contiguous().view(batch, length, -1))
 
     def _repeated(self, x: Tensor) -> Tensor:
         if self.times == 1:
@@ -76,9 +75,8 @@ class _MLP(nn.Module):
         self.w2 = nn.Linear(shape.hidden, shape.width, bias=False)
         self.w3 = nn.Linear(shape.width, shape.hidden, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
-        return out
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class _Block(nn.Module):
@@ -89,10 +87,9 @@ class _Block(nn.Module):
         self.attention_norm = _Norm(shape.width)
         self.ffn_norm = _Norm(shape.width)
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+    def forward(self, x, turns):
         h = x + self.attention(self.attention_norm(x), turns)
-        out: Tensor = h + self.feed_forward(self.ffn_norm(h))
-        return out
+        return h + self.feed_forward(self.ffn_norm(h))
 
 
 class Titan(nn.Module):
@@ -116,9 +113,8 @@ class Titan(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         return self.output
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         h = self.tok_embeddings(tokens)
         for layer in self.layers:
             h = layer(h, self.turns)
-        out: Tensor = self.output(self.norm(h))
-        return out
+        return self.output(self.norm(h))
