@@ -57,7 +57,7 @@ class StatePiece:
 def model_pieces(model: Sharded, *, trained_only: bool = False) -> Iterator[StatePiece]:
     """Yield the parts of parameters that this rank writes."""
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
-        for piece in shard.written_pieces():
+        for piece in shard.layout.pieces(shard.written):
             for kind, values in ((PARAMETER, shard.master), (REMAINDER, shard.remainder)):
                 if values is not None:
                     key = tensor_key(kind, piece.param.name)

@@ -172,10 +172,6 @@ class FlatShard:
         """Return the elements `span` of the flat buffer in `values`, a tensor like `master`."""
         return values[span.start - self.held.start : span.stop - self.held.start]
 
-    def written_pieces(self) -> tuple[Piece, ...]:
-        """Return the parts of parameters that this rank saves."""
-        return self.layout.pieces(self.written)
-
     def held_pieces(self) -> tuple[Piece, ...]:
         return self.layout.pieces(self.held)
 

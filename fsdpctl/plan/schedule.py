@@ -78,7 +78,7 @@ class ReductionFlow:
         `is_first`: no reduced gradient exists yet.
         """
         plan = self._reductions
-        pieces = plan.pieces_of(unit, was_held=was_held)
+        pieces = 1 if was_held else plan.pieces.get(unit, 1)
         nbytes = -(-plan.nbytes[unit] // pieces)
         for piece in range(pieces):
             while not plan.fits(nbytes, [n for _, n in self._reducing], is_first=is_first):

@@ -98,10 +98,6 @@ class Reductions:
         """The bytes of the reductions that may be in flight at once."""
         return max(self.budget, *self.nbytes.values())
 
-    def pieces_of(self, unit: str, *, was_held: bool) -> int:
-        """Return the number of reductions of a unit's gradients."""
-        return 1 if was_held else self.pieces.get(unit, 1)
-
     def fits(self, nbytes: int, others: Iterable[int], *, is_first: bool = False) -> bool:
         """Return whether a reduction may be in flight together with `others`, all in bytes.
 

@@ -179,19 +179,6 @@ def test_padding_stays_zero(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_states_are_sharded(rank: int, world_size: int) -> None:
-    model = shard_model(make_net(tied=False), "full_shard")
-    optimizer = ShardedAdamW(model, lr=1e-2)
-    next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
-    total = sum(shard.layout.numel for shard in model.flat_shards())
-    assert model.shard_memory_bytes() * 2 == model.replicated_memory_bytes() == 4 * total
-    assert sum(s.grad.numel() for s in model.flat_shards() if s.grad is not None) * 2 == total
-    optimizer.step()
-    steps = 4 * len(optimizer.runs)
-    assert optimizer.memory_bytes() - steps <= 2 * 4 * total // 2
-
-
-@distributed(world_size=2)
 def test_prefetch_follows_the_actual_order_of_units_after_one_warning(rank, world_size):
     model = shard_model(Wayward([3, 2, 1, 0]), "full_shard")
     optimizer = ShardedAdamW(model, lr=1e-2)

@@ -93,8 +93,12 @@ def test_scales_keep_two_digits_beside_scales_a_thousand_times_as_large(size):
 def test_half_a_byte_and_a_sixtieth_per_weight():
     assert NF4.packed_bytes(GROUP) == NF4.group_bytes == 256 * 33 + 8
     assert 0.5161 < NF4.packed_bytes(4096 * 14336) / (4096 * 14336) < 0.5162
-    for numel in (1, 63, 64, 65, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 100):
-        assert len(NF4.quantize(torch.randn(numel))) == NF4.packed_bytes(numel)
+
+
+@pytest.mark.parametrize("packing", PACKINGS.values())
+@pytest.mark.parametrize("numel", [1, 63, 64, 65, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 100])
+def test_the_bytes_of_a_weight_are_known_before_it(packing, numel):
+    assert len(packing.quantize(torch.randn(numel))) == packing.packed_bytes(numel)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,8 +116,6 @@ def test_in_eight_bits_an_error_is_at_most_half_a_code(dtype):
     again = INT8.dequantize(INT8.quantize(ours), tuple(flat.shape), torch.float32)
     assert dtype != torch.float32 or (again - ours).abs().max() <= largest.max() * 2**-8
     assert INT8.packed_bytes(numel := 4096 * 14336) == numel * 66 / 64
-    for numel in (1, 63, 64, 65, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 100):
-        assert len(INT8.quantize(torch.randn(numel))) == INT8.packed_bytes(numel)
 
 
 @pytest.mark.parametrize("packing", PACKINGS.values())

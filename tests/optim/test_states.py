@@ -23,6 +23,7 @@ from tests.distributed import distributed, in_turn
 
 WIDTH, WORDS, ROWS = 65, 71, 4  # of odd sizes, so that blocks end within parameters
 STEPS = 4
+SLOW = pytest.mark.slow
 
 
 class Net(nn.Module):
@@ -128,17 +129,14 @@ def go_on(rank: int, world_size: int, folder: Path, kind: str) -> None:
     assert all(loss == loss for loss in train(model, optimizer, range(STEPS, STEPS + 2)))
 
 
-def test_bits_do_not_depend_on_ranks(tmp_path):
-    train_alike(world_size=3, folder=tmp_path, strategies=FEW)
-    go_on(world_size=2, folder=tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_bits_do_not_depend_on_more_ranks(tmp_path, ranks):
-    train_alike(world_size=ranks, folder=tmp_path, strategies=MANY)
-    for others in (1, 2, 3):
-        go_on(world_size=others, folder=tmp_path)
+@pytest.mark.parametrize(
+    ("ranks", "strategies", "others"),
+    [(3, FEW, [2]), *(pytest.param(n, MANY, [1, 2, 3], marks=SLOW) for n in (1, 2, 3, 5))],
+)
+def test_bits_do_not_depend_on_ranks(tmp_path, ranks, strategies, others):
+    train_alike(world_size=ranks, folder=tmp_path, strategies=strategies)
+    for each in others:
+        go_on(world_size=each, folder=tmp_path)
 
 
 @distributed(timeout=90)

@@ -1,5 +1,8 @@
 """The model of CUDA's caching allocator, on sequences whose outcome follows from its rules."""
 
+from itertools import count
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,23 +30,23 @@ def test_segments_depend_on_the_request(nbytes, reserved):
     assert allocator.reserved == reserved * MIB
 
 
+def after(moves: str, **about: Any) -> CachingAllocator:
+    """An allocator after moves: 40 takes as many MiB under the next number, -1 frees number 1."""
+    allocator, number = CachingAllocator(**about), count()
+    for move in moves.split():
+        if move.startswith("-"):
+            allocator.free(int(move[1:]))
+        else:
+            allocator.allocate(next(number), int(move) * MIB)
+    return allocator
+
+
 def test_the_smallest_block_that_is_large_enough_is_taken():
-    allocator = CachingAllocator()
-    for key, size in enumerate((64, 32, 128)):
-        allocator.allocate(key, size * MIB)
-    for key in range(3):
-        allocator.free(key)
-    allocator.allocate(3, 30 * MIB)
-    allocator.allocate(4, 128 * MIB)
-    allocator.allocate(5, 64 * MIB)
-    assert allocator.reserved == 224 * MIB
+    assert after("64 32 128 -0 -1 -2 30 128 64").reserved == 224 * MIB
 
 
 def test_a_remainder_of_up_to_a_mebibyte_stays_with_its_block():
-    allocator = CachingAllocator()
-    allocator.allocate(0, 12 * MIB)
-    allocator.free(0)
-    allocator.allocate(1, 11 * MIB)
+    allocator = after("12 -0 11")
     assert allocator.allocated == 12 * MIB
     allocator.free(1)
     allocator.allocate(2, 11 * MIB - 512)
@@ -51,52 +54,27 @@ def test_a_remainder_of_up_to_a_mebibyte_stays_with_its_block():
 
 
 def test_free_neighbors_join():
-    allocator = CachingAllocator()
-    allocator.allocate(0, 60 * MIB)
-    allocator.free(0)
-    for key in range(1, 4):
-        allocator.allocate(key, 20 * MIB)
-    for key in (1, 3, 2):
-        allocator.free(key)
-    allocator.allocate(4, 60 * MIB)
-    assert allocator.reserved == 60 * MIB
+    assert after("60 -0 20 20 20 -1 -3 -2 60").reserved == 60 * MIB
 
 
 def test_a_larger_request_cannot_use_a_hole_but_an_expandable_segment_grows():
     for expandable, reserved in ((False, 160), (True, 140)):
-        allocator = CachingAllocator(expandable=expandable)
-        allocator.allocate(0, 40 * MIB)
-        allocator.allocate(1, 40 * MIB)
-        allocator.free(1)
-        allocator.allocate(2, 80 * MIB)
-        allocator.allocate(3, 20 * MIB)
-        assert allocator.peak_reserved == reserved * MIB
+        assert after("40 40 -1 80 20", expandable=expandable).peak_reserved == reserved * MIB
 
 
 def test_streams_do_not_share_memory():
-    streams: dict[int, int] = {}
-    allocator = CachingAllocator(streams=streams)
-    allocator.allocate(0, 40 * MIB)
-    allocator.free(0)
-    streams[1] = 1
-    allocator.allocate(1, 40 * MIB)
-    assert allocator.reserved == 80 * MIB
+    assert after("40 -0 40", streams={1: 1}).reserved == 80 * MIB
 
 
 def test_the_cache_of_a_full_device_is_emptied_once():
-    allocator = CachingAllocator(capacity=100 * MIB)
-    allocator.allocate(0, 60 * MIB)
-    allocator.free(0)
-    allocator.allocate(1, 80 * MIB)
+    allocator = after("60 -0 80", capacity=100 * MIB)
     assert (allocator.retries, allocator.reserved) == (1, 80 * MIB)
     with pytest.raises(DeviceFullError):
         allocator.allocate(2, 30 * MIB)
 
 
 def test_an_expandable_segment_cannot_grow_beyond_the_device():
-    allocator = CachingAllocator(expandable=True, capacity=100 * MIB)
-    allocator.allocate(0, 40 * MIB)
-    allocator.free(0)
+    allocator = after("40 -0", expandable=True, capacity=100 * MIB)
     with pytest.raises(DeviceFullError):
         allocator.allocate(1, 120 * MIB)
     allocator.allocate(2, 90 * MIB)
@@ -104,10 +82,7 @@ def test_an_expandable_segment_cannot_grow_beyond_the_device():
 
 
 def test_only_whole_pages_of_a_segment_are_returned():
-    allocator = CachingAllocator(expandable=True)
-    for key, size in enumerate((10, 20, 10)):
-        allocator.allocate(key, size * MIB)
-    allocator.free(1)
+    allocator = after("10 20 10 -1", expandable=True)
     allocator.empty_cache()
     assert allocator.reserved == 40 * MIB
 
