@@ -27,7 +27,9 @@ class _Sharded:
 
     def _grad(self: Any) -> Tensor | None:
         gradient = arrived_gradient(self)
-        if gradient is not None or in_backward() or _is_compiling():
+        # torch.compile reads all attributes of tensors while it traces.
+        compiles = torch._guards.CompileContext.try_get() is not None
+        if gradient is not None or in_backward() or compiles:
             return gradient
         if self._has_gradient_elsewhere():
             raise EngineError(
@@ -55,11 +57,6 @@ class _Sharded:
         if is_at_rest(self):
             raise not_possible(f"{what} the module between steps, when it has no parameters,")
         return self.data.as_subclass(_plain(type(self))).requires_grad_(self.requires_grad)
-
-
-def _is_compiling() -> bool:
-    """Return whether torch.compile traces, which reads all attributes of tensors."""
-    return torch._guards.CompileContext.try_get() is not None
 
 
 @functools.cache

@@ -62,20 +62,18 @@ class Script:
             recorder.allocate(Category.WORKSPACES, "", "cuBLAS workspace", _CUBLAS_BYTES)
         for kept in recorder.program.kept:
             recorder.allocate(Category.ACTIVATIONS, kept.place.unit, kept.what, kept.nbytes)
-        self._lists = [recorder.operations]
-        self._moments = [recorder.moments]
+        self._recorded = [(recorder.operations, recorder.moments)]
 
     def operations(self, number: int) -> Sequence[Operation]:
         """Return the operations of a step; 0: of building the model."""
-        while len(self._lists) <= number:
+        while len(self._recorded) <= number:
             self._recorder.begin()
             self._steps.step()
-            self._lists.append(self._recorder.operations)
-            self._moments.append(self._recorder.moments)
-        return self._lists[number]
+            self._recorded.append((self._recorder.operations, self._recorder.moments))
+        return self._recorded[number][0]
 
     def when(self, number: int, index: int) -> When:
-        moments = self._moments[number]
+        _, moments = self._recorded[number]
         return moments[bisect_right(moments, index, key=lambda each: each[0]) - 1][1]
 
 

@@ -55,14 +55,12 @@ class Compute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
-        """As long as a block computes."""
         ctx.clock = clock
         clock.now += COMPUTE
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Twice as long."""
         ctx.clock.now += 2 * COMPUTE
         return gradient.clone(), None
 
@@ -87,7 +85,6 @@ class DelayedCollectives(Collectives):
         self.clock = clock
 
     def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
-        """Ready after a while."""
         wait = self.clock.start("gather", after=self.clock.free["copy"])  # the last one is its own
         done = super().all_gather(buffers)
 
@@ -98,7 +95,6 @@ class DelayedCollectives(Collectives):
         return Handle(finish)
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
-        """Ready after a while."""
         wait = self.clock.start("reduce")
 
         def finish() -> Tensor:
