@@ -143,18 +143,16 @@ def names_in_peft(names: Collection[str]) -> dict[str, str]:
     Several matrices of the same experts are nested: the first is innermost.
     """
     words: dict[str, list[str]] = {}  # by the name of the experts
-    for name in names:
-        experts, is_stacked, rest = name.partition(OF_EXPERTS)
+    parts = {name: name.partition(OF_EXPERTS) for name in names}
+    for experts, is_stacked, rest in parts.values():
         word = rest.partition(".")[0]
         if is_stacked and word not in words.setdefault(experts, []):
             words[experts].append(word)
     found = {}
-    for name in names:
-        experts, is_stacked, rest = name.partition(OF_EXPERTS)
+    for name, (experts, is_stacked, rest) in parts.items():
         word, _, end = rest.partition(".")
+        found[name] = PREFIX + name
         if is_stacked:
             depth = len(words[experts]) - 1 - words[experts].index(word)
             found[name] = f"{PREFIX}{experts}.{'base_layer.' * depth}{end}"
-        else:
-            found[name] = PREFIX + name
     return found

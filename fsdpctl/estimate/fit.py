@@ -68,38 +68,23 @@ def largest_that_fits(
 
     The settings of `names` have their defaults if these fit, else values that fit.
     """
-    config = plan.config
-    most = _MOST.get(what, config.model.max_seq_len)
-    begin = config.value(FITTED[what])
-    tried = _Tried(estimator, plan, what, tuple(x for x in names if x != FITTED[what]))
-    found = Fit(FITTED[what], 0, 1, None, None)
-    if what == "seq_len" and most >= _LENGTHS:
-        found = tried.largest(begin, most, multiple=_LENGTHS)
-        most = _LENGTHS - 1
-    if not found.value:
-        found = tried.largest(begin, most, multiple=1)
-    return found
+    key, config = FITTED[what], plan.config
+    most, first = _MOST.get(what, config.model.max_seq_len), config.value(key)
+    names = tuple(each for each in names if each != key)
 
-
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """A search for the largest size."""
-
-    estimator: Estimator
-    plan: RunPlan
-    what: str
-    names: tuple[str, ...] = ()
-
-    def largest(self, begin: int, most: int, *, multiple: int) -> Fit:
+    def largest(most: int, multiple: int) -> Fit:
         seen: dict[int, RunEstimate] = {}
 
         def fits(count: int) -> bool:
-            valued = _valued(self.plan, self.what, count * multiple)
-            seen[count] = roomiest(self.estimator, valued, self.names)
+            seen[count] = roomiest(estimator, _valued(plan, what, count * multiple), names)
             return seen[count].leaves_reserve
 
         most //= multiple
-        begin = min(max(begin // multiple, 1), most)
-        count = largest_true(fits, 0, most, begin)
+        count = largest_true(fits, 0, most, min(max(first // multiple, 1), most))
         found, over = seen.get(count), seen.get(count + 1)
-        return Fit(FITTED[self.what], count * multiple, multiple, found, over, self.names)
+        return Fit(key, count * multiple, multiple, found, over, names)
+
+    found = Fit(key, 0, 1, None, None)
+    if what == "seq_len" and most >= _LENGTHS:
+        found, most = largest(most, _LENGTHS), _LENGTHS - 1
+    return found if found.value else largest(most, 1)

@@ -56,23 +56,19 @@ def _cuda_attention(plain: Attention, kernel: str | None) -> Attention:
         options = _Options(*args, **kwargs)
         rest = (options.dropout_p, options.is_causal)
         in_two_bytes = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
-        out: Tensor
+        given: tuple[Any, ...] = (query, key, value)
         if kernel not in (EFFICIENT, MATH) and options.attn_mask is None and in_two_bytes:
+            run = _aten._scaled_dot_product_flash_attention
             if kernel == CUDNN:
-                out = _aten._scaled_dot_product_cudnn_attention(
-                    query, key, value, None, query.requires_grad, *rest, scale=options.scale
-                )[0]
-                return out
-            out = _aten._scaled_dot_product_flash_attention(
-                query, key, value, *rest, scale=options.scale
-            )[0]
-            return out
-        if kernel == MATH or query.shape[1] != key.shape[1]:
+                run = _aten._scaled_dot_product_cudnn_attention
+                given = (*given, None, query.requires_grad)
+        elif kernel == MATH or query.shape[1] != key.shape[1]:
             return plain(query, key, value, *args, **kwargs)
-        bias = None if options.attn_mask is None else _as_bias(options.attn_mask, query)
-        out = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, query.requires_grad, *rest, scale=options.scale
-        )[0]
+        else:
+            run = _aten._scaled_dot_product_efficient_attention
+            bias = None if options.attn_mask is None else _as_bias(options.attn_mask, query)
+            given = (*given, bias, query.requires_grad)
+        out: Tensor = run(*given, *rest, scale=options.scale)[0]
         return out
 
     return attention
@@ -215,7 +211,7 @@ def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
         shared = batch * key.shape[2] if key.shape[1] != heads else 0
         rows = batch * heads * _round_up(length, 128)
         is_later = kernel in (FLASH3, FLASH4) or op is not _aten_flash_backward
-        return _flash_workspace(query, rows, width, shared * _shared(query, key, 1, is_later))
+        return _flash_workspace(rows, width, shared * _shared(query, key, 1, is_later))
     if op is _aten._scaled_dot_product_efficient_attention_backward.default:
         query = inputs[1]  # a product that is summed by rows, or its float32 gradient
         return int(4 * (query.numel() + query.numel() // query.shape[-1]))
@@ -225,7 +221,7 @@ def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
         shared = len(key) if key.shape[1] != heads else 0
         rows = heads * (total + 128 * (len(offsets) - 1))
         is_later = kernel in (FLASH3, FLASH4)
-        return _flash_workspace(query, rows, width, shared * _shared(query, key, 1, is_later))
+        return _flash_workspace(rows, width, shared * _shared(query, key, 1, is_later))
     if op is _aten.embedding_dense_backward.default:
         tokens, rows, width = inputs[1].numel(), inputs[2], inputs[0].shape[-1]
         if tokens <= _SORTED_FROM:
@@ -242,7 +238,7 @@ def _shared(query: Tensor, key: Tensor, heads: int, is_later: bool) -> int:
     return query.itemsize * int(query.shape[heads])
 
 
-def _flash_workspace(query: Tensor, rows: int, width: int, shared: int) -> int:
+def _flash_workspace(rows: int, width: int, shared: int) -> int:
     """Return the bytes for rows of all heads, and `shared` bytes per column of keys and values."""
     columns = _round_up(width, 32 if width <= 128 else 64)
     return int(rows * 4 * (1 + columns) + 2 * shared * width)
