@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from fsdpctl.commands.compare.row import NOT_REACHED
+from fsdpctl.commands.compare import measure
+from fsdpctl.commands.compare.row import NOT_REACHED, OK
 from fsdpctl.commands.compare.vary import possible, variants
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.commands.run import TINY, command, environment, fsdpctl, invoke, make_text
 from tests.commands.test_interruptions import heard, ranks_of, wait_for
+from tests.run.runs import step_line, write_lines
 
 
 def labels(*words: str) -> list[str]:
@@ -96,6 +98,34 @@ def test_settings_that_no_variant_supports_are_an_error(tmp_path, monkeypatch):
     assert code == 2
     assert "data.path=/no/such: not found" in said
     assert f"{len(STRATEGIES) - 1} more variants" in said
+
+
+@pytest.mark.parametrize(("recipe", "noted"), [("", ()), ("cluster: h100\n", ()), ("", ("why",))])
+def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
+    tmp_path, monkeypatch, recipe, noted
+):
+    ran, said = [], list[str]()
+
+    def run(seen, config, *_):
+        ran.append(config.model.attention)
+        seen.run_dir.mkdir(parents=True)
+        write_lines(seen.run_dir, *(step_line(step) for step in range(1, 5)))
+
+    monkeypatch.setattr(measure, "run_briefly", run)
+    monkeypatch.setattr(measure, "note", lambda *lines: said.extend(lines))
+    monkeypatch.setattr(
+        "fsdpctl.run.directory.with_run_kernel",
+        lambda config, kept=None: config.changed({"model.attention": "math"}),
+    )
+    # As for a family that keeps the attention of transformers.
+    monkeypatch.setattr("fsdpctl.resolve.open.with_decoder", lambda config: (config, noted))
+    (tmp_path / "r.yaml").write_text(f"{recipe}train.seed: 3\n")
+    words = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
+    found = variants(words, str(tmp_path / "r.yaml"), steps=4)
+    measure.measure(found, tmp_path, is_kept=True)
+    assert (ran, [each.row.status for each in found]) == (["math"] * 2, [OK] * 2)
+    assert said.count("why") == len(noted)
+    assert any("h100" in line for line in said) == bool(recipe)
 
 
 def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():

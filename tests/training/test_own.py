@@ -1,6 +1,7 @@
 """A module, a loss and data of a script: the same steps as one process, on any ranks."""
 
 import copy
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from transformers import BatchEncoding
 
 from docs.examples.regression import Measurements, Model, squared_error
 from fsdpctl.comm.world import World
+from fsdpctl.commands import script
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import NO_DECODER
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -211,6 +213,19 @@ def test_an_argument_that_cannot_work_is_named(wrong: dict[str, Any], message: s
     with pytest.raises(FsdpctlError, match=message) as found:
         make_task(**GOOD | wrong)
     assert found.value.exit_code == ExitCode.USAGE
+
+
+def test_a_script_that_is_refused_has_its_signal_handlers_again(monkeypatch, capsys) -> None:
+    def refuse(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise FsdpctlError("refused")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("fsdpctl.resolve.own.make_task", refuse)
+    with pytest.raises(SystemExit):
+        script.train(module=nn.Linear(1, 1), loss=squared_error, data=[1])
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "refused" in capsys.readouterr().err
 
 
 def test_a_dict_of_numbered_samples_is_data() -> None:
