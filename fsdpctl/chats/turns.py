@@ -3,15 +3,16 @@
 Templates with `generation` blocks mark it. For other templates, the conversation is rendered again
 with other text in the message (after axolotl's turn locator): the difference is the content. The
 trained span starts at the end of the prompt that a model is served with, and stops after the next
-control token. If that isn't certain, the conversation is rejected.
+control token and those that always follow it. If that isn't certain, the conversation is rejected.
 """
 
+import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.chats.conversation import Conversation, filled, fillers_for, text_of
 from fsdpctl.chats.messages import ASSISTANT
-from fsdpctl.chats.render import Spans
+from fsdpctl.chats.render import RenderError, Spans
 from fsdpctl.chats.values import Message
 
 _THOUGHT = "</think>"  # templates may move or drop the reasoning before it
@@ -40,26 +41,57 @@ def find_turn(talk: Conversation, index: int, count: int) -> Turn:
     if talk.renderer.has_marks:
         return _marked(talk, index, count)
     whole = talk.upto(count).text
-    low, high = _content(talk, index, talk.messages[:count])
+    low, high = _content(talk, index, count)
     start, is_prompted = _start(talk, index, count, low)
     _check_header(talk, index, start, whole[start:low], is_prompted=is_prompted)
-    end = talk.controls.search(whole, high) if talk.controls else None
-    if end is None:
+    end = _end(talk, index, count, high)
+    return Turn(index, [(start, end)], end)
+
+
+def _end(talk: Conversation, index: int, count: int, content: int) -> int:
+    """Return where the control tokens after the content end that end the message.
+
+    Tokens that directly follow the first one belong to the message if they do so both where the
+    conversation ends with it and where it does not: Phi-4-mini ends only conversations with two.
+    """
+    whole, controls = talk.upto(count).text, talk.controls
+    first = controls.search(whole, content) if controls else None
+    if controls is None or first is None:
         raise TurnError(
             f"message {index + 1}: no control token of the tokenizer ends the assistant message, "
-            f"which is followed by {whole[high : high + 40]!r}"
+            f"which is followed by {whole[content : content + 40]!r}"
         )
-    return Turn(index, [(start, end.end())], end.end())
+    end, following = first.end(), re.compile(rf"\s*(?:{controls.pattern})")
+    while more := following.match(whole, end):
+        if count == index + 1:
+            belongs = _is_in_next_prompt(talk, index, whole[: more.end()], end)
+        else:
+            own = talk.upto(index + 1).text.rstrip()
+            belongs = own.endswith(whole[first.start() : more.end()])
+        if not belongs:
+            break
+        end = more.end()
+    return end
 
 
-def _content(talk: Conversation, index: int, messages: list[Message]) -> tuple[int, int]:
-    whole = talk.render(messages).text
-    found = _differing(talk, index, messages, whole)
+def _is_in_next_prompt(talk: Conversation, index: int, text: str, end: int) -> bool:
+    """Return whether `text` begins the next prompt too, or the prompt differs before `end`."""
+    later = next((each for each in talk.answers if each > index), index + 1)
+    try:
+        prompt = talk.upto(later, prompted=True).text
+    except RenderError:
+        return True
+    return prompt.startswith(text) or not prompt.startswith(text[:end])
+
+
+def _content(talk: Conversation, index: int, count: int) -> tuple[int, int]:
+    whole = talk.upto(count).text
+    found = _differing(talk, index, talk.messages[:count], whole)
     if found is None:
         raise TurnError(f"message {index + 1}: the template does not write it")
     low, high = found
     inside = talk.controls.findall(whole, low, high) if talk.controls else []
-    if foreign := first_absent(inside, str(messages[index])):
+    if foreign := first_absent(inside, str(talk.messages[index])):
         raise TurnError(
             f"message {index + 1}: boundaries not found: the span that changes with its text "
             f"contains {foreign}"

@@ -22,6 +22,7 @@ from fsdpctl.io.activity import CONVERSATIONS, Advance, doing
 from fsdpctl.io.units import batches
 
 PARTS = ("train", "val")
+_FAR = np.iinfo(np.int64).max  # behind all characters
 _BATCH = 1 << 20  # characters that are tokenized together: a token and its place take 150 bytes
 
 
@@ -194,12 +195,11 @@ class Encoder:
         which transformers marks the first. A control token that contains the whitespace after it
         isn't trained on for that, unless the template marks the whitespace.
         """
-        flags = np.zeros(len(encoded.tokens), dtype=bool)
-        for start, stop in sample.spans:
-            within = (encoded.stops > start) & (encoded.starts < stop)
-            if not sample.is_marked:
-                within &= ~(self._is_control[encoded.tokens] & (encoded.starts < start))
-            flags |= within
+        spans = np.array([*sample.spans, (_FAR, _FAR)], dtype=np.int64)
+        nearest = spans[np.searchsorted(spans[:, 1], encoded.starts, side="right"), 0]
+        flags: Flags = nearest < encoded.stops
+        if not sample.is_marked:
+            flags &= ~(self._is_control[encoded.tokens] & (encoded.starts < nearest))
         return flags
 
     def ends(self, tokens: Tokens, flags: Flags) -> list[int]:

@@ -1,7 +1,11 @@
 """Trained characters of conversations, determined by hand."""
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +13,10 @@ from hypothesis import strategies as st
 from fsdpctl.chats.conversation import FILLERS
 from fsdpctl.chats.formats import Chat
 from fsdpctl.chats.render import Renderer
-from fsdpctl.chats.samples import LossPolicy, samples_of
+from fsdpctl.chats.samples import ChatSample, LossPolicy, samples_of
 from fsdpctl.chats.turns import first_absent
+from fsdpctl.data.chat_tokens import Encoder
+from fsdpctl.data.tokenizer import Encoded
 from fsdpctl.errors import UsageError
 from tests.chats.families import FAMILIES, MARKED, say, template_of
 from tests.chats.opened import opened, trained_of, trained_texts
@@ -260,6 +266,89 @@ def test_any_text_is_located_where_generation_blocks_mark_it(name, texts):
     (found,), (expected,) = made
     assert found.text == expected.text
     assert found.spans == expected.spans
+
+
+TWO_ENDS = {
+    # Cohere's two tokens, for which each answer is `good` or `better`
+    "{% for m in messages %}{{ '<|turn|>' + m.role + ':' + m.content + '<|end|><|eot|>' }}"
+    "{% endfor %}": ["good<|end|><|eot|>", "better<|end|><|eot|>"],
+    # a line between them, and thoughts that later turns drop
+    "{% for m in messages %}{{ '<|turn|>' + m.role + ':' + ('' if loop.last else '</t>') }}"
+    "{{ m.content + '<|end|>\n<|eot|>\n' }}{% endfor %}": [
+        "good<|end|>\n<|eot|>", "better<|end|>\n<|eot|>",
+    ],
+    # Phi-4-mini's second token ends the conversation, after questions too
+    "{% for m in messages %}{{ '<|turn|>' + m.role + ':' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if not add_generation_prompt %}<|eot|>{% endif %}": ["good<|end|>", "better<|end|>"],
+}  # fmt: skip
+PROMPT = "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
+
+
+@pytest.mark.parametrize("policy", ["split", "keep"])
+@pytest.mark.parametrize("template", TWO_ENDS, ids=["both", "rewritten", "of the conversation"])
+def test_control_tokens_that_always_follow_the_first_end_the_message_too(template, policy):
+    renderer = Renderer(template + PROMPT, {}, "2026-01-31")
+    controls = re.compile(r"<\|turn\|>|<\|end\|>|<\|eot\|>")
+    chat = Chat(say("hello", "good", "why", "better"), [True] * 4)
+    found = samples_of(renderer, chat, LossPolicy("assistant", policy), controls).samples
+    texts = [each.text[start:stop] for each in found for start, stop in each.spans]
+    assert [text.removeprefix("</t>") for text in texts] == TWO_ENDS[template]
+    masked = msgspec.structs.replace(chat, trained=[True, True, True, False])
+    (others,) = samples_of(renderer, masked, LossPolicy("all", policy), controls).samples
+    assert TWO_ENDS[template][1] not in "".join(others.text[a:b] for a, b in others.spans)
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_a_call_is_trained_on_with_the_token_that_ends_the_turn(length):
+    template = (
+        "{% for m in messages %}{{ '<|turn|>' + m.role + ':' }}{% for call in m.tool_calls or [] %}"
+        "{{ '<|call|>' + call.function.name + '<|end|>' }}{% endfor %}"
+        "{{ '<|calls|><|eot|>' if m.tool_calls else m.content + '<|eot|>' }}{% endfor %}"
+    )
+    messages = [{**each, "content": each["content"] or ""} for each in with_call({"city": "Rome"})]
+    chat, policy = Chat(messages[:length], [True] * length), LossPolicy("assistant", "split")
+    renderer = Renderer(template + PROMPT, {}, "2026-01-31")
+    (found,) = samples_of(renderer, chat, policy, re.compile(r"<\|\w+\|>")).samples
+    texts = [found.text[start:stop] for start, stop in found.spans]
+    assert texts == ["<|call|>weather<|end|><|calls|><|eot|>", "good<|eot|>"][: length // 2]
+
+
+@pytest.mark.parametrize(("name", "most"), [("chatml", 4), ("qwen3", 5), ("gpt_oss", 5)])
+def test_an_answer_costs_a_few_renderings(name, most, monkeypatch):
+    renderer = Renderer(template_of(name), {"eos_token": FAMILIES[name].eos}, "2026-01-31")
+    rendered = []
+
+    def count(*args, **about):
+        rendered.append(args)
+        return render(*args, **about)
+
+    render = Renderer.render
+    monkeypatch.setattr(Renderer, "render", count)
+    controls = re.compile("|".join(map(re.escape, FAMILIES[name].controls)))
+    chat = Chat(say(*["hello", "good"] * 8), [True] * 16)
+    samples_of(renderer, chat, LossPolicy("assistant", "split"), controls)
+    assert len(rendered) <= 8 * most
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_of_many_spans_are_those_with_a_character_in_one(seed, is_marked):
+    drawn = np.random.default_rng(seed)
+    edges = np.sort(drawn.choice(400, 40, replace=False)).reshape(-1, 2)
+    at = np.sort(drawn.choice(400, 120))
+    given = Encoded(drawn.integers(0, 9, 119).astype(np.uint16), at[:-1], at[1:])
+    tokenizer: Any = SimpleNamespace(vocab_size=9, controls={"<a>": 2, "<b>": 5})
+    spans = [(int(a), int(b)) for a, b in edges]
+    found = Encoder(tokenizer)._flags(ChatSample("", spans, is_marked), given)
+    expected = [
+        any(
+            stop > a and start < b and (is_marked or token not in (2, 5) or start >= a)
+            for a, b in spans
+        )
+        for token, start, stop in zip(given.tokens, given.starts, given.stops, strict=True)
+    ]
+    assert found.tolist() == expected
+    assert Encoder(tokenizer)._flags(ChatSample("", []), given).sum() == 0
 
 
 class Searched(str):
