@@ -33,8 +33,8 @@ from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.directory import Standing, look, prepare_run_dir
 from fsdpctl.training.callbacks import uploads as uploads_module
 from fsdpctl.training.callbacks.uploads import UploadOutcome, Uploads
+from tests.commands.test_interruptions import wait_for
 from tests.hostile import TINY_MODEL, make_checkpoint, reseal
-from tests.run.test_heartbeat import wait_for
 
 URL = "memory://bucket/runs/run"
 STEPS = (10, 20, 30, 40)

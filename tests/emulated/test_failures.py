@@ -9,10 +9,10 @@ import pytest
 
 from tests import emulated
 from tests.commands.run import command, figures
+from tests.commands.test_interruptions import ended, has_stepped, wait_for
 from tests.emulated.test_trainer import FP32, assert_close, environment, train
 from tests.launch.hosts import hosts
-from tests.launch.test_nodes import _ended
-from tests.launch.test_restarts import _wait_for_step, _workers
+from tests.launch.test_restarts import _workers
 from tests.training.ranks import words
 
 pytestmark = [
@@ -29,7 +29,7 @@ def begin(folder: Path, *more: str) -> "subprocess.Popen[str]":
         command("train", *words(folder, 2, *given)), cwd=folder, env=environment(folder),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    _wait_for_step(folder, 6)
+    wait_for(has_stepped(folder, 6))
     return process
 
 
@@ -72,15 +72,12 @@ def test_hosts_with_a_device_each_have_the_losses_of_cpu_ranks(tmp_path: Path) -
     with hosts(2) as found:
         nodes = ["launch.nnodes=2", f"launch.rdzv_endpoint={found.addresses[0]}:29500"]
         typed = words(tmp_path, 1, *given, *nodes)
-        ends = _ended(
-            [
-                found.start(
-                    host, "train", *typed, f"launch.node_rank={host}", cwd=tmp_path,
-                    env=environment(tmp_path, devices=1),
-                )
-                for host in range(2)
-            ]
-        )  # fmt: skip
+        env = environment(tmp_path, devices=1)
+        started = [
+            found.start(host, "train", *typed, f"launch.node_rank={host}", cwd=tmp_path, env=env)
+            for host in range(2)
+        ]
+        ends = list(map(ended, started))
     assert [code for code, _ in ends] == [0, 0], ends
     assert not (tmp_path / "problems").exists(), (tmp_path / "problems").read_text()
     train(tmp_path, "cpu", "cpu")

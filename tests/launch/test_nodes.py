@@ -5,7 +5,6 @@ import re
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -32,9 +31,9 @@ from fsdpctl.launch.outcome import Ended, Failure
 from fsdpctl.launch.workers import _environment, launch_workers
 from fsdpctl.resolve.launchers import endpoint_of
 from tests.commands.run import TINY, figures, fsdpctl, make_text
+from tests.commands.test_interruptions import ended, has_stepped, wait_for
 from tests.launch.hosts import Hosts, hosts
 
-_SECONDS = 120
 # A batch that two, three and four ranks divide.
 SMALL = [each.replace("batch_size=8", "batch_size=12") for each in TINY]
 
@@ -237,10 +236,9 @@ def test_an_unknown_interface_is_named() -> None:
         own_address(LOOPBACK, "eth99")
 
 
-@pytest.mark.parametrize(
-    ("named", "is_alone", "expected"),
-    [(None, False, None), ("eth7", False, "=eth7"), (None, True, "=eth7")],
-)
+@pytest.mark.parametrize(("named", "is_alone", "expected"), [
+    (None, False, None), ("eth7", False, "=eth7"), (None, True, "=eth7"),
+])  # fmt: skip
 def test_nccl_gets_an_interface_only_if_the_user_names_one(
     monkeypatch: pytest.MonkeyPatch, named: str | None, is_alone: bool, expected: str | None
 ) -> None:
@@ -269,11 +267,6 @@ def _start(found: Hosts, folder: Path, *words: str) -> list[subprocess.Popen[str
     ]
 
 
-def _ended(started: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    said = [each.communicate(timeout=_SECONDS)[0] for each in started]
-    return [(each.returncode, text) for each, text in zip(started, said, strict=True)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "ranks", "strategy"),
@@ -285,30 +278,21 @@ def test_several_hosts_train_like_one_machine(
 ) -> None:
     words = [f"strategy={strategy}", "train.steps=30"]
     with hosts(nodes) as found:
-        ends = _ended(_start(found, tmp_path, *words, f"launch.nproc_per_node={ranks}"))
+        started = _start(found, tmp_path, *words, f"launch.nproc_per_node={ranks}")
+        ends = list(map(ended, started))
     assert [code for code, _ in ends] == [0] * nodes, ends
     if strategy.startswith("hybrid"):
         words.append(f"strategy.dp_shard_size={ranks}")  # a copy on each host
     assert figures(tmp_path / "run") == alone(tmp_path, nodes * ranks, *words)
 
 
-def _wait_for_a_step(run_dir: Path) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while time.monotonic() < deadline:
-        metrics = run_dir / "metrics.jsonl"
-        if metrics.is_file() and figures(run_dir):
-            return
-        time.sleep(0.2)
-    raise AssertionError("no step in time")
-
-
 @pytest.mark.slow
 def test_a_stop_request_on_one_node_saves_and_stops_all(tmp_path: Path) -> None:
     with hosts(2) as found:
         started = _start(found, tmp_path, "launch.nproc_per_node=1", "train.steps=100000")
-        _wait_for_a_step(tmp_path / "run")
+        wait_for(has_stepped(tmp_path, 1))
         started[1].send_signal(signal.SIGTERM)
-        ends = _ended(started)
+        ends = list(map(ended, started))
     assert [code for code, _ in ends] == [75, 75], ends
     assert all("saved" in text for _, text in ends)
 
@@ -318,12 +302,12 @@ def test_a_stop_request_on_one_node_saves_and_stops_all(tmp_path: Path) -> None:
 def test_a_rank_or_launcher_that_is_killed_is_named(tmp_path: Path, what: str) -> None:
     with hosts(2) as found:
         started = _start(found, tmp_path, "launch.nproc_per_node=1", "train.steps=100000")
-        _wait_for_a_step(tmp_path / "run")
+        wait_for(has_stepped(tmp_path, 1))
         launcher = psutil.Process(started[1].pid)
         workers = launcher.children(recursive=True)
         rank = next(each for each in workers if "fsdpctl.training.worker" in each.cmdline())
         (rank if what == "rank" else launcher).kill()
-        ends = _ended(started)
+        ends = list(map(ended, started))
     if what == "rank":
         assert [code for code, _ in ends] == [1, 1], ends
         assert all("rank 1" in text and "SIGKILL" in text for _, text in ends)

@@ -70,19 +70,16 @@ def backend(name: str) -> Callable[[], None]:
     return made
 
 
-@pytest.mark.parametrize(
-    ("error", "named"),
-    [
-        (CppCompileError(["c++", "-o", "error.so"], OUTPUT), "fatal error: omp.h: No such file"),
-        (CppCompileError(["c++"], "c++: fatal error: Killed signal terminated program"), "Killed"),
-        (CppCompileError(["c++"], LINKED), "/usr/bin/ld: cannot find -lgomp"),
-        (CppCompileError(["c++"], ""), "C++ compile error"),
-        (InvalidCxxCompiler(), "No working C++ compiler found"),
-        (OSError(28, "No space left on device", "/tmp/x"), "No space left on device: '/tmp/x'"),
-        (RuntimeError(SUBPROCESS), "ModuleNotFoundError: No module named 'error'"),
-        (AssertionError("negative stride\n  target: aten.view"), "negative stride"),
-    ],
-)
+@pytest.mark.parametrize(("error", "named"), [
+    (CppCompileError(["c++", "-o", "error.so"], OUTPUT), "fatal error: omp.h: No such file"),
+    (CppCompileError(["c++"], "c++: fatal error: Killed signal terminated program"), "Killed"),
+    (CppCompileError(["c++"], LINKED), "/usr/bin/ld: cannot find -lgomp"),
+    (CppCompileError(["c++"], ""), "C++ compile error"),
+    (InvalidCxxCompiler(), "No working C++ compiler found"),
+    (OSError(28, "No space left on device", "/tmp/x"), "No space left on device: '/tmp/x'"),
+    (RuntimeError(SUBPROCESS), "ModuleNotFoundError: No module named 'error'"),
+    (AssertionError("negative stride\n  target: aten.view"), "negative stride"),
+])  # fmt: skip
 @pytest.mark.parametrize("wrapped", ["inductor", "backend", "dynamo"])
 def test_a_failed_compilation_names_the_innermost_error_in_one_line(error, named, wrapped):
     makers: dict[str, Callable[[], Exception]] = {

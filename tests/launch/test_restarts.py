@@ -4,37 +4,21 @@ import contextlib
 import signal
 import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from fsdpctl.run.environment import read_records
 from fsdpctl.run.metrics import last_step
-from tests.commands.run import environment, figures, make_text
+from tests.commands.run import figures
+from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
 from tests.launch.hosts import hosts
-from tests.launch.test_nodes import SMALL, _ended, _start, alone
+from tests.launch.test_nodes import _start, alone
 
 pytestmark = pytest.mark.slow
 _SECONDS = 180
-
-
-def _begin(folder: Path, *words: str) -> "subprocess.Popen[str]":
-    given = [*SMALL, f"data.path={make_text(folder)}", f"train.run_dir={folder / 'run'}", *words]
-    return subprocess.Popen(
-        [sys.executable, "-m", "fsdpctl", "train", *given],
-        cwd=folder, env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-def _wait_for_step(folder: Path, step: int) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while last_step(folder / "run" / "metrics.jsonl") < step:
-        assert time.monotonic() < deadline, f"no step {step}"
-        time.sleep(0.05)
+SIZE = "train.global_batch_size=12"  # that two and three ranks divide
 
 
 def _workers(launcher: "subprocess.Popen[str]") -> list[psutil.Process]:
@@ -47,12 +31,11 @@ def _workers(launcher: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 
 def test_a_killed_rank_costs_only_steps(tmp_path):
-    words = ["train.steps=120", "launch.max_restarts=2"]
-    started = _begin(tmp_path, *words)
-    _wait_for_step(tmp_path, 30)
+    started = start(tmp_path, 120, SIZE, "launch.max_restarts=2")
+    wait_for(has_stepped(tmp_path, 30))
     _workers(started)[1].kill()
-    said, _ = started.communicate(timeout=_SECONDS)
-    assert started.returncode == 0, said
+    code, said = ended(started)
+    assert code == 0, said
     assert "restart 1 of 2: rank 1" in said
     assert "killed by signal 9 (SIGKILL); 2 ranks resume at step 25" in said
     assert (tmp_path / "run" / "logs" / "restart-1").is_dir()
@@ -66,11 +49,11 @@ def test_a_killed_rank_costs_only_steps(tmp_path):
 
 
 def test_a_hung_rank_is_named_and_restarted(tmp_path):
-    started = _begin(tmp_path, "train.steps=60", "launch.max_restarts=1", "launch.hang_timeout=6")
-    _wait_for_step(tmp_path, 2)
+    started = start(tmp_path, 60, SIZE, "launch.max_restarts=1", "launch.hang_timeout=6")
+    wait_for(has_stepped(tmp_path, 2))
     _workers(started)[0].send_signal(signal.SIGSTOP)
-    said, _ = started.communicate(timeout=_SECONDS)
-    assert started.returncode == 0, said
+    code, said = ended(started)
+    assert code == 0, said
     assert "restart 1 of 1: no progress for more than launch.hang_timeout=6 s: rank 0" in said
     assert "stopped by a signal" in said
     stacks = (tmp_path / "run" / "logs" / "restart-1" / "rank-00001.log").read_text()
@@ -78,18 +61,16 @@ def test_a_hung_rank_is_named_and_restarted(tmp_path):
 
 
 def test_an_invalid_configuration_is_not_restarted(tmp_path):
-    started = _begin(tmp_path, "optimizer.lr=1e30", "train.steps=60", "launch.max_restarts=3")
-    said, _ = started.communicate(timeout=_SECONDS)
-    assert started.returncode == 76, said
+    started = start(tmp_path, 60, SIZE, "optimizer.lr=1e30", "launch.max_restarts=3")
+    code, said = ended(started)
+    assert code == 76, said
     assert "restart" not in said
 
 
 def test_a_restart_without_progress_uses_fewer_ranks(tmp_path):
-    started = _begin(
-        tmp_path, "train.steps=80", "launch.max_restarts=3", "launch.nproc_per_node=2",
-        "launch.nproc_min=1",
-    )  # fmt: skip
-    _wait_for_step(tmp_path, 30)
+    more = [SIZE, "launch.max_restarts=3", "launch.nproc_per_node=2", "launch.nproc_min=1"]
+    started = start(tmp_path, 80, *more)
+    wait_for(has_stepped(tmp_path, 30))
     seen: set[int] = set()
     deadline = time.monotonic() + _SECONDS
     while len(seen) < 2:  # in the first round, and in the second as soon as it is there
@@ -99,14 +80,13 @@ def test_a_restart_without_progress_uses_fewer_ranks(tmp_path):
                 seen.add(each.pid)
                 each.kill()
         time.sleep(0.05)
-    said, _ = started.communicate(timeout=_SECONDS)
-    assert started.returncode == 0, said
+    code, said = ended(started)
+    assert code == 0, said
     assert "restart 2 of 3" in said
     assert "1 ranks resume at step 25" in said
     assert "changed launch.nproc_per_node was 2, is 1" in said
     assert last_step(tmp_path / "run" / "metrics.jsonl") == 80
-    said, _ = _begin(tmp_path, "train.steps=81", "launch.max_restarts=3", "launch.nproc_per_node=2",
-                     "launch.nproc_min=1").communicate(timeout=_SECONDS)  # fmt: skip
+    _, said = ended(start(tmp_path, 81, *more))
     changed = [line for line in said.splitlines() if line.startswith("changed")]
     assert changed == ["changed train.steps was 80, is 81"]
 
@@ -117,10 +97,10 @@ def test_a_run_continues_without_a_lost_node(tmp_path):
             found, tmp_path, "launch.nproc_per_node=1", "train.steps=300",
             "launch.max_restarts=1", "launch.nnodes_min=2",
         )  # fmt: skip
-        _wait_for_step(tmp_path, 30)
+        wait_for(has_stepped(tmp_path, 30))
         for each in [*psutil.Process(started[1].pid).children(), psutil.Process(started[1].pid)]:
             each.kill()
-        ends = _ended(started)
+        ends = list(map(ended, started))
     assert [ends[0][0], ends[2][0]] == [0, 0], ends
     lost = f"restart 1 of 1: node 1 on {socket.gethostname()} is unreachable; 2 ranks resume at"
     assert f"{lost} step 25" in ends[0][1]

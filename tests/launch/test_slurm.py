@@ -1,13 +1,13 @@
 """Under a real Slurm of one machine: both ways to start, preemption, and back in the queue."""
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from fsdpctl.run.metrics import last_step
 from tests.commands.run import figures, make_text
+from tests.commands.test_interruptions import wait_for
 from tests.launch.slurm import Slurm, slurm
 from tests.launch.test_nodes import SMALL, alone, free_endpoint
 
@@ -24,21 +24,10 @@ def words(folder: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _wait(what: str, is_so: object) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while not is_so():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"{what} did not come about"
-        time.sleep(0.3)
-
-
-@pytest.mark.parametrize(
-    ("tasks", "more"),
-    [
-        (["--nodes=2", "--ntasks-per-node=1"], ["launch.nproc_per_node=1"]),
-        (["--nodes=1", "--ntasks-per-node=2"], []),
-    ],
-    ids=["a task per node", "a task per rank"],
-)
+@pytest.mark.parametrize(("tasks", "more"), [
+    (["--nodes=2", "--ntasks-per-node=1"], ["launch.nproc_per_node=1"]),
+    (["--nodes=1", "--ntasks-per-node=2"], []),
+], ids=["a task per node", "a task per rank"])  # fmt: skip
 def test_both_launchers_train_normally(tmp_path, tasks, more):
     (tmp_path / "slurm").mkdir()
     with slurm(tmp_path / "slurm") as cluster:
@@ -67,18 +56,18 @@ def test_a_preempted_job_saves_and_resumes(tmp_path):
     run = tmp_path / "run"
     with slurm(tmp_path / "slurm") as cluster:
         job = _submit(cluster, tmp_path)
-        _wait("a step", lambda: last_step(run / "metrics.jsonl") > 3)
+        wait_for(lambda: last_step(run / "metrics.jsonl") > 3)
         cluster.run("scancel", "--signal=USR1", job, cwd=tmp_path)
         show = ["scontrol", "show", "job", job]
-        _wait("the queue", lambda: "Restarts=1" in cluster.run(*show, cwd=tmp_path))
+        wait_for(lambda: "Restarts=1" in cluster.run(*show, cwd=tmp_path))
         log = tmp_path / f"slurm-{job}.log"
         assert "saved" in log.read_text()
         saved = last_step(run / "metrics.jsonl")
-        _wait("its end", lambda: "JobState=PENDING" in cluster.run(*show, cwd=tmp_path))
+        wait_for(lambda: "JobState=PENDING" in cluster.run(*show, cwd=tmp_path))
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", cwd=tmp_path)
-        _wait("a further step", lambda: last_step(run / "metrics.jsonl") > saved + 3)
+        wait_for(lambda: last_step(run / "metrics.jsonl") > saved + 3)
         cluster.run("scancel", job, cwd=tmp_path)
-        _wait("the end", lambda: "JobState=CANCELLED" in cluster.run(*show, cwd=tmp_path))
+        wait_for(lambda: "JobState=CANCELLED" in cluster.run(*show, cwd=tmp_path))
         assert f"goes on from step {saved}" in log.read_text() or "resumes" in log.read_text()
         steps = [step for step, loss, _ in figures(run) if loss is not None]
     assert steps == sorted(set(steps))  # none twice, none lost

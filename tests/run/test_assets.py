@@ -25,18 +25,14 @@ def _collected(folder: Path, **about: Any) -> dict[str, bytes]:
     return collect_assets(config, data)
 
 
-@pytest.mark.parametrize(
-    "about",
-    [
-        {"config": {"eos_token": "</s>"}},
-        {"config": None, "model": {"model_type": "gpt2"}},
-        {"kind": "metaspace", "config": {}},
-        {"kind": "unigram", "config": None},
-        {"config": {"tokenizer_class": "GPT2Tokenizer"}, "slow": True},
-        {"added": {"<call>": 0}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("about", [
+    {"config": {"eos_token": "</s>"}},
+    {"config": None, "model": {"model_type": "gpt2"}},
+    {"kind": "metaspace", "config": {}},
+    {"kind": "unigram", "config": None},
+    {"config": {"tokenizer_class": "GPT2Tokenizer"}, "slow": True},
+    {"added": {"<call>": 0}},
+], ids=str)  # fmt: skip
 def test_an_export_gives_the_tokens_of_the_run(tmp_path, about):
     folder = write_layout(tmp_path / "mine", Layout("mine", **about))
     mine = open_tokenizer(str(folder))

@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 from unittest.mock import Mock
@@ -15,19 +14,13 @@ from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.training.callbacks.reporting import Heartbeat
 from fsdpctl.training.trainer import Trainer
+from tests.commands.test_interruptions import wait_for
 
 RANKS, RUN = cast(ObjectExchange, Mock()), cast(Trainer, None)
 
 
 def done(step: int) -> StepMetrics:
     return cast(StepMetrics, SimpleNamespace(step=step))
-
-
-def wait_for(what: Callable[[], object], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_heartbeats_are_written_while_nothing_happens(tmp_path):

@@ -18,9 +18,9 @@ from fsdpctl.io.run_files import BEST, CHECKPOINTS, LATEST, MANIFEST
 from fsdpctl.resolve.open import open_run
 from fsdpctl.run.directory import Standing, look, open_best
 from fsdpctl.run.environment import read_records
+from tests.commands.test_interruptions import wait_for
 from tests.distributed import distributed
 from tests.hostile import everything_in
-from tests.run.test_heartbeat import wait_for
 from tests.training.ranks import lines, made, train, words
 
 RISES = (

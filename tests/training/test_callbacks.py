@@ -47,14 +47,10 @@ def journal_in(folder: Path, config: Config, step: int = 0, *, rank: int = 0) ->
     return Journal(config, folder, step, is_main=rank == 0, shows=rank == 0)
 
 
-@pytest.mark.parametrize(
-    ("error", "state"),
-    [
-        (None, "ended"),
-        (StoppedError("stopped at step 7"), "stopped"),
-        (NonFiniteError("step 7: loss nan"), "stopped"),
-    ],
-)
+@pytest.mark.parametrize(("error", "state"), [
+    (None, "ended"), (StoppedError("stopped at step 7"), "stopped"),
+    (NonFiniteError("step 7: loss nan"), "stopped"),
+])  # fmt: skip
 @distributed(world_size=2)
 def test_ranks_end_together_once_the_upload_is_done(
     rank: int, world_size: int, error: Exception | None, state: str, tmp_path: Path

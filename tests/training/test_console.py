@@ -89,10 +89,9 @@ def test_what_steers_a_terminal_is_not_printed():
     assert printable("a\tb\n\x1b]0;x\x07\x9b") == "a\tb\n�]0;x��"
 
 
-@pytest.mark.parametrize(
-    ("words", "unbuffered"),
-    [(("--help",), ""), (("list", "--json"), "1"), (("list",), "")],
-)
+@pytest.mark.parametrize(("words", "unbuffered"), [
+    (("--help",), ""), (("list", "--json"), "1"), (("list",), ""),
+])  # fmt: skip
 def test_a_full_disk_is_an_error_of_every_command_and_a_reader_that_exits_is_none(
     tmp_path, words, unbuffered
 ):

@@ -357,13 +357,10 @@ def test_a_slice_of_a_merged_weight_equals_the_slice_of_the_whole(trained_llama)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("targets", "named"),
-    [
-        ("q_proj|mlp", ["down_proj", "gate_proj", "q_proj", "up_proj"]),
-        (r"1\.mlp", [f"model.layers.1.mlp.{each}_proj" for each in ("down", "gate", "up")]),
-    ],
-)
+@pytest.mark.parametrize(("targets", "named"), [
+    ("q_proj|mlp", ["down_proj", "gate_proj", "q_proj", "up_proj"]),
+    (r"1\.mlp", [f"model.layers.1.mlp.{each}_proj" for each in ("down", "gate", "up")]),
+])  # fmt: skip
 def test_training_continues_from_a_peft_directory(tmp_path, targets, named):
     """It begins with what the adapters give, and not with those that are drawn."""
     typed = words(tmp_path, 2, f"model.lora.targets={targets}")
@@ -389,22 +386,19 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"use_dora": True}, "use_dora=True: not supported"),
-        ({"bias": "all"}, "bias=all: expected none"),
-        ({"peft_type": "IA3"}, "peft_type=IA3: expected LORA"),
-        ({"target_modules": ["q_proj"]}, "unexpected model.* that model.lora.targets includes"),
-        ({"target_modules": ["nothing"]}, "matches no linear layer"),
-        ({"r": 0}, "model.lora.path=.*: model.lora.rank=0: expected"),
-        ({"r": "4"}, "adapter_config.json: not as expected"),
-        ({"r": 2}, "expected shape \\[2, 48\\], got \\[4, 48\\]"),
-        ({"tensor": "model.layers.0.self_attn.q_proj.lora_magnitude_vector"}, "DoRA"),
-        ({"tensor": "model.embed_tokens.lora_embedding_A"}, "embeddings"),
-        ({"tensor": "lm_head.weight"}, "modules_to_save"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"use_dora": True}, "use_dora=True: not supported"),
+    ({"bias": "all"}, "bias=all: expected none"),
+    ({"peft_type": "IA3"}, "peft_type=IA3: expected LORA"),
+    ({"target_modules": ["q_proj"]}, "unexpected model.* that model.lora.targets includes"),
+    ({"target_modules": ["nothing"]}, "matches no linear layer"),
+    ({"r": 0}, "model.lora.path=.*: model.lora.rank=0: expected"),
+    ({"r": "4"}, "adapter_config.json: not as expected"),
+    ({"r": 2}, "expected shape \\[2, 48\\], got \\[4, 48\\]"),
+    ({"tensor": "model.layers.0.self_attn.q_proj.lora_magnitude_vector"}, "DoRA"),
+    ({"tensor": "model.embed_tokens.lora_embedding_A"}, "embeddings"),
+    ({"tensor": "lm_head.weight"}, "modules_to_save"),
+])  # fmt: skip
 def test_unsupported_adapters_are_rejected(tmp_path, adapters, change, said):
     typed = words(adapters, 1)
     folder = Path(shutil.copytree(adapters / "adapters", tmp_path / "adapters"))

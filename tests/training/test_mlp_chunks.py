@@ -18,16 +18,12 @@ CHUNKS = "train.mlp_chunk_tokens"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["activation_checkpointing=full", "model.lora.rank=4", "train.context_parallel=2"],
-        ["model.overrides.model_type=mistral", "model.overrides.sliding_window=9"],
-        ["model=gpt2", "model.num_kv_heads=4"],
-        ["activation_checkpointing=selective", "accumulation=last"],
-    ],
-    ids=lambda more: more[0],
-)
+@pytest.mark.parametrize("more", [
+    ["activation_checkpointing=full", "model.lora.rank=4", "train.context_parallel=2"],
+    ["model.overrides.model_type=mistral", "model.overrides.sliding_window=9"],
+    ["model=gpt2", "model.num_kv_heads=4"],
+    ["activation_checkpointing=selective", "accumulation=last"],
+], ids=lambda more: more[0])  # fmt: skip
 def test_losses_are_those_of_all_tokens_at_once(tmp_path, more):
     check_alike(tmp_path, 2, [0, 20], "train.seq_len=70", *more, key=CHUNKS)
 

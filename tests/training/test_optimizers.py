@@ -36,10 +36,9 @@ def test_an_unknown_optimizer_neither_trains_nor_is_estimated():
         make_optimizer(config, nn.Linear(1, 1))  # type: ignore[arg-type]  # is not looked at
 
 
-@pytest.mark.parametrize(
-    ("name", "momentum", "states"),
-    [("adamw", 0.9, (2, 4)), ("sgd", 0.9, (1, 0)), ("sgd", 0.0, (0, 0)), ("muon", 0.0, (2, 4))],
-)
+@pytest.mark.parametrize(("name", "momentum", "states"), [
+    ("adamw", 0.9, (2, 4)), ("sgd", 0.9, (1, 0)), ("sgd", 0.0, (0, 0)), ("muon", 0.0, (2, 4)),
+])  # fmt: skip
 def test_states_are_those_of_the_row(name, momentum, states):
     config = as_kept(fill_on_cluster(compose_config([])))
     optimizer = replace(config.optimizer, name=name, momentum=momentum)

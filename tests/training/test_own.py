@@ -291,18 +291,14 @@ class Moved:
         self.x = self.x.to(device)  # in place, returning nothing
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        Named(torch.ones(2), "text"),
-        Held(torch.ones(2), [torch.ones(1)]),
-        Kept(x=torch.ones(2)),
-        Moved(),
-        OrderedDict(x=torch.ones(2).to_sparse(), y=np.ones(2)),
-        BatchEncoding({"x": torch.ones(2)}),
-    ],
-    ids=lambda batch: type(batch).__name__,
-)
+@pytest.mark.parametrize("batch", [
+    Named(torch.ones(2), "text"),
+    Held(torch.ones(2), [torch.ones(1)]),
+    Kept(x=torch.ones(2)),
+    Moved(),
+    OrderedDict(x=torch.ones(2).to_sparse(), y=np.ones(2)),
+    BatchEncoding({"x": torch.ones(2)}),
+], ids=lambda batch: type(batch).__name__)  # fmt: skip
 def test_what_holds_the_tensors_of_a_batch_keeps_its_class(batch: Any) -> None:
     sent = _sent(batch, torch.device("meta"))
     assert type(sent) is type(batch)
