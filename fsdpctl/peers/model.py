@@ -108,10 +108,6 @@ class PeerModel(nn.Module):
         checksums = {name: (value,) for name, value in zip(names, found, strict=True)}
         compare_replicas(self.collectives, self._runner.place, checksums)
 
-    def peak_memory_bytes(self) -> int | None:
-        """Return None: the memory of these engines is not counted."""
-        return None
-
     def name_ranges(self, *, is_on: bool) -> None:
         """Do nothing: these engines always name their ranges in a profile."""
 

@@ -94,7 +94,6 @@ class StartRecord:
     restart: Restart | None = None  # if a launcher restarted the ranks, and a step is complete
     warnings: list[str] = field(default_factory=list)
     longest_save_seconds: Figure = 0.0
-    peak_engine_bytes: Count | None = None  # on the rank with the highest peak
 
 
 def read_records(run_dir: Path) -> list[StartRecord]:

@@ -131,18 +131,11 @@ def finish_step(
     launched: LaunchedStep, device: torch.device, flops: ModelFlops, num_ranks: int
 ) -> StepMetrics:
     """Return the metrics of a launched step; may wait for the device."""
-    figures = launched.record.figures()
+    figures, times = launched.record.figures(), launched.clock.times()
     return StepMetrics(
-        launched.step,
-        launched.samples,
-        launched.tokens,
-        figures,
-        launched.lr,
-        launched.clock.times(),
-        peak_memory(device),
-        flops,
-        num_ranks,
-    )
+        launched.step, launched.samples, launched.tokens, figures, launched.lr, times,
+        peak_memory(device), flops, num_ranks,
+    )  # fmt: skip
 
 
 def _run_micro_steps(

@@ -23,12 +23,9 @@ from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.launch.outcome import Failure, Outcome
 from fsdpctl.launch.run_lines import _strategy
 from fsdpctl.resolve.place import place
-from fsdpctl.resolve.settle import plan_of
-from fsdpctl.run.directory import read_config
 from fsdpctl.run.environment import read_records
 from tests.commands.run import command, environment, figures, fsdpctl, words
 from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
-from tests.predict.test_engine_bytes import of_plan
 
 STEPS = 150
 
@@ -52,7 +49,6 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch):
         "config.yaml", "overrides.txt", "metrics.jsonl", "checkpoints", "logs", "estimate.json",
     }  # fmt: skip
     (held,) = read_records(run)
-    assert held.peak_engine_bytes == of_plan(plan_of(read_config(run))).peak_bytes
     assert (held.step, held.longest_save_seconds > 0) == (0, True)
     names = sorted(each.name for each in (run / "checkpoints").iterdir())
     assert names == ["latest", "step-00000020", "step-00000030"]

@@ -25,7 +25,6 @@ from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.journal import Journal
 from fsdpctl.training.requests import RequestFlags
-from fsdpctl.training.step import Optimizer, TrainedModel
 from fsdpctl.training.trainer import Callback, Trainer, is_joint
 
 _STEPS = 3  # the first of which compiles and allocates; then the allocator has its size
@@ -74,17 +73,11 @@ class EstimateReport(Callback):
         return requested
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
-        """After the last step, record peak memory, and on CPUs print that of the processes."""
-        if error is not None:
-            return
-        memory = peak_memory(run.parts.device)
-        own = engine_bytes(run.parts.model, run.parts.optimizer), memory.reserved
-        engines, reserved = zip(*run.ranks.gather_objects(own), strict=True)
-        peaks = {"peak_engine_bytes": None if None in engines else max(engines)}
-        if run.parts.device.type == "cpu":
-            peaks["peak_resident_bytes"] = max(reserved)
-            run.journal.remark(self.memory(max(reserved)))
-        run.journal.record(peaks)
+        """After the last step, record and print the peak memory of CPU processes."""
+        if error is None and run.parts.device.type == "cpu":
+            reserved = max(run.ranks.gather_objects(peak_memory(run.parts.device).reserved))
+            run.journal.record({"peak_resident_bytes": reserved})
+            run.journal.remark(self.memory(reserved))
 
     def memory(self, resident: int) -> str:
         """Return a message about the memory of a CPU process, next to the estimate."""
@@ -103,13 +96,6 @@ def _compared_peaks(peaks: Mapping[str, int], known: SavedEstimate) -> str:
             off = f"{format_bytes(estimated)} estimated ({_deviation(estimated, measured, 1)})"
         texts.append(f"{format_bytes(measured)} {name} peak, {off}")
     return f"memory: {'; '.join(texts)}"
-
-
-def engine_bytes(model: TrainedModel, optimizer: Optimizer) -> int | None:
-    """Return the peak memory of this rank's engine and optimizer, or None if not counted."""
-    peak = model.peak_memory_bytes()
-    on_host = model.host is not None  # and so are its states
-    return peak if peak is None or on_host else peak + optimizer.memory_bytes()
 
 
 def _deviation(expected: float, measured: float, digits: int = 0) -> str:
