@@ -18,7 +18,6 @@ from fsdpctl.predict.engine_bytes import Estimate, estimate, timeline
 from fsdpctl.predict.recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.open import plan_on_cluster
-from fsdpctl.resolve.settle import RunPlan
 from tests.distributed import distributed, in_turn
 from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import WHOLE, cases, fast
@@ -121,11 +120,8 @@ WORDS = ["model.vocab_size=1000", "launch.device=cpu", "launch.share_memory=fals
 
 
 def of_config(*words: str) -> Estimate:
-    return of_plan(plan_on_cluster(compose_config([*WORDS, *words])))
-
-
-def of_plan(plan: RunPlan) -> Estimate:
     """Return the engine's memory on the fullest rank."""
+    plan = plan_on_cluster(compose_config([*WORDS, *words]))
     units = divide_module(build_model(plan.config.model), None)
     return estimate(plan_run(plan.config, units, plan.batches.num_micro_batches))
 
