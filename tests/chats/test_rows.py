@@ -60,7 +60,6 @@ PLAIN, OFF = means(*TURN), means(*TURN, trained=[True, False])
 BARE = {"name": "f", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": BARE}
 DONE = {"role": "tool", "content": "21"}
-HUMAN = [share("human", "a"), share("gpt", "b")]
 
 ROWS: dict[str, tuple[Any, Any]] = {
     # Loss flags.

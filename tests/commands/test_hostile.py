@@ -42,7 +42,6 @@ def some_of(table: Iterable[Any]) -> list[Any]:
 
 
 DEEP = ("[" * 100_000 + "]" * 100_000).encode()
-BACK = "../../../"
 
 
 @pytest.fixture(scope="module")

@@ -36,8 +36,6 @@ _WORK = (
 # Modules that are first imported while these are replaced would keep the replacements.
 for _each in COMMANDS.values():
     importlib.import_module(f"fsdpctl.commands.{_each.module}")
-_PLACEHOLDERS = {"SEED": "1", "COUNT": "1"}
-_VALUED = ("--nproc-per-node", "-m", "-n", "-f")  # options of launchers, with a value
 
 
 class BegunError(Exception):
