@@ -86,6 +86,8 @@ def make_inputs(folder: Path) -> Path:
     for name in ("run.yml", "run.yaml"):
         (folder / name).write_text(_AXOLOTL)
     shutil.copy(_OTHERS / "accelerate-fsdp.yaml", folder / "default_config.yaml")
+    trl = (_OTHERS / "trl-sft.yaml").read_text().replace("Qwen/Qwen2.5-0.5B", "Llama-3.2-1B")
+    (folder / "trl.yaml").write_text(trl.replace("somebody/some-chats", "chats.jsonl"))
     upload = folder / "upload.sh"
     upload.write_text('#!/bin/sh\necho "$@" >> uploaded\n')
     upload.chmod(0o755)
