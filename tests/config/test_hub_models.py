@@ -13,8 +13,8 @@ MODELS = hub_models()
 DISTINCT = {id(entry): name for name, entry in reversed(MODELS.items())}
 
 
-def config_of(name: str, option: str = "transformers"):
-    return compose_config([f"model={option}", f"model.path={name}", "model.init=random"]).config
+def config_of(name: str):
+    return compose_config(["model=hf", f"model.path={name}", "model.init=random"]).config
 
 
 def accepts(public: int | str, count: int) -> bool:
@@ -42,7 +42,7 @@ def test_the_table_has_models_by_every_name():
         entry = MODELS[name]
         assert entry["config"]["model_type"]
         assert entry["source"]
-    assert config_of("Qwen/Qwen3-0.6B@main", "hf").model.num_layers == 28
+    assert config_of("Qwen/Qwen3-0.6B@main").model.num_layers == 28
 
 
 def test_training_needs_the_weights(tmp_path, monkeypatch):
