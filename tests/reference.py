@@ -21,12 +21,7 @@ class PaddedAdamW:
     """torch.optim.AdamW over copies of the parameters, each padded to a multiple of 64."""
 
     def __init__(
-        self,
-        params: dict[str, nn.Parameter],
-        lr: float,
-        weight_decay: float,
-        *,
-        eps: float = 1e-8,
+        self, params: dict[str, nn.Parameter], lr: float, weight_decay: float, *, eps: float = 1e-8
     ) -> None:
         self._params = params
         self._padded = {name: nn.Parameter(_padded(param)) for name, param in params.items()}

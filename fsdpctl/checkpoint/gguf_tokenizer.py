@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from fsdpctl.data.tokenizer import FileTokenizer
-from fsdpctl.data.tokenizer_files import (
-    CONFIG_JSON,
-    NO_MERGES,
-    TOKENIZER_JSON,
-    VOCABULARIES,
-)
+from fsdpctl.data.tokenizer_files import CONFIG_JSON, NO_MERGES, TOKENIZER_JSON, VOCABULARIES
 from fsdpctl.errors import UsageError
 from fsdpctl.io.gguf_header import GGUF_TOKENIZER
 

@@ -15,8 +15,7 @@ from fsdpctl.importers.recipe import convert as to_recipe
 from fsdpctl.io.texts import escaped
 
 Source = Annotated[
-    Path,
-    typer.Argument(metavar="FILE", help="Configuration of axolotl, accelerate or TRL."),
+    Path, typer.Argument(metavar="FILE", help="Configuration of axolotl, accelerate or TRL.")
 ]
 
 

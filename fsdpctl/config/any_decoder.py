@@ -232,8 +232,7 @@ def _value(config: Any, names: Sequence[str]) -> int | float | None:
 def _check_parts(content: Mapping[str, Any], where: str, parts: Collection[str]) -> None:
     """Check that nested configurations are those that the model has, and are mappings.
 
-    Raises:
-        UsageError: If they aren't.
+    UsageError if they aren't.
     """
     for name in {*_PARTS, *parts} & content.keys():
         value = content[name]

@@ -30,13 +30,7 @@ from fsdpctl.config.recipe import (
 )
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import to_config
-from fsdpctl.config.short_words import (
-    RANKS,
-    expanded,
-    is_hub_name,
-    names_model,
-    with_own_strategy,
-)
+from fsdpctl.config.short_words import RANKS, expanded, is_hub_name, names_model, with_own_strategy
 from fsdpctl.config.source_config import NO_TOML
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError, nearest
@@ -92,10 +86,8 @@ def compose_config(
 
     `converted` are the settings of the recipe if its file is another tool's. `first` is called with
     the configuration and the recipe's name before the model is read, which may import torch.
-    `of_run` is that of `with_model`.
-
-    Raises:
-        UsageError: If a setting is unknown or given twice, or its value is invalid.
+    `of_run` is that of `with_model`. UsageError if a setting is unknown or given twice, or its
+    value is invalid.
     """
     typed = checked_settings(words)
     path = None if recipe is None else find_recipe(recipe)
@@ -145,8 +137,7 @@ def default_config() -> Config:
 def checked_settings(words: Sequence[str]) -> list[Pair]:
     """Return settings of the command line as they were typed, after a check of each by itself.
 
-    Raises:
-        UsageError: If settings are unknown or given twice, or values invalid; with a text of each.
+    UsageError if settings are unknown or given twice, or values invalid; with a text of each.
     """
     # The word after an unknown option is its value.
     alone = [x for before, x in pairwise(["", *words]) if before[:2] != "--" or "=" in before + x]

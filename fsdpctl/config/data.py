@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import dataclass, field
 
-from fsdpctl.config.keys import key
+from fsdpctl.config.keys import auto_key, key, optional_key
 from fsdpctl.errors import UsageError
 
 CHAT, TEXT, TOKENS = "chat", "text", "tokens"
@@ -25,37 +25,25 @@ class DataConfig:
     """The training and validation data."""
 
     name: str = "python_stdlib"
-    path: str | None = key(
-        None,
+    path: str | None = optional_key(
         "training data: file, directory or glob, or a mixture as PATH:SHARE,PATH:SHARE",
         is_path=True,
-        optional=True,
     )
-    val_path: str | None = key(
-        None,
-        "validation data, in place of data.val_fraction: file, directory or glob",
-        is_path=True,
-        optional=True,
+    val_path: str | None = optional_key(
+        "validation data, in place of data.val_fraction: file, directory or glob", is_path=True
     )
-    val_fraction: float | None = key(
-        None,
+    val_fraction: float | None = auto_key(
         "fraction of the training data that is held out for validation; of token files, at most "
         f"{MOST_HELD_OUT:,} tokens; auto: {HELD_OUT}, or none if data.path has validation files",
-        minimum=0,
-        maximum=0.5,
-        auto=True,
+        within=(0, 0.5),
     )
-    tokenizer: str | None = key(
-        None,
+    tokenizer: str | None = auto_key(
         "tokenizer: bytes, or a GGUF file or directory that has one; auto: the model's, else bytes",
         is_path=True,
-        auto=True,
     )
-    new_tokens: str | None = key(
-        None,
+    new_tokens: str | None = optional_key(
         "tokens that are added to the tokenizer, and to embeddings as the mean of their rows, such "
         "as [<|user|>,<|end|>], or JSON for texts with brackets, commas or spaces",
-        optional=True,
         is_names=True,
         read=lambda text: _tokens(text),
     )
@@ -64,11 +52,8 @@ class DataConfig:
         "tokens: format of the files; auto: by their headers and the files next to them",
         choices=TOKEN_FORMATS,
     )
-    template: str | None = key(
-        None,
-        "chat: Jinja file with the chat template; auto: the tokenizer's template",
-        is_path=True,
-        auto=True,
+    template: str | None = auto_key(
+        "chat: Jinja file with the chat template; auto: the tokenizer's template", is_path=True
     )
     prompt: str = key(
         TEMPLATE,
@@ -86,16 +71,12 @@ class DataConfig:
         "sample for each (split), or as rewritten (keep)",
         choices=REWRITTEN,
     )
-    date: str | None = key(
-        None,
-        "chat: date given to the template, YYYY-MM-DD; auto: the day of the run's first start",
-        auto=True,
+    date: str | None = auto_key(
+        "chat: date given to the template, YYYY-MM-DD; auto: the day of the run's first start"
     )
-    packing: bool | None = key(
-        None,
+    packing: bool | None = auto_key(
         "chat: pack several samples into one sequence of train.seq_len; auto: true; tokens: true "
-        "keeps documents of a sequence from seeing one another",
-        auto=True,
+        "keeps documents of a sequence from seeing one another"
     )
     too_long: str = key(
         "truncate",
@@ -144,11 +125,7 @@ def _tokens(text: str) -> str:
 
 
 def check_chat_keys(config: DataConfig) -> None:
-    """Check that no key is set that only other kinds of data have.
-
-    Raises:
-        UsageError: If there is one.
-    """
+    """Check that no key is set that only other kinds of data have; UsageError if there is one."""
     default = DataConfig()
     for name in _CHAT_KEYS if config.name != CHAT else ():
         value = getattr(config, name)

@@ -100,10 +100,8 @@ def data_files(path: str, key: str = "data.path", option: str | None = None) -> 
     """Return the files of a local path that are data: a file, those of a directory, or of a glob.
 
     At data.val_path, these are the files to validate on. `option` is that of `data`, TOKENIZE, or
-    None if the files select it.
-
-    Raises:
-        UsageError: If there are none, or if their names leave open which ones are meant.
+    None if the files select it. UsageError if there are none, or if their names leave open which
+    ones are meant.
     """
     place, where, files = Path(path), f"{key}={path}", _listed(path, key)
     if not place.is_file():
@@ -121,8 +119,7 @@ def data_files(path: str, key: str = "data.path", option: str | None = None) -> 
 def option_of_data(path: str) -> str:
     """Return the option of `data` for a path: by its files, or by its name if it doesn't exist.
 
-    Raises:
-        UsageError: If a directory has files of several options.
+    UsageError if a directory has files of several options.
     """
     if path.startswith("hf://"):
         return CHAT

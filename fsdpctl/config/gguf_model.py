@@ -62,8 +62,7 @@ SCALINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 def config_of_gguf(path: Path) -> dict[str, Any]:
     """Return the content of a config.json for the model in a GGUF file.
 
-    Raises:
-        UsageError: If the file is damaged, or its model not supported.
+    UsageError if the file is damaged, or its model not supported.
     """
     return dict(_config(path.absolute(), path.stat().st_mtime_ns)[0])
 

@@ -35,10 +35,8 @@ def local_model(
 
     As in transformers, an existing directory of that name takes precedence. What the cache lacks up
     to `part` is fetched, also of a directory in the cache. With `table`, a name that it has and the
-    cache lacks is returned as it is. `key` begins messages.
-
-    Raises:
-        UsageError: If it is not on the Hub either, cannot be fetched, or may not be.
+    cache lacks is returned as it is. `key` begins messages. UsageError if it is not on the Hub
+    either, cannot be fetched, or may not be.
     """
     if (repository := _repository(path, key)) is None:
         return path

@@ -27,7 +27,7 @@ class Key:
     meaning: str
     choices: tuple[str, ...] = ()
     minimum: float | None = None
-    maximum: float | None = None
+    within: tuple[float, float] | None = None  # both limits, in place of a minimum
     auto: bool = False  # allows `auto`, stored as None
     is_chosen: bool = False  # allows `auto`, stored as CHOSEN, below the minimum
     optional: bool = False  # may be left unset
@@ -45,8 +45,8 @@ class Key:
             return f"a list of {words}"
         if self.auto and self.type == "true or false":
             return f"true, false or {AUTO}"
-        if self.minimum is not None and self.maximum is not None:
-            words += f" from {_written(self.minimum)} to {_written(self.maximum)}"
+        if self.within is not None:
+            words += f" from {_written(self.within[0])} to {_written(self.within[1])}"
         elif self.minimum is not None:
             words += f" of at least {_written(self.minimum)}"
         if self.unit:
@@ -76,11 +76,7 @@ class Key:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def parse(self, text: str) -> Value:
-        """Return the value that `text` means.
-
-        Raises:
-            UsageError: If it isn't allowed.
-        """
+        """Return the value that `text` means; UsageError if it isn't allowed."""
         if (self.auto and text == AUTO) or (self._may_be_none and text == NONE):
             return None
         if self.is_chosen and text == AUTO:
@@ -112,9 +108,9 @@ class Key:
         whole = self.type == "whole number"
         if not math.isfinite(number) or (whole and number != int(number)):
             raise self._error(text)
-        if self.minimum is not None and number < self.minimum:
-            raise self._error(text)
-        if number > (self.maximum or (_LARGEST_WHOLE if whole else number)):
+        least = number if self.minimum is None else self.minimum
+        least, most = self.within or (least, _LARGEST_WHOLE if whole else number)
+        if not least <= number <= most:
             raise self._error(text)
         if not whole:
             return number
@@ -141,6 +137,16 @@ def _written(number: float) -> str:
 def key(default: Value, meaning: str, **about: Any) -> Any:
     """Return a dataclass field that is a configuration key; `about` are fields of `Key`."""
     return dataclasses.field(default=default, metadata={"meaning": meaning, **about})
+
+
+def auto_key(meaning: str, **about: Any) -> Any:
+    """Return a field whose default is `auto`, stored as None."""
+    return key(None, meaning, auto=True, **about)
+
+
+def optional_key(meaning: str, **about: Any) -> Any:
+    """Return a field that is not set by default."""
+    return key(None, meaning, optional=True, **about)
 
 
 _TYPES: dict[type, Literal["text", "whole number", "number", "true or false"]] = {
@@ -195,8 +201,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 def parse_bytes(text: str, key: str) -> int:
     """Return the number of bytes of a size. GB is 10^9 bytes, GiB is 2^30 bytes.
 
-    Raises:
-        UsageError: If the text isn't a positive number with a known unit.
+    UsageError if the text isn't a positive number with a known unit.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match.group(2).lower()) if match else None

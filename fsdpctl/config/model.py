@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from fsdpctl.config.keys import key
+from fsdpctl.config.keys import auto_key, key, optional_key
 from fsdpctl.plan.attention_kernels import KERNELS, THEIRS
 
 OWN = "own:"  # begins the name of a module of a script
@@ -19,34 +19,26 @@ MOST_LAYERS, MOST_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the wides
 class LoraConfig:
     """Low-rank adapters of linear layers (Hu et al., LoRA, 2021); all other weights are frozen."""
 
-    rank: int | None = key(
-        None, "rank of LoRA adapters; all other weights are frozen", minimum=1, maximum=MOST_WIDTH,
-        optional=True,
-    )  # fmt: skip
-    alpha: float | None = key(
-        None,
-        "LoRA alpha: adapters are scaled by alpha / rank; auto: twice the rank",
-        minimum=0,
-        auto=True,
+    rank: int | None = optional_key(
+        "rank of LoRA adapters; all other weights are frozen", within=(1, MOST_WIDTH)
+    )
+    alpha: float | None = auto_key(
+        "LoRA alpha: adapters are scaled by alpha / rank; auto: twice the rank", minimum=0
     )
     rslora: bool = key(False, "scale LoRA adapters by alpha / sqrt(rank) instead of alpha / rank")
-    dropout: float = key(0.0, "dropout of the inputs of LoRA adapters", minimum=0, maximum=0.99)
+    dropout: float = key(0.0, "dropout of the inputs of LoRA adapters", within=(0, 0.99))
     targets: str = key(
         "all_linear",
         "layers with LoRA adapters: all_linear (except the output head), a list of names or their "
         "ends such as q_proj,v_proj, or a regular expression that is searched in the names",
         is_names=True,
     )
-    also: str | None = key(
-        None,
+    also: str | None = optional_key(
         "modules that are trained whole in addition to LoRA adapters, as PEFT's modules_to_save: a "
         "list of names or their ends such as embed_tokens,lm_head, or a regular expression",
-        optional=True,
         is_names=True,
     )
-    path: str | None = key(
-        None, "PEFT directory with the initial adapters", is_path=True, optional=True
-    )
+    path: str | None = optional_key("PEFT directory with the initial adapters", is_path=True)
 
     @property
     def used_alpha(self) -> float:
@@ -65,25 +57,21 @@ class ModelConfig:
     """A decoder of transformers."""
 
     name: str = "llama_tiny"
-    path: str | None = key(
-        None,
+    path: str | None = optional_key(
         "hf: Hugging Face directory, name on its Hub, GGUF file, or run or checkpoint of fsdpctl",
         is_path=True,
-        optional=True,
     )
     init: str = key(
         "auto",
         "initial weights; auto: those in model.path if it is set, else random",
         choices=("auto", "pretrained", "random"),
     )
-    overrides: str | None = key(
-        None,
+    overrides: str | None = optional_key(
         "values merged into the model's config.json, such as rope_scaling.factor=32",
-        optional=True,
         is_mapping=True,
     )
-    config_json: str | None = key(
-        None, "config.json with all settings", optional=True, instead="model.overrides"
+    config_json: str | None = optional_key(
+        "config.json with all settings", instead="model.overrides"
     )
     router_aux_loss: str = key(
         "model",
@@ -91,59 +79,41 @@ class ModelConfig:
         "global: with token counts of all ranks",
         choices=("model", "global", "none"),
     )
-    num_layers: int = key(4, "number of decoder blocks", minimum=1, maximum=MOST_LAYERS)
-    hidden_size: int = key(128, "width of the residual stream", minimum=1, maximum=MOST_WIDTH)
-    intermediate_size: int = key(384, "width inside the MLP", minimum=1, maximum=MOST_WIDTH)
-    num_heads: int = key(4, "number of query heads", minimum=1, maximum=MOST_WIDTH)
+    num_layers: int = key(4, "number of decoder blocks", within=(1, MOST_LAYERS))
+    hidden_size: int = key(128, "width of the residual stream", within=(1, MOST_WIDTH))
+    intermediate_size: int = key(384, "width inside the MLP", within=(1, MOST_WIDTH))
+    num_heads: int = key(4, "number of query heads", within=(1, MOST_WIDTH))
     num_kv_heads: int = key(
-        2, "number of key and value heads; divides num_heads", minimum=1, maximum=MOST_WIDTH
+        2, "number of key and value heads; divides num_heads", within=(1, MOST_WIDTH)
     )
-    head_dim: int | None = key(
-        None,
-        "width of a head; auto: hidden_size / num_heads",
-        minimum=2,
-        maximum=MOST_WIDTH,
-        auto=True,
+    head_dim: int | None = auto_key(
+        "width of a head; auto: hidden_size / num_heads", within=(2, MOST_WIDTH)
     )
-    vocab_size: int | None = key(
-        None,
-        "size of the vocabulary; auto: that of the tokenizer",
-        minimum=1,
-        maximum=MOST_TOKENS,
-        auto=True,
+    vocab_size: int | None = auto_key(
+        "size of the vocabulary; auto: that of the tokenizer", within=(1, MOST_TOKENS)
     )
     max_seq_len: int = key(
-        2048, "longest sequence that the exported model declares", minimum=1, maximum=MOST_TOKENS
+        2048, "longest sequence that the exported model declares", within=(1, MOST_TOKENS)
     )
-    first_new_token: int | None = key(
-        None,
+    first_new_token: int | None = optional_key(
         "first of the rows of embeddings that are the mean of those before",
-        minimum=1,
-        maximum=MOST_TOKENS,
-        optional=True,
+        within=(1, MOST_TOKENS),
         instead="data.new_tokens",
     )
-    attention: str | None = key(
-        None,
-        "attention kernel; transformers: its own; auto: by the GPU",
-        choices=(*KERNELS, THEIRS),
-        auto=True,
+    attention: str | None = auto_key(
+        "attention kernel; transformers: its own; auto: by the GPU", choices=(*KERNELS, THEIRS)
     )
 
-    trainable: str | None = key(
-        None,
+    trainable: str | None = optional_key(
         "trained parameters: a list of parts of their names such as norm,lm_head, or a "
         "regular expression that is searched in the names",
-        optional=True,
         is_names=True,
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
-    base_dtype: str | None = key(
-        None,
+    base_dtype: str | None = auto_key(
         "dtype of linear layers' frozen weights under model.lora: nf4 takes 0.516 bytes per "
         "weight, int8 1.03; float32: as other tools load them; auto: precision.param_dtype",
         choices=("nf4", "int8", "float32"),
-        auto=True,
     )
     quantize_experts: bool = key(
         True, "with model.base_dtype: also experts that are one parameter of a layer"

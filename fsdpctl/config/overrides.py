@@ -21,8 +21,7 @@ def read_run_config(file: Path) -> dict[str, str]:
 def gathered(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Replace settings such as `model.overrides.KEY.KEY` by one with all of them, as JSON.
 
-    Raises:
-        UsageError: If one sets a value in a mapping, and another one the mapping.
+    UsageError if one sets a value in a mapping, and another one the mapping.
     """
     inside = [(name, text) for name, text in pairs if name.startswith(f"{OVERRIDES}.")]
     if not inside:
@@ -53,8 +52,7 @@ def _value(text: str) -> Any:
 def merged(content: Mapping[str, Any], changes: str, where: str) -> dict[str, Any]:
     """Return the content of a config.json with changes, which are JSON.
 
-    Raises:
-        UsageError: If a key is unknown to transformers' class of such models.
+    UsageError if a key is unknown to transformers' class of such models.
     """
     given = parse_json(changes, dict[str, Any], OVERRIDES)
     family = given.get("model_type", content["model_type"])

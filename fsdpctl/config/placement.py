@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from fsdpctl.config.keys import key
+from fsdpctl.config.keys import auto_key, key, optional_key
 from fsdpctl.plan.attention_kernels import ARCHITECTURES
 
 _MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times the largest clusters
@@ -50,64 +50,41 @@ class LaunchConfig:
     """The start of the workers."""
 
     name: str = "local"
-    nproc_per_node: int | None = key(
-        None,
-        "ranks per node; auto: one per CUDA device, else 2",
-        minimum=1,
-        maximum=_MOST_RANKS,
-        auto=True,
+    nproc_per_node: int | None = auto_key(
+        "ranks per node; auto: one per CUDA device, else 2", within=(1, _MOST_RANKS)
     )
-    nnodes: int = key(1, "nodes", minimum=1, maximum=_MOST_NODES)
-    node_rank: int | None = key(
-        None, "number of this node, from 0", minimum=0, maximum=_MOST_NODES - 1
-    )
+    nnodes: int = key(1, "nodes", within=(1, _MOST_NODES))
+    node_rank: int | None = key(None, "number of this node, from 0", within=(0, _MOST_NODES - 1))
     rdzv_endpoint: str | None = key(
         None, "HOST:PORT of node 0, where the launchers of all nodes connect"
     )
-    interface: str | None = key(
-        None, "network interface between nodes; auto: the one that reaches rdzv_endpoint", auto=True
+    interface: str | None = auto_key(
+        "network interface between nodes; auto: the one that reaches rdzv_endpoint"
     )
-    device: str | None = key(None, "device of the ranks", choices=("cpu", "cuda"), auto=True)
-    share_memory: bool | None = key(
-        None,
+    device: str | None = auto_key("device of the ranks", choices=("cpu", "cuda"))
+    share_memory: bool | None = auto_key(
         "CPU: the ranks of one machine share memory; every strategy then runs as shard_optimizer; "
-        "auto: true where possible",
-        auto=True,
+        "auto: true where possible"
     )
     allocator: str = key(
         "expandable", "CUDA: allocator of device memory", choices=("expandable", "native")
     )
     timeout: float = key(
-        600.0, "seconds after which a stuck collective stops the run", minimum=1, maximum=1e6
+        600.0, "seconds after which a stuck collective stops the run", within=(1, 1e6)
     )
-    hang_timeout: float | None = key(
-        None,
+    hang_timeout: float | None = auto_key(
         "seconds after which a rank without progress is reported; auto: half of launch.timeout",
-        minimum=1,
-        maximum=1e6,
-        auto=True,
+        within=(1, 1e6),
     )
-    max_restarts: int = key(0, "number of restarts after failures", minimum=0, maximum=1_000_000)
-    nproc_min: int | None = key(
-        None,
-        "fewest ranks per node after a restart; auto: no fewer than before",
-        minimum=1,
-        maximum=_MOST_RANKS,
-        auto=True,
+    max_restarts: int = key(0, "number of restarts after failures", within=(0, 1_000_000))
+    nproc_min: int | None = auto_key(
+        "fewest ranks per node after a restart; auto: no fewer than before", within=(1, _MOST_RANKS)
     )
-    nnodes_min: int | None = key(
-        None,
-        "fewest nodes after a restart; auto: no fewer than before",
-        minimum=1,
-        maximum=_MOST_NODES,
-        auto=True,
+    nnodes_min: int | None = auto_key(
+        "fewest nodes after a restart; auto: no fewer than before", within=(1, _MOST_NODES)
     )
-    time_limit: float | None = key(
-        None,
-        "seconds from launch to the last save; training stops in time for it",
-        minimum=1,
-        maximum=1e9,
-        optional=True,
+    time_limit: float | None = optional_key(
+        "seconds from launch to the last save; training stops in time for it", within=(1, 1e9)
     )
 
     @property
@@ -134,81 +111,55 @@ class ClusterConfig:
     """The hardware that estimates and predictions assume."""
 
     name: str = "local"
-    memory: float | None = key(
-        None,
-        "memory per rank, as torch reports that of a device",
-        unit="GiB",
-        minimum=0.001,
-        maximum=1e6,
-        auto=True,
+    memory: float | None = auto_key(
+        "memory per rank, as torch reports that of a device", unit="GiB", within=(0.001, 1e6)
     )
-    host_memory: float | None = key(
-        None,
+    host_memory: float | None = auto_key(
         "host memory of a node; auto: of this machine or its control group",
         unit="GiB",
-        minimum=0.001,
-        maximum=1e6,
-        auto=True,
+        within=(0.001, 1e6),
     )
-    ranks_per_node: int | None = key(
-        None,
-        "value of launch.nproc_per_node=auto in estimates",
-        minimum=1,
-        maximum=_MOST_RANKS,
-        auto=True,
+    ranks_per_node: int | None = auto_key(
+        "value of launch.nproc_per_node=auto in estimates", within=(1, _MOST_RANKS)
     )
-    flops: float | None = key(
-        None, "TFLOP/s of dense matrix products in bf16", minimum=1e-3, maximum=1e6, optional=True
+    flops: float | None = optional_key(
+        "TFLOP/s of dense matrix products in bf16", within=(1e-3, 1e6)
     )
-    flops_fp32: float | None = key(
-        None, "TFLOP/s of dense matrix products in fp32", minimum=1e-3, maximum=1e6, optional=True
+    flops_fp32: float | None = optional_key(
+        "TFLOP/s of dense matrix products in fp32", within=(1e-3, 1e6)
     )
-    memory_bandwidth: float | None = key(
-        None, "GB/s of device memory", minimum=1e-3, maximum=1e6, optional=True
+    memory_bandwidth: float | None = optional_key("GB/s of device memory", within=(1e-3, 1e6))
+    intra_bandwidth: float | None = optional_key(
+        "GB/s per rank within a node, per direction", within=(1e-4, 1e6)
     )
-    intra_bandwidth: float | None = key(
-        None, "GB/s per rank within a node, per direction", optional=True, minimum=1e-4, maximum=1e6
-    )
-    inter_bandwidth: float | None = key(
-        None, "GB/s per rank between nodes, per direction", optional=True, minimum=1e-4, maximum=1e6
+    inter_bandwidth: float | None = optional_key(
+        "GB/s per rank between nodes, per direction", within=(1e-4, 1e6)
     )
     host_bandwidth: float = key(
-        200.0, "GB/s of a node's host memory, which its ranks share", minimum=1e-3, maximum=1e6
+        200.0, "GB/s of a node's host memory, which its ranks share", within=(1e-3, 1e6)
     )
     pcie_bandwidth: float = key(
-        31.5, "GB/s between a GPU and its host, per direction", minimum=1e-4, maximum=1e6
+        31.5, "GB/s between a GPU and its host, per direction", within=(1e-4, 1e6)
     )
-    price: float | None = key(
-        None,
-        "estimates only: price of a GPU hour, in any currency",
-        minimum=0,
-        maximum=1e6,
-        optional=True,
+    price: float | None = optional_key(
+        "estimates only: price of a GPU hour, in any currency", within=(0, 1e6)
     )
-    architecture: str | None = key(
-        None,
-        "GPU generation, which determines the supported attention kernels",
-        choices=ARCHITECTURES,
-        auto=True,
+    architecture: str | None = auto_key(
+        "GPU generation, which determines the supported attention kernels", choices=ARCHITECTURES
     )
     matmul_efficiency: float = key(
         0.73,
         "share of flops that large matrix products reach",
-        minimum=0.01,
-        maximum=1,
+        within=(0.01, 1),
         instead="cluster.flops",
     )
-    attention_efficiency: float | None = key(
-        None,
+    attention_efficiency: float | None = auto_key(
         "share of flops that attention reaches; auto: by architecture and model.attention",
-        minimum=0.01,
-        maximum=1,
-        auto=True,
+        within=(0.01, 1),
     )
     step_efficiency: float = key(
         0.863,
         "speed of operators within a step, relative to each on its own",
-        minimum=0.01,
-        maximum=1,
+        within=(0.01, 1),
         instead="cluster.flops",
     )

@@ -87,11 +87,7 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe, given by its name or path.
-
-    Raises:
-        UsageError: If it doesn't exist.
-    """
+    """Return the file of a recipe, given by its name or path; UsageError if it doesn't exist."""
     if name in recipe_names():
         return package_folder("recipes") / f"{name}.yaml"
     if name.endswith(".toml"):
@@ -110,9 +106,7 @@ def find_recipe(name: str) -> Path:
 def read_recipe(path: Path) -> list[tuple[str, str]]:
     """Return the settings of a recipe, in its order.
 
-    Raises:
-        UsageError: If the file isn't a YAML mapping of keys to plain values, or if it is another
-            tool's.
+    UsageError if the file isn't a YAML mapping of keys to plain values, or if it is another tool's.
     """
     content = read_yaml(path)
     _refuse_other_tools(path, content)
@@ -134,8 +128,7 @@ def without_missing(
 ) -> list[tuple[str, str]]:
     """Return the settings of a recipe without missing ones that others, which are `given`, replace.
 
-    Raises:
-        UsageError: If another value is missing; with the reason in the comment above it.
+    UsageError if another value is missing; with the reason in the comment above it.
     """
     replaced = {name for each in (LENGTHS, SIZES) if {*each} & {*given} for name in each}
     kept = [(name, text) for name, text in words if text != MISSING or name not in replaced]

@@ -11,7 +11,7 @@ from typing import Any, NewType, Self, TypeVar
 
 from fsdpctl.config.any_decoder import NAMES, with_sizes
 from fsdpctl.config.data import DataConfig
-from fsdpctl.config.keys import Key, key, keys_of
+from fsdpctl.config.keys import Key, auto_key, key, keys_of, optional_key
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
@@ -30,15 +30,13 @@ class StrategyConfig:
     """How model states are sharded."""
 
     name: str = "full_shard"
-    dp_shard_size: int | None = key(
-        None, "hybrid_*: ranks per replica; auto: the ranks of a node", minimum=1, auto=True
+    dp_shard_size: int | None = auto_key(
+        "hybrid_*: ranks per replica; auto: the ranks of a node", minimum=1
     )
-    owner_map: str | None = key(
-        None,
+    owner_map: str | None = auto_key(
         "shard_optimizer: how optimizer states are assigned to ranks; auto: matrices with "
         "optimizer=muon, else even",
         choices=(*OWNER_MAPS, MATRICES),
-        auto=True,
     )
     offload: str = key(
         "none",
@@ -85,12 +83,8 @@ class AccumulationConfig:
     """When gradients are reduced: after every micro-batch, or after the last one of a step."""
 
     name: str = "every"
-    steps: int | None = key(
-        None,
-        "micro-batches per step; auto: computed from the batch sizes",
-        minimum=1,
-        maximum=MOST_SAMPLES,
-        auto=True,
+    steps: int | None = auto_key(
+        "micro-batches per step; auto: computed from the batch sizes", within=(1, MOST_SAMPLES)
     )
 
 
@@ -99,15 +93,11 @@ class PrecisionConfig:
     """Dtypes of compute, reduction and master weights."""
 
     name: str = "auto"
-    param_dtype: str | None = key(
-        None, "dtype of computation and all-gathers", choices=DTYPES, auto=True
-    )
-    reduce_dtype: str | None = key(None, "dtype of gradient reduction", choices=DTYPES, auto=True)
-    master_dtype: str | None = key(
-        None,
+    param_dtype: str | None = auto_key("dtype of computation and all-gathers", choices=DTYPES)
+    reduce_dtype: str | None = auto_key("dtype of gradient reduction", choices=DTYPES)
+    master_dtype: str | None = auto_key(
         "dtype of the master weights; bfloat16+int8: 24 bits, of which bf16 is gathered",
         choices=(*DTYPES, SPLIT),
-        auto=True,
     )
 
     @property
@@ -123,36 +113,28 @@ class OptimizerConfig:
     """The optimizer and gradient clipping."""
 
     name: str = "adamw"
-    lr: float | None = key(
-        None,
+    lr: float | None = auto_key(
         "peak learning rate; auto: 3e-3 / max(1, parameters in M)^(1/4), a tenth of that for "
         "pretrained weights; required for sgd",
         minimum=0,
-        auto=True,
     )
-    beta1: float = key(
-        0.9, "adamw, muon: decay rate of the first moment", minimum=0, maximum=0.999999
-    )
-    beta2: float = key(
-        0.95, "adamw, muon: decay rate of the second moment", minimum=0, maximum=0.999999
-    )
+    beta1: float = key(0.9, "adamw, muon: decay rate of the first moment", within=(0, 0.999999))
+    beta2: float = key(0.95, "adamw, muon: decay rate of the second moment", within=(0, 0.999999))
     eps: float = key(1e-8, "adamw, muon: epsilon, added to the denominator", minimum=0)
     momentum: float = key(
-        0.9, "sgd, muon: momentum; 0: none; 0.95 with optimizer=muon", minimum=0, maximum=0.999999
+        0.9, "sgd, muon: momentum; 0: none; 0.95 with optimizer=muon", within=(0, 0.999999)
     )
     nesterov: bool = key(True, "muon: Nesterov momentum")
-    ns_steps: int = key(NS_STEPS, "muon: Newton-Schulz steps per update", minimum=1, maximum=99)
+    ns_steps: int = key(NS_STEPS, "muon: Newton-Schulz steps per update", within=(1, 99))
     weight_decay: float = key(
         0.1,
         "weight decay of matrices; decoupled in adamw and muon, part of the gradient in sgd",
         minimum=0,
     )
-    state_dtype: str | None = key(
-        None,
+    state_dtype: str | None = auto_key(
         "adamw: dtype of the moments of matrices of at least 4096 elements, others have float32; "
         "int8: in blocks of 64; auto: that of the master weights",
         choices=STATE_DTYPES,
-        auto=True,
     )
     max_grad_norm: float = key(1.0, "gradient norm to clip to; 0: no clipping", minimum=0)
 
@@ -162,32 +144,24 @@ class LrSchedulerConfig:
     """The learning rate schedule."""
 
     name: str = "cosine"
-    warmup_steps: int | None = key(
-        None,
+    warmup_steps: int | None = auto_key(
         "steps of linear warmup; auto: 50, or a tenth of all steps if that is less; "
         "with lr_scheduler.warmup_ratio: a maximum",
         minimum=0,
-        auto=True,
     )
-    warmup_ratio: float | None = key(
-        None,
+    warmup_ratio: float | None = optional_key(
         "warmup as a fraction of all steps, rounded up, or down if warmup_steps is set too",
-        minimum=0,
-        maximum=1,
-        optional=True,
+        within=(0, 1),
     )
-    start_lr_ratio: float | None = key(
-        None,
+    start_lr_ratio: float | None = auto_key(
         "learning rate of the first step of the warmup / peak; auto: 1 / (warmup steps + 1)",
-        minimum=0,
-        maximum=1,
-        auto=True,
+        within=(0, 1),
     )
-    min_lr_ratio: float = key(0.1, "final learning rate / peak", minimum=0, maximum=1)
+    min_lr_ratio: float = key(0.1, "final learning rate / peak", within=(0, 1))
     reaches_min: bool = key(
         True, "whether the last step has the final learning rate; false: the step after it would"
     )
-    decay_ratio: float = key(0.2, "wsd: fraction of the steps that decay", minimum=0, maximum=1)
+    decay_ratio: float = key(0.2, "wsd: fraction of the steps that decay", within=(0, 1))
     decay_type: str = key(
         "linear", "wsd: form of the decay", choices=("linear", "cosine", "1-sqrt")
     )

@@ -35,8 +35,7 @@ def _checksum(text: str) -> str:
 def read_sealed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> dict[str, Any]:
     """Read and verify the manifest of the checkpoint in `folder`, or another file of its kind.
 
-    Raises:
-        CheckpointError: If it is missing, corrupted, or has an unsupported version.
+    CheckpointError if it is missing, corrupted, or has an unsupported version.
     """
     path = folder / name
     if not path.exists():

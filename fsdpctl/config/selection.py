@@ -28,10 +28,8 @@ class NameFilter:
     def of(key: str, text: str, *, ends: bool = False) -> "NameFilter":
         """Read the value of a setting.
 
-        `ends`: a name of a list is the end of a matching name, not any part of it.
-
-        Raises:
-            UsageError: If it is neither a list of names nor a regular expression.
+        `ends`: a name of a list is the end of a matching name, not any part of it. UsageError if it
+        is neither a list of names nor a regular expression.
         """
         if _IS_LIST.fullmatch(_QUANTIFIER.sub("", text.strip())):
             names = _listed(key, text)

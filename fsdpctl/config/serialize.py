@@ -42,8 +42,7 @@ def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config
 def config_from_words(words: Mapping[str, str]) -> Config:
     """Create the configuration from the result of `config_words`, on any machine.
 
-    Raises:
-        UsageError: If this version doesn't know a key, or doesn't allow its value.
+    UsageError if this version doesn't know a key, or doesn't allow its value.
     """
     for name in words.keys() - {*GROUPS}:
         known_key(name)

@@ -58,8 +58,7 @@ class SourceConfig:
     def __init__(self, file: Path, content: object, launch: "SourceConfig | None" = None) -> None:
         """Set the file and its content: nested mappings, as in YAML.
 
-        Raises:
-            UsageError: If the content isn't a mapping.
+        UsageError if the content isn't a mapping.
         """
         if not isinstance(content, Mapping):
             raise UsageError(f"{file}: expected a mapping of keys to values")
@@ -108,8 +107,7 @@ class SourceConfig:
     def whole(self, *keys: str) -> int | None:
         """Take a key and return its whole number, or None if it isn't set or is `auto`.
 
-        Raises:
-            UsageError: If the value is another text.
+        UsageError if the value is another text.
         """
         value = self.take(*keys)
         if value is None or value.text.strip().lower() == "auto":
@@ -121,8 +119,7 @@ class SourceConfig:
     def positive(self, *keys: str) -> int | None:
         """Take a key and return its whole number, as `whole`.
 
-        Raises:
-            UsageError: If the number is less than 1.
+        UsageError if the number is less than 1.
         """
         found = self.whole(*keys)
         if found is not None and found < 1:
@@ -167,8 +164,7 @@ def as_whole(text: str) -> int | None:
 def tool_of(source: SourceConfig) -> str | None:
     """Return the tool that a YAML file belongs to, if it is known.
 
-    Raises:
-        UsageError: If it is one whose files are not read.
+    UsageError if it is one whose files are not read.
     """
     if other := next((each for key, each in _NOT_READ.items() if key in source), ""):
         raise UsageError(

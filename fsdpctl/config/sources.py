@@ -36,10 +36,8 @@ class DataSource:
 def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
     """Return what a key names: PATH, or NAME=PATH:SHARE for each, separated by commas.
 
-    Names are optional. Shares are normalized to a sum of one.
-
-    Raises:
-        UsageError: If only some have a share, or if a number is not allowed.
+    Names are optional. Shares are normalized to a sum of one. UsageError if only some have a share,
+    or if a number is not allowed.
     """
     if os.path.exists(text):
         return [DataSource(text)]

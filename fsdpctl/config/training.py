@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fsdpctl.config.keys import key
+from fsdpctl.config.keys import auto_key, key, optional_key
 from fsdpctl.config.model import ModelConfig
 
 MOST_SAMPLES = 1 << 20  # per step
@@ -21,8 +21,8 @@ def usual_length(model: str | None, max_seq_len: int) -> int:
 class TrainConfig:
     """The training loop."""
 
-    run_dir: str | None = key(
-        None, "directory for all files of the run; auto: runs/NAME-HASH", is_path=True, auto=True
+    run_dir: str | None = auto_key(
+        "directory for all files of the run; auto: runs/NAME-HASH", is_path=True
     )
     steps: int | None = key(
         None,
@@ -32,56 +32,43 @@ class TrainConfig:
         optional=True,
         auto=True,
     )
-    epochs: float | None = key(
-        None, "length of the run in passes over the data", minimum=1e-9, maximum=1e6, optional=True
+    epochs: float | None = optional_key(
+        "length of the run in passes over the data", within=(1e-9, 1e6)
     )
-    tokens: int | None = key(None, "length of the run in tokens", minimum=1, optional=True)
-    seq_len: int = key(
-        None,
+    tokens: int | None = optional_key("length of the run in tokens", minimum=1)
+    seq_len: int = auto_key(
         "tokens per sample; auto: 128 for llama_tiny, else model.max_seq_len, at most 4096; less "
         "if the data is less or its conversations are shorter",
-        minimum=1,
-        maximum=_MOST_LENGTH,
-        auto=True,
+        within=(1, _MOST_LENGTH),
     )
     context_parallel: int = key(
         1, "number of adjacent ranks that share each sample; for long samples", minimum=1
     )
-    global_batch_size: int = key(
-        None,
+    global_batch_size: int = auto_key(
         "samples per step, over all ranks; auto: 16, or 4 or 8 if conversations would train for "
         "less than 50 steps; at least one per rank",
-        minimum=1,
-        maximum=MOST_SAMPLES,
-        auto=True,
+        within=(1, MOST_SAMPLES),
     )
-    global_batch_tokens: int | None = key(
-        None, "tokens per step, rounded down to whole samples", minimum=1, optional=True
+    global_batch_tokens: int | None = optional_key(
+        "tokens per step, rounded down to whole samples", minimum=1
     )
-    micro_batch_size: int | None = key(
-        None,
+    micro_batch_size: int | None = optional_key(
         "samples per rank and micro-batch; not set: the rank's share of a step, or selected if "
         "that does not fit; auto: selected",
-        minimum=1,
-        maximum=MOST_SAMPLES,
-        optional=True,
+        within=(1, MOST_SAMPLES),
         is_chosen=True,
     )
     seed: int = key(0, "seed of the initial weights and the data order", minimum=0)
     eval_every: int = key(200, "steps between validations; 0: only at the end", minimum=0)
     eval_batches: int = key(20, "global batches per validation; 0: all data", minimum=0)
-    final_eval_batches: int | None = key(
-        None,
+    final_eval_batches: int | None = auto_key(
         "global batches of the last validation; 0: all data; auto: all, or train.eval_batches if "
         "losses are compared (train.patience, checkpoint.keep_best)",
         minimum=0,
-        auto=True,
     )
-    patience: int | None = key(
-        None,
+    patience: int | None = optional_key(
         "validations in a row without a lower loss after which the run ends; not set: none",
         minimum=1,
-        optional=True,
     )
     log_every: int = key(50, "steps between plain progress lines", minimum=1)
     sample_tokens: int = key(200, "tokens to generate after training; 0: none", minimum=0)
@@ -90,17 +77,14 @@ class TrainConfig:
         "reaction to a non-finite or spiking step: stop, or skip it",
         choices=("stop", "skip"),
     )
-    spike_factor: float | None = key(
-        None,
+    spike_factor: float | None = optional_key(
         "threshold of a spike, in deviations (1.4826 MAD) above the median of the last 128 applied "
         "steps",
-        minimum=1,
-        maximum=1e6,
-        optional=True,
+        within=(1, 1e6),
     )
     max_skips: int = key(10, "skipped steps after which the next one stops the run", minimum=0)
-    loss_chunk_tokens: int | None = key(
-        None, "tokens whose logits are computed at a time; 0: all", minimum=0, auto=True
+    loss_chunk_tokens: int | None = auto_key(
+        "tokens whose logits are computed at a time; 0: all", minimum=0
     )
     mlp_chunk_tokens: int | None = key(
         0,
@@ -133,10 +117,8 @@ class CheckpointConfig:
     keep_every: int = key(0, "also keep checkpoints of every N-th step; 0: none", minimum=0)
     keep_best: bool = key(False, "also save and keep the one with the lowest validation loss")
     mode: str = key("async", "async: write in the background", choices=("async", "sync"))
-    remote: str | None = key(
-        None,
-        "directory in an object store to upload each checkpoint to, such as s3://BUCKET/runs",
-        optional=True,
+    remote: str | None = optional_key(
+        "directory in an object store to upload each checkpoint to, such as s3://BUCKET/runs"
     )
 
 
@@ -148,8 +130,8 @@ class LogConfig:
     wandb: bool = key(
         False, "send metrics to Weights & Biases, or store them if WANDB_MODE=offline"
     )
-    wandb_project: str | None = key(
-        None, "project in Weights & Biases; not set: WANDB_PROJECT, else fsdpctl", optional=True
+    wandb_project: str | None = optional_key(
+        "project in Weights & Biases; not set: WANDB_PROJECT, else fsdpctl"
     )
     memory_snapshot: bool = key(
         False, "CUDA: record allocations, for a memory snapshot if memory runs out"

@@ -19,13 +19,7 @@ from fsdpctl.data.open_chats import open_chats, rendering_of
 from fsdpctl.data.streams import TokenStream, stream_of
 from fsdpctl.data.token_cache import read_cache, write_cache
 from fsdpctl.data.token_formats import TokenFile, open_token_files
-from fsdpctl.data.tokenizer import (
-    BATCH,
-    ByteTokenizer,
-    TextPiece,
-    Tokenizer,
-    open_tokenizer,
-)
+from fsdpctl.data.tokenizer import BATCH, ByteTokenizer, TextPiece, Tokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.activity import doing

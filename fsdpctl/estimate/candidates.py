@@ -49,8 +49,7 @@ class Axes:
     def of(placed: Filled) -> "Axes":
         """Return the combinations for a placed configuration.
 
-        Raises:
-            UsageError: If its settings conflict.
+        UsageError if its settings conflict.
         """
         names = left_open(placed)
         given = placed.activation_checkpointing.name
@@ -81,11 +80,7 @@ class Axes:
         return Selection(point.strategy, point.recomputation, prefetch, point.size)
 
     def plan(self, point: SearchPoint) -> RunPlan:
-        """Return the plan of a point.
-
-        Raises:
-            UsageError: If its settings conflict.
-        """
+        """Return the plan of a point; UsageError if its settings conflict."""
         return settle(self.placed, self.selection(point))
 
     def _prefetches(self, strategy: str) -> tuple[PrefetchConfig, ...]:

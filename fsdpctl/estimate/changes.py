@@ -62,11 +62,7 @@ class Knob:
 
 
 def changed(plan: RunPlan, values: Values) -> RunPlan:
-    """Return a plan with other values.
-
-    Raises:
-        UsageError: If they conflict with other settings.
-    """
+    """Return a plan with other values; UsageError if they conflict with other settings."""
     config = plan.asked.changed(values)
     return settle(replace(config, strategy=config.strategy.under(config.strategy.name)))
 
@@ -204,8 +200,7 @@ def more_nodes(plan: RunPlan) -> Iterator[Change]:
 
 _OFFLOADED = "the optimizer steps on the host"
 EXPANDABLE = Knob(
-    "",
-    lambda p: _when(p.config.launch.allocator == "native", launch__allocator="expandable"),
+    "", lambda p: _when(p.config.launch.allocator == "native", launch__allocator="expandable")
 )
 CHUNKED = Knob("the logits are computed twice", _chunked)
 REDUCED_EVERY_TIME = Knob(
@@ -216,10 +211,7 @@ REDUCED_EVERY_TIME = Knob(
     ),
 )
 SHARED_OUT = Knob("replicas exchange updated parameters", _shared_out)
-FULLY_SHARDED = Knob(
-    "units are gathered twice",
-    _fully_sharded,
-)
+FULLY_SHARDED = Knob("units are gathered twice", _fully_sharded)
 RECOMPUTED_IN_PART = Knob(
     "every second matrix product is recomputed",
     lambda p: _when(

@@ -41,8 +41,7 @@ class Choices:
     def place_in(self, tensor: Tensor) -> int:
         """Return the place that `nonzero` found: the first one.
 
-        Raises:
-            UsageError: If the tensor is another number.
+        UsageError if the tensor is another number.
         """
         if tensor.untyped_storage()._cdata in self._places:
             return 0
@@ -60,8 +59,7 @@ class Choices:
     def _read(self, tensor: Tensor) -> Tensor:
         """Return assumed numbers of tokens on the CPU, or zeros for a gradient.
 
-        Raises:
-            UsageError: If the tensor is neither.
+        UsageError if the tensor is neither.
         """
         if tensor.is_floating_point():
             return torch.zeros_like(tensor, device="cpu")

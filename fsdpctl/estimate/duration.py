@@ -89,8 +89,7 @@ def run_time(
 ) -> RunTime:
     """Predict the time of a run, or use its predicted `step`.
 
-    Raises:
-        UsageError: If the device is a CPU, or its specs are incomplete.
+    UsageError if the device is a CPU, or its specs are incomplete.
     """
     config, source = with_speed(estimate.config)
     if config.launch.device == "cpu":

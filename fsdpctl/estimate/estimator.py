@@ -84,8 +84,7 @@ class Estimator:
     def estimate(self, plan: RunPlan) -> RunEstimate:
         """Estimate a run.
 
-        Raises:
-            UsageError: If the optimizer or the engine does not support its parameters.
+        UsageError if the optimizer or the engine does not support its parameters.
         """
         if plan not in self._estimates:
             try:
@@ -130,8 +129,7 @@ class Estimator:
     def predict(self, plan: RunPlan) -> StepPrediction:
         """Predict one training step, on the hardware that the plan's cluster describes.
 
-        Raises:
-            UsageError: If its hardware specs are incomplete.
+        UsageError if its hardware specs are incomplete.
         """
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan)
         program, passes = _program(plan, traced), batches.num_micro_batches
@@ -203,10 +201,7 @@ def _simulate(
         steps.step()
         step = simulator.run(recorder.take())
     return StepPrediction(
-        seconds=step.seconds,
-        exposed_communication=step.exposed,
-        simulated=step,
-        tokens=0,
+        seconds=step.seconds, exposed_communication=step.exposed, simulated=step, tokens=0
     )
 
 

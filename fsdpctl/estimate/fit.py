@@ -12,11 +12,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import largest_true, roomiest
 from fsdpctl.resolve.settle import RunPlan
 
-FITTED = {
-    "micro_batch": MICRO_BATCH,
-    "seq_len": "train.seq_len",
-    "model": "model.num_layers",
-}
+FITTED = {"micro_batch": MICRO_BATCH, "seq_len": "train.seq_len", "model": "model.num_layers"}
 _MOST = {"micro_batch": 1 << 20, "model": MOST_LAYERS}
 _LENGTHS = 256  # tokens: lengths are multiples of it
 

@@ -60,8 +60,7 @@ def _differs(composed: Composed, name: str, text: str) -> bool:
 def completed(translation: Translation, arguments: Sequence[str]) -> ImportedConfig:
     """Combine a translated file with the command line, which takes precedence.
 
-    Raises:
-        UsageError: If a required setting is missing, or the combination is invalid.
+    UsageError if a required setting is missing, or the combination is invalid.
     """
     pairs = (word.partition("=") for word in arguments)
     typed = {name.strip(): text for name, _, text in pairs}

@@ -30,11 +30,7 @@ _FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set
 
 
 def device_of(config: Settled) -> DataSheet:
-    """Return the device of a placed configuration.
-
-    Raises:
-        UsageError: If its specs are incomplete.
-    """
+    """Return the device of a placed configuration; UsageError if its specs are incomplete."""
     cluster = config.cluster
     if cluster.flops is None or cluster.memory_bandwidth is None:
         raise _unknown(config, "cluster.flops and cluster.memory_bandwidth")
@@ -67,11 +63,7 @@ def _attention(config: Settled) -> Mapping[str, float]:
 
 
 def network_of(config: Settled) -> RingNetwork:
-    """Return the network of a placed configuration.
-
-    Raises:
-        UsageError: If its specs are incomplete.
-    """
+    """Return the network of a placed configuration; UsageError if its specs are incomplete."""
     cluster = config.cluster
     if cluster.intra_bandwidth is None or cluster.inter_bandwidth is None:
         raise _unknown(config, "cluster.intra_bandwidth and cluster.inter_bandwidth")

@@ -83,10 +83,8 @@ def steps_of(
 ) -> Steps:
     """Return the steps of a rank under `engine`, recorded in `recorder`.
 
-    `strategy` is the requested one; the plan's may differ if a rank is alone.
-
-    Raises:
-        UsageError: If the engine does not support the strategy.
+    `strategy` is the requested one; the plan's may differ if a rank is alone. UsageError if the
+    engine does not support the strategy.
     """
     check_strategy(engine, strategy)
     if engine == DDP:

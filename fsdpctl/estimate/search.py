@@ -39,10 +39,7 @@ def estimates_of(
 
     With `every`, estimate each strategy that the engine and the other settings support, and that
     differs from others on these nodes, without keys that it does not use; with its defaults if
-    nothing fits.
-
-    Raises:
-        UsageError: If the configuration is invalid.
+    nothing fits. UsageError if the configuration is invalid.
     """
     placed = fill_on_cluster(composed, estimator.data_of, every=every)
     if not every:
@@ -69,9 +66,7 @@ def decide(
 
     This is the decision of every command. Returns the estimate with what is selected, and the
     ranking if there is one. If nothing fits, the estimate is that of the closest combination.
-
-    Raises:
-        UsageError: If no combination is valid.
+    UsageError if no combination is valid.
     """
     if left_open(placed):
         ranking = choose(estimator, placed)
@@ -103,10 +98,8 @@ def choose(estimator: Estimator, placed: Filled, *, complete: bool = True) -> Ra
     """Rank the candidates that fit, for the `auto` settings of a placed configuration.
 
     The same configuration always gives the same ranking. One that is not `complete` has the same
-    first candidate, and of the others those that were met on the way.
-
-    Raises:
-        UsageError: If no combination is valid, or the hardware specs are incomplete.
+    first candidate, and of the others those that were met on the way. UsageError if no combination
+    is valid, or the hardware specs are incomplete.
     """
     described, whose = with_speed(placed)
     with doing("comparing configurations"):
@@ -155,8 +148,7 @@ class _Search:
     def closest(self) -> RunEstimate:
         """Return the estimate of the point that lacks least.
 
-        Raises:
-            UsageError: If no point could be estimated.
+        UsageError if no point could be estimated.
         """
         found = [each for each in self._estimates.values() if each is not None]
         if not found:

@@ -223,8 +223,7 @@ class TracedModel:
     def __init__(self, config: Settled) -> None:
         """Build the model of a placed configuration on the meta device.
 
-        Raises:
-            UsageError: If the model's sizes conflict.
+        UsageError if the model's sizes conflict.
         """
 
         self._model, chunk_tokens = config.model, config.train.mlp_chunk_tokens or 0

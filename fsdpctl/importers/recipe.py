@@ -17,12 +17,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.importers.accelerate import read_accelerate
 from fsdpctl.importers.axolotl import read_axolotl
 from fsdpctl.importers.defaults import HARMLESS
-from fsdpctl.importers.translation import (
-    RankDegrees,
-    Translation,
-    TranslationRow,
-    settings_of,
-)
+from fsdpctl.importers.translation import RankDegrees, Translation, TranslationRow, settings_of
 from fsdpctl.importers.trl import read_trl
 from fsdpctl.io.untrusted import read_yaml
 
@@ -43,8 +38,7 @@ Rows = dict[str, TranslationRow]  # of one setting each, by its name
 def read_others(path: Path, beside: Path | None = None) -> Translation:
     """Translate another tool's configuration, also with that of accelerate `beside` it.
 
-    Raises:
-        UsageError: If its training can't be estimated, or if two files aren't of one run.
+    UsageError if its training can't be estimated, or if two files aren't of one run.
     """
     tool, source = _opened(path)
     if beside is not None:

@@ -235,8 +235,7 @@ def _run(seen: Look) -> str:
     remote = remote_of(seen.config)
     uploads = "" if remote is None else f"; checkpoints are uploaded to {remote.url}"
     source = f" of {seen.source}" if seen.source else ""
-    stands = {
-        Standing.NEW: "new",
-        Standing.FINISHED: f"finished at step {seen.step}",
-    }.get(seen.standing, f"resumes at step {seen.step}{source}")
+    stands = {Standing.NEW: "new", Standing.FINISHED: f"finished at step {seen.step}"}.get(
+        seen.standing, f"resumes at step {seen.step}{source}"
+    )
     return f"{seen.run_dir} ({stands}){uploads}"

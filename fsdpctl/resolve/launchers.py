@@ -51,10 +51,8 @@ def place_of(
 ) -> Place:
     """Return `launch` with the nodes of the launcher, and the rank that this process is, if any.
 
-    `are_ranks`: Slurm's tasks are ranks even if there is one per node.
-
-    Raises:
-        UsageError: If the variables are missing, contradict `launch`, or are another launcher's.
+    `are_ranks`: Slurm's tasks are ranks even if there is one per node. UsageError if the variables
+    are missing, contradict `launch`, or are another launcher's.
     """
     place: LauncherRank | None = None
     if launch.name == "env":
@@ -80,8 +78,7 @@ def place_of(
 def rank_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Place:
     """Return the place of a script: a rank of torchrun or srun, or else the only one.
 
-    Raises:
-        UsageError: If the variables are missing, contradict `launch`, or are another launcher's.
+    UsageError if the variables are missing, contradict `launch`, or are another launcher's.
     """
     if launch.name == "local" and _RANKS[0] in environ:
         launch = replace(launch, name="env")

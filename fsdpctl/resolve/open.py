@@ -85,11 +85,9 @@ def open_run(
 ) -> Opened:
     """Open the data and the model of a run on this machine, and name its directory.
 
-    The ranks are `where`, or those of the launcher's variables. If dry, no weights are fetched.
-    A run that its directory has begun keeps its values of `auto`, unless `--resume` is another.
-
-    Raises:
-        UsageError: If the run is invalid; the message names the key.
+    The ranks are `where`, or those of the launcher's variables. If dry, no weights are fetched. A
+    run that its directory has begun keeps its values of `auto`, unless `--resume` is another.
+    UsageError if the run is invalid; the message names the key.
     """
     composed = on_this_machine(composed)
     where = where or place_of(composed.config.launch)
@@ -172,8 +170,7 @@ def _open(composed: Composed, where: Place, *, dry: bool) -> Opened:
 def open_task(composed: Composed, where: Place | None, resume: str, task: Task) -> Opened:
     """Return a run of a module of a script, as `open_run`.
 
-    Raises:
-        UsageError: If the run is invalid; the message names the key.
+    UsageError if the run is invalid; the message names the key.
     """
     return _as_begun(composed, resume, lambda each: _open_task(each, where, task))
 
@@ -207,10 +204,7 @@ def data_of(config: Config) -> DataSet:
 
 
 def fill_on_cluster(
-    composed: Composed,
-    data_of: Callable[[Config], DataSet] = data_of,
-    *,
-    every: bool = False,
+    composed: Composed, data_of: Callable[[Config], DataSet] = data_of, *, every: bool = False
 ) -> Filled:
     """Return a configuration on its cluster, with what follows from data that is on this machine.
 

@@ -111,9 +111,7 @@ def compose_task(
     """Return the configuration of a script's run, and what is recorded as given.
 
     The last value of a key counts: scripts append those of the command line to their own.
-
-    Raises:
-        UsageError: If a setting is invalid, or only valid with a decoder; the message names it.
+    UsageError if a setting is invalid, or only valid with a decoder; the message names it.
     """
     if isinstance(settings, Mapping):
         words = [f"{name}={value}" for name, value in islice(settings.items(), 2)]

@@ -37,9 +37,7 @@ def place(config: Config, where: Place | None = None) -> Placed:
 
     The ranks are on this machine, as `where` has them, or else on `cluster`, which need not exist:
     then it has its memory too. The host memory of another machine is unknown unless it is set.
-
-    Raises:
-        UsageError: If this machine does not have the devices.
+    UsageError if this machine does not have the devices.
     """
     placed = on_cluster(config) if where is None else _here(config, where)
     return Placed(filled(placed, OF_PLACE))
@@ -98,8 +96,7 @@ def on_cluster(config: C) -> C:
 def on_this_machine(composed: Composed) -> Composed:
     """Return the configuration of a run without the other machine that its recipe describes.
 
-    Raises:
-        UsageError: If `cluster` is typed and is not this machine.
+    UsageError if `cluster` is typed and is not this machine.
     """
     given, config = composed.cluster, composed.config
     device = config.launch.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -25,10 +25,8 @@ def settle(
     """Return the plan of a placed configuration; opens neither data nor model.
 
     The micro-batch of `selection` may come from other ranks: it is limited to a rank's share of the
-    step. `launch` has the ranks if they differ from those that `config` was opened with.
-
-    Raises:
-        UsageError: If the ranks cannot run it; the message names the keys.
+    step. `launch` has the ranks if they differ from those that `config` was opened with. UsageError
+    if the ranks cannot run it; the message names the keys.
     """
     config = config if launch is None else replace(config, launch=launch)
     names = left_open(config)

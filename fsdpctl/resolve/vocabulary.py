@@ -26,8 +26,7 @@ _MULTIPLE = 64  # of rows, for GPUs
 def with_vocabulary(config: C) -> C:
     """Return a configuration whose model has the rows and the ties that it will be trained with.
 
-    Raises:
-        UsageError: If the tokenizer can't get the new tokens.
+    UsageError if the tokenizer can't get the new tokens.
     """
     path = config.model.path
     here = path is not None and Path(path).exists()

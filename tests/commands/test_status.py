@@ -20,14 +20,7 @@ from fsdpctl.run.metrics import MetricsLine
 from tests.commands.run import invoke
 from tests.fuzz.mutations import ODD
 from tests.hostile import everything_in
-from tests.run.runs import (
-    LONG_AGO,
-    make_run,
-    save,
-    step_line,
-    write_heartbeat,
-    write_lines,
-)
+from tests.run.runs import LONG_AGO, make_run, save, step_line, write_heartbeat, write_lines
 
 # ---- liveness --------------------------------------------------------------------------------
 

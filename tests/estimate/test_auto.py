@@ -122,10 +122,7 @@ def test_a_tie_is_decided_by_memory():
     free = ["cluster=h100", "cluster.intra_bandwidth=1e6", "launch.device=cuda"]
     large = ["model.hidden_size=2048", "train.seq_len=1024"]
     found = ranking(*free, *large, "strategy=auto", "prefetch=auto")
-    assert (found.selection.strategy, found.selection.prefetch.name) == (
-        "full_shard",
-        "none",
-    )
+    assert (found.selection.strategy, found.selection.prefetch.name) == ("full_shard", "none")
     fastest = min(found.ranked, key=lambda each: each.seconds)
     assert fastest is not found.ranked[0]
     assert fastest.estimate.peak_reserved > found.estimate.peak_reserved
@@ -253,17 +250,11 @@ def test_a_selection_fills_in_what_is_auto_and_nothing_else():
     assert selected(made, Selection.of(Config())) == made
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["prefetch=auto", "prefetch.forward=2"],
-            "prefetch.forward=2: conflicts with prefetch=auto",
-        ),
-        (["train.micro_batch_size=0"], "expected a whole number from 1 to"),
-        (["auto.probe=false"], "auto.probe: no such key; not needed: `auto` selects by prediction"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["prefetch=auto", "prefetch.forward=2"], "prefetch.forward=2: conflicts with prefetch=auto"),
+    (["train.micro_batch_size=0"], "expected a whole number from 1 to"),
+    (["auto.probe=false"], "auto.probe: no such key; not needed: `auto` selects by prediction"),
+])  # fmt: skip
 def test_conflicting_settings_are_reported_in_one_line(words, said):
     with pytest.raises(UsageError, match=said):
         fill_on_cluster(compose_config(words))

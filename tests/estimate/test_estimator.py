@@ -140,18 +140,14 @@ def test_the_largest_value_fits_and_the_next_does_not(what):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        [*H100, "train.seq_len=8192"],
-        [*H100, "strategy=no_shard"],
-        ["model=llama3_70b", "cluster=h100", "train.seq_len=4096", "strategy=shard_grad_op"],
-        [*H100, "strategy=hybrid_shard", "strategy.dp_shard_size=2"],
-        [*H100, "engine=ddp", "strategy=no_shard"],
-        [*H100, "train.seq_len=8192", "train.micro_batch_size=4", "precision.param_dtype=float32"],
-        [*H100, "train.loss_chunk_tokens=0", "accumulation=last", "accumulation.steps=4"],
-    ],
-)
+@pytest.mark.parametrize("words", [
+    [*H100, "train.seq_len=8192"], [*H100, "strategy=no_shard"],
+    ["model=llama3_70b", "cluster=h100", "train.seq_len=4096", "strategy=shard_grad_op"],
+    [*H100, "strategy=hybrid_shard", "strategy.dp_shard_size=2"],
+    [*H100, "engine=ddp", "strategy=no_shard"],
+    [*H100, "train.seq_len=8192", "train.micro_batch_size=4", "precision.param_dtype=float32"],
+    [*H100, "train.loss_chunk_tokens=0", "accumulation=last", "accumulation.steps=4"],
+])  # fmt: skip
 def test_advised_settings_fit(words):
     limited = [*words, "train.global_batch_size=64", "cluster.memory=20GiB"]
     estimator, plan = Estimator(), resolved(*limited)

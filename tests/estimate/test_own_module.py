@@ -166,21 +166,17 @@ def test_unused_parameters_have_no_states(rank: int, world_size: int) -> None:
     assert found.peak_allocated == pytest.approx(peak, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("about", "part"),
-    [
-        ({"sharding": "full_shart"}, "did you mean full_shard?"),
-        ({"assumed": fsdpctl.Assumed(device="gpu")}, "expected cuda, cpu"),
-        ({"assumed": fsdpctl.Assumed(engine="fsdp")}, "did you mean fsdp2?"),
-        ({"loss_fn": None}, "pass loss_fn="),
-        ({"world_size": 0}, "world_size=0"),
-        ({"assumed": fsdpctl.Assumed(num_micro_batches=0)}, "num_micro_batches=0"),
-        ({"loss_fn": lambda y: y[y > 0].sum()}, "cannot run on the meta device"),
-        ({"loss_fn": lambda y: y.sum().detach()}, "cannot run on the meta device"),
-        ({"loss_fn": lambda y: y.sum() * y.sum().item()}, "reads the value"),
-        ({"sharding": fsdpctl.Sharding("hybrid_shard", dp_shard_size=3)}, "must divide"),
-    ],
-)
+@pytest.mark.parametrize(("about", "part"), [
+    ({"sharding": "full_shart"}, "did you mean full_shard?"),
+    ({"assumed": fsdpctl.Assumed(device="gpu")}, "expected cuda, cpu"),
+    ({"assumed": fsdpctl.Assumed(engine="fsdp")}, "did you mean fsdp2?"),
+    ({"loss_fn": None}, "pass loss_fn="), ({"world_size": 0}, "world_size=0"),
+    ({"assumed": fsdpctl.Assumed(num_micro_batches=0)}, "num_micro_batches=0"),
+    ({"loss_fn": lambda y: y[y > 0].sum()}, "cannot run on the meta device"),
+    ({"loss_fn": lambda y: y.sum().detach()}, "cannot run on the meta device"),
+    ({"loss_fn": lambda y: y.sum() * y.sum().item()}, "reads the value"),
+    ({"sharding": fsdpctl.Sharding("hybrid_shard", dp_shard_size=3)}, "must divide"),
+])  # fmt: skip
 def test_errors_are_one_line(about, part):
     with pytest.raises(UsageError, match=".+") as error:
         estimated(**about)

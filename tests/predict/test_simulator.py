@@ -2,14 +2,7 @@
 
 import pytest
 
-from fsdpctl.predict.simulator import (
-    Compute,
-    SimulatedStep,
-    Start,
-    Task,
-    Transfer,
-    Wait,
-)
+from fsdpctl.predict.simulator import Compute, SimulatedStep, Start, Task, Transfer, Wait
 from tests.predict.timeline import COMPUTE, Timeline, spans
 
 

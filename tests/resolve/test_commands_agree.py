@@ -105,14 +105,11 @@ def refusal(words: list[str], *, trains: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(NAMED, id="named"),
-        pytest.param(drawn(PAIRS, 1), id="pairs", marks=pytest.mark.slow),
-        pytest.param(drawn(200, 2), id="more pairs", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("cases", [
+    pytest.param(NAMED, id="named"),
+    pytest.param(drawn(PAIRS, 1), id="pairs", marks=pytest.mark.slow),
+    pytest.param(drawn(200, 2), id="more pairs", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_estimate_memory_refuses_what_train_refuses(cases, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = f"data.path={make_text(tmp_path)}"

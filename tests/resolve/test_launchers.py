@@ -40,17 +40,12 @@ def test_a_process_alone_starts_its_ranks_itself():
     assert place_of(LOCAL, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == (LOCAL, None)
 
 
-@pytest.mark.parametrize(
-    ("environ", "named"),
-    [
-        ({"RANK": "0"}, "launch=env"),
-        ({"LOCAL_RANK": "1"}, "launch=env"),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "launch=slurm"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun is not supported"),
-        ({"SKYPILOT_NUM_NODES": "2"}, "launch.nnodes=2"),
-        ({"PET_NNODES": "3"}, "launch.nnodes=3"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "named"), [
+    ({"RANK": "0"}, "launch=env"), ({"LOCAL_RANK": "1"}, "launch=env"),
+    ({"SLURM_STEP_NUM_TASKS": "4"}, "launch=slurm"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun is not supported"),
+    ({"SKYPILOT_NUM_NODES": "2"}, "launch.nnodes=2"), ({"PET_NNODES": "3"}, "launch.nnodes=3"),
+])  # fmt: skip
 def test_launch_local_is_rejected_under_another_launcher(environ, named):
     assert named in refused(LOCAL, environ)
 
@@ -141,17 +136,10 @@ def test_unsupported_job_steps_are_rejected():
     assert "launch.node_rank=1" in refused(LaunchConfig("slurm", node_rank=1), of_slurm(1, 2, 2))
 
 
-@pytest.mark.parametrize(
-    ("listed", "first"),
-    [
-        ("n[1-2]", "n1"),
-        ("gpu-a[003-005,9],b1", "gpu-a003"),
-        ("a,b", "a"),
-        ("rack[2,4]-node[07-08]", "rack2-node07"),
-        ("single", "single"),
-        ("n[12]", "n12"),
-    ],
-)
+@pytest.mark.parametrize(("listed", "first"), [
+    ("n[1-2]", "n1"), ("gpu-a[003-005,9],b1", "gpu-a003"), ("a,b", "a"),
+    ("rack[2,4]-node[07-08]", "rack2-node07"), ("single", "single"), ("n[12]", "n12"),
+])  # fmt: skip
 def test_the_first_host_of_a_list(listed, first):
     assert first_host({"SLURM_STEP_NODELIST": listed}) == first
 

@@ -36,7 +36,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.duration import has_length
 from fsdpctl.io.files import refusing
 
-_STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
+_STEPS = Key("--steps", "whole number", 20, "", within=(4, 1_000_000))
 
 
 def compare(
