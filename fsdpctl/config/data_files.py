@@ -268,7 +268,8 @@ def _kind_in(kinds: dict[str, list[Path]], where: str, option: str | None) -> st
         ways = [each for each in present if each != TEXT or CHAT not in present]  # reads both
         way = f"set data={' or data='.join(ways)}, or " * (option is None)
         if TEXT in present and CHAT in present and option != TOKENIZE:
-            way += f"to read all, set data=text {_all_of(kinds[TEXT], kinds[CHAT])}, or "
+            what = "all" if len(present) == 2 else "text and rows"
+            way += f"to read {what}, set data=text {_all_of(kinds[TEXT], kinds[CHAT])}, or "
         raise UsageError(
             f"{where}: has files of several kinds, {counts}; {way}name the files of one kind"
         )

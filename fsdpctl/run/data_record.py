@@ -1,4 +1,4 @@
-"""The data of a run: data.json, and the check that a later start has the same."""
+"""The data of a run: data_files.json, and the check that a later start has the same."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class DataRecord:
-    """The contents of data.json."""
+    """The contents of data_files.json."""
 
     fingerprint: str
     tokenizer: str  # its checksum

@@ -190,7 +190,8 @@ def test_the_data_of_a_directory_follows_from_its_names(name, tmp_path):
 ASKS = {
     "a.jsonl notes.txt": "several kinds, 1 of rows (a.jsonl) and 1 of text (notes.txt); set "
         "data=chat, or to read all, set data=text 'data.path=",
-    "a.jsonl notes.txt train.bin": "1 of text (notes.txt); set data=chat or data=tokens, or name",
+    "a.jsonl notes.txt train.bin": "1 of text (notes.txt); set data=chat or "
+        "data=tokens, or to read text and rows, set data=text 'data.path=",
     "README.md train.jsonl.bz2": "no text found, got README.md, train.jsonl.bz2; train.jsonl.bz2: "
         "compressed; unpack it",
     "README.md squad.json=SQUAD": "squad.json: JSON without rows; expected JSON Lines or an array",
