@@ -9,7 +9,7 @@ from fsdpctl.config.synonyms import NOT_NEEDED, NOT_SUPPORTED, SYNONYMS, hint
 
 # Keys without a counterpart in the tools whose names are known.
 _OURS_ALONE = {
-    "auto.probe", "data.format", "data.rewritten_turns", "engine.program",
+    "data.format", "data.rewritten_turns", "engine.program",
     "launch.hang_timeout", "launch.nproc_min",
     "launch.share_memory", "lr_scheduler.reaches_min", "model.config_json", "prefetch.backward",
     "model.first_new_token", "prefetch.forward", "strategy.owner_map", "train.require_fit",
