@@ -143,8 +143,11 @@ def is_finished(seen: Look, say: Callable[[str], None]) -> bool:
     if seen.standing is not Standing.FINISHED:
         return False
     say(f"{seen.source or seen.run_dir}: finished at step {seen.step}; nothing to do")
-    last = seen.config.train.steps
-    key = "train.steps" if last is None or seen.step >= last else "train.patience"
+    train = seen.config.train
+    lengths = {"train.epochs": train.epochs, "train.tokens": train.tokens}
+    key = next((each for each, value in lengths.items() if value is not None), "train.steps")
+    if train.steps is not None and seen.step < train.steps:
+        key = "train.patience"
     new = "set another train.run_dir" if seen.config.model.is_own else "pass --resume never"
     say(f"set a larger {key} to continue, or {new} to start a new run")
     return True

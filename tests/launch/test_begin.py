@@ -1,0 +1,21 @@
+"""What a start says before it prepares anything."""
+
+import pytest
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Filled
+from fsdpctl.launch.begin import is_finished
+from fsdpctl.run.directory import Look, Standing
+
+
+@pytest.mark.parametrize(("length", "key"), [
+    (("train.steps=12",), "train.steps"),
+    (("train.epochs=1",), "train.epochs"),
+    (("train.tokens=1e4",), "train.tokens"),
+    (("train.steps=40",), "train.patience"),
+])  # fmt: skip
+def test_a_finished_run_names_the_key_that_makes_it_longer(length, key):
+    config = Filled(compose_config(length).config)
+    said: list[str] = []
+    assert is_finished(Look(config, Standing.FINISHED, 12), said.append)
+    assert said[1].startswith(f"set a larger {key} to continue")
