@@ -1,4 +1,4 @@
-"""A run goes on with the data of its earlier steps only; others are named by their files."""
+"""A run continues with the data of its earlier steps only; others are named by their files."""
 
 import json
 
