@@ -3,8 +3,8 @@
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Filled
 from fsdpctl.launch.begin import is_finished
+from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.directory import Look, Standing
 
 
@@ -15,7 +15,7 @@ from fsdpctl.run.directory import Look, Standing
     (("train.steps=40",), "train.patience"),
 ])  # fmt: skip
 def test_a_finished_run_names_the_key_that_makes_it_longer(length, key):
-    config = Filled(compose_config(length).config)
+    config = as_kept(compose_config(length).config)
     said: list[str] = []
     assert is_finished(Look(config, Standing.FINISHED, 12), said.append)
     assert said[1].startswith(f"set a larger {key} to continue")
