@@ -62,6 +62,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--minutes", type=float, help="run the tests longest unseen, for so long")
+    parser.addoption("--order", type=int, help="shuffle the tests, the same way for the same seed")
+    parser.addoption("--record", action="store_true", help="write CPU seconds to the ledger")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -73,12 +75,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(ledger.Recorder())
+    if config.getoption("--record"):
+        config.pluginmanager.register(ledger.Meter())
 
 
 @pytest.hookimpl(trylast=True)  # of those that -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen, of = ledger.read(), {each.nodeid: each for each in items}
+    tests, seed = list(of), config.getoption("--order")
     if minutes := config.getoption("--minutes"):
-        tests = [each.nodeid for each in items]
-        drawn = ledger.longest_unseen(tests, ledger.read(), minutes * 60)
-        config.hook.pytest_deselected(items=[each for each in items if each.nodeid not in drawn])
-        items[:] = [each for each in items if each.nodeid in drawn]
+        drawn = ledger.longest_unseen(tests, seen, minutes * 60)
+        config.hook.pytest_deselected(items=[of[each] for each in tests if each not in drawn])
+        tests = [each for each in tests if each in drawn]
+    if seed is not None:
+        tests = ledger.shuffled(tests, seed)
+    elif hasattr(config, "workerinput"):
+        tests = ledger.longest_first(tests, seen)
+    items[:] = [of[each] for each in tests]

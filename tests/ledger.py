@@ -1,43 +1,83 @@
-"""When each slow test last passed, so that those longest unseen run first.
+"""When slow tests last passed and what fast ones cost: which tests run, and in which order.
 
-`ledger.json` has a line per test: the day on which it last passed, and its seconds. Slow runs write
-it as they go, and whoever runs them commits it.
+`ledger.json` has a line per test. That of a slow test is the day on which it last passed, and its
+seconds. Slow runs write it as they go, and whoever runs them commits it. That of a fast test is its
+CPU seconds without a day, if they are many: `pytest --record` writes it.
+`python -m tests.ledger` marks the tests slow whose CPU seconds are too many for the fast suite.
 """
 
+import ast
 import datetime
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Generator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import psutil
 import pytest
 
 LEDGER = Path(__file__).parent / "ledger.json"
 _UNSEEN = ("", 10.0)  # a new test has a usual one's seconds
 _EVERY = 20  # passed tests between two writes
+_MANY, _TOO_MANY = 0.3, 3.0  # CPU seconds of a fast test
+_FEW = 0.02  # of a test without a line
 
 Ledger = dict[str, tuple[str, float]]  # by a test's identifier: the day, and seconds
 
 
+class Meter:
+    """Adds to each test's report the CPU seconds of this process and of all that it started."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        self._before = _cpu_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        report.user_properties.append(("cpu", _cpu_seconds() - self._before))
+        return report
+
+
 class Recorder:
-    """Writes which slow tests passed, in the process that has started the others."""
+    """Writes what passed, in the process that has started the others."""
 
     def __init__(self, path: Path = LEDGER) -> None:
         self._path = path
         self._passed: Ledger = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed and "slow" in report.keywords:
+        if report.when != "call" or not report.passed:
+            return
+        if "slow" in report.keywords:
             today = datetime.datetime.now(datetime.UTC).date().isoformat()
             self._passed[report.nodeid] = (today, round(report.duration, 1))
-            if len(self._passed) >= _EVERY:
-                self.pytest_sessionfinish()
+        elif isinstance(cpu := dict(report.user_properties).get("cpu"), float):
+            self._passed[report.nodeid] = ("", round(cpu, 1))
+        if len(self._passed) >= _EVERY:
+            self.pytest_sessionfinish()
 
     def pytest_sessionfinish(self) -> None:
         if self._passed:
-            write({**read(self._path), **self._passed}, self._path)
+            seen = {**read(self._path), **self._passed}
+            kept = {k: (day, s) for k, (day, s) in seen.items() if day or s >= _MANY}
+            write(kept, self._path)
             self._passed.clear()
+
+
+def _cpu_seconds() -> float:
+    """Sum those of this process, its descendants, and the processes that they have waited for."""
+    total = 0.0
+    for process in (here := psutil.Process(), *here.children(recursive=True)):
+        with suppress(psutil.Error):  # it has just ended, and its parent counts it
+            total += sum(process.cpu_times()[:4])
+    return total
 
 
 def read(path: Path = LEDGER) -> Ledger:
@@ -65,3 +105,48 @@ def longest_unseen(tests: Sequence[str], ledger: Ledger, seconds: float) -> set[
             break
         drawn.add(test)
     return drawn
+
+
+def longest_first(tests: Sequence[str], ledger: Ledger) -> list[str]:
+    """Sort the files of `tests` by their CPU seconds; a file's tests keep their order."""
+    cost = dict.fromkeys(map(_file, tests), 0.0)
+    for test in tests:
+        cost[_file(test)] += ledger.get(test, ("", _FEW))[1]
+    return sorted(tests, key=lambda test: -cost[_file(test)])
+
+
+def shuffled(tests: Sequence[str], seed: int) -> list[str]:
+    """Shuffle the files of `tests` and the tests of each."""
+    draw = random.Random(seed).random
+    place = {file: draw() for file in dict.fromkeys(map(_file, tests))}
+    return sorted(tests, key=lambda test: (place[_file(test)], draw()))
+
+
+def too_long(ledger: Ledger) -> dict[str, list[str]]:
+    """Return the fast tests whose CPU seconds are too many: the cases of each function."""
+    found: dict[str, list[str]] = {}
+    for test, (day, seconds) in ledger.items():
+        if not day and seconds > _TOO_MANY:
+            found.setdefault(test.partition("[")[0], []).append(test)
+    return found
+
+
+def mark(function: str, root: Path) -> None:
+    """Add the mark `slow` to a function of the tests, given as `FILE::NAME`."""
+    file, _, name = function.partition("::")
+    lines = (root / file).read_text().splitlines(keepends=True)
+    for each in ast.parse("".join(lines)).body:
+        if isinstance(each, ast.FunctionDef) and each.name == name:
+            line = min(each.lineno, *(first.lineno for first in each.decorator_list))
+            lines.insert(line - 1, "@pytest.mark.slow\n")
+    (root / file).write_text("".join(lines))
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+if __name__ == "__main__":
+    for function, cases in too_long(read()).items():
+        mark(function, LEDGER.parent.parent)
+        print(f"{function} is slow now: {len(cases)} cases over {_TOO_MANY} CPU seconds")

@@ -18,15 +18,45 @@ def test_the_ledger_keeps_what_was_seen_and_changes_what_passes(tmp_path: Path) 
     path = tmp_path / "ledger.json"
     ledger.write(SEEN, path)
     recorder = ledger.Recorder(path)
-    for test, outcome, marks in [
-        ("old", "passed", {"slow": 1}), ("new", "failed", {"slow": 1}), ("fast", "passed", {}),
+    for test, outcome, marks, cpu in [
+        ("old", "passed", {"slow": 1}, 9), ("new", "failed", {"slow": 1}, 9),
+        ("fast", "passed", {}, 0.1), ("long", "passed", {}, 4.0), ("red", "failed", {}, 4.0),
     ]:  # fmt: skip
-        recorder.pytest_runtest_logreport(
-            pytest.TestReport(test, ("", 0, ""), marks, outcome, None, "call", duration=2.34)  # type: ignore[arg-type]
-        )
+        given = {"duration": 2.34, "user_properties": [("cpu", float(cpu))]}
+        report = pytest.TestReport(test, ("", 0, ""), marks, outcome, None, "call", **given)  # type: ignore[arg-type]
+        recorder.pytest_runtest_logreport(report)
     recorder.pytest_sessionfinish()
     found = ledger.read(path)
-    assert found.keys() == SEEN.keys()
+    assert found.keys() == {*SEEN, "long"}
+    assert found["long"] == ("", 4.0)
     assert found["new"] == SEEN["new"]
     assert found["old"][0] > "2026-11"
     assert found["old"][1] == 2.3
+
+
+def test_the_files_that_cost_most_run_first() -> None:
+    tests = ["a.py::1", "a.py::2", "b.py::1", "c.py::1", "c.py::2", "c.py::3"]
+    seen: ledger.Ledger = {"b.py::1": ("", 2.0), "a.py::2": ("", 0.5)}
+    assert ledger.longest_first(tests, seen) == [tests[2], *tests[:2], *tests[3:]]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_seed_orders_files_and_the_tests_of_each(seed: int) -> None:
+    tests = [f"{file}.py::{each}" for file in range(9) for each in range(9)]
+    found = ledger.shuffled(tests, seed)
+    assert found == ledger.shuffled(tests, seed)
+    assert sorted(found) == sorted(tests)
+    assert found not in (tests, ledger.shuffled(tests, 3))
+    files = [each[0] for each in found]
+    assert all(len({*files[k : k + 9]}) == 1 for k in range(0, 81, 9))
+
+
+def test_the_script_marks_what_costs_too_much(tmp_path: Path) -> None:
+    text = "\n@parametrize('n', [1])\ndef test_a(n):\n    pass\n\ndef test_b():\n    pass\n"
+    (tmp_path / "t.py").write_text(text)
+    seen: ledger.Ledger = {
+        "t.py::test_a[1]": ("", 3.1), "t.py::test_b": ("", 3.0), "t.py::test_c": ("2026-11-28", 9.0)
+    }  # fmt: skip
+    for function in ledger.too_long(seen):
+        ledger.mark(function, tmp_path)
+    assert (tmp_path / "t.py").read_text() == text.replace("@param", "@pytest.mark.slow\n@param")
