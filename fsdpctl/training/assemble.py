@@ -48,7 +48,12 @@ from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.data_record import check_same_data, known_fingerprint
 from fsdpctl.run.environment import add_start, describe_start, device_name
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
-from fsdpctl.training.callbacks.profiling import HeapTrim, Profiling, watch_allocations
+from fsdpctl.training.callbacks.profiling import (
+    CompilerReport,
+    HeapTrim,
+    Profiling,
+    watch_allocations,
+)
 from fsdpctl.training.callbacks.reporting import EstimateReport, Heartbeat, RunReporter
 from fsdpctl.training.callbacks.sample import SampleText
 from fsdpctl.training.callbacks.self_check import SelfCheck
@@ -235,6 +240,7 @@ def make_trainer(
         heartbeat,
         EstimateReport(run_dir, done.step),
         SampleText(),
+        *([CompilerReport(journal)] if config.train.compile else []),
         *([HeapTrim()] if world.device.type == "cpu" else []),
     ]
     return Trainer(parts, done, context, journal, callbacks)

@@ -1,5 +1,6 @@
 """The training loop: launch a step, report completed steps, act between steps; its callbacks."""
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from fsdpctl.training.step import (
     finish_step,
     launch_step,
 )
+
+_COLLECTED = 50  # steps between two collections of cycles
 
 
 class Callback:
@@ -74,6 +77,27 @@ def is_joint(error: BaseException | None) -> bool:
     return error is None or isinstance(error, StoppedError | NonFiniteError | SelfCheckError)
 
 
+@contextmanager
+def joint_collections() -> Iterator[None]:
+    """Leave it to the block when cycles of Python objects are collected, and restore that after it.
+
+    An automatic collection visits all objects, at another step on every rank, and the others wait.
+    What exists before the block is kept without being visited.
+    """
+    was_enabled, freezes = gc.isenabled(), not gc.get_freeze_count()
+    gc.collect()
+    if freezes:
+        gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
 class Trainer:
     """The loop over the remaining steps of a run, and the state that all ranks agree on.
 
@@ -118,7 +142,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step; StoppedError or NonFiniteError if the run ends before."""
-        with self._running(), refusing_dtypes(self.parts.config):
+        with joint_collections(), self._running(), refusing_dtypes(self.parts.config):
             self._act(RequestFlags())  # validates if an earlier start still owes it
             while not self.is_over():
                 self._launch()
@@ -221,6 +245,8 @@ class Trainer:
         self.step, self.samples = launched.step, launched.samples
         self._queue.append(launched)
         self._each(lambda callback: callback.launched(self))
+        if self.step % _COLLECTED == 0:
+            gc.collect()
 
     def _report(self, keep: int) -> RequestFlags:
         """Report all launched steps except the newest `keep`; return what was requested in them."""

@@ -15,6 +15,7 @@ from fsdpctl.engine.blocks import checkpoint_blocks, compile_block
 from fsdpctl.models.lora import choose_trained
 from fsdpctl.models.row_documents import make_documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.training.callbacks.profiling import CompilerReport
 from tests.distributed import distributed
 from tests.matrix import fast
 from tests.models.decoders import drawn
@@ -153,3 +154,23 @@ def test_recomputed_decoders_are_compiled():
         (2, 3 * BLOCKS),
         (3, 4 * BLOCKS),
     ]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch about itself
+def test_the_first_function_that_is_no_longer_compiled_is_warned_of():
+    journal, run = mock.Mock(), mock.Mock()
+    report = CompilerReport(journal)
+    torch._dynamo.reset()
+    report.begin(run)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for add in (lambda x: x + 1, lambda x: x + 2):
+            compiled = torch.compile(add, backend="eager")
+            for size in range(1, 4):
+                compiled(torch.ones([2] * size))
+    report.end(run, None)
+    ((said,), _) = journal.warn.call_args
+    assert journal.warn.call_count == 1
+    assert "torch._dynamo hit config.recompile_limit (1)" in said
+    assert "rank mismatch" in said
+    assert "TORCH_LOGS" not in said
+    assert "\n" not in said

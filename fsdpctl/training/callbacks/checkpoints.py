@@ -1,5 +1,6 @@
 """Checkpoints at intervals, on request and at the end, in the background if configured."""
 
+import gc
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -143,6 +144,7 @@ class Checkpoints(Callback):
         if self._saved_step != run.step:
             began, model = time.perf_counter(), run.parts.model
             self.finish(run)
+            gc.collect()  # so that cycles do not hold memory while copies of the state need it
             model.check_replicas()  # each replica writes a share of the checkpoint
             about = About(run.progress(), self._settings, self._assets, self._base)
             snapshot = take_snapshot(

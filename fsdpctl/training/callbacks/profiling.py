@@ -1,4 +1,4 @@
-"""Chrome traces, a snapshot of CUDA memory after an out-of-memory error, and the heap of CPU ranks.
+"""Traces, memory after an out-of-memory error, the heap of CPU ranks, limits of torch.compile.
 
 In traces, units and collectives have names. A snapshot is for https://pytorch.org/memory_viz; the
 allocations cost nothing to record. The Python lines that made them are recorded only on request,
@@ -6,6 +6,7 @@ since that slows down every allocation.
 """
 
 import ctypes
+import logging
 import warnings
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import torch
 from torch.profiler import profile, schedule
 
 from fsdpctl.io.run_files import PROFILES
+from fsdpctl.io.texts import one_line
 from fsdpctl.run.step_metrics import StepMetrics
+from fsdpctl.training.journal import Journal
 from fsdpctl.training.requests import PROFILE, RequestFlags
 from fsdpctl.training.step import TrainedModel
 from fsdpctl.training.trainer import Callback, Trainer
@@ -104,6 +107,34 @@ class HeapTrim(Callback):
     def step(self, run: Trainer, done: StepMetrics) -> None:
         if self._trim is not None and done.step % _TRIMMED == 0:
             self._trim(0)
+
+
+class CompilerReport(Callback, logging.Handler):
+    """Warns once if torch.compile gives up on a function, which then runs uncompiled.
+
+    Dynamo only logs that, and the log of a rank is removed when the run succeeds.
+    """
+
+    _LOGGER = logging.getLogger("torch._dynamo.convert_frame")
+
+    def __init__(self, journal: Journal) -> None:
+        """Warn in `journal`."""
+        logging.Handler.__init__(self, logging.WARNING)
+        self._journal: Journal | None = journal
+
+    def begin(self, run: Trainer) -> None:
+        self._LOGGER.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Warn with the reason that Dynamo logs, without its advice."""
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            reason, *_ = record.getMessage().partition("\nTo ")
+            line = one_line(" ".join(reason.split()))
+            journal.warn(f"train.compile=true: a function runs uncompiled from here: {line}")
+
+    def end(self, run: Trainer, error: BaseException | None) -> None:
+        self._LOGGER.removeHandler(self)
 
 
 def watch_allocations(device: torch.device) -> None:

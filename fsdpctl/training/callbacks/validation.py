@@ -1,5 +1,7 @@
 """Validation at intervals and at the end of a run."""
 
+import gc
+
 from fsdpctl.config.schema import Config
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
@@ -77,6 +79,7 @@ class Validation(Callback):
             run.journal.write({"step": run.step, **loss.to_line()})
             run.journal.say(f"step {run.step}: {describe_validation(loss, parts.data)}")
             self._done(run, loss.mean)
+        gc.collect()
         return sync.complete()
 
     def _done(self, run: Trainer, loss: float) -> None:

@@ -1,0 +1,74 @@
+"""Cycles of Python objects: when a run collects them, and what is left of that."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fsdpctl.errors import StoppedError
+from fsdpctl.training import trainer as module
+from fsdpctl.training.trainer import Callback, Trainer, joint_collections
+from tests.distributed import distributed
+from tests.training.ranks import made, words
+
+EVERY = 4
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+class Litter(Callback):
+    """Leaves a cycle in every step, and objects as a rank does that has more to allocate."""
+
+    def __init__(self) -> None:
+        self.left: list[weakref.ref[Cycle]] = []
+        self.most = 0
+
+    def launched(self, run: Trainer) -> None:
+        self.left.append(weakref.ref(Cycle()))
+        self.most = max(self.most, sum(each() is not None for each in self.left))
+        _ = [[] for _ in range(5000 * run.ranks.rank)]  # type: ignore[var-annotated]
+        if run.step == 11:
+            gc.callbacks.clear()
+            raise StoppedError("planted")
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@distributed(world_size=2)
+def test_all_ranks_collect_after_the_same_steps(
+    rank: int, world_size: int, is_enabled: bool, tmp_path: Path
+) -> None:
+    typed = words(tmp_path, 2, "train.steps=12", "checkpoint.every=6", "data.val_fraction=0.1",
+                  "train.eval_every=7", f"train.run_dir={tmp_path}/run")  # fmt: skip
+    trainer, litter, found = made(typed), Litter(), []
+    trainer._callbacks = [*trainer._callbacks, litter]
+
+    def note(phase: str, about: dict[str, Any]) -> None:
+        if phase == "start":
+            found.append((trainer.step, about["generation"]))
+
+    (gc.enable if is_enabled else gc.disable)()
+    frozen = gc.get_freeze_count()
+    gc.callbacks.append(note)
+    with mock.patch.object(module, "_COLLECTED", EVERY), pytest.raises(StoppedError):
+        trainer.run()
+    assert gc.isenabled() == is_enabled
+    assert gc.get_freeze_count() <= frozen
+    gc.enable()
+    assert (0, 2) in found
+    # After every fourth step, before a checkpoint and after a validation.
+    assert [each for each in found if each[0]] == [(4, 2), (6, 2), (7, 2), (8, 2)]
+    assert litter.most == EVERY
+
+
+def test_what_was_alive_is_visited_again_after_the_block():
+    gc.unfreeze()
+    with joint_collections():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+    gc.freeze()  # as the suite has it
