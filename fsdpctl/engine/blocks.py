@@ -162,7 +162,10 @@ def _recomputed_in(outer: Callable[[], Any], contexts: Callable[[], Any]) -> tup
 
 
 def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(block._plain_forward, *args, use_reentrant=False, **kwargs)
+    keeps = block._is_random
+    return checkpoint(
+        block._plain_forward, *args, use_reentrant=False, preserve_rng_state=keeps, **kwargs
+    )  # fmt: skip
 
 
 def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
@@ -170,8 +173,8 @@ def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
         return _recomputed  # torch.compile does not support it as an argument
 
     def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        forward = block._plain_forward
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        run = partial(checkpoint, block._plain_forward, use_reentrant=False)
+        return run(*args, preserve_rng_state=block._is_random, context_fn=contexts, **kwargs)
 
     return recomputed
 
@@ -187,7 +190,10 @@ def _sent_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
         with block._send(given) as sent:  # type: ignore[operator]  # not a submodule
             args = tuple(sent if each is given else each for each in args)
             kwargs = {name: sent if each is given else each for name, each in kwargs.items()}
-            run = partial(checkpoint, _forward_with_sent, use_reentrant=False)
+            keeps = bool(block._is_random)
+            run = partial(
+                checkpoint, _forward_with_sent, use_reentrant=False, preserve_rng_state=keeps
+            )
             within = partial(_recomputed_in, lambda: sent, contexts)
             # By the device of its tensors, checkpointing keeps the state of random numbers.
             like = torch.empty(0, device=given.device)
@@ -218,14 +224,16 @@ def checkpoint_block(
     send: Callable[[Tensor], SentInput] | None = None,
     *,
     keeps_buffers: bool = False,
+    is_random: bool = True,
 ) -> None:
     """Make `block` recompute its activations in backward; `mode` is full or selective.
 
     The forward is replaced and hooks stay outside of it, so that names and units do not change. The
     choice of experts is saved: recomputed with other rounding, a token could go to another one.
     With `send`, the block's input is sent to the host. If it `keeps_buffers`, a recomputation does
-    not change them.
+    not change them. If it `is_random`, a recomputation draws the same random numbers.
     """
+    vars(block)["_is_random"] = is_random
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
     contexts = _CONTEXTS[mode][_has_experts(block)]
     if keeps_buffers and any(each._buffers for each in block.modules()):
@@ -238,17 +246,17 @@ def checkpoint_block(
 
 
 def checkpoint_blocks(
-    blocks: Sequence[nn.Module], mode: str, *, offload: bool = False, keeps_buffers: bool = False
+    blocks: Sequence[nn.Module], mode: str, *, offload: bool = False, **about: bool
 ) -> HostInputs:
     """Make `blocks`, in the order of forward, recompute their activations in backward.
 
     With `offload`, their inputs wait in host memory, except that of the last block, which backward
-    needs at once. Returns these inputs.
+    needs at once. `about` is that of `checkpoint_block`. Returns these inputs.
     """
     inputs = HostInputs(len(blocks))
     for number, block in enumerate(blocks):
         send = partial(inputs.send, number) if offload and len(blocks) > 1 else None
-        checkpoint_block(block, mode, send, keeps_buffers=keeps_buffers)
+        checkpoint_block(block, mode, send, **about)
     return inputs
 
 
@@ -261,7 +269,10 @@ def prepare_blocks(module: nn.Module, config: Config) -> None:
         # Imported by the first checkpointed call, it would hold that call's arguments for a while.
         import_module("torch._dynamo")
         is_own = config.model.is_own
-        checkpoint_blocks(blocks, about.name, offload=about.offload, keeps_buffers=is_own)
+        is_random = config.model.lora.dropout > 0 or getattr(module, "is_random", True)
+        checkpoint_blocks(
+            blocks, about.name, offload=about.offload, keeps_buffers=is_own, is_random=is_random
+        )
     for block in blocks if config.train.compile else ():
         compile_block(block)
 

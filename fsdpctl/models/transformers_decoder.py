@@ -66,6 +66,17 @@ def evaluating(module: Decoder) -> Iterator[None]:
             each.training = mode
 
 
+def _draws(config: dict[str, Any]) -> bool:
+    """Return whether a rate of dropout is not zero, or there is one of jitter.
+
+    Routers with jitter may draw even if it is zero, as those of Phi-3.5-MoE do.
+    """
+    nested = (each for each in config.values() if isinstance(each, dict))
+    named = ((str(key), each) for key, each in config.items())
+    has_rate = any("jitter" in key or ("drop" in key and each) for key, each in named)
+    return has_rate or any(map(_draws, nested))
+
+
 class OwnHead(nn.Linear):
     """The projection to the vocabulary, with what the model does to its result, and its loss.
 
@@ -219,6 +230,11 @@ class TransformersDecoder(nn.Module):
             return False
         config = self.transformers_model.config
         return self._aux_loss == "global" or bool(getattr(config, "output_router_logits", False))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether a forward in training draws random numbers, by the keys of its configuration."""
+        return _draws(self.transformers_model.config.to_dict())
 
     def train(self, mode: bool = True) -> "TransformersDecoder":
         super().train(mode)

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from fsdpctl.engine.blocks import (
     checkpoint_blocks,
     compile_block,
     missing_compiler,
+    prepare_blocks,
 )
+from fsdpctl.models.lora import choose_trained
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from tests.commands.run import TINY
 from tests.models.decoders import drawn
+from tests.models.test_transformers_attention import pair
 from tests.operators import Operators
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -59,6 +63,37 @@ def test_recomputation_repeats_what_its_mode_does_not_keep():
 def test_recomputation_changes_no_bit(mode):
     plain, recomputed = gradients(decoder()), gradients(decoder(mode))
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("family, settings, draws", [
+    ("qwen3", {}, False), ("qwen3", {"attention_dropout": 0.5}, True),
+    ("mixtral", {"router_jitter_noise": 0.3}, True), ("phimoe", {"router_jitter_noise": 0.0}, True),
+    ("llama", {"lora": 0.0}, False), ("llama", {"lora": 0.5}, True),
+])  # fmt: skip
+def test_recomputation_draws_what_forward_drew(family, settings, draws):
+    """And keeps no state of random numbers where a decoder has no use for one."""
+    adapters = settings.pop("lora", None)
+    words = ["activation_checkpointing=full", "train.compile=false"]
+    if adapters is not None:
+        words += ["model.lora.rank=2", f"model.lora.dropout={adapters}"]
+    config, found = compose_config(words).config, list[list[Tensor]]()
+    for recomputes in (False, True):
+        module = pair(family, settings)[1].train()
+        if adapters is not None:
+            choose_trained(module, config.model)
+            with torch.no_grad():
+                for name, param in [*module.named_parameters()]:
+                    if param.is_meta:
+                        owner, _, key = name.rpartition(".")
+                        filled = nn.Parameter(torch.full(param.shape, 0.1))
+                        setattr(module.get_submodule(owner), key, filled)
+        if recomputes:
+            prepare_blocks(module, config)
+        torch.manual_seed(5)
+        with mock.patch.object(torch, "get_rng_state", wraps=torch.get_rng_state) as kept:
+            found.append(gradients(module))
+        assert bool(kept.call_count) == (recomputes and draws)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_recomputation_leaves_names_as_they_were():

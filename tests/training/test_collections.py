@@ -32,7 +32,7 @@ class Litter(Callback):
     def launched(self, run: Trainer) -> None:
         self.left.append(weakref.ref(Cycle()))
         self.most = max(self.most, sum(each() is not None for each in self.left))
-        _ = [[] for _ in range(5000 * run.ranks.rank)]  # type: ignore[var-annotated]
+        _ = [[] for _ in range(5000 * run.ranks.rank)]
         if run.step == 11:
             gc.callbacks.clear()
             raise StoppedError("planted")
