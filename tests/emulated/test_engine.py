@@ -17,6 +17,7 @@ from fsdpctl.plan.layout import Span
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.emulated.cases import Case, every_case
+from tests.engine.models import next_token_loss, token_batches
 from tests.engine.test_host_inputs import Chain, Dropping
 from tests.matrix import fast
 
@@ -50,6 +51,34 @@ def test_uneven_parts_are_gathered_and_reduced_in_one_launch(rank: int, world_si
     assert torch.equal(out.cpu(), 4 * wanted[own.start : own.stop])
     groups: Any = dist.ProcessGroupNCCL
     assert groups.groups() == [3, 3]
+
+
+@distributed(world_size=4, timeout=60, on_devices=True)
+def test_replicas_combine_right_behind_a_reduction_on_its_stream(
+    rank: int, world_size: int
+) -> None:
+    """So the compute stream waits for none of both in between."""
+    device, order = torch.device("cuda", rank), list[tuple[str, bool]]()
+    model = Case("hybrid_shard").model(device, world_size)
+    (batch,) = token_batches(1, world_size, 1)[0][rank]
+    assert isinstance(model.mesh.shard, NcclCollectives)
+    stream = model.mesh.shard.reduce_stream
+
+    def noting(owner: Any, name: str) -> Any:
+        plain = getattr(owner, name)
+
+        def noted(*given: Any, **more: Any) -> Any:
+            order.append((name, torch.cuda.current_stream() == stream))
+            return plain(*given, **more)
+
+        return mock.patch.object(owner, name, noted)
+
+    with noting(NcclCollectives, "reduce_scatter"), noting(NcclCollectives, "start_all_reduce"):
+        next_token_loss(model, batch.to(device)).backward()
+    *pairs, presence = order
+    assert presence == ("start_all_reduce", False)
+    assert len(pairs) >= 2 * 3
+    assert pairs == [("reduce_scatter", False), ("start_all_reduce", True)] * (len(pairs) // 2)
 
 
 @distributed(timeout=60, on_devices=True)
