@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RESULTS := benchmarks/results
 MINUTES ?= 0
-FAST := $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+ENVIRONMENT ?= usual
+FAST := $(BIN)/python -m tests.environments $(ENVIRONMENT) -- $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE  # it makes each process that a test starts compile the modules
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 

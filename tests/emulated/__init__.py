@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ _SOURCES = ("streams.cpp", "memory.cpp", "operators.cpp", "nccl.cpp")
 
 def library() -> Path:
     """Where the extension for this torch and Python lies, or will lie once it is built."""
+    if given := os.environ.get("EMULATED_CUDA_LIBRARY"):
+        return Path(given)
     digest = hashlib.sha256(f"{version('torch')} {sys.version}".encode())
     for file in sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.h")]):
         digest.update(file.read_bytes())
@@ -45,15 +48,16 @@ def build() -> Path:
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        shutil.copytree(_HERE, folder, dirs_exist_ok=True)  # rules cannot name paths with blanks
         includes = [*include_paths(), sysconfig.get_paths()["include"]]
         flags = ["-std=c++20", "-O1", "-fPIC", "-w", "-DTORCH_EXTENSION_NAME=emulated_cuda"]
-        flags += ["-DUSE_C10D_GLOO", *(f"-I{each}" for each in includes)]
+        flags += ["-DUSE_C10D_GLOO", *(shlex.quote(f"-I{each}") for each in includes)]
         objects = [f"{Path(each).stem}.o" for each in _SOURCES]
         rules = [
-            f"{made}: {_HERE / source}\n\tc++ {' '.join(flags)} -c $< -o $@"
+            f"{made}: {source}\n\tc++ {' '.join(flags)} -c $< -o $@"
             for made, source in zip(objects, _SOURCES, strict=True)
         ]
-        libraries = " ".join(f"-L{each}" for each in library_paths())
+        libraries = shlex.join(f"-L{each}" for each in library_paths())
         linked = f"-shared {' '.join(objects)} {libraries} -lc10 -ltorch_cpu -ltorch -ltorch_python"
         rules.insert(0, f"emulated_cuda.so: {' '.join(objects)}\n\tc++ {linked} -o $@")
         Path(folder, "Makefile").write_text("\n".join(rules) + "\n")
