@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 _UNLESS_SET = {
     "TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_WAIT_POLICY": "PASSIVE"
@@ -33,9 +34,18 @@ def main() -> None:
     # in a line. Threads of OpenMP that spin keep cores from others; GOMP_SPINCOUNT decides if set.
     for name, text in _UNLESS_SET.items():
         os.environ.setdefault(name, text)
-    from fsdpctl.commands.app import main as run  # takes a moment
+    try:
+        from fsdpctl.commands.app import main as run  # takes a moment
 
-    run()
+        run()
+    except ImportError as error:
+        package = (error.name or "fsdpctl").partition(".")[0]
+        if package == "fsdpctl":
+            raise
+        from fsdpctl.io.packages import lacking
+
+        print(f"fsdpctl: {lacking(package, error)}", file=sys.stderr)
+        sys.exit(2)  # UsageError
 
 
 if __name__ == "__main__":

@@ -9,20 +9,13 @@ from typing import IO, Any
 from fsdpctl.chats.formats import is_used
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import MOST_BYTES
+from fsdpctl.io.packages import load
 
 _BATCH = 64  # rows that are read at a time
 
 
 def open_zstd(path: str, raw: IO[bytes]) -> Any:
-    return _pyarrow(path).CompressedInputStream(raw, "zstd")
-
-
-def _pyarrow(path: str) -> Any:
-    try:
-        import pyarrow
-    except ImportError:
-        raise UsageError(f"{path}: requires pyarrow; `pip install pyarrow`") from None
-    return pyarrow
+    return load("pyarrow", path).CompressedInputStream(raw, "zstd")
 
 
 def objects_of_table(
@@ -33,7 +26,7 @@ def objects_of_table(
     Unused columns have the value True in all rows, so that their names can be reported. UsageError
     if the file is damaged.
     """
-    arrow, number = _pyarrow(path), 0
+    arrow, number = load("pyarrow", path), 0
     try:
         names, batches = _parquet(raw) if is_parquet else _stream(arrow, raw)
         if twice := [name for name, count in Counter(names).items() if count > 1]:

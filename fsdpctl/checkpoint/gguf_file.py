@@ -28,6 +28,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, Advance, doing
 from fsdpctl.io.files import refusing, replacing
 from fsdpctl.io.gguf_header import OWN_CONFIG
+from fsdpctl.io.packages import load
 from fsdpctl.plan.layout import Span
 
 if TYPE_CHECKING:
@@ -75,10 +76,7 @@ def write_gguf(
     if destination.is_dir() or (destination.exists() and not overwrite):
         raise UsageError(f"{destination}: already exists; pass --overwrite to replace a file")
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
-    try:
-        import gguf
-    except ImportError:
-        raise UsageError("--format gguf: gguf not installed; run `pip install gguf`") from None
+    gguf = load("gguf", "--format gguf")
     _check(model, reader)
     weights = exported_weights(reader, dtype, merges=merges)
     tensors = _tensors(weights, model, dtype, gguf)

@@ -1,15 +1,12 @@
 """Directories that appear complete or not at all: exports, and checkpoints with their manifest."""
 
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from secrets import token_hex
 
-from fsdpctl import __version__
 from fsdpctl.checkpoint.manifest import (
     ASSETS,
     INDEX_JSON,
@@ -25,6 +22,7 @@ from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import refusing
+from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import CHECKSUMS, MANIFEST
 
 _SPARE_BYTES = 1 << 20  # for the manifest and directory entries
@@ -99,14 +97,13 @@ def write_manifest(
         name: FileInfo(len(content), checksum(content))
         for name, content in about.attachments.items()
     }
-    python = sys.version.split()[0]
     manifest = Manifest(
         files=dict(files),
         attachments=attached,
         tensors=dict(sorted(tensors.items())),
         progress=about.progress,
         config=dict(about.config),
-        versions={"fsdpctl": __version__, "torch": version("torch"), "python": python},
+        versions=versions(),
         world_size=world_size,
         base=about.base,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular
+from fsdpctl.io.packages import load
 
 SUFFIX = ".gguf"
 OWN_CONFIG = "fsdpctl.config_json"  # of exports: all of config.json, beyond the format's keys
@@ -93,10 +94,7 @@ def read_header(path: Path) -> GgufHeader:
     one of several that a model is split into.
     """
     os.close(open_regular(path, follows=True))
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise UsageError(f"{path}: gguf not installed; run `pip install gguf`") from None
+    load("gguf", str(path))
     from transformers.integrations.gguf import reader
 
     theirs: Any = reader

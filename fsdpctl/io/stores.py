@@ -17,9 +17,11 @@ from urllib.parse import urlsplit
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.files import Refusal, replacing
+from fsdpctl.io.packages import lacking
 from fsdpctl.io.texts import printable, refuse_secret
 
 STORES = ("s3", "gs", "file")  # protocols; a file:// is a path of this machine
+_DRIVERS = {"s3": "s3fs", "gs": "gcsfs"}
 _HUB = "hf://"  # names of data sets in a cache on this machine
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|::)")
 _THREADS = 64  # requests at the same time
@@ -110,6 +112,9 @@ def open_store(url: str, where: str, refusal: Refusal = FsdpctlError) -> StoredF
         raise UsageError(f"{where}: not in an object store")
     try:
         store, path = url_to_fs(url)
+    except ImportError as error:  # its cause is that of the driver
+        cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+        raise UsageError(f"{where}: {lacking(_DRIVERS[url.partition(':')[0]], cause)}") from None
     except Exception as error:  # some drivers connect now
         raise UsageError(f"{where}: {error}") from None
     return StoredFile(store, url, str(path), refusal)

@@ -5,7 +5,6 @@ directory. All messages are JSON in a store at node 0's address; nothing is unpi
 """
 
 import hashlib
-import platform
 import secrets
 import socket
 import time
@@ -13,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +22,7 @@ from fsdpctl.comm.world import PrefixStore, Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.files import read_text_file, refusing, replace
+from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import HANDSHAKE
 
 _POLL_SECONDS = 0.1
@@ -39,7 +38,7 @@ class Plan:
 
     run_dir: str = ""
     token: str = ""  # the contents of a file in it
-    versions: str = ""  # of fsdpctl, torch and Python
+    versions: str = ""  # of fsdpctl, torch, transformers and Python
     code: str = ""  # a digest of the program's source
     nproc_per_node: int = 0
     refusal: str = ""  # why the run does not start
@@ -66,7 +65,7 @@ class Handshake:
         """
         token = run_dir / HANDSHAKE
         plan = Plan(
-            str(run_dir.absolute()), secrets.token_hex(16), versions(), source_digest(),
+            str(run_dir.absolute()), secrets.token_hex(16), _software(), source_digest(),
             nproc_per_node, members=self.count,
         )  # fmt: skip
         with refusing(token):
@@ -167,8 +166,8 @@ def _check_directory(plan: Plan) -> str:
 
 def difference(plan: Plan, launch: LaunchConfig) -> str:
     """Return how this node's program or launch differs from node 0's, or an empty string."""
-    if versions() != plan.versions:
-        return f"{versions()} differs from {plan.versions} on node 0"
+    if _software() != plan.versions:
+        return f"{_software()} differs from {plan.versions} on node 0"
     if source_digest() != plan.code:
         return "fsdpctl's source differs from node 0's; install the same version on all nodes"
     if launch.nproc_per_node != plan.nproc_per_node:
@@ -179,10 +178,8 @@ def difference(plan: Plan, launch: LaunchConfig) -> str:
     return ""
 
 
-def versions() -> str:
-    """Return the versions of fsdpctl, torch and Python."""
-    python = platform.python_version()
-    return f"fsdpctl {fsdpctl.__version__}, torch {version('torch')}, Python {python}"
+def _software() -> str:
+    return ", ".join(" ".join(each) for each in versions().items())
 
 
 def source_digest() -> str:

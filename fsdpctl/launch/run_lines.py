@@ -13,6 +13,7 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.own import OwnData
 from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.io.packages import versions
 from fsdpctl.io.texts import by_name
 from fsdpctl.io.units import format_bytes
 from fsdpctl.models.experts import idle_parameters
@@ -23,6 +24,7 @@ from fsdpctl.resolve.open import Opened
 from fsdpctl.resolve.place import shares_memory, strategy_that_runs
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.directory import Look, Standing, changes
+from fsdpctl.run.environment import newest_versions
 from fsdpctl.training.learning_rate import warmup_steps
 
 _FEW_STEPS = 20
@@ -55,6 +57,7 @@ def describe_run(
         ("blocks", _blocks(plan.config)),
         *(("note", text) for text in (*opened.notes, *seen.notes)),
         *(("changed", text) for text in changes(seen, plan.config)),
+        ("changed", _software(seen)),
     ]
     yield from (by_name(f"{name:<8}{text}") for name, text in rows if text)
 
@@ -229,6 +232,19 @@ def _blocks(config: Config) -> str:
         "inputs of blocks in host memory" * (is_on and recomputed.offload),
     )
     return ", ".join(filter(None, parts))
+
+
+def _software(seen: Look) -> str:
+    """Return which versions differ from those that a run resumes from."""
+    if seen.standing is not Standing.RESUMES:
+        return ""
+    before = seen.source.manifest.versions if seen.source else newest_versions(seen.run_dir)
+    parts = [
+        f"{name} was {before[name]}, is {now}"
+        for name, now in versions().items()
+        if before.get(name, now) != now
+    ]
+    return f"{'; '.join(parts)}, which may change the losses" if parts else ""
 
 
 def _run(seen: Look) -> str:

@@ -14,6 +14,7 @@ from fsdpctl.config.placement import OURS
 from fsdpctl.config.schema import KEYS, SECTIONS, C, Config
 from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
+from fsdpctl.io.packages import lacking
 from fsdpctl.models.decoder_check import check_shared_rows
 from fsdpctl.plan.optimizers import (
     ADAMW,
@@ -255,7 +256,7 @@ def check_preflight(config: Config) -> None:
         raise UsageError(f"cluster.price={price:g}: for estimates and compare --simulate only")
     for name in _EXTRAS:
         if getattr(config.log, name) and not _is_installed(name):
-            raise UsageError(f"log.{name}=true: {name} is not installed; pip install {name}")
+            raise UsageError(f"log.{name}=true: {lacking(name)}")
     remote = config.checkpoint.remote
     if remote is not None and not is_remote(remote, f"checkpoint.remote={remote}"):
         raise UsageError(

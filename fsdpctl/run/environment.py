@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import platform
 import re
 import subprocess
 import time
@@ -13,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdpctl import __version__
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import nearest_run, read_text_file, replace
+from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, OVERRIDES, RUN_CONFIG, check_own
 from fsdpctl.io.untrusted import Count, as_type, read_json
 from fsdpctl.run.metrics import Figure
@@ -52,6 +51,14 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     """Read the entries of all starts, oldest first; an empty list if the file does not exist."""
     path = run_dir / ENVIRONMENT
     return read_json(path, _File).starts if os.path.lexists(path) else []
+
+
+def newest_versions(run_dir: Path) -> dict[str, str]:
+    """Read the versions of the newest start by package; empty if they are unknown."""
+    with contextlib.suppress(UsageError):
+        newest = (read_starts(run_dir) or [{}])[-1]
+        return {name: newest[name] for name in versions() if isinstance(newest.get(name), str)}
+    return {}
 
 
 def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
@@ -117,9 +124,7 @@ def describe_start(run_dir: Path, devices: Sequence[str]) -> dict[str, Any]:
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": _arguments(run_dir),
-        "fsdpctl": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        **versions(),
         "cuda": torch.version.cuda if on_cuda else None,
         "nccl": ".".join(map(str, nccl.version())) if on_cuda else None,
         "devices": dict(Counter(devices)),

@@ -12,6 +12,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import plain_name, read_text_file, replace
+from fsdpctl.io.packages import lacking
 from fsdpctl.io.run_files import TENSORBOARD, WANDB_ID
 
 _LEAVING_SECONDS, _FAILING_SECONDS = 60.0, 5.0  # to send the remaining values
@@ -121,7 +122,8 @@ class Loggers:
             yield
         except Exception as error:
             self._loggers.pop(name, None)
-            cause = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+            text = lacking(name, error) if isinstance(error, ImportError) else str(error)
+            cause = " ".join(text.split())[:_LONGEST] or type(error).__name__
             self._warn(f"log.{name}: {cause}; the run continues without it")
 
 

@@ -5,12 +5,16 @@ import platform
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fsdpctl.io.run_files import ENVIRONMENT, OVERRIDES
 from fsdpctl.launch.restarts import went_on
+from fsdpctl.launch.run_lines import _software
+from fsdpctl.run.directory import Standing
 from fsdpctl.run.environment import (
     MAX_STARTS,
     Restart,
@@ -54,6 +58,22 @@ def test_a_start_records_ranks_devices_command_and_commit(tmp_path, checkout, mo
     assert (found["torch"], found["python"]) == (torch.__version__, platform.python_version())
     assert found["commit"] == git(checkout, "rev-parse", "HEAD")
     assert device_name(torch.device("cpu")) == "cpu"
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "fsdpctl", "python"])
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_run_that_resumes_with_other_versions_reports_them(tmp_path, name, is_forked):
+    start = describe_start(tmp_path, ["cpu"])
+    before, now = {**start, name: "0.0.7"}, start[name]
+    add_start(tmp_path, start if is_forked else before)
+    source = SimpleNamespace(manifest=SimpleNamespace(versions=before)) if is_forked else None
+    seen: Any = SimpleNamespace(standing=Standing.RESUMES, run_dir=tmp_path, source=source)
+    assert _software(seen) == f"{name} was 0.0.7, is {now}, which may change the losses"
+    add_start(tmp_path, start)
+    seen.source = None
+    assert _software(seen) == ""
+    (tmp_path / ENVIRONMENT).write_text('{"starts": [{"torch": 7}]}')
+    assert _software(seen) == ""
 
 
 def test_only_variables_that_affect_the_computation_are_recorded():
