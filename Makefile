@@ -4,27 +4,31 @@ VENV := .venv
 BIN := $(VENV)/bin
 RESULTS := benchmarks/results
 MINUTES ?= 0
+WORKERS ?= logical
 ENVIRONMENT ?= usual
-FAST := $(BIN)/python -m tests.environments $(ENVIRONMENT) -- $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-unexport PYTHONDONTWRITEBYTECODE  # it makes each process that a test starts compile the modules
+FAST := $(BIN)/python -m tests.environments $(ENVIRONMENT) -- $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+MAKEFLAGS += --jobs=2  # compile the emulated device while packages install and types are checked
+unexport MAKEFLAGS PYTHONDONTWRITEBYTECODE  # which slows each process that a test starts
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-slow check docs bench gpu format clean
+.PHONY: train test test-slow check lint docs bench gpu format clean
 
 train: $(VENV)/installed  ## train a small language model on this machine
 	$(BIN)/fsdpctl train
 
-test: $(VENV)/emulated  ## run the fast tests
+test: $(VENV)/developed $(VENV)/emulated  ## run the fast tests
 	$(FAST)
 
-test-slow: $(VENV)/emulated  ## all slow tests, some hours; MINUTES=15 runs those longest unseen
+test-slow: $(VENV)/developed $(VENV)/emulated  ## all slow tests, some hours; MINUTES=15 runs those longest unseen
 	$(BIN)/python -m pytest -q -m slow --minutes $(MINUTES)
 
-check: $(VENV)/emulated  ## format, lint, types and fast tests, as in CI and the pre-commit hook
+check: lint $(VENV)/emulated  ## format, lint, types and fast tests, as in CI and the pre-commit hook
+	$(FAST)
+
+lint: $(VENV)/developed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(FAST)
 
 docs: $(VENV)/developed  ## regenerate the tables and the picture in docs/
 	$(BIN)/python -m docs.generate
@@ -52,16 +56,20 @@ format: $(VENV)/developed
 clean:
 	rm -rf $(VENV) build dist
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/torch: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch
 	$(PIP) --editable .
 	touch $@
 
-$(VENV)/developed: $(VENV)/installed
+$(VENV)/developed: $(VENV)/torch
 	$(PIP) --editable '.[dev]'
-	touch $@
+	touch $(VENV)/installed $@
 
 # The emulated CUDA device for tests: a minute, once per torch version. Without a compiler, these tests are skipped.
-$(VENV)/emulated: $(VENV)/developed $(wildcard tests/emulated/*.cpp tests/emulated/*.h)
+$(VENV)/emulated: $(VENV)/torch $(wildcard tests/emulated/*.cpp tests/emulated/*.h)
 	$(BIN)/python -m tests.emulated
 	touch $@

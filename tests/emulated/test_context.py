@@ -16,7 +16,6 @@ from fsdpctl.training.assemble import make_model, share_samples
 from fsdpctl.training.loss import summed_loss
 from tests.commands.run import TINY
 from tests.distributed import distributed
-from tests.matrix import fast
 
 WORDS = [*TINY, "precision=fp32", "launch.nproc_per_node=2", "model.vocab_size=64",
          "train.context_parallel=2", "activation_checkpointing=full"]  # fmt: skip
@@ -57,12 +56,14 @@ def trained(rank: int, world_size: int, seed: int, *, planted: bool) -> None:
     torch.testing.assert_close(found, losses(rank, torch.device("cpu")), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", fast(0, slow=[1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_an_exchange_follows_what_it_sends(seed: int) -> None:
     trained(seed=seed, planted=False)
 
 
-@pytest.mark.parametrize("seed", fast(0, slow=[1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_an_exchange_that_waits_for_nothing_is_found(seed: int) -> None:
     with pytest.raises(AssertionError, match=r"race: .* on stream|freed too early"):
         trained(seed=seed, planted=True)

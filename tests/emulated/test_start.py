@@ -1,4 +1,4 @@
-"""The start of a run on CUDA devices: weights are drawn there, and slow readers have time."""
+"""The start of a run on CUDA devices: slow readers have time."""
 
 import time
 from datetime import timedelta
@@ -10,41 +10,9 @@ import torch
 import torch.distributed as dist
 
 from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
-from fsdpctl.config.any_decoder import declared
-from fsdpctl.config.compose import compose_config
-from fsdpctl.models import registry
 from fsdpctl.training import assemble
 from tests.distributed import distributed
 from tests.training.ranks import made, words
-
-MODEL = compose_config([]).config.model
-
-
-@distributed(world_size=1, on_devices=True)
-def test_large_matrices_are_drawn_on_the_device_by_name(
-    rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "DRAWN_ON_DEVICE", 4096)
-    monkeypatch.setattr(registry, "_DRAWN_AT_ONCE", 512)
-
-    def drawn(name: str, width: int) -> torch.Tensor:
-        whole = torch.empty(64, width, device="cuda", dtype=torch.bfloat16)
-        torch.cuda.reset_peak_memory_stats()
-        registry.initialize_parameter(name, whole, seed=0, config=MODEL)
-        extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-        assert extra <= 3 * 512 * 4  # in parts
-        return whole
-
-    torch.cuda.set_sync_debug_mode("error")  # nothing comes from the host
-    one, again, other = (drawn(name, 64) for name in ("a.weight", "a.weight", "b.weight"))
-    torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    assert one.float().std().item() == pytest.approx(declared(MODEL, "initializer_range"), rel=0.05)
-    torch.cuda.set_sync_debug_mode("error")
-    with pytest.raises(RuntimeError, match="synchronizing"):
-        drawn("a.weight", 16)  # a small one does
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -107,6 +108,7 @@ def test_a_fault_in_making_them_is_found(rank: int, world_size: int, transport: 
     finds_faults(rank, world_size, transport)
 
 
+@pytest.mark.slow
 @distributed(world_size=2, on_devices=True)
 def test_devices_take_the_same_path(rank: int, world_size: int) -> None:
     sends_as_over_gloo(rank, world_size, DEVICES)
