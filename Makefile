@@ -11,7 +11,7 @@ MAKEFLAGS += --jobs=2  # compile the emulated device while packages install and 
 unexport MAKEFLAGS PYTHONDONTWRITEBYTECODE  # which slows each process that a test starts
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-slow check lint docs bench gpu format clean
+.PHONY: train test test-slow check lint wheel docs bench gpu format clean
 
 train: $(VENV)/installed  ## train a small language model on this machine
 	$(BIN)/fsdpctl train
@@ -29,6 +29,9 @@ lint: $(VENV)/developed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+wheel: $(VENV)/developed  ## build the package, and use it where nothing of this checkout is imported
+	$(BIN)/python -m pytest -q -m slow tests/test_wheel.py
 
 docs: $(VENV)/developed  ## regenerate the tables and the picture in docs/
 	$(BIN)/python -m docs.generate

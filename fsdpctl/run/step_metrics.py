@@ -2,6 +2,7 @@
 
 import math
 import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -149,4 +150,5 @@ def peak_memory(device: torch.device) -> PeakMemory:
             torch.cuda.get_device_properties(device).total_memory,
             found.get("num_alloc_retries", 0),
         )
-    return PeakMemory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return PeakMemory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -8,6 +8,7 @@ import tomllib
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from fsdpctl.config.schema import GROUPS
 from fsdpctl.errors import FsdpctlError
 from tests.documented.lines import ROOT, Line
 
+ADDRESS = "$FSDPCTL"  # of the package, in the shell of a reader
 # Where a command has read all options and settings, and would begin to work.
 _WORK = (
     "fsdpctl.commands.train._train", "fsdpctl.commands.train._dry_run",
@@ -64,8 +66,10 @@ def problem_of(line: Line) -> str | None:
         return _of_fsdpctl(words)
     if program == "make":
         return _of_make(words)
-    if program == "pip":
+    if program in ("pip", "uv"):
         return _of_pip(words)
+    if program in ("uvx", "pipx") and ADDRESS not in words:
+        return f"expected {ADDRESS}"
     if program in ("python", "torchrun") or "fsdpctl" in words:
         return _of_launched(program, words)
     return _of_files(words)
@@ -101,12 +105,15 @@ def _of_make(words: Sequence[str]) -> str | None:
 
 
 def _of_pip(words: Sequence[str]) -> str | None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    """Check the packages that are installed; each option has a value."""
+    if words == ["build"]:
+        return None  # of this directory
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = about["optional-dependencies"]
     packages = {re.split(r"[<>=]", each)[0] for of in extras.values() for each in of}
-    for word in words[1:]:
-        if word not in (".", *packages):
+    for before, word in pairwise(words[words.index("install") :]):
+        is_option = before.startswith("-") or word.startswith("-")
+        if not is_option and word not in (ADDRESS, *packages):
             return f"{word}: not installed so"
     return None
 
@@ -114,7 +121,7 @@ def _of_pip(words: Sequence[str]) -> str | None:
 def _of_launched(program: str, words: Sequence[str]) -> str | None:
     """Check what a launcher of ranks, or Python, runs: fsdpctl, a module or a file."""
     if "fsdpctl" in words:
-        return _of_fsdpctl(words[words.index("fsdpctl") + 1 :])
+        return _of_fsdpctl(words[len(words) - words[::-1].index("fsdpctl") :])
     if program == "torchrun":
         words = words[2:] if words[0] == "--nproc-per-node" else [f"{program} {words[0]}"]
     file = words[1].replace(".", "/") + ".py" if words[0] == "-m" else words[0]

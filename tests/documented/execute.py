@@ -12,7 +12,9 @@ from tests.launch.test_nodes import free_endpoint
 # Lines that are only checked by their program's parser (`check.py`), by words of theirs, and why.
 ONLY_CHECKED = {
     "make": "builds an environment, or runs everything",
-    "pip": "installs from a network",
+    "pip": "installs from a network", "uv": "installs from a network",
+    "uvx": "installs from a network: tests/test_wheel.py", "pipx": "installs from a network",
+    "docker": "needs Docker: tests/test_wheel.py runs the steps of the file",
     "sbatch": "needs Slurm: tests/launch/test_slurm.py runs the script",
     "srun": "needs Slurm: tests/launch/test_slurm.py",
     "kubectl": "needs a cluster: tests/examples runs the command in the file",
@@ -21,7 +23,7 @@ ONLY_CHECKED = {
     "log.wandb=true": "needs an account; tests/training/test_loggers.py",
     "--install-completion": "changes files of the user's shell",
     "python -m": "a benchmark or a campaign, up to hours",
-}
+}  # fmt: skip
 PACKAGES = {"log.tensorboard=true": "tensorboard", "gguf": "gguf"}  # of extras
 # Sizes in a line, and smaller ones.
 _SMALLER = {

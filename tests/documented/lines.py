@@ -10,7 +10,10 @@ from pathlib import Path
 from fsdpctl.commands.app import COMMANDS
 
 ROOT = Path(__file__).parent.parent.parent
-PROGRAMS = ("fsdpctl", "make", "python", "pip", "torchrun", "sbatch", "srun", "kubectl", "sky")
+PROGRAMS = (
+    "fsdpctl", "make", "python", "pip", "uv", "uvx", "pipx", "docker run", "torchrun", "sbatch",
+    "srun", "kubectl", "sky",
+)  # fmt: skip
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")))
 HEADERS = tuple(
     sorted(str(p.relative_to(ROOT)) for at in ("recipes/*", "examples/*/*") for p in ROOT.glob(at))

@@ -98,7 +98,9 @@ def test_a_wrong_setting_in_a_sentence_is_found() -> None:
     ("    torchrun --nproc 2 docs/examples/conv_net.py", "--nproc"),
     ("    python docs/examples/conv_net.py --step a", "not accepted"),
     ("`python -m benchmarks.step_tim`", "not found"), ("`make tests`", "tests"),
-    ("    pip install 'fsdpctl[arrow]'", "arrow"),
+    ("    pip install 'fsdpctl[arrow]'", "arrow"), ("    uv pip install -p x ggufs", "ggufs"),
+    ("    uvx --from git+https://a.b/c fsdpctl list", "$FSDPCTL"),
+    ("    docker run --rm fsdpctl fsdpctl lists", "lists"),
     ("    sbatch examples/slurm/train.sbatch --recipes x", "--recipes"),
     ("    kubectl apply -f examples/kubernetes/jobs.yaml", "not found"),
 ])  # fmt: skip
@@ -120,3 +122,10 @@ def test_commands_are_found_wherever_they_are() -> None:
     header = "# Text:\n#   fsdpctl train a=1\n# Then do it: fsdpctl status\n# with `sky x`.\na: 1\n"
     assert list(in_comments(header)) == ["fsdpctl train a=1", "fsdpctl status", "sky x"]
     assert {"README.md", "docs/training.md"} <= {line.source for line in LINES} & set(PAGES)
+
+
+def test_the_addresses_of_the_package_and_of_its_image_are_in_one_place_each() -> None:
+    files = (*PAGES, "Dockerfile", "pyproject.toml", "examples/kubernetes/job.yaml")
+    text = "\n".join((ROOT / each).read_text() for each in files)
+    assert len(re.findall(r"\bFSDPCTL=", text)) == 1
+    assert len({each.replace("#", "/") for each in re.findall(r"[\w.]+[/#]fsdpctl:\w+", text)}) == 1
