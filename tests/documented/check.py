@@ -110,10 +110,11 @@ def _of_pip(words: Sequence[str]) -> str | None:
         return None  # of this directory
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = about["optional-dependencies"]
-    packages = {re.split(r"[<>=]", each)[0] for of in extras.values() for each in of}
+    known = {re.split(r"[<>=]", each)[0] for of in extras.values() for each in of}
+    known |= {ADDRESS, *(f"fsdpctl[{each}]" for each in extras)}
     for before, word in pairwise(words[words.index("install") :]):
         is_option = before.startswith("-") or word.startswith("-")
-        if not is_option and word not in (ADDRESS, *packages):
+        if not is_option and word not in known:
             return f"{word}: not installed so"
     return None
 
