@@ -42,7 +42,7 @@ def _render_here(given: IO[bytes], made: IO[bytes]) -> mock.Mock:
 def _what_many_tests_need_once() -> Iterator[None]:
     """Read the standard library once, and render templates in this process."""
     with (
-        mock.patch("fsdpctl.data.open_data.standard_library", functools.cache(standard_library)),
+        mock.patch("fsdpctl.data.open_text.standard_library", functools.cache(standard_library)),
         mock.patch.object(workers, "_start", _render_here),
     ):
         yield

@@ -1,32 +1,23 @@
 """The data of a run: text, token files or chats, opened by the section `data`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import xxhash
-
-from fsdpctl.config.data import CHAT, LOSS, MOST_HELD_OUT, TEXT, TOKENS, DataConfig, check_chat_keys
-from fsdpctl.config.data_files import kind_of
+from fsdpctl.config.data import CHAT, LOSS, MOST_HELD_OUT, TOKENS, DataConfig, check_chat_keys
 from fsdpctl.config.sources import sources_in
 from fsdpctl.data.data_set import DataSet, check_alike, mix
-from fsdpctl.data.documents import hold_out, left_out, read_text, standard_library
-from fsdpctl.data.find_data import find_data
 from fsdpctl.data.new_tokens import tokenizer_of
 from fsdpctl.data.open_chats import open_chats, rendering_of
-from fsdpctl.data.streams import TokenStream, stream_of
-from fsdpctl.data.token_cache import read_cache, write_cache
+from fsdpctl.data.open_text import OWN, open_text
+from fsdpctl.data.streams import stream_of
 from fsdpctl.data.token_formats import TokenFile, open_token_files
-from fsdpctl.data.tokenizer import BATCH, ByteTokenizer, TextPiece, Tokenizer, open_tokenizer
+from fsdpctl.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
-from fsdpctl.errors import UsageError, first_of
-from fsdpctl.io.activity import doing
-from fsdpctl.io.units import batches
+from fsdpctl.errors import UsageError
 
-_OWN, _PATH, _VAL_PATH = "python_stdlib", "data.path", "data.val_path"
-_ENCODING = 5  # increase it if the same text gives other tokens
+_PATH, _VAL_PATH = "data.path", "data.val_path"
 
 
 def open_data(config: DataConfig, seed: int = 0) -> DataSet:
@@ -36,14 +27,14 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
         UsageError: If the data is missing, empty or corrupted, or if a key doesn't apply to it.
     """
     check_chat_keys(config)
-    if config.path is None and config.name != _OWN:
+    if config.path is None and config.name != OWN:
         raise UsageError(f"data={config.name}: data.path is required: a file, directory or glob")
     open_one: Callable[[DataConfig, str], DataSet] = _from_token_files
     if config.name == CHAT:
         open_one = partial(open_chats, rendering_of(config, seed))
     elif config.name != TOKENS:
-        open_one = partial(_from_text, tokenizer_of(config))
-    if config.name == _OWN:
+        open_one = partial(open_text, tokenizer_of(config))
+    if config.name == OWN:
         return open_one(config, _PATH)
     if config.val_path is None:
         return _opened(open_one, config, _PATH)
@@ -71,52 +62,6 @@ def _opened(
         raise UsageError(f"{key}={config.path}: shares are only valid in data.path")
     found = [open_one(replace(config, path=each.path), key) for each in sources]
     return mix(sources, found, key) if len(sources) > 1 else found[0]
-
-
-def _from_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
-    texts, held, about, notes, files = _own(config) if config.name == _OWN else _read(config, key)
-    has_files = bool(held)
-    if not has_files:
-        texts, held = hold_out(texts, config.held_out)
-    if not texts:
-        raise UsageError(f"data.val_fraction={config.held_out:g}: leaves nothing to train on")
-    return DataSet(
-        _encode(tokenizer, texts),
-        _encode(tokenizer, held) if held else None,
-        tokenizer,
-        tokenizer.vocab_size,
-        about,
-        files=files,
-        notes=notes,
-        has_val_files=has_files,
-    )
-
-
-# Texts to train on, those of validation files, a description, notes, and the files.
-_Read = tuple[list[bytes], list[bytes], str, tuple[str, ...], tuple[Path, ...]]
-
-
-def _own(config: DataConfig) -> _Read:
-    if config.path is not None:
-        is_chat = kind_of(Path(config.path)) == CHAT
-        kinds = "data=chat, data=text" if is_chat else "data=text, data=chat"
-        raise UsageError(f"data.path={config.path}: only valid with {kinds} or data=tokens")
-    texts = standard_library()
-    return texts, [], f"Python's standard library, {len(texts)} files", (), ()
-
-
-def _read(config: DataConfig, key: str) -> _Read:
-    path = str(config.path)
-    found, held = find_data(path, key, TEXT), list[bytes]()
-    texts, passed = read_text(found, key, path)
-    files = found.train
-    if config.takes_validation and found.validation:
-        of_val = found.validation
-        held, more = read_text(replace(found, train=of_val), key, first_of([*map(str, of_val)]))
-        files += of_val
-        passed.skipped += more.skipped
-    about = found.about(validates=config.takes_validation, skipped=len(passed.skipped))
-    return texts, held, f"{path}, {about}{left_out(passed.skipped)}", passed.notes(), files
 
 
 def _from_token_files(config: DataConfig, key: str) -> DataSet:
@@ -174,22 +119,3 @@ def _check_tokenizer(key: str, file: TokenFile, tokenizer: Tokenizer) -> tuple[s
         f"{'an earlier version of it' if same else file.tokenizer}; run `fsdpctl tokenize SRC "
         f"{path} --tokenizer {tokenizer.name} --overwrite`, or set model.init=random"
     )
-
-
-def _encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> TokenStream:
-    """Tokenize texts. The cache keeps tokens that take time to compute."""
-    size = sum(map(len, texts))
-    pieces = (TextPiece(each.decode(), len(each)) for each in texts)
-    if isinstance(tokenizer, ByteTokenizer):
-        return TokenStream(tokenizer.encode_pieces([*pieces]), size)
-    digest = xxhash.xxh3_128(f"{_ENCODING} {tokenizer.checksum}".encode())
-    for text in texts:
-        digest.update(len(text).to_bytes(8, "little"))
-        digest.update(text)
-    name = f"text-{digest.hexdigest()}"
-    if (entry := read_cache(name)) is None:
-        some = batches(pieces, lambda piece: piece.size, BATCH)
-        with doing("tokenizing text"):
-            tokens = [tokenizer.encode_pieces(each) for each in some]
-        entry = write_cache(name, {"tokens": np.concatenate(tokens)}, {})
-    return TokenStream(entry.arrays["tokens"], size, entry.checksums["tokens"])

@@ -45,12 +45,13 @@ def read_cache(name: str) -> CacheEntry | None:
         if header["version"] != _VERSION:
             return None
         checksums = dict(header["checksums"])
-        arrays = {each: _read(folder, str(each)) for each in checksums}
+        if any(_checksum(_read(folder, each)) != known for each, known in checksums.items()):
+            return None
+        # Mapped anew, since the check has made all pages resident.
+        arrays = {each: _read(folder, each) for each in checksums}
+        return CacheEntry(arrays, checksums, header["facts"])
     except (UsageError, OSError, ValueError, KeyError, TypeError):
         return None
-    if any(_checksum(array) != checksums[each] for each, array in arrays.items()):
-        return None
-    return CacheEntry(arrays, checksums, header["facts"])
 
 
 def _read(folder: Path, name: str) -> NDArray[Any]:

@@ -20,7 +20,6 @@ from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Settled
-from fsdpctl.config.sources import is_remote, sources_in
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open_data import open_data
@@ -289,10 +288,7 @@ def _data(config: Settled) -> DataSet:
     """Return the data. One rank of each node prepares it first, for the cache. Collective."""
     ranks, is_first = ObjectExchange(), int(os.environ.get("LOCAL_RANK", 0)) == 0
     data = open_data(config.data, config.train.seed) if is_first else None
-    path = config.data.path
-    stores = any(is_remote(each.path) for each in sources_in(path)) if path else False
-    if config.data.holds_documents or stores:
-        ranks.gather_objects(None)
+    ranks.gather_objects(None)
     return data or open_data(config.data, config.train.seed)
 
 

@@ -1,0 +1,163 @@
+"""Text as data: one process reads and tokenizes it, and others map the tokens from the cache."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from fsdpctl.config.data import CHAT, TEXT, DataConfig
+from fsdpctl.config.data_files import DataFiles, kind_of
+from fsdpctl.data.data_set import DataSet
+from fsdpctl.data.documents import hold_out, left_out, read_text, standard_library
+from fsdpctl.data.find_data import find_data
+from fsdpctl.data.streams import TokenStream
+from fsdpctl.data.token_cache import read_cache, write_cache
+from fsdpctl.data.tokenizer import BATCH, ByteTokenizer, TextPiece, Tokenizer
+from fsdpctl.errors import UsageError, first_of
+from fsdpctl.io.activity import doing
+from fsdpctl.io.units import batches
+from fsdpctl.io.untrusted import MIB, Count, as_type
+
+OWN = "python_stdlib"
+_ENCODING = 5  # increase it if the same text gives other tokens
+_SMALL = 16 * MIB  # bytes of text; with bytes as tokens, not worth a file
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tokens of text: the name in the cache, empty if they are not there, and the text's bytes."""
+
+    name: str
+    num_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The facts about files of text whose tokens are in the cache."""
+
+    train: _Part
+    val: _Part | None
+    has_val_files: bool
+    skipped: list[str]
+    notes: list[str]
+
+
+Opened = tuple[_Index, TokenStream, TokenStream | None]
+
+
+def open_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
+    """Return the tokens of text. Of files, only sizes and times are read if the cache has them.
+
+    Raises:
+        UsageError: If there is no text, or none to train on.
+    """
+    files = tuple[Path, ...]()
+    if config.name == OWN:
+        texts = _own(config)
+        index, train, val = _encoded(tokenizer, config, texts, [])
+        about = f"Python's standard library, {len(texts)} files"
+    else:
+        path, validates = str(config.path), config.takes_validation
+        found = find_data(path, key, TEXT)
+        files = (*found.train, *(found.validation if validates else ()))
+        name = _name_of(files, tokenizer, config)
+        if (opened := _mapped(name)) is None:
+            opened = _read(found, tokenizer, config, key)
+            if all(part is None or part.name for part in (opened[0].train, opened[0].val)):
+                write_cache(name, {}, asdict(opened[0]))
+        index, train, val = opened
+        about = f"{path}, {found.about(validates=validates, skipped=len(index.skipped))}"
+        about += left_out(index.skipped)
+    return DataSet(
+        train, val, tokenizer, tokenizer.vocab_size, about, files=files, notes=(*index.notes,),
+        has_val_files=index.has_val_files,
+    )  # fmt: skip
+
+
+def _own(config: DataConfig) -> list[bytes]:
+    if config.path is not None:
+        is_chat = kind_of(Path(config.path)) == CHAT
+        kinds = "data=chat, data=text" if is_chat else "data=text, data=chat"
+        raise UsageError(f"data.path={config.path}: only valid with {kinds} or data=tokens")
+    return standard_library()
+
+
+def _name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) -> str:
+    """Return the index's name in the cache, by the sizes and times of the files."""
+    about = [f"{_ENCODING} {tokenizer.checksum} {config.held_out} {config.takes_validation}"]
+    for file in files:
+        state = file.stat()
+        about.append(f"{file.absolute()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}")
+    return f"texts-{xxhash.xxh3_128_hexdigest(repr(about).encode(errors='surrogateescape'))}"
+
+
+def _mapped(name: str) -> Opened | None:
+    """Return tokens that are in the cache whole, and what is known of their text."""
+    if (entry := read_cache(name)) is None:
+        return None
+    try:
+        index = as_type(entry.facts, _Index, name)
+    except UsageError:
+        return None
+    train, val = (_stream(part) if part else None for part in (index.train, index.val))
+    if train is None or (val is None) != (index.val is None):
+        return None
+    return index, train, val
+
+
+def _stream(part: _Part) -> TokenStream | None:
+    entry = read_cache(part.name)
+    if entry is None or "tokens" not in entry.arrays:
+        return None
+    return TokenStream(entry.arrays["tokens"], part.num_bytes, entry.checksums["tokens"])
+
+
+def _read(found: DataFiles, tokenizer: Tokenizer, config: DataConfig, key: str) -> Opened:
+    texts, passed = read_text(found, key, str(config.path))
+    held = list[bytes]()
+    if config.takes_validation and found.validation:
+        of_val = replace(found, train=found.validation)
+        held, more = read_text(of_val, key, first_of([*map(str, of_val.train)]))
+        passed.skipped += more.skipped
+    return _encoded(tokenizer, config, texts, held, passed.skipped, passed.notes())
+
+
+def _encoded(
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    texts: Sequence[bytes],
+    held: Sequence[bytes],
+    skipped: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> Opened:
+    """Return the tokens of texts to train on, and of `held` ones or of those it holds out."""
+    has_val_files = bool(held)
+    if not has_val_files:
+        texts, held = hold_out(texts, config.held_out)
+    if not texts:
+        raise UsageError(f"data.val_fraction={config.held_out:g}: leaves nothing to train on")
+    train, stream = _encode(tokenizer, texts)
+    val, val_stream = _encode(tokenizer, held) if held else (None, None)
+    return _Index(train, val, has_val_files, [*skipped], [*notes]), stream, val_stream
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[_Part, TokenStream]:
+    """Tokenize texts. The cache keeps tokens that take time to compute, or much memory."""
+    size = sum(map(len, texts))
+    pieces = (TextPiece(each.decode(), len(each)) for each in texts)
+    if isinstance(tokenizer, ByteTokenizer) and size < _SMALL:
+        return _Part("", size), TokenStream(tokenizer.encode_pieces([*pieces]), size)
+    digest = xxhash.xxh3_128(f"{_ENCODING} {tokenizer.checksum}".encode())
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little"))
+        digest.update(text)
+    part = _Part(f"text-{digest.hexdigest()}", size)
+    if (stream := _stream(part)) is None:
+        some = batches(pieces, lambda piece: piece.size, BATCH)
+        with doing("tokenizing text"):
+            tokens = np.concatenate([tokenizer.encode_pieces(each) for each in some])
+        entry = write_cache(part.name, {"tokens": tokens}, {})
+        stream = TokenStream(entry.arrays["tokens"], size, entry.checksums["tokens"])
+    return part, stream
