@@ -43,6 +43,7 @@ bench: $(VENV)/developed  ## compare with PyTorch's engines on CPU ranks, about 
 	$(BIN)/python -m benchmarks.host_time --out $(RESULTS)/host-time.json
 	$(BIN)/python -m benchmarks.peak_memory --out $(RESULTS)/peak-memory-cpu.json
 	$(BIN)/python -m benchmarks.growth --out $(RESULTS)/growth.json
+	$(BIN)/python -m benchmarks.corpus --out $(RESULTS)/corpus.json
 	$(BIN)/python -m benchmarks.little_memory --out $(RESULTS)/little-memory.json
 	$(BIN)/python -m benchmarks.update_time --out $(RESULTS)/update-time.json
 	$(BIN)/python -m benchmarks.waiting --out $(RESULTS)/waiting.json

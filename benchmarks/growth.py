@@ -29,17 +29,21 @@ PATIENCE = 120.0  # seconds without a step
 Read = tuple[int, list[int], list[int]]  # a step; each rank's own bytes, those of mapped files
 
 
-def reads(folder: Path, steps: int, batch: int) -> Iterator[Read]:
-    """Train `steps` steps, and yield what the ranks hold a few times per second."""
+def reads(folder: Path, steps: int, batch: int, *more: str) -> Iterator[Read]:
+    """Train `steps` steps with `more` settings; yield what ranks hold a few times per second.
+
+    What a run caches is in `folder`.
+    """
     run = folder / "run"
     settings = [
         f"train.steps={steps}", f"train.seq_len={SEQ_LEN}", f"launch.nproc_per_node={RANKS}",
         f"train.run_dir={run}", "launch.device=cpu", "train.sample_tokens=0",
-        f"train.global_batch_size={batch}",
+        f"train.global_batch_size={batch}", *more,
     ]  # fmt: skip
     with subprocess.Popen(
         [sys.executable, "-m", "fsdpctl", "train", *settings], cwd=folder,
-        env={**environment(), "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
+        env={**environment(), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder)},
+        stdout=subprocess.DEVNULL,
     ) as launcher:  # fmt: skip
         ranks: list[psutil.Process] = []
         seen, since = 0, time.monotonic()

@@ -35,7 +35,7 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
     ("estimates", ["--count", "1"]), ("decoders", ["--only", "llama"]),
     ("little_memory", ["--seeds", "1", "--steps", "30"]),
     ("update_time", ["--rounds", "1", "--width", "64"]),
-    ("waiting", ["--rounds", "1", "--steps", "6"]),
+    ("waiting", ["--rounds", "1", "--steps", "6"]), ("corpus", ["--mib", "1", "17"]),
 ])  # fmt: skip
 def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words: list[str]) -> None:
     report = run(module, tmp_path / "report.json", *words)

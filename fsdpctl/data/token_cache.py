@@ -47,7 +47,7 @@ def read_cache(name: str) -> CacheEntry | None:
         checksums = dict(header["checksums"])
         if any(_checksum(_read(folder, each)) != known for each, known in checksums.items()):
             return None
-        # Mapped anew, since the check has made all pages resident.
+        # Mapped again, since the check has made all pages resident.
         arrays = {each: _read(folder, each) for each in checksums}
         return CacheEntry(arrays, checksums, header["facts"])
     except (UsageError, OSError, ValueError, KeyError, TypeError):
