@@ -76,9 +76,8 @@ def run(name: str, command: list[str]) -> tuple[int, str]:
                 words = _confined(setting, words, stack)
         paths = [str(scratch), str(folder), os.environ.get("PYTHONPATH", "")]
         given["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        print(
-            f"{' + '.join((name, *ENVIRONMENTS[name]))}: {_machine(given.get(_LEVEL))}", flush=True
-        )
+        about = f"environment {' '.join((name, *ENVIRONMENTS[name]))}"
+        print(f"{_machine(given.get(_LEVEL))}, {about}", flush=True)
         with subprocess.Popen(words, cwd=folder, env=given, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             for piece in iter(partial(os.read, process.stdout.fileno(), 1 << 16), b""):
