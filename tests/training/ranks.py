@@ -13,6 +13,7 @@ from torch import Tensor
 from fsdpctl.comm.world import World
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Settled
+from fsdpctl.data.batches import MicroBatch
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.run_files import METRICS
@@ -20,6 +21,7 @@ from fsdpctl.resolve.open import open_run
 from fsdpctl.resolve.settle import plan_of, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
+from fsdpctl.training import loss as losses
 from fsdpctl.training import step
 from fsdpctl.training.assemble import make_trainer
 from fsdpctl.training.loss import summed_loss
@@ -28,6 +30,7 @@ from fsdpctl.training.trainer import Trainer
 from tests.commands.run import TINY, make_text
 from tests.distributed import distributed
 
+LOWEST = 8
 CPU = torch.device("cpu")
 Plants = Mapping[int, tuple[str, int]]  # by batch of the data: what, and on which rank
 
@@ -104,6 +107,15 @@ def plant(trainer: Trainer, plants: Plants) -> None:
     vars(step)["summed_loss"] = planted
 
 
+def plant_valley(trainer: Trainer) -> None:
+    """Plant validation losses that fall until step LOWEST and rise after it."""
+
+    def planted(model: object, batch: MicroBatch, *about: object) -> tuple[float, int]:
+        return batch.targets.numel() * (1.0 + abs(trainer.step - LOWEST)), batch.targets.numel()
+
+    vars(losses)["_pass_loss"] = planted
+
+
 @distributed(timeout=150)
 def train(
     rank: int,
@@ -116,6 +128,8 @@ def train(
 ) -> None:
     """Train to the end, or until a stop is requested before step `stops_at`.
 
+    If the run has `train.patience`, its validation losses are those of `plant_valley`.
+
     The weights are written to the file `result`, and the error to `result`.error.
     """
     holder: list[Trainer] = []
@@ -127,6 +141,8 @@ def train(
     holder.append(trainer)
     trainer.lag = lag  # as on CUDA
     plant(trainer, plants)
+    if trainer.parts.config.train.patience:
+        plant_valley(trainer)
     error = ""
     try:
         trainer.run()
