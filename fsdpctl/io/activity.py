@@ -70,6 +70,15 @@ def is_first() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in _NUMBERS)
 
 
+def _frames(stream: IO[str]) -> str:
+    """Return characters that turn, of those in the encoding of a terminal."""
+    try:
+        _FRAMES.encode(getattr(stream, "encoding", None) or "ascii")
+    except UnicodeError:
+        return "|/-\\"
+    return _FRAMES
+
+
 class Display:
     """The activities of this process, innermost last, and the thread that shows them."""
 
@@ -151,7 +160,7 @@ class Display:
 
     def _show(self, stream: IO[str]) -> None:
         redraws = stream.isatty() and os.environ.get("TERM") != "dumb"
-        frames = itertools.cycle(_FRAMES if redraws else [""])
+        frames = itertools.cycle(_frames(stream) if redraws else [""])
         while self._stream is stream:
             time.sleep(_REDRAWN)
             with self._lock:

@@ -1,6 +1,7 @@
 """The memory of this process's control group (version 1 or 2)."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ def memory_files(v2: str, v1: str, root: Path = ROOT, cgroup: Path = OWN) -> Ite
     The innermost group comes first. Within a container, only the outermost may exist.
     """
     with contextlib.suppress(OSError):
-        for line in cgroup.read_text().splitlines():
+        for line in os.fsdecode(cgroup.read_bytes()).splitlines():
             number, controllers, path = line.split(":", 2)
             top, name = root, v2
             if number != "0":

@@ -203,7 +203,7 @@ class Repository:
             status = known.response.status_code
             return f"{host} answers {status}{'; check HF_TOKEN' if status in (401, 403) else ''}"
         if isinstance(error, OSError) and error.filename:
-            return f"{error.filename}: {error.strerror}"
+            return f"{error.filename}: {error.strerror}; set HF_HOME to a directory you can write"
         kind = type(chain[-1]).__name__
         if _NO_NETWORK.isdisjoint(base.__name__ for x in chain for base in type(x).__mro__):
             return f"{host} does not answer as a Hub does ({kind})"

@@ -17,6 +17,7 @@ Refusal = type[FsdpctlError]
 MOST_BYTES = 1 << 30  # of what is read whole: a file, or a line of one
 _LAST_BYTES, _LONGEST = 4096, 300  # to search for the last line of a log; characters of it
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+_CACHE_INSTEAD = "FSDPCTL_CACHE"  # for the ranks that this process starts
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -158,8 +159,29 @@ def open_own(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
 
 def cache_folder(name: str) -> Path:
     """Return the directory of an entry of fsdpctl's cache, in XDG_CACHE_HOME or ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "fsdpctl" / name
+    if instead := os.environ.get(_CACHE_INSTEAD):
+        return Path(instead) / name
+    home = os.path.expanduser("~")  # not changed for a user without one
+    usual = Path(os.devnull if home == "~" else home) / ".cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "fsdpctl" / name
+
+
+def keep_cache(instead: Path) -> str | None:
+    """Let this process and its children use another cache if the user's cannot be written.
+
+    Return why that is.
+    """
+    os.environ.pop(_CACHE_INSTEAD, None)
+    usual = cache_folder("")
+    try:
+        usual.mkdir(parents=True, exist_ok=True)
+        if os.access(usual, os.W_OK):
+            return None
+        why = os.strerror(errno.EACCES)
+    except OSError as error:
+        why = str(error.strerror)
+    os.environ[_CACHE_INSTEAD] = os.path.abspath(instead)
+    return f"{usual}: {why}"
 
 
 def leads_to(path: Path, file: IO[Any]) -> bool:

@@ -16,6 +16,7 @@ TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id.txt"
 HANDSHAKE, ESTIMATE, PROFILES = "handshake", "estimate.json", "profile"
 STOP, SAVE, PROFILE = "STOP", "SAVE", "PROFILE"  # requests
 RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+CACHE = "cache"  # of tokens, if the user's cannot be written
 CONFIG_JSON = "config.json"  # of a model of transformers
 MANIFEST = "manifest.json"
 CHECKSUMS = "fsdpctl_checksums.json"  # of an export
@@ -26,7 +27,7 @@ STEP = re.compile(r"step-(\d{8,18})")
 _LINK = re.compile(rf"({LATEST}|{BEST})(\.tmp-\d+)?")
 _WHOLE = (
     OVERRIDES, METRICS, f"{METRICS}.old", LOGS, LOCK, HEARTBEAT, ENVIRONMENT, TENSORBOARD, WANDB_ID,
-    HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS, DATA,
+    HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS, DATA, CACHE,
 )  # fmt: skip
 _SNAPSHOT = "memory-snapshot-"
 _NEXT = "remove it, or copy what it leads to"

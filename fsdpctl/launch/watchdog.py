@@ -256,7 +256,7 @@ def _alive(pids: dict[int, int]) -> Ranks:
 def _letter(pid: int) -> str:
     """Return the kernel's letter for the state of a process."""
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text("latin-1").rpartition(")")[2].split()[0]
     return UNKNOWN
 
 

@@ -27,9 +27,9 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.blocks import missing_compiler
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
-from fsdpctl.io.files import read_text_file
+from fsdpctl.io.files import keep_cache, read_text_file
 from fsdpctl.io.gguf_header import is_gguf
-from fsdpctl.io.run_files import OVERRIDES
+from fsdpctl.io.run_files import CACHE, OVERRIDES, RUNS
 from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
@@ -155,7 +155,10 @@ def _open(composed: Composed, where: Place, *, dry: bool) -> Opened:
     config, on_packing = with_decoder(config)
     notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
     notes += notes_on_gguf(config.model.path)
+    cache = Path(config.train.run_dir or RUNS) / CACHE
+    why = None if dry else keep_cache(cache)
     data = checked_data(config)
+    notes += (f"cache: {why}; using {cache}",) if why and cache.exists() else ()
     config = with_data(filled(config, OF_DATA, Facts(data), composed.automatic), data)
     config = filled(config, OF_STEP, Facts(data), composed.automatic)
     module = build_model(config.model)
@@ -278,5 +281,5 @@ def _with_run_dir(config: C, composed: Composed) -> C:
         name = composed.recipe or config.model.name.removeprefix(OWN)
         # Its name does not change with its length, its data and its ranks.
         same = {each: composed.config.value(each) for each in _following(composed)}
-        run_dir = str(Path("runs") / f"{name}-{run_identity(config.changed(same))}")
+        run_dir = str(Path(RUNS) / f"{name}-{run_identity(config.changed(same))}")
     return replace(config, train=replace(config.train, run_dir=run_dir))

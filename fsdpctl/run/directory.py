@@ -43,6 +43,7 @@ from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import files
 from fsdpctl.io.run_files import (
+    CACHE,
     DATA,
     HEARTBEAT,
     LOCK,
@@ -289,7 +290,7 @@ def _is_of_a_start(file: Path) -> bool:
     """Return whether an interrupted start may have left the file; a complete checkpoint is more."""
     if file.name == CHECKPOINTS:
         return not complete_checkpoints(file)
-    return file.name in (LOCK, LOGS, OVERRIDES, RUN_ASSETS, DATA) or ".tmp-" in file.name
+    return file.name in (LOCK, LOGS, OVERRIDES, RUN_ASSETS, DATA, CACHE) or ".tmp-" in file.name
 
 
 def _check_same_run(

@@ -1,6 +1,7 @@
 """Tokens, begin and end of documents, against transformers."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,16 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from fsdpctl.config.compose import compose_config
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
+from fsdpctl.resolve.open import open_run
+from fsdpctl.run.directory import Standing, look
 from tests.chats.families import write_lines
+from tests.commands.run import TINY, make_text
 from tests.data.layouts import POSTS, TEXTS, Layout, layouts, write_layout
 from tests.data.token_file import encoded, write_token_file
 
@@ -212,3 +217,27 @@ def test_rows_that_were_rendered_have_one_begin_token(tmp_path, monkeypatch):
         if some is pairs:
             trained = [found.train[index][1][1:].tolist() for index in range(2)]
             assert trained[0] == trained[1]
+
+
+@pytest.mark.parametrize(("home", "more", "cache"), [
+    ("/sys", ["train.run_dir=run"], "run/cache"),
+    ("/dev/null", ["train.run_dir=a/run"], "a/run/cache"),
+    ("/proc/none", [], "runs/cache"),
+])  # fmt: skip
+def test_without_a_writable_home_the_cache_is_in_the_directory_of_the_run(
+    home, more, cache, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", home)
+    for name in ("XDG_CACHE_HOME", "FSDPCTL_CACHE"):
+        monkeypatch.setenv(name, "")
+    folder = write_layout(tmp_path / "t", Layout("own", config={"eos_token": "</s>"}))
+    files = [f"data.path={make_text(tmp_path)}", f"data.tokenizer={folder}"]
+    typed = [*TINY, *files, "launch.device=cpu", *more]
+    found = open_run(compose_config(typed))
+    (said,) = (note for note in found.notes if note.startswith("cache: "))
+    assert re.fullmatch(rf"cache: {home}/.cache/fsdpctl: [A-Z][\w ]+; using {cache}", said)
+    assert look(found.config, "auto").standing is Standing.NEW
+    monkeypatch.delattr(FileTokenizer, "encode_pieces")  # its tokens are there
+    open_run(compose_config(typed))
+    assert {each.name[:5] for each in (tmp_path / cache).iterdir()} == {"text-"}

@@ -77,7 +77,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 
     with pytest.raises(KeyError):
         fail()
-    assert file.read_text() == "old ü"
+    assert file.read_text("utf-8") == "old ü"
     replace(file, b"new", durable=True)
     assert file.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [file]
