@@ -26,7 +26,7 @@ class TrainConfig:
     )
     steps: int | None = key(
         None,
-        "length of the run in optimizer steps; auto: 1000, or 3 epochs of conversations, unless "
+        "length of the run in optimizer steps; auto: 500, or 3 epochs of conversations, unless "
         "epochs or tokens are set; with epochs in a recipe: the shorter of the two",
         minimum=1,
         optional=True,

@@ -26,7 +26,7 @@ from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.resolve.data import check_amount
 
-_STEPS, _EPOCHS = 1000, 3  # of a run whose length is not set: on text, and on conversations
+_STEPS, _EPOCHS = 500, 3  # of a run whose length is not set: on text, and on conversations
 # If the size of a step is not set: steps of a run on conversations, and the fewest samples in one.
 _WANTED, _FEWEST = 50, 4
 _NOMINAL = 8  # samples per step, for the length of packed sequences

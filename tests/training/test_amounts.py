@@ -82,7 +82,7 @@ def test_text_keeps_the_usual_numbers(tmp_path):
     (tmp_path / "a.txt").write_text("some words " * 5000)
     words = ["data=text", f"data.path={tmp_path / 'a.txt'}", "launch.device=cpu"]
     found = open_run(compose_config([*words, "launch.nproc_per_node=2"]))
-    assert (found.config.train.steps, found.config.train.global_batch_size) == (1000, USUAL)
+    assert (found.config.train.steps, found.config.train.global_batch_size) == (500, USUAL)
     many = open_run(compose_config([*words, "launch.nproc_per_node=20"])).config.train
     assert many.global_batch_size == 20
 
