@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import platform
 import tempfile
 from collections.abc import Callable, Mapping
@@ -13,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
+
+from fsdpctl.io.cores import num_cores
 
 PAIRS = {  # ours, and the engine of PyTorch's that keeps as much
     "full_shard": "fsdp2",
@@ -68,7 +69,7 @@ def write_report(path: Path | None, benchmark: str, results: Any, **about: Any) 
     """Write one benchmark's figures as JSON; nothing where no path is given."""
     if path is None:
         return
-    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    machine = f"{num_cores()} cores, {platform.machine()}"
     report = {"benchmark": benchmark, "torch": torch.__version__, "machine": machine}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**report, **about, "results": results}, indent=2) + "\n")

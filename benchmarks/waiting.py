@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.report import arguments, write_report
+from fsdpctl.io.cores import num_cores
 
 PASSIVE = "passive"
 WAYS = {  # of libgomp
@@ -63,7 +64,7 @@ def main() -> None:
     """Measure, print and write."""
     given = arguments(ways=WAYS, rounds=5, steps=30)
     results, losses = [], set()
-    for beside in (0, os.cpu_count() or 1):
+    for beside in (0, num_cores()):
         seconds: dict[str, list[float]] = {way: [] for way in given.ways}
         with load(beside):
             for way in list(given.ways) * given.rounds:

@@ -32,6 +32,7 @@ from fsdpctl.chats.samples import ChatSample, ChatSamples, LossPolicy, samples_o
 from fsdpctl.chats.turns import TurnError
 from fsdpctl.chats.values import from_extension
 from fsdpctl.errors import UsageError
+from fsdpctl.io.cores import num_cores
 from fsdpctl.io.units import batches
 from fsdpctl.io.untrusted import MIB
 
@@ -83,7 +84,7 @@ def rendered(
 
     try:
         for batch in batches(encoded, lambda chat: len(chat[0]), _BATCH):
-            yield from results(min(8, os.cpu_count() or 1) - 1)
+            yield from results(min(8, num_cores()) - 1)
             with TemporaryFile() as given:
                 given.write(msgspec.msgpack.encode((setup, [msgspec.Raw(x[0]) for x in batch])))
                 given.seek(0)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.errors import EngineError, FsdpctlError, ModuleError
+from fsdpctl.io.cores import allowed_cpus, core_of, is_bound, num_cores
 from fsdpctl.plan.step import pinned_groups
 
 T = TypeVar("T")
@@ -132,9 +133,9 @@ def _work(jobs: _Jobs, device: torch.device) -> None:
     on_device: AbstractContextManager[object] = nullcontext()
     if device.type == "cuda":
         on_device = torch.cuda.device(device)
-        cores = host_cores(_numa_node(device))
-        os.sched_setaffinity(0, cores)  # of this thread, and of those that it starts
-        torch.set_num_threads(len(cores))
+        cpus = host_cpus(_numa_node(device))
+        os.sched_setaffinity(0, cpus)  # of this thread, and of those that it starts
+        torch.set_num_threads(num_cores())
     with on_device, torch.no_grad():
         while (next_one := jobs.get()) is not None:
             job, work = next_one
@@ -153,22 +154,21 @@ def _end(jobs: _Jobs, thread: threading.Thread) -> None:
         thread.join(_JOIN_SECONDS)
 
 
-def host_cores(node: str | None) -> set[int]:
-    """Return this rank's cores: an equal share of those that its process may use.
+def host_cpus(node: str | None) -> set[int]:
+    """Return this rank's hardware threads: an equal share of those that its process may use.
 
     `node` is the directory of a NUMA node, whose cores are preferred; None: all nodes are alike.
     """
-    allowed = os.sched_getaffinity(0)
+    allowed = allowed_cpus()
     near = allowed
     if node is not None:
         near = _listed((Path(node) / "cpulist").read_text()) & allowed or allowed
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     rank = int(os.environ.get("LOCAL_RANK", 0))
-    # Without a node, or if a launcher has bound the rank, the process's own share remains.
-    if len(allowed) < (os.cpu_count() or 1):
+    if is_bound():
         return near
     count = max(1, len(allowed) // ranks)
-    ordered = sorted(near)
+    ordered = sorted(near, key=lambda cpu: (core_of(cpu), cpu))
     start = rank * count % len(ordered)
     return set((ordered + ordered)[start : start + min(count, len(ordered))])
 

@@ -148,7 +148,7 @@ def _dry_run(composed: Composed, resume: str) -> None:
     check_fits(estimate, estimator, say)
     if is_finished(seen, say):
         return
-    unread = check_dry(opened, seen, plan.config.launch)
+    unread = check_dry(opened, seen)
     would = "it would run"
     if (launcher := plan.config.launch.name) != "local":
         would += f" within a job of launch={launcher}"

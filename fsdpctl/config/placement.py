@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 from fsdpctl.config.keys import auto_key, key, optional_key
+from fsdpctl.io.cores import threads_of_rank
 from fsdpctl.plan.attention_kernels import ARCHITECTURES
 
 _MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times the largest clusters
@@ -51,7 +52,7 @@ class LaunchConfig:
 
     name: str = "local"
     nproc_per_node: int | None = auto_key(
-        "ranks per node; auto: one per CUDA device, else 2", within=(1, _MOST_RANKS)
+        "ranks per node; auto: one per CUDA device, else 2 (1 core: 1)", within=(1, _MOST_RANKS)
     )
     nnodes: int = key(1, "nodes", within=(1, _MOST_NODES))
     node_rank: int | None = key(None, "number of this node, from 0", within=(0, _MOST_NODES - 1))
@@ -97,7 +98,7 @@ class LaunchConfig:
 
         Those of the allocator are for both devices if it is auto.
         """
-        values = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+        values = {"OMP_NUM_THREADS": str(threads_of_rank(ranks))}
         if self.device != "cuda":  # each step maps large tensors again: in pages of 2 MiB
             values["THP_MEM_ALLOC_ENABLE"] = "1"
         has_older_name = "PYTORCH_CUDA_ALLOC_CONF" in os.environ

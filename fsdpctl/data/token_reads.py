@@ -20,6 +20,7 @@ from fsdpctl.io.files import open_regular
 
 Values = NDArray[np.integer[Any]]
 Dtype = np.dtype[Any]
+_MOST_OPEN = 32  # files, of the 64 and more that a process may usually open
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class _OpenFile:
             os.close(self.descriptor)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_MOST_OPEN)
 def _opened(path: Path, stamp: tuple[int, int]) -> _OpenFile:
     return _OpenFile(path)
 

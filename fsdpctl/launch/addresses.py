@@ -124,24 +124,22 @@ def own_address(towards: str, interface: str | None) -> tuple[str, str]:
 
 def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
     """Start a store's server on `address` only, and return it with its port; 0: a free port."""
+    where = f"launch.rdzv_endpoint={endpoint_of(address, port)}: node 0 cannot listen"
+    if not port:
+        where = f"{address}: no free port (net.ipv4.ip_local_port_range)"
     listening = socket.socket(_FAMILIES[_is_6(address)], socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(_place(address, port))
-    except OSError as error:
+        listening.listen()
+        port = int(listening.getsockname()[1])
+        about: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+        with silenced_errors():
+            file = listening.detach()
+            store = TCPStore(address, port, timeout=_PATIENCE, master_listen_fd=file, **about)
+    except (OSError, RuntimeError) as error:  # torch's, if it has no port to connect from
         listening.close()
-        where = f"launch.rdzv_endpoint={endpoint_of(address, port)}"
-        raise UsageError(f"{where}: node 0 cannot listen: {error.strerror}") from None
-    listening.listen()
-    port = int(listening.getsockname()[1])
-    store = TCPStore(
-        address,
-        port,
-        is_master=True,
-        timeout=_PATIENCE,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+        raise UsageError(f"{where}: {getattr(error, 'strerror', 'cannot connect')}") from None
     return store, port
 
 

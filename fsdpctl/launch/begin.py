@@ -26,7 +26,6 @@ from fsdpctl.estimate.search import decide
 from fsdpctl.io.activity import Talk, doing
 from fsdpctl.io.units import format_bytes
 from fsdpctl.launch.run_lines import describe_run
-from fsdpctl.launch.workers import make_room_for_files
 from fsdpctl.resolve.launchers import Place
 from fsdpctl.resolve.open import Opened, open_run, open_task
 from fsdpctl.resolve.own import Task
@@ -121,12 +120,10 @@ def check_start(found: Opened, seen: Look) -> dict[str, bytes]:
     return collect_assets(seen.config, found.data)
 
 
-def check_dry(found: Opened, seen: Look, launch: LaunchConfig) -> str:
+def check_dry(found: Opened, seen: Look) -> str:
     """Check what a start and its ranks check before the first step; return what it left out."""
     check_start(found, seen)
     check_unused(seen.run_dir)
-    if launch.name == LOCAL and launch.nproc_per_node is not None:
-        make_room_for_files(launch.nproc_per_node)
     newest = newest_checkpoint(seen.run_dir / CHECKPOINTS) if seen.source is None else None
     reader = seen.source if newest is None else CheckpointReader(newest)
     if reader is not None and reader.num_bytes > _MOST_VERIFIED:

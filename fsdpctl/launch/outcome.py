@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.errors import STOP_SIGNALS, ExitCode, InterruptError, StoppedError, first_of
-from fsdpctl.io.control_group import OWN, ROOT, memory_files
+from fsdpctl.io.control_group import OWN, ROOT, group_files
 
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
 # Of collectives and of the store of ranks, whose peers have exited or are unreachable.
@@ -205,7 +205,7 @@ def failure_of(rank: int, found: Any, *, short_of_memory: bool = False) -> Failu
 
 def kills_so_far(root: Path = ROOT, cgroup: Path = OWN) -> int:
     """Return the kills in this process's control group, else on the machine."""
-    files = [*memory_files("memory.events", "memory.oom_control", root, cgroup), _OF_MACHINE]
+    files = [*group_files("memory.events", "memory.oom_control", root, cgroup), _OF_MACHINE]
     return next((count for file in files if (count := _count_in(file)) is not None), 0)
 
 

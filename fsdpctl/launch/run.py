@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import Talk, doing
+from fsdpctl.io.cores import is_bound
 from fsdpctl.resolve.launchers import LauncherRank, Place, endpoint_of, place_of, rank_of
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def _as_rank(
     Returns only to a script: else the lock that rank 0 holds is released when the process exits.
     A rank without an address is the only one.
     """
-    own = config.launch.rank_environment(rank.local_world_size)
+    own = config.launch.rank_environment(1 if is_bound() else rank.local_world_size)
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
     from fsdpctl.launch.addresses import loopback, own_address, reached_store, split_endpoint

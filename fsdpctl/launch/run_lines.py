@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from fsdpctl.chats.values import counted
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.config.any_decoder import family_of
@@ -13,6 +14,7 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.own import OwnData
 from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.io.cores import num_cores, threads_of_rank
 from fsdpctl.io.packages import versions
 from fsdpctl.io.texts import by_name
 from fsdpctl.io.units import format_bytes
@@ -130,9 +132,13 @@ def _ranks(opened: Opened, plan: RunPlan) -> str:
     each, nodes = config.launch.nproc_per_node, config.launch.nnodes
     total = "" if nodes == 1 else f"{ranks}, on each of {nodes} nodes "
     engine = "" if config.engine.name == FSDPCTL else f"engine {config.engine.name}, "
+    threads = ""
+    if config.launch.device == "cpu" and not config.model.is_own:  # a script has its own
+        threads = f"{counted(threads_of_rank(each or 1), 'thread')} each on "
+        threads += f"{counted(num_cores(), 'core')}, "
     return (
         f"{total}{each}{_origin(opened, 'launch.nproc_per_node')} on "
-        f"{config.launch.device}{_origin(opened, 'launch.device')}, "
+        f"{config.launch.device}{_origin(opened, 'launch.device')}, {threads}"
         f"{engine}{_strategy(config, ranks)}"
     )
 

@@ -9,7 +9,6 @@ ignored.
 
 import logging
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -37,7 +36,6 @@ from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
 from fsdpctl.launch.watchdog import Watchdog
 from fsdpctl.training.worker import MODULE, PAGES
 
-_FILES, _FILES_PER_RANK = 128, 16  # open files of a launcher, with a reserve
 _BARRIER_SECONDS = 1  # short, because launchers wait for each other on their own
 _NO_SIGNAL = "SIGURG"  # the only signal that the agent handles: one that is never sent
 _STDERR = 2
@@ -57,7 +55,7 @@ def launch_workers(
     afterwards. `number` counts the rounds of this launch.
 
     Raises:
-        UsageError: If several nodes are configured without `nodes`, or too few files may be open.
+        UsageError: If several nodes are configured without `nodes`.
         FsdpctlError: If torch's agent fails.
     """
     if nodes is None and (launch.nnodes > 1 or launch.name == "env"):
@@ -65,7 +63,6 @@ def launch_workers(
             f"launch={launch.name} launch.nnodes={launch.nnodes}: only supported by `fsdpctl train`"
         )
     assert launch.nproc_per_node is not None
-    make_room_for_files(launch.nproc_per_node)
     logger = logging.getLogger("torch.distributed")  # of the agent: fsdpctl reports failures
     logger.propagate, logger.handlers = False, [logging.NullHandler()]
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
@@ -138,19 +135,6 @@ class _Met(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         return self._found
-
-
-def make_room_for_files(ranks: int) -> None:
-    """Raise a low limit of open files, which workers inherit."""
-    needed = _FILES + _FILES_PER_RANK * ranks
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise UsageError(
-            f"launch.nproc_per_node={ranks}: needs {needed} open files, but the limit is {hard}; "
-            f"raise it with `ulimit -n {needed}`"
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 @contextmanager

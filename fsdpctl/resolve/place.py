@@ -1,15 +1,17 @@
 """The place of a configuration: this machine or, for estimates, a specified cluster."""
 
-import os
+import resource
 from dataclasses import replace
 
 import torch
 
+from fsdpctl.chats.values import counted
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.recipe import known_gpu
 from fsdpctl.config.schema import KEYS, C, Config, Placed
 from fsdpctl.errors import UsageError
 from fsdpctl.io.control_group import host_memory
+from fsdpctl.io.cores import num_cores, threads_of_rank
 from fsdpctl.plan.optimizers import MATRICES, MUON
 from fsdpctl.plan.strategy import (
     FSDPCTL,
@@ -24,7 +26,8 @@ from fsdpctl.resolve.usual import OF_PLACE, filled
 
 LOCAL = "local"
 _GIB = 1 << 30
-_CPU_RANKS = 2
+_FILES, _FILES_PER_RANK = 128, 16  # open files of a launcher, with a reserve
+_CPU_RANKS = 2  # that share memory; the cores between them are for their threads
 # By CUDA's compute capability. GeForce cards of 12.x run Ada's kernels, not those of the B200.
 _ARCHITECTURES = {
     (8, 0): "ampere", (8, 6): "ampere", (8, 7): "ampere", (8, 9): "ada", (9, 0): "hopper",
@@ -37,7 +40,7 @@ def place(config: Config, where: Place | None = None) -> Placed:
 
     The ranks are on this machine, as `where` has them, or else on `cluster`, which need not exist:
     then it has its memory too. The host memory of another machine is unknown unless it is set.
-    UsageError if this machine does not have the devices.
+    UsageError if this machine does not have the devices, or a rank could open too few files.
     """
     placed = on_cluster(config) if where is None else _here(config, where)
     return Placed(filled(placed, OF_PLACE))
@@ -60,12 +63,13 @@ def _here(config: Config, where: Place) -> Config:
         raise UsageError(
             f"launch.nproc_per_node={ranks}: expected at most {available}, the CUDA devices"
         )
+    make_room_for_files(ranks)
     return replace(config, launch=replace(launch, device=device, nproc_per_node=ranks))
 
 
 def ranks_here(device: str = "auto") -> int:
     """Return the ranks on this machine if none are set: one per CUDA device, or CPU ranks."""
-    return (torch.cuda.device_count() if device != "cpu" else 0) or _CPU_RANKS
+    return (torch.cuda.device_count() if device != "cpu" else 0) or min(_CPU_RANKS, num_cores())
 
 
 def on_cluster(config: C) -> C:
@@ -75,7 +79,7 @@ def on_cluster(config: C) -> C:
     device = launch.device or ("cuda" if is_gpu or assumes_gpu(config) else "cpu")
     here = cluster.name in (LOCAL, "cpu") and (device == "cpu" or torch.cuda.is_available())
     found = torch.cuda.device_count() if here and device == "cuda" else None
-    usual = _CPU_RANKS if device == "cpu" else 1
+    usual = ranks_here(device) if device == "cpu" else 1
     ranks = launch.nproc_per_node or cluster.ranks_per_node or found or usual
     memory = cluster.memory or _memory_here(device, ranks) / _GIB
     if device == "cpu":
@@ -123,7 +127,7 @@ def notes_on_cluster(composed: Composed) -> tuple[str, ...]:
 
 def _machine(config: Config) -> str:
     has_cuda = torch.cuda.is_available() and config.launch.device != "cpu"
-    return torch.cuda.get_device_name(0) if has_cuda else f"a CPU of {os.cpu_count()} cores"
+    return torch.cuda.get_device_name(0) if has_cuda else f"a CPU of {num_cores()} cores"
 
 
 def assumes_gpu(config: Config) -> bool:
@@ -133,11 +137,28 @@ def assumes_gpu(config: Config) -> bool:
 
 
 def notes_on_cores(config: Config) -> tuple[str, ...]:
-    """Return a line if a placed configuration has more ranks on this CPU than it has cores."""
-    ranks, cores = config.launch.nproc_per_node or 1, os.cpu_count() or 1
-    if config.launch.device != "cpu" or config.cluster.name != LOCAL or ranks <= cores:
+    """Return a line if a placed configuration has more threads on this CPU than it has cores."""
+    launch, cores = config.launch, num_cores()
+    ranks = launch.nproc_per_node or 1
+    if (launch.device, launch.name, config.cluster.name) != ("cpu", LOCAL, LOCAL):
         return ()
-    return (f"{ranks} ranks on {cores} cores wait for one another; set launch.nproc_per_node",)
+    if (threads := threads_of_rank(ranks)) * ranks <= cores:
+        return ()
+    who = f"{counted(ranks, 'rank')} x {counted(threads, 'thread')} on {counted(cores, 'core')}"
+    return (f"{who} wait for one another; set launch.nproc_per_node or OMP_NUM_THREADS",)
+
+
+def make_room_for_files(ranks: int) -> None:
+    """Raise a low limit of open files, which workers inherit."""
+    needed = _FILES + _FILES_PER_RANK * ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UsageError(
+            f"launch.nproc_per_node={ranks}: needs {needed} open files, but the limit is {hard}; "
+            f"raise it with `ulimit -n {needed}`"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def notes_on_memory(config: Config) -> tuple[str, ...]:

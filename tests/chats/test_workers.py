@@ -57,7 +57,7 @@ def test_processes_are_ended_with_the_first_error(monkeypatch):
     start_as_before = running._start
     monkeypatch.setattr(running, "_start", start)
     monkeypatch.setattr(running, "_BATCH", 1)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(running, "num_cores", lambda: 2)
     endless = "{% if messages[0].content == 'c' %}{{ raise_exception('no') }}{% endif %}" + ENDLESS
     chats = [(Chat(say("c", "b"), [True, True]), "line 1"), *PLACES]
     with pytest.raises(UsageError, match="line 1: no$"):

@@ -136,10 +136,10 @@ TABLE = [
     ("estimate-memory cluster=h100 strategy=hybrid_shard strategy.dp_shard_size=3", "divide the 8"),
     ("estimate-memory cluster=h100 engine=ddp", "expected no_shard"),
     ("estimate-memory cluster=h100 engine=fsdp2 strategy=no_shard", "full_shard"),
-    ("text train.context_parallel=3", "train.context_parallel=3: expected a divisor of the 2"),
-    ("text train.global_batch_size=1", "train.global_batch_size=1: expected at least 2"),
+    ("text launch.nproc_per_node=2 train.context_parallel=3", "expected a divisor of the 2"),
+    ("text launch.nproc_per_node=2 train.global_batch_size=1", "size=1: expected at least 2"),
     ("text train.micro_batch_size=9", "train.micro_batch_size=9"),
-    ("text accumulation.steps=3", "accumulation.steps=3"),
+    ("text launch.nproc_per_node=2 accumulation.steps=3", "accumulation.steps=3"),
     ("text launch.device=cuda launch.nproc_per_node=99", "no CUDA device"),
     ("text train.seq_len=100000", "train.seq_len=100000: above model.max_seq_len"),
     ("text model.max_seq_len=1e6 train.seq_len=30000", "longer than the data"),
@@ -321,7 +321,7 @@ def test_too_few_chats_train_with_a_warning(tmp_path):
 def test_dry_run_shows_the_plan_and_writes_nothing(words, tmp_path):
     code, said = invoke("train", "--dry-run", *words)
     assert code == 0
-    for part in ("per rank, estimated", "it would run", "2 (default) on cpu (default)"):
+    for part in ("per rank, estimated", "it would run", "cpu (default), 1 thread each on "):
         assert part in said
     assert [each.name for each in tmp_path.iterdir()] == ["words.txt"]
 

@@ -159,4 +159,4 @@ def test_what_an_estimate_assumes_is_told(tmp_path):
     _, text = invoke("estimate-memory", *(x for x in SMALL if "seq_len" not in x), *few)
     assert re.search(r"steps read the data's [\d,]+ samples [\d,]+ times", text)
     _, text = invoke("estimate-memory", "launch.device=cpu", "launch.nproc_per_node=1000")
-    assert "1000 ranks on " in text
+    assert "1,000 ranks x 1 thread on " in text

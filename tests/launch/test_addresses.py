@@ -4,10 +4,13 @@ import contextlib
 import re
 import socket
 import threading
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
+from fsdpctl.errors import UsageError
+from fsdpctl.launch import addresses
 from fsdpctl.launch.addresses import LOOPBACK, bound_store, connected_store
 from tests.commands.run import fsdpctl
 from tests.test_architecture import package_sources
@@ -81,3 +84,13 @@ def test_nothing_of_the_package_unpickles():
         if word in re.sub(r"unpickle|\.eval\(|refuse_pickl|allow_pickle=False", "", source)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("error", [OSError(98, "Address already in use"), RuntimeError("of torch")])
+def test_no_free_port_is_an_error_of_one_line(error, monkeypatch):
+    broken = Mock(side_effect=error)
+    monkeypatch.setattr(addresses, "TCPStore", broken)
+    with pytest.raises(UsageError, match=r"127.0.0.1: no free port \(net.ipv4.ip_local_port_range"):
+        addresses.bound_store("127.0.0.1")
+    with pytest.raises(UsageError, match="rdzv_endpoint=127.0.0.1:29999: node 0 cannot listen"):
+        addresses.bound_store("127.0.0.1", 29999)

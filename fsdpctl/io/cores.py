@@ -1,0 +1,56 @@
+"""The cores that this process may use, and the threads of ranks that share them."""
+
+import os
+import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from fsdpctl.errors import UsageError
+from fsdpctl.io.control_group import OWN, ROOT, group_files
+
+CPUS = Path("/sys/devices/system/cpu")
+# A rank's, unless OMP_NUM_THREADS is set: threads that sleep are woken one after another, and
+# PyTorch divides the operators of small models among few.
+_MOST_THREADS = 16
+
+
+def allowed_cpus() -> set[int]:
+    """Return the hardware threads that the affinity mask allows."""
+    is_linux = sys.platform == "linux"
+    return os.sched_getaffinity(0) if is_linux else set(range(os.cpu_count() or 1))
+
+
+def core_of(cpu: int) -> int:
+    """Return the first hardware thread of the same core."""
+    with suppress(OSError, ValueError):
+        siblings = CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        return int(re.split("[,-]", siblings.read_text())[0])
+    return cpu
+
+
+def num_cores() -> int:
+    """Return the cores that the affinity mask and the control group's CPU time allow, or 1."""
+    limits = [len({core_of(cpu) for cpu in allowed_cpus()})]
+    for file in group_files("cpu.max", "cpu.cfs_quota_us", ROOT, OWN):
+        with suppress(OSError, ValueError):
+            quota, *period = file.read_text().split()
+            period = period or [file.with_name("cpu.cfs_period_us").read_text()]
+            limits += [int(quota) // max(1, int(period[0]))] if quota.isdecimal() else []
+    return max(1, min(limits))
+
+
+def is_bound() -> bool:
+    """Return whether another launcher has given this rank cores of its own."""
+    of_job = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    total = int(of_job) if of_job.isdecimal() else os.cpu_count() or 1
+    return "FSDPCTL_LAUNCHER" not in os.environ and len(allowed_cpus()) < total
+
+
+def threads_of_rank(ranks: int) -> int:
+    """Return the threads of each of `ranks`; UsageError if OMP_NUM_THREADS is not a number."""
+    if (text := os.environ.get("OMP_NUM_THREADS")) is None:
+        return min(_MOST_THREADS, max(1, num_cores() // ranks))
+    if not (found := re.fullmatch(r"\s*([1-9]\d{0,3})\s*(,[\d, ]*)?", text, re.ASCII)):
+        raise UsageError(f"OMP_NUM_THREADS={text:.40}: expected a number of threads, 1 to 9999")
+    return int(found[1])
