@@ -9,7 +9,8 @@ ENVIRONMENT ?= usual
 FAST := $(BIN)/python -m tests.environments $(ENVIRONMENT) -- $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 MAKEFLAGS += --jobs=2  # compile the emulated device while packages install and types are checked
 unexport MAKEFLAGS PYTHONDONTWRITEBYTECODE  # which slows each process that a test starts
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # as pip does it, on all cores
 
 .PHONY: train test test-slow check lint wheel docs bench gpu format clean
 
@@ -67,10 +68,12 @@ $(VENV)/torch: pyproject.toml constraints.txt
 
 $(VENV)/installed: $(VENV)/torch
 	$(PIP) --editable .
+	$(COMPILE)
 	touch $@
 
 $(VENV)/developed: $(VENV)/torch
 	$(PIP) --editable '.[dev]'
+	$(COMPILE)
 	touch $(VENV)/installed $@
 
 # The emulated CUDA device for tests: a minute, once per torch version. Without a compiler, these tests are skipped.
