@@ -66,19 +66,12 @@ def test_the_source_distribution_builds_the_wheel_of_the_checkout(built: Path) -
 def test_the_dockerfile_and_the_wheel_install_a_command_that_trains_estimates_and_converts(
     built: Path, bare: Path, tmp_path: Path
 ) -> None:
-    steps = re.findall(r"^RUN (.*)", (built / "source" / "Dockerfile").read_text(), re.MULTILINE)
-    assert len(steps) == 1
-    ran("sh", "-c", steps[0], cwd=built / "source", python=bare)
+    (step,) = re.findall(r"^RUN (.*)", (built / "source/Dockerfile").read_text(), re.MULTILINE)
+    ran("sh", "-c", step, cwd=built / "source", python=bare)
     assert (bare / "bin" / "fsdpctl").exists()
-    ran(
-        "pip",
-        "install",
-        "--force-reinstall",
-        "--no-deps",
-        *built.glob("*.whl"),
-        cwd=tmp_path,
-        python=bare,
-    )
+    again = "pip install --force-reinstall --no-deps ../*.whl"
+    ran("sh", "-c", again, cwd=built / "source", python=bare)
+    next(bare.glob("lib/*/site-packages/matplotlib")).unlink()  # only pictures need it
 
     def fsdpctl(*words: object) -> str:
         return ran("fsdpctl", *words, cwd=tmp_path, python=bare)
