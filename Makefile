@@ -12,7 +12,7 @@ unexport MAKEFLAGS PYTHONDONTWRITEBYTECODE  # which slows each process that a te
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # as pip does it, on all cores
 
-.PHONY: train test test-slow check lint wheel docs bench gpu format clean
+.PHONY: train test test-slow check lint wheel versions docs bench gpu format clean
 
 train: $(VENV)/installed  ## train a small language model on this machine
 	$(BIN)/fsdpctl train
@@ -22,6 +22,10 @@ test: $(VENV)/developed $(VENV)/emulated  ## run the fast tests
 
 test-slow: $(VENV)/developed $(VENV)/emulated  ## all slow tests, some hours; MINUTES=15 runs those longest unseen
 	$(BIN)/python -m pytest -q -m slow --minutes $(MINUTES)
+
+versions: $(VENV)/installed  ## test with the lowest and the newest versions of libraries
+	$(BIN)/python -m tests.versions lowest
+	$(BIN)/python -m tests.versions newest
 
 check: lint $(VENV)/emulated  ## format, lint, types and fast tests, as in CI and the pre-commit hook
 	$(FAST)
