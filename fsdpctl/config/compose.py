@@ -213,7 +213,10 @@ def _split(word: str) -> Pair:
     try:
         word.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{word!r}: not valid UTF-8; rename the file") from None
+        raise UsageError(
+            f"{word!r}: not valid UTF-8; rename the file, or if the locale has another encoding, "
+            "set PYTHONUTF8=1"
+        ) from None
     if name == "hydra" or name.startswith("hydra."):
         raise UsageError(
             f"{name}: settings of Hydra are not supported; `fsdpctl list` shows all keys"
