@@ -41,7 +41,7 @@ VARIABLES = {
     "mkl": {"MKL_CBWR": "COMPATIBLE"},
     "onednn": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
     "threads": {"OMP_NUM_THREADS": "3"},
-    "zone": {"TZ": "Asia/Kolkata", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "zone": {"TZ": "Asia/Kolkata", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
     "home": {"HOME": "/sys", "XDG_CACHE_HOME": ""},  # root cannot write there either
     "order": {"PYTEST_ADDOPTS": f"--order {datetime.date.today().toordinal()}"},
 }

@@ -63,7 +63,7 @@ def package_sources() -> dict[str, str]:
     return {
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(
             ".__init__"
-        ): file.read_text()
+        ): file.read_text("utf-8")
         for file in sorted(PACKAGE.rglob("*.py"))
     }
 
@@ -240,6 +240,6 @@ def test_an_import_of_torch_would_be_noticed():
 
 
 def test_the_page_draws_the_layers():
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     drawn = page.split("checks:\n\n")[1].split("\n\n")[0].splitlines()
     assert [set(line.strip().split("   ")[0].split()) for line in drawn] == LAYERS[::-1]

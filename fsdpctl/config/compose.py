@@ -214,8 +214,7 @@ def _split(word: str) -> Pair:
         word.encode()
     except UnicodeEncodeError:
         raise UsageError(
-            f"{word!r}: not valid UTF-8; rename the file, or if the locale has another encoding, "
-            "set PYTHONUTF8=1"
+            f"{word!r}: not valid UTF-8; rename the file or set PYTHONUTF8=1"
         ) from None
     if name == "hydra" or name.startswith("hydra."):
         raise UsageError(

@@ -291,7 +291,7 @@ CONTENT = {
 @pytest.mark.parametrize("content", CONTENT, ids=range(len(CONTENT)))
 def test_json_lines_are_rows_whatever_their_name(content, tmp_path):
     file = tmp_path / "a.json"
-    file.write_text(content)
+    file.write_text(content, "utf-8")
     assert kind_of(file) == CONTENT[content]
     for name in ("a.txt", "part-00000"):
         assert kind_of(file.rename(tmp_path / name)) == CONTENT[content]
