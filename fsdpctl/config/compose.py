@@ -213,9 +213,7 @@ def _split(word: str) -> Pair:
     try:
         word.encode()
     except UnicodeEncodeError:
-        raise UsageError(
-            f"{word!r}: not valid UTF-8; rename the file or set PYTHONUTF8=1"
-        ) from None
+        raise UsageError(f"{word!r}: not valid UTF-8; rename it, or set PYTHONUTF8=1") from None
     if name == "hydra" or name.startswith("hydra."):
         raise UsageError(
             f"{name}: settings of Hydra are not supported; `fsdpctl list` shows all keys"
