@@ -1,9 +1,11 @@
-"""Runs a test body on several ranks of this machine, in a tenth of a second.
+"""Runs a test body on several ranks of this machine.
 
 They talk by gloo, and if the test asks for that on emulated CUDA devices by NCCL too.
 
 Ranks are forked from a server that has imported torch and never used it: as cheap as a fork of
-pytest itself, which would hang once pytest has used OpenMP.
+pytest itself, which would hang once pytest has used OpenMP. They stay for the next body, which has
+a process group of its own, unless one of them failed, died or compiled something. A body fails if
+it leaves its process in another state than before (tests/at_rest.py).
 """
 
 import faulthandler
@@ -13,11 +15,14 @@ import inspect
 import itertools
 import multiprocessing
 import os
+import random
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.forkserver import ForkServer
@@ -50,12 +55,18 @@ def _emulated_server() -> ForkServer:
 
 
 def distributed(
-    world_size: int | None = None, timeout: float = 60.0, *, on_devices: bool = False
+    world_size: int | None = None,
+    timeout: float = 60.0,
+    *,
+    on_devices: bool = False,
+    fresh: bool = False,
 ) -> Callable[[Body], Body]:
     """Run the decorated test on every rank, as `test(rank, world_size, **fixtures)`.
 
     Without a `world_size` the test takes it from its parameters. With `on_devices` each rank has an
-    emulated CUDA device, the fixture `seed` orders its kernels, and a race fails the test.
+    emulated CUDA device, the fixture `seed` orders its kernels, and a race fails the test. `fresh`
+    ranks have run nothing and run nothing else: for what the process counts or the system holds.
+    Those on devices are, whose streams, clocks and memory are those of the process.
     """
 
     def decorate(body: Body) -> Body:
@@ -63,12 +74,12 @@ def distributed(
         def test(**fixtures: Any) -> None:
             ranks = world_size or fixtures.pop("world_size")
             if not on_devices:
-                return _run(body, ranks, timeout, fixtures)
+                return _run(body, ranks, timeout, fixtures, fresh=fresh)
             if reason := emulated.missing():
                 pytest.skip(reason)
             connect = _emulated_server().connect_to_new_process
             with mock.patch.object(forkserver, "connect_to_new_process", connect):
-                return _run(body, ranks, timeout, fixtures)
+                return _run(body, ranks, timeout, fixtures, fresh=True)
 
         hidden = {"rank"} if world_size is None else {"rank", "world_size"}
         signature = inspect.signature(body)
@@ -110,34 +121,56 @@ def in_turn(**factors: Sequence[Any]) -> Callable[[Body], Body]:
     return decorate
 
 
-def _run(body: Body, world_size: int, timeout: float, fixtures: dict[str, Any]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    process: BaseProcess
+    orders: Connection
+
+
+_waiting: list[_Rank] = []  # for the next body; the first ones of a body are these
+
+
+def _ranks(count: int, *, fresh: bool) -> list[_Rank]:
+    ranks = [] if fresh else [each for each in _waiting if each.process.is_alive()][:count]
+    while len(ranks) < count:
+        ours, theirs = _context.Pipe()
+        process: BaseProcess = _context.Process(target=_rank_main, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        ranks.append(_Rank(process, ours))
+    return ranks
+
+
+def _run(
+    body: Body, world_size: int, timeout: float, fixtures: dict[str, Any], *, fresh: bool
+) -> None:
+    where = (body.__module__, body.__qualname__)
+    ranks = _ranks(world_size, fresh=fresh)
+    others = [each for each in _waiting if each not in ranks]
+    stay = False
     with tempfile.TemporaryDirectory() as scratch:
-        ranks: list[BaseProcess] = []
-        reports: dict[Connection, int] = {}
-        for rank in range(world_size):
-            ours, theirs = _context.Pipe(duplex=False)
-            where = (body.__module__, body.__qualname__)
-            process: BaseProcess = _context.Process(
-                target=_rank_main,
-                args=(theirs, where, (rank, world_size), Path(scratch), fixtures),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            ranks.append(process)
-            reports[ours] = rank
         try:
-            _raise_first_failure(reports, time.monotonic() + timeout)
+            for number, rank in enumerate(ranks):
+                rank.orders.send((fresh, where, (number, world_size), Path(scratch), fixtures))
+            reports = {each.orders: number for number, each in enumerate(ranks)}
+            stay = _all_stay(reports, time.monotonic() + timeout)
         except TimeoutError as error:
-            raise TimeoutError(f"{error}\n{_stacks(ranks, Path(scratch))}") from None
+            processes = [each.process for each in ranks]
+            raise TimeoutError(f"{error}\n{_stacks(processes, Path(scratch))}") from None
         finally:
-            for process in ranks:
-                process.kill()
-                process.join()
+            if not fresh:
+                _waiting[:] = [*ranks, *others] if stay else others
+            for rank in [] if stay else ranks:
+                rank.process.kill()
+                rank.process.join()
 
 
-def _raise_first_failure(reports: dict[Connection, int], deadline: float) -> None:
-    """The first rank to fail is the cause; the others fail because of it."""
+def _all_stay(reports: dict[Connection, int], deadline: float) -> bool:
+    """Return whether the ranks may run another body.
+
+    The first rank to fail is the cause; the others fail because of it.
+    """
+    stay = True
     pending = dict(reports)
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
@@ -147,11 +180,13 @@ def _raise_first_failure(reports: dict[Connection, int], deadline: float) -> Non
             assert isinstance(report, Connection)
             rank = pending.pop(report)
             try:
-                failure = report.recv()
-            except EOFError:
-                failure = "died without a report"
+                failure, stays = report.recv()
+            except (EOFError, ConnectionResetError):
+                failure, stays = "died without a report", False
             if failure:
                 raise AssertionError(f"rank {rank}:\n{failure}")
+            stay = stay and stays
+    return stay
 
 
 def _stacks(ranks: list[BaseProcess], scratch: Path) -> str:
@@ -164,24 +199,48 @@ def _stacks(ranks: list[BaseProcess], scratch: Path) -> str:
     return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files)
 
 
-def _rank_main(
-    report: Connection,
+def _rank_main(orders: Connection) -> None:
+    from tests import at_rest
+
+    rest: at_rest.Rest | None = None
+    while True:
+        try:
+            fresh, *order = orders.recv()
+        except EOFError:
+            return
+        module, name = order[0]
+        importlib.import_module(module)
+        if rest is None or rest.modules != len(sys.modules):
+            rest = at_rest.Rest()
+        compiled = at_rest.compiled()
+        failure = _outcome(*order)
+        order.clear()
+        rest.renew()
+        stays = not (fresh or failure or at_rest.compiled() != compiled)
+        if stays and (left := rest.left()):
+            failure = f"{name} leaves in its process:\n" + "\n".join(left[:20])
+        orders.send((failure, stays))
+
+
+def _outcome(
     where: tuple[str, str],
     place: tuple[int, int],
     scratch: Path,
     fixtures: dict[str, Any],
-) -> None:
+) -> str | None:
+    """Run the body in a new process group; return the traceback if it fails."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
     rank, world_size = place
+    torch.manual_seed(rank)
+    random.seed(rank)
     on_device = "EMULATED_CUDA" in os.environ
-    os.environ["EMULATED_CUDA_SEED"] = str(fixtures.get("seed", 0))
+    if on_device:
+        os.environ["EMULATED_CUDA_SEED"] = str(fixtures.get("seed", 0))
     stack = (scratch / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)
     try:
         store = FileStore(str(scratch / "rendezvous"), world_size)
         backend, device = "gloo", None
@@ -194,13 +253,18 @@ def _rank_main(
         module, name = where
         body = getattr(importlib.import_module(module), name).__wrapped__
         body(rank=rank, world_size=world_size, **fixtures)
+        for each in fixtures.values():
+            if isinstance(each, pytest.MonkeyPatch):
+                each.undo()
         if on_device:
             torch.cuda.synchronize()
             problems = torch.cuda.emulated.problems()  # type: ignore[attr-defined]
             assert not problems, problems
         dist.barrier()
         dist.destroy_process_group()
+        return None
     except BaseException:
-        report.send(traceback.format_exc())
-    else:
-        report.send(None)
+        return traceback.format_exc()
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+        stack.close()

@@ -37,7 +37,7 @@ from tests.distributed import distributed
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @distributed(world_size=2)
 def test_a_checkpoint_has_the_state_of_the_step_it_was_requested_at(
-    rank: int, world_size: int, strategy: str, tmp_path: Path
+    rank: int, world_size: int, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training changes every weight and state while the thread has not written one."""
     model, optimizer = trained(strategy)
@@ -50,7 +50,7 @@ def test_a_checkpoint_has_the_state_of_the_step_it_was_requested_at(
         assert may_write.wait(30)
         return int(written(path, header, chunks))
 
-    vars(save)["write_tensor_file"] = write_late
+    monkeypatch.setattr(save, "write_tensor_file", write_late)
     run = at(model, optimizer, 2)
     later.save(run)
     train_on(model, optimizer, 2)
@@ -68,7 +68,7 @@ def test_a_checkpoint_has_the_state_of_the_step_it_was_requested_at(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@distributed(world_size=2)
+@distributed(world_size=2, fresh=True)
 def test_a_full_disk_is_an_error_on_every_rank_and_keeps_older_checkpoints(
     rank: int, world_size: int, mode: str, tmp_path: Path
 ) -> None:

@@ -85,8 +85,8 @@ def test_blocks_are_compiled(tmp_path: Path) -> None:
 def train_with_accidents(rank: int, world_size: int, starts: list[list[str]]) -> None:
     for typed in starts:
         trainer = made(typed)
-        plant(trainer, {1: ("loss", 1), 4: ("gradient", 0)})
-        trainer.run()
+        with plant(trainer, {1: ("loss", 1), 4: ("gradient", 0)}):
+            trainer.run()
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -93,7 +95,7 @@ def made(
     return make_trainer(plan_of(seen.config), world, context, shows=False)
 
 
-def plant(trainer: Trainer, plants: Plants) -> None:
+def plant(trainer: Trainer, plants: Plants) -> AbstractContextManager[object]:
     """Plant values into the losses of batches, one per step."""
     count = trainer.samples // trainer.parts.config.train.global_batch_size
 
@@ -104,16 +106,16 @@ def plant(trainer: Trainer, plants: Plants) -> None:
         loss: Tensor = summed_loss(*about)
         return PLANTED[what](loss) if whose == dist.get_rank() else loss
 
-    vars(step)["summed_loss"] = planted
+    return mock.patch.object(step, "summed_loss", planted)
 
 
-def plant_valley(trainer: Trainer) -> None:
+def plant_valley(trainer: Trainer) -> AbstractContextManager[object]:
     """Plant validation losses that fall until step LOWEST and rise after it."""
 
     def planted(model: object, batch: MicroBatch, *about: object) -> tuple[float, int]:
         return batch.targets.numel() * (1.0 + abs(trainer.step - LOWEST)), batch.targets.numel()
 
-    vars(losses)["_pass_loss"] = planted
+    return mock.patch.object(losses, "_pass_loss", planted)
 
 
 @distributed(timeout=150)
@@ -140,12 +142,11 @@ def train(
     trainer = made(typed, is_asked)
     holder.append(trainer)
     trainer.lag = lag  # as on CUDA
-    plant(trainer, plants)
-    if trainer.parts.config.train.patience:
-        plant_valley(trainer)
+    valley = plant_valley(trainer) if trainer.parts.config.train.patience else nullcontext()
     error = ""
     try:
-        trainer.run()
+        with plant(trainer, plants), valley:
+            trainer.run()
     except FsdpctlError as found:
         error = f"{found.exit_code} {found}"
     errors = trainer.parts.model.collectives.gather_objects(error)

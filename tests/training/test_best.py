@@ -83,22 +83,21 @@ def no_links(*about: object) -> None:
 @pytest.mark.parametrize("has_links", [True, False])
 @distributed(world_size=1)
 def test_a_copy_that_follows_links_goes_on_as_the_run(
-    rank: int, world_size: int, has_links: bool, tmp_path: Path
+    rank: int, world_size: int, has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     typed = words(tmp_path, 1, *RISES, "train.steps=12", f"train.run_dir={run}")
     trainer = made(typed, lambda: step_folder(run / CHECKPOINTS, 5).exists())
-    plant_valley(trainer)
-    with pytest.raises(StoppedError):
+    with plant_valley(trainer), pytest.raises(StoppedError):
         trainer.run()
     shutil.copytree(run, copy)
     before, first = everything_in(run), best_of(run)
     assert (copy / CHECKPOINTS / BEST / MANIFEST).is_file()
     if not has_links:  # as on exFAT
-        vars(os)["symlink"] = no_links
+        monkeypatch.setattr(os, "symlink", no_links)
     trainer = made([*typed[:-1], f"train.run_dir={copy}"])
-    plant_valley(trainer)
-    trainer.run()
+    with plant_valley(trainer):
+        trainer.run()
     best = step_folder(copy / CHECKPOINTS, 8)
     links = {LATEST: "step-00000012", BEST: best.name} if has_links else {}
     assert first == "step-00000004"

@@ -57,9 +57,10 @@ def journal_in(folder: Path, config: Config, step: int = 0, *, rank: int = 0) ->
 ])  # fmt: skip
 @distributed(world_size=2)
 def test_ranks_end_together_once_the_upload_is_done(
-    rank: int, world_size: int, error: Exception | None, state: str, tmp_path: Path
-) -> None:
-    vars(checkpoints_module)["remote_of"] = lambda config: SlowStore()
+    rank: int, world_size: int, error: Exception | None, state: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(checkpoints_module, "remote_of", lambda config: SlowStore())
     config = configured()
     journal, ranks = journal_in(tmp_path, config, rank=rank), ObjectExchange()
     checkpoints = Checkpoints(config, ranks, journal, None, uploads=rank == 0)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -102,10 +103,8 @@ _summed = losses.summed_loss
 
 
 @distributed(world_size=2, timeout=150)
+@mock.patch("fsdpctl.training.step.summed_loss", _mean_of_rank)
 def train_with_means(rank: int, world_size: int, typed: list[str]) -> None:
-    from fsdpctl.training import step
-
-    vars(step)["summed_loss"] = _mean_of_rank
     made(typed).run()
 
 
