@@ -182,10 +182,11 @@ def test_a_rank_that_waits_in_vain_says_for_what(rank: int, world_size: int) -> 
             ):
                 memory.wait(0, 1, "bread")
         gone = SharedMemory(ranks.gather_objects, rank, 60.0)
-        gone._watched.register(os.pidfd_open(ended.pid))
+        gone._watched.register(watched := os.pidfd_open(ended.pid))
         with pytest.raises(EngineError, match="rank has ended"):
             gone.wait(0, 1, "bread")
     ended.wait()
+    os.close(watched)
 
 
 def test_counters_of_32_bits_go_round() -> None:
