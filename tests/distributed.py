@@ -127,6 +127,7 @@ class _Rank:
     orders: Connection
 
 
+always_fresh = False  # the ranks of the running test: those of slow ones, where a start is nothing
 _waiting: list[_Rank] = []  # for the next body; the first ones of a body are these
 
 
@@ -144,7 +145,7 @@ def _ranks(count: int, *, fresh: bool) -> list[_Rank]:
 def _run(
     body: Body, world_size: int, timeout: float, fixtures: dict[str, Any], *, fresh: bool
 ) -> None:
-    where = (body.__module__, body.__qualname__)
+    where, fresh = (body.__module__, body.__qualname__), fresh or always_fresh
     ranks = _ranks(world_size, fresh=fresh)
     others = [each for each in _waiting if each not in ranks]
     stay = False
