@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -42,11 +43,7 @@ class LossPolicy:
 class _Work:
     talk: Conversation
     policy: LossPolicy
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def count(self, name: str, number: int = 1) -> None:
-        if number:
-            self.counts[name] = self.counts.get(name, 0) + number
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 def samples_of(
@@ -120,7 +117,7 @@ def _make_samples(talk: Conversation, policy: LossPolicy) -> ChatSamples:
     whole = talk.upto(len(talk.messages))
     _count_texts(work, whole.text)
     kept = [index for index in talk.answers if talk.chat.trained[index]]
-    work.count("answers", len(talk.answers))
+    work.counts["answers"] = len(talk.answers)
     if policy.train_on == "all":
         return ChatSamples([_all_but(work, whole.text)], work.counts)
     if policy.train_on == "last":
@@ -138,7 +135,7 @@ def _of_answers(work: _Work, kept: list[int]) -> list[ChatSample]:
         if talk.renderer.has_marks and kept == talk.answers:
             return [ChatSample(whole.text, whole.marks, is_marked=True)]
         return [_sample(talk, len(talk.messages), answers)]
-    work.count("rewritten_chats")
+    work.counts["rewritten_chats"] += 1
     if work.policy.rewritten_turns == "keep":
         return [_as_rewritten(talk, kept)]
     return _split(talk, answers)
@@ -196,6 +193,6 @@ def _count_texts(work: _Work, whole: str) -> None:
     for message in work.talk.messages:
         text = text_of(message)
         if controls is not None and controls.search(text):
-            work.count("control_tokens")
+            work.counts["control_tokens"] += 1
         if message["role"] in ("system", "developer", "user") and text.strip() not in whole:
-            work.count("left_out")
+            work.counts["left_out"] += 1

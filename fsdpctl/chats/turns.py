@@ -7,6 +7,7 @@ control token and those that always follow it. If that isn't certain, the conver
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -109,14 +110,9 @@ def _differing(
 ) -> tuple[int, int] | None:
     low, high = len(whole), 0
     for filler in fillers_for(messages[index]):
-        changed = filled(messages[index], filler)
-        other = talk.render([*messages[:index], changed, *messages[index + 1 :]]).text
-        if other == whole:
-            continue
-        same = common_prefix(whole, other)
-        most = min(len(whole), len(other)) - same
-        behind = min(common_prefix(whole[::-1], other[::-1]), most)
-        low, high = min(low, same), max(high, len(whole) - behind)
+        other = talk.render(_with_message(messages, index, filler)).text
+        start, stop = _difference(whole, other) or (low, high)
+        low, high = min(low, start), max(high, stop)
     return (low, high) if low <= high else None
 
 
@@ -143,16 +139,26 @@ def _ends_of_message_before(talk: Conversation, index: int, count: int) -> tuple
     ends = []
     for messages, prompted in ((talk.messages[:index], True), (talk.messages[:count], False)):
         whole = talk.render(messages, prompted=prompted).text
-        before = messages[index - 1]
-        changed = filled(before, fillers_for(before)[0])
-        others = [*messages[: index - 1], changed, *messages[index:]]
-        other = talk.render(others, prompted=prompted).text
-        if other == whole:
+        filler = fillers_for(messages[index - 1])[0]
+        changed = _with_message(messages, index - 1, filler)
+        span = _difference(whole, talk.render(changed, prompted=prompted).text)
+        if span is None:
             return None
-        same = common_prefix(whole, other)
-        most = min(len(whole), len(other)) - same
-        ends.append(len(whole) - min(common_prefix(whole[::-1], other[::-1]), most))
+        ends.append(span[1])
     return ends[0], ends[1]
+
+
+def _with_message(messages: list[Message], index: int, filler: str) -> list[Message]:
+    return [*messages[:index], filled(messages[index], filler), *messages[index + 1 :]]
+
+
+def _difference(whole: str, other: str) -> tuple[int, int] | None:
+    """Return the span of a rendering that another one lacks; None if they are equal."""
+    if other == whole:
+        return None
+    same = common_prefix(whole, other)
+    most = min(len(whole), len(other)) - same
+    return same, len(whole) - min(common_prefix(whole[::-1], other[::-1]), most)
 
 
 def _check_header(
@@ -188,14 +194,8 @@ def _ahead_of_plain(talk: Conversation, index: int, start: int) -> str:
 
 
 def common_prefix(one: str, other: str) -> int:
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    counts = range(min(len(one), len(other)))
+    return bisect_left(counts, True, key=lambda same: one[: same + 1] != other[: same + 1])
 
 
 def _marked(talk: Conversation, index: int, count: int) -> Turn:

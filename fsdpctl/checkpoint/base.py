@@ -102,21 +102,13 @@ class Ranks(Protocol):
 def base_info(folder: Path, weights: Tensors, ranks: Ranks) -> BaseInfo:
     """Describe the base `weights`, equally for any number of ranks, which share it. Collective."""
     infos = {name: weights.info(tensor_key(PARAMETER, name)) for name in weights.names(PARAMETER)}
-    chunks = [(name, span) for name, info in infos.items() for span in _chunks(info)]
+    sizes = {name: _CHUNK_BYTES // ITEMSIZES[info.dtype] for name, info in infos.items()}
+    chunks = [(x, span) for x, info in infos.items() for span in Span(0, info.numel).cut(sizes[x])]
     start, stop = (place * len(chunks) // ranks.size for place in (ranks.rank, ranks.rank + 1))
     own = [_digest(weights, name, span) for name, span in chunks[start:stop]]
     digests = [each for of_rank in ranks.gather_objects(own) for each in of_rank]
     shapes = [[name, info.dtype, info.shape] for name, info in infos.items()]
     return BaseInfo(str(folder), checksum(json.dumps([shapes, digests]).encode()))
-
-
-def check_base(known: BaseInfo, weights: Tensors, ranks: Ranks, where: str) -> None:
-    """Refuse `weights` that are not the base that a checkpoint names. Collective."""
-    if base_info(Path(known.path), weights, ranks).xxh3 != known.xxh3:
-        raise CheckpointError(
-            f"{where}: base model {known.path} has changed: its weights differ from those that "
-            "the checkpoint was trained on"
-        )
 
 
 def pretrained_weights(model: ModelConfig, folder: Path, ranks: Ranks) -> Tensors:
@@ -132,14 +124,12 @@ def checked_weights(reader: CheckpointReader, ranks: Ranks) -> Tensors:
     if base is None:
         return reader
     weights = open_base(base, reader)
-    check_base(base, weights, ranks, str(reader))
+    if base_info(Path(base.path), weights, ranks).xxh3 != base.xxh3:
+        raise CheckpointError(
+            f"{reader}: base model {base.path} has changed: its weights differ from those that "
+            "the checkpoint was trained on"
+        )
     return Overlay(reader, weights)
-
-
-def _chunks(info: TensorInfo) -> Iterator[Span]:
-    size = _CHUNK_BYTES // ITEMSIZES[info.dtype]
-    for start in range(0, info.numel, size):
-        yield Span(start, min(start + size, info.numel))
 
 
 def _digest(weights: Tensors, name: str, span: Span) -> str:

@@ -9,13 +9,11 @@ from typing import Any
 from fsdpctl.checkpoint.checksums import Checksums
 from fsdpctl.checkpoint.manifest import (
     INDEX_JSON,
-    SPANS,
     FileInfo,
     StoredSpan,
     TensorInfo,
-    checksum,
     digests_of,
-    spans_to_json,
+    write_spans,
 )
 from fsdpctl.checkpoint.merge import MODEL, exported_weights, notes_on_merge
 from fsdpctl.checkpoint.pretrained import attached_files
@@ -36,10 +34,8 @@ from fsdpctl.checkpoint.tensor_file import (
     FLOATS,
     TensorEntry,
     cast,
-    make_header,
     rank_file,
     write_synced,
-    write_tensor_file,
 )
 from fsdpctl.config.any_decoder import config_json
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -181,38 +177,32 @@ def shard_weights(source: Tensors, destination: Path, *, num_files: int, about: 
     ):
         files = {}
         for rank in range(num_files):
-            if entries := _entries(tensors, rank, num_files):
+            if shares := _shares(tensors, rank, num_files):
                 name = rank_file(rank)
-                files[name] = _write_file(source, scratch / name, entries, advance)
+                files[name] = _write_file(source, scratch / name, shares, advance)
         write_manifest(scratch, about, files, tensors, num_files)
     return total
 
 
-def _entries(
-    tensors: Mapping[str, TensorInfo], rank: int, num_files: int
-) -> list[tuple[TensorEntry, Span]]:
-    found = []
-    for key, info in tensors.items():
-        span = share_of(Span(0, info.numel), rank, num_files)
-        if span.numel or (rank == 0 and not info.numel):
-            found.append((TensorEntry(key, info.dtype, (span.numel,)), span))
-    return found
+def _shares(tensors: Mapping[str, TensorInfo], rank: int, num_files: int) -> dict[str, Span]:
+    spans = {key: share_of(Span(0, x.numel), rank, num_files) for key, x in tensors.items()}
+    empty = {key for key, info in tensors.items() if rank == 0 and not info.numel}
+    return {key: span for key, span in spans.items() if span.numel or key in empty}
 
 
 def _write_file(
-    source: Tensors, path: Path, shares: Sequence[tuple[TensorEntry, Span]], advance: Advance
+    source: Tensors, path: Path, shares: Mapping[str, Span], advance: Advance
 ) -> FileInfo:
     """Write the tensors after their checksums, for which they are read once more."""
     stored = {}
-    for entry, span in shares:
-        digests = digests_of(data for _, data in source.read(entry.name, span))
-        stored[entry.name] = StoredSpan(span, digests)
-    header = make_header([entry for entry, _ in shares], {SPANS: spans_to_json(stored)})
+    for key, span in shares.items():
+        digests = digests_of(data for _, data in source.read(key, span))
+        stored[key] = source.info(key).dtype, StoredSpan(span, digests)
 
     def chunks() -> Iterator[memoryview]:
-        for entry, span in shares:
-            for _, data in source.read(entry.name, span):
+        for key, span in shares.items():
+            for _, data in source.read(key, span):
                 yield data
                 advance(len(data))
 
-    return FileInfo(write_tensor_file(path, header, chunks()), checksum(header))
+    return write_spans(path, stored, chunks())

@@ -179,10 +179,8 @@ def _load_moments(reader: CheckpointReader, optimizer: ShardedOptimizer) -> None
 
 
 def _load_moment(reader: CheckpointReader, name: str, piece: Piece, moment: Moment) -> None:
-    size = TILE["cuda"]
-    for start in range(0, piece.in_flat.numel, size):
-        part = Span(start, min(start + size, piece.in_flat.numel))
-        whole = Span(start, round_up(part.stop, BLOCK))
+    for part in Span(0, piece.in_flat.numel).cut(TILE["cuda"]):
+        whole = Span(part.start, round_up(part.stop, BLOCK))
         span, target = part.shift(piece.in_param.start), moment.window(whole)
         stored = _stored_moment(reader, name, piece.param.name, span, target.values.device)
         if (stored.scales is None) != (target.scales is None):

@@ -10,7 +10,13 @@ from typing import Annotated, Any, Self
 import xxhash
 from msgspec import Meta
 
-from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES, ITEMSIZES
+from fsdpctl.checkpoint.tensor_file import (
+    CHUNK_BYTES,
+    ITEMSIZES,
+    TensorEntry,
+    make_header,
+    write_tensor_file,
+)
 from fsdpctl.config.sealed import read_sealed, seal
 from fsdpctl.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES, asset_name
 from fsdpctl.errors import CheckpointError
@@ -71,6 +77,16 @@ def spans_to_json(stored: Mapping[str, StoredSpan]) -> str:
         key: [each.span.start, each.span.stop, each.digests.hex()] for key, each in stored.items()
     }
     return json.dumps(content, separators=(",", ":"))
+
+
+def write_spans(
+    path: Path, stored: Mapping[str, tuple[str, StoredSpan]], chunks: Iterable[memoryview]
+) -> "FileInfo":
+    """Write a new file with spans of tensors, by their keys and dtypes; return its description."""
+    entries = [TensorEntry(key, dtype, (x.span.numel,)) for key, (dtype, x) in stored.items()]
+    spans = spans_to_json({key: span for key, (_, span) in stored.items()})
+    header = make_header(entries, {SPANS: spans})
+    return FileInfo(write_tensor_file(path, header, chunks), checksum(header))
 
 
 def spans_from_json(text: str, where: str) -> dict[str, StoredSpan]:

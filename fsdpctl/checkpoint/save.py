@@ -17,24 +17,15 @@ from fsdpctl.checkpoint.load import (
 from fsdpctl.checkpoint.manifest import (
     BUFFER,
     PARAMETER,
-    SPANS,
     FileInfo,
     StoredSpan,
     TensorInfo,
-    checksum,
     digests_of,
-    spans_to_json,
     tensor_key,
+    write_spans,
 )
 from fsdpctl.checkpoint.publish import About, lack_of_space, put_in_place, write_manifest
-from fsdpctl.checkpoint.tensor_file import (
-    CHUNK_BYTES,
-    TensorEntry,
-    make_header,
-    rank_file,
-    sync,
-    write_tensor_file,
-)
+from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES, rank_file, sync
 from fsdpctl.checkpoint.tensors import DTYPE_NAMES, Staging, tensor_bytes
 from fsdpctl.comm.shards import Sharded, trainable_shards
 from fsdpctl.errors import FsdpctlError
@@ -161,17 +152,11 @@ def _empty_pieces(model: Sharded, *, trained_only: bool) -> Iterator[StatePiece]
 
 
 def _write_pieces(path: Path, pieces: list[StatePiece], on_bytes: OnBytes) -> FileInfo:
-    stored = {
-        each.key: StoredSpan(each.piece.in_param, digests_of([tensor_bytes(each.values)]))
-        for each in pieces
-    }
-    entries = [
-        TensorEntry(each.key, DTYPE_NAMES[each.values.dtype], (each.values.numel(),))
-        for each in pieces
-    ]
-    header = make_header(entries, {SPANS: spans_to_json(stored)})
-    size = write_tensor_file(path, header, _chunks(pieces, on_bytes))
-    return FileInfo(size, checksum(header))
+    stored = {}
+    for each in pieces:
+        span = StoredSpan(each.piece.in_param, digests_of([tensor_bytes(each.values)]))
+        stored[each.key] = DTYPE_NAMES[each.values.dtype], span
+    return write_spans(path, stored, _chunks(pieces, on_bytes))
 
 
 def _chunks(pieces: list[StatePiece], on_bytes: OnBytes) -> Iterator[memoryview]:

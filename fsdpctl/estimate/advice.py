@@ -89,7 +89,7 @@ class _Search:
         """Return the fewest nodes on which settings suffice that round nothing, and these."""
         nodes = list(c.more_nodes(self._plan))
         fewest = [
-            (bisect_left(nodes, True, key=lambda n: self._fit(self._all(n, x)) is not None), x)
+            (bisect_left(nodes, True, key=lambda n: self._fit(_with(n, _all(x))) is not None), x)
             for x in c.STATES[:2]
         ]
         index, states = min(fewest, key=lambda each: each[0])
@@ -102,7 +102,7 @@ class _Search:
 
         The settings are dispensed with in `order`.
         """
-        knobs = [*c.TOGETHER, *states, c.PARAMS_ON_HOST]
+        knobs = _all(states)
         found = self._fit(_with(base, knobs))
         for knob in order if found else ():
             fewer = [each for each in knobs if each is not knob]
@@ -115,9 +115,6 @@ class _Search:
                 if (better := self._fit(_with(base, larger))) is not None:
                     return better
         return found
-
-    def _all(self, base: Change, states: Sequence[Knob]) -> Change:
-        return _with(base, [*c.TOGETHER, *states, c.PARAMS_ON_HOST])
 
     def _fit(self, change: Change) -> Fitting | None:
         return next(self.fitting([change]), None)
@@ -138,6 +135,10 @@ class _Search:
                 place -= 1
             in_order.insert(place, (one, seconds))
         return [each for each, _ in in_order]
+
+
+def _all(states: Sequence[Knob]) -> list[Knob]:
+    return [*c.TOGETHER, *states, c.PARAMS_ON_HOST]
 
 
 def _with(base: Change, knobs: Iterable[Knob]) -> Change:

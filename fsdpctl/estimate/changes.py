@@ -173,11 +173,6 @@ def _adapters(plan: RunPlan) -> list[Values]:
     return [{"model.lora.rank": _RANK, **each} for each in more]
 
 
-def _in_four_bits(plan: RunPlan) -> list[Values]:
-    is_frozen = plan.config.model.lora.rank is not None
-    return _unless_set(plan.config, "model.base_dtype", "nf4") if is_frozen else []
-
-
 def more_nodes(plan: RunPlan) -> Iterator[Change]:
     """Yield more nodes, with a sample for each group of ranks."""
     config = plan.config
@@ -239,7 +234,9 @@ STATES_ON_HOST = Knob(_OFFLOADED, _on_host(Offload.STATES))
 GRADIENTS_ON_HOST = Knob(_OFFLOADED, _on_host(Offload.STATES | Offload.GRADIENTS))
 PARAMS_ON_HOST = Knob("units are gathered from the host", _params_on_host)
 IN_FOUR_BITS = Knob(
-    "weights are dequantized twice", _in_four_bits, "frozen weights are rounded to 4 bits"
+    "weights are dequantized twice",
+    lambda p: _unless_set(p.config, "model.base_dtype", "nf4") if p.config.model.lora.rank else [],
+    "frozen weights are rounded to 4 bits",
 )
 COMPUTED_IN_BF16 = Knob(
     "",

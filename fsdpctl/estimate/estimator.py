@@ -2,7 +2,6 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,14 +21,12 @@ from fsdpctl.io.run_files import ESTIMATE
 from fsdpctl.plan.batch import tokens_per_rank
 from fsdpctl.plan.step import RankPlace
 from fsdpctl.plan.strategy import FSDPCTL
-from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Program
 from fsdpctl.predict.hardware import Group
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import StepEstimate, UnevenStepError, estimate_steps
 from fsdpctl.predict.recorder import Machine, RankGroup, Steps, TaskRecorder
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
-from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.attention_kernel import kernel_of
 from fsdpctl.resolve.open import data_of
 from fsdpctl.resolve.place import on_cluster
@@ -121,7 +118,9 @@ class Estimator:
             if not param.trainable
         )
         counts = (traced.num_params, traced.num_trained, traced.num_active, frozen)
-        saved = _saved_states(training, traced.units)
+        params = (param for unit in traced.units for param in unit.params if param.trainable)
+        itemsize = training.dtypes.master.itemsize
+        saved = sum(training.states.saved(param, itemsize) for param in params)
         on_host = training.host_states_bytes + host_inputs_bytes(program.sent.values())
         rank, shared = training.step.place.rank, training.step.shared_bytes
         return RunEstimate(plan, *counts, saved, rank, step, on_host, traced.packages, shared)
@@ -176,12 +175,6 @@ def _replayed(config: Settled, recorder: MemoryRecorder, steps: Steps) -> StepEs
     except UnevenStepError as error:  # such as Gemma 3n's blocks
         reason = "memory cannot be estimated with this recomputation"
         raise UsageError(f"model: {family_of(config.model)}: {reason}") from error
-
-
-def _saved_states(plan: TrainingPlan, units: Sequence[UnitSpec]) -> int:
-    """Return the bytes of the moments in a checkpoint."""
-    params = (param for unit in units for param in unit.params if param.trainable)
-    return sum(plan.states.saved(param, plan.dtypes.master.itemsize) for param in params)
 
 
 def _program(plan: RunPlan, traced: TracedModel) -> Program:

@@ -15,20 +15,20 @@ _MATMULS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1,
 # With one weight for all rows; seen only within operators of our own.
 _PRODUCTS = {_aten.linear.default, _aten.matmul.default}
 _GROUPED = _aten._grouped_mm.default
-_FORWARDS = {
-    _aten._scaled_dot_product_flash_attention.default: 4,
-    _aten._scaled_dot_product_efficient_attention.default: 6,
-    _aten._scaled_dot_product_cudnn_attention.default: 6,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
-}  # with the position of each one's `is_causal`
-_BACKWARDS = {
-    _aten._scaled_dot_product_flash_attention_backward.default: 11,
-    _aten._scaled_dot_product_efficient_attention_backward.default: 11,
-    _aten._scaled_dot_product_cudnn_attention_backward.default: 14,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
+# With the positions of the query, which the key follows, and of `is_causal`.
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention.default: (0, 4),
+    _aten._scaled_dot_product_efficient_attention.default: (0, 6),
+    _aten._scaled_dot_product_cudnn_attention.default: (0, 6),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 4),
+    _aten._scaled_dot_product_flash_attention_backward.default: (1, 11),
+    _aten._scaled_dot_product_efficient_attention_backward.default: (1, 11),
+    _aten._scaled_dot_product_cudnn_attention_backward.default: (1, 14),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 7),
 }
 _FREE = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.detach.default}
-_OF_A_FORWARD, _OF_A_BACKWARD = 2, 5  # matrix products of length by length
+# Matrix products of length by length, and passes over queries and keys.
+_FORWARD, _BACKWARD = (WorkKind.ATTENTION, 2, 2), (WorkKind.ATTENTION_BACKWARD, 5, 4)
 
 
 def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work | None:
@@ -38,33 +38,26 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
         return None
     if func is ALL_TO_ALL:
         return Work(_name(func), WorkKind.EXCHANGE, 0, _bytes_of(made[0]), made[0].itemsize)
-    if func in _MATMULS:
-        given = [each for each in args if isinstance(each, Tensor)]
-        return _matmul(func, args[_MATMULS[func]], made[0], sum(map(_bytes_of, (*given, *made))))
-    if func in _PRODUCTS and args[1].ndim == 2:
-        given = [each for each in args if isinstance(each, Tensor)]
-        nbytes = sum(map(_bytes_of, (*given, *made)))
-        return _matmul(func, args[0], made[0].flatten(0, -2), nbytes)
+    if func in _MATMULS or (func in _PRODUCTS and args[1].ndim == 2):
+        nbytes = sum(map(_bytes_of, (*_tensors(args), *made)))
+        rows = made[0] if func in _MATMULS else made[0].flatten(0, -2)
+        return _matmul(func, args[_MATMULS.get(func, 0)], rows, nbytes)
     if func is _GROUPED:
         return _grouped(func, args, made[0])
-    if func in _FORWARDS:
-        query, key = args[0], args[1]
-        is_causal = _is_causal(args, _FORWARDS[func])
-        return _attention(func, query, key, is_causal, _OF_A_FORWARD)
-    if func in _BACKWARDS:
-        query, key = args[1], args[2]
-        is_causal = _is_causal(args, _BACKWARDS[func])
-        return _attention(func, query, key, is_causal, _OF_A_BACKWARD)
+    if func in _ATTENTION:
+        return _whole_samples(func, args)
     if func.name().startswith("torch_attn::_varlen_attn"):
         return _documents(func, func.name().endswith("backward"), args)
     read = _tensors([*args, *(kwargs or {}).values()])
-    if not func._schema.is_mutable and _is_window(made, read):
+    sizes = {each.untyped_storage()._cdata: _bytes_of(each) for each in read}
+    is_view = all(each.untyped_storage()._cdata in sizes for each in made)
+    if is_view and not func._schema.is_mutable:
         return None
-    nbytes = _distinct(read) + sum(map(_bytes_of, made))
-    if func in (_aten.embedding.default, _aten.embedding_dense_backward.default):
-        nbytes = 2 * max(map(_bytes_of, (made[0], args[0]) if len(args) > 2 else made))
-        if func is _aten.embedding.default:
-            nbytes = 2 * _bytes_of(made[0])
+    nbytes = sum(map(_bytes_of, made)) + sum(sizes.values())
+    if func is _aten.embedding.default:
+        nbytes = 2 * _bytes_of(made[0])
+    elif func is _aten.embedding_dense_backward.default:
+        nbytes = 2 * max(map(_bytes_of, (made[0], args[0])))
     elif not read:
         nbytes = 2 * nbytes  # memory that a kernel of another name fills
     return Work(_name(func), WorkKind.MEMORY, 0, nbytes, made[0].itemsize)
@@ -103,15 +96,26 @@ def _grouped(func: Any, args: Sequence[Any], made: Tensor) -> Work:
     return Work(_name(func), WorkKind.MATMUL, flops, nbytes, made.itemsize, dims)
 
 
-def _attention(func: Any, query: Tensor, key: Tensor, is_causal: bool, products: int) -> Work:
-    batch, heads, length, width = query.shape
-    flops = products * 2 * batch * heads * length * key.shape[2] * width
-    is_forward = products == _OF_A_FORWARD
-    kind = WorkKind.ATTENTION if is_forward else WorkKind.ATTENTION_BACKWARD
-    passes = 2 if is_forward else 4
+def _whole_samples(func: Any, args: Sequence[Any]) -> Work:
+    first, place = _ATTENTION[func]
+    query, key = args[first : first + 2]
+    is_causal = len(args) > place and args[place] is True
+    flops = (1 if is_causal else 2) * query.numel() * key.shape[2]
+    return _attention(func, query, key, flops, query.shape, _BACKWARD if first else _FORWARD)
+
+
+def _attention(
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    flops: int,
+    dims: tuple[int, int, int, int],
+    about: tuple[WorkKind, int, int],
+) -> Work:
+    """Return the work of attention whose products of length by length take `flops` each."""
+    kind, products, passes = about
     nbytes = passes * (_bytes_of(query) + _bytes_of(key))
-    dims = (batch, heads, length, width)
-    return Work(_name(func), kind, flops // 2 if is_causal else flops, nbytes, query.itemsize, dims)
+    return Work(_name(func), kind, products * flops, nbytes, query.itemsize, dims)
 
 
 def _documents(func: Any, is_backward: bool, args: Sequence[Any]) -> Work:
@@ -121,14 +125,11 @@ def _documents(func: Any, is_backward: bool, args: Sequence[Any]) -> Work:
         if is_backward
         else (args[0], args[1], args[3], args[9])
     )
-    products = _OF_A_BACKWARD if is_backward else _OF_A_FORWARD
     total, heads, width = query.shape
     count = max(1, len(offsets) - 1) if isinstance(offsets, Tensor) and offsets.ndim == 1 else 1
     length = -(-total // count)
-    flops = 2 * products * total * heads * _seen(length, window) * width
-    kind = WorkKind.ATTENTION_BACKWARD if is_backward else WorkKind.ATTENTION
-    nbytes = (4 if is_backward else 2) * (_bytes_of(query) + _bytes_of(key))
-    return Work(_name(func), kind, flops, nbytes, query.itemsize, (count, heads, length, width))
+    flops, dims = 2 * query.numel() * _seen(length, window), (count, heads, length, width)
+    return _attention(func, query, key, flops, dims, _BACKWARD if is_backward else _FORWARD)
 
 
 def _seen(length: int, window: Sequence[int] | None) -> int:
@@ -136,19 +137,6 @@ def _seen(length: int, window: Sequence[int] | None) -> int:
     most = window[0] + 1 if window and window[0] >= 0 else length
     most = min(most, length)
     return max(1, round(most - most * most / (2 * length)))
-
-
-def _is_causal(args: Sequence[Any], index: int) -> bool:
-    return len(args) > index and args[index] is True
-
-
-def _is_window(made: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
-    there = {each.untyped_storage()._cdata for each in read}
-    return all(each.untyped_storage()._cdata in there for each in made)
-
-
-def _distinct(tensors: Sequence[Tensor]) -> int:
-    return sum({each.untyped_storage()._cdata: _bytes_of(each) for each in tensors}.values())
 
 
 def _bytes_of(tensor: Tensor) -> int:

@@ -16,23 +16,20 @@ from fsdpctl.estimate.known_results import known_result
 from fsdpctl.estimate.recurrences import with_kernels
 from fsdpctl.models.kernels import assuming
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH3, FLASH4, MATH
+from fsdpctl.plan.layout import round_up
 
 _aten = torch.ops.aten
 _GROUPED = _aten._grouped_mm.default
 _SORTED_FROM, _ROWS_OF_A_THREAD = 3072, 10  # of the embedding's backward
 _FLASH = 1  # of torch.nn.attention.SDPBackend, whose import is slow
 
-_aten_flash_backward = _aten._scaled_dot_product_flash_attention_backward.default
+_CUDNN_BACKWARD = _aten._scaled_dot_product_cudnn_attention_backward.default
 _BACKWARDS_OF_ROWS = (
-    _aten_flash_backward,
-    _aten._scaled_dot_product_cudnn_attention_backward.default,
+    _aten._scaled_dot_product_flash_attention_backward.default,
+    _CUDNN_BACKWARD,
 )
 
 Attention = Callable[..., Tensor]
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 class _Options(NamedTuple):
@@ -192,7 +189,7 @@ def result_of(
         rows = (len(offsets), left.shape[-2])
     if not is_cuda:
         return left.new_empty(*rows, columns, dtype=dtype)
-    wide = left.new_empty(*rows, _round_up(columns, 16 // dtype.itemsize), dtype=dtype)
+    wide = left.new_empty(*rows, round_up(columns, 16 // dtype.itemsize), dtype=dtype)
     return wide[..., :columns]
 
 
@@ -205,42 +202,33 @@ def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
     The embedding's backward for more than a few tokens (EmbeddingBackwardKernel.cu) has buffers to
     sort them, and partial sums.
     """
-    if op in _BACKWARDS_OF_ROWS:
-        query, key = inputs[1], inputs[2]
-        batch, heads, length, width = query.shape
-        shared = batch * key.shape[2] if key.shape[1] != heads else 0
-        rows = batch * heads * _round_up(length, 128)
-        is_later = kernel in (FLASH3, FLASH4) or op is not _aten_flash_backward
-        return _flash_workspace(rows, width, shared * _shared(query, key, 1, is_later))
+    if op in _BACKWARDS_OF_ROWS or op.name() == "torch_attn::_varlen_attn_backward":
+        return _flash_workspace(op, inputs, kernel)
     if op is _aten._scaled_dot_product_efficient_attention_backward.default:
         query = inputs[1]  # a product that is summed by rows, or its float32 gradient
         return int(4 * (query.numel() + query.numel() // query.shape[-1]))
-    if op.name() == "torch_attn::_varlen_attn_backward":
-        query, key, offsets = inputs[1], inputs[2], inputs[6]
-        total, heads, width = query.shape
-        shared = len(key) if key.shape[1] != heads else 0
-        rows = heads * (total + 128 * (len(offsets) - 1))
-        is_later = kernel in (FLASH3, FLASH4)
-        return _flash_workspace(rows, width, shared * _shared(query, key, 1, is_later))
     if op is _aten.embedding_dense_backward.default:
         tokens, rows, width = inputs[1].numel(), inputs[2], inputs[0].shape[-1]
         if tokens <= _SORTED_FROM:
             return 0
         partial_sums = tokens // _ROWS_OF_A_THREAD + min(tokens, rows)
-        return int(4 * 8 * tokens + 4 * partial_sums * _round_up(width, 32))
+        return int(4 * 8 * tokens + 4 * partial_sums * round_up(width, 32))
     return 0
 
 
-def _shared(query: Tensor, key: Tensor, heads: int, is_later: bool) -> int:
-    """Return the bytes per element of a shared key, or of its value, in all heads."""
-    if is_later:
-        return 4 * int(key.shape[heads])
-    return query.itemsize * int(query.shape[heads])
-
-
-def _flash_workspace(rows: int, width: int, shared: int) -> int:
-    """Return the bytes for rows of all heads, and `shared` bytes per column of keys and values."""
-    columns = _round_up(width, 32 if width <= 128 else 64)
+def _flash_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
+    """Return the bytes for rows of all heads, and for keys and values that heads share."""
+    query, key = inputs[1], inputs[2]
+    if op in _BACKWARDS_OF_ROWS:
+        batch, heads, length, width = query.shape
+        shared, rows = batch * key.shape[2], batch * heads * round_up(length, 128)
+    else:  # packed documents
+        total, heads, width = query.shape
+        shared, rows = len(key), heads * (total + 128 * (len(inputs[6]) - 1))
+    is_later = kernel in (FLASH3, FLASH4) or op is _CUDNN_BACKWARD
+    shared *= 4 * key.shape[1] if is_later else query.itemsize * heads
+    shared *= key.shape[1] != heads
+    columns = round_up(width, 32 if width <= 128 else 64)
     return int(rows * 4 * (1 + columns) + 2 * shared * width)
 
 

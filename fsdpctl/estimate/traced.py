@@ -1,6 +1,6 @@
 """Traced models: the operators and allocations of their passes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -106,17 +106,13 @@ def _looks(block: nn.Module) -> object:
                 for key, param in each._parameters.items()
                 if param is not None
             ],
-            _plain_attributes(each.__dict__),
+            [
+                (key, value)
+                for key, value in each.__dict__.items()
+                if isinstance(value, _PLAIN) and key not in _NUMBERS_A_LAYER
+            ],
         )
         for name, each in block.named_modules()
-    ]
-
-
-def _plain_attributes(attributes: Mapping[str, object]) -> list[tuple[str, object]]:
-    return [
-        (key, value)
-        for key, value in attributes.items()
-        if isinstance(value, _PLAIN) and key not in _NUMBERS_A_LAYER
     ]
 
 

@@ -143,17 +143,18 @@ def _read_precision(found: Translation, inner: SourceConfig | None) -> None:
         for name in ("bf16", "fp16"):
             if on := inner.take_on(f"{name}.enabled"):
                 value = SourceKey(on.key, name, (name,))
-    name = value.text.strip().lower() if value else "no"
+    if value is None:
+        found.map(None, "precision=fp32", default="mixed_precision")
+        return
+    name = value.text.strip().lower()
     if name not in ("no", "false", "bf16", "fp16", "fp8"):
-        assert value is not None
         raise source.error(value, "expected no, bf16, fp16 or fp8")
     ours = "fp32" if name in ("no", "false") else "bf16"
-    note = "same size as fp16" if name == "fp16" else ""
-    if name == "fp16" and value is not None:
+    found.map(value, f"precision={ours}", note="same size as fp16" * (name == "fp16"))
+    if name == "fp16":
         why = "trained in bf16, without scaling of the loss"
         found.left_out.append(TranslationRow(value.key, value.text, note=why))
-    found.map(value, f"precision={ours}", default="mixed_precision", note=note)
-    if name == "fp8" and value is not None:
+    if name == "fp8":
         found.exclude(value, "matrix products are estimated in bf16")
 
 

@@ -82,18 +82,14 @@ def _read_schedule(rows: TrainingRows, steps: int | None) -> None:
         if (value := rows.value(key)) and not value.is_off:
             rows.ask(value, "lr_scheduler", "not supported")
     warmup, share = rows.value("warmup_steps"), rows.known("warmup_ratio")
-    if warmup is None and steps is None:
-        why = "if that is 1 step, axolotl warms up over 2 steps, fsdpctl over 1"
-        rows.leave(share, why)
     most = 100 if rows.value("warmup_ratio") is None else NO_LIMIT
     if warmup is None and steps is None:
+        rows.leave(share, "if that is 1 step, axolotl warms up over 2 steps, fsdpctl over 1")
         words = f"lr_scheduler.warmup_ratio={share.text} {_FLOOR}={most}"
         add_schedule(rows, schedule, (share, words))
     else:
-        if warmup is None:
-            count = str(min(int(float(share.text) * (steps or 0)), most))
-        else:
-            count = warmup.text.strip()
+        of_share = 0 if warmup else min(int(float(share.text) * (steps or 0)), most)
+        count = warmup.text.strip() if warmup else str(of_share)
         count = str(_FEWEST) if count == "1" else count
         add_schedule(rows, schedule, (warmup or share, f"{_FLOOR}={count}"))
     if lowest and not lowest.is_off and schedule.text.strip().lower() == "cosine":

@@ -115,11 +115,7 @@ def convert(found: Translation, typed: Mapping[str, str], num_ranks: int) -> Con
     chosen = {name for name in typed if name in GROUPS and name != "model"}
     if any(name in typed for name in SIZES):
         chosen |= {*SIZES}
-    kept = {
-        name: row
-        for name, row in kept.items()
-        if name not in chosen and name.split(".")[0] not in chosen
-    }
+    kept = {x: row for x, row in kept.items() if chosen.isdisjoint((x, x.split(".")[0]))}
     ours = [TranslationRow("command line", "", (f"{name}={text}",)) for name, text in typed.items()]
     kept |= _by_setting(ours)
     if refused := [why for name, why in found.refused if name not in {*typed, *chosen}]:

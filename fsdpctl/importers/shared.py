@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,12 @@ def read_targets(found: Translation, value: SourceKey) -> None:
         found.map(value, f"model.lora.targets=[{','.join(value.items)}]")
         check_heads(found, value)
         return
-    expression = _expression(text)
+    expression = None
+    with (
+        suppress(re.error, RecursionError, OverflowError),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        expression = re.compile(text)
     each = [_matched(expression, number) for number in _NUMBERS] if expression else [()]
     names = [name for layers in _LAYERS.values() for name in layers if any(name in x for x in each)]
     if not names:
@@ -129,14 +135,6 @@ def check_heads(found: Translation, value: SourceKey | None) -> None:
     if heads := [each for each in names if each.rpartition(".")[2].strip("*") in _HEADS]:
         why = "has no adapters here; set model.lora.targets"
         found.refused.append(("model.lora.targets", f"{value and value.key}: {heads[0]}: {why}"))
-
-
-def _expression(text: str) -> re.Pattern[str] | None:
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return re.compile(text)
-    except (re.error, RecursionError, OverflowError):
-        return None
 
 
 def _matched(expression: re.Pattern[str], number: int) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ Each parameter starts on a multiple of ALIGNMENT elements and every part begins 
 that collectives and fused kernels always see 16-byte-aligned memory, at any number of ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, overload
@@ -33,6 +33,11 @@ class Span:
 
     def shift(self, offset: int) -> "Span":
         return Span(self.start + offset, self.stop + offset)
+
+    def cut(self, size: int) -> "Iterator[Span]":
+        """Yield pieces of `size` elements, of which the last one may be shorter."""
+        for start in range(self.start, self.stop, size):
+            yield Span(start, min(start + size, self.stop))
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -230,7 +230,11 @@ class FsdpctlSteps:
         recorder, dtypes = self._recorder, self._plan.dtypes
         self._host.wait(unit)
         recorder.wait(self._renewing.pop(unit, None))
-        from_host = self._from_host(unit)
+        from_host = sum(
+            rest.part.numel * rest.dtypes.compute.itemsize
+            for rest in map(self._step.rest, self._step.layouts[unit])
+            if rest.is_gathered_from_host
+        )
         if not self._step.steps_on_host:  # which casts, too
             # The cast into this rank's part.
             widened = 1 + dtypes.master.itemsize / dtypes.compute.itemsize
@@ -240,13 +244,6 @@ class FsdpctlSteps:
             arrives = (recorder.on_host(HostQueue.UP, from_host, f"parameters of {unit}"),)
         self._gathers[unit] = recorder.start(
             C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=GATHERS, after=arrives
-        )
-
-    def _from_host(self, unit: str) -> int:
-        return sum(
-            rest.part.numel * rest.dtypes.compute.itemsize
-            for rest in map(self._step.rest, self._step.layouts[unit])
-            if rest.is_gathered_from_host
         )
 
     def _reduce(self, unit: str, nbytes: int) -> None:

@@ -85,14 +85,6 @@ class Recorder:
     def become(self, key: int, category: Category, what: str) -> None:
         """Change the purpose of allocated memory."""
 
-    def copy_moments(self, sizes: Sequence[tuple[str, int]]) -> None:
-        """Allocate copies of second moments, as torch's default AdamW has them, and free them.
-
-        `sizes` are those of the parameters, each with its unit.
-        """
-        of, what = Category.OPTIMIZER_STATES, "roots of second moments"
-        self.free(*[self.allocate(of, unit, what, nbytes) for unit, nbytes in sizes])
-
     def pass_through(self, nbytes: int) -> None:
         """Allocate memory and free it at once."""
 

@@ -59,8 +59,9 @@ class TorchOptimizer:
             for unit, nbytes in shards:
                 for size in states.of(nbytes):
                     recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
-        if not self._fused:
-            recorder.copy_moments(shards)
+        if not self._fused:  # torch's default AdamW copies second moments
+            of, what = Category.OPTIMIZER_STATES, "roots of second moments"
+            recorder.free(*[recorder.allocate(of, unit, what, nbytes) for unit, nbytes in shards])
         itemsize = self._plan.dtypes.master.itemsize
         recorder.optimize(sum(n for _, n in shards) // itemsize, itemsize, states.moments)
         recorder.end_step()

@@ -117,7 +117,10 @@ class MetricsFile:
         self._path = path
         self._writing = threading.Lock()
         with refusing(path, full=FsdpctlError):  # a full disk is not a mistake in the settings
-            _cut_back(path, step)
+            if path.is_file():  # nothing else records rejected steps
+                lines = _read(path)
+                kept = [text for text, x in lines if x.step <= step or x.rejected_step is not None]
+                replace(path, b"".join(text.rstrip(b"\n") + b"\n" for text in kept))
             self._file = open_own(path, "ab")
 
     def write(self, line: dict[str, Any]) -> None:
@@ -133,10 +136,3 @@ class MetricsFile:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the last `write` has raised it already
             self._file.close()
-
-
-def _cut_back(path: Path, step: int) -> None:
-    """Remove lines after `step`, except rejected steps: nothing else records those."""
-    if path.is_file():
-        kept = [text for text, x in _read(path) if x.step <= step or x.rejected_step is not None]
-        replace(path, b"".join(text.rstrip(b"\n") + b"\n" for text in kept))

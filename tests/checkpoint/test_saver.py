@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdpctl.checkpoint import save
+from fsdpctl.checkpoint import manifest
 from fsdpctl.checkpoint.folders import (
     LATEST,
     complete_checkpoints,
@@ -44,13 +44,13 @@ def test_a_checkpoint_has_the_state_of_the_step_it_was_requested_at(
     at_once, later = make_saver(tmp_path, "sync", 0), make_saver(tmp_path, "async", 0)
     save_now(at_once, model, optimizer, 1)
     may_write = threading.Event()
-    written = vars(save)["write_tensor_file"]
+    written = vars(manifest)["write_tensor_file"]
 
     def write_late(path: Path, header: bytes, chunks: Iterator[memoryview]) -> int:
         assert may_write.wait(30)
         return int(written(path, header, chunks))
 
-    monkeypatch.setattr(save, "write_tensor_file", write_late)
+    monkeypatch.setattr(manifest, "write_tensor_file", write_late)
     run = at(model, optimizer, 2)
     later.save(run)
     train_on(model, optimizer, 2)
@@ -155,14 +155,14 @@ def test_a_save_that_training_waits_for_reports_its_progress(tmp_path, monkeypat
     model, optimizer = trained("full_shard")
     beats: list[str] = []
     monkeypatch.setattr(RANK_STATUS, "at", beats.append)
-    written = vars(save)["write_tensor_file"]
+    written = vars(manifest)["write_tensor_file"]
 
     def write_slowly(path: Path, header: bytes, chunks: Iterator[memoryview]) -> int:
         size = int(written(path, header, chunks))
         threading.Event().wait(1.7)
         return size
 
-    monkeypatch.setattr(save, "write_tensor_file", write_slowly)
+    monkeypatch.setattr(manifest, "write_tensor_file", write_slowly)
     saver = make_saver(tmp_path, "sync")
     saver.save(at(model, optimizer, 2))
     assert beats.count("saving") >= 2
