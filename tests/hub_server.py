@@ -90,8 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         status, code = hub.refused.get(name, (0, ""))
         if status and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._answer(status, b"", {"X-Error-Code": code} if code else {})
-        kinds = {"models": hub.models, "datasets": hub.datasets}
-        files = kinds.get(kind, {}).get(name)
+        files = {"models": hub.models, "datasets": hub.datasets}.get(kind, {}).get(name)
         if files is None:
             return self._answer(401, b"", {"X-Error-Code": "RepoNotFound"})
         if rest[1:] and rest[1] not in ("main", SHA, "v2"):

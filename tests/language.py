@@ -50,10 +50,8 @@ IN_DOCUMENTS = [
     r"\d %",
 ]
 IN_DOCSTRINGS = [
-    r"^(?:Of|What|Those|That|As|Who|Where)\b",
-    r"\bSee that\b",
-    r"Raises: \w+: (?-i:[a-z])",
-]
+    r"^(?:Of|What|Those|That|As|Who|Where)\b", r"\bSee that\b", r"Raises: \w+: (?-i:[a-z])",
+]  # fmt: skip
 ALLOWED = {("docs/architecture.md", r"What")}  # its table has questions
 _CODE = re.compile(r"`[^`]*`|https?://\S+")
 

@@ -60,8 +60,7 @@ def test_the_page_of_evidence_says_how_each_figure_is_measured_again():
             r"(?:`make bench`|benchmarks.NAME`) measures (.*?)(?: again|,? and `py)", page
         )
     ]
-    others = {each.replace("-", "_") for each in used - again - {"faults"}}
-    assert named == [again, others]
+    assert named == [again, {each.replace("-", "_") for each in used - again - {"faults"}}]
 
 
 def test_the_pages_name_what_the_self_check_prints_and_stops():
@@ -98,8 +97,7 @@ def test_every_recipe_passes_a_dry_run(tmp_path, monkeypatch):
     inputs |= {each.stem: of_experts for each in RECIPES if "model.path: " in each.read_text()}
     for recipe in RECIPES:
         arguments = ["train", "--recipe", recipe.stem, "--dry-run", "launch.device=cpu"]
-        given = [*inputs.get(recipe.stem, []), "train.require_fit=false"]
-        code, output = invoke(*arguments, *given)
+        code, output = invoke(*arguments, *inputs.get(recipe.stem, []), "train.require_fit=false")
         assert code == 0, output
 
 
@@ -117,12 +115,10 @@ def run_example(strategy: str, *options: str) -> list[str]:
     file = str(ROOT / "docs" / "examples" / "conv_net.py")
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     result = subprocess.run(
-        [*start, file, strategy, "--steps", "40", *options],
-        capture_output=True,
-        text=True,
+        [*start, file, strategy, "--steps", "40", *options], capture_output=True, text=True,
         timeout=120,
         env={**environment(), "OMP_NUM_THREADS": "1", "TMPDIR": os.environ.get("TMPDIR", "/tmp")},
-    )
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -157,8 +153,7 @@ def test_named_source_files_exist(page):
     """Paths are relative to the repository or to fsdpctl/."""
     named = re.findall(r"`([\w/]+/(?:\w+\.(?:py|sbatch))?)`", page.read_text())
     paths = [each for each in named if each.endswith((".py", ".sbatch")) or each[:4] == "test"]
-    missing = [each for each in paths if not any((top / each).exists() for top in SOURCES)]
-    assert missing == []
+    assert [each for each in paths if not any((top / each).exists() for top in SOURCES)] == []
 
 
 def test_the_readme_is_short_and_the_index_names_every_page():

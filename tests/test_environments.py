@@ -27,8 +27,7 @@ def test_a_command_runs_in_an_environment_and_returns_its_exit_code(
 ):
     before = os.sched_getaffinity(0)
     code = f"import os, sys; print({expression}); sys.exit(3)"
-    assert main([name, "--", sys.executable, "-c", code]) == 3
-    assert os.sched_getaffinity(0) == before
+    assert (main([name, "--", sys.executable, "-c", code]), os.sched_getaffinity(0)) == (3, before)
     assert expected in capfdbinary.readouterr().out.decode().splitlines()
 
 

@@ -32,20 +32,16 @@ def train_step(
     for micro_step in range(steps):
         tokens = torch.randint(0, config.model.vocab_size or 1, shape)
         lengths = _documents(config, (samples, shape[1] * shared))
-        packs = config.data.holds_documents
-        batch = MicroBatch(tokens, tokens.clone(), lengths, context, packs)
+        batch = MicroBatch(tokens, tokens.clone(), lengths, context, config.data.holds_documents)
         holds = config.accumulation.name == "last" and micro_step < steps - 1
         with model.no_sync() if holds else nullcontext():
             loss = summed_loss(model, batch, device, chunk)
             (loss / tokens.numel()).backward()
         loss_sum += loss.detach()
     record = record_step(
-        model,
-        loss_sum=loss_sum,
-        tokens=torch.ones((), device=device),
-        nominal_tokens=1,
+        model, loss_sum=loss_sum, tokens=torch.ones((), device=device), nominal_tokens=1,
         max_grad_norm=1.0,
-    )
+    )  # fmt: skip
     optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
     optimizer.zero_grad()
 

@@ -135,21 +135,17 @@ def _trained(is_metaspace: bool) -> str:
         alphabet = pre_tokenizers.ByteLevel.alphabet()
     fallback = [f"<0x{byte:02X}>" for byte in range(256)] if is_metaspace else []
     trainer = BpeTrainer(
-        vocab_size=700,
-        special_tokens=["<unk>", *fallback],
-        initial_alphabet=alphabet,
+        vocab_size=700, special_tokens=["<unk>", *fallback], initial_alphabet=alphabet,
         show_progress=False,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator(_TEXTS, trainer)
     if is_metaspace:
-        tokenizer.decoder = decoders.Sequence(
-            [
-                decoders.Replace("▁", " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(content=" ", left=1),
-            ]
-        )
+        tokenizer.decoder = decoders.Sequence([
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ])  # fmt: skip
     else:
         tokenizer.decoder = decoders.ByteLevel()
     content = json.loads(tokenizer.to_str())
@@ -161,12 +157,10 @@ def write_tokenizer(folder: Path, name: str, template: str | None = None) -> Pat
     """Write the family's tokenizer with its template, another one, or none (empty)."""
     family = FAMILIES[name]
     tokenizer = Tokenizer.from_str(_trained(family.is_metaspace))
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(each, special=True, normalized=False, rstrip=each in family.swallows)
-            for each in family.controls
-        ]
-    )
+    tokenizer.add_special_tokens([
+        AddedToken(each, special=True, normalized=False, rstrip=each in family.swallows)
+        for each in family.controls
+    ])  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     about: dict[str, Any] = {

@@ -79,8 +79,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_file_is_refused_with_its_place(content, tmp_path):
-    said = refusal(tmp_path / "a.jsonl", content)
-    assert said.startswith(DAMAGED[content])
+    assert refusal(tmp_path / "a.jsonl", content).startswith(DAMAGED[content])
 
 
 def test_zstd_is_read_if_pyarrow_is_installed(tmp_path):
@@ -168,8 +167,7 @@ def test_values_that_json_lacks_are_refused_by_row(tmp_path):
     ):
         parquet.write_table(pa.table({"text": ["a"], "chat_template_kwargs": values}), file)
         assert refusal(file) == said
-    twice = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
-    parquet.write_table(twice, file)
+    parquet.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), file)
     assert refusal(file) == ": column text: appears twice; rename one of them"
     parquet.write_table(pa.table({"dialog": ["a"]}), file)
     assert ", row 1: unknown format with keys dialog; expected messages" in refusal(file)

@@ -106,8 +106,7 @@ def test_only_rows_with_an_instruction_are_written_as_alpaca(tmp_path):
     assert trained_of(tmp_path, "chatml", rows, prompt="alpaca") == [["good day<|im_end|>"]]
     empty = {"instruction": "say", "output": ""}
     answered = {"instruction": "say", "output": "good day"}
-    found = opened(tmp_path / "empty", "chatml", [empty, answered], prompt="alpaca")
-    assert len(found.train) == 1
+    assert len(opened(tmp_path / "empty", "chatml", [empty, answered], prompt="alpaca").train) == 1
     bad = {"instruction": "say", "output": "good day", "history": [["a", "b"]]}
     with pytest.raises(UsageError, match=r"line 1: history: only valid with data.prompt=template"):
         opened(tmp_path, "chatml", [bad], prompt="alpaca")
@@ -126,13 +125,11 @@ def test_rows_of_trls_documentation_have_the_tokens_that_trl_makes(tmp_path, fam
     tokenizer = text.tokenizer.auto
     whole, end = tokenizer("The sky is blue.")["input_ids"], tokenizer.eos_token_id
     assert text.train.tokens.tolist() == [*whole, end]
-    pair = [{"prompt": "The sky is", "completion": " blue."}]
-    pair_set = opened(tmp_path / "pair", family, pair)
+    pair_set = opened(tmp_path / "pair", family, [{"prompt": "The sky is", "completion": " blue."}])
     asked = len(tokenizer("The sky is")["input_ids"])
     assert pair_set.train.tokens.tolist() == [*whole, end]
     count = len(whole) + 1 - asked
     assert pair_set.train.trained.tolist() == [False] * asked + [True] * count
     chat = opened(tmp_path / "chat", family, [{"messages": SKY}], train_on="all")
     expected = tokenizer.apply_chat_template(SKY, return_dict=False)
-    assert chat.train.tokens.tolist() == expected
-    assert all(chat.train.trained.tolist()[1:])
+    assert (chat.train.tokens.tolist(), all(chat.train.trained.tolist()[1:])) == (expected, True)

@@ -37,10 +37,8 @@ def test_tokens_are_mapped_from_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(chat_tokens, "rendered", None)  # would be called to render again
     again = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
     assert isinstance(again.train.tokens, np.memmap)
-    assert again.fingerprint == first.fingerprint
-    assert again.notes == first.notes
-    assert again.end_tokens == first.end_tokens
-    assert again.train.trained.dtype == np.bool_
+    assert (again.fingerprint, again.notes) == (first.fingerprint, first.notes)
+    assert (again.end_tokens, again.train.trained.dtype) == (first.end_tokens, np.bool_)
     assert again.train.starts.tolist() == first.train.starts.tolist()
     with pytest.raises(TypeError):
         opened(tmp_path, "qwen3", numbered(21), val_fraction=0.3)
@@ -55,8 +53,7 @@ def test_a_corrupted_cache_entry_is_rebuilt(damage, tmp_path):
         file.unlink()
     else:
         file.write_bytes(content[:-2] if damage != "changed" else content[:-1] + b"\xff")
-    again = opened(tmp_path, "chatml", numbered(5))
-    assert again.fingerprint == first.fingerprint
+    assert opened(tmp_path, "chatml", numbered(5)).fingerprint == first.fingerprint
     assert (kept_folder() / file.name).read_bytes()[-2:] == content[-2:]
 
 
@@ -64,8 +61,7 @@ def test_a_read_only_cache_is_ignored(tmp_path, monkeypatch):
     first = opened(tmp_path, "chatml", numbered(3))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    again = opened(tmp_path, "chatml", numbered(3))
-    assert again.fingerprint == first.fingerprint
+    assert opened(tmp_path, "chatml", numbered(3)).fingerprint == first.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -116,8 +112,7 @@ def test_more_data_moves_no_conversation_to_the_other_part(tmp_path):
 
 
 def test_a_share_is_held_out_of_many():
-    held = sum(is_held_out(f"{number}".encode(), 0.1) for number in range(20_000))
-    assert 1900 < held < 2100
+    assert 1900 < sum(is_held_out(f"{number}".encode(), 0.1) for number in range(20_000)) < 2100
 
 
 def test_a_file_can_validate_instead(tmp_path):
@@ -139,8 +134,7 @@ def test_chats_are_mixed_by_share_of_sequences(tmp_path):
     assert np.bincount([rows.source_of(int(n)) for n in rows.order(0, 64, 0)]).tolist() == [16, 48]
     texts = [found.tokenizer.decode(rows[int(n)].tokens.tolist()) for n in rows.order(0, 64, 0)]
     assert sum("maybe" in text for text in texts) == 48
-    tokens = rows.to_line(400)
-    assert tokens["tokens/more"] == rows.of_part[1].num_tokens * 3
+    assert rows.to_line(400)["tokens/more"] == rows.of_part[1].num_tokens * 3
     assert [len(each.content) for each in found.val.parts] == [9, 100]
     assert found.description == "a (25.0%), more (75.0%)"
     assert any(note.startswith("more: train: 100 conversations") for note in found.notes)
@@ -185,8 +179,7 @@ def test_chat_keys_require_chats(tmp_path):
 
 def test_a_note_reports_that_nothing_was_held_out(tmp_path):
     found = opened(tmp_path, "chatml", numbered(2), val_fraction=0.0001)
-    assert found.val is None
-    assert any("selects none" in note for note in found.notes)
+    assert (found.val, any("selects none" in note for note in found.notes)) == (None, True)
 
 
 def of_lengths(*lengths, trained=None):
@@ -214,7 +207,6 @@ def test_a_preview_of_a_long_sample_counts_the_tokens_that_it_leaves_out(tmp_pat
 
 def test_lengths_are_counted_by_powers_of_two():
     lines = histogram([of_lengths(3, 4), of_lengths(9, 1)])
-    counts = [int(line.split("tokens")[1].split()[0]) for line in lines]
-    assert counts == [1, 0, 2, 0, 1]
+    assert [int(line.split("tokens")[1].split()[0]) for line in lines] == [1, 0, 2, 0, 1]
     assert [line.split("tokens")[0].split()[-1] for line in lines] == ["1", "2", "4", "8", "16"]
     assert lines[2].count("█") == 2 * lines[0].count("█")

@@ -57,11 +57,9 @@ def test_trained_positions_are_those_of_transformers_with_generation_blocks(name
     found = opened(tmp_path, name, ROWS, template_of(name, marked=True)).train
     for number, messages in enumerate(CHATS):
         expected = with_transformers(
-            tmp_path / "tokenizer",
-            messages,
-            return_assistant_tokens_mask=True,
+            tmp_path / "tokenizer", messages, return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True},
-        )
+        )  # fmt: skip
         tokens, trained = found[number]
         assert tokens.tolist() == expected["input_ids"]
         theirs = completed(expected["assistant_masks"], expected["offset_mapping"])
@@ -91,8 +89,7 @@ def test_all_tokens_of_a_last_character_are_trained_on(tmp_path):
     ]
     ours = found.train.trained.tolist()
     missed = [at for at, (one, two) in enumerate(zip(ours, theirs, strict=True)) if one != two]
-    assert missed == [len(ours) - 3, len(ours) - 2, len(ours) - 1]
-    assert ours[-4:] == [True] * 4
+    assert (missed, ours[-4:]) == ([len(ours) - 3, len(ours) - 2, len(ours) - 1], [True] * 4)
 
 
 @pytest.mark.parametrize("name", ["qwen25", "qwen3", "llama32", "mistral_v3"])
@@ -106,7 +103,6 @@ def test_tool_calls_are_written_as_transformers_writes_them(name, tmp_path):
         {"role": "assistant", "content": "It is good"},
     ]
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"a": [1, 2]}}}]
-    rows = [{"messages": messages, "tools": tools}]
-    found = opened(tmp_path, name, rows, rewritten_turns="keep")
+    found = opened(tmp_path, name, [{"messages": messages, "tools": tools}], rewritten_turns="keep")
     expected = with_transformers(tmp_path / "tokenizer", messages, tools=tools)["input_ids"]
     assert found.train.tokens.tolist() == expected

@@ -100,12 +100,10 @@ def test_weights_mask_assistant_messages(tmp_path):
 def test_train_on_selects_the_last_message_or_all_tokens(tmp_path):
     rows = [{"messages": TALK}]
     assert trained_of(tmp_path / "a", "chatml", rows, train_on="last") == [["because<|im_end|>"]]
-    everything = opened(tmp_path / "b", "chatml", rows, train_on="all")
-    assert everything.train.trained.all()
+    assert opened(tmp_path / "b", "chatml", rows, train_on="all").train.trained.all()
     off = [{"messages": [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]}]
     texts = trained_of(tmp_path / "c", "chatml", off, train_on="all")
-    assert len(texts[0]) == 2
-    assert not any("good" in text for text in texts[0])
+    assert (len(texts[0]), any("good" in text for text in texts[0])) == (2, False)
 
 
 def test_rewritten_turns_can_be_kept_and_are_counted(tmp_path):
@@ -162,8 +160,7 @@ def test_a_control_token_that_opens_a_call_is_trained_on(tmp_path):
     rows = [{"messages": with_call({"city": "Rome"})}]
     (first, second), *_ = trained_of(tmp_path, "mistral_v3", rows)
     assert first.startswith("[TOOL_CALLS]")
-    assert first.endswith("</s>")
-    assert second.strip() == "good</s>"
+    assert (first.endswith("</s>"), second.strip()) == (True, "good</s>")
 
 
 NOT_FOUND = {
@@ -199,8 +196,7 @@ def test_an_end_that_is_not_a_control_token_is_rejected(tmp_path):
 def test_a_sample_without_trained_tokens_is_dropped_and_counted(tmp_path):
     silent = [{**each, "train": False} for each in TALK]
     found = opened(tmp_path, "chatml", [{"messages": TALK}, {"messages": silent}])
-    assert len(found.train) == 1
-    assert any("1 sample dropped" in note for note in found.notes)
+    assert (len(found.train), any("1 sample dropped" in note for note in found.notes)) == (1, True)
     with pytest.raises(UsageError, match="nothing to train on; 1 sample"):
         opened(tmp_path / "b", "chatml", [{"messages": silent}])
 
@@ -228,10 +224,8 @@ def test_policies_for_rewritten_turns_with_generation_blocks(policy, tmp_path):
 def test_unchanged_messages_share_a_sample(tmp_path):
     calls = with_call({"city": "Rome"})
     calls[1]["reasoning_content"] = calls[3]["reasoning_content"] = "hm"
-    rows = [{"messages": [*say("hi", "ho"), *calls]}]
-    found = trained_of(tmp_path, "qwen3", rows)
-    assert [len(each) for each in found] == [1, 2]
-    assert "tool_call" in found[1][0]
+    found = trained_of(tmp_path, "qwen3", [{"messages": [*say("hi", "ho"), *calls]}])
+    assert ([len(each) for each in found], "tool_call" in found[1][0]) == ([1, 2], True)
     assert found[1][1] == "<think>\nhm\n</think>\n\ngood<|im_end|>"
 
 
@@ -264,8 +258,7 @@ def test_any_text_is_located_where_generation_blocks_mark_it(name, texts):
         renderer = Renderer(template_of(name, marked=marked), named, "2026-01-31")
         made.append(samples_of(renderer, chat, LossPolicy("assistant", "split"), controls).samples)
     (found,), (expected,) = made
-    assert found.text == expected.text
-    assert found.spans == expected.spans
+    assert (found.text, found.spans) == (expected.text, expected.spans)
 
 
 TWO_ENDS = {

@@ -73,8 +73,7 @@ def test_a_template_has_no_more_time_than_its_limit_whatever_it_computes(templat
 
 def test_long_conversations_have_more_time():
     long = Chat(say("a", "b") * 150, [True] * 300)
-    assert setup().seconds_for(CHAT) == 10
-    assert setup().seconds_for(long) == 40
+    assert (setup().seconds_for(CHAT), setup().seconds_for(long)) == (10, 40)
 
 
 def test_a_template_has_no_more_memory_than_its_limit() -> None:

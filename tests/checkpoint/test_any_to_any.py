@@ -48,10 +48,8 @@ def train(model: ShardedModel, optimizer: ShardedAdamW, steps: range) -> Losses:
     ranks = model.collectives
     losses = []
     for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        batch = torch.randint(0, 17, (12, 6), generator=generator)
-        own = batch.chunk(ranks.size)[ranks.rank]
-        loss = next_token_loss(model, own)
+        batch = torch.randint(0, 17, (12, 6), generator=torch.Generator().manual_seed(step))
+        loss = next_token_loss(model, batch.chunk(ranks.size)[ranks.rank])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -67,8 +65,7 @@ def save_all(rank: int, world_size: int, folder: Path, dtype: str, strategies: l
         model, optimizer = make(strategy, world_size, DTYPES[dtype][0])
         train(model, optimizer, range(2))
         snapshot = take_snapshot(model, optimizer, rank, About(Progress(2)))
-        target = folder / f"{strategy}-{world_size}"
-        write_checkpoint(target, snapshot, model.collectives)
+        write_checkpoint(folder / f"{strategy}-{world_size}", snapshot, model.collectives)
         losses = train(model, optimizer, range(2, 4))
         if rank == 0:
             torch.save(losses, folder / f"{strategy}-{world_size}.{LOSSES}")

@@ -141,8 +141,7 @@ def test_attachments_are_verified(tmp_path: Path):
 
 
 def test_a_written_file_is_checked_by_the_reference_implementation(tmp_path):
-    wrong = [TensorEntry("a", "F32", (2,))]
-    header = make_header(wrong, {})
+    header = make_header([TensorEntry("a", "F32", (2,))], {})
     with pytest.raises(CheckpointError, match="corrupted"):
         write_tensor_file(tmp_path / "x", header, [memoryview(bytes(4))])
     assert write_tensor_file(tmp_path / "y", header, [memoryview(bytes(8))]) == len(header) + 8

@@ -40,8 +40,7 @@ def sharded(
         config=config_words(config),
         attachments=assets_beside(folder / "in") | (tokenizer or ByteTokenizer().files()),
     )
-    weights = open_weights(config.model)
-    shard_weights(weights, folder / "sharded", num_files=3, about=about)
+    shard_weights(open_weights(config.model), folder / "sharded", num_files=3, about=about)
     return CheckpointReader(folder / "sharded")
 
 
@@ -58,8 +57,7 @@ def values_of(tensor: gguf.ReaderTensor, shape: tuple[int, ...]) -> torch.Tensor
 
 @pytest.mark.parametrize("family", LLAMAS)
 def test_every_tensor_has_llama_cpps_name(family, tmp_path):
-    reader = sharded(family, tmp_path)
-    write_gguf(reader, tmp_path / "m.gguf", dtype="F32", overwrite=False)
+    write_gguf(sharded(family, tmp_path), tmp_path / "m.gguf", dtype="F32", overwrite=False)
     written = {each.name: each for each in GGUFReader(tmp_path / "m.gguf").tensors}
     saved = load_file(tmp_path / "in" / "model.safetensors")
     saved.pop("lm_head.weight" if FAMILIES[family].tie_word_embeddings else "", None)
@@ -81,15 +79,13 @@ def test_every_tensor_has_llama_cpps_name(family, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
 def test_matrices_are_cast_and_vectors_are_not(dtype, tmp_path):
-    reader = sharded("qwen2", tmp_path)
-    write_gguf(reader, tmp_path / "out", dtype=dtype, overwrite=False)
+    write_gguf(sharded("qwen2", tmp_path), tmp_path / "out", dtype=dtype, overwrite=False)
     saved = load_file(tmp_path / "in" / "model.safetensors")
     written = {each.name: each for each in GGUFReader(tmp_path / "out" / "model.gguf").tensors}
     kinds = {each.tensor_type.name: len(each.shape) for each in written.values()}
     assert kinds == {dtype: 2, "F32": 1}
     expected = saved["model.layers.1.mlp.up_proj.weight"].to(FLOATS[dtype])
-    found = values_of(written["blk.1.ffn_up.weight"], tuple(expected.shape))
-    assert torch.equal(found, expected)
+    assert torch.equal(values_of(written["blk.1.ffn_up.weight"], tuple(expected.shape)), expected)
 
 
 def test_the_fields_describe_the_model(tmp_path):
@@ -97,8 +93,7 @@ def test_the_fields_describe_the_model(tmp_path):
     exported = write_gguf(reader, tmp_path / "m.gguf", dtype="F32", overwrite=False)
     file = GGUFReader(exported.path)
     fields = {name: field.contents() for name, field in file.fields.items()}
-    assert exported.notes == ()
-    assert exported.num_bytes == exported.path.stat().st_size
+    assert (exported.notes, exported.num_bytes) == ((), exported.path.stat().st_size)
     for name, value in {
         "general.architecture": "llama", "general.file_type": 0, "llama.block_count": 3,
         "llama.context_length": 64, "llama.embedding_length": 48,
@@ -148,9 +143,6 @@ def test_features_that_llama_cpp_lacks_are_reported(tmp_path):
     before = exported.path.read_bytes()
     write_gguf(reader, tmp_path / "m.gguf", dtype="F32", overwrite=True)
     assert exported.path.read_bytes() == before
-
-
-# ---- names of pre-tokenizers -------------------------------------------------------------
 
 
 def splitting(*steps: str | Any, **byte_level: bool) -> Any:

@@ -125,30 +125,27 @@ def test_as_many_experts_as_the_file_says_are_in_its_tensors(tmp_path, count):
         assert f"has shape [4, 256, 256], the model's is [{count}, 256, 256]" in line[1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys", "expected"),
-    [
-        ("gemma2", {"block_count": 46}, {"query_pre_attn_scalar": 16}),
-        ("gemma3", {"block_count": 62}, {"query_pre_attn_scalar": 16}),
-        ("gemma3", {"attention.scale": 0.125}, {"query_pre_attn_scalar": 64}),
-        ("gemma2", {"final_logit_softcapping": 7.0}, {"final_logit_softcapping": 7.0}),
-        ("gemma3", {"rope.freq_base_swa": 5e3}, {"rope_local_base_freq": 5e3}),
-        ("phi3", {"attention.sliding_window": 0}, {"sliding_window": None}),
-        ("phi3", {"attention.sliding_window": 47}, {"sliding_window": 47}),
-        ("phi3", {"rope.dimension_count": 12}, {"partial_rotary_factor": 0.75}),
-        ("stablelm", {"rope.dimension_count": 4}, {"partial_rotary_factor": 0.25}),
-        ("starcoder2", {"rope.freq_base": 1e5}, {"rope_theta": 1e5}),
-        ("nemotron", {"attention.layer_norm_epsilon": 0.25}, {"norm_eps": 0.25}),
-        ("qwen3moe", {"attention.key_length": 32}, {"head_dim": 32}),
-        ("qwen3", {}, {"head_dim": 16, "num_key_value_heads": 4}),
-        ("qwen2", {"attention.head_count_kv": 2}, {"num_key_value_heads": 2}),
-        (
-            "llama",
-            {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
-            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "keys", "expected"), [
+    ("gemma2", {"block_count": 46}, {"query_pre_attn_scalar": 16}),
+    ("gemma3", {"block_count": 62}, {"query_pre_attn_scalar": 16}),
+    ("gemma3", {"attention.scale": 0.125}, {"query_pre_attn_scalar": 64}),
+    ("gemma2", {"final_logit_softcapping": 7.0}, {"final_logit_softcapping": 7.0}),
+    ("gemma3", {"rope.freq_base_swa": 5e3}, {"rope_local_base_freq": 5e3}),
+    ("phi3", {"attention.sliding_window": 0}, {"sliding_window": None}),
+    ("phi3", {"attention.sliding_window": 47}, {"sliding_window": 47}),
+    ("phi3", {"rope.dimension_count": 12}, {"partial_rotary_factor": 0.75}),
+    ("stablelm", {"rope.dimension_count": 4}, {"partial_rotary_factor": 0.25}),
+    ("starcoder2", {"rope.freq_base": 1e5}, {"rope_theta": 1e5}),
+    ("nemotron", {"attention.layer_norm_epsilon": 0.25}, {"norm_eps": 0.25}),
+    ("qwen3moe", {"attention.key_length": 32}, {"head_dim": 32}),
+    ("qwen3", {}, {"head_dim": 16, "num_key_value_heads": 4}),
+    ("qwen2", {"attention.head_count_kv": 2}, {"num_key_value_heads": 2}),
+    (
+        "llama",
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+])  # fmt: skip
 def test_what_a_file_says_or_llama_cpp_takes_is_in_the_configuration(
     tmp_path, kind, keys, expected
 ):

@@ -46,11 +46,9 @@ def test_every_command_selects_the_same(tmp_path):
     assert found["selected"]["ranked"][0]["settings"] == " ".join(
         f"{k}={v}" for k, v in chosen.items()
     )
-    assert found["strategy"] == chosen["strategy"]
-    assert found["verdict"] == "fits"
+    assert (found["strategy"], found["verdict"]) == (chosen["strategy"], "fits")
     code, text = invoke("train", "--dry-run", *given)
-    assert code == 0
-    assert selected(text) == " ".join(f"{k}={v}" for k, v in chosen.items())
+    assert (code, selected(text)) == (0, " ".join(f"{k}={v}" for k, v in chosen.items()))
     code, text = invoke("train", "--print-config", *given)
     assert code == 0
     recipe = yaml.safe_load(text[text.index("model:") :])
@@ -60,8 +58,7 @@ def test_every_command_selects_the_same(tmp_path):
 def test_the_other_settings_are_selected_for_each_strategy():
     code, text = invoke("estimate-memory", *H100, *OPEN[1:3], "--all-strategies", "--json")
     found = json.loads(text)
-    assert code == 0
-    assert all("strategy" not in each["selected"]["names"] for each in found)
+    assert (code, all("strategy" not in each["selected"]["names"] for each in found)) == (0, True)
     words = {each["strategy"]: each["selected"]["ranked"][0]["settings"] for each in found}
     assert "prefetch=none" in words["no_shard"]
     code, text = invoke("estimate-memory", *H100, *OPEN[1:3], "--all-strategies")
@@ -74,12 +71,10 @@ def test_the_other_settings_are_selected_for_each_strategy():
 def test_if_nothing_fits_train_fails_and_the_estimate_has_a_verdict(tmp_path):
     short = [*OPEN, "cluster.memory=0.2"]
     code, text = invoke("train", *words(tmp_path, *short))
-    assert code == 3
-    assert "MiB needed per rank, 204.8 MiB available" in text
+    assert (code, "MiB needed per rank, 204.8 MiB available" in text) == (3, True)
     assert not (tmp_path / "run").exists()
     code, text = invoke("estimate-memory", *TINY, "model.vocab_size=256", *short, "--require-fit")
-    assert code == 3
-    assert "nothing fits; closest is strategy=" in text
+    assert (code, "nothing fits; closest is strategy=" in text) == (3, True)
     assert "does not fit" in text
 
 
@@ -111,8 +106,7 @@ def test_a_run_prints_the_selection_and_keeps_it_when_it_resumes(tmp_path):
     longer = [word for word in given if not word.startswith("train.steps")]
     result = fsdpctl("train", *longer, "train.steps=9", cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
-    assert selected(result.stdout) == first
-    assert "resumes at step 6" in result.stdout
+    assert (selected(result.stdout), "resumes at step 6" in result.stdout) == (first, True)
 
 
 @pytest.mark.slow
@@ -130,8 +124,7 @@ def test_compare_measures_the_selected_variant_next_to_the_others(tmp_path):
 def test_auto_is_valid_in_a_recipe(tmp_path):
     file = tmp_path / "open.yaml"
     file.write_text("strategy: auto\ntrain: {micro_batch_size: auto}\n")
-    config = compose_config([], str(file)).config
-    assert left_open(config) == ("strategy", "train.micro_batch_size")
+    assert left_open(compose_config([], str(file)).config) == ("strategy", "train.micro_batch_size")
     assert left_open(compose_config(["strategy=full_shard"], str(file)).config) == (
         "train.micro_batch_size",
     )

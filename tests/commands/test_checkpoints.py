@@ -37,8 +37,7 @@ def give_tokenizer(folder: Path, text: Path) -> None:
         vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train([str(text)], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    fast.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +69,7 @@ def test_a_pretrained_model_is_trained_and_exported_with_its_tokenizer(trained, 
     exported = fsdpctl(
         "consolidate-checkpoint", str(trained / "run"), "m.gguf", "--format", "gguf", cwd=tmp_path
     )
-    assert exported.returncode == 0, exported.stderr
-    assert "no tokenizer" not in exported.stdout
+    assert (exported.returncode, "no tokenizer" in exported.stdout) == (0, False), exported.stderr
     assert len(GGUFReader(tmp_path / "m.gguf").tensors) == len(after)
 
 
@@ -91,12 +89,10 @@ def test_a_run_starts_from_the_weights_of_another(trained):
 
 @pytest.mark.slow
 def test_shard_and_consolidate_keep_every_byte(trained, tmp_path):
-    source = str(trained / "in")
-    words = ["shard-checkpoint", source, "sharded", "--world-size", "3"]
+    words = ["shard-checkpoint", str(trained / "in"), "sharded", "--world-size", "3"]
     assert fsdpctl(*words, cwd=tmp_path).returncode == 0
     again = fsdpctl(*words, cwd=tmp_path)
-    assert again.returncode == 2
-    assert "already exists" in again.stderr
+    assert (again.returncode, "already exists" in again.stderr) == (2, True)
     assert fsdpctl("verify-checkpoint", "sharded", cwd=tmp_path).returncode == 0
     shown = json.loads(fsdpctl("inspect-checkpoint", "sharded", "--json", cwd=tmp_path).stdout)
     spans = shown["tensors"]["model/lm_head.weight"]["spans"]

@@ -46,8 +46,7 @@ def test_without_alternatives_all_strategies_are_compared():
 def test_values_are_ignored_for_strategies_that_do_not_use_them():
     found = variants(["strategy.owner_map=balanced"], None, steps=4)
     maps = {each.composed.config.strategy.name: each.composed.config.strategy for each in found}
-    assert maps["shard_optimizer"].owner_map == "balanced"
-    assert maps["full_shard"].owner_map is None
+    assert (maps["shard_optimizer"].owner_map, maps["full_shard"].owner_map) == ("balanced", None)
 
 
 def test_duplicate_alternatives_are_merged():
@@ -79,8 +78,7 @@ def test_prices_are_those_of_the_clusters_in_their_order():
 def test_a_directory_that_is_not_empty_is_rejected(tmp_path):
     (tmp_path / "mine").write_text("mine")
     code, said = invoke("compare", "--out", str(tmp_path))
-    assert code == 2
-    assert "not an empty directory" in said
+    assert (code, "not an empty directory" in said) == (2, True)
 
 
 @pytest.mark.parametrize(("option", "part"), [
@@ -95,8 +93,7 @@ def test_an_invalid_length_or_number_of_rounds_is_rejected(option, part):
 def test_settings_that_no_variant_supports_are_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, said = invoke("compare", "data=text", "data.path=/no/such", "--steps", "4")
-    assert code == 2
-    assert "data.path=/no/such: not found" in said
+    assert (code, "data.path=/no/such: not found" in said) == (2, True)
     assert f"{len(STRATEGIES) - 1} more variants" in said
 
 
@@ -124,8 +121,7 @@ def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
     found = variants(words, str(tmp_path / "r.yaml"), steps=4)
     measure.measure(found, tmp_path, is_kept=True)
     assert (ran, [each.row.status for each in found]) == (["math"] * 2, [OK] * 2)
-    assert said.count("why") == len(noted)
-    assert any("h100" in line for line in said) == bool(recipe)
+    assert (said.count("why"), any("h100" in line for line in said)) == (len(noted), bool(recipe))
 
 
 def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():
@@ -183,8 +179,7 @@ def test_a_variant_that_cannot_run_does_not_stop_the_others(tmp_path):
     words = ["strategy=hybrid_shard", "strategy.dp_shard_size=3,2", "--steps", "4"]
     ran, refused = rows(tmp_path, *words, code=1)
     assert "must divide the 2 ranks" in str(refused["status"])
-    assert refused["tokens_per_second"] is None
-    assert ran["status"] == "ok"
+    assert (refused["tokens_per_second"], ran["status"]) == (None, "ok")
 
 
 @pytest.mark.slow
@@ -192,8 +187,7 @@ def test_a_variant_that_fails_or_does_not_fit_has_a_row_with_the_reason(tmp_path
     """A step that is not finite ends a run; the batch of another one is larger than the memory."""
     vary = ["optimizer.lr=1e-3,1e30", "strategy=full_shard", "--steps", "6"]
     ran, broken = rows(tmp_path, *vary, code=1)
-    assert ran["status"] == "ok"
-    assert broken["status"].startswith("failed: ")
+    assert (ran["status"], broken["status"].startswith("failed: ")) == ("ok", True)
     assert "rejected, training stops" in broken["status"]
     held = ["strategy=full_shard", "activation_checkpointing=none", "prefetch=both"]
     given = [*TINY, f"data.path={make_text(tmp_path)}", *held]
@@ -205,8 +199,7 @@ def test_a_variant_that_fails_or_does_not_fit_has_a_row_with_the_reason(tmp_path
     memory = (between + needs[0]["outside_bytes"][1]) / (1 << 30)
     sizes = ["train.micro_batch_size=1,4", f"cluster.memory={memory:.9f}", *held]
     small, large = rows(tmp_path, *sizes, "--steps", "4", code=1)
-    assert small["status"] == "ok"
-    assert large["status"].startswith("does not fit: ")
+    assert (small["status"], large["status"].startswith("does not fit: ")) == ("ok", True)
 
 
 @pytest.mark.slow
@@ -242,8 +235,7 @@ def test_recomputation_and_compilation_do_not_change_losses(tmp_path):
     )
     for row in others:
         assert row["final_loss"] == plain["final_loss"]
-    compiling = ["strategy=full_shard", "train.compile=true", "--steps", "6"]
-    (compiled,) = rows(tmp_path, *compiling)
+    (compiled,) = rows(tmp_path, "strategy=full_shard", "train.compile=true", "--steps", "6")
     assert compiled["final_loss"] == pytest.approx(plain["final_loss"], abs=1e-4)
 
 

@@ -44,8 +44,7 @@ def test_the_loss_is_that_of_transformers(places, tmp_path, kind):
     assert found["loss"] == pytest.approx(expected(places["hf"]), abs=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))  # a token is a byte
-    assert found["part"] == "all"
-    assert found["tokens"] == (len(TEXT) - 1) // LENGTH * LENGTH
+    assert (found["part"], found["tokens"]) == ("all", (len(TEXT) - 1) // LENGTH * LENGTH)
 
 
 def test_without_words_it_is_the_data_of_the_run(places):
@@ -60,9 +59,7 @@ def test_another_share_of_the_runs_data_is_still_of_its_data(tmp_path):
     words.write_bytes(TEXT)
     of_run = make_checkpoint(tmp_path / "step-00000001", "data=text", f"data.path={words}")
     code, said = invoke("evaluate", str(of_run), "data.val_fraction=0.2", f"train.seq_len={LENGTH}")
-    assert code == 0, said
-    assert "mine.txt" in said
-    assert "training data" not in said
+    assert (code, "mine.txt" in said, "training data" in said) == (0, True, False), said
     code, said = invoke("evaluate", str(of_run), "data.val_fraction=0", f"train.seq_len={LENGTH}")
     assert (code, "training data (no validation data)" in said) == (0, True)
     other = tmp_path / "other.txt"

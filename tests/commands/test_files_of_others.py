@@ -118,9 +118,6 @@ def test_settings_of_a_manifest_that_are_no_text_are_refused(here, config):
     assert (code, "manifest.json" in said) == (4, True), said
 
 
-# ---- secrets -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("words", [
     ("train", "data=tokens", "data.path=ftp://user:S3CR3T@127.0.0.1:9/t.bin"),
     ("train", "data.vla_path=s3://user:S3CR3T@bucket/t.bin"),
@@ -155,16 +152,12 @@ def test_a_secret_in_a_recipe_or_manifest_is_not_printed(here):
     for url in ("s3://u:S3CR3T@b/x:1,y:2", "gs://b/x?X-Goog-Signature=S3CR3T"):
         (here / "r.yaml").write_text(f"data: tokens\ndata.path: {url}\n")
         code, said = invoke("train", "--recipe", "./r.yaml", "--print-config")
-        assert code == 2
-        assert "S3CR3T" not in printable(said)
+        assert (code, "S3CR3T" in printable(said)) == (2, False)
     make_checkpoint(here / "ck")
     path = {"data.path": "s3://u:S3CR3T@b/x"}
     reseal(here / "ck", lambda content: content["config"].update(path))
     code, said = invoke("train", "model=hf", "model.path=ck", "--dry-run")
     assert "S3CR3T" not in said
-
-
-# ---- names ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -186,8 +179,7 @@ def test_values_of_a_converted_file_are_printed_in_escapes(here):
         code, said = invoke("convert", "x.yaml")
         assert (code, said.replace("\n", "").isprintable()) == (0, True), said
         assert invoke("convert", "x.yaml", "--out", "o.yaml")[0] == 0
-        written = yaml.safe_load((here / "o.yaml").read_text())
-        assert written["model.path"] == yaml.safe_load(value)
+        assert yaml.safe_load((here / "o.yaml").read_text())["model.path"] == yaml.safe_load(value)
         (here / "o.yaml").unlink()
 
 
@@ -200,13 +192,10 @@ def test_words_of_convert_are_those_of_train(here, word):
     (here / "x.yaml").write_text(YAML)
     for words in (("convert", "x.yaml", word), ("train", "--from", "x.yaml", word)):
         code, said = invoke(*words)
-        assert (code, "\n" in said) == (2, False), said
-        assert word.partition("=")[0] in said
+        assert ((code, "\n" in said), word.partition("=")[0] in said) == ((2, False), True), said
     code, said = invoke("convert", "x.yaml", "train.steps=1", "train.steps=2")
     assert (code, "given twice" in said) == (2, True)
 
-
-# ---- runs ----------------------------------------------------------------------------------
 
 STEP: dict[str, Any] = {"step": 2, "samples": 8, "loss": 1.0, "grad_norm": 1.0}
 LINES: dict[str, dict[str, Any]] = {

@@ -35,9 +35,6 @@ def words(tmp_path, monkeypatch):
     return [*TINY, f"data.path={make_text(tmp_path)}", "train.steps=10"]
 
 
-# ---- how things are typed elsewhere ----------------------------------------------------------
-
-
 def test_a_file_of_settings_is_a_recipe(tmp_path):
     file = tmp_path / "my.yaml"
     file.write_text("train: {steps: 7}\nmodel.num_layers: 2\n")
@@ -117,12 +114,8 @@ def test_one_of_several_processes_is_told_why_it_cannot_be(words, monkeypatch, n
 @pytest.mark.parametrize("launch", ["local", "slurm", "env"])
 def test_a_run_on_several_machines_is_looked_at_from_one(words, launch):
     """As from a login node, where no launcher has set anything."""
-    sizes = ["launch.nnodes=2", "launch.nproc_per_node=2"]
-    said = dry_run(*words, f"launch={launch}", *sizes)
+    said = dry_run(*words, f"launch={launch}", "launch.nnodes=2", "launch.nproc_per_node=2")
     assert "ranks   4, on each of 2 nodes 2 on cpu" in said
-
-
-# ---- figures at a real length ----------------------------------------------------------------
 
 
 def test_samples_are_as_long_as_the_model_is_used_for():
@@ -146,14 +139,11 @@ def test_a_length_that_nobody_asked_for_follows_the_data(words):
 def test_a_length_that_fits_is_a_round_one_and_nothing_that_fits_is_helped():
     length = ["model=llama3_8b", "cluster=h100", "train.micro_batch_size=1"]
     found = json.loads(invoke("estimate-memory", *length, "--fit", "seq_len", "--json")[1])["fit"]
-    assert found["value"] % 256 == 0
-    assert found["estimate"]["verdict"] == "fits"
+    assert (found["value"] % 256, found["estimate"]["verdict"]) == (0, "fits")
     assert found["next"]["verdict"] != "fits"
     assert found["next"]["seq_len"] == found["value"] + 256
-    small = [*length, "cluster.memory=40GiB", "--fit", "micro_batch"]
-    code, said = invoke("estimate-memory", *small)
-    assert code == 0
-    assert "none: train.micro_batch_size=1 does not fit" in said
+    code, said = invoke("estimate-memory", *length, "cluster.memory=40GiB", "--fit", "micro_batch")
+    assert (code, "none: train.micro_batch_size=1 does not fit" in said) == (0, True)
     assert "to fit" in said
     assert "activation_checkpointing=selective" in said.split("with ", 1)[1]
 
@@ -164,9 +154,6 @@ def test_what_an_engine_does_not_have_is_said():
     assert "does not support" not in invoke(*words)[1]
     offloaded = invoke(*words, "strategy.offload=states")[1]
     assert "other settings exclude no_shard; strategy=no_shard shows why" in offloaded
-
-
-# ---- said, where silence misled --------------------------------------------------------------
 
 
 def test_the_markup_of_rows_is_not_text(words, tmp_path):
@@ -241,9 +228,6 @@ def test_nothing_is_compared_with_itself():
     ]
 
 
-# ---- for programs and shells -----------------------------------------------------------------
-
-
 def test_the_choices_are_there_for_programs():
     sections = json.loads(invoke("list", "--json")[1])
     assert {each["name"]: each["default"] for each in sections}["strategy"] == "full_shard"
@@ -264,16 +248,12 @@ def test_words_are_completed_from_the_schema(typed, offered):
     assert completions(typed) == offered
 
 
-# ---- what people of other tools stumbled over --------------------------------------------------
-
-
 def test_short_data_and_short_runs_are_told_what_follows(tmp_path):
     file = tmp_path / "small.txt"
     file.write_text("some words of mine\n" * 200)
     words = ["data=text", f"data.path={file}", "--dry-run", "launch.nproc_per_node=1"]
     code, said = invoke("train", *words, "train.steps=20")
-    assert code == 0
-    assert "of 32 tokens (default: limited by the data)" in said
+    assert (code, "of 32 tokens (default: limited by the data)" in said) == (0, True)
     assert "at step" not in said
     late = invoke("train", *words, "train.steps=20", "lr_scheduler.warmup_steps=50")[1]
     assert "peak learning rate 0.003 (default) at step 50" in late
@@ -286,9 +266,6 @@ def test_an_estimate_is_of_a_real_length_and_its_advice_names_the_cost():
     assert (code, "samples of 4096" in said, "does not fit" in said) == (3, True, True)
     assert "activation_checkpointing=full" in said
     assert "every second matrix product" not in said
-
-
-# ---- host memory -------------------------------------------------------------------------
 
 
 def test_a_run_that_exceeds_a_memory_does_not_start(words):

@@ -58,9 +58,6 @@ def ended(process: "subprocess.Popen[str]", seconds: float = 240) -> tuple[int, 
     return process.returncode, out or ""
 
 
-# ---- what listens ----------------------------------------------------------------------------
-
-
 def test_a_run_listens_on_the_loopback_interface_only(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # as a site may have it for its clusters
     process = start(tmp_path)
@@ -72,11 +69,7 @@ def test_a_run_listens_on_the_loopback_interface_only(tmp_path, monkeypatch):
         if each.status == psutil.CONN_LISTEN
     ]
     process.terminate()
-    assert ended(process)[0] == 75
-    assert set(listening) == {"127.0.0.1"}
-
-
-# ---- outputs that cannot be written ----------------------------------------------------------
+    assert (ended(process)[0], set(listening)) == (75, {"127.0.0.1"})
 
 
 def test_a_run_whose_output_cannot_be_written_is_complete(tmp_path):
@@ -87,9 +80,6 @@ def test_a_run_whose_output_cannot_be_written_is_complete(tmp_path):
     assert (figures(tmp_path / "run")[-1][0], read_status(tmp_path / "run").state) == (
         30, "finished"
     )  # fmt: skip
-
-
-# ---- terminals -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nohup", [True, False])
@@ -114,8 +104,7 @@ def test_a_closed_terminal_does_not_end_a_run_without_saving(tmp_path, nohup):
     log = (tmp_path / "run" / "logs" / "node-00000.log").read_text()
     assert "validation loss" in log
     if nohup:
-        assert last == 120
-        assert "step 120: validation loss" in log
+        assert (last, "step 120: validation loss" in log) == (120, True)
     assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == f"step-{last:08d}"
 
 
@@ -148,9 +137,6 @@ def test_ctrl_c_at_the_start_shows_no_traceback(tmp_path, seconds):
     assert (code, "Traceback" in said) == (130, False), said
 
 
-# ---- signals ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_after_the_last_save_is_not_a_failure(tmp_path, name):
     process = start(tmp_path, 30)
@@ -175,8 +161,7 @@ def test_a_suspended_rank_is_killed_with_its_launcher(tmp_path):
         )
 
     wait_for(are_gone, 5)
-    again = start(tmp_path, 60)
-    code, said = ended(again)
+    code, said = ended(start(tmp_path, 60))
     assert (code, "resumes at step 25" in said or "resumes at step" in said) == (0, True), said
 
 
@@ -185,12 +170,8 @@ def test_a_suspended_rank_is_named_and_not_the_rank_that_waits(tmp_path):
     wait_for(has_stepped(tmp_path))
     ranks_of(process)[1].suspend()
     code, said = ended(process, 120)
-    assert code == 1
-    assert "ranks timed out waiting for others" in said
+    assert (code, "ranks timed out waiting for others" in said) == (1, True)
     assert "rank 0 on" not in said
-
-
-# ---- the run directory -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["deleted", "moved", "without its metrics"])
@@ -226,8 +207,7 @@ def test_a_full_disk_is_one_panel(tmp_path):
         result = fsdpctl("train", *typed, f"train.run_dir={disk / 'run'}", cwd=tmp_path)
     finally:
         subprocess.run(["umount", disk], check=True)
-    assert result.returncode == 1
-    assert "No space left" in result.stderr
+    assert (result.returncode, "No space left" in result.stderr) == (1, True)
     assert "Traceback" not in result.stderr
     assert len(result.stderr.splitlines()) < 12
 

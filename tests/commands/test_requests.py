@@ -134,12 +134,10 @@ def test_a_stop_request_before_a_validation_skips_it(run, whole):
     wait_for(run.has_come_to("step"))
     process.terminate()
     code, said = ended(process)
-    assert code == 75, said
-    assert "step 20: validation skipped (stop requested)" in said
+    assert (code, "step 20: validation skipped (stop requested)" in said) == (75, True), said
     assert "stopped at step 20 of 40, saved; its validation is pending" in said
     code, said = ended(run.start(40))
-    assert code == 0, said
-    assert figures(run.dir) == whole
+    assert (code, figures(run.dir)) == (0, whole), said
 
 
 @WAYS
@@ -150,8 +148,7 @@ def test_a_stop_request_shortens_the_sample_and_the_run_is_complete(run, way):
     code, said = ended(process)
     assert (code, "done: run" in said) == (0, True), said
     assert re.search(r"sample stopped after \d+ of 500 tokens \(stop requested\)", said)
-    assert not (run.dir / "STOP").exists()
-    assert run.checkpoints()[-1] == "step-00000010"
+    assert ((run.dir / "STOP").exists(), run.checkpoints()[-1]) == (False, "step-00000010")
 
 
 @pytest.mark.parametrize("way", ["SIGTERM", "SIGINT", "file", "time limit"])
@@ -182,8 +179,7 @@ def test_a_save_at_the_end_is_completed(run, way):
     ask(way, run, process)
     code, said = ended(process)
     assert (code, "done: run" in said) == (0, True), said
-    assert run.checkpoints() == ["step-00000010"]
-    assert not (run.dir / "STOP").exists()
+    assert (run.checkpoints(), (run.dir / "STOP").exists()) == (["step-00000010"], False)
 
 
 def test_a_save_request_saves_and_the_run_continues(run):
@@ -207,8 +203,7 @@ def test_a_save_request_saves_during_a_validation(run):
     assert "val_loss" not in (run.dir / "metrics.jsonl").read_text()
     assert run.checkpoints() == ["step-00000020"]
     code, said = ended(process)
-    assert code == 0, said
-    assert "step 20: validation loss" in said
+    assert (code, "step 20: validation loss" in said) == (0, True), said
 
 
 def test_a_profile_request_traces_a_running_run(run):
@@ -250,8 +245,7 @@ def test_a_time_limit_is_kept_with_all_that_is_saved(run, mode, monkeypatch):
     more = [f"launch.time_limit={limit}", f"checkpoint.mode={mode}", "checkpoint.every=100"]
     code, said = ended(run.start(LONG, *more, slow="save"), 2 * limit)
     took = time.time() - began
-    assert code == 75, said
-    assert f"saved; launch.time_limit={limit} is near" in said
+    assert (code, f"saved; launch.time_limit={limit} is near" in said) == (75, True), said
     assert limit / 2 < took < limit
     step = figures(run.dir)[-1][0]
     assert run.checkpoints()[-1] == f"step-{step:08d}"
@@ -271,8 +265,7 @@ def test_a_file_stops_every_node(tmp_path):
             (run.dir / "STOP").touch()
             for process in nodes:
                 code, said = ended(process)
-                assert code == 75, said
-                assert "requested by run/STOP" in said
+                assert (code, "requested by run/STOP" in said) == (75, True), said
         finally:
             for process in nodes:
                 process.kill()
@@ -285,6 +278,5 @@ def test_non_finite_steps_exit_with_76(tmp_path):
     for action, advice in (("stop", "train.on_nonfinite=skip"), ("skip", "train.max_skips=3")):
         about = ["train.max_skips=3", f"train.on_nonfinite={action}", f"train.run_dir=of-{action}"]
         result = fsdpctl("train", *words(run.folder, 40, *more, *about), cwd=tmp_path)
-        assert result.returncode == 76, result.stderr
-        assert advice in result.stderr
+        assert (result.returncode, advice in result.stderr) == (76, True), result.stderr
         assert os.path.exists(tmp_path / f"of-{action}" / "metrics.jsonl")

@@ -72,8 +72,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch):
 def test_the_same_command_again_reports_that_the_run_is_finished(finished):
     before = (finished / "metrics.jsonl").read_bytes()
     result = fsdpctl("train", *words(finished.parent, STEPS), cwd=finished.parent)
-    assert result.returncode == 0
-    assert "finished at step 150" in result.stdout
+    assert (result.returncode, "finished at step 150" in result.stdout) == (0, True)
     dry = fsdpctl("train", *words(finished.parent, STEPS), "--dry-run", cwd=finished.parent)
     assert ("finished at step 150" in dry.stdout, "it would run" in dry.stdout) == (True, False)
     assert (finished / "metrics.jsonl").read_bytes() == before
@@ -82,8 +81,7 @@ def test_the_same_command_again_reports_that_the_run_is_finished(finished):
 @pytest.mark.slow
 def test_another_configuration_is_rejected_with_the_keys(finished):
     result = fsdpctl("train", *words(finished.parent, STEPS), "optimizer.lr=1", cwd=finished.parent)
-    assert result.returncode == 2
-    assert "optimizer.lr 0.0" in result.stderr
+    assert (result.returncode, "optimizer.lr 0.0" in result.stderr) == (2, True)
     assert "train.run_dir=" in result.stderr
 
 
@@ -154,8 +152,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(finished, tmp_path, how):
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not [each for each in alive if is_living(each)]
     result = fsdpctl("train", *words(tmp_path, STEPS), cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "resumes at step" in result.stdout
+    assert (result.returncode, "resumes at step" in result.stdout) == (0, True), result.stderr
     assert figures(tmp_path / "run") == figures(finished)
 
 
@@ -165,8 +162,7 @@ def test_a_second_launcher_does_not_disturb_the_first(tmp_path):
     wait_for(has_stepped(tmp_path))
     try:
         second = fsdpctl("train", *words(tmp_path, STEPS, "train.steps=100000"), cwd=tmp_path)
-        assert second.returncode == 2
-        assert "in use by a running launcher" in second.stderr
+        assert (second.returncode, "in use by a running launcher" in second.stderr) == (2, True)
     finally:
         process.terminate()
         process.communicate(timeout=60)
@@ -195,8 +191,7 @@ def test_resume_never_and_resume_path_start_new_runs(finished, tmp_path):
     subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
     typed = words(finished.parent, STEPS)
     again = fsdpctl("train", *typed, "--resume", "never", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert figures(tmp_path / "run-2") == figures(finished)
+    assert (again.returncode, figures(tmp_path / "run-2")) == (0, figures(finished)), again.stderr
     longer = [word for word in typed if not word.startswith("train.steps")]
     source = str(finished / "checkpoints" / "step-00000125")
     other = ["train.steps=151", "optimizer.lr=1e-4", "precision=bf16"]
@@ -212,11 +207,8 @@ def test_resume_never_and_resume_path_start_new_runs(finished, tmp_path):
     assert twice.returncode == 2
     kept = [word for word in typed if not word.startswith("model.num_layers")]
     smaller = fsdpctl("train", *kept, "model.num_layers=1", "--resume", source, cwd=tmp_path)
-    assert smaller.returncode == 2
-    assert "model.num_layers 2 -> 1" in smaller.stderr
+    assert (smaller.returncode, "model.num_layers 2 -> 1" in smaller.stderr) == (2, True)
 
-
-# ---- memory ----------------------------------------------------------------------------------
 
 HERE = LaunchConfig(), None
 LACKING = ["model.vocab_size=256", "cluster.memory=0.75", "train.seq_len=2048"]
@@ -233,11 +225,9 @@ def test_a_run_says_that_its_ranks_cannot_share_memory(tmp_path: Path) -> None:
     given = environment()
     found = subprocess.run(
         command("train", *words(tmp_path, 1, f"train.run_dir={tmp_path / 'run'}")),
-        env=given | {"PYTHONPATH": f"{tmp_path}:{given['PYTHONPATH']}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        env=given | {"PYTHONPATH": f"{tmp_path}:{given['PYTHONPATH']}"}, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
     assert "ranks do not share memory: not supported on " in found.stdout + found.stderr
 
 
@@ -258,8 +248,7 @@ def test_the_first_lines_say_whether_ranks_share_memory(words: list[str], text: 
     pytest.param(-9, "", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_panel_says_what_was_needed_and_what_would_fit(tmp_path, capsys, exit_code, message):
-    config = place(compose_config(LACKING).config, HERE)
-    (tmp_path / RUN_CONFIG).write_text(config_to_yaml(config))
+    (tmp_path / RUN_CONFIG).write_text(config_to_yaml(place(compose_config(LACKING).config, HERE)))
     failure = Failure(1, "here", exit_code, message, 0)
     _show_failure(failure, tmp_path, Outcome((failure,), None))
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -78,11 +78,9 @@ def test_the_table_of_commands_repeats_what_each_says(name):
 
 def test_advice_estimates_no_settings_together_if_one_suffices(monkeypatch):
     """Each estimate of a large model takes as long as a start."""
-    plan = plan_on_cluster(
-        compose_config(
-            ["model=llama3_405b", "cluster=h100", "launch.nproc_per_node=8", "launch.nnodes=2048"]
-        )
-    )
+    plan = plan_on_cluster(compose_config(
+        ["model=llama3_405b", "cluster=h100", "launch.nproc_per_node=8", "launch.nnodes=2048"]
+    ))  # fmt: skip
     estimator = Estimator()
     estimated: list[Config] = []
     assert estimator.estimate(plan).verdict == "too_large"
@@ -99,8 +97,6 @@ def test_advice_estimates_no_settings_together_if_one_suffices(monkeypatch):
     assert {each.activation_checkpointing.name for each in compressed} == {"none"}
     assert len(estimated) <= 7
 
-
-# ---- of a run: what takes long is done once --------------------------------------------------
 
 SMALL = [
     "data=text", "model.num_layers=2", "launch.device=cpu", "launch.nproc_per_node=2",
@@ -172,11 +168,8 @@ def test_a_restart_on_fewer_ranks_prints_what_changed_and_a_start_by_hand_what_y
     hung = Outcome((), None, hang="no progress")
     for number in range(2):  # the second one without a step in between
         assert restarts._next_round(begun, hung, number, None, said.append) is not None
-    assert changed_in(said) == fewer
-    assert read_config(tmp_path / "run").launch.nproc_per_node == 1
-    assert started(2)[1] == []
-    assert started(1)[1] == fewer
-    assert started(1)[1] == []
+    assert (changed_in(said), read_config(tmp_path / "run").launch.nproc_per_node) == (fewer, 1)
+    assert (started(2)[1], started(1)[1], started(1)[1]) == ([], fewer, [])
 
 
 def changed_in(lines: list[str]) -> list[str]:
@@ -195,8 +188,7 @@ def test_a_start_that_fails_leaves_no_directory_and_no_lock(tmp_path, monkeypatc
             begin(composed, words, "auto", Talk(lines.append, lines.append, lines.append))
         assert any("nothing fits; closest is strategy=" in line for line in lines)
         assert any(line.startswith("to fit  ") for line in lines)
-    assert not (tmp_path / "some").exists()
-    assert list(there.iterdir()) == []
+    assert ((tmp_path / "some").exists(), list(there.iterdir())) == (False, [])
 
 
 def test_a_run_in_use_is_rejected_before_anything_is_selected(tmp_path, monkeypatch):

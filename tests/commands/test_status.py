@@ -22,8 +22,6 @@ from tests.fuzz.mutations import ODD
 from tests.hostile import everything_in
 from tests.run.runs import LONG_AGO, make_run, save, step_line, write_heartbeat, write_lines
 
-# ---- liveness --------------------------------------------------------------------------------
-
 
 def test_reading_the_status_writes_nothing(tmp_path):
     write_heartbeat(make_run(tmp_path / "run", done=3))
@@ -32,18 +30,15 @@ def test_reading_the_status_writes_nothing(tmp_path):
     assert everything_in(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("about", "state"),
-    [
-        ({}, "running"),
-        ({"step": None}, "starting"),
-        ({"time": -80}, "running"),
-        ({"time": -3600}, "failed"),
-        ({"time": 5}, "running"),  # of a clock that is ahead
-        ({"state": "stopped", "message": "stopped at step 3"}, "stopped"),
-        ({"state": "failed", "message": "no room"}, "failed"),
-    ],
-)
+@pytest.mark.parametrize(("about", "state"), [
+    ({}, "running"),
+    ({"step": None}, "starting"),
+    ({"time": -80}, "running"),
+    ({"time": -3600}, "failed"),
+    ({"time": 5}, "running"),  # of a clock that is ahead
+    ({"state": "stopped", "message": "stopped at step 3"}, "stopped"),
+    ({"state": "failed", "message": "no room"}, "failed"),
+])  # fmt: skip
 def test_the_age_of_the_heartbeat_decides(tmp_path, about, state):
     run = make_run(tmp_path / "run", done=3)
     if "time" in about:  # from now
@@ -117,9 +112,6 @@ def test_a_run_that_was_just_started_is_starting(tmp_path):
     assert read_status(run).state == "starting"
 
 
-# ---- progress --------------------------------------------------------------------------------
-
-
 def test_values_are_those_of_the_newest_steps(tmp_path):
     run = make_run(tmp_path / "run", steps=100, done=60)
     write_lines(run, {"step": 60, "val_loss": 0.25}, {"step": 60, "checkpoint_seconds": 1.0})
@@ -129,8 +121,7 @@ def test_values_are_those_of_the_newest_steps(tmp_path):
     write_heartbeat(run, step=62, seconds_per_step=2.0)
     found = read_status(run)
     assert (found.step, found.total_steps, found.eta_seconds) == (62, 100, 76.0)
-    assert found.loss == 1 / 62
-    assert found.tokens_per_second == 100 * (13 + 62) / 2
+    assert (found.loss, found.tokens_per_second) == (1 / 62, 100 * (13 + 62) / 2)
     assert found.checkpoint is not None
     assert (found.checkpoint.step, found.checkpoint.problem) == (60, "")
     files = (run / CHECKPOINTS / "step-00000060").iterdir()
@@ -183,8 +174,6 @@ def test_a_checkpoint_of_the_wrong_size_is_reported(tmp_path):
     assert found is not None
     assert found.problem == "rank-00000.safetensors: missing or of the wrong size"
 
-
-# ---- corrupted and hostile files -------------------------------------------------------------
 
 DAMAGE = {
     "no line": (METRICS, b'{"step": 1}\nnothing\n'), "another type": (METRICS, b'{"step": "1"}\n'),
@@ -259,9 +248,6 @@ def test_a_corrupted_manifest_is_named(tmp_path):
         read_status(run)
 
 
-# ---- the command -----------------------------------------------------------------------------
-
-
 def test_the_command_prints_a_table_or_json(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "runs" / "one", steps=4, done=3)
@@ -270,9 +256,7 @@ def test_the_command_prints_a_table_or_json(tmp_path, monkeypatch):
     (tmp_path / "runs" / "latest").symlink_to("one")
     code, said = invoke("status")
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in said.splitlines()}
-    assert code == 0
-    assert rows["run"] == "runs/one"
-    assert rows["step"].startswith("3 of 4 (75.0%)")
+    assert (code, rows["run"], rows["step"].startswith("3 of 4 (75.0%)")) == (0, "runs/one", True)
     assert rows["checkpoint"].startswith("step 2, 0:0")
     assert rows["checkpoint"].endswith("complete")
     assert "odd" in rows["warning"]
@@ -287,8 +271,7 @@ def test_a_missing_run_is_one_line_with_suggestions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert invoke("status") == (2, "runs/latest: not found; pass a run directory")
     for number, name in enumerate(("b", "a", "latest")):  # a copy in place of the link
-        config = make_run(tmp_path / "runs" / name) / RUN_CONFIG
-        os.utime(config, (number, number))
+        os.utime(make_run(tmp_path / "runs" / name) / RUN_CONFIG, (number, number))
     code, said = invoke("status", "--json")
     assert (code, json.loads(said)["run"]) == (0, "runs/a")  # the one that started last
     code, said = invoke("status", "runs")

@@ -18,9 +18,6 @@ def status(folder: Path) -> dict[str, object]:
     return found
 
 
-# ---- whole runs ------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_run_is_seen_to_run_to_stop_to_go_on_and_to_finish(tmp_path):
     process = start(tmp_path, 100_000)
@@ -52,8 +49,7 @@ def test_only_rank_0_writes_to_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps in (30, 40):
-        typed = words(tmp_path, steps, "log.tensorboard=true")
-        done = fsdpctl("train", *typed, cwd=tmp_path)
+        done = fsdpctl("train", *words(tmp_path, steps, "log.tensorboard=true"), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     board = tmp_path / "run" / "tensorboard"
     assert len(list(board.iterdir())) == 2  # one for each start

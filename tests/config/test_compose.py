@@ -17,10 +17,8 @@ AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m\"日本:%@*?\\"
 def test_the_default_is_a_fully_sharded_toy_model_on_the_standard_library():
     config = compose_config([]).config
     assert (config.model.name, config.strategy.name, config.data.name) == (
-        "llama_tiny",
-        "full_shard",
-        "python_stdlib",
-    )
+        "llama_tiny", "full_shard", "python_stdlib",
+    )  # fmt: skip
     assert config.launch.nproc_per_node is None
 
 
@@ -29,8 +27,7 @@ def test_the_default_is_a_fully_sharded_toy_model_on_the_standard_library():
 )
 def test_text_is_taken_literally(value):
     config = compose_config([f"data.path={value}"]).config
-    assert config.data.path == value
-    assert config_from_words(config_words(config)) == config
+    assert (config.data.path, config_from_words(config_words(config))) == (value, config)
 
 
 @settings(max_examples=15)
@@ -157,8 +154,7 @@ def recipe(tmp_path):
 
 def test_a_recipe_has_the_settings_of_the_command_line(recipe):
     config = compose_config([], recipe).config
-    assert config.model.num_layers == 3
-    assert config.strategy.name == "no_shard"
+    assert (config.model.num_layers, config.strategy.name) == (3, "no_shard")
     assert (config.train.steps, config.train.epochs) == (None, 2)
     assert (config.data.name, config.data.path) == ("text", "a, b")
 
@@ -166,13 +162,11 @@ def test_a_recipe_has_the_settings_of_the_command_line(recipe):
 def test_an_option_on_the_command_line_drops_the_recipes_values_of_its_group(recipe):
     composed = compose_config(["model=llama3_1b"], recipe)
     assert composed.config.model == compose_config(["model=llama3_1b"]).config.model
-    assert composed.config.model.num_layers == 16
-    assert composed.dropped == ("model.num_layers",)
+    assert (composed.config.model.num_layers, composed.dropped) == (16, ("model.num_layers",))
 
 
 def test_adapters_and_the_base_of_a_recipe_are_for_any_model():
-    words = ["model=llama3_1b", "data=text", "data.path=a"]
-    composed = compose_config(words, "qlora_70b_8x24gb")
+    composed = compose_config(["model=llama3_1b", "data=text", "data.path=a"], "qlora_70b_8x24gb")
     model = composed.config.model
     assert (model.num_layers, model.lora.rank, model.base_dtype) == (16, 16, "nf4")
     assert composed.dropped == ()
@@ -189,8 +183,7 @@ def test_a_recipes_key_that_is_typed_is_not_called_ignored():
 
 def test_the_command_line_overrides_the_recipe(recipe):
     config = compose_config(["model.num_layers=5", "train.steps=7"], recipe).config
-    assert config.model.num_layers == 5
-    assert (config.train.steps, config.train.epochs) == (7, None)
+    assert (config.model.num_layers, (config.train.steps, config.train.epochs)) == (5, (7, None))
 
 
 @pytest.mark.parametrize(("content", "word"), [
@@ -226,8 +219,7 @@ def test_every_option_composes_and_has_a_description(group, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     for choice in choices_of(group):
         words = [f"model.path={tmp_path}"] if choice == "hf" else []
-        config = compose_config([f"{group}={choice}", *words]).config
-        assert getattr(config, group).name == choice
+        assert getattr(compose_config([f"{group}={choice}", *words]).config, group).name == choice
         assert first_comment(package_folder("conf") / group / f"{choice}.yaml")
 
 

@@ -46,15 +46,13 @@ def test_a_name_is_the_directory_that_huggingface_hub_finds(cache):
     snapshot = fill(cache, "config.json", "model.safetensors")
     assert local_model(NAME) == str(snapshot)
     assert local_model(NAME) == snapshot_download(NAME, cache_dir=cache, local_files_only=True)
-    assert local_model(f"{NAME}@{SHA}") == str(snapshot)
-    assert cached_model(Path(NAME)) == snapshot
+    assert (local_model(f"{NAME}@{SHA}"), cached_model(Path(NAME))) == (str(snapshot), snapshot)
 
 
 def test_a_model_is_composed_by_its_name(cache):
     snapshot = fill(cache, "config.json", "model.safetensors")
     config = compose_config(["model=hf", f"model.path={NAME}"]).config
-    assert config.model.path == str(snapshot)
-    assert config.model.hidden_size == 64
+    assert (config.model.path, config.model.hidden_size) == (str(snapshot), 64)
 
 
 def test_the_name_of_a_revision_may_be_a_path(cache):

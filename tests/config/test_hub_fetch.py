@@ -49,23 +49,19 @@ def test_weights_configuration_and_tokenizer_are_fetched_once_and_nothing_else(
     assert {each.relative_to(snapshot).as_posix() for each in files} == WANTED == hub.fetched()
     assert (snapshot / "m-1.safetensors").read_bytes() == SHARDED["m-1.safetensors"]
     # A file that was cut continues where it ended, and the cache has nothing that is half-written.
-    starts = {int(each.split()[2]) for each in hub.requests if each.startswith("BODY m-")}
-    assert starts > {0}
+    assert {int(each.split()[2]) for each in hub.requests if each.startswith("BODY m-")} > {0}
     assert not [*snapshot.parent.parent.rglob("*.incomplete")]
     assert re.fullmatch(r"fetching org/tiny: 2 files, 0\.3 MiB, .* free in .*hub", told[-1])
     count = len(hub.requests)
     assert local_model("org/tiny") == local_model(str(snapshot)) == str(snapshot)
-    assert len(hub.requests) == count
-    assert capfd.readouterr() == ("", "")
+    assert (len(hub.requests), capfd.readouterr()) == (count, ("", ""))
 
 
 def test_estimates_fetch_configurations_and_a_run_the_rest_of_the_same_revision(hub):
     snapshot = local_model("org/tiny@v2", "config")
-    assert hub.fetched() == {"config.json"}
-    assert local_model(snapshot, "tokenizer") == snapshot
+    assert (hub.fetched(), local_model(snapshot, "tokenizer")) == ({"config.json"}, snapshot)
     assert hub.fetched() == {x for x in WANTED if not x.startswith("m-")}
-    assert local_model(snapshot) == snapshot
-    assert hub.fetched() == WANTED
+    assert (local_model(snapshot), hub.fetched()) == (snapshot, WANTED)
     hub.models["org/one"] = {**SMALL, "weights.safetensors": b"w"}
     del hub.models["org/one"]["consolidated.safetensors"]
     assert Path(local_model("org/one"), "weights.safetensors").read_bytes() == b"w"

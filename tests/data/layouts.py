@@ -96,8 +96,7 @@ def write_layout(folder: Path, layout: Layout) -> Path:
     }  # fmt: skip
     for name, each in files.items():
         if each is not None:
-            text = json.dumps(each).replace('"NEXT"', f'"{size}"')
-            (folder / name).write_text(text)
+            (folder / name).write_text(json.dumps(each).replace('"NEXT"', f'"{size}"'))
     return folder
 
 

@@ -45,8 +45,7 @@ def test_orders_differ_by_seed_and_epoch():
         for seed in (0, 1)
         for epoch in (0, 1, 2)
     }
-    assert len(orders) == 6
-    assert tuple(range(100)) not in orders
+    assert (len(orders), tuple(range(100)) in orders) == (6, False)
 
 
 def test_an_order_is_well_mixed():
@@ -83,8 +82,7 @@ def test_a_step_sees_the_same_samples_on_any_number_of_ranks(world_size, micro_b
 def test_validation_sees_every_sample_once_and_in_order():
     stream = TokenStream(np.arange(101, dtype=np.uint16), None)
     batches = Batches(stream.rows(5), plan_batches(8, 2), 0, 101)
-    assert batches.num_validation_batches(0) == 3
-    assert batches.num_validation_batches(2) == 2
+    assert (batches.num_validation_batches(0), batches.num_validation_batches(2)) == (3, 2)
     rows = [
         int(tokens[0]) // 5
         for number in range(3)
@@ -120,8 +118,7 @@ def test_the_standard_library_is_text_and_splits_into_whole_files():
 def test_the_end_of_a_single_file_is_held_out_at_a_line_break():
     document = "".join(f"line {i} ä\n" for i in range(1000)).encode()
     (train,), (val,) = hold_out([document], 0.1)
-    assert train + val == document
-    assert train.endswith(b"\n")
+    assert (train + val, train.endswith(b"\n")) == (document, True)
     assert 0.08 < len(val) / len(document) < 0.12
 
 
@@ -150,8 +147,7 @@ def test_files_directories_and_globs(tmp_path):
     (tmp_path / ".hidden").write_text("no\n")
     assert read(tmp_path / AWKWARD) == ([b"one\n"], [], "1 file")
     documents, skipped, about = read(tmp_path)
-    assert sorted(documents) == [b"one\n", b"two\n"]
-    assert skipped == ["y.dat (binary)"]
+    assert (sorted(documents), skipped) == ([b"one\n", b"two\n"], ["y.dat (binary)"])
     assert about == "3 files of 4; left out: x.bin"
     assert read(tmp_path / "**" / "t*.txt")[0] == [b"two\n"]
 

@@ -411,15 +411,9 @@ def test_text_and_tokenize_read_the_rows_that_chats_do(tmp_path):
 
 
 OTHERS = {
-    "tools": [{"a": 1}],
-    "functions": "f",
-    "label": True,
-    "chosen": "x",
-    "loss_mask": [0],
-    "messages": [{"role": "user", "content": "no answer"}],
-    "prompt": "p",
-    "labels": None,
-}
+    "tools": [{"a": 1}], "functions": "f", "label": True, "chosen": "x", "loss_mask": [0],
+    "messages": [{"role": "user", "content": "no answer"}], "prompt": "p", "labels": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("end", ["jsonl", "json", "parquet"])

@@ -121,8 +121,7 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
             count = len(hub.requests)
         assert names("hf://org/cards:sft/test_sft") == ["y.jsonl"]
         assert [x.name for x in find_data("hf://org/cards", "data.val_path").train] == ["y.jsonl"]
-        assert len(hub.requests) == count
-        assert names("hf://org/plain") == ["train-0.jsonl"]
+        assert (len(hub.requests), names("hf://org/plain")) == (count, ["train-0.jsonl"])
         assert hub.fetched().isdisjoint({"data/test-0.jsonl", "x.pkl", "load.py"})
         for path in ("org/cards:table", "org/csv"):
             done = tokenize_files(f"hf://{path}", Output(tmp_path / f"{path[-3:]}.bin"), BYTES)
@@ -142,19 +141,9 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
 
 
 FILES = [
-    "a/0.jsonl",
-    "a/1.jsonl",
-    "a/10.jsonl",
-    "a/b/2.jsonl",
-    "a/b/c/3.jsonl",
-    "{a,b}.jsonl",
-    "part-[0].jsonl",
-    ".h/4.jsonl",
-    "a/.5.jsonl",
-    "__x/6.jsonl",
-    "a/README.md",
-    "7.jsonl",
-]
+    "a/0.jsonl", "a/1.jsonl", "a/10.jsonl", "a/b/2.jsonl", "a/b/c/3.jsonl", "{a,b}.jsonl",
+    "part-[0].jsonl", ".h/4.jsonl", "a/.5.jsonl", "__x/6.jsonl", "a/README.md", "7.jsonl",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("pattern", "expected"), {
@@ -201,8 +190,7 @@ def test_without_a_card_names_tell(cached):
 
 
 def test_a_missing_file_is_refused(cached):
-    snapshot = cached("org/texts", ["en/train-0.jsonl"], CARD)
-    (snapshot / "en" / "train-0.jsonl").resolve().unlink()
+    (cached("org/texts", ["en/train-0.jsonl"], CARD) / "en" / "train-0.jsonl").resolve().unlink()
     with pytest.raises(UsageError, match=r"en/train-0\.jsonl is missing in the Hugging Face cache"):
         names("hf://org/texts:en")
 
@@ -219,5 +207,4 @@ def test_names_are_sources_and_are_tokenized(cached, tmp_path):
     ]
     assert DataConfig(name="chat", path=path).path == path
     done = tokenize_files("hf://org/texts", Output(tmp_path / "t.bin"), ByteTokenizer())
-    assert (tmp_path / "t.bin").read_bytes()[::2] == b"in a/train.jsonl"
-    assert done.tokens == 16
+    assert ((tmp_path / "t.bin").read_bytes()[::2], done.tokens) == (b"in a/train.jsonl", 16)

@@ -45,8 +45,7 @@ def test_every_position_has_one_source_however_it_is_asked(shares, start, count)
 
 
 def test_every_window_has_the_shares_within_one_sample():
-    schedule = ShareSchedule(SHARES)
-    found = schedule.sources(0, 3 * PERIOD)
+    found = ShareSchedule(SHARES).sources(0, 3 * PERIOD)
     seen = np.cumsum(found[:, None] == np.arange(5), axis=0)
     windows = seen[PERIOD:] - seen[:-PERIOD]
     assert np.abs(windows - PERIOD * np.array(SHARES)).max() < 1

@@ -1,6 +1,7 @@
 """Text that is read once: what later starts read, and when they read it again."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,7 @@ def test_a_later_start_reads_nothing_and_gets_the_same(config, tmp_path, monkeyp
     first, reads = opened(config)
     assert reads > 0
     again, reads = opened(config)
-    assert reads == 0
-    assert facts(again) == facts(first)
+    assert (reads, facts(again)) == (0, facts(first))
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")  # nothing can be written
     monkeypatch.setattr(open_text, "_SMALL", 1 << 30)
     uncached, reads = opened(config)
@@ -72,40 +72,28 @@ def test_a_later_start_reads_nothing_and_gets_the_same(config, tmp_path, monkeyp
     assert facts(uncached) == facts(first)
 
 
-def another_size(folder: Path, cache: Path) -> None:
-    file = next(file for file in sorted(folder.rglob("*")) if file.is_file())
-    file.write_bytes(2 * file.read_bytes())
+# What is done to the first file of text, or to what the cache keeps of it
+CHANGES: dict[str, Callable[[Path, Path], object]] = {
+    "another_size": lambda first, _: first.write_bytes(2 * first.read_bytes()),
+    "another_time": lambda first, _: os.utime(first, (1, 1)),
+    "another_file": lambda first, _: first.with_stem("z").write_bytes(first.read_bytes()),
+    "damaged_tokens": lambda _, text: text.write_bytes(text.read_bytes()[:-1] + b"\xff"),
+    "removed_tokens": lambda _, text: text.unlink(),
+    "strange_index": lambda _, text: _negate_bytes(
+        next(text.parents[1].glob("texts-*/header.json"))
+    ),
+}
 
 
-def another_time(folder: Path, cache: Path) -> None:
-    os.utime(next(file for file in sorted(folder.rglob("*")) if file.is_file()), (1, 1))
+def _negate_bytes(header: Path) -> None:
+    header.write_text(header.read_text().replace('"num_bytes": ', '"num_bytes": -'))
 
 
-def another_file(folder: Path, cache: Path) -> None:
-    file = next(file for file in sorted(folder.rglob("*")) if file.is_file())
-    file.with_stem("z").write_bytes(file.read_bytes())
-
-
-def damaged_tokens(folder: Path, cache: Path) -> None:
-    file = next(cache.glob("fsdpctl/text-*/tokens.npy"))
-    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-
-
-def removed_tokens(folder: Path, cache: Path) -> None:
-    next(cache.glob("fsdpctl/text-*/tokens.npy")).unlink()
-
-
-def strange_index(folder: Path, cache: Path) -> None:
-    file = next(cache.glob("fsdpctl/texts-*/header.json"))
-    file.write_text(file.read_text().replace('"num_bytes": ', '"num_bytes": -'))
-
-
-@pytest.mark.parametrize("change", [
-    another_size, another_time, another_file, damaged_tokens, removed_tokens, strange_index,
-])  # fmt: skip
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_text_is_read_again_if_anything_else_is_there(change, config, folder, tmp_path):
     opened(config)
-    change(folder, tmp_path / "cache")
+    first = next(file for file in sorted(folder.rglob("*")) if file.is_file())
+    change(first, next((tmp_path / "cache").glob("fsdpctl/text-*/tokens.npy")))
     assert opened(config)[1] > 0
 
 

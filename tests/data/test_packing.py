@@ -40,8 +40,7 @@ def test_no_two_sequences_fit_into_one(lengths):
 
 
 def test_packing_leaves_little_padding():
-    drawn = np.random.default_rng(0).lognormal(5, 1, 20_000).astype(np.int64)
-    lengths = np.clip(drawn, 1, 2048)
+    lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 20_000).astype(np.int64), 1, 2048)
     rows = pack(lengths, 2048, 0)
     assert int(lengths.sum()) / (len(rows) * 2048) > 0.997
 
@@ -76,8 +75,7 @@ def test_each_trained_token_is_a_target_once_after_its_predecessor(lengths, shar
         starts = np.cumsum([0, *row.lengths])[:-1]
         firsts = row.tokens[starts[: len(row.lengths) - bool(row.filling)]]
         assert set(firsts.tolist()) <= {int(each) + 1 for each in documents.starts[:-1]}
-    assert sorted(found) == sorted(wanted)
-    assert rows.num_targets == len(wanted)
+    assert (sorted(found), rows.num_targets) == (sorted(wanted), len(wanted))
     filled = sum(rows[number].filling for number in range(len(rows)))
     assert rows.num_tokens == len(rows) * ROOM - filled
 
@@ -99,12 +97,10 @@ def test_the_error_says_why_nothing_is_left():
 
 
 def test_a_micro_batch_has_the_lengths_of_documents_and_padding():
-    rows = some(9, 9, 5, 4, 12, trained=1).rows(ROOM)
-    batches = Batches(rows, plan_batches(8, 2), 0, 500)
+    batches = Batches(some(9, 9, 5, 4, 12, trained=1).rows(ROOM), plan_batches(8, 2), 0, 500)
     batch = batches.training(0, 1, 0)
     assert batch.tokens.shape == (4, ROOM)
-    assert all(sum(each) == ROOM for each in batch.lengths)
-    assert len(batch.lengths) == 4
+    assert (all(sum(each) == ROOM for each in batch.lengths), len(batch.lengths)) == (True, 4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -114,8 +110,7 @@ def test_validation_computes_no_row_and_no_end_of_a_row_without_targets(ranks):
     passes = batches.num_validation_passes(0)
     assert passes == math.ceil(math.ceil(5 / ranks) / 2)
     seen = [batches.validation(0, rank, n) for rank in range(ranks) for n in range(passes)]
-    targets = sum(int((each.targets != IGNORED).sum()) for each in seen)
-    assert targets == rows.num_targets
+    assert sum(int((each.targets != IGNORED).sum()) for each in seen) == rows.num_targets
     for batch in seen:
         assert all(sum(each) == batch.tokens.shape[1] for each in batch.lengths)
         if (batch.targets != IGNORED).any():
@@ -138,10 +133,8 @@ def test_padding_for_ranks_that_share_a_row_has_no_later_positions(packs):
 
 
 def test_a_sequence_can_be_split_into_its_documents():
-    rows = some(9, 5, trained=1).rows(ROOM)
-    (first, second) = sorted(rows[0].documents())
-    assert first == list(range(1, 10))
-    assert second == list(range(10, 15))
+    (first, second) = sorted(some(9, 5, trained=1).rows(ROOM)[0].documents())
+    assert (first, second) == (list(range(1, 10)), list(range(10, 15)))
 
 
 def test_the_fingerprint_includes_mask_and_packing():

@@ -101,8 +101,7 @@ def test_each_format_gives_its_tokens_and_documents(tmp_path, kind):
 
 def test_several_sequences_of_megatron_are_one_document(tmp_path):
     path = write_megatron(tmp_path / "a.bin", documents=(0, 2, 6))
-    sample = opened(path, packing=True).rows(998)[0]
-    assert sample.lengths == (8, 990)
+    assert opened(path, packing=True).rows(998)[0].lengths == (8, 990)
 
 
 def test_shards_are_one_stream_in_the_order_of_their_names(tmp_path):
@@ -191,9 +190,6 @@ def test_an_array_with_a_header_is_not_read_without_it(tmp_path):
     with pytest.raises(UsageError, match=r"a\.npy: data\.format=uint16: .* set data\.format=auto"):
         opened(tmp_path / "a.npy", format="uint16")
     assert opened(tmp_path / "a.npy").tokens[:].tolist() == TOKENS.tolist()
-
-
-# ---- flags of the loss -------------------------------------------------------------------
 
 
 def write_flags(path, flags):

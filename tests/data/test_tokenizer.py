@@ -62,8 +62,7 @@ def _difference(folder: Path, layout: Layout) -> str:
             assert found.tokens.tolist() == plain["input_ids"]
             offsets = list(zip(found.starts.tolist(), found.stops.tolist(), strict=True))
             assert offsets == plain["offset_mapping"]
-            whole = [*ours.before, *plain["input_ids"], *ours.after]
-            assert whole == expected, (layout.name, text)
+            assert [*ours.before, *plain["input_ids"], *ours.after] == expected, (layout.name, text)
     again = FileTokenizer("again", ours.files() | {"config.json": ours.model_config or b"{}"})
     assert again.checksum == ours.checksum
     return ""
@@ -209,8 +208,7 @@ def test_rows_that_were_rendered_have_one_begin_token(tmp_path, monkeypatch):
     pairs = [{"prompt": "<s>ab", "completion": " the"}, {"prompt": "ab", "completion": " the"}]
     for number, some in enumerate((rows, pairs)):
         file = write_lines(tmp_path / f"{number}.jsonl", some)
-        config = DataConfig("chat", str(file), val_fraction=0.0, tokenizer=folder)
-        found = open_data(config)
+        found = open_data(DataConfig("chat", str(file), val_fraction=0.0, tokenizer=folder))
         assert isinstance(found.train, DocumentSet)
         tokens = [found.train[index][0].tolist() for index in range(2)]
         assert tokens[0] == tokens[1]

@@ -117,14 +117,10 @@ def _start(words: Sequence[str], folder: Path) -> "subprocess.Popen[str]":
     (program, *others) = words
     is_ours = any((ROOT / each).is_file() for each in others)
     return subprocess.Popen(
-        [*programs[program], *others],
-        cwd=ROOT if is_ours else folder,
+        [*programs[program], *others], cwd=ROOT if is_ours else folder,
         env={**environment(), "XDG_CACHE_HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
 
 
 def _finished(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str]":

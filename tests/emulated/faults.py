@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
@@ -88,27 +88,31 @@ def _done_at_once(self: NcclCollectives, done: torch.cuda.Event, result: Tensor)
     return Handle(lambda: result)
 
 
-# ---- Waits that are missing before and after each kind of collective
-
+# Waits that are missing before and after each kind of collective
 KINDS = {
     "all_gather": (Case(), MAPPED, DDP), "reduce_scatter": (Case(), MAPPED),
     "start_all_reduce": (HYBRID, DDP), "chain": (HYBRID, HPZ),
 }  # fmt: skip
 for _name, _cases in KINDS.items():
+    _waits = (
+        (torch.cuda.Stream, "wait_stream", _nothing),
+        (NcclCollectives, "_after", _done_at_once),
+    )
     for _case in _cases:
-
-        def _before(name: str = _name) -> None:
-            _within(NcclCollectives, name, torch.cuda.Stream, "wait_stream", _nothing)
-
-        def _after(name: str = _name) -> None:
-            _within(NcclCollectives, name, NcclCollectives, "_after", _done_at_once)
-
-        if (_name, _case.strategy) not in {("all_gather", "no_shard")}:
-            FAULTS[f"no wait before {_name}, {_case.strategy}"] = _case, _before
-            FAULTS[f"no wait after {_name}, {_case.strategy}"] = _case, _after
+        for _side, _wait in zip(("before", "after"), _waits, strict=True):
+            if (_name, _case.strategy) != ("all_gather", "no_shard"):
+                plant = partial(_within, NcclCollectives, _name, *_wait)
+                FAULTS[f"no wait {_side} {_name}, {_case.strategy}"] = _case, plant
 
 
-# ---- States on the host
+# What never happens: a call that waits for something, or keeps it.
+for _name, _owner, _call, _case in (
+    ("a_gradient_is_freed_before_it_has_left", offload, "wait_for", ALL),
+    ("a_gather_does_not_wait_for_what_replicas_send", ParamSync, "begin_gather", HPZ),
+    ("streams_never_wait", torch.cuda.Stream, "wait_stream", Case()),
+    ("events_are_never_waited_for", torch.cuda.Stream, "wait_event", Case()),
+):
+    FAULTS[f"{_name}, {_case.strategy}"] = _case, partial(_replace, _owner, _call, _nothing)
 
 
 @instead(Copier, "copy", STATES, ALL, INPUTS, PARAMS, STEPPED_FP32)
@@ -122,9 +126,7 @@ def the_host_reads_a_gradient_before_it_has_arrived(right: Any, self: Any, *give
 
 
 @instead(Job, "end", STATES)
-def a_unit_is_gathered_before_the_host_has_sent_it(
-    right: Any, self: Job, ready: Any = None, error: Any = None
-) -> None:
+def a_unit_is_gathered_before_the_host_has_sent_it(right, self, ready=None, error=None):
     right(self, None, error)
 
 
@@ -141,19 +143,9 @@ def a_unit_does_not_wait_for_the_host() -> None:
 
 
 @instead(Ring, "take", STATES)
-def a_pinned_buffer_is_reused_before_the_device_has_read_it(
-    right: Any, self: Ring, *given: Any
-) -> Any:
+def a_pinned_buffer_is_reused_before_the_device_has_read_it(right, self, *given):
     self.busy, self._next = [None] * len(self.busy), 0
     return right(self, *given)
-
-
-@fault(ALL)
-def a_gradient_is_freed_before_it_has_left() -> None:
-    _replace(offload, "wait_for", _nothing)
-
-
-# ---- Parameters on the host
 
 
 @instead(HostParams, "send", PARAMS, STEPPED_FP32)
@@ -168,9 +160,7 @@ def a_part_is_sent_while_its_place_is_in_use(right: Any, self: HostParams, *give
 
 
 @instead(HostStates, "_run", BETWEEN)
-def the_host_steps_what_the_device_still_reads(
-    right: Any, self: HostStates, steps: Any, *given: Any
-) -> None:
+def the_host_steps_what_the_device_still_reads(right, self, steps, *given):
     for step in steps:
         step.buffer.shard.param.detach().mul_(1.0)
     right(self, steps, *given)
@@ -198,18 +188,13 @@ def units_rest_in_the_same_memory(_right: Any, self: Any, *about: Any) -> Any:
 
 
 @instead(HostParams, "send", PARAMS)
-def a_part_lands_in_the_place_of_another_rank(
-    right: Any, self: HostParams, target: Tensor, part: Tensor
-) -> Any:
+def a_part_lands_in_the_place_of_another_rank(right, self, target, part):
     return right(self, target, part.flip(0) if target.is_cuda else part)
 
 
 @instead(HostParams, "send", PARAMS)
 def the_host_waits_for_a_copy(_right: Any, self: HostParams, target: Tensor, part: Tensor) -> None:
     target.copy_(part)
-
-
-# ---- Inputs of blocks on the host
 
 
 @instead(SentInput, "__exit__", INPUTS)
@@ -226,9 +211,6 @@ def a_block_is_recomputed_before_its_input_has_arrived(right: Any, self: SentInp
     return right(self)
 
 
-# ---- Streams and memory
-
-
 @instead(NcclCollectives, "all_gather", Case())
 def own_part_is_copied_on_another_stream(right: Any, self: Any, buffers: Sequence[Any]) -> Any:
     for each in buffers:
@@ -239,9 +221,7 @@ def own_part_is_copied_on_another_stream(right: Any, self: Any, buffers: Sequenc
 
 
 @instead(ShardedAdamW, "step", Case(), ZERO1)
-def the_optimizer_runs_on_a_stream_of_its_own(
-    right: Any, self: ShardedAdamW, *given: Any, **more: Any
-) -> Any:
+def the_optimizer_runs_on_a_stream_of_its_own(right, self, *given, **more):
     with torch.cuda.stream(torch.cuda.Stream()):
         return right(self, *given, **more)
 
@@ -252,16 +232,12 @@ def a_unit_is_used_before_its_gather_ends(_right: Any, self: ShardedUnit) -> Non
 
 
 @instead(NcclCollectives, "chain", HYBRID)
-def gradients_go_before_the_second_collective_has_read_them(
-    right: Any, self: NcclCollectives, *given: Any
-) -> Any:
+def gradients_go_before_the_second_collective_has_read_them(right, self, *given):
     return Handle(lambda: torch.empty(0)), right(self, *given)[1]
 
 
 @instead(NcclCollectives, "start_all_reduce", DDP)
-def a_collective_works_on_memory_that_goes_at_once(
-    _right: Any, self: NcclCollectives, values: Tensor
-) -> Handle:
+def a_collective_works_on_memory_that_goes_at_once(_right, self, values):
     copy = values.clone()
     self.reduce_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(self.reduce_stream):
@@ -270,45 +246,23 @@ def a_collective_works_on_memory_that_goes_at_once(
 
 
 @instead(Slot, "__init__", Case())
-def a_slot_lies_on_another_device(
-    right: Any, self: Slot, name: str, memory: Tensor, **more: Any
-) -> None:
+def a_slot_lies_on_another_device(right, self, name, memory, **more):
     if memory.is_cuda:
         memory = memory.to(torch.device("cuda", (memory.device.index or 0) + 1))
     right(self, name, memory, **more)
 
 
 @instead(Case, "train", Case())
-def a_device_has_no_index(
-    right: Any, self: Case, rank: int, world_size: int, device: torch.device
-) -> Any:
+def a_device_has_no_index(right, self, rank, world_size, device):
     if device.type == "cuda":
         torch.cuda.set_device(0)  # as in a process that does not choose one
     return right(self, rank, world_size, torch.device(device.type))
-
-
-@fault(HPZ)
-def a_gather_does_not_wait_for_what_replicas_send() -> None:
-    _replace(ParamSync, "begin_gather", _nothing)
 
 
 @fault(ZERO1)
 def a_unit_runs_before_its_update_has_arrived() -> None:
     _replace(ParamSync, "begin_forward", _nothing)
     _replace(ParamSync, "begin_unit", _nothing)
-
-
-@fault(Case())
-def streams_never_wait() -> None:
-    _replace(torch.cuda.Stream, "wait_stream", _nothing)
-
-
-@fault(Case())
-def events_are_never_waited_for() -> None:
-    _replace(torch.cuda.Stream, "wait_event", _nothing)
-
-
-# ---- The host
 
 
 @instead(AsyncHostCopy, "__init__", Case())
@@ -331,9 +285,7 @@ def a_saver_reads_before_its_copies_are_done() -> None:
 
 
 @instead(Staging, "copies", SAVES)
-def a_saver_copies_while_the_optimizer_writes(
-    right: Any, self: Staging, tensors: Sequence[Tensor]
-) -> Any:
+def a_saver_copies_while_the_optimizer_writes(right, self, tensors):
     if not tensors[0].is_cuda:
         return right(self, tensors)
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -355,9 +307,6 @@ def the_record_is_made_on_the_host(right: Any, model: Any) -> Any:
     return right(model).cpu()
 
 
-# ---- Values
-
-
 @instead(GradientReducer, "_add_gradient", Case(), HYBRID)
 def a_gradient_counts_twice(right: Any, self: Any, flat: Any) -> None:
     if flat.mean.is_cuda:
@@ -372,9 +321,7 @@ def gradients_are_not_reduced(_right: Any, self: Any, whole: Tensor, parts: Any)
 
 
 @instead(GradientReducer, "__init__", Case())
-def gradients_are_summed_instead_of_averaged(
-    right: Any, self: GradientReducer, units: Any, mesh: Any, *given: Any
-) -> None:
+def gradients_are_summed_instead_of_averaged(right, self, units, mesh, *given):
     right(self, units, mesh, *given)
     if isinstance(mesh.shard, NcclCollectives):
         self._scales = (1.0, 1.0)

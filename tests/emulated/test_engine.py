@@ -29,19 +29,13 @@ from tests.engine.test_host_inputs import Chain, Dropping
 from tests.matrix import fast
 
 
-@pytest.mark.parametrize(
-    ("case", "world_size"),
-    [
-        (Case("full_shard", precision="bf16"), 2),
-        pytest.param(Case("hybrid_shard", window="last"), 4, marks=pytest.mark.slow),
-    ],
-    ids=["full_shard", "hybrid_shard"],
-)
+@pytest.mark.parametrize(("case", "world_size"), [
+    (Case("full_shard", precision="bf16"), 2),
+    pytest.param(Case("hybrid_shard", window="last"), 4, marks=pytest.mark.slow),
+], ids=["full_shard", "hybrid_shard"])  # fmt: skip
 @pytest.mark.parametrize("seed", fast(0, slow=[1, 2]))
 @distributed(timeout=120, on_devices=True)
-def test_strategies_give_the_losses_of_cpu_ranks(
-    rank: int, world_size: int, case: Case, seed: int
-) -> None:
+def test_strategies_give_the_losses_of_cpu_ranks(rank, world_size, case, seed):
     case.check(rank, world_size)
 
 
@@ -64,9 +58,7 @@ def test_uneven_parts_are_gathered_and_reduced_in_one_launch(rank: int, world_si
 
 
 @distributed(world_size=4, timeout=60, on_devices=True)
-def test_replicas_combine_right_behind_a_reduction_on_its_stream(
-    rank: int, world_size: int
-) -> None:
+def test_replicas_combine_right_behind_a_reduction_on_its_stream(rank, world_size):
     """So the compute stream waits for none of both in between."""
     device, order = torch.device("cuda", rank), list[tuple[str, bool]]()
     model = Case("hybrid_shard").model(device, world_size)
@@ -92,9 +84,7 @@ def test_replicas_combine_right_behind_a_reduction_on_its_stream(
 
 
 @distributed(world_size=1, on_devices=True)
-def test_large_matrices_are_drawn_on_the_device_by_name(
-    rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_matrices_are_drawn_on_the_device_by_name(rank, world_size, monkeypatch):
     model = compose_config([]).config.model
     monkeypatch.setattr(registry, "DRAWN_ON_DEVICE", 4096)
     monkeypatch.setattr(registry, "_DRAWN_AT_ONCE", 512)

@@ -61,9 +61,7 @@ def losses_of(device: torch.device, folder: Path, strategy: str, torchs_own: boo
 @pytest.mark.parametrize("torchs_own", [False, True])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
 @distributed(world_size=2, timeout=300, on_devices=True)
-def test_it_has_the_losses_of_cpu_ranks(
-    rank: int, world_size: int, tmp_path: Path, strategy: str, torchs_own: bool
-) -> None:
+def test_it_has_the_losses_of_cpu_ranks(rank, world_size, tmp_path, strategy, torchs_own):
     found, expected = (
         torch.stack(losses_of(torch.device(*place), tmp_path / place[0], strategy, torchs_own))
         for place in (("cuda", rank), ("cpu",))

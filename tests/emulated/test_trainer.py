@@ -54,21 +54,17 @@ def assert_close(found: Path, expected: Path) -> None:
         assert one == pytest.approx(other, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["strategy=full_shard", "checkpoint.mode=async", "checkpoint.every=2"],
-        ["strategy=shard_optimizer", "strategy.owner_map=balanced"],
-        ["strategy=shard_grad_op", "activation_checkpointing=full", "accumulation=last",
-         "train.micro_batch_size=2"],
-        ["model.lora.rank=4", "optimizer.max_grad_norm=1"],
-        ["train.context_parallel=2", "activation_checkpointing=full", "train.self_check=auto"],
-        ["strategy.offload=all", "checkpoint.every=2"],
-        ["engine=fsdp2"],
-        ["engine=ddp", "strategy=no_shard"],
-    ],
-    ids=lambda more: more[0],
-)  # fmt: skip
+@pytest.mark.parametrize("more", [
+    ["strategy=full_shard", "checkpoint.mode=async", "checkpoint.every=2"],
+    ["strategy=shard_optimizer", "strategy.owner_map=balanced"],
+    ["strategy=shard_grad_op", "activation_checkpointing=full", "accumulation=last",
+     "train.micro_batch_size=2"],
+    ["model.lora.rank=4", "optimizer.max_grad_norm=1"],
+    ["train.context_parallel=2", "activation_checkpointing=full", "train.self_check=auto"],
+    ["strategy.offload=all", "checkpoint.every=2"],
+    ["engine=fsdp2"],
+    ["engine=ddp", "strategy=no_shard"],
+], ids=lambda more: more[0])  # fmt: skip
 def test_a_run_has_the_losses_of_cpu_ranks(tmp_path: Path, more: list[str]) -> None:
     for device in ("cuda", "cpu"):
         train(tmp_path, device, device, *more)

@@ -72,8 +72,7 @@ def sharded(
 
 def next_token_loss(module: nn.Module, tokens: Tensor) -> Tensor:
     """Mean cross entropy of predicting the next token."""
-    logits = module(tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return F.cross_entropy(module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def token_batches(steps: int, ranks: int, micro_steps: int = 1) -> list[list[list[Tensor]]]:

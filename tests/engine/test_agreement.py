@@ -79,8 +79,7 @@ def test_running_units_in_different_orders_raises_an_error(rank: int, world_size
 def test_a_replica_that_differs_is_found(rank, world_size, strategy, size):
     model = shard_model(make_net(tied=True), strategy, dp_shard_size=size)
     model.check_replicas()
-    unit = model._runtime.units["blocks.1"]
-    buffer = unit.buffers[0]
+    buffer = model._runtime.units["blocks.1"].buffers[0]
     if rank == 3:
         values = buffer.shard.master if size else buffer.whole
         values[0] += 1e-3

@@ -237,8 +237,7 @@ def test_the_modules_own_state_dict_is_refused_between_steps(rank, world_size, s
         assert largest_difference(copy.deepcopy(net.norm).state_dict(), net.norm.state_dict()) == 0
     with pytest.raises(EngineError, match="synchronizes gradients itself"):
         torch.nn.parallel.DistributedDataParallel(model)
-    plain = model.unwrap()
-    assert largest_difference(copy.deepcopy(plain).state_dict(), whole) == 0.0
+    assert largest_difference(copy.deepcopy(model.unwrap()).state_dict(), whole) == 0.0
 
 
 def test_attributes_of_the_module_are_available():
@@ -352,20 +351,17 @@ def test_an_optimizer_of_another_model_is_not_saved(tmp_path):
         fsdpctl.save_checkpoint(tmp_path / "c", model, stranger)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((torch.nn.Linear,), r"got the class Linear; pass an object of it, Linear\(…\)"),
-        (([torch.nn.ReLU()],), "module: expected a torch.nn.Module, got list"),
-        ((torch.nn.Linear(2, 2), "FULL_SHARD"), "strategy=FULL_SHARD: .*did you mean full_shard"),
-        ((torch.nn.Linear(2, 2), ShardingStrategy.SHARD_GRAD_OP), "did you mean shard_grad_op"),
-        ((torch.nn.Linear(2, 2), None), "strategy=None: expected one of no_shard"),
-        *(
-            ((torch.nn.Linear(2, 2), fsdpctl.Sharding(units=units)), 'expected "auto" or a list of')  # type: ignore[arg-type]
-            for units in ("blocks", torch.nn.Linear, ["Linear"], [])
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((torch.nn.Linear,), r"got the class Linear; pass an object of it, Linear\(…\)"),
+    (([torch.nn.ReLU()],), "module: expected a torch.nn.Module, got list"),
+    ((torch.nn.Linear(2, 2), "FULL_SHARD"), "strategy=FULL_SHARD: .*did you mean full_shard"),
+    ((torch.nn.Linear(2, 2), ShardingStrategy.SHARD_GRAD_OP), "did you mean shard_grad_op"),
+    ((torch.nn.Linear(2, 2), None), "strategy=None: expected one of no_shard"),
+    *(
+        ((torch.nn.Linear(2, 2), fsdpctl.Sharding(units=units)), 'expected "auto" or a list of')  # type: ignore[arg-type]
+        for units in ("blocks", torch.nn.Linear, ["Linear"], [])
+    ),
+])  # fmt: skip
 def test_what_cannot_be_sharded_is_named(arguments: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         fsdpctl.shard_model(*arguments)

@@ -234,13 +234,10 @@ def test_nothing_is_left_in_the_padding_of_unsharded_gradients(rank, world_size,
 
 
 @distributed(world_size=4)
-@in_turn(
-    called=[True, False],
-    strategy__owners=[
-        ("shard_optimizer", "even"), ("shard_optimizer", "round_robin"),
-        ("hybrid_shard_optimizer", "even"),
-    ],
-)  # fmt: skip
+@in_turn(called=[True, False], strategy__owners=[
+    ("shard_optimizer", "even"), ("shard_optimizer", "round_robin"),
+    ("hybrid_shard_optimizer", "even"),
+])  # fmt: skip
 def test_updates_that_arrive_late_change_nothing(rank, world_size, called, strategy, owners):
     """Also where a unit is not called as a module, which the first forward shows."""
     found = []

@@ -31,8 +31,7 @@ Wrap = Callable[[nn.Module], Any]
 
 def decoder(mode: str, *, adapted: bool) -> TransformersDecoder:
     """A decoder with compiled blocks and frozen or trained weights."""
-    settings = [*TINY, *(["model.lora.rank=2"] if adapted else [])]
-    config = compose_config(settings).config.model
+    config = compose_config([*TINY, *(["model.lora.rank=2"] if adapted else [])]).config.model
     model = drawn(compose_config(TINY).config.model)
     if adapted:
         choose_trained(model, config)
@@ -120,8 +119,7 @@ def check(
     make: Callable[[], nn.Module], run: Callable[..., None], strategy: str, **how: Any
 ) -> None:
     plain = graphs(make, run, lambda module: module)
-    sharded = graphs(make, run, lambda module: fsdpctl.shard_model(module, strategy, **how))
-    assert sharded == plain
+    assert graphs(make, run, lambda module: fsdpctl.shard_model(module, strategy, **how)) == plain
     assert BLOCKS <= plain[0][1] < plain[1][1] < plain[2][1] < plain[3][1]
 
 
@@ -149,11 +147,8 @@ def test_sharded_replicas_stay_compiled(rank: int, world_size: int) -> None:
 def test_recomputed_decoders_are_compiled():
     """Whatever their attention does to find its mask."""
     assert graphs(partial(decoder, "full", adapted=False), run_decoder, lambda module: module) == [
-        (1, BLOCKS),
-        (1, 2 * BLOCKS),
-        (2, 3 * BLOCKS),
-        (3, 4 * BLOCKS),
-    ]
+        (1, BLOCKS), (1, 2 * BLOCKS), (2, 3 * BLOCKS), (3, 4 * BLOCKS),
+    ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch about itself

@@ -55,8 +55,7 @@ def test_after_a_backward_that_failed_the_next_step_is_right(rank: int, world_si
     def fail(*about: object) -> None:
         raise ArithmeticError("in backward")
 
-    block = model.module.get_submodule("blocks.1")
-    handle = block.register_full_backward_pre_hook(fail)
+    handle = model.module.get_submodule("blocks.1").register_full_backward_pre_hook(fail)
     with pytest.raises(ArithmeticError):
         next_token_loss(model, first[rank][0]).backward()
     handle.remove()

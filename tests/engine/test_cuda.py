@@ -98,8 +98,7 @@ def unsharded_losses(
     sharding, net = Sharding("no_shard", precision=precision or Precision()), make_net(tied=False)
     if in_part:
         freeze_all_but_vectors(net)
-    model = shard_from(Source(device), net, sharding)
-    return losses(model, device)
+    return losses(shard_from(Source(device), net, sharding), device)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])

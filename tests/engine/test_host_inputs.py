@@ -41,8 +41,7 @@ class Dropping(nn.Module):
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, scale: float, *, x: Tensor) -> Tensor:
-        hidden = nn.functional.dropout(torch.tanh(self.up(x)), 0.3)
-        return x.add(self.down(hidden), alpha=scale)
+        return x.add(self.down(nn.functional.dropout(torch.tanh(self.up(x)), 0.3)), alpha=scale)
 
 
 class Chain(nn.Module):
@@ -159,9 +158,7 @@ def test_inputs_leave_beside_their_block_and_return_one_block_ahead() -> None:
     with seen(net) as events:
         checkpoint_blocks(list(net.blocks), "full", offload=True)
         loss = net(torch.randn(3, 16))
-        assert events == [
-            "down", "block 0", "down", "block 1", "down", "block 2", "block 3",
-        ]  # fmt: skip
+        assert events == ["down", "block 0", "down", "block 1", "down", "block 2", "block 3"]
         events.clear()
         loss.backward()
         assert events == ["up", "block 3", "up", "block 2", "up", "block 1", "block 0"]
@@ -301,8 +298,7 @@ def test_ranks_have_the_same_bits(rank: int, world_size: int, words: list[str]) 
 def test_runs_of_every_kind_have_the_same_bits(rank: int, world_size: int) -> None:
     found = 0
     for seed in count():
-        draw = random.Random(f"inputs {seed} {world_size}")
-        config = random_config(draw, world_size)
+        config = random_config(random.Random(f"inputs {seed} {world_size}"), world_size)
         about = config.model
         if config.activation_checkpointing.offload and about.num_layers > 2 and not about.trainable:
             found += 1

@@ -75,8 +75,7 @@ def test_units_larger_than_a_block_are_reduced_in_pieces(rank, world_size, whole
             optimizer = ShardedAdamW(model, lr=1e-2)
             for of_ranks in batches:
                 one_step(model, optimizer, of_ranks[rank][0])
-            difference = largest_difference(model.state_dict(), expected)
-            assert difference <= 1e-6, (strategy, tied)
+            assert largest_difference(model.state_dict(), expected) <= 1e-6, (strategy, tied)
             recorded = recorded_events(model, rank)
             assert recorded == planned_events(model), (strategy, tied)
             sent = [event for event in recorded[0] if event.kind == "reduce"]

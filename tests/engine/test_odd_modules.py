@@ -142,8 +142,7 @@ def test_parameters_that_are_not_real_numbers_are_refused():
 def test_buffers_of_any_dtype_become_rank_zeros(rank: int, world_size: int) -> None:
     module = nn.Linear(3, 3)
     module.register_buffer("count", torch.tensor([rank, 7], dtype=torch.int16))
-    model = shard_model(module, "full_shard")
-    assert model.state_dict()["count"].tolist() == [0, 7]
+    assert shard_model(module, "full_shard").state_dict()["count"].tolist() == [0, 7]
 
 
 class NormedEmbedding(nn.Embedding):
@@ -219,13 +218,11 @@ def test_embeddings_of_every_kind_equal_one_process(rank, world_size, make):
 
 
 @distributed(world_size=2)
-@in_turn(
-    kind__said=[
-        (ByForward, r"blocks.0.\w+ computes with its weight, which is not gathered"),
-        (InParts, "blocks.1.up computes with its weight"),
-        (Rescales, "writes to its own parameters in forward"),
-    ]
-)
+@in_turn(kind__said=[
+    (ByForward, r"blocks.0.\w+ computes with its weight, which is not gathered"),
+    (InParts, "blocks.1.up computes with its weight"),
+    (Rescales, "writes to its own parameters in forward"),
+])  # fmt: skip
 def test_parameters_that_are_not_gathered_are_named(rank, world_size, kind, said):
     model = shard_model(kind(OddBlock), "full_shard")
     for grad in (True, False):

@@ -297,18 +297,16 @@ NARROW = Precision(BF, BF, BF, has_remainders=True)
 
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed()
-@in_turn(
-    mode__strategy__case=[
-        ("states", "full_shard", {"precision": SPLIT, "skipped": 1}),
-        ("all", "full_shard", {"precision": NARROW, "holds": True}),
-        (GRADIENTS, "shard_optimizer", {"precision": SPLIT, **CODED}),
-        ("states,params", "shard_grad_op", {"precision": BF16, **CODED, "skipped": 1}),
-        ("all", "full_shard", {**CODED, "precision": NARROW}),
-        ("states", "shard_optimizer contiguous", CODED),
-        ("states", "full_shard", {"precision": SPLIT, "module": in_four_bits}),
-        ("states", "full_shard", {"state_dtype": F32, "precision": Precision(BF, BF, BF)}),
-    ]
-)
+@in_turn(mode__strategy__case=[
+    ("states", "full_shard", {"precision": SPLIT, "skipped": 1}),
+    ("all", "full_shard", {"precision": NARROW, "holds": True}),
+    (GRADIENTS, "shard_optimizer", {"precision": SPLIT, **CODED}),
+    ("states,params", "shard_grad_op", {"precision": BF16, **CODED, "skipped": 1}),
+    ("all", "full_shard", {**CODED, "precision": NARROW}),
+    ("states", "shard_optimizer contiguous", CODED),
+    ("states", "full_shard", {"precision": SPLIT, "module": in_four_bits}),
+    ("states", "full_shard", {"state_dtype": F32, "precision": Precision(BF, BF, BF)}),
+])  # fmt: skip
 def test_same_bits_of_compressed_states(rank, world_size, mode, strategy, case):
     _check_alike(rank, mode, strategy=strategy, **case)
 
@@ -325,14 +323,12 @@ def test_what_the_host_cannot_step_is_rejected(sharding, precision):
 
 
 @distributed(2)
-@in_turn(
-    mode__strategy__case=[
-        ("states", "full_shard", {"precision": BF16, "skipped": 1}),
-        (GRADIENTS, "shard_grad_op", {}),
-        (GRADIENTS, "shard_optimizer", {"precision": BF16, "holds": True}),
-        ("states", "shard_optimizer contiguous", {"precision": BF16}),  # of units with one owner
-        *(("params", "hybrid_shard", {"size": size, "module": _in_part}) for size in (1, 2)),
-    ]
-)
+@in_turn(mode__strategy__case=[
+    ("states", "full_shard", {"precision": BF16, "skipped": 1}),
+    (GRADIENTS, "shard_grad_op", {}),
+    (GRADIENTS, "shard_optimizer", {"precision": BF16, "holds": True}),
+    ("states", "shard_optimizer contiguous", {"precision": BF16}),  # of units with one owner
+    *(("params", "hybrid_shard", {"size": size, "module": _in_part}) for size in (1, 2)),
+])  # fmt: skip
 def test_same_bits(rank, world_size, mode, strategy, case):
     _check_alike(rank, mode, strategy=strategy, **case)

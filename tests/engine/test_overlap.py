@@ -141,18 +141,14 @@ def test_without_prefetch_every_gather_is_waited_for() -> None:
 @pytest.mark.parametrize(("prefetch", "gathers"), [(Prefetch(1, 0), 7), (Prefetch(0, 1), 8)])
 def test_each_direction_hides_its_own_gathers(prefetch: Prefetch, gathers: int) -> None:
     """The other direction's are waited for: in backward six blocks, as two are still there."""
-    clock = run("full_shard", prefetch, Clock())
-    assert clock.exposed["gather"] == pytest.approx(gathers * DELAY)
+    assert run("full_shard", prefetch, Clock()).exposed["gather"] == pytest.approx(gathers * DELAY)
 
 
-@pytest.mark.parametrize(
-    ("depth", "gathering", "share"),
-    [
-        (1, 0.0, 0.8),  # a single rank
-        (2, DELAY, 0.8),  # a copy and a gather one after another, of two units at a time
-        (0, 0.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("depth", "gathering", "share"), [
+    (1, 0.0, 0.8),  # a single rank
+    (2, DELAY, 0.8),  # a copy and a gather one after another, of two units at a time
+    (0, 0.0, 0.0),
+])  # fmt: skip
 def test_parameters_come_from_the_host_behind_the_computation(depth, gathering, share):
     clock, right = Clock(), HostParams.send
     clock.delays["gather"] = gathering

@@ -135,12 +135,10 @@ def replaced(net: OddNet) -> None:
 
 
 @distributed(world_size=2)
-@in_turn(
-    change__said=[
-        (compiled_after, r"compile its forward"),
-        (replaced, "norm.weight is not the parameter that was sharded"),
-    ]
-)
+@in_turn(change__said=[
+    (compiled_after, r"compile its forward"),
+    (replaced, "norm.weight is not the parameter that was sharded"),
+])  # fmt: skip
 def test_computing_with_wrong_values_is_rejected(rank, world_size, change, said):
     net = make_net(tied=False)
     model = fsdpctl.shard_model(net, "full_shard")
@@ -172,8 +170,7 @@ def test_a_copy_is_an_independent_model(rank: int, world_size: int, strategy: st
 
 
 def test_use_after_unwrap_raises_an_error():
-    net = make_net(tied=False)
-    model = fsdpctl.shard_model(net, "full_shard")
+    model = fsdpctl.shard_model(make_net(tied=False), "full_shard")
     optimizer = fsdpctl.ShardedAdamW(model)
     model.unwrap()
     for use in (model.state_dict, optimizer.step, model.no_sync().__enter__):
@@ -182,12 +179,10 @@ def test_use_after_unwrap_raises_an_error():
 
 
 @distributed(world_size=2)
-@in_turn(
-    kind__strategy__refused=[
-        ("LBFGS", "full_shard", True), ("LBFGS", "no_shard", False),
-        ("Adafactor", "no_shard", True), ("SGD", "full_shard", False),
-    ]
-)  # fmt: skip
+@in_turn(kind__strategy__refused=[
+    ("LBFGS", "full_shard", True), ("LBFGS", "no_shard", False),
+    ("Adafactor", "no_shard", True), ("SGD", "full_shard", False),
+])  # fmt: skip
 def test_optimizers_that_are_not_elementwise_are_refused(rank, world_size, kind, strategy, refused):
     model = fsdpctl.shard_model(make_net(tied=True), strategy)
     optimizer = getattr(torch.optim, kind)(model.flat_parameters())

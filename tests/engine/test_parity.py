@@ -211,8 +211,7 @@ def test_ranks_with_different_weights_become_rank_zeros_model(rank: int, world_s
 def test_equal_parts_in_another_order_go_to_their_owners(rank: int, world_size: int) -> None:
     """By NCCL's own collectives too, which give each rank the part of its number."""
     batches = token_batches(3, world_size)
-    plain = make_net(tied=False)
-    expected = train_reference(plain, next_token_loss, batches)
+    expected = train_reference(make_net(tied=False), next_token_loss, batches)
     net = make_net(tied=False)
     layouts = shard_model(make_net(tied=False), "shard_optimizer").flat_shards()
     even = OwnerMap.even([shard.layout.numel for shard in layouts], world_size)

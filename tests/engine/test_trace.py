@@ -69,8 +69,7 @@ def test_events_of_replicas_that_share_states_equal_the_plan(rank: int, world_si
 
 def check_events_of_replicas(rank: int, strategy: str, size: int, *, bf16: bool) -> None:
     precision = Precision(torch.bfloat16, torch.bfloat16) if bf16 else Precision()
-    net = make_net(tied=False)
-    model = shard_model(net, strategy, dp_shard_size=size, precision=precision)
+    model = shard_model(make_net(tied=False), strategy, dp_shard_size=size, precision=precision)
     assert recorded_events(model, rank) == planned_events(model), (strategy, size, bf16)
 
 
@@ -102,8 +101,7 @@ def test_counted_bytes_are_those_of_the_storages(rank: int, world_size: int, str
         whole = [each.held_gradients for each in model._runtime.buffers]
         held = sum(each.untyped_storage().nbytes() for each in whole if each is not None)
         ledger = model.ledger
-        assert ledger.held(Buffer.GRADS) == reduced
-        assert ledger.held(Buffer.WHOLE_GRADS) == held
+        assert (ledger.held(Buffer.GRADS), ledger.held(Buffer.WHOLE_GRADS)) == (reduced, held)
         assert ledger.held(Buffer.PARAMS) == gathered_nbytes(model)
         assert ledger.nbytes == reduced + held + gathered_nbytes(model)
 

@@ -43,8 +43,7 @@ class Deep(nn.Module):
 
 
 def loss_of(model: nn.Module, rank: int, uses: int, cut: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(3, WIDTH, generator=generator)
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
     loss: Tensor = model(x, cut)[uses].float().square().sum()
     return loss
 
@@ -111,8 +110,7 @@ def test_a_loss_of_root_parameters_alone_is_reduced(rank: int, world_size: int) 
 
     model = shard_model(WithScale(), "full_shard", units=[Layer])
     model(torch.ones(1, WIDTH), -1)
-    scale = model.module.get_parameter("scale")
-    (scale * (rank + 1.0)).sum().backward()
+    (model.module.get_parameter("scale") * (rank + 1.0)).sum().backward()
     of_all = {name: torch.zeros(each.shape) for name, each in WithScale().named_parameters()}
     of_all["scale"] += 1.5
     for found, part, _ in gradients_beside(model, of_all):

@@ -36,22 +36,18 @@ def test_a_family_that_cannot_be_traced_is_named(tmp_path):
     words = "model=hf", f"model.path={tmp_path}", "train.seq_len=64"
     with mock.patch.object(TransformersDecoder, "forward", side_effect=error):
         code, said = invoke("estimate-memory", *words)
-    assert code == 2
-    assert said == "model: llama: not supported; a small copy fails: no values"
+    assert (code, said) == (2, "model: llama: not supported; a small copy fails: no values")
 
 
 def test_tokens_are_assumed_to_choose_experts_evenly():
     aten, choices = torch.ops.aten, Choices(is_cuda=False)
-    logits = torch.empty(7, 4, device="meta")
-    choices.result_of(aten.topk.default, (logits, 2), {})
+    choices.result_of(aten.topk.default, (torch.empty(7, 4, device="meta"), 2), {})
     counts = torch.empty(4, dtype=torch.int64, device="meta")
     copied = choices.result_of(aten._to_copy.default, (counts,), {"device": torch.device("cpu")})
     assert isinstance(copied, torch.Tensor)
     assert copied.tolist() == [4, 4, 3, 3]
-    mask = torch.empty(2, 7, device="meta")
-    places = choices.result_of(aten.nonzero.default, (mask,), {})
+    places = choices.result_of(aten.nonzero.default, (torch.empty(2, 7, device="meta"),), {})
     assert isinstance(places, torch.Tensor)
-    assert places.shape == (4, 2)
-    assert choices.place_in(places[0, 0]) == 0
+    assert (places.shape, choices.place_in(places[0, 0])) == ((4, 2), 0)
     with pytest.raises(UsageError, match="unknown before it runs"):
         choices.place_in(counts)

@@ -39,10 +39,8 @@ def estimated(*words: str) -> RunEstimate:
 
 def test_auto_is_resolved_for_the_cluster_not_for_this_machine():
     found = estimated(*H100, "launch.nnodes=2")
-    assert found.config.launch.nproc_per_node == 8
-    assert found.config.launch.device == "cuda"
-    assert found.config.precision.param_dtype == "bfloat16"
-    assert found.to_dict()["world_size"] == 16
+    assert (found.config.launch.nproc_per_node, found.config.launch.device) == (8, "cuda")
+    assert (found.config.precision.param_dtype, found.to_dict()["world_size"]) == ("bfloat16", 16)
     assert found.verdict == "fits"
 
 
@@ -65,12 +63,8 @@ def test_a_memory_limit_changes_only_the_verdict():
 def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
     named = ["model=hf", f"model.path={model}"] if "/" in model else [f"model={model}"]
     words = [
-        *named,
-        "model.num_layers=13",
-        "model.init=random",
-        "cluster=h100",
-        "train.seq_len=512",
-    ]
+        *named, "model.num_layers=13", "model.init=random", "cluster=h100", "train.seq_len=512",
+    ]  # fmt: skip
     config = resolved(*words, f"activation_checkpointing={mode}").config
     found = TracedModel(config)
     short = found.program(2, 512, 0)
@@ -159,8 +153,7 @@ def test_advised_settings_fit(words):
             w for w in limited if w.split("=")[0] not in {c.split("=")[0] for c in change.words}
         ]
         typed = estimated(*kept, *change.words)
-        assert typed.verdict == "fits"
-        assert typed.allocated == estimate.allocated
+        assert (typed.verdict, typed.allocated) == ("fits", estimate.allocated)
 
 
 @pytest.mark.parametrize("memory", fast("6GiB", slow=["5GiB", "7GiB"]))
@@ -187,8 +180,7 @@ def test_replicas_that_do_not_fit_are_advised_to_shard_optimizer_states():
     plan = resolved(*words)
     found = {change.words: estimate for change, estimate in advice(Estimator(), plan)}
     assert plan.config.strategy.dp_shard_size == 8
-    shared = found[("strategy=hybrid_shard_optimizer",)]
-    assert shared.config.strategy.dp_shard_size == 8
+    assert found[("strategy=hybrid_shard_optimizer",)].config.strategy.dp_shard_size == 8
 
 
 def test_changes_are_named_in_the_order_of_their_predicted_time():
@@ -227,8 +219,7 @@ def test_dropout_of_adapters_takes_time_but_no_memory():
 
 @pytest.mark.slow
 def test_adapters_are_not_advised_to_round_their_moments():
-    words = [*H100, "model.lora.rank=8", "cluster.memory=6GiB"]
-    adapted = advice(Estimator(), resolved(*words))
+    adapted = advice(Estimator(), resolved(*H100, "model.lora.rank=8", "cluster.memory=6GiB"))
     assert adapted
     assert all("optimizer.state_dtype=int8" not in change.words for change, _ in adapted)
 
@@ -240,14 +231,12 @@ def test_long_samples_are_advised_to_send_inputs_to_the_host():
     words += ["cluster.memory=50GiB", "train.mlp_chunk_tokens=4096"]
     found = {change.words: estimate for change, estimate in advice(Estimator(), resolved(*words))}
     sent = next(found[each] for each in found if "activation_checkpointing.offload=true" in each)
-    assert sent.host_states == 31 * 131072 * 4096 * 2
-    assert sent.verdict == "fits"
+    assert (sent.host_states, sent.verdict) == (31 * 131072 * 4096 * 2, "fits")
 
 
 def test_hundreds_of_billions_of_parameters_on_thousands_of_ranks():
     found = estimated("model=llama3_405b", "launch.nnodes=2048", "cluster=h100")
-    assert found.num_params == 405_853_388_800
-    assert found.tokens_per_step == 16384 * 4096
+    assert (found.num_params, found.tokens_per_step) == (405_853_388_800, 16384 * 4096)
     assert divide_module(build_model(found.config.model), None)[0].name == "root"
 
 

@@ -150,8 +150,7 @@ def test_the_verdict_names_the_reserve():
 
 
 def test_what_an_estimate_assumes_is_told(tmp_path):
-    chat = ["data=chat", "model.vocab_size=1000", *SMALL]
-    _, text = invoke("estimate-memory", *chat)
+    _, text = invoke("estimate-memory", "data=chat", "model.vocab_size=1000", *SMALL)
     assert "note    samples of 512 tokens are assumed to hold documents of 256" in text
     assert "assumed to hold" not in invoke("estimate-memory", *SMALL)[1]
     (tmp_path / "a.txt").write_text("words " * 5000)

@@ -18,8 +18,7 @@ ON_CPU = fsdpctl.Assumed(device="cpu")
 
 @distributed(world_size=2)
 def test_a_module_that_is_not_a_decoder(rank: int, world_size: int) -> None:
-    net = OddNet(tied=True, num_blocks=9)
-    model = fsdpctl.shard_model(net, "full_shard")
+    model = fsdpctl.shard_model(OddNet(tied=True, num_blocks=9), "full_shard")
     optimizer = fsdpctl.ShardedAdamW(model)
     batch = torch.randint(0, 17, (20, 31))
     peak, _ = watched_step(model, partial(one_step, model, optimizer, batch))
@@ -80,8 +79,7 @@ def estimated(**about: object) -> fsdpctl.MemoryEstimate:
 
 def test_a_verdict_accepts_any_size():
     found = estimated()
-    assert found.verdict("80GiB") == "fits"
-    assert found.verdict(1000) == "too_large"
+    assert (found.verdict("80GiB"), found.verdict(1000)) == ("fits", "too_large")
     assert found.breakdown["rounding"] < 512 * 100
     assert found.peak_allocated <= found.peak_reserved
 
@@ -156,8 +154,7 @@ def test_unused_parameters_have_no_states(rank: int, world_size: int) -> None:
 
     model = fsdpctl.shard_model(make(), "no_shard")
     optimizer = fsdpctl.ShardedAdamW(model)
-    ones = torch.ones(3, 64)
-    step = partial(one_step, model, optimizer, ones, lambda module, x: module(x).sum())
+    step = partial(one_step, model, optimizer, torch.ones(3, 64), lambda module, x: module(x).sum())
     peak, _ = watched_step(model, step)
     found = estimate_memory(
         make, lambda: torch.ones(3, 64), world_size=world_size, loss_fn=torch.sum,

@@ -97,8 +97,7 @@ def test_layers_without_recurrences_need_no_package():
 
 
 def test_the_plain_code_is_restored():
-    module = tiny("mamba")
-    code = sys.modules[type(module).__module__]
+    code = sys.modules[type(tiny("mamba")).__module__]
     plain = code.mamba_selective_scan
     with with_kernels():
         assert code.mamba_selective_scan is not plain

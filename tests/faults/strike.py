@@ -102,12 +102,10 @@ def _await_moment(case: Case, run: Run, process: "subprocess.Popen[str]") -> Non
         return False
 
     until: dict[str, Callable[[], bool]] = {
-        "first step": lambda: steps() >= 1,
-        "training": lambda: steps() >= case.step,
-        "validation": lambda: steps() >= VALIDATES_EVERY,
-        "save": is_saving,
+        "first step": lambda: steps() >= 1, "training": lambda: steps() >= case.step,
+        "validation": lambda: steps() >= VALIDATES_EVERY, "save": is_saving,
         "last save": lambda: steps() >= STEPS - 1,
-    }
+    }  # fmt: skip
     deadline = time.monotonic() + _SOON
     while not until[case.moment]() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)

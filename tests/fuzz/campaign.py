@@ -127,9 +127,6 @@ def _called(call: Call) -> tuple[int, str, str]:
         signal.alarm(0)
 
 
-# ---- what is damaged, how, and who reads it ------------------------------------------------------
-
-
 def _manifest(checkpoint: Path, rng: random.Random) -> None:
     def change(content: dict[str, Any]) -> None:
         # A surrogate alone cannot be sealed; it is there unsealed.
@@ -199,14 +196,12 @@ def _header_of_theirs(folder: Path, rng: random.Random) -> None:
 
 _DRY = ("train", "--dry-run", "train.run_dir={out}/run", "train.seq_len=16")
 _OURS: list[Call] = [
-    ("verify-checkpoint", "{path}"),
-    ("inspect-checkpoint", "{path}"),
-    ("inspect-checkpoint", "{path}", "--json"),
-    ("consolidate-checkpoint", "{path}", "{out}/hf"),
+    ("verify-checkpoint", "{path}"), ("inspect-checkpoint", "{path}"),
+    ("inspect-checkpoint", "{path}", "--json"), ("consolidate-checkpoint", "{path}", "{out}/hf"),
     ("consolidate-checkpoint", "{path}", "{out}/x.gguf", "--format", "gguf"),
     ("sample", "{path}", "--tokens", "2"),
     (*_DRY, "model=hf", "model.path={path}", "data=text", "{text}"),
-]
+]  # fmt: skip
 _THEIRS: list[Call] = [
     (*_DRY, "model=hf", "model.path={path}", "data=text", "{text}"),
     ("shard-checkpoint", "{path}", "{out}/c"),
@@ -237,8 +232,7 @@ _TARGETS: dict[str, tuple[str, Damage, list[Call]]] = {
 
 @contextmanager
 def _bounded_memory() -> Any:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + MEMORY
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     yield
 

@@ -11,20 +11,8 @@ ODD: list[Any] = [
     "~", "${oc.env:HOME}", "x" * 5000, "\0", "\x1b[2J", "é\ud800", [], {}, [[]], [1, 2], {"a": 1},
 ]  # fmt: skip
 _BYTES = [
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b'"',
-    b",",
-    b":",
-    b"\0",
-    b"\xff",
-    b"\n",
-    b"-",
-    b"9" * 40,
-    b"[" * 9999,
-]
+    b"{", b"}", b"[", b"]", b'"', b",", b":", b"\0", b"\xff", b"\n", b"-", b"9" * 40, b"[" * 9999,
+]  # fmt: skip
 
 
 def damaged_bytes(content: bytes, rng: random.Random) -> bytes:

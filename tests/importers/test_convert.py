@@ -57,8 +57,7 @@ def test_a_recipe_has_the_training_of_the_file(name, tmp_path):
     file.write_text(recipe_text(recipe, name))
     # As `train` reads it, which requires what is missing.
     added = [("model", "hf")] if any(name == "model" for name, _ in recipe.missing) else []
-    read = [each for each in read_recipe(file) if each[1] != "???"]
-    assert read == [*recipe.words, *added]
+    assert [each for each in read_recipe(file) if each[1] != "???"] == [*recipe.words, *added]
 
 
 def test_what_is_missing_and_left_out_stands_in_comments():
@@ -91,8 +90,7 @@ def test_a_recipe_composes_with_the_data_and_the_model_here():
     words = dict(converted("trl-sft.yaml").words) | {"data.path": "chats.jsonl"}
     words |= {"model": "llama_tiny"}
     del words["model.path"]
-    file = FILES / "trl-sft.yaml"
-    composed = compose_config([], str(file), converted=[*words.items()])
+    composed = compose_config([], str(FILES / "trl-sft.yaml"), converted=[*words.items()])
     assert composed.recipe == "trl-sft"
     config = composed.config
     assert (config.train.steps, config.train.epochs) == (300, None)

@@ -152,8 +152,7 @@ def test_pairs_of_estimates_are_a_file_and_accelerates_after_it(monkeypatch):
 
     names = ("run.yaml", "launch.yml", "other.yaml")
     run, launch, other = map(written, names, (TRL, FSDP, AXOLOTL))
-    assert _runs_of([run, launch]) == [(run, launch)]
-    assert _runs_of([launch, run]) == [(launch, run)]
+    assert (_runs_of([run, launch]), _runs_of([launch, run])) == ([(run, launch)], [(launch, run)])
     assert _runs_of([run, other]) == [(run,), (other,)]
     assert _runs_of([run, other, launch]) == [(run,), (other, launch)]
     assert _runs_of([launch, run, other]) == [(launch,), (run,), (other,)]

@@ -43,15 +43,12 @@ def test_all_keys_of_an_axolotl_file_are_recognized():
     found = asked("axolotl-full.yaml")
     config, batches = found.composed.config, found.composed.config.train
     assert (config.model.name, batches.seq_len, batches.micro_batch_size) == ("hf", 4096, 2)
-    assert config.accumulation.name == "last"
-    assert batches.global_batch_size == 2 * 4 * 8
+    assert (config.accumulation.name, batches.global_batch_size) == ("last", 2 * 4 * 8)
     assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdp2")
     assert (config.precision.name, config.activation_checkpointing.name) == ("bf16", "full")
     assert (config.data.name, config.data.packing) == ("chat", None)
-    assert config.prefetch.name == "backward"
-    assert batches.loss_chunk_tokens == 0
-    assert found.translation.unrecognized == []
-    assert found.translation.excluded == []
+    assert (config.prefetch.name, batches.loss_chunk_tokens) == ("backward", 0)
+    assert (found.translation.unrecognized, found.translation.excluded) == ([], [])
     assert {"learning_rate", "wandb_name", "datasets"} <= set(found.translation.no_memory_effect)
 
 
@@ -60,12 +57,10 @@ def test_the_translation_lists_what_the_estimate_excludes():
     config, lora = found.composed.config, found.composed.config.model.lora
     assert (lora.rank, lora.alpha, lora.dropout, lora.rslora) == (32, 16, 0.05, True)
     assert lora.targets == "[q_proj,v_proj]"
-    assert config.strategy.name == "shard_grad_op"
-    assert config.engine.name == "fsdpctl"
+    assert (config.strategy.name, config.engine.name) == ("shard_grad_op", "fsdpctl")
     assert found.own_engine
     assert config.accumulation.name == "every"  # FSDP 2 has no no_sync
-    assert config.train.loss_chunk_tokens is None
-    assert config.model.base_dtype == "nf4"
+    assert (config.train.loss_chunk_tokens, config.model.base_dtype) == (None, "nf4")
     assert (config.optimizer.name, config.optimizer.state_dtype) == ("adamw", "int8")
     assert config.activation_checkpointing.offload
     assert found.translation.excluded == []
@@ -84,18 +79,15 @@ def test_an_accelerate_file_needs_a_model_on_the_command_line():
     assert (config.launch.nproc_per_node, config.launch.nnodes) == (8, 2)
     assert (config.model.name, config.strategy.name) == ("qwen3_4b", "hybrid_shard")
     assert (config.prefetch.name, config.activation_checkpointing.name) == ("both", "full")
-    assert config.train.global_batch_size == 2 * 16
-    assert found.translation.unrecognized == []
+    assert (config.train.global_batch_size, found.translation.unrecognized) == (2 * 16, [])
 
 
 def test_a_stage_of_deepspeed_is_a_strategy():
     found = asked("accelerate-deepspeed.yaml", "model=llama3_1b")
     config = found.composed.config
     assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdpctl")
-    assert config.precision.name == "fp32"
-    assert config.train.global_batch_size == 8 * 4
-    assert config.strategy.offload == "states,gradients"
-    assert found.translation.excluded == []
+    assert (config.precision.name, config.train.global_batch_size) == ("fp32", 8 * 4)
+    assert (config.strategy.offload, found.translation.excluded) == ("states,gradients", [])
 
 
 def test_the_deepspeed_file_that_a_configuration_names_is_read(tmp_path):
@@ -128,8 +120,7 @@ def test_the_command_line_overrides_the_file():
     assert config.model.lora.rank == 32  # adapters go with any model
     assert "strategy=shard_grad_op" in found.overridden
     for word, size in (("train.global_batch_size=256", 256), ("accumulation.steps=3", 2 * 3 * 8)):
-        sized = asked("axolotl-full.yaml", word).composed.config
-        assert sized.train.global_batch_size == size
+        assert asked("axolotl-full.yaml", word).composed.config.train.global_batch_size == size
     kept = asked("axolotl-full.yaml", "strategy=shard_grad_op").composed.config
     assert (kept.strategy.name, kept.engine.name) == ("shard_grad_op", "fsdp2")
     engines = {
@@ -153,8 +144,7 @@ def test_a_model_on_the_command_line_keeps_the_quantized_base(tmp_path, key, dty
     text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/unknown")
     file = written(tmp_path, f"{text}adapter: lora\nlora_r: 8\n{key}: true\n")
     for word, expected in (("model.lora.rank=4", dtype), ("model.base_dtype=auto", None)):
-        found = asked(file, "model=llama3_8b", word)
-        assert found.composed.config.model.base_dtype == expected
+        assert asked(file, "model=llama3_8b", word).composed.config.model.base_dtype == expected
 
 
 @pytest.mark.parametrize(("word", "reason"), [

@@ -49,8 +49,7 @@ def beside_data(tmp_path, monkeypatch):
 
 
 def converted(tool: str, content: dict[str, Any], **typed: str) -> ConvertedRecipe:
-    read = TOOLS[tool][0]
-    return convert(read(SourceConfig(Path("run.yml"), content)), typed, 1)
+    return convert(TOOLS[tool][0](SourceConfig(Path("run.yml"), content)), typed, 1)
 
 
 def refused_or_converted(tool: str, content: dict[str, Any]) -> ConvertedRecipe | str:
@@ -198,8 +197,7 @@ def test_a_warmup_without_a_key_is_axolotls_share_with_its_limit(steps, count):
     assert (words["lr_scheduler.warmup_ratio"], words["lr_scheduler.warmup_steps"]) == (
         "0.03", "100",
     )  # fmt: skip
-    found = rates(words, steps)
-    assert found.index(1.0) == count
+    assert rates(words, steps).index(1.0) == count
     known = settings("axolotl", max_steps=steps)["lr_scheduler.warmup_steps"]
     assert int(known) == (2 if count == 1 else count)  # as axolotl, which makes one step two
 
@@ -267,8 +265,7 @@ def test_the_tokens_that_trl_trains_on_depend_on_its_rows(changes, rows, train_o
 def test_held_out_files_are_validated_on():
     Path("held.jsonl").write_text("{}\n")
     words = settings("axolotl", test_datasets=[{"path": "held.jsonl", "type": "chat_template"}])
-    assert words["data.val_path"] == "held.jsonl"
-    assert settings("TRL")["data.val_fraction"] == "0"
+    assert (words["data.val_path"], settings("TRL")["data.val_fraction"]) == ("held.jsonl", "0")
     words = settings("TRL", dataset_name="a/b", dataset_config="c", eval_strategy="steps")
     assert words["data.val_path"] == "hf://a/b:c/test"
     part = {**TRL, "dataset_name": "a/b", "eval_strategy": "epoch", "dataset_test_split": "x[:9]"}

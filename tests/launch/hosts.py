@@ -23,8 +23,7 @@ class Hosts:
 
     def sent(self, host: int) -> int:
         """Bytes that a host has put on its cable so far."""
-        counters = Path(f"/sys/class/net/{self._links[host]}/statistics/rx_bytes")
-        return int(counters.read_text())
+        return int(Path(f"/sys/class/net/{self._links[host]}/statistics/rx_bytes").read_text())
 
     def plug(self, host: int, *, is_in: bool) -> None:
         """Pull a host's cable, or put it back."""

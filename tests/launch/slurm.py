@@ -15,34 +15,19 @@ from tests.commands.run import environment
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 _CONFIG = """
-ClusterName=one
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={root}/munge.socket
-SlurmctldPort={port}
-StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool-%n
-SlurmctldPidFile={root}/slurmctld.pid
-SlurmdPidFile={root}/slurmd-%n.pid
-SlurmctldLogFile={root}/slurmctld.log
-SlurmdLogFile={root}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SwitchType=switch/none
-ReturnToService=2
-KillWait=5
+ClusterName=one; SlurmctldHost={host}(127.0.0.1); SlurmUser=root; SlurmdUser=root
+AuthType=auth/munge; AuthInfo=socket={root}/munge.socket; SlurmctldPort={port}
+StateSaveLocation={root}/state; SlurmdSpoolDir={root}/spool-%n
+SlurmctldPidFile={root}/slurmctld.pid; SlurmdPidFile={root}/slurmd-%n.pid
+SlurmctldLogFile={root}/slurmctld.log; SlurmdLogFile={root}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc; TaskPlugin=task/none; JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none; MpiDefault=none; SwitchType=switch/none
+SelectType=select/cons_tres; SelectTypeParameters=CR_Core; ReturnToService=2; KillWait=5
 SlurmdParameters=config_overrides
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=4
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=4
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
-"""
+""".replace("; ", "\n")
 
 
 class Slurm:

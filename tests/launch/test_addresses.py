@@ -24,15 +24,12 @@ def test_a_store_listens_on_its_address_alone():
         if each.status == psutil.CONN_LISTEN and each.laddr.port == port
     }
     assert listening == {LOOPBACK}
-    own = next(
-        (
-            each.address
-            for addresses in psutil.net_if_addrs().values()
-            for each in addresses
-            if each.family == socket.AF_INET and each.address != LOOPBACK
-        ),
-        None,
-    )
+    own = next((
+        each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family == socket.AF_INET and each.address != LOOPBACK
+    ), None)  # fmt: skip
     if own is not None:
         with pytest.raises(OSError, match="refused"):
             socket.create_connection((own, port), timeout=1)
@@ -88,8 +85,7 @@ def test_nothing_of_the_package_unpickles():
 
 @pytest.mark.parametrize("error", [OSError(98, "Address already in use"), RuntimeError("of torch")])
 def test_no_free_port_is_an_error_of_one_line(error, monkeypatch):
-    broken = Mock(side_effect=error)
-    monkeypatch.setattr(addresses, "TCPStore", broken)
+    monkeypatch.setattr(addresses, "TCPStore", Mock(side_effect=error))
     with pytest.raises(UsageError, match=r"127.0.0.1: no free port \(net.ipv4.ip_local_port_range"):
         addresses.bound_store("127.0.0.1")
     with pytest.raises(UsageError, match="rdzv_endpoint=127.0.0.1:29999: node 0 cannot listen"):

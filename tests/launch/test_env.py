@@ -66,8 +66,7 @@ def test_an_invalid_setting_ends_all_ranks(tmp_path):
 
 def _fault(folder: Path, rank: int, kind: str) -> dict[str, str]:
     """The environment in which a rank hangs after some steps."""
-    fault = {"rank": rank, "call": 4, "kind": kind, "mark": str(folder / "hangs")}
-    return planted(folder, fault)
+    return planted(folder, {"rank": rank, "call": 4, "kind": kind, "mark": str(folder / "hangs")})
 
 
 def _check_report(said: str, rank: int, waits: str) -> None:
@@ -101,10 +100,8 @@ def test_a_hang_is_named_among_hosts_without_a_run_directory(tmp_path, launcher,
         for rank in range(2 * each):
             of = {"RANK": rank, "WORLD_SIZE": 2 * each, "LOCAL_RANK": rank % each}
             of |= {
-                "LOCAL_WORLD_SIZE": each,
-                "MASTER_ADDR": found.addresses[0],
-                "MASTER_PORT": 29500,
-            }
+                "LOCAL_WORLD_SIZE": each, "MASTER_ADDR": found.addresses[0], "MASTER_PORT": 29500,
+            }  # fmt: skip
             if launcher == "slurm":
                 of = {"PROCID": rank, "NODEID": rank // each, "LOCALID": rank % each}
                 of |= {"STEP_NUM_TASKS": 2 * each, "STEP_NUM_NODES": 2, "STEP_NODELIST": "h[0-1]"}

@@ -108,21 +108,18 @@ def test_other_errors_are_not_taken_for_those_of_a_compiler(message):
 GLOO = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1. GLHF!"
 
 
-@pytest.mark.parametrize(
-    ("ended", "silent", "named"),
-    [
-        (Ended((failure(0, 1, GLOO),)), {1: "b"}, "node 1 on b is unreachable; rank 0 stopped"),
-        (Ended((failure(0, 1, "[gloo] Timed out waiting 10000ms"), failure(1, 1, GLOO))), {1: ""},
-         "node 1 is unreachable; ranks 0, 1 stopped"),
-        (Ended(tuple(failure(rank, -9) for rank in range(8)), hang="no progress: rank 8"),
-         {1: "b"}, "node 1 on b is unreachable; ranks 0, 1, 2, 3, 4 and 3 more stopped"),
-        (Ended(were_ended=True), {1: "b", 2: "c"},
-         "nodes 1 on b, 2 on c are unreachable; the ranks of this node stopped"),
-        (Ended((failure(0, 1, "data.path=x: damaged"),)), {1: "b"}, "rank 0 on h: data.path=x:"),
-        (Ended((failure(0, 1, GLOO), failure(1, -9))), {1: "b"}, "rank 1 on h: killed by signal 9"),
-        (Ended((failure(0, 1, GLOO),)), {}, "rank 0 on h: [/gloo"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("ended", "silent", "named"), [
+    (Ended((failure(0, 1, GLOO),)), {1: "b"}, "node 1 on b is unreachable; rank 0 stopped"),
+    (Ended((failure(0, 1, "[gloo] Timed out waiting 10000ms"), failure(1, 1, GLOO))), {1: ""},
+     "node 1 is unreachable; ranks 0, 1 stopped"),
+    (Ended(tuple(failure(rank, -9) for rank in range(8)), hang="no progress: rank 8"),
+     {1: "b"}, "node 1 on b is unreachable; ranks 0, 1, 2, 3, 4 and 3 more stopped"),
+    (Ended(were_ended=True), {1: "b", 2: "c"},
+     "nodes 1 on b, 2 on c are unreachable; the ranks of this node stopped"),
+    (Ended((failure(0, 1, "data.path=x: damaged"),)), {1: "b"}, "rank 0 on h: data.path=x:"),
+    (Ended((failure(0, 1, GLOO), failure(1, -9))), {1: "b"}, "rank 1 on h: killed by signal 9"),
+    (Ended((failure(0, 1, GLOO),)), {}, "rank 0 on h: [/gloo"),
+])  # fmt: skip
 def test_a_lost_node_is_named_unless_a_rank_failed_by_itself(ended, silent, named):
     outcome = Outcome.of({0: ended}, 0, silent)
     title = f"{outcome.lost}; {outcome.stopped}" if outcome.lost else outcome.reason

@@ -119,14 +119,11 @@ def test_each_rank_gets_the_keys_of_its_queries(heads, ranks):
     mine = heads_per_rank(heads[0], heads[1], ranks)
     for index, (queries, keys, values, back) in enumerate(as_ranks(ranks, run)):
         span = slice(index * mine[0], (index + 1) * mine[0])
-        assert (queries.shape[1], keys.shape[1]) == mine
-        assert torch.equal(queries, q[:, span])
+        assert ((queries.shape[1], keys.shape[1]), torch.equal(queries, q[:, span])) == (mine, True)
         assert torch.equal(keys.repeat_interleave(mine[0] // mine[1], 1), of_queries[:, span])
-        assert keys.shape == values.shape
-        assert torch.equal(back, q.chunk(ranks, 2)[index])
+        assert (keys.shape, torch.equal(back, q.chunk(ranks, 2)[index])) == (values.shape, True)
 
 
 @pytest.mark.parametrize(("length", "ranks", "each"), [(100, 1, 100), (100, 2, 64), (257, 4, 128)])
 def test_parts_are_multiples_of_64_tokens(length, ranks, each):
-    assert tokens_per_rank(length, ranks) == each
-    assert context_groups(4, 2) == [range(2), range(2, 4)]
+    assert (tokens_per_rank(length, ranks), context_groups(4, 2)) == (each, [range(2), range(2, 4)])

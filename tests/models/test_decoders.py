@@ -128,9 +128,6 @@ def test_the_results_are_those_of_the_installed_transformers():
             assert not each.get("failed"), each
 
 
-# ---- weights -----------------------------------------------------------------------------
-
-
 def test_each_expert_is_read_by_range(tmp_path):
     save_decoder("qwen3_moe", tmp_path)
     weights = open_weights(compose(tmp_path).model)
@@ -175,13 +172,9 @@ def test_export_has_the_names_of_the_hub(tmp_path):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     tokens = batches_of(1, 1)[0][0][0]
-    logits = [load_decoder(tmp_path / each)(tokens).logits for each in ("in", "out")]
-    assert torch.equal(*logits)
+    assert torch.equal(*[load_decoder(tmp_path / each)(tokens).logits for each in ("in", "out")])
     again = compose_config(["model=hf", f"model.path={folder}"]).config.model
     assert again.config_json == config.model.config_json
-
-
-# ---- checks at the start -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("changes", "said"), [
@@ -238,9 +231,6 @@ def test_initial_weights_depend_on_seed_and_name_alone(tmp_path):
     assert torch.equal(drawn["model.norm.weight"][0], torch.ones(32))
 
 
-# ---- generation --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "family", fast("qwen3_moe", slow=["gemma2", "gpt_oss", "mamba", "qwen3_next"])
 )
@@ -255,19 +245,14 @@ def test_cached_generation_equals_running_all_tokens(family, tmp_path):
     assert one == other
 
 
-# ---- adapters ----------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_are_those_of_peft(tmp_path):
     """Merged adapters, and exported ones under PEFT, compute what the model computes."""
     peft: Any = pytest.importorskip("peft")
     save_decoder("qwen3_moe", tmp_path / "in")
-    words = ["model.lora.rank=2", "optimizer.lr=1e-2"]
-    config = compose(tmp_path / "in", *words)
+    config = compose(tmp_path / "in", "model.lora.rank=2", "optimizer.lr=1e-2")
     model = make_model(config, CPU, empty=True)
-    weights = first_weights(config.model, model.module, 0, open_weights(config.model))
-    load_weights(weights, model)
+    load_weights(first_weights(config.model, model.module, 0, open_weights(config.model)), model)
     names = {name for name, param in model.named_parameters() if param.requires_grad}
     assert all(".lora_" in name and "expert" not in name for name in names)
     optimizer = make_optimizer(config, model)
@@ -280,7 +265,6 @@ def test_adapters_are_those_of_peft(tmp_path):
     ours = model(tokens)
     merged = load_decoder(tmp_path / "merged")(tokens).logits
     adapted = peft.PeftModel.from_pretrained(load_decoder(tmp_path / "in"), tmp_path / "adapters")
-    plain = load_decoder(tmp_path / "in")(tokens).logits
-    assert (ours - plain).abs().max() > 1e-3
+    assert (ours - load_decoder(tmp_path / "in")(tokens).logits).abs().max() > 1e-3
     torch.testing.assert_close(ours, merged, rtol=0, atol=1e-5)
     torch.testing.assert_close(ours, adapted(tokens).logits, rtol=0, atol=1e-5)

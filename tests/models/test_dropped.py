@@ -69,8 +69,7 @@ def test_a_share_of_the_inputs_is_dropped_and_the_mean_stays():
     assert draws.mean().item() == pytest.approx(1, abs=0.002)
     # Each place is dropped as often as another one, and calls are independent.
     assert share.mean((0, 1)).sub(0.1).abs().max().item() < 5 * (0.09 / (8 * ROWS)) ** 0.5
-    both = (share[0] * share[1]).mean().item()
-    assert both == pytest.approx(0.01, abs=0.003)
+    assert (share[0] * share[1]).mean().item() == pytest.approx(0.01, abs=0.003)
 
 
 def test_layers_keep_their_common_input_only():

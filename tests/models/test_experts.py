@@ -32,17 +32,14 @@ from tests.models.decoders import (
 from tests.operators import Operators
 
 
-@pytest.mark.parametrize(
-    "case",
-    fast(
-        "qwen3_moe full model",
-        slow=[
-            "qwen3_moe none global", "qwen3_moe selective model", "jetmoe none model",
-            "mixtral none global", "granitemoehybrid none model",
-            "ernie4_5_moe none global",
-        ],
-    ),
-)  # fmt: skip
+@pytest.mark.parametrize("case", fast(
+    "qwen3_moe full model",
+    slow=[
+        "qwen3_moe none global", "qwen3_moe selective model", "jetmoe none model",
+        "mixtral none global", "granitemoehybrid none model",
+        "ernie4_5_moe none global",
+    ],
+))  # fmt: skip
 def test_the_auxiliary_loss_is_that_of_transformers(case, tmp_path):
     """Padding does not count, at the end of a row or as a row that fills the micro-batch."""
     family, recomputes, kind = case.split()
@@ -121,8 +118,7 @@ def test_global_balance_counts_the_tokens_of_all_ranks(rank: int, world_size: in
     found = global_balance([logits[rank]], data[None], model, reduce)
     counted = [each[:end] for each, end in zip(logits, ends, strict=True)]
     everywhere = torch.cat(counted)
-    chosen = everywhere.softmax(-1).topk(2).indices
-    share = F.one_hot(chosen, 4).sum(dim=(0, 1)) / len(everywhere)
+    share = F.one_hot(everywhere.softmax(-1).topk(2).indices, 4).sum(dim=(0, 1)) / len(everywhere)
     mean = counted[rank].softmax(-1).mean(0)
     assert float(found) == pytest.approx(float(4 * (share * mean).sum()), rel=1e-6)
 
@@ -167,8 +163,7 @@ def test_experts_without_tokens_have_zero_gradients(rank, world_size, tmp_path):
 
 def test_what_a_token_uses_of_experts_is_counted(tmp_path):
     save_decoder("qwen3_moe", tmp_path)
-    config = compose(tmp_path)
-    module = build_model(config.model)
+    module = build_model(compose(tmp_path).model)
     idle = sum(p.numel() for n, p in module.named_parameters() if "experts" in n) // 2
     assert count_active(module) == sum(p.numel() for p in module.parameters()) - idle
 
@@ -191,5 +186,4 @@ def test_grouped_products_are_traced_in_any_dtype(dtype, tmp_path):
         2 * rows * p[0].numel() for n, p in module.named_parameters() if "0.mlp.experts" in n
     )
     blocks = sum("experts.down_proj" in name for name, _ in module.named_parameters())
-    assert sum(each.flops for each in work) == 3 * blocks * layer
-    assert len(work) == 6 * blocks
+    assert (sum(each.flops for each in work), len(work)) == (3 * blocks * layer, 6 * blocks)

@@ -62,16 +62,13 @@ def test_float32_never_falls_back_to_the_math_kernel(window, packs, kv_heads):
     assert names["masked_fill_"] == int(packs or window is not None)  # one for all layers
 
 
-@pytest.mark.parametrize(
-    ("kernel", "window", "packs", "expected"),
-    [
-        (None, None, False, FLASH), (None, WINDOW, False, VARLEN), (None, None, True, VARLEN),
-        (None, WINDOW, True, VARLEN), ("flash3", None, False, FLASH), ("cudnn", None, False, CUDNN),
-        ("cudnn", WINDOW, False, VARLEN), ("cudnn", None, True, VARLEN),
-        ("efficient", None, False, EFFICIENT), ("efficient", WINDOW, False, EFFICIENT),
-        ("efficient", None, True, EFFICIENT),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kernel", "window", "packs", "expected"), [
+    (None, None, False, FLASH), (None, WINDOW, False, VARLEN), (None, None, True, VARLEN),
+    (None, WINDOW, True, VARLEN), ("flash3", None, False, FLASH), ("cudnn", None, False, CUDNN),
+    ("cudnn", WINDOW, False, VARLEN), ("cudnn", None, True, VARLEN),
+    ("efficient", None, False, EFFICIENT), ("efficient", WINDOW, False, EFFICIENT),
+    ("efficient", None, True, EFFICIENT),
+])  # fmt: skip
 def test_two_byte_dtypes_run_in_the_selected_kernel_or_the_next_one(
     kernel, window, packs, expected
 ):

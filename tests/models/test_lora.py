@@ -49,16 +49,13 @@ def adapted(text: str) -> list[str]:
     return sorted({name.split(".")[-3] for name in names})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[q_proj,v_proj]", "[ 'q_proj' , \"v_proj\" ]", '["q_proj", "v_proj"]', "q_proj,v_proj",
-        "q_proj, v_proj", "'q_proj','v_proj'", "[q_proj,v_proj,]", "self_attn.q_proj,v_proj",
-        "q_proj|v_proj", "(q|v)_proj", "[qv]_proj", "[q|v]_proj",
-        "(?P<one>q|absent|v)_proj", "(?i:Q|V)_proj", r"(^|\.)(q_proj|v_proj)$",
-        r"layers\.\d{1,2}\..*(q|v)_proj", r".*(?<!k|o)_attn\.(?:q|v)_proj",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "[q_proj,v_proj]", "[ 'q_proj' , \"v_proj\" ]", '["q_proj", "v_proj"]', "q_proj,v_proj",
+    "q_proj, v_proj", "'q_proj','v_proj'", "[q_proj,v_proj,]", "self_attn.q_proj,v_proj",
+    "q_proj|v_proj", "(q|v)_proj", "[qv]_proj", "[q|v]_proj",
+    "(?P<one>q|absent|v)_proj", "(?i:Q|V)_proj", r"(^|\.)(q_proj|v_proj)$",
+    r"layers\.\d{1,2}\..*(q|v)_proj", r".*(?<!k|o)_attn\.(?:q|v)_proj",
+])  # fmt: skip
 def test_lists_and_patterns_select_their_layers(text):
     assert adapted(text) == Q_AND_V
 
@@ -77,40 +74,37 @@ def test_a_list_of_parameters_has_parts_of_their_names(tmp_path):
     assert compose_config([], str(file)).config.model.trainable == "[norm, mlp]"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["model.trainable=q_prj"], "model.trainable=q_prj: matches no parameter name; "
-         "did you mean q_proj?"),
-        (["model.trainable=["], "model.trainable=[: not a regular expression"),
-        (["model.trainable=norm", "model.lora.rank=2"], "conflicts with model.lora.rank"),
-        (["model.lora.alpha=2"], "set model.lora.rank=16"),
-        (["model.lora.rank=2", "model.lora.targets=q_prj"], "did you mean q_proj?"),
-        (["model.lora.rank=2", "model.lora.targets=("], "not a regular expression"),
-        (["model.lora.rank=2", "model.lora.targets=lm_head"], "layers except the output head are"),
-        (["model.lora.rank=2", "model.lora.targets=embed"], "matches no linear layer"),
-        *(
-            (["model.lora.rank=2", f"model.lora.targets={text}"], said)
-            for text, said in [
-                ("[q_proj,lm_head]", ": lm_head matches no linear layer"),
-                ("q_proj,q_prj", ": q_prj matches no linear layer; did you mean q_proj?"),
-                ("query_key_value", "linear layers except the output head are q_proj, k_proj"),
-                ("all", "did you mean all_linear?"),
-                ("[qv]", ": qv matches no linear layer"),
-                ("[q_proj|v_proj]", "q_proj|v_proj in a list; expected names such as q_proj,"),
-                ("q_.*,v_proj", "q_.* in a list; expected names such as q_proj,v_proj, or one"),
-                ("(q_proj,v_proj)", "(q_proj in a list; expected names such as q_proj,v_proj, or"),
-                ("q_proj v_proj", "q_proj v_proj in a list; expected names such as q_proj,v_proj,"),
-                ("q_proj;v_proj", "q_proj;v_proj in a list; expected names such as q_proj,v_proj"),
-                ("[]", "empty; expected names"),
-            ]
-        ),
-        (["model.lora.rank=2", "model.lora.also=lm_haed"], "did you mean lm_head?"),
-        (["model.lora.rank=2", "model.lora.also=layers"], "no layer is left for adapters"),
-        (["model.lora.also=lm_head"], "set model.lora.rank=16"),
-        (["model.trainable=[norm,foo]"], "[norm,foo]: foo matches no parameter name"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "said"), [
+    (["model.trainable=q_prj"], "model.trainable=q_prj: matches no parameter name; "
+     "did you mean q_proj?"),
+    (["model.trainable=["], "model.trainable=[: not a regular expression"),
+    (["model.trainable=norm", "model.lora.rank=2"], "conflicts with model.lora.rank"),
+    (["model.lora.alpha=2"], "set model.lora.rank=16"),
+    (["model.lora.rank=2", "model.lora.targets=q_prj"], "did you mean q_proj?"),
+    (["model.lora.rank=2", "model.lora.targets=("], "not a regular expression"),
+    (["model.lora.rank=2", "model.lora.targets=lm_head"], "layers except the output head are"),
+    (["model.lora.rank=2", "model.lora.targets=embed"], "matches no linear layer"),
+    *(
+        (["model.lora.rank=2", f"model.lora.targets={text}"], said)
+        for text, said in [
+            ("[q_proj,lm_head]", ": lm_head matches no linear layer"),
+            ("q_proj,q_prj", ": q_prj matches no linear layer; did you mean q_proj?"),
+            ("query_key_value", "linear layers except the output head are q_proj, k_proj"),
+            ("all", "did you mean all_linear?"),
+            ("[qv]", ": qv matches no linear layer"),
+            ("[q_proj|v_proj]", "q_proj|v_proj in a list; expected names such as q_proj,"),
+            ("q_.*,v_proj", "q_.* in a list; expected names such as q_proj,v_proj, or one"),
+            ("(q_proj,v_proj)", "(q_proj in a list; expected names such as q_proj,v_proj, or"),
+            ("q_proj v_proj", "q_proj v_proj in a list; expected names such as q_proj,v_proj,"),
+            ("q_proj;v_proj", "q_proj;v_proj in a list; expected names such as q_proj,v_proj"),
+            ("[]", "empty; expected names"),
+        ]
+    ),
+    (["model.lora.rank=2", "model.lora.also=lm_haed"], "did you mean lm_head?"),
+    (["model.lora.rank=2", "model.lora.also=layers"], "no layer is left for adapters"),
+    (["model.lora.also=lm_head"], "set model.lora.rank=16"),
+    (["model.trainable=[norm,foo]"], "[norm,foo]: foo matches no parameter name"),
+])  # fmt: skip
 def test_invalid_selections_of_parameters_are_rejected(words, said):
     with pytest.raises(UsageError) as caught:
         trained(*words)

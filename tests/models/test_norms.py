@@ -39,8 +39,7 @@ def kept(module: TransformersDecoder) -> int:
 @pytest.mark.parametrize("family", fast(*FAMILIES[:2], slow=FAMILIES[2:]))
 def test_results_are_the_same_with_less_memory(family, tmp_path):
     save_decoder(family, tmp_path)
-    words = ["model=hf", f"model.path={tmp_path}", "model.init=random"]
-    model = compose_config(words).config.model
+    model = compose_config(["model=hf", f"model.path={tmp_path}", "model.init=random"]).config.model
     ours = drawn(model).train(False)
     theirs = build_plain(model, plain_norms=True)
     names = {type(each).__name__: type(each) for each in theirs.modules()}

@@ -59,29 +59,23 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("family", "about"),
-    [
-        ("llama", {"init_lora_weights": True, "target_modules": ["q_proj", "v_proj"]}),
-        ("llama", {"init_lora_weights": False, "use_rslora": True}),
-        ("llama", {"init_lora_weights": "gaussian", "target_modules": r".*(q|v)_proj"}),
-        ("llama", {"init_lora_weights": "orthogonal", "target_modules": ["q_proj", "absent"]}),
-        ("falcon", {"init_lora_weights": True}),
-        ("gpt2", {"init_lora_weights": True, "fan_in_fan_out": True}),
-        ("gpt2", {"target_modules": ["attn.c_proj"], "fan_in_fan_out": False}),
-        ("llama", {"modules_to_save": ["model.embed_tokens", "lm_head", "absent"]}),
-        ("llama", {"modules_to_save": ["norm", "q_proj"]}),
-        ("llama", {"modules_to_save": ["embed_tokens", "lm_head"], "rows": 320}),
-        ("gpt2", {"modules_to_save": ["wte"], "fan_in_fan_out": True}),  # unties the head
-        ("gpt2", {"modules_to_save": ["wte"], "fan_in_fan_out": True, "ensure_weight_tying": True}),
-        (
-            "gpt2",
-            {"modules_to_save": ["lm_head"], "fan_in_fan_out": True, "ensure_weight_tying": True},
-        ),
-        ("tied", {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
-        ("tied", {"modules_to_save": ["embed_tokens", "lm_head"], "rows": 320}),
-    ],
-)
+@pytest.mark.parametrize(("family", "about"), [
+    ("llama", {"init_lora_weights": True, "target_modules": ["q_proj", "v_proj"]}),
+    ("llama", {"init_lora_weights": False, "use_rslora": True}),
+    ("llama", {"init_lora_weights": "gaussian", "target_modules": r".*(q|v)_proj"}),
+    ("llama", {"init_lora_weights": "orthogonal", "target_modules": ["q_proj", "absent"]}),
+    ("falcon", {"init_lora_weights": True}),
+    ("gpt2", {"init_lora_weights": True, "fan_in_fan_out": True}),
+    ("gpt2", {"target_modules": ["attn.c_proj"], "fan_in_fan_out": False}),
+    ("llama", {"modules_to_save": ["model.embed_tokens", "lm_head", "absent"]}),
+    ("llama", {"modules_to_save": ["norm", "q_proj"]}),
+    ("llama", {"modules_to_save": ["embed_tokens", "lm_head"], "rows": 320}),
+    ("gpt2", {"modules_to_save": ["wte"], "fan_in_fan_out": True}),  # unties the head
+    ("gpt2", {"modules_to_save": ["wte"], "fan_in_fan_out": True, "ensure_weight_tying": True}),
+    ("gpt2", {"modules_to_save": ["lm_head"], "fan_in_fan_out": True, "ensure_weight_tying": True}),
+    ("tied", {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
+    ("tied", {"modules_to_save": ["embed_tokens", "lm_head"], "rows": 320}),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*(fan_in_fan_out|tie|embedding).*:UserWarning")
 @torch.no_grad()
 def test_logits_are_those_of_peft(bases, tmp_path, family, about):
@@ -169,8 +163,7 @@ def test_layers_whose_weights_are_read_directly_get_no_adapter(tmp_path):
         build_model(
             compose(tmp_path, "model.lora.rank=2", "model.lora.targets=[dt_proj,in_proj]").model
         )
-    words = ["model.lora.rank=2", "model.base_dtype=nf4"]
-    module = build_model(compose(tmp_path, *words).model)
+    module = build_model(compose(tmp_path, "model.lora.rank=2", "model.base_dtype=nf4").model)
     left = [name for name, p in module.named_parameters() if "dt_proj" in name]
     assert not any("lora_" in name for name in left)
     assert all(module.get_parameter(name).is_floating_point() for name in left)

@@ -70,9 +70,7 @@ def test_halfway_between_two_values_the_lower_one_is_taken():
         (values, between, torch.nextafter(between, torch.tensor(2.0)), torch.ones(18))
     )
     codes = codes_of(NF4.quantize(block), 1)
-    assert codes[:16] == [*range(16)]
-    assert codes[16:31] == [*range(15)]
-    assert codes[31:46] == [*range(1, 16)]
+    assert (codes[:16], codes[16:31], codes[31:46]) == ([*range(16)], [*range(15)], [*range(1, 16)])
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1.0, 1e37])

@@ -73,16 +73,13 @@ def gradients(model: ShardedModel) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    "case",
-    fast(
-        ("qwen3_moe", "nf4", MATRICES), ("gpt_oss", "int8", MATRICES),
-        slow=[
-            *((family, "nf4", MATRICES) for family in ("gpt_oss", "mixtral", "deepseek_v3")),
-            ("qwen3_moe", "auto", MATRICES[1:]), ("gpt_oss", "auto", MATRICES[:1]),
-        ],
-    ),
-)  # fmt: skip
+@pytest.mark.parametrize("case", fast(
+    ("qwen3_moe", "nf4", MATRICES), ("gpt_oss", "int8", MATRICES),
+    slow=[
+        *((family, "nf4", MATRICES) for family in ("gpt_oss", "mixtral", "deepseek_v3")),
+        ("qwen3_moe", "auto", MATRICES[1:]), ("gpt_oss", "auto", MATRICES[:1]),
+    ],
+))  # fmt: skip
 def test_adapters_of_packed_experts_are_those_of_peft(tmp_path, case):
     """Logits and gradients beside PEFT on the dequantized base; in an export, and merged."""
     import peft
@@ -210,8 +207,7 @@ def test_layers_called_like_matrices_of_experts_open_in_peft(tmp_path: Path, tar
     """PEFT takes them for the experts' in families that transformers converts."""
     peft: Any = pytest.importorskip("peft")
     save_decoder("deepseek_v3", tmp_path / "in")
-    words = ["model.lora.rank=8", f"model.lora.targets={targets}"]
-    config = compose(tmp_path / "in", *words)
+    config = compose(tmp_path / "in", "model.lora.rank=8", f"model.lora.targets={targets}")
     model = loaded(config)
     with torch.no_grad():
         for shard in model.flat_shards():

@@ -70,14 +70,12 @@ def test_the_byte_tokenizer_opens_in_transformers(tmp_path):
 
 def test_large_models_are_split_and_cast(tmp_path):
     _, reader = make_checkpoint(tmp_path)
-    exported = consolidate(reader, tmp_path / "hf", dtype="bfloat16", max_file_bytes=20_000)
-    assert exported.files > 2
+    assert consolidate(reader, tmp_path / "hf", dtype="bfloat16", max_file_bytes=20_000).files > 2
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
     for file in (tmp_path / "hf").glob("*.safetensors"):
         assert {values.dtype for values in load_file(file).values()} == {torch.bfloat16}
         assert file.stat().st_mode & 0o777 == 0o644
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert theirs.dtype == torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
 
 
 def test_an_existing_destination_is_kept_unless_told_otherwise(tmp_path):

@@ -50,8 +50,7 @@ def pair(family: str, settings: dict[str, Any]) -> tuple[Any, TransformersDecode
 
 def rows() -> tuple[Tensor, Tensor]:
     """Tokens and targets; those of padding are not trained."""
-    drawn = torch.randint(3, 30, (2, 2, 48), generator=torch.Generator().manual_seed(1))
-    tokens, targets = drawn
+    tokens, targets = torch.randint(3, 30, (2, 2, 48), generator=torch.Generator().manual_seed(1))
     for row, lengths in enumerate(LENGTHS):
         targets[row, -lengths[-1] :] = -100
     return tokens, targets

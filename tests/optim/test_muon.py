@@ -108,8 +108,7 @@ class Experts(nn.Module):
 
     def forward(self, x):
         odds = torch.softmax(self.router(x), dim=-1)
-        hidden = torch.einsum("bi,eio,be->bo", x, self.experts, odds)
-        return x + self.down(torch.tanh(hidden))
+        return x + self.down(torch.tanh(torch.einsum("bi,eio,be->bo", x, self.experts, odds)))
 
 
 class Mixture(nn.Module):
@@ -179,8 +178,7 @@ def test_a_run_resumes_bit_for_bit_elsewhere(rank: int, world_size: int, tmp_pat
         optimizer = ShardedMuon(model, lr=LR)
         train(model, optimizer, own[:2], next_token_loss)
         save_checkpoint(tmp_path / f"{number}", model, optimizer)
-        kinds = {key for _, states in optimizer.run_states() for key in states}
-        assert "momentum_buffer" in kinds
+        assert "momentum_buffer" in {key for _, states in optimizer.run_states() for key in states}
         strategy, owner_map = ways[number - 1]
         again = shard_model(make_net(tied=True), strategy, owner_map=owner_map)
         optimizer = ShardedMuon(again, lr=LR)

@@ -48,8 +48,7 @@ def global_mean_gradients(ranks: int) -> tuple[dict[str, Tensor], float]:
     net = make_net(tied=True, dtype=torch.float64)
     batches = [batch for of_rank in unequal_batches(ranks) for batch in of_rank]
     count = sum(int((targets != IGNORED).sum()) for _, targets in batches)
-    total = torch.stack([summed_loss(net, *batch) for batch in batches]).sum()
-    (total / count).backward()
+    (torch.stack([summed_loss(net, *batch) for batch in batches]).sum() / count).backward()
     grads = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     return grads, float(torch.stack([g.norm() for g in grads.values()]).norm())
 
@@ -89,5 +88,4 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
     grads = [grad for shard in model.flat_shards() if (grad := shard.owned_grad) is not None]
     exact = torch.cat([grad.double() for grad in grads])
     assert {grad.dtype for grad in grads} == {torch.bfloat16}
-    found = sum_of_squares(model)
-    assert float(found) == pytest.approx(float(exact.square().sum()), rel=1e-5)
+    assert float(sum_of_squares(model)) == pytest.approx(float(exact.square().sum()), rel=1e-5)

@@ -146,8 +146,7 @@ def train_same(rank: int, world_size: int, folder: Path, kind: str, strategy: st
     model, optimizer = made(strategy, kind)
     losses = train(model, optimizer, range(STEPS), alike=True)
     found = save(model, optimizer, folder / f"{world_size} {strategy} {kind}")
-    alone = folder / f"1 {strategy} {kind}"
-    assert_same(found, whole_tensors(alone))
+    assert_same(found, whole_tensors(folder / f"1 {strategy} {kind}"))
     file = folder / f"losses {strategy} {kind}"
     if world_size == 1:
         file.write_text(str(losses))
@@ -187,8 +186,7 @@ def test_moments_are_converted_once_when_another_dtype_resumes(tmp_path):
         model = shard_model(Net(), "full_shard")
         optimizer = ShardedAdamW(model, lr=0.02, state_dtype=dtype)
         if number:
-            before = tmp_path / str(number - 1)
-            load_into(CheckpointReader(before), model, optimizer)
+            load_into(CheckpointReader(tmp_path / str(number - 1)), model, optimizer)
         else:
             train(model, optimizer, range(STEPS))
         stages.append(save(model, optimizer, tmp_path / str(number)))

@@ -47,16 +47,10 @@ def made(engine: str, ranks_per_replica: int = 1) -> PeerModel:
         net = Net()
     net.scale = torch.tensor([2.0])
     setup = PeerSetup(
-        engine,
-        ("blocks.0",),
-        ranks_per_replica,
-        reshards=True,
-        prefetch=Prefetch(1, 1),
-        param_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-        master_dtype=torch.float32,
+        engine, ("blocks.0",), ranks_per_replica, reshards=True, prefetch=Prefetch(1, 1),
+        param_dtype=torch.float32, reduce_dtype=torch.float32, master_dtype=torch.float32,
         compiles=False,
-    )
+    )  # fmt: skip
     return peer_model(net, setup, CPU, draw)
 
 

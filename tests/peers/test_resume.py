@@ -11,14 +11,10 @@ from tests.training.ranks import words
 
 FSDPCTL = ["engine=fsdpctl"]
 WAYS = [
-    ((FSDP2, 2), (FSDPCTL, 2)),
-    ((FSDPCTL, 2), (FSDP2, 2)),
-    ((FSDP2, 2), (FSDPCTL, 3)),
-    ((FSDPCTL, 3), (HYBRID, 4)),
-    ((HYBRID, 4), (DDP, 2)),
-    ((DDP, 3), ([*FSDPCTL, "strategy=shard_optimizer"], 2)),
-    ((ALONE, 2), (FSDPCTL, 1)),
-]
+    ((FSDP2, 2), (FSDPCTL, 2)), ((FSDPCTL, 2), (FSDP2, 2)), ((FSDP2, 2), (FSDPCTL, 3)),
+    ((FSDPCTL, 3), (HYBRID, 4)), ((HYBRID, 4), (DDP, 2)),
+    ((DDP, 3), ([*FSDPCTL, "strategy=shard_optimizer"], 2)), ((ALONE, 2), (FSDPCTL, 1)),
+]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -30,8 +30,7 @@ def test_parts_are_equal_aligned_and_cover_the_buffer(params, num_parts):
     layout = flat_layout(params, num_parts)
     assert len({part.numel for part in layout.parts}) == 1
     assert all(part.start % ALIGNMENT == 0 for part in layout.parts)
-    assert layout.parts[0].start == 0
-    assert layout.parts[-1].stop == layout.numel
+    assert (layout.parts[0].start, layout.parts[-1].stop) == (0, layout.numel)
     assert all(placement.span.start % ALIGNMENT == 0 for placement in layout.placements)
 
 

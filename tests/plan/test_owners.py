@@ -18,8 +18,7 @@ def test_every_element_has_exactly_one_owner(name, sizes, world_size):
     for block, size in enumerate(sizes):
         spans = list(owners.owners(block).values())
         assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
-        assert spans[-1].stop == size
-        assert all(span.start % ALIGNMENT == 0 for span in spans)
+        assert (spans[-1].stop, all(span.start % ALIGNMENT == 0 for span in spans)) == (size, True)
     assert sum(owners.fraction_of(rank) for rank in range(world_size)) == pytest.approx(1.0)
 
 
@@ -45,8 +44,7 @@ def test_the_balanced_map_cuts_few_blocks_and_exceeds_the_mean_by_little(sizes, 
     assert len(cut) <= world_size - 1
     mean = sum(sizes) / world_size
     for rank in range(world_size):
-        owned = sum(span.numel for span in owners.spans_of(rank).values())
-        assert owned <= mean + ALIGNMENT
+        assert sum(span.numel for span in owners.spans_of(rank).values()) <= mean + ALIGNMENT
 
 
 @given(st.sampled_from(["round_robin", "contiguous"]), block_sizes, st.integers(1, 9))
@@ -59,8 +57,7 @@ def test_round_robin_and_contiguous_assign_blocks_as_named():
     spread, packed = OwnerMap.round_robin(5, 2), OwnerMap.contiguous(5, 2)
     assert [spread.blocks_of(rank) for rank in (0, 1)] == [[0, 2, 4], [1, 3]]
     assert [packed.blocks_of(rank) for rank in (0, 1)] == [[0, 1, 2], [3, 4]]
-    assert spread.fraction_of(0) == 0.6
-    assert OwnerMap.contiguous(2, 4).blocks_of(3) == []
+    assert (spread.fraction_of(0), OwnerMap.contiguous(2, 4).blocks_of(3)) == (0.6, [])
 
 
 @pytest.mark.parametrize(("call", "message"), [
@@ -100,11 +97,8 @@ MODELS = {
 def test_the_models_have_their_published_sizes():
     billions = {name: round(sum(sizes) / 1e9, 3) for name, sizes in MODELS.items()}
     assert billions == {
-        "gpt2": 0.124,
-        "llama3_8b": 8.03,
-        "llama3.2_1b": 1.236,
-        "qwen2.5_0.5b": 0.494,
-    }
+        "gpt2": 0.124, "llama3_8b": 8.03, "llama3.2_1b": 1.236, "qwen2.5_0.5b": 0.494,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size", [4, 8, 64])

@@ -29,11 +29,9 @@ def said(events: Sequence[Event]) -> str:
     return ", ".join(f"{kind} {unit}" for kind, unit in moves_of(events))
 
 
-orders = st.integers(1, 6).map(
-    lambda n: UnitOrder(
-        "root", ("embed", *(f"b{i}" for i in range(n)), "head"), frozenset({"embed"})
-    )
-)
+orders = st.integers(1, 6).map(lambda n: UnitOrder(
+    "root", ("embed", *(f"b{i}" for i in range(n)), "head"), frozenset({"embed"})
+))  # fmt: skip
 prefetches = st.builds(Prefetch, st.integers(0, 2), st.integers(0, 2))
 
 
@@ -96,11 +94,8 @@ def test_a_unit_far_above_the_median_has_a_slot_of_its_own():
     nbytes = {"root": 5, "embed": 100, "a": 10, "b": 10, "c": 12}
     slots = assign_slots(nbytes, "root", ("embed", "a", "b", "c"), 1)
     assert [(slot.nbytes, slot.units, slot.resident) for slot in slots] == [
-        (5, ("root",), False),
-        (100, ("embed",), False),
-        (12, ("a", "c"), True),
-        (10, ("b",), True),
-    ]
+        (5, ("root",), False), (100, ("embed",), False), (12, ("a", "c"), True), (10, ("b",), True),
+    ]  # fmt: skip
 
 
 def test_no_shard_only_holds_and_reduces():
@@ -128,8 +123,7 @@ def test_reductions_in_flight_are_bounded(in_flight):
     reductions = alike(order, budget=in_flight)
     events = step_events(Schedule(order, STRATEGIES["full_shard"], Prefetch(), reductions))
     change = {K.REDUCE: 1, K.REDUCED: -1}
-    counts = itertools.accumulate(change.get(event.kind, 0) for event in events)
-    assert max(counts) == in_flight
+    assert max(itertools.accumulate(change.get(event.kind, 0) for event in events)) == in_flight
 
 
 def test_small_units_are_reduced_together_within_the_bytes_of_the_largest():

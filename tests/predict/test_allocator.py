@@ -16,8 +16,7 @@ def test_small_requests_share_a_segment_and_are_rounded():
     allocator = CachingAllocator()
     for key in range(3):
         allocator.allocate(key, 100)
-    assert allocator.allocated == 3 * 512
-    assert allocator.reserved == 2 * MIB
+    assert (allocator.allocated, allocator.reserved) == (3 * 512, 2 * MIB)
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,7 @@ def test_the_estimate_equals_the_bytes_of_the_fullest_rank(rank, world_size, who
             continue
         owner_map = owner_map if world_size > 1 else "even"
         precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
-        net = make_net(tied=tied)
-        model = shard_model(net, strategy, owner_map=owner_map, precision=precision)
+        model = shard_model(make_net(tied=tied), strategy, owner_map=owner_map, precision=precision)
         held = model.collectives.gather_objects(measured(model, rank, reduces))
         expected = planned(strategy, owner_map, world_size, reduces, tied=tied, bf16=bf16)
         assert max(held) == held[expected.rank] == expected.peak_bytes
@@ -83,8 +82,7 @@ def test_the_estimate_is_exact_with_replicas(rank: int, world_size: int, whole: 
     both = [False, True]
     for reduces, tied, bf16, strategy in cases(WINDOWS, both, both, HYBRIDS, whole=whole):
         precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
-        net = make_net(tied=tied)
-        model = shard_model(net, strategy, dp_shard_size=2, precision=precision)
+        model = shard_model(make_net(tied=tied), strategy, dp_shard_size=2, precision=precision)
         held = model.collectives.gather_objects(measured(model, rank, reduces))
         expected = planned(strategy, "even", 4, reduces, tied=tied, bf16=bf16, copies=2)
         assert max(held) == held[expected.replica * 2 + expected.rank] == expected.peak_bytes

@@ -143,8 +143,7 @@ def test_two_buffers_limit_how_far_the_steps_are_ahead_of_the_copies(monkeypatch
     on_host(monkeypatch, Host(steps=36e9, up=2e6), Free(), Instant())
     found = predicted(f"{words} strategy.offload=states,gradients")
     ups = [each.end for each in spans(found.simulated, UP)]
-    begun = [each.start for each in spans(found.simulated, STEPS)]
-    assert begun[2:] == pytest.approx(ups[:-2])
+    assert [each.start for each in spans(found.simulated, STEPS)][2:] == pytest.approx(ups[:-2])
     assert found.seconds == pytest.approx(sum(numel) * 1e-6, rel=1e-3)
 
 
@@ -203,9 +202,6 @@ def test_copies_take_the_slower_of_link_and_memory():
     assert host.transfer(DOWN, 8e9).seconds == pytest.approx(1.0)  # 0.8 of the link
     assert host.transfer(STEPS, 20e9).seconds == pytest.approx(1.0)  # 0.8 of a quarter
     assert replace(host, ranks=16).transfer(UP, 8e9).seconds == pytest.approx(1.6)
-
-
-# ---- against the engine ------------------------------------------------------------------
 
 
 @contextmanager

@@ -13,8 +13,7 @@ def simulated(*tasks: Task) -> SimulatedStep:
 def start(
     key: int, seconds: float, *, queue: str = "a", after: tuple[int, ...] = (), **about
 ) -> Start:
-    link = about.pop("link", "wire")
-    transfer = Transfer(link, about.pop("latency", 0.0), seconds, **about)
+    transfer = Transfer(about.pop("link", "wire"), about.pop("latency", 0.0), seconds, **about)
     return Start(key, queue, transfer, f"transfer {key}", after)
 
 
@@ -28,8 +27,7 @@ def test_computation_hides_concurrent_transfers():
 def test_a_transfer_slows_down_concurrent_computation():
     found = simulated(start(1, 2.0, compute_slowdown=0.25), Compute(3.0, "x"), Wait(1))
     # 1.5 seconds' worth are done in 2, and 1.5 more follow.
-    assert found.seconds == pytest.approx(3.5)
-    assert found.computing["compute"] == pytest.approx(3.5)
+    assert found.seconds == found.computing["compute"] == pytest.approx(3.5)
 
 
 def test_computation_slows_down_a_concurrent_transfer():

@@ -126,8 +126,7 @@ def one_of(rank: int, ranks: int) -> Iterator[None]:
 def test_estimates_are_exact_over_nccl(ranks: int, whole: bool) -> None:
     """Gradients that are collected first, and embeddings in pieces."""
     for seed in range(CASES) if whole else SAMPLED[:1]:
-        draw = random.Random(f"nccl {seed} {ranks}")
-        config = random_config(draw, ranks, on_gloo=False)
+        config = random_config(random.Random(f"nccl {seed} {ranks}"), ranks, on_gloo=False)
         rank = seed % ranks
         with one_of(rank, ranks), nccl_path():
             check(config, rank, Transport.NCCL)

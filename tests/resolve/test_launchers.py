@@ -63,15 +63,12 @@ def test_env_needs_all_variables_that_a_rank_has():
     )
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"WORLD_SIZE": "6"},  # of nodes with four each
-        {"LOCAL_RANK": "2"},  # ranks of a node that are no neighbours
-        {"RANK": "8"},
-        {"LOCAL_WORLD_SIZE": "16"},
-    ],
-)
+@pytest.mark.parametrize("wrong", [
+    {"WORLD_SIZE": "6"},  # of nodes with four each
+    {"LOCAL_RANK": "2"},  # ranks of a node that are no neighbours
+    {"RANK": "8"},
+    {"LOCAL_WORLD_SIZE": "16"},
+])  # fmt: skip
 def test_inconsistent_variables_are_rejected(wrong):
     assert "are inconsistent" in refused(ENV, of_torchrun(5, 8, 4) | wrong)
 
@@ -97,8 +94,7 @@ def test_a_wrong_number_of_nodes_or_ranks_is_rejected():
 
 def test_one_task_per_node_is_a_launcher():
     launch, place = place_of(SLURM, of_slurm(1, 2, 2))
-    assert place is None
-    assert (launch.nnodes, launch.node_rank) == (2, 1)
+    assert (place, (launch.nnodes, launch.node_rank)) == (None, (2, 1))
     assert launch.rdzv_endpoint == f"gpu-a003:{20000 + 7 * 1234}"
     given = LaunchConfig("slurm", rdzv_endpoint="10.0.0.9:29500")
     assert place_of(given, of_slurm(1, 2, 2))[0].rdzv_endpoint == "10.0.0.9:29500"
@@ -122,8 +118,7 @@ def test_a_script_is_a_rank_of_any_launcher_or_the_only_one():
 
 def test_one_task_alone_starts_its_ranks_itself_under_slurm_too():
     launch, place = place_of(SLURM, of_slurm(0, 1, 1))
-    assert place is None
-    assert (launch.nnodes, launch.node_rank) == (1, None)
+    assert (place, (launch.nnodes, launch.node_rank)) == (None, (1, None))
 
 
 def test_unsupported_job_steps_are_rejected():
@@ -156,8 +151,7 @@ def test_a_rank_of_any_launcher_gets_its_allocator_and_its_cores(monkeypatch, al
     def of(device: str | None) -> dict[str, str]:
         return replace(launch, device=device).rank_environment(2)
 
-    assert of("cuda") == on_cuda
-    assert of("cpu") == on_cpu
+    assert (of("cuda"), of("cpu")) == (on_cuda, on_cpu)
     assert of(None) == on_cpu | on_cuda  # another launcher's, which looks for its device later
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
     assert of("cuda") == threads

@@ -40,8 +40,7 @@ def test_host_memory_is_that_of_this_machine_or_of_a_known_cluster(monkeypatch):
         assert (alone.launch.device, alone.num_ranks) == ("cuda", 1)
         assert alone.precision.param_dtype == "bfloat16"
     assert memory("launch.device=cuda", "cluster.memory=5", "cluster.host_memory=7") == (5, 7)
-    assert memory("cluster=h100")[1] == 2048
-    assert memory("cluster=l40s")[1] is None
+    assert (memory("cluster=h100")[1], memory("cluster=l40s")[1]) == (2048, None)
 
 
 def test_a_run_is_on_this_machine_whatever_its_recipe_is_sized_for(tmp_path, monkeypatch):

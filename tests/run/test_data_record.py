@@ -85,8 +85,7 @@ def test_files_that_come_and_go_are_named_and_of_many_the_number(run, tmp_path, 
     folder, end = ("t", "bin") if kind == "tokens" else ("d", "txt")
     (tmp_path / folder / f"a.{end}").rename(tmp_path / folder / f"c.{end}")
     names = [f"{tmp_path / folder / name}.{end}" for name in "ca"]
-    said = invoke("train", *words, "--dry-run")[1]
-    assert f"(added {names[0]}; removed {names[1]})" in said
+    assert f"(added {names[0]}; removed {names[1]})" in invoke("train", *words, "--dry-run")[1]
     (tmp_path / folder / f"e.{end}").write_bytes((tmp_path / folder / f"c.{end}").read_bytes())
     monkeypatch.setattr(data_record, "_MOST_FILES", 1)
     assert "(2 files before, 3 now)" in invoke("train", *words, "--dry-run")[1]
@@ -122,7 +121,6 @@ def test_the_state_of_another_optimizer_is_refused_before_the_start(run, tmp_pat
     folder = step_folder(tmp_path / "R" / CHECKPOINTS, 2)
     states = {"exp_avg/x": {"shape": [0], "dtype": "F32"}}
     reseal(folder, lambda content: content["tensors"].update(states))
-    new = [*words[:-1], "train.run_dir=NEW", "optimizer=muon"]
-    config = open_run(compose_config(new)).config
+    config = open_run(compose_config([*words[:-1], "train.run_dir=NEW", "optimizer=muon"])).config
     with pytest.raises(UsageError, match=r"expected optimizer=adamw.*model.path=R$"):
         look(config, "R")

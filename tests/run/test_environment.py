@@ -53,8 +53,7 @@ def test_a_start_records_ranks_devices_command_and_commit(tmp_path, checkout, mo
     monkeypatch.chdir(checkout)
     (tmp_path / OVERRIDES).write_text("model=gpt2\ntrain.steps=3\n")
     found = describe_start(tmp_path, ["X", "X", "Y"])
-    assert json.loads(json.dumps(found)) == found
-    assert found["devices"] == {"X": 2, "Y": 1}
+    assert (json.loads(json.dumps(found)), found["devices"]) == (found, {"X": 2, "Y": 1})
     assert found["command"] == ["model=gpt2", "train.steps=3"]
     assert (found["torch"], found["python"]) == (torch.__version__, platform.python_version())
     assert found["commit"] == git(checkout, "rev-parse", "HEAD")
@@ -111,9 +110,6 @@ def test_an_unreadable_file_does_not_prevent_a_start(tmp_path, content):
     add_start(tmp_path / "not there", {})
 
 
-# ---- git -------------------------------------------------------------------------------------
-
-
 def test_the_commit_is_found_in_packed_refs_detached_heads_and_worktrees(checkout, tmp_path):
     expected = git(checkout, "rev-parse", "HEAD")
     below = checkout / "a" / "b"
@@ -134,8 +130,7 @@ def test_the_commit_is_found_in_packed_refs_detached_heads_and_worktrees(checkou
 )
 def test_a_folder_without_a_commit_has_none(checkout, tmp_path, head):
     (checkout / ".git" / "HEAD").write_text(head)
-    assert revision(checkout) is None
-    assert revision(tmp_path) is None
+    assert (revision(checkout), revision(tmp_path)) == (None, None)
 
 
 def test_programs_that_a_repository_configures_are_not_executed(checkout, tmp_path):

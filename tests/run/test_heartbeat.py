@@ -55,8 +55,7 @@ def test_a_heartbeat_has_the_step_and_the_time_per_step(tmp_path):
 
 
 def test_after_the_end_there_is_no_more(tmp_path):
-    heartbeat = Heartbeat(tmp_path, RANKS, every=0.01)
-    heartbeat.end(RUN, StoppedError("asked"))
+    Heartbeat(tmp_path, RANKS, every=0.01).end(RUN, StoppedError("asked"))
     (tmp_path / HEARTBEAT).unlink()
     time.sleep(0.1)
     assert read_heartbeat(tmp_path) is None

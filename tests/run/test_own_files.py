@@ -89,8 +89,7 @@ def test_a_file_is_not_opened_or_replaced_through_a_link(tmp_path, outside, way)
         open_own(tmp_path / "run" / LOGS / "rank-00000.log", "wb", folders=1)
     (tmp_path / "run" / f"x.tmp-{os.getpid()}").symlink_to(outside / "file")
     replace(tmp_path / "run" / "x", b"new")
-    assert (tmp_path / "run" / "x").read_bytes() == b"new"
-    assert everything_in(outside) == before
+    assert ((tmp_path / "run" / "x").read_bytes(), everything_in(outside)) == (b"new", before)
 
 
 def test_files_are_appended_to_and_emptied_where_the_run_directory_is_a_link(tmp_path):

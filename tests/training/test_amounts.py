@@ -48,28 +48,24 @@ def test_any_number_of_conversations_trains_for_enough_steps(tmp_path, count, pa
     assert train.steps >= (50 if count > 50 else 37)
     assert 4 <= train.global_batch_size <= USUAL
     assert isinstance(found.data.train, DocumentSet)
-    longest = int(found.data.train.lengths.max())
-    assert longest - 1 <= train.seq_len <= 4096
+    assert int(found.data.train.lengths.max()) - 1 <= train.seq_len <= 4096
     rows = found.data.train.rows(train.seq_len)
     passes = train.steps * train.global_batch_size / len(rows)
     assert 3 <= passes <= 3 + train.global_batch_size / len(rows)
 
 
 def test_what_is_set_stays(tmp_path):
-    words = ["train.global_batch_size=8", "train.seq_len=512", "train.epochs=1"]
-    found = opened(tmp_path, 40, *words)
+    found = opened(tmp_path, 40, "train.global_batch_size=8", "train.seq_len=512", "train.epochs=1")
     train = found.config.train
     assert (train.global_batch_size, train.seq_len) == (8, 512)
-    rows = len(found.data.train.rows(512))
-    assert found.config.train.steps == max(1, -(-rows // 8))
+    assert found.config.train.steps == max(1, -(-len(found.data.train.rows(512)) // 8))
     assert opened(tmp_path, 40, "train.steps=7").config.train.steps == 7
 
 
 def test_a_step_has_a_sample_for_each_rank_and_micro_batch(tmp_path):
     words = ["train.micro_batch_size=2", "accumulation.steps=3"]
     assert opened(tmp_path, 30, *words).config.train.global_batch_size == 12
-    many = opened(tmp_path, 30, ranks=24).config.train.global_batch_size
-    assert many == 24
+    assert opened(tmp_path, 30, ranks=24).config.train.global_batch_size == 24
 
 
 @pytest.mark.parametrize("count", [50, 200, 2000])

@@ -66,11 +66,9 @@ def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
         found = read_status(folder / "run")
         why = "no lower validation loss since step 8 (train.patience=3)"
         assert (found.state, found.message) == ("finished", why)
-        seen = look(open_run(compose_config(typed)).config, "auto")
-        assert seen.standing is Standing.FINISHED
+        assert look(open_run(compose_config(typed)).config, "auto").standing is Standing.FINISHED
         longer = [each.replace("patience=3", "patience=9") for each in typed]
-        goes_on = open_run(compose_config(longer)).config
-        assert look(goes_on, "auto").standing is Standing.RESUMES
+        assert look(open_run(compose_config(longer)).config, "auto").standing is Standing.RESUMES
         ends[name] = torch.load(folder / "end")
     for key, values in ends["whole"].items():
         assert torch.equal(values, ends["stopped"][key])
@@ -83,7 +81,7 @@ def no_links(*about: object) -> None:
 @pytest.mark.parametrize("has_links", [True, False])
 @distributed(world_size=1)
 def test_a_copy_that_follows_links_goes_on_as_the_run(
-    rank: int, world_size: int, has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank, world_size, has_links, tmp_path, monkeypatch
 ) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     typed = words(tmp_path, 1, *RISES, "train.steps=12", f"train.run_dir={run}")

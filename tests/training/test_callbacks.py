@@ -67,8 +67,7 @@ def test_ranks_end_together_once_the_upload_is_done(
     heartbeat = Heartbeat(tmp_path, ranks, is_on=rank == 0)
     if rank == 0:
         journal.write({"step": 7, "loss": 1.0})
-        folder = fake_checkpoints(tmp_path / "checkpoints", 7)[0]
-        checkpoints._uploads.add(folder, 7)
+        checkpoints._uploads.add(fake_checkpoints(tmp_path / "checkpoints", 7)[0], 7)
     for each in (checkpoints, heartbeat):
         each.end(RUN, error)
     assert (tmp_path / "checkpoints" / UPLOADED).exists()
@@ -95,8 +94,7 @@ def test_values_reach_the_loggers_and_a_failed_logger_is_lines(tmp_path, monkeyp
         raise ValueError("no room")
 
     monkeypatch.setattr("fsdpctl.training.loggers._TensorBoard", fail)
-    config = configured(log=replace(Config().log, tensorboard=True))
-    journal = journal_in(tmp_path, config, 5)
+    journal = journal_in(tmp_path, configured(log=replace(Config().log, tensorboard=True)), 5)
     sent: list[Any] = []
     monkeypatch.setattr(journal.loggers, "line", sent.append)
     journal.write({"step": 6, "loss": 1.0})

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -40,9 +39,7 @@ class Litter(Callback):
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 @distributed(world_size=2)
-def test_all_ranks_collect_after_the_same_steps(
-    rank: int, world_size: int, is_enabled: bool, tmp_path: Path
-) -> None:
+def test_all_ranks_collect_after_the_same_steps(rank, world_size, is_enabled, tmp_path):
     typed = words(tmp_path, 2, "train.steps=12", "checkpoint.every=6", "data.val_fraction=0.1",
                   "train.eval_every=7", f"train.run_dir={tmp_path}/run")  # fmt: skip
     trainer, litter, found = made(typed), Litter(), []

@@ -109,8 +109,7 @@ def losses_of_peft(config: Config, folder: Path) -> list[float]:
     found = []
     for step in range(STEPS):
         batch = batches.training(step * 12, 0, 0)
-        logits = model(batch.tokens).logits.flatten(0, 1)
-        loss = F.cross_entropy(logits, batch.targets.flatten())
+        loss = F.cross_entropy(model(batch.tokens).logits.flatten(0, 1), batch.targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -118,23 +117,20 @@ def losses_of_peft(config: Config, folder: Path) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "ranks", "more"),
-    [
-        ("llama", 2, ["accumulation=last", "accumulation.steps=2", f"{ALSO}=embed_tokens,lm_head"]),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("llama", 1, []),
-                ("llama", 2, [f"{ALSO}=layers.1.mlp", "model.base_dtype=float32"]),
-                ("qwen3 tied", 2, [f"{ALSO}=embed_tokens", "strategy=shard_optimizer"]),
-                ("llama", 3, ["model.lora.rslora=true", "train.loss_chunk_tokens=10"]),
-                ("gpt2", 2, ["strategy=shard_optimizer"]),
-                ("qwen3 tied", 2, ["strategy=shard_grad_op", "activation_checkpointing=full"]),
-            ]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "ranks", "more"), [
+    ("llama", 2, ["accumulation=last", "accumulation.steps=2", f"{ALSO}=embed_tokens,lm_head"]),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("llama", 1, []),
+            ("llama", 2, [f"{ALSO}=layers.1.mlp", "model.base_dtype=float32"]),
+            ("qwen3 tied", 2, [f"{ALSO}=embed_tokens", "strategy=shard_optimizer"]),
+            ("llama", 3, ["model.lora.rslora=true", "train.loss_chunk_tokens=10"]),
+            ("gpt2", 2, ["strategy=shard_optimizer"]),
+            ("qwen3 tied", 2, ["strategy=shard_grad_op", "activation_checkpointing=full"]),
+        ]
+    ),
+])  # fmt: skip
 def test_losses_are_those_of_a_plain_loop_with_peft(tmp_path, family, ranks, more):
     typed = words(tmp_path, ranks, *more, family=family)
     expected = losses_of_peft(resolved(typed), tmp_path)
@@ -217,8 +213,7 @@ def _double_one_weight(base: Path) -> None:
 
 
 def test_another_base_is_rejected(tmp_path):
-    typed = words(tmp_path, 2)
-    run(typed, 2, tmp_path / "state")
+    run(words(tmp_path, 2), 2, tmp_path / "state")
     base, checkpoint = tmp_path / "base", newest(tmp_path).folder
     code, said = invoke("verify-checkpoint", str(checkpoint))
     assert (code, "base model verified" in said) == (0, True), said
@@ -250,8 +245,7 @@ def test_only_trained_parameters_are_saved(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     before = load_file(tmp_path / "base" / "model.safetensors")
     after = load_file(tmp_path / "whole" / "model.safetensors")
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == set(saved)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == set(saved)
     for code, said in (
         invoke("sample", str(tmp_path / "run"), "--tokens", "3"),
         invoke("evaluate", str(tmp_path / "run")),
@@ -268,8 +262,7 @@ def test_only_trained_parameters_are_saved(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["model.base_dtype=nf4"]], ids=["whole", "nf4"])
 def test_a_stopped_run_resumes_at_any_number_of_ranks(tmp_path, more):
-    typed = words(tmp_path, 2, *more)
-    whole = run(typed, 2, tmp_path / "whole")
+    whole = run(words(tmp_path, 2, *more), 2, tmp_path / "whole")
     expected = losses(tmp_path)
     shutil.rmtree(tmp_path / "run")
     run(words(tmp_path, 2, THREE, *more), 2, tmp_path / "first")
@@ -294,8 +287,7 @@ def test_a_run_with_adapters_can_be_continued_over_a_skipped_step(tmp_path):
         f"model.path={tmp_path / 'run'}", f"train.run_dir={tmp_path / 'second'}",
         "train.on_nonfinite=skip",
     ]  # fmt: skip
-    plants = {4: ("loss", 1)}
-    train(world_size=2, typed=typed, plants=plants, result=str(tmp_path / "after"))
+    train(world_size=2, typed=typed, plants={4: ("loss", 1)}, result=str(tmp_path / "after"))
     assert Path(f"{tmp_path / 'after'}.error").read_text() == ""
     after = torch.load(tmp_path / "after")
     assert after.keys() == before.keys()
@@ -309,9 +301,7 @@ def test_a_run_with_adapters_can_be_continued_over_a_skipped_step(tmp_path):
 
 @pytest.mark.slow
 @distributed(world_size=2)
-def test_the_head_is_gathered_once_each_way_however_many_chunks_the_loss_has(
-    rank: int, world_size: int
-) -> None:
+def test_the_head_is_gathered_once_each_way_however_many_chunks_the_loss_has(rank, world_size):
     more = ["model.vocab_size=64", "model.overrides.tie_word_embeddings=false", "model.lora.rank=2"]
     for prefetch in ("none", "both"):
         config = compose_config([*more, f"prefetch={prefetch}", "launch.device=cpu"]).config
@@ -365,8 +355,7 @@ def test_training_continues_from_a_peft_directory(tmp_path, targets, named):
     """It begins with what the adapters give, and not with those that are drawn."""
     typed = words(tmp_path, 2, f"model.lora.targets={targets}")
     first = run(typed, 2, tmp_path / "first")
-    reader = newest(tmp_path)
-    write_peft(reader, tmp_path / "adapters")
+    write_peft(newest(tmp_path), tmp_path / "adapters")
     about = json.loads((tmp_path / "adapters" / ADAPTER_CONFIG).read_text())
     assert about["target_modules"] == named
     shutil.rmtree(tmp_path / "run")

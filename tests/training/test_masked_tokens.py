@@ -16,8 +16,7 @@ COUNT = 64 * 12 * 4  # the samples of four steps
 
 def settings(folder: Path, flags: np.ndarray, *more: str) -> list[str]:
     """Write tokens with flags, and return the settings of a run on two ranks."""
-    ids = np.random.default_rng(0).integers(0, 200, len(flags) + 1)
-    ids.astype("<u2").tofile(folder / "a.bin")
+    np.random.default_rng(0).integers(0, 200, len(flags) + 1).astype("<u2").tofile(folder / "a.bin")
     np.append(True, flags).tofile(folder / "a.bin.loss")
     about = ["data=tokens", f"data.path={folder / 'a.bin'}", "data.format=uint16", "train.steps=4",
              "model.vocab_size=256", "train.seq_len=64", *more]  # fmt: skip

@@ -90,8 +90,7 @@ def test_a_finite_validation_loss_is_found(path: Path):
     assert validation_at(path, 20) is None
     validated = {"step": 20, "val_loss": 1.5}, {"step": 40, "val_loss": None}
     write(path, validated[0], {"step": 40, "loss": 2.0}, validated[1])
-    assert validation_at(path, 20) == 1.5
-    assert validation_at(path, 40) is None
+    assert (validation_at(path, 20), validation_at(path, 40)) == (1.5, None)
 
 
 def test_the_last_step_is_the_newest_whatever_follows_it(path: Path):

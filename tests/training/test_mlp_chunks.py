@@ -56,8 +56,7 @@ def test_chunks_need_less_memory_and_are_few():
     config = as_kept(place(compose_config([*words, f"{CHUNKS}=auto"]).config))
     chunk = settle(config).config.train.mlp_chunk_tokens
     assert chunk == 12544  # as much memory as 131,072 hidden states
-    short = settle(config.changed({"train.seq_len": 8192}))
-    assert short.config.train.mlp_chunk_tokens == 0
+    assert settle(config.changed({"train.seq_len": 8192})).config.train.mlp_chunk_tokens == 0
     with pytest.raises(UsageError, match=rf"{CHUNKS}=1023: .* expected at least 1024"):
         settle(config.changed({CHUNKS: 1023}))
     plain = config.changed({CHUNKS: 0})

@@ -68,8 +68,7 @@ def _own_cache(tmp_path, monkeypatch):
 def test_new_rows_are_the_mean_of_the_others(tmp_path, family):
     config = resolved(words(tmp_path, family, *LORA))
     assert (config.model.vocab_size, config.model.first_new_token) == (PADDED, ROWS)
-    module = build_model(config.model)
-    weights = weights_in_model_path(config.model, module, 0)
+    weights = weights_in_model_path(config.model, build_model(config.model), 0)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     for name, old in base.named_parameters():
         if len(old) == ROWS:

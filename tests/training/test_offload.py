@@ -66,20 +66,15 @@ def killed(rank: int, world_size: int, typed: list[str], last: int, slow: float)
         trainer.run()
 
 
-@pytest.mark.parametrize(
-    "case",
-    fast(
-        (1, 6, ["strategy.offload=all"]),
-        slow=[
-            (2, 5, ["strategy.offload=states,gradients"]),
-            (2, 4, ["strategy.offload=all", "checkpoint.mode=async"]),  # while it is written
-            (3, 5, ["strategy.offload=states", "strategy=shard_optimizer", "precision=bf16"]),
-        ],
-    ),
-)
-def test_a_run_that_is_killed_in_a_step_of_the_host_resumes_with_the_same_bits(
-    tmp_path: Path, case: tuple[int, int, list[str]]
-) -> None:
+@pytest.mark.parametrize("case", fast(
+    (1, 6, ["strategy.offload=all"]),
+    slow=[
+        (2, 5, ["strategy.offload=states,gradients"]),
+        (2, 4, ["strategy.offload=all", "checkpoint.mode=async"]),  # while it is written
+        (3, 5, ["strategy.offload=states", "strategy=shard_optimizer", "precision=bf16"]),
+    ],
+))  # fmt: skip
+def test_a_run_that_is_killed_in_a_step_of_the_host_resumes_with_the_same_bits(tmp_path, case):
     ranks, last, more = case
     (tmp_path / "whole").mkdir()
     losses, weights = run(tmp_path / "whole", ranks, *more)
@@ -138,8 +133,7 @@ def test_compiled_blocks_have_the_bits_of_states_on_the_device(tmp_path, offload
     for mode in ("none", offload):
         folder = tmp_path / mode
         folder.mkdir()
-        settings = ["train.compile=true", f"strategy.offload={mode}"]
-        found.append(run(folder, 2, *settings))
+        found.append(run(folder, 2, "train.compile=true", f"strategy.offload={mode}"))
     assert found[0][0] == found[1][0]
     assert_same(found[1][1], found[0][1])
 

@@ -19,8 +19,7 @@ from fsdpctl.training.assemble import OPTIMIZER_CLASSES, make_optimizer
 def test_every_optimizer_has_a_row_a_class_and_an_option():
     options = {each.stem for each in (package_folder("conf") / "optimizer").glob("*.yaml")}
     assert set(OPTIMIZERS) == set(OPTIMIZER_CLASSES) == options
-    keys = {f"optimizer.{key}" for row in OPTIMIZERS.values() for key in row.keys}
-    assert keys <= set(KEYS)
+    assert {f"optimizer.{key}" for row in OPTIMIZERS.values() for key in row.keys} <= set(KEYS)
 
 
 def test_an_unknown_optimizer_neither_trains_nor_is_estimated():

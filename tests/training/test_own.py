@@ -181,8 +181,7 @@ def interrupted(rank: int, world_size: int, folder: Path, words: list[str]) -> N
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_interruption_changes_no_bit(ranks: int, tmp_path: Path) -> None:
-    words = ["checkpoint.keep_best=true"]
-    interrupted(world_size=ranks, folder=tmp_path, words=words)
+    interrupted(world_size=ranks, folder=tmp_path, words=["checkpoint.keep_best=true"])
 
 
 GOOD: dict[str, Any] = {
@@ -383,8 +382,7 @@ def test_bf16_leaves_buffers_as_they_are(tmp_path: Path) -> None:
 
 @distributed()
 def refused(rank: int, world_size: int, folder: Path) -> None:
-    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-    sources = (normed, nn.Bilinear(4, 4, 4))
+    sources = (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Bilinear(4, 4, 4))
     for number, then in enumerate(sources):
         module = Tabled(nn.Identity(), then)
         if number:

@@ -39,8 +39,7 @@ def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:
     (PeakMemory(1, 459 << 30, 791 << 30, 0), "(10,000 per rank)  459.0/791.0 GiB (58%)"),
 ])  # fmt: skip
 def test_a_line_has_the_values_that_other_trainers_print(capsys, memory, said):
-    progress = RunProgress(1000, 0, log_every=10, shows=True, log=None)
-    progress.step(step_metrics(memory), None)
+    RunProgress(1000, 0, log_every=10, shows=True, log=None).step(step_metrics(memory), None)
     line = capsys.readouterr().out
     start = "step 120/1000  loss 3.215  grad_norm 0.84  lr 0.00029  20,000 tok/s"
     assert line.startswith(f"{start}  {said}  " if memory.total is None else f"{start} {said}  ")
@@ -58,17 +57,14 @@ def test_the_mfu_is_shown_if_the_peak_of_the_device_is_known(capsys):
     assert step_metrics(PeakMemory(1, 1, 1, 0)).to_line()["mfu"] is None
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA GB200", 2500e12),
-        ("Tesla V100-SXM2-16GB", 15.7e12),
-        ("NVIDIA RTX A1000", None),  # not an A10
-    ],
-)
+@pytest.mark.parametrize(("name", "peak"), [
+    ("NVIDIA H100 80GB HBM3", 989e12),
+    ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA A100-SXM4-80GB", 312e12),
+    ("NVIDIA GB200", 2500e12),
+    ("Tesla V100-SXM2-16GB", 15.7e12),
+    ("NVIDIA RTX A1000", None),  # not an A10
+])  # fmt: skip
 def test_peaks_are_found_by_device_name(name, peak):
     gpu = known_gpu(name)
     assert (gpu and gpu.peak) == peak
@@ -94,34 +90,31 @@ _ATTENTION = 12 * 3 * 32 * 24
 _LAYERS = 3 * _PER_LAYER + 32  # and the last norm
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["model.overrides.tie_word_embeddings=false"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
-        (["model.overrides.tie_word_embeddings=true"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
-        # Of what is frozen no gradient is computed: 4 a parameter.
-        (
-            ["model.overrides.tie_word_embeddings=false", "model.trainable=lm_head"],
-            6 * 101 * 32 + 4 * _LAYERS + _ATTENTION,
-        ),
-        (
-            [
-                "model.overrides.tie_word_embeddings=false",
-                "model.lora.rank=2",
-                "model.lora.targets=q_proj",
-            ],
-            4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION,
-        ),
-        (
-            [
-                "model.overrides.tie_word_embeddings=true",
-                "model.lora.rank=2",
-                "model.lora.targets=q_proj",
-            ],
-            4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    (["model.overrides.tie_word_embeddings=false"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
+    (["model.overrides.tie_word_embeddings=true"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
+    # Of what is frozen no gradient is computed: 4 a parameter.
+    (
+        ["model.overrides.tie_word_embeddings=false", "model.trainable=lm_head"],
+        6 * 101 * 32 + 4 * _LAYERS + _ATTENTION,
+    ),
+    (
+        [
+            "model.overrides.tie_word_embeddings=false",
+            "model.lora.rank=2",
+            "model.lora.targets=q_proj",
+        ],
+        4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION,
+    ),
+    (
+        [
+            "model.overrides.tie_word_embeddings=true",
+            "model.lora.rank=2",
+            "model.lora.targets=q_proj",
+        ],
+        4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION,
+    ),
+])  # fmt: skip
 def test_flops_follow_the_formula(words, expected):
     config = as_kept(compose_config([*SHAPE, *words]).config)
     device = torch.device("cpu")
@@ -137,5 +130,4 @@ def test_the_peak_is_that_of_known_gpus_in_bfloat16(gpu, dtype, peak, monkeypatc
     config = as_kept(compose_config([*SHAPE, f"precision.param_dtype={dtype}"]).config)
     model = make_model(config, torch.device("cpu")).module
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: gpu)
-    found = model_flops(config, model, torch.device("cuda"), 2).peak
-    assert found == (peak and 2 * peak)
+    assert model_flops(config, model, torch.device("cuda"), 2).peak == (peak and 2 * peak)

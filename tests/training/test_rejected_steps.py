@@ -87,8 +87,7 @@ def test_the_weights_are_those_of_one_process_without_the_rejected_step(tmp_path
     (found,) = recorded(tmp_path)
     name = "nonfinite_loss" if what == "loss" else "nonfinite_grad"
     assert (found["step"], found["reason"], found["rank"]) == (BAD + 1, name, 1)
-    assert (found["action"], found["number"]) == ("skip", 1)
-    assert found["grad_norm"] == "nan"
+    assert ((found["action"], found["number"]), found["grad_norm"]) == (("skip", 1), "nan")
     assert set(found["rank_samples"]) < set(found["samples"])
     assert len(found["samples"]) == 12
     (last,) = (x for x in lines(tmp_path / "run") if x["step"] == STEPS and "loss" in x)
@@ -101,8 +100,7 @@ def test_a_run_stops_on_every_rank(tmp_path, what):
     _, error = ran(tmp_path, typed_for(tmp_path, 2), {BAD: (what, 1)})
     assert error.startswith(f"76 step {BAD + 1}: ")
     assert "rejected, training stops" in error
-    assert "rank 1" in error
-    assert [each["action"] for each in recorded(tmp_path)] == ["stop"]
+    assert ("rank 1" in error, [each["action"] for each in recorded(tmp_path)]) == (True, ["stop"])
     again = typed_for(tmp_path, 2, "train.on_nonfinite=skip")  # from step 4
     weights, error = ran(tmp_path, again, {BAD: (what, 1)})
     assert error == ""
@@ -155,9 +153,6 @@ def test_spikes_are_found_and_a_resumed_run_finds_the_same(tmp_path, what):
     assert ends["halves"][1] == ends["whole"][1]
 
 
-# ---- the rule --------------------------------------------------------------------------------
-
-
 def figures(loss: float, norm: float = 1.0, *, was_applied: bool = True) -> StepFigures:
     return StepFigures(loss, norm, 1, was_applied, (), (loss, 1.0), (norm, 0.0))
 
@@ -172,8 +167,7 @@ def after(losses: list[float], **about: Any) -> RejectionRule:
 def test_a_limit_needs_32_values_and_knows_none_of_the_last_step():
     losses = [2.0 + 0.1 * (step % 2) for step in range(33)]
     assert after(losses[:32]).limits(33) == Limits()  # 31 are known then
-    numbers = after(losses)
-    assert numbers.limits(34).loss == pytest.approx(2.05 + 5 * 1.4826 * 0.05)
+    assert after(losses).limits(34).loss == pytest.approx(2.05 + 5 * 1.4826 * 0.05)
     later = after([*losses, 1000.0])  # which was accepted
     assert later.limits(35).loss == pytest.approx(after(losses).limits(35).loss)
 
@@ -188,8 +182,7 @@ def test_a_fall_is_not_a_spike_and_rejected_steps_do_not_count():
     limits = numbers.limits(66)
     assert limits.loss < 3.0
     assert numbers.judge(65, figures(9.0, was_applied=False), limits) is not None
-    assert numbers.accepted == before
-    assert numbers.judge(66, figures(0.001), limits) is None
+    assert (numbers.accepted, numbers.judge(66, figures(0.001), limits)) == (before, None)
     assert numbers.accepted[-1] == AcceptedStep(66, 0.001, 0.0)
 
 
@@ -206,9 +199,6 @@ def test_the_help_and_the_page_tell_the_window():
     assert f"below {LEAST} steps there is no threshold" in page
 
 
-# ---- what a person sees ----------------------------------------------------------------------
-
-
 def test_the_samples_of_a_bad_step_are_shown_as_text(tmp_path):
     typed = typed_for(tmp_path, 2, "train.on_nonfinite=skip", "strategy=shard_grad_op")
     ran(tmp_path, typed, {BAD: ("loss", 1)}, lag=1)
@@ -221,10 +211,8 @@ def test_the_samples_of_a_bad_step_are_shown_as_text(tmp_path):
     assert isinstance(stream, TokenStream)
     length = config.train.seq_len
     for sample in found["samples"]:
-        text = bytes(stream.tokens[sample * length : (sample + 1) * length + 1]).decode()
-        assert text in said
-    assert said.count("(rank 1)") == 6
-    assert said.count("--- sample") == 12
+        assert bytes(stream.tokens[sample * length : (sample + 1) * length + 1]).decode() in said
+    assert (said.count("(rank 1)"), said.count("--- sample")) == (6, 12)
     only = invoke("data", "--run", str(tmp_path / "run"), "--step", str(BAD + 1), "--rank", "1")
     assert only[1].count("(rank 1)") == only[1].count("--- sample") == 6
     code, said = invoke("data", "--run", str(tmp_path / "run"), "--step", "2")

@@ -41,9 +41,6 @@ def test_requests_survive_the_exchange_as_flags():
         assert asked.ends == (name not in ("save", "profile"))
 
 
-# ---- the clock -------------------------------------------------------------------------------
-
-
 def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(time, "time", lambda: 1000.0 + seconds)
 
@@ -80,9 +77,6 @@ def test_a_start_stops_at_its_time_limit_or_on_a_new_stop_file(tmp_path, monkeyp
     touch(tmp_path / STOP, BEFORE)
     assert early_request(tmp_path, None, 1000.0) == f"requested by {tmp_path / STOP}"
     assert not (tmp_path / STOP).exists()
-
-
-# ---- files -----------------------------------------------------------------------------------
 
 
 def touch(path: Path, later: float) -> None:
@@ -163,14 +157,9 @@ def test_only_files_older_than_the_start_are_left_over(tmp_path):
     assert not (tmp_path / SAVE).exists()
 
 
-# ---- between the steps -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world_size", fast(3, slow=[2]))
 @distributed()
-def test_a_validation_ends_on_all_ranks_after_the_same_batch(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_a_validation_ends_on_all_ranks_after_the_same_batch(rank, world_size, tmp_path):
     own = tmp_path / str(rank)
     own.mkdir()
     config = resolved(words(own, world_size, "data.val_fraction=0.2"))
@@ -195,18 +184,14 @@ def test_a_validation_ends_on_all_ranks_after_the_same_batch(
         loss = validation_loss(model, batches, model.collectives, CPU, **about, goes_on=goes_on)
         assert (loss, seen) == (None, 3 + lag)
         assert sync.complete() == RequestFlags(by_signal=True, save=True)
-        whole = validation_loss(model, batches, model.collectives, CPU, **about)
-        assert whole is not None
+        assert validation_loss(model, batches, model.collectives, CPU, **about) is not None
 
 
 @distributed(world_size=2)
-def test_a_sample_ends_on_all_ranks_after_the_same_token(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_a_sample_ends_on_all_ranks_after_the_same_token(rank, world_size, tmp_path):
     own = tmp_path / str(rank)
     own.mkdir()
-    config = resolved(words(own, world_size))
-    model = make_model(config, CPU)
+    model = make_model(resolved(words(own, world_size)), CPU)
     drawn = 0
 
     def look() -> RequestFlags:
@@ -218,7 +203,5 @@ def test_a_sample_ends_on_all_ranks_after_the_same_token(
     turns = takewhile(lambda turn: sync.goes_on(), range(20))
     about: dict[str, Any] = {"context": 16, "sampling": Sampling(0), "device": CPU}
     tokens = list(generate(model, [1], turns, **about))
-    assert len(tokens) == 4
-    assert sync.received == RequestFlags(by_file=True)
-    whole = list(generate(model, [1], range(20), **about))
-    assert whole[:4] == tokens
+    assert (len(tokens), sync.received) == (4, RequestFlags(by_file=True))
+    assert list(generate(model, [1], range(20), **about))[:4] == tokens

@@ -162,9 +162,7 @@ UNCHANGED: dict[str, tuple[list[Callable[[], Any]], str, list[int]]] = {
     "a first rate of 0": ([lambda: _at_step(1, lambda lr: 0.0)], "", []),
     "a skipped step": ([_skips_first], "train.on_nonfinite=skip train.self_check=warn", []),
     "one rank changes nothing": ([lambda: _no_step(1)], "strategy=full_shard", []),
-    "a rate below the bits of masters": (
-        [], "precision=bf16_true optimizer.lr=1e-20", [1]
-    ),
+    "a rate below the bits of masters": ([], "precision=bf16_true optimizer.lr=1e-20", [1]),
     "masters of 24 bits": ([], "precision=bf16 precision.master_dtype=bfloat16+int8", []),
     "no check": ([_no_step], "train.self_check=off", []),
 }  # fmt: skip
@@ -190,9 +188,7 @@ def test_a_step_that_changes_no_weight_has_a_warning(tmp_path):
 
 
 @distributed(world_size=1)
-def test_documents_that_see_each_other_are_found(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_documents_that_see_each_other_are_found(rank, world_size, tmp_path):
     chats = make_chats(tmp_path / "chats.jsonl")
     typed = [
         "model=hf", f"model.path={make_chat_model(tmp_path / 'model', 'llama')}", "data=chat",
@@ -212,9 +208,7 @@ def test_documents_that_see_each_other_are_found(
 # An encoder that a decoder does not run, and buffers that only building a module computes.
 @pytest.mark.parametrize("family", fast(slow=["git", "phi4_multimodal", "afmoe"]))
 @distributed(world_size=1)
-def test_families_of_transformers_pass(
-    rank: int, world_size: int, family: str, tmp_path: Path
-) -> None:
+def test_families_of_transformers_pass(rank, world_size, family, tmp_path):
     save_decoder(family, tmp_path / "model", vocab_size=320)
     typed = [
         "model=hf", f"model.path={tmp_path / 'model'}", "data=text",

@@ -69,19 +69,14 @@ sys.exit(5 if worker._stop_signal == signal.SIGTERM else 6)
 """
 
 
-@pytest.mark.parametrize(
-    ("meanwhile", "code"),
-    [
-        ("pass", 5),  # heard
-        ("os.kill(os.getpid(), signal.SIGTERM)", 5),
-        # Its peer was ended by the same signal before it could hear it.
-        ("os.kill(os.getpid(), signal.SIGTERM); raise OSError('closed by peer')", -signal.SIGTERM),
-        ("raise OSError('closed by peer')", 1),
-    ],
-)
-def test_a_signal_that_another_rank_received_first_is_not_a_failure(
-    meanwhile: str, code: int
-) -> None:
+@pytest.mark.parametrize(("meanwhile", "code"), [
+    ("pass", 5),  # heard
+    ("os.kill(os.getpid(), signal.SIGTERM)", 5),
+    # Its peer was ended by the same signal before it could hear it.
+    ("os.kill(os.getpid(), signal.SIGTERM); raise OSError('closed by peer')", -signal.SIGTERM),
+    ("raise OSError('closed by peer')", 1),
+])  # fmt: skip
+def test_a_signal_that_another_rank_received_first_is_not_a_failure(meanwhile, code):
     done = subprocess.run(
         [sys.executable, "-c", ARRIVES.format(meanwhile)], env=environment(), timeout=60,
         capture_output=True, check=False,

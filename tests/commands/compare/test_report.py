@@ -28,10 +28,8 @@ def failed(name: str) -> Row:
 
 def sized(name: str, ranks: int, hours: float) -> Row:
     figures: dict[str, Any] = {
-        "hours": hours,
-        "gpu_hours": ranks * hours,
-        "cost": ranks * hours / 2,
-    }
+        "hours": hours, "gpu_hours": ranks * hours, "cost": ranks * hours / 2,
+    }  # fmt: skip
     return Row(
         {"strategy": name}, name, world_size=ranks, tokens_per_second=1000 / hours,
         error_band=Band("dense", 0.9, 1.1, 50), estimated_peak_tensor_bytes=ranks, **figures,
@@ -64,8 +62,7 @@ def test_equal_losses_are_reported_as_equal():
 
 
 def test_different_losses_are_named_with_whether_rounding_explains_them():
-    rows = with_losses(a=2.5, b=2.5, c=2.5000001, d=2.6)
-    rounded, wrong = losses(rows)
+    rounded, wrong = losses(with_losses(a=2.5, b=2.5, c=2.5000001, d=2.6))
     assert rounded.startswith("strategy=c: loss differs by rounding")
     assert wrong.startswith("strategy=d: loss differs by more than rounding, +0.1")
 

@@ -14,8 +14,7 @@ HELD = ["activation_checkpointing=none", "prefetch=both", "train.micro_batch_siz
 def simulated(*words: str) -> tuple[list[Row], list[str]]:
     """Return the rows and the notes."""
     found = variants(words, None, steps=20)
-    notes = list(dict.fromkeys(predict(found)))
-    return [each.row for each in found], notes
+    return [each.row for each in found], list(dict.fromkeys(predict(found)))
 
 
 def test_changes_that_fit_are_named_if_no_variant_does():
