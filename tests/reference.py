@@ -64,15 +64,9 @@ def _padded(values: Tensor) -> Tensor:
 
 
 def train_reference(
-    module: nn.Module,
-    loss_of: Loss,
-    batches: Batches,
-    *,
-    lr: float = 1e-2,
-    max_norm: float = 0.0,
-    divides_after: bool = False,
-    make_optimizer: Callable[..., Any] = PaddedAdamW,
-) -> dict[str, Tensor]:
+    module: nn.Module, loss_of: Loss, batches: Batches, *, lr: float = 1e-2, max_norm: float = 0.0,
+    divides_after: bool = False, make_optimizer: Callable[..., Any] = PaddedAdamW,
+) -> dict[str, Tensor]:  # fmt: skip
     """Train `module` in this process and return its state.
 
     Losses of several micro-batches are divided by their number, or with `divides_after` the
@@ -93,13 +87,9 @@ def train_reference(
 
 
 def _summed_gradients(
-    module: nn.Module,
-    params: dict[str, nn.Parameter],
-    loss_of: Loss,
-    of_ranks: Sequence[Sequence[Tensor]],
-    *,
-    divides_losses: bool,
-) -> dict[str, Tensor]:
+    module: nn.Module, params: dict[str, nn.Parameter], loss_of: Loss,
+    of_ranks: Sequence[Sequence[Tensor]], *, divides_losses: bool,
+) -> dict[str, Tensor]:  # fmt: skip
     totals: dict[str, Tensor] = {}
     for micro_batches in of_ranks:
         module.zero_grad()

@@ -15,11 +15,9 @@ from fsdpctl.training.step import Optimizer
 
 
 def train_step(
-    config: Config,
-    model: ShardedModel,
-    optimizer: Optimizer,
+    config: Config, model: ShardedModel, optimizer: Optimizer,
     device: torch.device = torch.device("cpu"),
-) -> None:
+) -> None:  # fmt: skip
     """All micro-batches of a step, the record, and the optimizer."""
     chunk = settle(as_kept(config)).config.train.loss_chunk_tokens or 0
     steps, samples = config.accumulation.steps, config.train.micro_batch_size

@@ -46,11 +46,9 @@ def calls(*found: dict[str, Any], content: str = "") -> dict[str, Any]:
 
 
 def means(
-    *messages: dict[str, Any],
-    trained: list[bool] | None = None,
-    tools: list[Any] | None = None,
+    *messages: dict[str, Any], trained: list[bool] | None = None, tools: list[Any] | None = None,
     ignored: str = "",
-) -> tuple[Chat, set[str]]:
+) -> tuple[Chat, set[str]]:  # fmt: skip
     """Return what a row means, and the keys that are reported as ignored."""
     return Chat(list(messages), trained or [True] * len(messages), tools), set(ignored.split())
 

@@ -140,11 +140,8 @@ def test_as_many_experts_as_the_file_says_are_in_its_tensors(tmp_path, count):
     ("qwen3moe", {"attention.key_length": 32}, {"head_dim": 32}),
     ("qwen3", {}, {"head_dim": 16, "num_key_value_heads": 4}),
     ("qwen2", {"attention.head_count_kv": 2}, {"num_key_value_heads": 2}),
-    (
-        "llama",
-        {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
-        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-    ),
+    ("llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+     {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
 ])  # fmt: skip
 def test_what_a_file_says_or_llama_cpp_takes_is_in_the_configuration(
     tmp_path, kind, keys, expected

@@ -55,31 +55,21 @@ LAYOUTS = {
         "1 file of 11; left out: CHANGELOG, CITATION.cff, LICENSE.txt, README.md, Thumbs.db "
         "and 5 more",
     ),
-    "splits by name": (
-        "train.jsonl validation.jsonl test.jsonl README.md",
-        "chat", "train.jsonl", "validation.jsonl",
-        "2 files of 4, 1 of them to validate; left out: 1 test, README.md",
-    ),
-    "splits of the Hub": (
-        "data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet "
-        "data/test-00000-of-00001.parquet README.md",
-        "chat", "data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet", "",
-        "2 files of 4; left out: 1 test, README.md",
-    ),
-    "other words": (
-        "Training.jsonl my_dev_set.jsonl eval.jsonl testing2.jsonl.gz evaluation.jsonl",
-        "chat", "Training.jsonl", "my_dev_set.jsonl",
-        "2 files of 5, 1 of them to validate; left out: 3 test",
-    ),
-    "words within words": (
-        "trainer.jsonl contest.jsonl devils.jsonl invalid.jsonl", "chat",
-        "contest.jsonl devils.jsonl invalid.jsonl trainer.jsonl", "", "4 files",
-    ),
-    "directories": (
-        "train/a.jsonl train/more/test.jsonl val/a.jsonl test/train.jsonl eval/a.jsonl",
-        "chat", "train/a.jsonl train/more/test.jsonl", "val/a.jsonl",
-        "3 files of 5, 1 of them to validate; left out: 2 test",
-    ),
+    "splits by name": ("train.jsonl validation.jsonl test.jsonl README.md",
+     "chat", "train.jsonl", "validation.jsonl",
+     "2 files of 4, 1 of them to validate; left out: 1 test, README.md"),
+    "splits of the Hub": ("data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet "
+     "data/test-00000-of-00001.parquet README.md",
+     "chat", "data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet", "",
+     "2 files of 4; left out: 1 test, README.md"),
+    "other words": ("Training.jsonl my_dev_set.jsonl eval.jsonl testing2.jsonl.gz evaluation.jsonl",
+     "chat", "Training.jsonl", "my_dev_set.jsonl",
+     "2 files of 5, 1 of them to validate; left out: 3 test"),
+    "words within words": ("trainer.jsonl contest.jsonl devils.jsonl invalid.jsonl", "chat",
+     "contest.jsonl devils.jsonl invalid.jsonl trainer.jsonl", "", "4 files"),
+    "directories": ("train/a.jsonl train/more/test.jsonl val/a.jsonl test/train.jsonl eval/a.jsonl",
+     "chat", "train/a.jsonl train/more/test.jsonl", "val/a.jsonl",
+     "3 files of 5, 1 of them to validate; left out: 2 test"),
     "held out without a word for the rest": (
         "chats.jsonl val.jsonl test.jsonl", "chat", "chats.jsonl", "val.jsonl",
         "2 files of 3, 1 of them to validate; left out: 1 test",
@@ -97,19 +87,15 @@ LAYOUTS = {
         "train/cache-1.arrow test/data-00000-of-00001.arrow validation/data-00000-of-00001.arrow",
         "chat", "train/data-00000-of-00001.arrow", "validation/data-00000-of-00001.arrow", None,
     ),
-    "rows called .json": (
-        "train.json=ARRAY dev.json=ROWS package.json=OTHER",
-        "chat", "train.json", "dev.json",
-        "2 files of 3, 1 of them to validate; left out: package.json",
-    ),
+    "rows called .json": ("train.json=ARRAY dev.json=ROWS package.json=OTHER",
+     "chat", "train.json", "dev.json",
+     "2 files of 3, 1 of them to validate; left out: package.json"),
     "rows without a suffix": (
         "part-00000=ROWS part-00001.txt=ROWS _SUCCESS", "chat", "part-00000 part-00001.txt", "",
         "2 files of 3; left out: _SUCCESS",
     ),
-    "a source tree": (
-        "train.py tests/test_a.py README.md package.json=OTHER .git/config",
-        "text", "README.md tests/test_a.py train.py", "", "3 files of 4; left out: package.json",
-    ),
+    "a source tree": ("train.py tests/test_a.py README.md package.json=OTHER .git/config",
+     "text", "README.md tests/test_a.py train.py", "", "3 files of 4; left out: package.json"),
     "texts and files of other formats": (
         "LICENSE a.py b.pdf data.jsonl.bz2 c.idx", "text", "LICENSE a.py", "",
         "2 files of 5; left out: b.pdf, c.idx, data.jsonl.bz2",
@@ -127,14 +113,10 @@ LAYOUTS = {
         "a.jsonl b.jsonl=EMPTY part-0=EMPTY README.md", "chat", "a.jsonl", "",
         "1 file of 4; left out: README.md, b.jsonl (empty), part-0 (empty)",
     ),
-    "empty rows to validate": (
-        "train.jsonl val.jsonl=EMPTY", "chat", "train.jsonl", "",
-        "1 file of 2; left out: val.jsonl (empty)",
-    ),
-    "an empty text to validate": (
-        "train.txt val.txt=EMPTY", "text", "train.txt", "",
-        "1 file of 2; left out: val.txt (empty)",
-    ),
+    "empty rows to validate": ("train.jsonl val.jsonl=EMPTY", "chat", "train.jsonl", "",
+     "1 file of 2; left out: val.jsonl (empty)"),
+    "an empty text to validate": ("train.txt val.txt=EMPTY", "text", "train.txt", "",
+     "1 file of 2; left out: val.txt (empty)"),
     "an empty token file, which is damaged": (
         "a.bin b.bin=EMPTY", "tokens", "a.bin b.bin", "", "2 files",
     ),
@@ -155,14 +137,10 @@ LAYOUTS = {
     ),
     "Megatron's": ("a_train.bin a_train.idx a_valid.bin a_valid.idx", "tokens", "a_train.bin",
         "a_valid.bin", "2 files, 1 of them to validate"),
-    "shards of tokenize": (
-        "x-00000.bin x-00000.json=OTHER x-00001.bin x-00001.json=OTHER",
-        "tokens", "x-00000.bin x-00001.bin", "", "2 files",
-    ),
-    "names of papers for rows": (
-        "requirements.jsonl changes.jsonl CARD.JSONL", "chat",
-        "CARD.JSONL changes.jsonl requirements.jsonl", "", "3 files",
-    ),
+    "shards of tokenize": ("x-00000.bin x-00000.json=OTHER x-00001.bin x-00001.json=OTHER",
+     "tokens", "x-00000.bin x-00001.bin", "", "2 files"),
+    "names of papers for rows": ("requirements.jsonl changes.jsonl CARD.JSONL", "chat",
+     "CARD.JSONL changes.jsonl requirements.jsonl", "", "3 files"),
 }  # fmt: skip
 
 

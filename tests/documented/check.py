@@ -163,9 +163,6 @@ def _of_files(words: Sequence[str]) -> str | None:
         if "/" in word:
             if not (ROOT / word).is_file():
                 return f"{word}: not found"
-            return (
-                _of_fsdpctl(["train", "launch=slurm", *words[at + 1 :]])
-                if words[at + 1 :]
-                else None
-            )
+            passed_on = words[at + 1 :]
+            return _of_fsdpctl(["train", "launch=slurm", *passed_on]) if passed_on else None
     return None

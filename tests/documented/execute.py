@@ -44,13 +44,11 @@ _NARROW = {
 }  # fmt: skip
 _RECIPES = {
     "llama3_8b_512k_8xh100": {"train.context_parallel": "2"},
-    "lora_70b_4x24gb": {"train.micro_batch_size": "1"},
-    "qlora_70b_2x24gb": {"train.micro_batch_size": "1"},
-    "qlora_30b_a3b_1x24gb": {"train.micro_batch_size": "1"},
-    "qlora_gpt_oss_120b_8x24gb": {"train.micro_batch_size": "1"},
-    "llama3_8b_1x24gb": {"train.micro_batch_size": "1"},
-}
-_LARGE = ("model=llama3_8b",)
+    **dict.fromkeys((
+        "lora_70b_4x24gb", "qlora_70b_2x24gb", "qlora_30b_a3b_1x24gb", "qlora_gpt_oss_120b_8x24gb",
+        "llama3_8b_1x24gb",
+    ), {"train.micro_batch_size": "1"}),
+}  # fmt: skip
 _COMPLETE = ("train", "status", "list", "--help", "--version", "--install-completion")
 _SECONDS = 600
 
@@ -73,7 +71,7 @@ def execute(line: Line, folder: Path) -> list["subprocess.CompletedProcess[str]"
     words = [_SMALLER.get(word, word) for word in line.words]
     words += shrinking(words)
     if "launch.nnodes=2" not in words:
-        return [_run(words, folder)]
+        return [_finished(_start(words, folder))]
     words = [f"train.run_dir={folder / 'shared'}" if "run_dir=" in each else each for each in words]
     words = [each for each in words if "node_rank=" not in each and "rdzv_endpoint=" not in each]
     words += [f"launch.rdzv_endpoint={free_endpoint()}"]
@@ -91,20 +89,15 @@ def shrinking(words: Sequence[str]) -> list[str]:
         return [*added, *_settings(words, _SHORT, "train.steps")]
     if command != "train" or "--dry-run" in words:
         return []
-    large = any(each in words for each in _LARGE)
     more = [each for name, each in _RECIPES.items() if name in words]
     without = "train.steps" if any("train.tokens=" in each for each in words) else ""
-    sizes = _SHORT | (_NARROW if large else {}) | (more[0] if more else {})
+    sizes = _SHORT | (_NARROW if "model=llama3_8b" in words else {}) | (more[0] if more else {})
     return _settings(words, sizes, without)
 
 
 def _settings(words: Sequence[str], sizes: dict[str, str], without: str) -> list[str]:
     given = {word.partition("=")[0] for word in words} | {without}
     return [f"{name}={text}" for name, text in sizes.items() if name not in given]
-
-
-def _run(words: Sequence[str], folder: Path) -> "subprocess.CompletedProcess[str]":
-    return _finished(_start(words, folder))
 
 
 def _start(words: Sequence[str], folder: Path) -> "subprocess.Popen[str]":

@@ -17,18 +17,11 @@ from tests.training.chats import make_chat_model, make_chats
 
 _LAYERS = 16  # of Llama 3.2 1B, whose last two the page on fine-tuning selects by number
 _FAMILIES = {
-    "llama": (
-        "DIR",
-        "my_model",
-        "my_chat_model",
-        "Llama-3.2-1B",
-        "Llama-3.1-70B",
-        "Qwen/Qwen3-0.6B",
-    ),
-    "qwen3_moe": ("Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B"),
-    "mixtral": ("Mixtral-8x7B",),
+    "llama": ("DIR", "my_model", "my_chat_model", "Llama-3.2-1B", "Llama-3.1-70B",
+              "Qwen/Qwen3-0.6B"),
+    "qwen3_moe": ("Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B"), "mixtral": ("Mixtral-8x7B",),
     "gpt_oss": ("gpt-oss-120b",),
-}
+}  # fmt: skip
 _TEXTS = ("FILE", "FILES", "other.txt", "shakespeare.txt", "my_files/a.txt", "my_text/a.txt")
 _OTHERS = Path(__file__).parent.parent / "importers" / "files"
 _AXOLOTL = (

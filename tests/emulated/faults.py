@@ -115,21 +115,6 @@ for _name, _owner, _call, _case in (
     FAULTS[f"{_name}, {_case.strategy}"] = _case, partial(_replace, _owner, _call, _nothing)
 
 
-@instead(Copier, "copy", STATES, ALL, INPUTS, PARAMS, STEPPED_FP32)
-def no_wait_before_copies_to_and_from_the_host(right: Any, *given: Any) -> Any:
-    return right(*given[:-1], None)
-
-
-@instead(HostStates, "_fetch", STATES)
-def the_host_reads_a_gradient_before_it_has_arrived(right: Any, self: Any, *given: Any) -> Any:
-    return right(self, *given)[0], None
-
-
-@instead(Job, "end", STATES)
-def a_unit_is_gathered_before_the_host_has_sent_it(right, self, ready=None, error=None):
-    right(self, None, error)
-
-
 @fault(STATES, STEPPED, STEPPED_FP32)
 def a_unit_does_not_wait_for_the_host() -> None:
     right = HostStates._run
@@ -140,6 +125,27 @@ def a_unit_does_not_wait_for_the_host() -> None:
 
     _replace(HostStates, "_run", wrong)
     _replace(Job, "wait", _nothing)
+
+
+# What is wrong with a call: a function of the right one and of what it is given.
+_CALLS: tuple[tuple[str, Any, str, tuple[Case, ...], Callable[..., Any]], ...] = (
+    ("no_wait_before_copies_to_and_from_the_host", Copier, "copy",
+     (STATES, ALL, INPUTS, PARAMS, STEPPED_FP32), lambda right, *given: right(*given[:-1], None)),
+    ("the_host_reads_a_gradient_before_it_has_arrived", HostStates, "_fetch", (STATES,),
+     lambda right, *given: (right(*given)[0], None)),
+    ("a_unit_is_gathered_before_the_host_has_sent_it", Job, "end", (STATES,),
+     lambda right, job, ready=None, error=None: right(job, None, error)),
+    ("gradients_go_before_the_second_collective_has_read_them", NcclCollectives, "chain", (HYBRID,),
+     lambda right, *given: (Handle(lambda: torch.empty(0)), right(*given)[1])),
+    ("the_record_is_made_on_the_host", record, "sum_of_squares", (Case(),),
+     lambda right, model: right(model).cpu()),
+    ("a_part_lands_in_the_place_of_another_rank", HostParams, "send", (PARAMS,),
+     lambda right, own, target, part: right(
+         own, target, part.flip(0) if target.is_cuda else part)),
+)  # fmt: skip
+for _name, _owner, _call, _in, _wrong in _CALLS:
+    _wrong.__name__ = _name
+    instead(_owner, _call, *_in)(_wrong)
 
 
 @instead(Ring, "take", STATES)
@@ -188,11 +194,6 @@ def units_rest_in_the_same_memory(_right: Any, self: Any, *about: Any) -> Any:
 
 
 @instead(HostParams, "send", PARAMS)
-def a_part_lands_in_the_place_of_another_rank(right, self, target, part):
-    return right(self, target, part.flip(0) if target.is_cuda else part)
-
-
-@instead(HostParams, "send", PARAMS)
 def the_host_waits_for_a_copy(_right: Any, self: HostParams, target: Tensor, part: Tensor) -> None:
     target.copy_(part)
 
@@ -229,11 +230,6 @@ def the_optimizer_runs_on_a_stream_of_its_own(right, self, *given, **more):
 @instead(ShardedUnit, "_wait", Case())
 def a_unit_is_used_before_its_gather_ends(_right: Any, self: ShardedUnit) -> None:
     self._gather = None
-
-
-@instead(NcclCollectives, "chain", HYBRID)
-def gradients_go_before_the_second_collective_has_read_them(right, self, *given):
-    return Handle(lambda: torch.empty(0)), right(self, *given)[1]
 
 
 @instead(NcclCollectives, "start_all_reduce", DDP)
@@ -300,11 +296,6 @@ def the_host_waits_in_a_step(right: Any, model: Any) -> Any:
     found = right(model)
     found.item()
     return found
-
-
-@instead(record, "sum_of_squares", Case())
-def the_record_is_made_on_the_host(right: Any, model: Any) -> Any:
-    return right(model).cpu()
 
 
 @instead(GradientReducer, "_add_gradient", Case(), HYBRID)

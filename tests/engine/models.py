@@ -86,11 +86,9 @@ def token_batches(steps: int, ranks: int, micro_steps: int = 1) -> list[list[lis
 
 
 def one_step(
-    model: ShardedModel,
-    optimizer: torch.optim.Optimizer,
-    batch: Tensor,
+    model: ShardedModel, optimizer: torch.optim.Optimizer, batch: Tensor,
     loss: Callable[[nn.Module, Tensor], Tensor] = next_token_loss,
-) -> None:
+) -> None:  # fmt: skip
     loss(model, batch).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -59,14 +59,10 @@ class SleepyCollectives(NcclCollectives):
 
 
 def forced(
-    device: torch.device,
-    strategy: str,
-    *,
-    precision: Precision | None = None,
+    device: torch.device, strategy: str, *, precision: Precision | None = None,
     collectives: Callable[[torch.device], NcclCollectives] = NcclCollectives,
-    prefetch: Prefetch | None = None,
-    in_part: bool = False,
-) -> ShardedModel:
+    prefetch: Prefetch | None = None, in_part: bool = False,
+) -> ShardedModel:  # fmt: skip
     net = make_net(tied=False)
     if in_part:
         freeze_all_but_vectors(net)

@@ -246,10 +246,8 @@ SMALL = [
 CASES = [
     ["activation_checkpointing=full", "data=chat", "accumulation=last"],
     ["activation_checkpointing=selective", "strategy=shard_grad_op", "precision=bf16"],
-    [
-        "activation_checkpointing=full", "model.lora.rank=2", "model.lora.dropout=0.3",
-        "model.base_dtype=nf4",
-    ],
+    ["activation_checkpointing=full", "model.lora.rank=2", "model.lora.dropout=0.3",
+     "model.base_dtype=nf4"],
 ]  # fmt: skip
 
 

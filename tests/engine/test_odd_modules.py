@@ -19,11 +19,9 @@ from tests.reference import train_reference
 
 
 def train(
-    model: ShardedModel,
-    rank: int,
-    batches: Batches,
+    model: ShardedModel, rank: int, batches: Batches,
     loss: Callable[[nn.Module, Tensor], Tensor] = square_loss,
-) -> None:
+) -> None:  # fmt: skip
     optimizer = ShardedAdamW(model, lr=1e-2)
     for of_ranks in batches:
         one_step(model, optimizer, of_ranks[rank][0], loss)

@@ -40,13 +40,9 @@ class Run:
     """One run directory, and the processes that work on it."""
 
     def __init__(
-        self,
-        folder: Path,
-        words: Sequence[str] = (),
-        *,
-        fault: dict[str, Any] | None = None,
+        self, folder: Path, words: Sequence[str] = (), *, fault: dict[str, Any] | None = None,
         hosts: Hosts | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.folder, self.run_dir, self.hosts = folder, folder / "disk" / "run", hosts
         self.run_dir.parent.mkdir(exist_ok=True)
         seconds = CUT_SECONDS if hosts else HANG_SECONDS

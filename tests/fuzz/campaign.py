@@ -7,6 +7,7 @@ an answer within SECONDS. It prints what was otherwise, a JSON object a line, an
 
 import faulthandler
 import json
+import os
 import random
 import resource
 import shutil
@@ -16,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import FrameType
@@ -34,6 +35,7 @@ from tests.hostile import (
     make_tokens,
     read_header,
     reseal,
+    rewrite_header,
     write_refitted,
 )
 
@@ -137,11 +139,6 @@ def _manifest(checkpoint: Path, rng: random.Random) -> None:
     reseal(checkpoint, change)
 
 
-def _raw_manifest(checkpoint: Path, rng: random.Random) -> None:
-    file = checkpoint / "manifest.json"
-    file.write_bytes(damaged_bytes(file.read_bytes(), rng))
-
-
 def _header(checkpoint: Path, rng: random.Random) -> None:
     text, _ = read_header(checkpoint / RANK_FILE)
     content = json.loads(text)
@@ -156,11 +153,6 @@ def _header(checkpoint: Path, rng: random.Random) -> None:
     write_refitted(checkpoint, text)
 
 
-def _rank_bytes(checkpoint: Path, rng: random.Random) -> None:
-    file = checkpoint / RANK_FILE
-    file.write_bytes(damaged_bytes(file.read_bytes(), rng))
-
-
 def _attachment(checkpoint: Path, rng: random.Random) -> None:
     """A tokenizer of its own, and files beside the weights, damaged where their checksums fit."""
     reseal(checkpoint, lambda content: content["config"].update({"data.tokenizer": "its own"}))
@@ -171,25 +163,15 @@ def _attachment(checkpoint: Path, rng: random.Random) -> None:
         attach(checkpoint, "config.json", damaged_json(config.encode(), rng))
 
 
-def _json_file(name: str) -> Damage:
+def _file(name: str, damaged: Callable[[bytes, random.Random], bytes] = damaged_json) -> Damage:
     def damage(folder: Path, rng: random.Random) -> None:
         file = folder / name
-        file.write_bytes(damaged_json(file.read_bytes(), rng))
-
-    return damage
-
-
-def _bytes_of(name: str) -> Damage:
-    def damage(folder: Path, rng: random.Random) -> None:
-        file = folder / name
-        file.write_bytes(damaged_bytes(file.read_bytes(), rng))
+        file.write_bytes(damaged(file.read_bytes(), rng))
 
     return damage
 
 
 def _header_of_theirs(folder: Path, rng: random.Random) -> None:
-    from tests.hostile import rewrite_header
-
     file = rng.choice(sorted(folder.glob("*.safetensors")))
     rewrite_header(file, damaged_json(read_header(file)[0], rng))
 
@@ -215,36 +197,29 @@ _TOKENS: list[Call] = [(*_DRY, "data=tokens", "data.path={path}/t.bin")]
 _RECIPES: list[Call] = [("train", "--recipe", "{path}/r.yaml", "--print-config")]
 _TARGETS: dict[str, tuple[str, Damage, list[Call]]] = {
     "manifest, refitted": ("step-00000001", _manifest, _OURS),
-    "manifest": ("step-00000001", _raw_manifest, _OURS),
+    "manifest": ("step-00000001", _file("manifest.json", damaged_bytes), _OURS),
     "rank header, refitted": ("step-00000001", _header, _OURS),
     "attachments, refitted": ("step-00000001", _attachment, _OURS),
-    "rank bytes": ("step-00000001", _rank_bytes, _OURS),
-    "config.json": ("hf", _json_file("config.json"), _THEIRS),
-    "index.json": ("hf", _json_file("model.safetensors.index.json"), _THEIRS),
+    "rank bytes": ("step-00000001", _file(RANK_FILE, damaged_bytes), _OURS),
+    "config.json": ("hf", _file("config.json"), _THEIRS),
+    "index.json": ("hf", _file("model.safetensors.index.json"), _THEIRS),
     "safetensors header": ("hf", _header_of_theirs, _THEIRS),
-    "tokenizer.json": ("hf", _json_file("tokenizer.json"), _TOKENIZER),
-    "tokenizer_config.json": ("hf", _json_file("tokenizer_config.json"), _TOKENIZER),
-    "token header": ("tokens", _json_file("t.json"), _TOKENS),
-    "tokens": ("tokens", _bytes_of("t.bin"), _TOKENS),
-    "recipe": ("recipe", _bytes_of("r.yaml"), _RECIPES),
+    "tokenizer.json": ("hf", _file("tokenizer.json"), _TOKENIZER),
+    "tokenizer_config.json": ("hf", _file("tokenizer_config.json"), _TOKENIZER),
+    "token header": ("tokens", _file("t.json"), _TOKENS),
+    "tokens": ("tokens", _file("t.bin", damaged_bytes), _TOKENS),
+    "recipe": ("recipe", _file("r.yaml", damaged_bytes), _RECIPES),
 }
-
-
-@contextmanager
-def _bounded_memory() -> Any:
-    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    yield
 
 
 def main(seed: str, count: int) -> None:
     """Damage and call `count` times."""
     faulthandler.enable()
     signal.signal(signal.SIGALRM, _too_long)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY,) * 2)
     found = 0
-    with tempfile.TemporaryDirectory() as folder, _bounded_memory():
-        import os
-
+    with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = f"{folder}-cache"
         campaign = Campaign(Path(folder))
         for number in range(count):

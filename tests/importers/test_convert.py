@@ -33,13 +33,11 @@ CASES = {
         "train.seq_len": "4096", "train.epochs": "1", "train.micro_batch_size": "2",
         "train.global_batch_size": "64", "data.val_fraction": "0.02",
     },
-    "trl-sft.yaml": {
-        "model.path": "Qwen/Qwen2.5-0.5B", "model.lora.targets": "[q_proj,k_proj]",
-        "model.lora.alpha": "32", "model.lora.dropout": "0.05", "lr_scheduler": "wsd",
-        "lr_scheduler.decay_ratio": "1", "lr_scheduler.warmup_ratio": "0.1",
-        "train.steps": "300", "train.seq_len": "512", "train.global_batch_size": "64",
-        "strategy": "no_shard", "activation_checkpointing": "full",
-    },
+    "trl-sft.yaml": {"model.path": "Qwen/Qwen2.5-0.5B", "model.lora.targets": "[q_proj,k_proj]",
+     "model.lora.alpha": "32", "model.lora.dropout": "0.05", "lr_scheduler": "wsd",
+     "lr_scheduler.decay_ratio": "1", "lr_scheduler.warmup_ratio": "0.1",
+     "train.steps": "300", "train.seq_len": "512", "train.global_batch_size": "64",
+     "strategy": "no_shard", "activation_checkpointing": "full"},
     "accelerate-fsdp.yaml": {
         "strategy": "hybrid_shard", "launch.nproc_per_node": "8", "launch.nnodes": "2",
         "train.global_batch_size": "16",

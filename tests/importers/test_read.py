@@ -206,24 +206,18 @@ def test_a_known_name_on_the_hub_stays_the_name_of_its_weights(tmp_path):
 
 UNSHARDED = AXOLOTL.replace("fsdp: [full_shard]\n", "")
 TRL = "model_name_or_path: gpt2\nuse_peft: true\nlora_target_modules: [c_attn]\n"
-EXPERTS = """base_model: Qwen/Qwen3-30B-A3B
-micro_batch_size: 1
-adapter: qlora
-load_in_4bit: true
-lora_r: 8
-lora_target_modules: [q_proj, v_proj]
-lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]
-"""
+EXPERTS = (
+    "base_model: Qwen/Qwen3-30B-A3B\nmicro_batch_size: 1\nadapter: qlora\nload_in_4bit: true\n"
+    "lora_r: 8\nlora_target_modules: [q_proj, v_proj]\n"
+    "lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]\n"
+)
 OF_EXPERTS = "[q_proj,v_proj,mlp.experts.gate_up_proj,mlp.experts.down_proj]"
-DEGREES = """distributed_type: FSDP
-num_processes: 8
-mixed_precision: bf16
-fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}
-parallelism_config:
-  parallelism_config_dp_replicate_size: 2
-  parallelism_config_dp_shard_size: 4
-  parallelism_config_tp_size: 1
-"""
+DEGREES = (
+    "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n"
+    "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}\nparallelism_config: "
+    "{parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 4, "
+    "parallelism_config_tp_size: 1}\n"
+)
 _PARAMS = "{stage: 3, offload_param: {device: cpu}}"
 _STATES = "}, offload_optimizer: {device: cpu}}"
 PLUGIN = "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]"

@@ -68,11 +68,9 @@ def slurm(root: Path) -> Iterator[Slurm]:
     munge = {name: str(root / f"munge.{name}") for name in ("socket", "pid", "log", "seed")}
     env = {**os.environ, "SLURM_CONF": str(root / "slurm.conf")}
     begin = [
-        [
-            "munged", "--force", f"--key-file={key}", f"--socket={munge['socket']}",
-            f"--pid-file={munge['pid']}", f"--log-file={munge['log']}",
-            f"--seed-file={munge['seed']}",
-        ],
+        ["munged", "--force", f"--key-file={key}", f"--socket={munge['socket']}",
+         f"--pid-file={munge['pid']}", f"--log-file={munge['log']}",
+         f"--seed-file={munge['seed']}"],
         ["slurmctld", "-c"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"],
     ]  # fmt: skip
     try:

@@ -27,10 +27,8 @@ def _torchrun(
     folder: Path, options: list[str], *more: str, env: dict[str, str] | None = None
 ) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [
-            sys.executable, "-m", "torch.distributed.run", *options,
-            "-m", "fsdpctl", "train", "launch=env", *_words(folder, *more),
-        ],
+        [sys.executable, "-m", "torch.distributed.run", *options,
+         "-m", "fsdpctl", "train", "launch=env", *_words(folder, *more)],
         cwd=folder, env=env or environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip

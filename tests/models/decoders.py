@@ -47,10 +47,8 @@ _SIZES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_expand": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {
-        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2,
-        "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
-    },
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2,
+     "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
     "nemotron": {"num_key_value_heads": 2},

@@ -34,11 +34,8 @@ from tests.operators import Operators
 
 @pytest.mark.parametrize("case", fast(
     "qwen3_moe full model",
-    slow=[
-        "qwen3_moe none global", "qwen3_moe selective model", "jetmoe none model",
-        "mixtral none global", "granitemoehybrid none model",
-        "ernie4_5_moe none global",
-    ],
+    slow=["qwen3_moe none global", "qwen3_moe selective model", "jetmoe none model",
+     "mixtral none global", "granitemoehybrid none model", "ernie4_5_moe none global"],
 ))  # fmt: skip
 def test_the_auxiliary_loss_is_that_of_transformers(case, tmp_path):
     """Padding does not count, at the end of a row or as a row that fills the micro-batch."""

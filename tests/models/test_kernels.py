@@ -28,13 +28,9 @@ ATTENTION = (FLASH, CUDNN, EFFICIENT, VARLEN, "bmm")
 
 
 def seen_on_cuda(
-    dtype: torch.dtype,
-    kernel: str | None = None,
-    *,
-    window: int | None = None,
-    packs: bool = False,
-    kv_heads: int = 2,
-) -> Counter[str]:
+    dtype: torch.dtype, kernel: str | None = None, *, window: int | None = None,
+    packs: bool = False, kv_heads: int = 2,
+) -> Counter[str]:  # fmt: skip
     """The operators of a forward, as a GPU would run them."""
     words = [f"model.num_layers={LAYERS}", f"model.num_kv_heads={kv_heads}", "model.vocab_size=50"]
     for word in ("model_type=mistral", f"sliding_window={window or 'null'}"):

@@ -75,10 +75,8 @@ def gradients(model: ShardedModel) -> list[Tensor]:
 
 @pytest.mark.parametrize("case", fast(
     ("qwen3_moe", "nf4", MATRICES), ("gpt_oss", "int8", MATRICES),
-    slow=[
-        *((family, "nf4", MATRICES) for family in ("gpt_oss", "mixtral", "deepseek_v3")),
-        ("qwen3_moe", "auto", MATRICES[1:]), ("gpt_oss", "auto", MATRICES[:1]),
-    ],
+    slow=[*((family, "nf4", MATRICES) for family in ("gpt_oss", "mixtral", "deepseek_v3")),
+     ("qwen3_moe", "auto", MATRICES[1:]), ("gpt_oss", "auto", MATRICES[:1])],
 ))  # fmt: skip
 def test_adapters_of_packed_experts_are_those_of_peft(tmp_path, case):
     """Logits and gradients beside PEFT on the dequantized base; in an export, and merged."""

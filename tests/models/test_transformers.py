@@ -26,17 +26,12 @@ SMALL = ["model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=
 VARIANTS = {
     "tied": [],
     "untied": ["model.overrides.tie_word_embeddings=false"],
-    "llama3 rope": [
-        "model.overrides.rope_theta=500",
-        *(f"model.overrides.rope_scaling.{word}" for word in (
-            "rope_type=llama3", "original_max_position_embeddings=16", "factor=4",
-            "low_freq_factor=1", "high_freq_factor=4",
-        )),
-    ],
-    "qwen3": [
-        "model.overrides.model_type=qwen3", "model.head_dim=16",
-        "model.overrides.rope_theta=1000000",
-    ],
+    "llama3 rope": ["model.overrides.rope_theta=500",
+     *(f"model.overrides.rope_scaling.{word}" for word in (
+     "rope_type=llama3", "original_max_position_embeddings=16", "factor=4",
+     "low_freq_factor=1", "high_freq_factor=4", ))],
+    "qwen3": ["model.overrides.model_type=qwen3", "model.head_dim=16",
+     "model.overrides.rope_theta=1000000"],
 }  # fmt: skip
 
 

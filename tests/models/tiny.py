@@ -19,53 +19,37 @@ _SIZES = {
     WORDS: [
         "vocab_size", "max_position_embeddings", "n_positions", "encoder_hash_byte_group_vocab",
     ],
-    WIDTH: [
-        "hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size",
-        "word_embed_proj_dim", "attention_hidden_size", "lru_width", "image_size", "mamba_d_ssm",
-        "q_lora_rank", "kv_lora_rank",
-    ],
-    48: [
-        "intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim",
-        "dff", "ffn_hidden_size", "dim_ff", "shared_intermediate_size",
-    ],
-    16: [
-        "moe_intermediate_size", "shared_expert_intermediate_size", "qk_head_dim", "kv_channels",
-        "hidden_size_per_layer_input", "state_size",
-    ],
-    8: [
-        "head_dim", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "patch_size",
-        "sliding_window", "linear_key_head_dim", "linear_value_head_dim", "mamba_d_head",
-        "mamba_d_state", "swa_head_dim", "attention_head_dim", "d_kv", "linear_head_dim",
-        "dim_head", "rotary_dim",
-    ],
-    HEADS: [
-        "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
-        "decoder_attention_heads", "num_experts", "n_routed_experts", "num_local_experts",
-        "moe_num_experts", "linear_num_value_heads", "linear_num_key_heads", "linear_num_heads",
-        "swa_num_attention_heads", "num_labels",
-    ],
-    2: [
-        "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers",
-        "decoder_layers", "num_decoder_layers", "num_encoder_layers", "num_key_value_heads",
-        "num_experts_per_tok", "num_experts_per_token", "swa_num_key_value_heads", "moe_topk",
-        "moe_k", "type_vocab_size", "num_kv_heads",
-    ],
-    1: [
-        "n_group", "topk_group", "n_shared_experts", "num_expert_group", "first_k_dense_replace",
-        "mamba_n_groups",
-    ],
+    WIDTH: ["hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size",
+     "word_embed_proj_dim", "attention_hidden_size", "lru_width", "image_size", "mamba_d_ssm",
+     "q_lora_rank", "kv_lora_rank"],
+    48: ["intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim",
+     "dff", "ffn_hidden_size", "dim_ff", "shared_intermediate_size"],
+    16: ["moe_intermediate_size", "shared_expert_intermediate_size", "qk_head_dim", "kv_channels",
+     "hidden_size_per_layer_input", "state_size"],
+    8: ["head_dim", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "patch_size",
+     "sliding_window", "linear_key_head_dim", "linear_value_head_dim", "mamba_d_head",
+     "mamba_d_state", "swa_head_dim", "attention_head_dim", "d_kv", "linear_head_dim",
+     "dim_head", "rotary_dim"],
+    HEADS: ["num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+     "decoder_attention_heads", "num_experts", "n_routed_experts", "num_local_experts",
+     "moe_num_experts", "linear_num_value_heads", "linear_num_key_heads", "linear_num_heads",
+     "swa_num_attention_heads", "num_labels"],
+    2: ["num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers",
+     "decoder_layers", "num_decoder_layers", "num_encoder_layers", "num_key_value_heads",
+     "num_experts_per_tok", "num_experts_per_token", "swa_num_key_value_heads", "moe_topk",
+     "moe_k", "type_vocab_size", "num_kv_heads"],
+    1: ["n_group", "topk_group", "n_shared_experts", "num_expert_group", "first_k_dense_replace",
+     "mamba_n_groups"],
 }  # fmt: skip
 # Families that cannot be made tiny in this way, that take something else than tokens or pixels, or
 # that one process cannot train in float64; and what test_unsupported_models_are_rejected has.
 LEFT_OUT: dict[str, list[str]] = {
-    "causal": [
-        "bamba", "blt", "cohere_compass_text", "dbrx", "deepseek_v2", "dots1", "dots3_note",
-        "emu3", "falcon_h1", "gemma3n", "gemma3n_text", "gemma4_assistant",
-        "gemma4_unified_assistant", "git", "gpt_neo", "granitemoehybrid", "hunyuan_v1_dense",
-        "hunyuan_v1_moe", "inkling2_text", "lfm2_moe", "llama4", "longcat_flash", "mamba2",
-        "ministral", "musicgen", "musicgen_melody", "nemotron", "qwen3_5", "qwen3_5_moe",
-        "qwen4_exp", "reformer", "rwkv", "xglm", "xlm", "xmod", "zamba", "zamba2", "zaya",
-    ],
+    "causal": ["bamba", "blt", "cohere_compass_text", "dbrx", "deepseek_v2", "dots1", "dots3_note",
+     "emu3", "falcon_h1", "gemma3n", "gemma3n_text", "gemma4_assistant",
+     "gemma4_unified_assistant", "git", "gpt_neo", "granitemoehybrid", "hunyuan_v1_dense",
+     "hunyuan_v1_moe", "inkling2_text", "lfm2_moe", "llama4", "longcat_flash", "mamba2",
+     "ministral", "musicgen", "musicgen_melody", "nemotron", "qwen3_5", "qwen3_5_moe",
+     "qwen4_exp", "reformer", "rwkv", "xglm", "xlm", "xmod", "zamba", "zamba2", "zaya"],
     "masked": [
         "esm", "esmc", "flaubert", "longformer", "luke", "mra", "neomme", "perceiver", "reformer",
         "squeezebert", "xlm", "xmod",
@@ -74,11 +58,9 @@ LEFT_OUT: dict[str, list[str]] = {
         "fsmt", "granite_speech", "granite_speech_plus", "led", "musicflamingo", "nemo_speechlm",
         "vibevoice_asr", "voxtral_realtime",
     ],
-    "image": [
-        "bit", "deit", "dinat", "donut-swin", "efficientnet", "hgnet_v2", "hiera", "imagegpt",
-        "levit", "mobilevitv2", "perceiver", "pp_lcnet", "pvt", "pvt_v2", "shieldgemma2",
-        "siglip2", "swin", "swinv2", "textnet", "timm_wrapper",
-    ],
+    "image": ["bit", "deit", "dinat", "donut-swin", "efficientnet", "hgnet_v2", "hiera", "imagegpt",
+     "levit", "mobilevitv2", "perceiver", "pp_lcnet", "pvt", "pvt_v2", "shieldgemma2",
+     "siglip2", "swin", "swinv2", "textnet", "timm_wrapper"],
 }  # fmt: skip
 _OF_ITS_OWN = {"convnext": {"patch_size": 2}, "convnextv2": {"patch_size": 2}}
 _LISTS = {"depths": 1, "hidden_sizes": 16, "embed_dims": 16, "embedding_sizes": 16, "num_heads": 2}

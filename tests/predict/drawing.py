@@ -34,12 +34,9 @@ OPTIMIZERS = [
 
 
 def random_config(
-    draw: random.Random,
-    ranks: int,
-    strategies: Sequence[str] = tuple(STRATEGIES),
-    *,
+    draw: random.Random, ranks: int, strategies: Sequence[str] = tuple(STRATEGIES), *,
     on_gloo: bool = True,
-) -> Settled:
+) -> Settled:  # fmt: skip
     """Draw until the settings are valid together."""
     optimizer = draw.choice(OPTIMIZERS)
     while True:

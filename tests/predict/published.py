@@ -122,15 +122,9 @@ _LONG = (
 
 
 def _hub(
-    model: str,
-    ranks: int,
-    length: int,
-    words: str,
-    speed: float,
-    used: float | None = None,
-    *,
+    model: str, ranks: int, length: int, words: str, speed: float, used: float | None = None, *,
     more: str = "",
-) -> Step:
+) -> Step:  # fmt: skip
     """One sample of a Hub's model on each H100, recomputed, reduced in bf16 as accelerate does."""
     words = (
         f"model=hf model.path=Qwen/{model} model.init=random engine=fsdp2 cluster=h100 "
@@ -285,12 +279,9 @@ PUBLISHED = (
     Step("Llama-2-70B, 128 A100",
          f"model=llama3_70b model.vocab_size=32000 {_LLAMA2} {_SELECTIVE} {_8_A100} "
          f"{_400_GBIT_A_NODE} launch.nnodes=16 {_batch(2, 128)}", 410, _FMS),
-    Step(
-        "8B, 4 GB200, compiled",
-        f"{_8B} cluster=b200 cluster.flops=2500 {_COMPILED} launch.nproc_per_node=4 {_batch(1, 4)}",
-        17158,
-        "torchtitan 58b034444",
-    ),
+    Step("8B, 4 GB200, compiled",
+     f"{_8B} cluster=b200 cluster.flops=2500 {_COMPILED} launch.nproc_per_node=4 {_batch(1, 4)}",
+     17158, "torchtitan 58b034444"),
     Step("8B, 8 H200", f"{_8B} {_GRAD_OP} cluster=h200 model.attention=flash3 {_batch(1, 8)}", 8955,
          "ml-engineering insights"),
     Step("8B, 1 H200, all recomputed",

@@ -30,15 +30,9 @@ WINDOWS = [(True,), (True, True, True), (False, False, True)]
 
 
 def planned(
-    strategy: str,
-    owner_map: str,
-    ranks: int,
-    reduces: tuple[bool, ...],
-    *,
-    tied: bool,
-    bf16: bool,
+    strategy: str, owner_map: str, ranks: int, reduces: tuple[bool, ...], *, tied: bool, bf16: bool,
     copies: int = 1,
-) -> Estimate:
+) -> Estimate:  # fmt: skip
     units = divide_module(make_net(tied=tied), None)
     division = divide(units, STRATEGIES[strategy], ranks, ranks // copies, owner_map)
     place = RankPlace(0, division.ranks_per_replica, copies, Transport.GLOO)

@@ -93,10 +93,8 @@ PUBLISHED = [
         "Llama 3.1 8B, 2 x 8192 tokens, selective checkpointing", LLAMA_8B, samples=2, length=8192,
         checkpointing="selective", keeps_logits=False, measured={"reserved": 82.4},
     ),
-    Published(
-        "Llama 2 7B, 8 x 2048 tokens, full checkpointing", LLAMA_7B, samples=8, length=2048,
-        checkpointing="full", keeps_logits=True, measured={"allocated": 22.73, "reserved": 31.02},
-    ),
+    Published("Llama 2 7B, 8 x 2048 tokens, full checkpointing", LLAMA_7B, samples=8, length=2048,
+     checkpointing="full", keeps_logits=True, measured={"allocated": 22.73, "reserved": 31.02}),
 ]  # fmt: skip
 
 

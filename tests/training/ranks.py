@@ -120,14 +120,9 @@ def plant_valley(trainer: Trainer) -> AbstractContextManager[object]:
 
 @distributed(timeout=150)
 def train(
-    rank: int,
-    world_size: int,
-    typed: list[str],
-    plants: Plants,
-    lag: int = 0,
-    stops_at: int = 0,
+    rank: int, world_size: int, typed: list[str], plants: Plants, lag: int = 0, stops_at: int = 0,
     result: str = "",
-) -> None:
+) -> None:  # fmt: skip
     """Train to the end, or until a stop is requested before step `stops_at`.
 
     If the run has `train.patience`, its validation losses are those of `plant_valley`.

@@ -25,10 +25,8 @@ def opened(tmp_path, count: int, *words: str, ranks: int = 2) -> Opened:
 def composed(tmp_path, count: int, *words: str, ranks: int = 2) -> Composed:
     tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml")
     rows = [
-        {"messages": [
-            {"role": "user", "content": f"{n} red"},
-            {"role": "assistant", "content": "blue green " * 5},
-        ]}
+        {"messages": [{"role": "user", "content": f"{n} red"},
+         {"role": "assistant", "content": "blue green " * 5}]}
         for n in range(count)
     ]  # fmt: skip
     file = write_lines(tmp_path / "a.jsonl", rows)

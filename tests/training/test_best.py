@@ -82,7 +82,7 @@ def no_links(*about: object) -> None:
 @distributed(world_size=1)
 def test_a_copy_that_follows_links_goes_on_as_the_run(
     rank, world_size, has_links, tmp_path, monkeypatch
-) -> None:
+):
     run, copy = tmp_path / "run", tmp_path / "copy"
     typed = words(tmp_path, 1, *RISES, "train.steps=12", f"train.run_dir={run}")
     trainer = made(typed, lambda: step_folder(run / CHECKPOINTS, 5).exists())

@@ -71,19 +71,15 @@ def chats(folder: Path, family: str) -> list[str]:
 @pytest.mark.parametrize("more", fast(
     ["strategy=hybrid_shard", "strategy.dp_shard_size=2", "activation_checkpointing=full",
      "train.micro_batch_size=1", "accumulation=last", "train.seq_len=100"],
-    slow=[
-        ["strategy=full_shard", "train.seq_len=100"],
-        ["strategy=shard_grad_op", "accumulation=every", "train.micro_batch_size=1"],
-        ["strategy=shard_optimizer", "strategy.owner_map=balanced", "model.num_kv_heads=1"],
-        ["strategy=hybrid_shard_optimizer", "strategy.dp_shard_size=2"],
-        ["strategy=no_shard", "activation_checkpointing=selective"],
-        ["model.lora.rank=4", "train.loss_chunk_tokens=10"],
-        ["model.overrides.model_type=mistral", "model.overrides.sliding_window=20",
-         "train.seq_len=70"],
-        ["model=gpt2", "model.num_kv_heads=4", "model.max_seq_len=16"],
-        ["optimizer.state_dtype=int8", "model.hidden_size=64"],
-        ["strategy.offload=states,gradients"],
-    ],
+    slow=[["strategy=full_shard", "train.seq_len=100"],
+     ["strategy=shard_grad_op", "accumulation=every", "train.micro_batch_size=1"],
+     ["strategy=shard_optimizer", "strategy.owner_map=balanced", "model.num_kv_heads=1"],
+     ["strategy=hybrid_shard_optimizer", "strategy.dp_shard_size=2"],
+     ["strategy=no_shard", "activation_checkpointing=selective"],
+     ["model.lora.rank=4", "train.loss_chunk_tokens=10"],
+     ["model.overrides.model_type=mistral", "model.overrides.sliding_window=20",
+     "train.seq_len=70"], ["model=gpt2", "model.num_kv_heads=4", "model.max_seq_len=16"],
+     ["optimizer.state_dtype=int8", "model.hidden_size=64"], ["strategy.offload=states,gradients"]],
 ), ids=lambda more: more[0])  # fmt: skip
 def test_losses_are_those_of_ranks_with_samples_of_their_own(tmp_path, more):
     check_alike(tmp_path, 4, [1, 2, 4], *more)

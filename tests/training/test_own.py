@@ -78,13 +78,9 @@ class Noisy(Measurements):
 
 
 def trained(
-    folder: Path,
-    module: nn.Module,
-    data: Any,
-    *more: str,
-    stop: Callable[[], bool] = bool,
+    folder: Path, module: nn.Module, data: Any, *more: str, stop: Callable[[], bool] = bool,
     loss: Any = squared_error,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Train to the end, or to a stop; return the weights and buffers of rank 0."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     task = make_task(module, loss, data, type(data)(23, seed=2), None)

@@ -94,26 +94,12 @@ _LAYERS = 3 * _PER_LAYER + 32  # and the last norm
     (["model.overrides.tie_word_embeddings=false"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
     (["model.overrides.tie_word_embeddings=true"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
     # Of what is frozen no gradient is computed: 4 a parameter.
-    (
-        ["model.overrides.tie_word_embeddings=false", "model.trainable=lm_head"],
-        6 * 101 * 32 + 4 * _LAYERS + _ATTENTION,
-    ),
-    (
-        [
-            "model.overrides.tie_word_embeddings=false",
-            "model.lora.rank=2",
-            "model.lora.targets=q_proj",
-        ],
-        4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION,
-    ),
-    (
-        [
-            "model.overrides.tie_word_embeddings=true",
-            "model.lora.rank=2",
-            "model.lora.targets=q_proj",
-        ],
-        4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION,
-    ),
+    (["model.overrides.tie_word_embeddings=false", "model.trainable=lm_head"],
+     6 * 101 * 32 + 4 * _LAYERS + _ATTENTION),
+    (["model.overrides.tie_word_embeddings=false", "model.lora.rank=2",
+     "model.lora.targets=q_proj"], 4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION),
+    (["model.overrides.tie_word_embeddings=true", "model.lora.rank=2", "model.lora.targets=q_proj"],
+     4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION),
 ])  # fmt: skip
 def test_flops_follow_the_formula(words, expected):
     config = as_kept(compose_config([*SHAPE, *words]).config)

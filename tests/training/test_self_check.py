@@ -84,10 +84,8 @@ TEXT: dict[str, tuple[Callable[[], Any], str]] = {
 SHARED: dict[str, tuple[Callable[[], Any], str]] = {
     "exchanged": (lambda: mock.patch.object(attention, "to_tokens", _of_other_heads), "gradient n"),
     "shifted": (lambda: mock.patch.object(Batches, "_gather", _shifted_in_parts), "gradient norm "),
-    "positions": (
-        lambda: mock.patch.object(Documents, "own_positions", property(_first_positions)),
-        "gradient norm ",
-    ),
+    "positions": (lambda: mock.patch.object(Documents, "own_positions", property(_first_positions)),
+     "gradient norm "),
 }  # fmt: skip
 
 
