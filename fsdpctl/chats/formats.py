@@ -212,8 +212,7 @@ def _instruction(row: _Fields) -> Chat:
     turns = [*turns, ["\n".join(part for part in parts if part), row.text(*_ANSWERED)]]
     messages: list[Message] = []
     for question, answer in turns:
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": ASSISTANT, "content": answer})
+        messages += [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
     return _chat(messages, row)
 
 

@@ -71,26 +71,18 @@ def digests_of(stream: Iterable[memoryview]) -> bytes:
     return bytes(done if room == CHUNK_BYTES else done + chunk.digest())
 
 
-def spans_to_json(stored: Mapping[str, StoredSpan]) -> str:
-    """Return the header's text: key -> [start, stop, checksums in hexadecimal]."""
-    content = {
-        key: [each.span.start, each.span.stop, each.digests.hex()] for key, each in stored.items()
-    }
-    return json.dumps(content, separators=(",", ":"))
-
-
 def write_spans(
     path: Path, stored: Mapping[str, tuple[str, StoredSpan]], chunks: Iterable[memoryview]
 ) -> "FileInfo":
     """Write a new file with spans of tensors, by their keys and dtypes; return its description."""
     entries = [TensorEntry(key, dtype, (x.span.numel,)) for key, (dtype, x) in stored.items()]
-    spans = spans_to_json({key: span for key, (_, span) in stored.items()})
-    header = make_header(entries, {SPANS: spans})
+    spans = {key: [x.span.start, x.span.stop, x.digests.hex()] for key, (_, x) in stored.items()}
+    header = make_header(entries, {SPANS: json.dumps(spans, separators=(",", ":"))})
     return FileInfo(write_tensor_file(path, header, chunks), checksum(header))
 
 
 def spans_from_json(text: str, where: str) -> dict[str, StoredSpan]:
-    """Parse the text of `spans_to_json`; messages begin with `where`."""
+    """Parse the text of the spans in a header; messages begin with `where`."""
     stored = parse_json(text, dict[str, tuple[int, int, str]], where, CheckpointError)
     try:
         return {

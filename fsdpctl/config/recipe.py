@@ -29,12 +29,9 @@ def package_folder(name: str) -> Path:
 
 def first_comment(file: Path) -> str:
     """Return the comment at the beginning of a YAML file, which describes it."""
-    lines = []
-    for line in read_text_file(file, follows=True).splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").strip())
-    return " ".join(lines)
+    lines = read_text_file(file, follows=True).splitlines()
+    comment = takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.removeprefix("#").strip() for line in comment)
 
 
 def choices_of(group: str) -> list[str]:

@@ -5,7 +5,7 @@ for `auto` until a run resolves it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, NewType, Self, TypeVar
 
@@ -181,23 +181,21 @@ class ActivationCheckpointingConfig:
 class Config:
     """The complete configuration of a run."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
-    accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    activation_checkpointing: ActivationCheckpointingConfig = field(
-        default_factory=ActivationCheckpointingConfig
-    )
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    lr_scheduler: LrSchedulerConfig = field(default_factory=LrSchedulerConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    strategy: StrategyConfig = StrategyConfig()
+    prefetch: PrefetchConfig = PrefetchConfig()
+    accumulation: AccumulationConfig = AccumulationConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_scheduler: LrSchedulerConfig = LrSchedulerConfig()
+    engine: EngineConfig = EngineConfig()
+    launch: LaunchConfig = LaunchConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
 
     @property
     def num_ranks(self) -> int:

@@ -126,7 +126,7 @@ def _as_there(found: Translation) -> Iterator[TranslationRow]:
         note = "frozen weights are loaded in float32; embeddings are estimated in bf16"
         yield TranslationRow(wide.key, wide.text, ("model.base_dtype=float32",), note)
     is_narrow = found.settings.get("precision", "").startswith("bf16")
-    if found.reduces_as_computed and found.settings.get("engine") == "fsdp2" and is_narrow:
+    if found.settings.get("engine") == "fsdp2" and is_narrow:
         note = "accelerate reduces gradients in the dtype that it computes in"
         yield TranslationRow("(FSDP)", "", ("precision.reduce_dtype=bfloat16",), note)
 

@@ -1,6 +1,7 @@
 """The work of operators that were traced on the meta device."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -73,12 +74,8 @@ def _tensors(values: object) -> list[Tensor]:
 
 def _matmul(func: Any, left: Tensor, made: Tensor, nbytes: int) -> Work:
     batch = made.shape[0] if made.ndim == 3 else 1
-    rows, columns = made.shape[-2:]
-    length = left.shape[-1]
-    flops = 2 * batch * rows * columns * length
-    return Work(
-        _name(func), WorkKind.MATMUL, flops, nbytes, made.itemsize, (batch, rows, columns, length)
-    )
+    dims = (batch, made.shape[-2], made.shape[-1], left.shape[-1])
+    return Work(_name(func), WorkKind.MATMUL, 2 * prod(dims), nbytes, made.itemsize, dims)
 
 
 def _grouped(func: Any, args: Sequence[Any], made: Tensor) -> Work:

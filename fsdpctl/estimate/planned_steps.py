@@ -7,30 +7,15 @@ from fsdpctl.plan.optimizers import ADAMW, KeptStates, Muon, get_optimizer, tile
 from fsdpctl.plan.step import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.units import Division, UnitSpec, divide
-from fsdpctl.predict.ddp_steps import DdpSteps
 from fsdpctl.predict.engine_bytes import estimate, fullest_ranks
-from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
+from fsdpctl.predict.torch_steps import DdpSteps, Fsdp2Steps
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.place import owner_map_of, shares_memory
 
 REPEATING = 3  # micro-steps; another one needs no more memory
 _REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
-
-
-def _divide_run(config: Settled, units: tuple[UnitSpec, ...]) -> Division:
-    given, ranks = config.strategy, config.num_ranks
-    size = given.dp_shard_size or ranks
-    return divide(
-        units,
-        get_strategy(given.name),
-        ranks,
-        size,
-        owner_map_of(config),
-        shares_memory=shares_memory(config),
-        offloads_params=Offload.PARAMS in given.on_host,
-    )
 
 
 def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
@@ -59,8 +44,17 @@ def first_place(
 
 def plan_run(config: Settled, units: tuple[UnitSpec, ...], num_micro_batches: int) -> TrainingPlan:
     """Return the plan of the first rank for a resolved configuration."""
-    division, ranks = _divide_run(config, units), config.num_ranks
+    given, ranks = config.strategy, config.num_ranks
     device, shares = str(config.launch.device), shares_memory(config)
+    division = divide(
+        units,
+        get_strategy(given.name),
+        ranks,
+        given.dp_shard_size or ranks,
+        owner_map_of(config),
+        shares_memory=shares,
+        offloads_params=Offload.PARAMS in given.on_host,
+    )
     step = StepPlan(
         division,
         first_place(division, ranks, device, shares_memory=shares),

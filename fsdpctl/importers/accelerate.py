@@ -33,7 +33,6 @@ def read_accelerate(source: SourceConfig) -> Translation:
     )  # fmt: skip
     inner = read_launch(found)
     _read_precision(found, inner)
-    found.reduces_as_computed = True
     _read_batch(found, inner)
     rows = TrainingRows(found, {})
     rows.deepspeed()
@@ -118,8 +117,7 @@ def _read_sharding(found: Translation) -> SourceConfig | None:
     if cpu or name == "MULTI_CPU":
         found.map(cpu or kind, "launch.device=cpu")
     if name == "FSDP":
-        version = source.text("fsdp_config.fsdp_version", default="1")
-        read_fsdp(found, "fsdp_config", version=version)
+        read_fsdp(found, version=source.text("fsdp_config.fsdp_version", default="1"))
     elif name == "DEEPSPEED":
         file = source.take("deepspeed_config.deepspeed_config_file")
         if file is None:

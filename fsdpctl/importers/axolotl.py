@@ -3,18 +3,19 @@
 import json
 from fnmatch import fnmatchcase
 
+from fsdpctl.config.overrides import OVERRIDES
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.accelerate import UNUSED, read_launch_beside
 from fsdpctl.importers.axolotl_training import read_training
 from fsdpctl.importers.defaults import CHANGES_AXOLOTL
-from fsdpctl.importers.models import map_model, map_overrides
 from fsdpctl.importers.shared import (
     TOO_HIGH,
     UNUSED_OF_FSDP,
     check_degrees,
     check_heads,
     is_expression,
+    map_model,
     quantized,
     read_activation_offload,
     read_context,
@@ -94,7 +95,6 @@ def read_axolotl(source: SourceConfig) -> Translation:
     read_context(found, "context_parallel_size", "sequence_parallel_degree")
     offloads = "strategy.offload" in found.settings  # with masters in fp32 on the host
     _read_precision(found, narrow, keeps_masters=adapts or shards or offloads)
-    found.reduces_as_computed = True
     _read_recomputation(found)
     read_optimizer(found, source.take("optimizer"), "optimizer")
     _read_without(found)
@@ -116,7 +116,12 @@ def _check_training(source: SourceConfig) -> None:
 def _read_model(found: Translation) -> None:
     base, revision = found.source.take("base_model"), found.source.text("revision_of_model")
     map_model(found, base, "base_model", revision)
-    map_overrides(found, "overrides_of_model_config")
+    for each in found.source.peek():
+        place, _, name = each.key.partition(".")
+        if place == "overrides_of_model_config" and name and not name.startswith("_"):
+            found.source.take(each.key)
+            text = json.dumps(each.items) if each.is_list else each.text
+            found.map(each, f"{OVERRIDES}.{name}={text}")
     keys = ("tokens", "special_tokens.additional_special_tokens")
     given = [value for key in keys if (value := found.source.take_used(key))]
     texts = [*dict.fromkeys(text for value in given for text in value.items)]

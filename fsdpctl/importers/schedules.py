@@ -14,7 +14,7 @@ def add_schedule(rows: TrainingRows, value: SourceKey, warmup: tuple[SourceKey, 
 
     `value` is its name, `warmup` the key and the settings of its warmup.
     """
-    given = rows.below("lr_scheduler_kwargs")
+    given = {x: each for x, each in rows.keys.items() if x.startswith("lr_scheduler_kwargs")}
     arguments = _arguments(given)
     if given:
         value = SourceKey(", ".join((value.key, *given)), value.text, ())

@@ -1,5 +1,6 @@
-"""Parts that several tools share: optimizers by transformers' names, FSDP, and DeepSpeed."""
+"""Parts that several tools share: models, optimizers by transformers' names, FSDP and DeepSpeed."""
 
+import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -8,9 +9,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.config.hub import hub_models, local_model
+from fsdpctl.config.model_path import model_words
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.config.synonyms import NOT_SUPPORTED
+from fsdpctl.errors import UsageError
 from fsdpctl.importers.translation import Translation
+from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import read_json
 from fsdpctl.plan.strategy import Offload, get_strategy
 
@@ -214,14 +219,14 @@ def read_activation_offload(found: Translation, value: SourceKey) -> None:
     found.map(value, "activation_checkpointing.offload=true", note=note)
 
 
-def read_fsdp(found: Translation, section: str, *, version: str, strategy: str = "") -> None:
+def read_fsdp(found: Translation, *, version: str, strategy: str = "") -> None:
     """Translate the FSDP section of accelerate or axolotl, with or without `fsdp_` in its keys.
 
     `version` is "1" or "2"; `strategy` is one that is set outside of the section.
     """
 
     def take(name: str) -> SourceKey | None:
-        return found.source.take(f"{section}.fsdp_{name}", f"{section}.{name}")
+        return found.source.take(f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}")
 
     sharding, resharding = take("sharding_strategy"), take("reshard_after_forward")
     named = sharding or resharding
@@ -236,7 +241,7 @@ def read_fsdp(found: Translation, section: str, *, version: str, strategy: str =
     # Between micro-batches, transformers calls no_sync, which exists in FSDP 1 only.
     found.whole_gradients = version == "1"
     old = "" if version == "2" else "estimated as FSDP 2"
-    found.map(named, f"strategy={ours}", f"engine={engine}", default=section, note=old)
+    found.map(named, f"strategy={ours}", f"engine={engine}", default="fsdp_config", note=old)
     _read_prefetch(found, take("backward_prefetch"), take("forward_prefetch"))
     recomputes, leaves = take("activation_checkpointing"), take("activation_checkpointing_offload")
     if recomputes and recomputes.is_on:
@@ -263,7 +268,7 @@ def read_fsdp_of_transformers(found: Translation, version: str = "") -> None:
     words = re.findall(r"\w+", modes.text.lower()) if modes else []
     known = [each for each in words if each not in ("auto_wrap", "offload", "true")]
     version = version or found.source.text("fsdp_config.fsdp_version", "fsdp_config.version")
-    read_fsdp(found, "fsdp_config", version=version or "1", strategy=next(iter(known), ""))
+    read_fsdp(found, version=version or "1", strategy=next(iter(known), ""))
     if modes and "offload" in words:
         read_offload(found, modes, OF_FSDP)
 
@@ -312,3 +317,36 @@ def read_zero(found: Translation, source: SourceConfig, section: str, stage_key:
             found.no_memory_effect.append(offload.key)
         elif offload:
             read_offload(found, offload, *_OF_ZERO[what])
+
+
+def settings_of_model(name: str) -> tuple[str, ...]:
+    """Return the settings for a directory or a name on the Hub, empty if the name is unknown."""
+    folder, by_name = Path(os.path.expanduser(name)), ("model=hf", f"model.path={name}")
+    if folder.is_dir():
+        if not (folder / CONFIG_JSON).is_file():
+            raise UsageError(f"{name}: {CONFIG_JSON} not found")
+        model_words(str(folder))
+        return by_name
+    with suppress(UsageError):  # not on the Hub, or not to be fetched here
+        if name.partition("@")[0] in hub_models() or local_model(name, "config") != name:
+            return by_name
+    return ()
+
+
+def map_model(found: Translation, value: SourceKey | None, key: str, revision: str = "") -> None:
+    """Translate the model, which `value` names, of the key `key`."""
+    way_on = "add model=llama3_8b, or model=hf model.path=DIR"
+    if value is None:
+        found.missing.append(("model", f"{key}: not set; {way_on}"))
+        return
+    name = f"{value.text.strip()}{revision and '@'}{revision}"
+    found.model = SourceKey(value.key, name, ())
+    try:
+        settings = settings_of_model(name)
+    except UsageError as error:
+        raise UsageError(f"{found.file}: {value.key}: {error}") from None
+    if settings:
+        found.map(found.model, *settings)
+        return
+    why = "not a directory, a known name, or one on the Hugging Face Hub"
+    found.missing.append(("model", f"{value.key}: {name}: {why}; {way_on}"))

@@ -54,20 +54,17 @@ class TrainingRows:
         self._found = found
         self._defaults = defaults
         self.tool = found.tool
-        self._keys = {each.key: each for each in found.source.all_keys()}
+        self.keys = {each.key: each for each in found.source.all_keys()}
         self.settings: set[str] = set()  # their names, so far
 
     def value(self, *keys: str) -> SourceKey | None:
         """Return the first of `keys` that is set."""
-        return next((self._keys[key] for key in keys if key in self._keys), None)
+        return next((self.keys[key] for key in keys if key in self.keys), None)
 
     def known(self, key: str) -> SourceKey:
         """Return the value of a key, else the tool's default."""
         text = self._defaults[key]
         return self.value(key) or SourceKey(key, text, (text,))
-
-    def below(self, prefix: str) -> dict[str, SourceKey]:
-        return {key: value for key, value in self._keys.items() if key.startswith(prefix)}
 
     def add(self, value: SourceKey, *settings: str, note: str = "", decides: bool = True) -> None:
         """Add a row for a value, unless its setting is rejected.
@@ -87,7 +84,7 @@ class TrainingRows:
                 return
         self.settings |= {setting.partition("=")[0] for setting in settings}
         shown = value.text
-        if value.key in self._defaults and value.key not in self._keys:
+        if value.key in self._defaults and value.key not in self.keys:
             shown, note = "(not set)", note or f"the default of {self.tool}"
         self._found.training.append(TranslationRow(value.key, shown, settings, note))
 

@@ -85,7 +85,6 @@ class Translation:
     whole_logits: bool = True  # the logits of all tokens of a micro-batch exist at once
     tiled_logits: bool = False  # a part of the vocabulary at a time, of up to 4,096 tokens
     wide_base: SourceKey | None = None  # why weights that adapters freeze are in float32
-    reduces_as_computed: bool = False  # FSDP reduces gradients in the dtype that it computes in
 
     @property
     def file(self) -> Path:

@@ -9,9 +9,9 @@ from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.accelerate import UNUSED, read_launch_beside
 from fsdpctl.importers.defaults import CHANGES_TRL, TRL
-from fsdpctl.importers.models import map_model
 from fsdpctl.importers.schedules import add_schedule
 from fsdpctl.importers.shared import (
+    map_model,
     quantized,
     read_deepspeed,
     read_fsdp_of_transformers,
@@ -87,7 +87,6 @@ def read_trl(source: SourceConfig) -> Translation:
         found.map(None, "strategy=no_shard", "engine=ddp", default="(ranks)", note=note)
     read_optimizer(found, source.take("optim"), "optim")
     _read_loss(found)
-    found.reduces_as_computed = True
     _read_training(found)
     found.changes = CHANGES_TRL
     found.sort_rest((*_UNUSED, *UNUSED))

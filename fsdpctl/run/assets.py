@@ -33,12 +33,10 @@ def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
     path, tokenizer = config.model.path, data.tokenizer
     own = {} if path is None else assets_beside(Path(path))
     found = {name: content for name, content in own.items() if name in OF_THE_MODEL}
-    ends = data.end_tokens
-    if tokenizer.vocab_size == data.vocab_size:  # else the tokens may be of another one
+    is_models = tokenizer.vocab_size == data.vocab_size  # else the tokens may be of another one
+    if is_models:
         found |= _files_of(tokenizer, config.model, found)
-        ends = (*ends, *end_tokens(found, tokenizer, str(path)))
-    else:
-        ends = (*ends, *end_tokens(found, None, str(path)))
+    ends = (*data.end_tokens, *end_tokens(found, tokenizer if is_models else None, str(path)))
     if data.template is not None:
         others = [name for name in found if name == TEMPLATE_JSON or name.startswith(TEMPLATES)]
         found = {name: content for name, content in found.items() if name not in others}

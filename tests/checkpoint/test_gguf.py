@@ -15,8 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from fsdpctl.checkpoint.consolidate import shard_weights
-from fsdpctl.checkpoint.gguf_file import write_gguf
-from fsdpctl.checkpoint.gguf_tokenizer import _TEXTS, _splitter
+from fsdpctl.checkpoint.gguf_file import _TEXTS, _splitter, write_gguf
 from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
-from fsdpctl.checkpoint import remote
+from fsdpctl.checkpoint import remote_run
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.folders import complete_checkpoints, copy_checkpoint, step_folder
 from fsdpctl.checkpoint.manifest import Progress
@@ -79,8 +79,8 @@ def are_equal(one: Path, other: Path) -> bool:
 
 
 def test_a_checkpoint_comes_back_as_it_was(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "_BLOCK", 3000)
-    monkeypatch.setattr(remote, "_LEAST_BLOCK", 3000)
+    monkeypatch.setattr(remote_run, "_BLOCK", 3000)
+    monkeypatch.setattr(remote_run, "_LEAST_BLOCK", 3000)
     there = RemoteCheckpoints(URL)
     assert there.newest() is None
     first, second, *_ = folders(run)
@@ -119,8 +119,8 @@ def test_a_checkpoint_with_templates_is_copied_whole(run, tmp_path):
 
 
 def test_a_block_is_fetched_once_and_before_it_is_needed(run, monkeypatch):
-    monkeypatch.setattr(remote, "_BLOCK", 3000)
-    monkeypatch.setattr(remote, "_LEAST_BLOCK", 3000)
+    monkeypatch.setattr(remote_run, "_BLOCK", 3000)
+    monkeypatch.setattr(remote_run, "_LEAST_BLOCK", 3000)
     RemoteCheckpoints(URL).upload(folders(run)[0])
     found = open_checkpoint(URL)
     asked: Counter[tuple[int, int]] = Counter()

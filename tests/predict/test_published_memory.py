@@ -22,9 +22,9 @@ from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import divide
 from fsdpctl.predict.allocator import CachingAllocator
 from fsdpctl.predict.compute import Program
-from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, replay
+from fsdpctl.predict.torch_steps import Fsdp2Steps
 from fsdpctl.predict.training_plan import TrainingPlan
 from tests.predict.titan import LLAMA_7B, LLAMA_8B, Shape, Titan
 

@@ -1,14 +1,4 @@
-"""The training step of PyTorch's `fully_shard`, after its source (torch/distributed/fsdp).
-
-Each parameter is cut along its first dimension. A unit is gathered into one buffer of a side stream
-and copied from there into one tensor per parameter; that buffer is freed once the next unit has
-been copied. In backward, the previous unit is gathered ahead. Gradients are copied into one buffer,
-which is freed after the next unit's backward, and reduced into another, of which the gradients are
-views.
-
-The host requests memory for the next forward gather only after it has issued the kernels of the
-current block, but the transfer runs alongside them: hence `_start_gather` and `_allocate_gather`.
-"""
+"""The training steps of PyTorch's engines: `fully_shard` and DistributedDataParallel."""
 
 from collections.abc import Sequence
 
@@ -18,7 +8,7 @@ from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.hardware import CollectiveKind as C
-from fsdpctl.predict.recorder import COPIES, Category, RankGroup, Recorder
+from fsdpctl.predict.recorder import COPIES, GATHERS, Category, RankGroup, Recorder
 from fsdpctl.predict.training_plan import TorchOptimizer, TrainingPlan
 
 _GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams
@@ -26,7 +16,18 @@ _QUEUE = "collectives"  # of the shard group's communicator
 
 
 class Fsdp2Steps:
-    """The steps of one rank: `fully_shard` was called on each block, then on the root."""
+    """The steps of one rank: `fully_shard` was called on each block, then on the root.
+
+    After its source (torch/distributed/fsdp): each parameter is cut along its first dimension. A
+    unit is gathered into one buffer of a side stream and copied from there into one tensor per
+    parameter; that buffer is freed once the next unit has been copied. In backward, the previous
+    unit is gathered ahead. Gradients are copied into one buffer, which is freed after the next
+    unit's backward, and reduced into another, of which the gradients are views.
+
+    The host requests memory for the next forward gather only after it has issued the kernels of
+    the current block, but the transfer runs alongside them: hence `_start_gather` and
+    `_allocate_gather`.
+    """
 
     def __init__(
         self,
@@ -264,3 +265,95 @@ class Fsdp2Steps:
         self._optimizer.step(shards)
         self._recorder.free(*self._grads.values())
         self._grads.clear()
+
+
+_BUCKET = 25 << 20  # bytes
+
+
+class DdpSteps:
+    """The steps of one rank of DistributedDataParallel, with gradients as views of its buckets.
+
+    Every rank keeps everything. The buckets, as large as all parameters, stay allocated. If the
+    computation has a narrower dtype than the parameters, each unit's parameters are cast in forward
+    and kept until its backward, as autocast does for matrix products.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        plan: TrainingPlan,
+        recorder: Recorder,
+        *,
+        fused: bool = True,
+    ) -> None:
+        self._plan, self._recorder = plan, recorder
+        self._optimizer = TorchOptimizer(plan, recorder, fused=fused)
+        self._cast_keys: dict[str, list[int]] = {}
+        self._filled = 0  # bytes of the bucket that fills
+        self._sent: list[int] = []
+        self._params = {unit.name: unit.params for unit in units}
+
+    def setup(self, *, draws: bool) -> None:
+        recorder, itemsize = self._recorder, self._plan.dtypes.master.itemsize
+        recorder.at("building the model")
+        for unit, params in self._params.items():
+            for param in params:
+                recorder.allocate(Category.PARAMETERS, unit, "parameters", param.numel * itemsize)
+        for unit in self._params:
+            recorder.allocate(Category.GRADIENTS, unit, "buckets", sum(self._trained(unit)))
+
+    def step(self) -> None:
+        recorder = self._recorder
+        root, *units = self._params
+        for reduces in self._plan.reduces:
+            recorder.compute(Part.BEFORE)
+            self._cast(root)
+            recorder.compute(Part.START)
+            for name in units:
+                self._cast(name)
+                recorder.compute(Part.FORWARD, name)
+                recorder.compute(Part.AROUND, name)
+            recorder.compute(Part.LOSS)
+            for name in (*reversed(units), root):
+                if name != root:
+                    recorder.compute(Part.BACKWARD, name)
+                self._collect(name, reduces=reduces)
+            self._send(self._filled, reduces=reduces)
+            for key in self._sent:
+                recorder.wait(key)
+            self._sent.clear()
+            recorder.compute(Part.END)
+        self._optimizer.step([(name, n) for name in self._params for n in self._trained(name)])
+
+    def _trained(self, unit: str) -> list[int]:
+        """Return the bytes of each trained parameter of a unit."""
+        itemsize = self._plan.dtypes.master.itemsize
+        return [param.numel * itemsize for param in self._params[unit] if param.trainable]
+
+    def _cast(self, unit: str) -> None:
+        dtypes, sizes = self._plan.dtypes, [param.numel for param in self._params[unit]]
+        compute, master = dtypes.compute.itemsize, dtypes.master.itemsize
+        if compute == master:
+            return
+        of, what = Category.GATHERED_UNITS, "cast parameters"
+        self._cast_keys[unit] = [
+            self._recorder.allocate(of, unit, what, numel * compute) for numel in sizes
+        ]
+        self._recorder.copy(sum(sizes) * (compute + master), f"cast {unit}")
+
+    def _collect(self, unit: str, *, reduces: bool) -> None:
+        recorder = self._recorder
+        recorder.free(*(recorder.gradient(param.name) for param in self._params[unit]))
+        recorder.free(*self._cast_keys.pop(unit, ()))
+        nbytes = sum(self._trained(unit))
+        recorder.copy(2 * nbytes, f"copy gradients of {unit}")
+        self._filled += nbytes
+        while self._filled >= _BUCKET:
+            self._send(_BUCKET, reduces=reduces)
+
+    def _send(self, nbytes: int, *, reduces: bool) -> None:
+        self._filled -= nbytes
+        if reduces and nbytes:
+            kind, group = C.ALL_REDUCE, RankGroup.SHARD
+            key = self._recorder.start(kind, nbytes, group, "reduce a bucket", queue=GATHERS)
+            self._sent.append(key)
