@@ -238,4 +238,4 @@ def test_without_a_writable_home_the_cache_is_in_the_directory_of_the_run(
     assert look(found.config, "auto").standing is Standing.NEW
     monkeypatch.delattr(FileTokenizer, "encode_pieces")  # its tokens are there
     open_run(compose_config(typed))
-    assert {each.name[:5] for each in (tmp_path / cache).iterdir()} == {"text-"}
+    assert {each.name[:5] for each in (tmp_path / cache).iterdir()} == {"text-", "texts"}
