@@ -24,7 +24,31 @@ _UNSEEN = ("", 10.0)  # a new test has a usual one's seconds
 _EVERY = 20  # passed tests between two writes
 _MANY, _TOO_MANY = 0.3, 3.0  # CPU seconds of a fast test
 _FEW = 0.02  # of a test without a line
-_KEPT = "tests/commands/test_run.py::test_a_run_leaves_what_it_promises"  # a run, as users start it
+# Functions that stay fast, since no other fast test holds their promise, or imports are their cost.
+_KEPT = {
+    "tests/commands/test_run.py::test_a_run_leaves_what_it_promises",
+    "tests/emulated/test_engine.py::test_strategies_give_the_losses_of_cpu_ranks",
+    "tests/engine/test_api.py::test_any_elementwise_optimizer_and_clipping_count_each_element_once",
+    "tests/engine/test_api.py::test_the_accumulator_returns_the_mean_of_full_and_partial_windows",
+    "tests/engine/test_offload.py::test_same_bits",
+    "tests/engine/test_one_path.py::test_a_fault_in_making_them_is_found",
+    "tests/engine/test_parity.py::test_equals_one_process",
+    "tests/engine/test_shared_memory.py::test_equals_one_process_bit_for_bit",
+    "tests/engine/test_trace.py::test_events_bytes_and_buffers_equal_the_plan",
+    "tests/estimate/test_estimator.py::test_changes_are_named_in_the_order_of_their_predicted_time",
+    "tests/estimate/test_estimator.py::test_each_of_several_settings_is_needed",
+    "tests/estimate/test_estimator.py::test_quantized_weights_are_never_predicted_faster",
+    "tests/estimate/test_fits.py::test_a_selection_leaves_a_reserve_on_gpus_unless_nothing_does",
+    "tests/examples/test_examples.py::test_the_commands_pass_a_dry_run",
+    "tests/optim/test_states.py::test_bits_do_not_depend_on_ranks",
+    "tests/resolve/test_commands_agree.py::"
+    "test_what_fits_by_the_estimate_fits_for_train_with_the_same_selection",
+    "tests/test_docs.py::test_generated_tables_are_up_to_date",
+    "tests/test_language.py::test_all_prose_uses_the_vocabulary",
+    "tests/test_ranks.py::test_what_a_body_leaves_fails_it_by_name_and_reaches_no_other",
+    "tests/training/test_context.py::test_packed_chats_whose_answers_are_on_few_ranks",
+    "tests/training/test_own.py::test_ranks_train_as_one_process",
+}
 
 Ledger = dict[str, tuple[str, float]]  # by a test's identifier: the day, and seconds
 
@@ -127,8 +151,9 @@ def too_long(ledger: Ledger) -> dict[str, list[str]]:
     """Return the fast tests whose CPU seconds are too many, by their function."""
     found: dict[str, list[str]] = {}
     for test, (day, seconds) in ledger.items():
-        if not day and seconds > _TOO_MANY and test != _KEPT:
-            found.setdefault(test.partition("[")[0], []).append(test)
+        function, _, _ = test.partition("[")
+        if not day and seconds > _TOO_MANY and function not in _KEPT:
+            found.setdefault(function, []).append(test)
     return found
 
 
@@ -138,7 +163,7 @@ def mark(function: str, root: Path) -> None:
     lines = (root / file).read_text().splitlines(keepends=True)
     for each in ast.parse("".join(lines)).body:
         if isinstance(each, ast.FunctionDef) and each.name == name:
-            line = min(each.lineno, *(first.lineno for first in each.decorator_list))
+            line = min([each.lineno, *(first.lineno for first in each.decorator_list)])
             lines.insert(line - 1, "@pytest.mark.slow\n")
     (root / file).write_text("".join(lines))
 

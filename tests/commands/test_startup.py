@@ -76,6 +76,8 @@ def test_the_table_of_commands_repeats_what_each_says(name):
     assert len(info.help) <= 50
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_advice_estimates_no_settings_together_if_one_suffices(monkeypatch):
     """Each estimate of a large model takes as long as a start."""
     plan = plan_on_cluster(compose_config(

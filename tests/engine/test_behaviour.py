@@ -233,6 +233,8 @@ def test_nothing_is_left_in_the_padding_of_unsharded_gradients(rank, world_size,
         model.drop_gradients()
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @distributed(world_size=4)
 @in_turn(called=[True, False], strategy__owners=[
     ("shard_optimizer", "even"), ("shard_optimizer", "round_robin"),

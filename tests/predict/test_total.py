@@ -132,6 +132,8 @@ def test_estimates_are_exact_over_nccl(ranks: int, whole: bool) -> None:
             check(config, rank, Transport.NCCL)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3, 4]))
 @distributed(timeout=600)

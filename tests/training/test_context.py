@@ -68,6 +68,8 @@ def chats(folder: Path, family: str) -> list[str]:
             "train.seq_len=60", "train.global_batch_size=3"]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("more", fast(
     ["strategy=hybrid_shard", "strategy.dp_shard_size=2", "activation_checkpointing=full",
      "train.micro_batch_size=1", "accumulation=last", "train.seq_len=100"],
