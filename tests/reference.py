@@ -29,9 +29,8 @@ class PaddedAdamW:
         decay: list[Tensor] = [self._padded[name] for name in params if decays[name]]
         plain: list[Tensor] = [self._padded[name] for name in params if not decays[name]]
         groups: list[dict[str, object]] = [
-            {"params": decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
+            {"params": decay}, {"params": plain, "weight_decay": 0.0},
+        ]  # fmt: skip
         self._optimizer = torch.optim.AdamW(
             groups, lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=weight_decay, fused=True
         )

@@ -164,10 +164,9 @@ def write_tokenizer(folder: Path, name: str, template: str | None = None) -> Pat
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     about: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": family.eos,
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": family.eos,
         "chat_template": template_of(name) if template is None else template,
-    }
+    }  # fmt: skip
     if template == "":
         del about["chat_template"]
     if family.bos is not None:

@@ -49,9 +49,8 @@ def test_gzip_byte_order_marks_and_crlf_are_supported(tmp_path):
     packed.write_bytes(gzip.compress(lines, mtime=0))
     assert rows_of(plain) == rows_of(packed) == [Plain("a"), Plain("b")]
     assert [line.where for line, _ in lines_of(str(plain))[1]] == [
-        f"{plain}, line 1",
-        f"{plain}, line 3",
-    ]
+        f"{plain}, line 1", f"{plain}, line 3",
+    ]  # fmt: skip
 
 
 GOOD = json.dumps({"messages": CHAT}).encode()
@@ -59,11 +58,10 @@ EXPECTED = r"expected one JSON object per line \(.jsonl\), a JSON array of objec
 BAD = {
     b'{"messages": [': "not JSON: .*column",
     b'{"text": "x"}': "messages: required, as in the file's first row",
-    b"[1, 2]": f"not as expected: .*; {EXPECTED}",
-    b"a,b": f"not JSON: .*; {EXPECTED}",
+    b"[1, 2]": f"not as expected: .*; {EXPECTED}", b"a,b": f"not JSON: .*; {EXPECTED}",
     b"{": f"not JSON: .*; {EXPECTED}",
     b'{"messages": [{"role": "user", "content": "\xff"}]}': "not UTF-8: .* at byte 44",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
@@ -96,9 +94,8 @@ def test_rows_of_alpaca_have_the_tokens_that_axolotl_makes(tmp_path, family, add
     before, answer = tokenizer(asked)["input_ids"], tokenizer("good day", add_special_tokens=False)
     expected = [*before, *answer["input_ids"], tokenizer.eos_token_id]
     assert found.train.tokens.tolist() == expected
-    assert found.train.trained.tolist() == [False] * len(before) + [True] * (
-        len(expected) - len(before)
-    )
+    trained = [False] * len(before) + [True] * (len(expected) - len(before))
+    assert found.train.trained.tolist() == trained
 
 
 def test_only_rows_with_an_instruction_are_written_as_alpaca(tmp_path):

@@ -33,10 +33,9 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path):
     folder = write_tokenizer(tmp_path, "chatml", "config")
     about = json.loads((folder / "tokenizer_config.json").read_text())
     cases: list[tuple[dict, str]] = [
-        ({}, "config"),
-        ({"chat_template": [{"name": "default", "template": "named"}]}, "named"),
+        ({}, "config"), ({"chat_template": [{"name": "default", "template": "named"}]}, "named"),
         ({"chat_template.jinja": "file\n"}, "file\n"),
-    ]
+    ]  # fmt: skip
     for change, expected in cases:
         for name, content in change.items():
             if name == "chat_template":

@@ -94,9 +94,8 @@ def load_all(rank: int, world_size: int, folder: Path, dtype: str, strategies: l
 def check_bits(model: ShardedModel, optimizer: ShardedAdamW, whole: dict[str, Tensor]) -> None:
     found = list(held(model, optimizer))
     assert {key.partition("/")[0] for key, *_ in found} in (
-        {"model", "exp_avg", "exp_avg_sq"},
-        set(),
-    )
+        {"model", "exp_avg", "exp_avg_sq"}, set(),
+    )  # fmt: skip
     for key, span, values in found:
         assert torch.equal(values, whole[key].view(-1)[span.start : span.stop])
 

@@ -167,14 +167,13 @@ def tokenizer(made: Any, normalizer: Any = None, size: int = 700) -> dict[str, A
 
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
 NAMES = {
-    "gpt-2": splitting(use_regex=True),
-    "smollm": splitting(DIGITS, use_regex=True),
+    "gpt-2": splitting(use_regex=True), "smollm": splitting(DIGITS, use_regex=True),
     "llama-bpe": splitting(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]),
     "qwen2": splitting(GGUF_PRE_TOKENIZER_SPLITS["qwen2"]),
     "qwen35": splitting(GGUF_PRE_TOKENIZER_SPLITS["qwen35"]),
     "tekken": splitting(GGUF_PRE_TOKENIZER_SPLITS["tekken"]),
     "gpt-4o": splitting(GGUF_PRE_TOKENIZER_SPLITS["gpt-4o"]),
-}
+}  # fmt: skip
 UNKNOWN = {
     "deepseek without Chinese": splitting(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DIGITS),
     "numbers": splitting(pre_tokenizers.Digits(), use_regex=True),
@@ -200,9 +199,8 @@ def test_a_splitter_that_llama_cpp_approximates_has_a_note(tmp_path):
     files = {"tokenizer.json": json.dumps(tokenizer(NAMES["tekken"], size=300)).encode()}
     reader = sharded("llama", tmp_path, tokenizer=files)
     exported = write_gguf(reader, tmp_path / "m", dtype="F32", overwrite=False)
-    assert exported.notes == (
-        "tokens of words beyond A to Z may differ: llama.cpp approximates tekken",
-    )
+    (note,) = exported.notes
+    assert note == "tokens of words beyond A to Z may differ: llama.cpp approximates tekken"
     assert GGUFReader(exported.path).fields["tokenizer.ggml.pre"].contents() == "tekken"
 
 

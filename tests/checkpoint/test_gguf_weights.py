@@ -29,13 +29,12 @@ _EXPERTS: dict[str, Any] = {
     "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256
 }  # fmt: skip
 MODELS = {
-    "llama": hf.LlamaConfig(**_SIZES),
-    "qwen2": hf.Qwen2Config(**_SIZES, tie_word_embeddings=True),
+    "llama": hf.LlamaConfig(**_SIZES), "qwen2": hf.Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen3": hf.Qwen3Config(**_SIZES, head_dim=128),
     "gemma3": hf.Gemma3TextConfig(**_SIZES, head_dim=64, sliding_window=9),
     "phi3": hf.Phi3Config(**_SIZES, pad_token_id=0),
     "qwen3moe": hf.Qwen3MoeConfig(**_SIZES, **_EXPERTS),
-}
+}  # fmt: skip
 _K_BLOCKS = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}  # place of scales
 
 

@@ -43,9 +43,8 @@ def test_every_command_selects_the_same(tmp_path):
     assert tuple(chosen) == NAMES
     code, text = invoke("estimate-memory", *given, "--json")
     found = json.loads(text)
-    assert found["selected"]["ranked"][0]["settings"] == " ".join(
-        f"{k}={v}" for k, v in chosen.items()
-    )
+    text = " ".join(f"{k}={v}" for k, v in chosen.items())
+    assert found["selected"]["ranked"][0]["settings"] == text
     assert (found["strategy"], found["verdict"]) == (chosen["strategy"], "fits")
     code, text = invoke("train", "--dry-run", *given)
     assert (code, selected(text)) == (0, " ".join(f"{k}={v}" for k, v in chosen.items()))

@@ -28,9 +28,8 @@ def test_commas_separate_alternatives_of_choices_and_numbers():
     assert labels("strategy=full_shard,no_shard", "train.micro_batch_size=1,2") == [
         "strategy=full_shard train.micro_batch_size=1",
         "strategy=full_shard train.micro_batch_size=2",
-        "strategy=no_shard train.micro_batch_size=1",
-        "strategy=no_shard train.micro_batch_size=2",
-    ]
+        "strategy=no_shard train.micro_batch_size=1", "strategy=no_shard train.micro_batch_size=2",
+    ]  # fmt: skip
 
 
 def test_commas_in_paths_are_commas():
@@ -221,9 +220,8 @@ def test_an_interrupted_comparison_reports_its_results_and_leaves_no_rank(tmp_pa
     assert "tokens/s" in said
     found = json.loads((tmp_path / "kept" / "compare.json").read_text())
     assert {row["strategy"]: row["status"] for row in found} == {
-        "no_shard": "ok",
-        "full_shard": NOT_REACHED,
-    }
+        "no_shard": "ok", "full_shard": NOT_REACHED,
+    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -76,9 +76,8 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
     lines = [each for each in said.splitlines() if "no such key" in each]
     assert [each.partition("mine.yaml: ")[2].partition(" model.lora")[0] for each in lines] == [
         "hf_assets_path: no such key; use model.path",
-        "sequence_len: no such key; use train.seq_len",
-        "adapter: no such key; use",
-    ]
+        "sequence_len: no such key; use train.seq_len", "adapter: no such key; use",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "mistakes"), [
@@ -219,10 +218,9 @@ def test_nothing_is_compared_with_itself():
     words = ["strategy=no_shard,full_shard", "prefetch=none,both"]
     found, same = distinct(variants(words, None, steps=4))
     assert [each.row.label for each in found] == [
-        "strategy=no_shard prefetch=none",
-        "strategy=full_shard prefetch=none",
+        "strategy=no_shard prefetch=none", "strategy=full_shard prefetch=none",
         "strategy=full_shard prefetch=both",
-    ]
+    ]  # fmt: skip
     assert same == [
         "strategy=no_shard prefetch=both: skipped, runs the same as strategy=no_shard prefetch=none"
     ]

@@ -78,13 +78,12 @@ def every_reader(path: Path, tmp_path: Path) -> list[tuple[int, str]]:
     """What each command that takes a checkpoint says of this one."""
     text = f"data.path={make_text(tmp_path)}"
     return [
-        invoke("verify-checkpoint", str(path)),
-        invoke("inspect-checkpoint", str(path)),
+        invoke("verify-checkpoint", str(path)), invoke("inspect-checkpoint", str(path)),
         invoke("consolidate-checkpoint", str(path), str(tmp_path / "out")),
         invoke("consolidate-checkpoint", str(path), str(tmp_path / "o.gguf"), "--format", "gguf"),
         invoke("sample", str(path), "--tokens", "2"),
         dry_run(tmp_path, "model=hf", f"model.path={path}", "data=text", text),
-    ]
+    ]  # fmt: skip
 
 
 ATTACHMENTS = [

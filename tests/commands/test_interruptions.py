@@ -156,9 +156,8 @@ def test_a_suspended_rank_is_killed_with_its_launcher(tmp_path):
     process.communicate()
 
     def are_gone() -> bool:
-        return not any(
-            each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ranks
-        )
+        living = (each for each in ranks if each.is_running())
+        return all(each.status() == psutil.STATUS_ZOMBIE for each in living)
 
     wait_for(are_gone, 5)
     code, said = ended(start(tmp_path, 60))

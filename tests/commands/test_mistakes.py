@@ -20,11 +20,10 @@ from tests.training.chats import make_chat_model, make_chats
 TEXT = ["train", "--dry-run", "data.path=words.txt", *TINY]
 # The first word of a row; a key that is typed again replaces its own.
 BEGINNINGS = {
-    "text": TEXT,
-    "run": ["train", *TEXT[2:]],
+    "text": TEXT, "run": ["train", *TEXT[2:]],
     "nodes": [*TEXT, "launch.nnodes=2", "launch.node_rank=0"],
     "hf": ["train", "--dry-run", "model=hf", "model.path=model"],
-}
+}  # fmt: skip
 TABLE = [
     # commands and options
     ("trian", "trian", "Did you mean 'train'?"),
@@ -186,9 +185,7 @@ def world(tmp_path_factory):
     make_run(folder / "two", done=2)
     os.mkfifo(folder / "fifo")
     rows = {"qa": ("question", "answer"), "pr": ("prompt", "response"), "typo": ("mesages",)}
-    contents = {
-        f"{name}.jsonl": json.dumps(dict.fromkeys(keys, "a")) for name, keys in rows.items()
-    }
+    contents = {f"{each}.jsonl": json.dumps(dict.fromkeys(rows[each], "a")) for each in rows}
     contents |= {
         "empty.txt": "", "empty.jsonl": "", "x.pdf": "%PDF", "x.zip": "PK", "x.png": "PNG",
         "x.safetensors": "x", "mine/thesis.txt": "years of work", "damaged/config.yaml": "a: [",

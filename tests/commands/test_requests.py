@@ -115,9 +115,7 @@ def test_a_stopped_validation_is_done_by_the_next_start(run, whole, way, last):
     code, said = ended(process)
     step = 40 if last else 20
     assert code == 75, said
-    assert re.search(
-        rf"step {step}: validation stopped after \d of 3 batches \(stop requested", said
-    )
+    assert re.search(rf"step {step}: validation stopped after \d of 3 batches \(stop req", said)
     assert f"stopped at step {step} of 40, saved" in said
     assert "its validation is pending" in said
     assert f"step-{step:08d}" in run.checkpoints()

@@ -47,9 +47,8 @@ def test_the_age_of_the_heartbeat_decides(tmp_path, about, state):
     found = read_status(run)
     assert found.state == state
     assert found.message == (record.message or found.message)
-    assert ("was killed or is unreachable" in found.message) == (
-        state == "failed" and not record.message
-    )
+    is_lost = state == "failed" and not record.message
+    assert ("was killed or is unreachable" in found.message) == is_lost
 
 
 def test_a_process_that_was_killed_on_this_host_is_killed_at_once(tmp_path):
@@ -225,9 +224,8 @@ def test_any_value_in_metrics_is_shown_or_refused(tmp_path, field):
     run = make_run(tmp_path / "run", done=1)
     first = (run / METRICS).read_bytes()
     for value in (*map(json.dumps, ODD), "9" * 400, f'"{"x" * (1 << 21)}"'):
-        line = json.dumps({**step_line(2), field: None}).replace(
-            f'"{field}": null', f'"{field}": {value}'
-        )
+        line = json.dumps({**step_line(2), field: None})
+        line = line.replace(f'"{field}": null', f'"{field}": {value}')
         (run / METRICS).write_bytes(first + line.encode() + b"\n")
         code, said = invoke("status", str(run))
         assert code in (0, 2), said

@@ -124,10 +124,8 @@ def test_a_setting_of_a_recipe_can_be_unset(tmp_path):
     folder = [f"model.path={tmp_path}"]
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert compose_config(folder, "finetune_chat").config.model.lora.rank == 16
-    assert (
-        compose_config([*folder, "model.lora.rank=none"], "finetune_chat").config.model.lora.rank
-        is None
-    )
+    whole = compose_config([*folder, "model.lora.rank=none"], "finetune_chat").config
+    assert whole.model.lora.rank is None
     with pytest.raises(UsageError, match="model.num_layers=none: expected a whole number"):
         compose_config(["model.num_layers=none"])
 

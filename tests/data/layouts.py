@@ -123,9 +123,8 @@ ADDED: dict[str, dict[str, Any]] = {
     "extra dict": {"config": {"extra_special_tokens": {"call_token": "<call>"}}},
     "own key": {"config": {"call_token": "<call>"}},
     "map": {"special_map": {"additional_special_tokens": ["<call>"]}},
-    "file": {"added": {"<call>": 0}},
-    "json": {"in_json": (CALL,)},
-}
+    "file": {"added": {"<call>": 0}}, "json": {"in_json": (CALL,)},
+}  # fmt: skip
 CLASSES = ("GPT2", "GPTNeoX", "Qwen2", "Llama", "Gemma", "T5", "Bert", "Roberta", "CodeLlama")
 MODELS = ("gpt2", "gpt_neox", "qwen2", "llama", "gemma", "mistral", "phi3", "bert", "nobody")
 

@@ -80,10 +80,9 @@ def test_a_card_with_several_configurations_asks_for_one(cached):
         "- config_name: en\n  data_dir: en\n  - split: x\n": "README.md: not YAML",
     }.items()):  # fmt: skip
         cached(
-            f"org/dirs{number}",
-            ["en/train.jsonl", "fr/train.jsonl"],
+            f"org/dirs{number}", ["en/train.jsonl", "fr/train.jsonl"],
             f"---\nconfigs:\n{about}---\n",
-        )
+        )  # fmt: skip
         with pytest.raises(UsageError, match=word):
             names(f"hf://org/dirs{number}")
 
@@ -202,9 +201,8 @@ def test_names_are_sources_and_are_tokenized(cached, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "x"}')
     assert absolute_paths(path) == path
     assert [(each.path, each.share) for each in sources_in(path)] == [
-        ("hf://org/texts:a", 0.3),
-        (f"{tmp_path}/x.jsonl", 0.7),
-    ]
+        ("hf://org/texts:a", 0.3), (f"{tmp_path}/x.jsonl", 0.7),
+    ]  # fmt: skip
     assert DataConfig(name="chat", path=path).path == path
     done = tokenize_files("hf://org/texts", Output(tmp_path / "t.bin"), ByteTokenizer())
     assert ((tmp_path / "t.bin").read_bytes()[::2], done.tokens) == (b"in a/train.jsonl", 16)

@@ -97,13 +97,12 @@ def lines(count, seed=0):
 
 
 TEXTS = {
-    "lines": lines(600),
-    "one line": lines(600, 1).replace("\n", " "),
+    "lines": lines(600), "one line": lines(600, 1).replace("\n", " "),
     "no blanks": lines(900, 2).replace("\n", "").replace(" ", ""),
     "one word and line again and again": "the ab\n" * 2000,
     "blank lines": lines(500, 3).replace("\n", "\n\n \n"),
     "blanks at both ends": f" \n {lines(500, 4)} \n\n",
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -113,9 +113,8 @@ def test_shards_are_one_stream_in_the_order_of_their_names(tmp_path):
     assert [*first.tokens[:], *rest.tokens[:]] == TOKENS[:500].tolist()
     assert rest.rows(50)[3].tokens.tolist() == TOKENS[273:323].tolist()
     assert opened(tmp_path / "*_[13].bin").tokens[:].tolist() == [
-        *TOKENS[100:200],
-        *TOKENS[300:400],
-    ]
+        *TOKENS[100:200], *TOKENS[300:400],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("spoil", "word"), [

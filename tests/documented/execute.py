@@ -103,10 +103,9 @@ def _settings(words: Sequence[str], sizes: dict[str, str], without: str) -> list
 def _start(words: Sequence[str], folder: Path) -> "subprocess.Popen[str]":
     """Start the program of this checkout; files of the repository are named from its root."""
     programs = {
-        "fsdpctl": [sys.executable, "-m", "fsdpctl"],
-        "python": [sys.executable],
+        "fsdpctl": [sys.executable, "-m", "fsdpctl"], "python": [sys.executable],
         "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    }
+    }  # fmt: skip
     (program, *others) = words
     is_ours = any((ROOT / each).is_file() for each in others)
     return subprocess.Popen(

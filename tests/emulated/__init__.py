@@ -70,7 +70,6 @@ def environment(**settings: object) -> dict[str, str]:
     """What a process needs in its environment to have emulated devices: `seed=1, lag_us=0`, …"""
     paths = [str(_HERE / "site"), os.environ.get("PYTHONPATH", "")]
     return {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "EMULATED_CUDA": str(build()),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "EMULATED_CUDA": str(build()),
         **{f"EMULATED_CUDA_{name.upper()}": str(value) for name, value in settings.items()},
-    }
+    }  # fmt: skip

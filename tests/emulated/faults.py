@@ -95,9 +95,8 @@ KINDS = {
 }  # fmt: skip
 for _name, _cases in KINDS.items():
     _waits = (
-        (torch.cuda.Stream, "wait_stream", _nothing),
-        (NcclCollectives, "_after", _done_at_once),
-    )
+        (torch.cuda.Stream, "wait_stream", _nothing), (NcclCollectives, "_after", _done_at_once),
+    )  # fmt: skip
     for _case in _cases:
         for _side, _wait in zip(("before", "after"), _waits, strict=True):
             if (_name, _case.strategy) != ("all_gather", "no_shard"):

@@ -99,9 +99,8 @@ def unsharded_losses(
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_losses_equal_the_unsharded_ones(device: torch.device, strategy: str) -> None:
-    assert losses(forced(device, strategy), device) == pytest.approx(
-        unsharded_losses(device), rel=1e-6
-    )
+    expected = pytest.approx(unsharded_losses(device), rel=1e-6)
+    assert losses(forced(device, strategy), device) == expected
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])

@@ -177,9 +177,7 @@ def test_a_rank_that_waits_in_vain_says_for_what(rank: int, world_size: int) -> 
         memory = SharedMemory(ranks.gather_objects, rank, 0.05)
         if rank == 0:
             memory.raise_counter(0)
-            with pytest.raises(
-                EngineError, match="timed out after 0 s: waiting for bread of rank 1"
-            ):
+            with pytest.raises(EngineError, match="0 s: waiting for bread of rank 1"):
                 memory.wait(0, 1, "bread")
         gone = SharedMemory(ranks.gather_objects, rank, 60.0)
         gone._watched.register(watched := os.pidfd_open(ended.pid))

@@ -120,10 +120,9 @@ def test_fully_shard_with_replicas_keeps_all_reduced_gradients():
     kept = []
     for ranks, strategy, size in ((4, "full_shard", None), (8, "hybrid_shard", 4)):
         found = estimated(
-            world_size=ranks,
-            assumed=fsdpctl.Assumed(engine="fsdp2", num_micro_batches=2),
+            world_size=ranks, assumed=fsdpctl.Assumed(engine="fsdp2", num_micro_batches=2),
             sharding=fsdpctl.Sharding(strategy, dp_shard_size=size),
-        )
+        )  # fmt: skip
         script, item = found.step.script, found.step.recorder.item
         live, most = set[int](), 0
         for key, nbytes in script.operations(2):

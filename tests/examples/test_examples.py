@@ -43,9 +43,8 @@ def test_rented_nodes_install_what_they_are_given() -> None:
 
 def test_every_example_is_tried() -> None:
     assert {f"{each.parent.name}/{each.name}" for each in EXAMPLES.glob("*/*.y*ml")} == {
-        *_VARIABLES,
-        "ci/memory.yaml",
-    }
+        *_VARIABLES, "ci/memory.yaml",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("code", [0, 3])

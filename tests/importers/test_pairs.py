@@ -140,9 +140,8 @@ def test_convert_prints_what_it_leaves_out_beside_the_recipe():
     assert "left out: changes the training, without a counterpart: dataloader_drop_last" in said
     assert "gradient_accumulation_steps=5: run.yaml decides it" in said
     assert "not needed" not in said
-    assert (
-        Path("recipe.yaml").read_text().startswith("# Converted from run.yaml and launch.yml (TRL)")
-    )
+    text = Path("recipe.yaml").read_text()
+    assert text.startswith("# Converted from run.yaml and launch.yml (TRL)")
     files = ("--from", "run.yaml", "--from", "launch.yml", "--from", "a.yaml")
     assert invoke("train", *files)[1].startswith("a.yaml: expected a training file and one of acc")
 

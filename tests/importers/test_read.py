@@ -93,10 +93,9 @@ def test_a_stage_of_deepspeed_is_a_strategy():
 def test_the_deepspeed_file_that_a_configuration_names_is_read(tmp_path):
     inner = {
         "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}},
-        "bf16": {"enabled": True},
-        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": "auto",
-    }
+    }  # fmt: skip
     (tmp_path / "zero2.json").write_text(json.dumps(inner))
     text = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
     file = written(tmp_path, f"{text}  deepspeed_config_file: zero2.json\n")

@@ -31,9 +31,8 @@ TRL: dict[str, Any] = {
     "model_name_or_path": "meta-llama/Llama-3.1-8B", "dataset_name": "rows.jsonl", "use_peft": True,
 }  # fmt: skip
 TOOLS: dict[str, tuple[Reader, dict[str, Any], defaults.Defaults]] = {
-    "axolotl": (read_axolotl, AXOLOTL, defaults.AXOLOTL),
-    "TRL": (read_trl, TRL, defaults.TRL),
-}
+    "axolotl": (read_axolotl, AXOLOTL, defaults.AXOLOTL), "TRL": (read_trl, TRL, defaults.TRL),
+}  # fmt: skip
 _ZERO = {"zero_optimization": {"stage": 2}}
 _STOPS = {"val_set_size": 0.1, "early_stopping_patience": 2}
 _BEST = {"train.patience": "3", "checkpoint.keep_best": "true", "train.eval_batches": "0"}
@@ -436,9 +435,7 @@ _ROWS = {
 def test_rows_with_text_are_read_as_the_tool_reads_them(tool, kind):
     row, option = _ROWS[kind]
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
-    entry = (
-        {"datasets": [{"path": "rows.jsonl", "type": "completion"}]} if tool == "axolotl" else {}
-    )
+    entry = {"datasets": [_COLUMN]} if tool == "axolotl" else {}
     words = settings(tool, **entry)
     assert (words["data"], words["data.path"]) == (option, "rows.jsonl")
     assert ("data.train_on" in words) == (option == "chat")
@@ -451,8 +448,7 @@ def test_rows_with_text_are_read_as_the_tool_reads_them(tool, kind):
 def test_conversations_of_trl_take_precedence_over_text(row):
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     assert settings("TRL")["data"] == "chat"
-    entry = {"path": "rows.jsonl", "type": "completion"}
-    assert settings("axolotl", datasets=[entry])["data"] == "text"  # axolotl reads the column
+    assert settings("axolotl", datasets=[_COLUMN])["data"] == "text"  # axolotl reads the column
 
 
 @pytest.mark.parametrize("place", ["file", "data set"])

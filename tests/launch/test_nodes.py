@@ -217,9 +217,8 @@ def test_a_store_is_reached_on_the_loopback_address_of_either_family(address: st
     assert own_address(address, None)[0] == address
     connected_store(address, port, 20).set("key", "value")
     assert store.get("key") == b"value"
-    with pytest.raises(
-        UsageError, match=re.escape(f"={endpoint_of(address, port)}: node 0 cannot")
-    ):
+    named = re.escape(endpoint_of(address, port))
+    with pytest.raises(UsageError, match=f"={named}: node 0 cannot"):
         bound_store(address, port)
 
 
@@ -303,7 +302,5 @@ def test_a_rank_or_launcher_that_is_killed_is_named(tmp_path: Path, what: str) -
     assert (code, f"node 1 on {host} is unreachable; rank 0 stopped" in said) == (1, True)
     assert "gloo" not in said
     assert "gloo" in (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
-    assert (
-        f"failed: node 1 on {host} is unreachable\n"
-        in fsdpctl("status", "run", cwd=tmp_path).stdout
-    )
+    said = fsdpctl("status", "run", cwd=tmp_path).stdout
+    assert f"failed: node 1 on {host} is unreachable\n" in said

@@ -17,9 +17,8 @@ SIZES = [
 MODELS = {
     "llama": ["model.num_kv_heads=2"],
     "mistral": ["model.overrides.model_type=mistral", "model.overrides.sliding_window=7"],
-    "qwen3": ["model.overrides.model_type=qwen3", "model.num_kv_heads=1"],
-    "gpt2": ["model=gpt2"],
-}
+    "qwen3": ["model.overrides.model_type=qwen3", "model.num_kv_heads=1"], "gpt2": ["model=gpt2"],
+}  # fmt: skip
 
 
 def made(name: str) -> torch.nn.Module:

@@ -44,9 +44,8 @@ def test_results_are_the_same_with_less_memory(family, tmp_path):
     theirs = build_plain(model, plain_norms=True)
     names = {type(each).__name__: type(each) for each in theirs.modules()}
     others = {type(each) for each in ours.modules()} - {*names.values()}
-    assert {each.__name__ for each in others} == {
-        each for each in names if each.endswith("RMSNorm")
-    }
+    norms = {each for each in names if each.endswith("RMSNorm")}
+    assert {each.__name__ for each in others} == norms
     plain: Any = drawn(model).train(False)
     for name, each in theirs.named_modules():
         plain.get_submodule(name).__class__ = type(each)

@@ -177,9 +177,7 @@ def test_weights_are_read_from_where_transformers_reads_them(tmp_path):
     file.unlink()
     assert difference(load(tmp_path / "in"), theirs) > 1
     (tmp_path / "in" / "model.safetensors.index.json").unlink()
-    with pytest.raises(
-        UsageError, match=r"ambiguous weights in model-00001-of-00001.safetensors, z"
-    ):
+    with pytest.raises(UsageError, match=r"ambiguous weights in model-00001.*.safetensors, z"):
         load(tmp_path / "in")
 
 
@@ -202,9 +200,7 @@ def test_quantized_weights_are_refused(tmp_path):
 
 def test_another_shape_than_the_weights_is_a_mistake_of_the_user(tmp_path):
     save_model("llama", tmp_path / "in")
-    with pytest.raises(
-        UsageError, match=r"model.num_layers=2: conflicts with the weights .* of 3; set model.init"
-    ):
+    with pytest.raises(UsageError, match=r"layers=2: conflicts with the weights .* of 3; set mod"):
         compose(tmp_path / "in", "model.num_layers=2")
     assert compose(tmp_path / "in", "model.num_layers=2", "model.init=random").model.num_layers == 2
     assert compose(tmp_path / "in", "model.num_layers=3").model.num_layers == 3

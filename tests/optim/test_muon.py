@@ -39,9 +39,8 @@ SHARDINGS = [
 ]  # fmt: skip
 WINDOWS = {"one": 1, "last": 3}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "usual": {},
-    "others": {"momentum": 0.9, "nesterov": False, "ns_steps": 3},
-}
+    "usual": {}, "others": {"momentum": 0.9, "nesterov": False, "ns_steps": 3},
+}  # fmt: skip
 
 
 def is_matrix(name: str, param: Tensor) -> bool:
@@ -131,12 +130,11 @@ def decoder(family: str) -> nn.Module:
 
 
 OF_MUON = {
-    "gpt2": Kind(partial(decoder, "gpt2"), token_batches, their_loss),
-    "experts": Kind(Mixture),
+    "gpt2": Kind(partial(decoder, "gpt2"), token_batches, their_loss), "experts": Kind(Mixture),
     **{name: KINDS[name] for name in ("tied embedding", "used on some ranks")},
     **{name: KINDS[name] for name in ("never used", "recomputed", "used later")},
     **{name: Kind(partial(decoder, name), token_batches, their_loss) for name in ("phi3", "qwen3")},
-}
+}  # fmt: skip
 Case = tuple[tuple[str, str], str, str, str]
 
 

@@ -11,9 +11,8 @@ from tests.peers.runs import DDP, FSDP2, losses
 from tests.training.ranks import words
 
 pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+    pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -49,9 +49,8 @@ def test_shares_are_equal_aligned_and_divide_each_part(params, num_parts, shares
 @given(param_lists, part_counts)
 def test_padding_is_outside_all_parameters(params, num_parts):
     layout = flat_layout(params, num_parts)
-    assert sum(span.numel for span in layout.padding) == layout.numel - sum(
-        param.numel for param in params
-    )
+    padding = layout.numel - sum(param.numel for param in params)
+    assert sum(span.numel for span in layout.padding) == padding
     for gap in layout.padding:
         assert layout.pieces(gap) == ()
     assert layout.numel - sum(p.numel for p in params) < ALIGNMENT * (len(params) + num_parts)

@@ -95,12 +95,11 @@ def _model(draw: random.Random) -> list[str]:
         "model=gpt2" if arch == "gpt2" else f"model.overrides.model_type={arch}",
         f"model.num_layers={draw.randint(1, 9)}",
         f"model.hidden_size={heads * draw.choice([16, 32, 48])}",
-        f"model.intermediate_size={draw.choice([64, 100, 256, 512])}",
-        f"model.num_heads={heads}",
+        f"model.intermediate_size={draw.choice([64, 100, 256, 512])}", f"model.num_heads={heads}",
         f"model.num_kv_heads={heads if arch == 'gpt2' else draw.choice([1, heads])}",
         f"model.vocab_size={draw.choice([64, 300, 2000])}",
         f"model.overrides.tie_word_embeddings={draw.choice(['true', 'false'])}",
-    ]
+    ]  # fmt: skip
     if arch == "mistral" and draw.random() < 0.5:
         words += ["model.overrides.sliding_window=20"]
     part = draw.random()

@@ -97,9 +97,8 @@ def _mosaic(on_card: dict[str, str], rows: str) -> list[Step]:
         micro, passes = map(int, batch.split("x"))
         words = f"{_mpt(*_SHAPES[name], seq_len=int(length))} {on_card[card]}"
         words += f" {_FULL if recomputes == 'AC' else ''} {_batch(micro, 8, passes)}"
-        found.append(
-            Step(f"MPT-{name}, 8 {card}, {int(length):,} tokens", words, float(speed), _MOSAIC)
-        )
+        title = f"MPT-{name}, 8 {card}, {int(length):,} tokens"
+        found.append(Step(title, words, float(speed), _MOSAIC))
     return found
 
 

@@ -68,6 +68,5 @@ def test_collectives_in_flight_continue_in_the_next_run():
     found = simulator.run([Compute(1.0, "y"), Wait(1)])
     assert (found.seconds, found.exposed) == (2.0, 1.0)
     assert [(each.lane, each.start, each.end) for each in spans(found)] == [
-        (COMPUTE, 0.0, 1.0),
-        ("a", -1.0, 2.0),
-    ]
+        (COMPUTE, 0.0, 1.0), ("a", -1.0, 2.0),
+    ]  # fmt: skip

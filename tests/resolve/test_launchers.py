@@ -81,9 +81,8 @@ def test_a_variable_that_is_not_a_number_is_named():
 
 def test_a_wrong_number_of_nodes_or_ranks_is_rejected():
     two = LaunchConfig("env", nnodes=2)
-    assert "launch.nnodes=2: the launcher has started ranks on 1" in refused(
-        two, of_torchrun(0, 2, 2)
-    )
+    said = refused(two, of_torchrun(0, 2, 2))
+    assert "launch.nnodes=2: the launcher has started ranks on 1" in said
     assert "nnodes=3: Slurm has started the step on 2" in refused(
         LaunchConfig("slurm", nnodes=3), of_slurm(0, 2, 2)
     )

@@ -20,11 +20,10 @@ from tests.hostile import make_checkpoint, reseal
 from tests.run.runs import write_heartbeat
 
 KINDS = {
-    "text": ("data=text", "data.path=d"),
-    "mixture": ("data=text", "data.path=d/a.txt:3,d/b.txt:1"),
+    "text": ("data=text", "data.path=d"), "mixture": ("data=text", "data.path=d/a.txt:3,d/b.txt:1"),
     "validation": ("data=text", "data.path=d/a.txt", "data.val_path=d/b.txt"),
     "tokens": ("data=tokens", "data.path=t", "data.format=uint16", "model.vocab_size=256"),
-}
+}  # fmt: skip
 
 
 def typed(kind, *more):

@@ -43,9 +43,7 @@ def hold(tmp_path):
 def test_a_running_launcher_is_named(tmp_path, hold):
     process = hold("launcher")
     began = time.monotonic()
-    with pytest.raises(
-        UsageError, match=rf"in use by a running launcher \(process {process.pid}\)"
-    ):
+    with pytest.raises(UsageError, match=rf"by a running launcher \(process {process.pid}\)"):
         lock_run_dir(tmp_path, lambda: None)
     assert time.monotonic() - began < 5
 

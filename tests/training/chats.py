@@ -48,10 +48,9 @@ def make_chat_model(folder: Path, family: str, **settings: Any) -> Path:
     tokenizer.train_from_iterator([" ".join(WORDS), "user assistant reverse"] * 9, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     about = {
-        "eos_token": controls[0],
-        "chat_template": CHATML,
+        "eos_token": controls[0], "chat_template": CHATML,
         "tokenizer_class": "PreTrainedTokenizerFast",
-    }
+    }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     return folder
 

@@ -253,9 +253,8 @@ def test_only_trained_parameters_are_saved(tmp_path):
     ):
         assert code == 0, said
     assert f"base model (untrained weights): {tmp_path / 'base'}" in said
-    code, said = invoke(
-        "consolidate-checkpoint", str(tmp_path / "run"), str(tmp_path / "x"), "--merge"
-    )
+    words_of_merge = (str(tmp_path / "run"), str(tmp_path / "x"), "--merge")
+    code, said = invoke("consolidate-checkpoint", *words_of_merge)
     assert (code, "has no adapters" in said) == (2, True), said
 
 

@@ -22,9 +22,8 @@ VOCAB, LENGTH = 64, 25
 
 def decoder(*, tied: bool) -> TransformersDecoder:
     words = [
-        f"model.vocab_size={VOCAB}",
-        f"model.overrides.tie_word_embeddings={str(tied).lower()}",
-    ]
+        f"model.vocab_size={VOCAB}", f"model.overrides.tie_word_embeddings={str(tied).lower()}",
+    ]  # fmt: skip
     config = compose_config([*TINY, *words, "model.overrides.initializer_range=0.1"]).config
     return drawn(config.model).double()
 

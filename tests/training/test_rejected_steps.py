@@ -219,6 +219,5 @@ def test_the_samples_of_a_bad_step_are_shown_as_text(tmp_path):
     assert (code, said.count("--- sample")) == (0, 12)
     code, said = invoke("data", "--run", str(tmp_path / "run"), "--step", "999")
     assert (code, said) == (
-        2,
-        f"--step 999: not found; {tmp_path / 'run'} has completed {STEPS} steps",
-    )
+        2, f"--step 999: not found; {tmp_path / 'run'} has completed {STEPS} steps",
+    )  # fmt: skip
