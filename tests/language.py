@@ -133,9 +133,8 @@ def files() -> list[Path]:
     """Return every file whose language is checked."""
     found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
     found += sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "fsdpctl").rglob("*.py"))
-    return found + [
-        each for top in ("conf", "recipes") for each in sorted((ROOT / top).rglob("*.yaml"))
-    ]
+    tops = (ROOT / "conf", ROOT / "recipes")
+    return found + [each for top in tops for each in sorted(top.rglob("*.yaml"))]
 
 
 def main() -> None:

@@ -155,9 +155,8 @@ def layouts() -> Iterator[Layout]:
         yield Layout(f"model {name}", kind, None, {"model_type": name, "vocab_size": 9})
         yield Layout(f"model {name}, named end", kind, {"eos_token": "</s>"}, {"model_type": name})
     for name in ("GPT2", "Roberta", "Qwen2", "CTRL", "ByT5"):
-        yield Layout(
-            f"vocab.json of {name}", config={"tokenizer_class": f"{name}Tokenizer"}, slow=True
-        )
+        config = {"tokenizer_class": f"{name}Tokenizer"}
+        yield Layout(f"vocab.json of {name}", config=config, slow=True)
     yield Layout("begin and end by flags", "metaspace", {
         "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": True,
         "bos_token": "<s>", "eos_token": "</s>"})  # fmt: skip

@@ -117,9 +117,8 @@ LAYOUTS = {
      "1 file of 2; left out: val.jsonl (empty)"),
     "an empty text to validate": ("train.txt val.txt=EMPTY", "text", "train.txt", "",
      "1 file of 2; left out: val.txt (empty)"),
-    "an empty token file, which is damaged": (
-        "a.bin b.bin=EMPTY", "tokens", "a.bin b.bin", "", "2 files",
-    ),
+    "an empty token file, which is damaged":
+        ("a.bin b.bin=EMPTY", "tokens", "a.bin b.bin", "", "2 files"),
     "rows of any columns, called .json": (
         "a.json=COLUMNS README.md squad.json=SQUAD none.json=NONE", "chat", "a.json", "",
         "1 file of 4; left out: README.md, none.json, squad.json",
@@ -361,9 +360,8 @@ def test_files_that_turn_out_not_to_be_text_are_not_counted_as_used(tmp_path):
         (tmp_path / name).write_bytes(content)
     said = "2 skipped: b.py (not UTF-8 at byte 1), d.py (binary)"
     found = open_data(DataConfig("text", str(tmp_path))).description
-    assert found.endswith(
-        f"2 files of 4, 2 of them to validate, {said.replace(' sk', ' files sk')}"
-    )
+    said = said.replace(" sk", " files sk")
+    assert found.endswith(f"2 files of 4, 2 of them to validate, {said}")
     done = tokenize_files(str(tmp_path / "train"), Output(tmp_path / "t.bin"), ByteTokenizer())
     assert done.about == "1 file of 2, 1 file skipped: b.py (not UTF-8 at byte 1)"
     (tmp_path / "val/c.py").write_bytes(b"\0")

@@ -86,9 +86,8 @@ def _snapshot(blocks: list[tuple[int, int, int, int, bool]]) -> dict[str, Any]:
         whole = {"device": device, "address": address, "total_size": size, "stream": stream}
         sizes = {"allocated_size": used, "active_size": used, "requested_size": used}
         more = {"segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": False}
-        segments.append(
-            {**whole, **sizes, **more, "frames": [], "blocks": [{**block, "frames": []}]}
-        )
+        more |= {"frames": [], "blocks": [{**block, "frames": []}]}
+        segments.append({**whole, **sizes, **more})
     return {"segments": segments, "device_traces": [[]], "allocator_settings": {}}
 
 

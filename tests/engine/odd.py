@@ -117,7 +117,8 @@ class Stack(nn.Module):
     def __init__(self, *blocks: type[OddBlock]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        kinds = [blocks[index % len(blocks)] for index in range(max(4, len(blocks)))]
+        of = blocks or (OddBlock,)
+        kinds = [of[index % len(of)] for index in range(max(4, len(of)))]
         self.blocks = nn.ModuleList(kind() for kind in kinds)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +131,7 @@ class TiedAcross(Stack):
     """Two blocks share a matrix."""
 
     def __init__(self) -> None:
-        super().__init__(OddBlock)
+        super().__init__()
         first, second = self.get_submodule("blocks.1.up"), self.get_submodule("blocks.3.up")
         second.weight = first.weight
 
@@ -157,9 +158,6 @@ class Wayward(nn.Module):
 class SideOutputs(Stack):
     """Adds the output of the third block only where the first element of the input is positive."""
 
-    def __init__(self) -> None:
-        super().__init__(OddBlock)
-
     def forward(self, x: Tensor) -> Tensor:
         side = self.blocks[2](x)
         uses = float(x.detach()[0, 0]) > 0
@@ -172,6 +170,7 @@ class PartlyReentrant(OddNet):
     """Embedding, head, and blocks of which two are checkpointed re-entrantly."""
 
     def __init__(self) -> None:
+        torch.manual_seed(0)
         super().__init__(tied=False, num_blocks=3)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -180,11 +179,6 @@ class PartlyReentrant(OddNet):
             x = checkpoint(block, x, use_reentrant=True) if number != 1 else block(x)
         out: Tensor = self.head(self.norm(x))
         return out
-
-
-def partly_reentrant() -> nn.Module:
-    torch.manual_seed(0)
-    return PartlyReentrant()
 
 
 def recomputing(mode: str) -> nn.Module:
@@ -302,5 +296,5 @@ KINDS: dict[str, Kind] = {
     "recomputed selectively": Kind(lambda: recomputing("selective")),
     "checkpointed outside": Kind(lambda: Wayward([0, 1, 2, 3], checkpoints="plain")),
     "checkpointed re-entrantly": Kind(lambda: Wayward([1, 0, 2, 3], checkpoints="reentrant")),
-    "partly re-entrantly": Kind(partly_reentrant, token_batches, next_token_loss),
+    "partly re-entrantly": Kind(PartlyReentrant, token_batches, next_token_loss),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Parameters that are frozen, unused, shared or oddly placed: equal to one process, or an error."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,26 +16,29 @@ from tests.distributed import distributed, in_turn
 from tests.engine.models import OddBlock, OddNet, next_token_loss, one_step, token_batches
 from tests.engine.odd import Batches, Spare, Stack, TiedAcross, float_batches, square_loss
 from tests.engine.test_parity import largest_difference
-from tests.reference import train_reference
+from tests.reference import Loss, train_reference
 
 
-def train(
-    model: ShardedModel, rank: int, batches: Batches,
-    loss: Callable[[nn.Module, Tensor], Tensor] = square_loss,
-) -> None:  # fmt: skip
+def difference(
+    rank: int, make: Callable[[], nn.Module], batches: Batches, loss: Loss, strategy: str,
+    **about: Any,
+) -> float:  # fmt: skip
+    """By how much the weights of a sharded model differ from those of one process."""
+    torch.manual_seed(0)
+    expected = train_reference(make(), loss, batches)
+    torch.manual_seed(0)
+    model = shard_model(make(), strategy, **about)
     optimizer = ShardedAdamW(model, lr=1e-2)
     for of_ranks in batches:
         one_step(model, optimizer, of_ranks[rank][0], loss)
+    return largest_difference(model.state_dict(), expected)
 
 
 @distributed(world_size=2)
 @in_turn(depth=[0, 2, 3])
 def test_prefetch_changes_nothing_if_ranks_use_different_parameters(rank, world_size, depth):
-    batches = float_batches(6, world_size)
-    expected = train_reference(Stack(Spare), square_loss, batches)
-    model = shard_model(Stack(Spare), "full_shard", prefetch=Prefetch(depth, depth))
-    train(model, rank, batches)
-    assert largest_difference(model.state_dict(), expected) == 0.0
+    given = rank, lambda: Stack(Spare), float_batches(6, world_size), square_loss, "full_shard"
+    assert difference(*given, prefetch=Prefetch(depth, depth)) == 0.0
 
 
 class PassesThrough(OddBlock):
@@ -78,11 +82,7 @@ class Nested(nn.Module):
 @distributed(world_size=2)
 @in_turn(make=[WithBias, Nested], strategy=["full_shard", "shard_grad_op"])
 def test_other_ways_to_build_modules(rank, world_size, strategy, make):
-    batches = float_batches(4, world_size)
-    expected = train_reference(make(), square_loss, batches)
-    model = shard_model(make(), strategy)
-    train(model, rank, batches)
-    assert largest_difference(model.state_dict(), expected) == 0.0
+    assert difference(rank, make, float_batches(4, world_size), square_loss, strategy) == 0.0
 
 
 class SideOutput(nn.Module):
@@ -110,11 +110,7 @@ def test_a_loss_that_does_not_come_from_the_output(rank, world_size, strategy):
         found, inner.kept = inner.kept, torch.zeros(())  # else its graph would keep the module
         return found
 
-    batches = float_batches(3, world_size)
-    expected = train_reference(SideOutput(), loss, batches)
-    model = shard_model(SideOutput(), strategy)
-    train(model, rank, batches, loss)
-    assert largest_difference(model.state_dict(), expected) == 0.0
+    assert difference(rank, SideOutput, float_batches(3, world_size), loss, strategy) == 0.0
 
 
 @distributed(world_size=2)
@@ -207,12 +203,7 @@ class Rescales(Stack):
 @in_turn(make=[Speaker, Speechless])
 def test_embeddings_of_every_kind_equal_one_process(rank, world_size, make):
     batches = token_batches(2, world_size)
-    torch.manual_seed(0)
-    expected = train_reference(make(), next_token_loss, batches)
-    torch.manual_seed(0)
-    model = shard_model(make(), "full_shard")
-    train(model, rank, batches, next_token_loss)
-    assert largest_difference(model.state_dict(), expected) == 0.0
+    assert difference(rank, make, batches, next_token_loss, "full_shard") == 0.0
 
 
 @distributed(world_size=2)

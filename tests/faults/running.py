@@ -22,9 +22,7 @@ WORDS = [
     f"train.steps={STEPS}", f"checkpoint.every={SAVES_EVERY}", "train.log_every=10",
     f"train.eval_every={VALIDATES_EVERY}",
 ]  # fmt: skip
-_PLANTS = (
-    "import os\nif os.environ.keys() & {'RANK', 'SLURM_PROCID'}:\n    import tests.faults.plant\n"
-)
+_PLANTS = "import os\nif os.environ.keys() & {'RANK', 'SLURM_PROCID'}: import tests.faults.plant\n"
 
 
 def planted(folder: Path, fault: dict[str, Any]) -> dict[str, str]:

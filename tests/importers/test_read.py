@@ -304,11 +304,8 @@ def test_values_are_those_of_the_tools(tmp_path, base, lines, expected):
 ])  # fmt: skip
 @pytest.mark.parametrize("tool", ["axolotl", "trl"])
 def test_expressions_of_layers_become_names(tmp_path, tool, text, targets):
-    head = (
-        f"{AXOLOTL}adapter: lora\n"
-        if tool == "axolotl"
-        else "use_peft: true\nmodel_name_or_path: x\nper_device_train_batch_size: 1\n"
-    )
+    trl = "use_peft: true\nmodel_name_or_path: x\nper_device_train_batch_size: 1\n"
+    head = f"{AXOLOTL}adapter: lora\n" if tool == "axolotl" else trl
     found = read_others(written(tmp_path, f"{head}lora_target_modules: '{text}'\n"))
     assert found.settings.get("model.lora.targets") == targets
     assert any(name == "model.lora.targets" for name, _ in found.missing) == (targets is None)

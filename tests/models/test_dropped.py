@@ -27,9 +27,8 @@ def _adapted(dropout: float = DROPOUT) -> LoraLinear:
 def _mask() -> Tensor:
     """Return the next mask, times its scale."""
     seed = int(torch.empty((), dtype=torch.int64).random_())
-    mask = torch.empty(ROWS, WIDTH).bernoulli_(
-        1 - DROPOUT, generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.empty(ROWS, WIDTH).bernoulli_(1 - DROPOUT, generator=generator)
     return mask / (1 - DROPOUT)
 
 

@@ -165,9 +165,8 @@ def test_equals_one_process(rank: int, world_size: int, whole: bool) -> None:
 def test_a_run_resumes_bit_for_bit_elsewhere(rank: int, world_size: int, tmp_path: Path) -> None:
     batches = token_batches(4, world_size)
     own = [of_ranks[rank] for of_ranks in batches]
-    wanted = train_reference(
-        make_net(tied=True), next_token_loss, batches, make_optimizer=TorchMuon
-    )
+    plain = make_net(tied=True)
+    wanted = train_reference(plain, next_token_loss, batches, make_optimizer=TorchMuon)
     ways = [
         ("shard_optimizer", "matrices"), ("no_shard", "even"), ("shard_optimizer", "contiguous"),
     ]  # fmt: skip

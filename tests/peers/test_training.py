@@ -28,12 +28,10 @@ CASES: dict[str, tuple[int, str, list[list[str]]]] = {
         2, "optimizer.max_grad_norm=0.1 data.val_fraction=0.1 train.eval_every=2 "
         "train.eval_batches=2 train.loss_chunk_tokens=20", [FSDP2, KEEPS, DDP],
     ),
-    "reduced every time": (
-        2, "accumulation=every train.micro_batch_size=2", [FSDP2, KEEPS, ALONE, DDP],
-    ),
-    "reduced at last": (
-        2, "accumulation=last train.micro_batch_size=2", [FSDP2, KEEPS, ALONE, DDP],
-    ),
+    "reduced every time":
+        (2, "accumulation=every train.micro_batch_size=2", [FSDP2, KEEPS, ALONE, DDP]),
+    "reduced at last":
+        (2, "accumulation=last train.micro_batch_size=2", [FSDP2, KEEPS, ALONE, DDP]),
     "recomputed": (2, "activation_checkpointing=full", [FSDP2, DDP]),
     "recomputed in part": (2, "activation_checkpointing=selective", [FSDP2, DDP]),
     "far prefetch": (2, "prefetch.forward=2 prefetch.backward=2", [FSDP2]),

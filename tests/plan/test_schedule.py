@@ -100,9 +100,8 @@ def test_a_unit_far_above_the_median_has_a_slot_of_its_own():
 
 def test_no_shard_only_holds_and_reduces():
     order = UnitOrder("root", ("a", "b"))
-    events = step_events(
-        Schedule(order, STRATEGIES["no_shard"], Prefetch(), alike(order)), (False, True)
-    )
+    schedule = Schedule(order, STRATEGIES["no_shard"], Prefetch(), alike(order))
+    events = step_events(schedule, (False, True))
     reduced = "reduce b, reduced b, reduce a, reduced a, reduce root, reduced root"
     assert said(events) == f"hold b, hold a, hold root, {reduced}"
 

@@ -51,9 +51,8 @@ class _Attention(nn.Module):
 
     def forward(self, x, turns):
         batch, length, _ = x.shape
-        q, k, v = (
-            each(x).view(batch, length, -1, self.head) for each in (self.wq, self.wk, self.wv)
-        )
+        maps = (self.wq, self.wk, self.wv)
+        q, k, v = (each(x).view(batch, length, -1, self.head) for each in maps)
         q, k = _turned(q, turns), _turned(k, turns)
         k, v = self._repeated(k), self._repeated(v)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))

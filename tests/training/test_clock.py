@@ -107,6 +107,5 @@ def test_a_trace_requested_later_has_its_own_files(tmp_path: Path) -> None:
     for file in (tmp_path / "profile").iterdir():
         events = json.loads(file.read_text())["traceEvents"]
         named = [e["name"] for e in events if e.get("cat") == "user_annotation"]
-        assert all(
-            named.count(f"forward {unit}") == 3 for unit in model._runtime.schedule.order.forward
-        )
+        units = model._runtime.schedule.order.forward
+        assert [named.count(f"forward {unit}") for unit in units] == [3] * len(units)

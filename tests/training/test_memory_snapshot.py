@@ -33,9 +33,7 @@ def test_an_error_for_want_of_memory_names_its_snapshot(
 
 def test_allocations_are_recorded_on_cuda_only(monkeypatch):
     asked: list[dict[str, object]] = []
-    monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda **about: asked.append(about)
-    )
+    monkeypatch.setattr("torch.cuda.memory._record_memory_history", lambda **x: asked.append(x))
     watch_allocations(torch.device("cpu"))
     assert asked == []
     watch_allocations(torch.device("cuda"))
