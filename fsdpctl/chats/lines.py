@@ -111,7 +111,7 @@ def _objects(path: str) -> _Places:
         if start.startswith(b"\x1f\x8b"):
             file = BufferedReader(gzip.GzipFile(fileobj=raw))
         elif _ZSTD.match(start):
-            file = BufferedReader(open_zstd(path, raw))
+            file = BufferedReader(load("pyarrow", path).CompressedInputStream(raw, "zstd"))
         read = _Reader(path, file)
         start = read.call("peek", 64)
         if start.startswith(_WIDE):
@@ -183,10 +183,6 @@ def _object(text: str, where: str) -> dict[str, Any]:
 
 
 _BATCH = 64  # rows that are read at a time
-
-
-def open_zstd(path: str, raw: IO[bytes]) -> Any:
-    return load("pyarrow", path).CompressedInputStream(raw, "zstd")
 
 
 def objects_of_table(

@@ -163,7 +163,11 @@ def _check_content(message: Message, where: str) -> None:
     if not isinstance(content, str):
         raise UsageError(f"{where}: content: expected text or a list of parts")
     if "tool_calls" in message:
-        message["tool_calls"] = _checked_calls(message, where)
+        place = f"{where}: tool_calls"
+        calls = [as_object(each, place) for each in as_list(message["tool_calls"], place)]
+        if calls and message["role"] != ASSISTANT:
+            raise UsageError(f"{place}: only valid with role {ASSISTANT}")
+        message["tool_calls"] = [_checked_call(call, where) for call in calls]
     for name in message.keys() & set(REASONING):
         expect_text(message, name, f"{where}: ")
     has_more = message.get("tool_calls") or any(message.get(name) for name in REASONING)
@@ -180,14 +184,6 @@ def _part(part: Any, where: str) -> Message:
     if loss_flag(part, f"{where}: ") is False:
         raise UsageError(f"{where}: loss of a part: not supported; expected one for the message")
     return {key: value for key, value in part.items() if key not in FLAGS}
-
-
-def _checked_calls(message: Message, where: str) -> list[Message]:
-    calls = [as_object(each, f"{where}: tool_calls") for each in
-             as_list(message["tool_calls"], f"{where}: tool_calls")]  # fmt: skip
-    if calls and message["role"] != ASSISTANT:
-        raise UsageError(f"{where}: tool_calls: only valid with role {ASSISTANT}")
-    return [_checked_call(call, where) for call in calls]
 
 
 def _checked_call(call: Message, where: str) -> Message:

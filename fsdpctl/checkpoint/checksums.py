@@ -80,7 +80,18 @@ class ExportedDirectory:
         for name in self._content.files:
             for part in name.split("/"):
                 plain_name(part, _ANY, where, CheckpointError)
-        self._check_files()
+        found = dict(_files_in(folder))
+        for name, info in self._content.files.items():
+            if name not in found:
+                raise CheckpointError(f"{folder / name}: not found; {CHECKSUMS} names it")
+            if (size := found[name].stat().st_size) != info.size:
+                raise CheckpointError(
+                    f"{folder / name}: corrupted: expected {info.size:,} bytes, got {size:,}"
+                )
+        for name, path in found.items():
+            is_known = name in self._content.files or name == CHECKSUMS
+            if not is_known and not _MAY_BE_ADDED.fullmatch(name.partition("/")[0]):
+                raise CheckpointError(f"{path}: does not belong to this export")
 
     def counts(self) -> dict[str, int]:
         """Return the number of files, without that of the checksums, and of bytes."""
@@ -98,20 +109,6 @@ class ExportedDirectory:
                     yield len(data)
             if whole.hexdigest() != info.xxh3:
                 raise CheckpointError(f"{path}: corrupted: the checksum does not match")
-
-    def _check_files(self) -> None:
-        found = dict(_files_in(self.folder))
-        for name, info in self._content.files.items():
-            if name not in found:
-                raise CheckpointError(f"{self.folder / name}: not found; {CHECKSUMS} names it")
-            if (size := found[name].stat().st_size) != info.size:
-                raise CheckpointError(
-                    f"{self.folder / name}: corrupted: expected {info.size:,} bytes, got {size:,}"
-                )
-        for name, path in found.items():
-            is_known = name in self._content.files or name == CHECKSUMS
-            if not is_known and not _MAY_BE_ADDED.fullmatch(name.partition("/")[0]):
-                raise CheckpointError(f"{path}: does not belong to this export")
 
 
 def _files_in(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -51,9 +51,7 @@ class FittedTensors:
     def __init__(self, source: Tensors, model: ModelConfig) -> None:
         self._source = source
         self._shapes, (embedding, *_) = vocabulary_shapes(build_plain(model))
-        left = [
-            x for x in self._shapes.keys() - {*source.names(PARAMETER)} if x.endswith(".weight")
-        ]
+        left = {x for x in self._shapes if x.endswith(".weight")} - {*source.names(PARAMETER)}
         self._others = {} if embedding in left else dict.fromkeys(left, embedding)
         self._first = model.first_new_token
         self._rows: dict[str, bytearray] = {}

@@ -114,9 +114,8 @@ class GgufTensors:
         kind = gguf.GGMLQuantizationType(tensor.kind)
         values = gguf.dequantize(data.reshape(last - first, -1), kind)
         values = values if len(tensor.shape) > 1 else values[0]
-        heads = dict.fromkeys(
-            ("num_attention_heads", "num_key_value_heads"), len(values) // rows.head
-        )
+        count = len(values) // rows.head
+        heads = {"num_attention_heads": count, "num_key_value_heads": count}
         theirs: Any = modeling_gguf_pytorch_utils
         processor = theirs.TENSOR_PROCESSORS.get(self._kind, theirs.TensorProcessor)
         made = processor(config=heads).process(values, tensor.name)

@@ -135,9 +135,14 @@ class Exported:
 def new_export(destination: Path, source: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a directory to export `source` to; the block's success makes it `destination`."""
     check_destination(destination, overwrite=overwrite)
-    _check_outside(source.resolve(), destination)
-    with refusing(destination), new_directory(destination, replaces=overwrite) as folder:
-        yield folder
+    folder = source.resolve()
+    inside = folder.parent if folder.parent.name == CHECKPOINTS else folder
+    if destination in (folder, *folder.parents) or inside in destination.parents:
+        raise UsageError(
+            f"{destination}: conflicts with the checkpoint {folder}; pass another directory"
+        )
+    with refusing(destination), new_directory(destination, replaces=overwrite) as scratch:
+        yield scratch
 
 
 def check_destination(destination: Path, *, overwrite: bool) -> None:
@@ -159,11 +164,3 @@ def _is_of_an_export(file: Path) -> bool:
         return WRITTEN.keys() <= open_tensor_file(file).metadata.keys()
     except CheckpointError:
         return False
-
-
-def _check_outside(folder: Path, destination: Path) -> None:
-    inside = folder.parent if folder.parent.name == CHECKPOINTS else folder
-    if destination in (folder, *folder.parents) or inside in destination.parents:
-        raise UsageError(
-            f"{destination}: conflicts with the checkpoint {folder}; pass another directory"
-        )

@@ -117,9 +117,8 @@ class RemoteReader(CheckpointReader):
         file, path = self._place.inside(name), folder / name
         if file.size() != info.size:
             raise CheckpointError(f"{path}: truncated or corrupted: does not match {MANIFEST}")
-        is_tensors = path.suffix == ".safetensors"
         end = info.size
-        if is_tensors:
+        if path.suffix == ".safetensors":
             end = header_bytes(file.read(0, min(HEADER_PREFIX, info.size)))
             if end > info.size:
                 raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")

@@ -65,11 +65,8 @@ def merged(content: Mapping[str, Any], changes: str, where: str) -> dict[str, An
         given[named] = {"rope_type": "default"}
     found = _merged(content, given, known, OVERRIDES)
     rope = found.get(named)
-    is_plain = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in (
-        None,
-        "default",
-    )
-    if is_plain and "factor" in (given.get(named) or {}):
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else ""
+    if kind in (None, "default") and "factor" in (given.get(named) or {}):
         raise UsageError(
             f"{OVERRIDES}.{_OLD_ROPE}.factor: the model has no scaling; expected "
             f"{OVERRIDES}.{_OLD_ROPE}.rope_type too, such as linear or yarn"

@@ -106,11 +106,6 @@ def read_recipe(path: Path) -> list[tuple[str, str]]:
     UsageError if the file isn't a YAML mapping of keys to plain values, or if it is another tool's.
     """
     content = read_yaml(path)
-    _refuse_other_tools(path, content)
-    return list(_flatten(path, "", content))
-
-
-def _refuse_other_tools(path: Path, content: object) -> None:
     source = SourceConfig(path, content)
     if (tool := tool_of(source)) is not None:
         unknown = [each.key for each in source.peek() if each.key not in (*KEYS, *GROUPS)]
@@ -118,6 +113,7 @@ def _refuse_other_tools(path: Path, content: object) -> None:
             f"{path}: a file of {tool}; pass it as --from {path}, or write a recipe with `fsdpctl "
             f"convert`; a recipe has fsdpctl's names instead of {first_of(unknown)}"
         )
+    return list(_flatten(path, "", content))
 
 
 def without_missing(

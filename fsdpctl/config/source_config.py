@@ -33,7 +33,7 @@ class SourceKey:
 
     key: str  # dotted
     text: str  # of a list: its items, separated by commas
-    items: tuple[str, ...]  # of a list; else only the text
+    items: tuple[str, ...] = ()  # of a list; else only the text
     is_list: bool = False
 
     @property
@@ -68,11 +68,8 @@ class SourceConfig:
         used = {each.key.partition(".")[0] for each in given}
         self.shards = not used.isdisjoint(_SHARDS)
         # The keys of `launch` that this file decides, as transformers does.
-        self.decided = {
-            *used,
-            "gradient_accumulation_steps",
-            *(_UNUSED_THEN if self.shards else ()),
-        }
+        of_ranks = _UNUSED_THEN if self.shards else ()
+        self.decided = {*used, "gradient_accumulation_steps", *of_ranks}
         if launch is not None:
             others = {key: x for key, x in launch.content.items() if key not in self.decided}
             self.content = {**self.content, **others}

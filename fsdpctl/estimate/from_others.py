@@ -79,11 +79,8 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
         except UsageError as error:
             raise UsageError(f"{translation.file}: {error}") from None
 
-    rows = [
-        *map(_packed, translation.rows),
-        *_hardware(translation, typed),
-        *_as_there(translation),
-    ]
+    rows = [*map(_packed, translation.rows), *_hardware(translation, typed)]
+    rows += _as_there(translation)
     rows += _longer(composed(rows).config)
     rows += _ranks(composed(rows), translation.degrees)
     words = settings_of(rows) | typed

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsdpctl.errors import UsageError
 from fsdpctl.estimate.recurrences import with_kernels
 from fsdpctl.models.kernels import assuming
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH3, FLASH4, MATH
@@ -101,16 +102,10 @@ def _cpu_attention(plain: Attention, kernel: str | None) -> Attention:
 
 def _uses_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> bool:
     with _disable_current_modes():
-        chosen = torch._fused_sdp_choice(
-            _on_cpu(query),
-            _on_cpu(key),
-            _on_cpu(value),
-            None if options.attn_mask is None else _on_cpu(options.attn_mask),
-            options.dropout_p,
-            options.is_causal,
-            scale=options.scale,
-            enable_gqa=options.enable_gqa,
-        )
+        given = (query, key, value, options.attn_mask)
+        tensors: list[Any] = [each if each is None else _on_cpu(each) for each in given]
+        rest: dict[str, Any] = options._asdict() | {"attn_mask": tensors.pop()}
+        chosen = torch._fused_sdp_choice(*tensors, **rest)
     return int(chosen) == _FLASH
 
 
@@ -312,3 +307,62 @@ def _described(result: object, args: Sequence[Any]) -> tuple[_Made, ...] | None:
     if len(seen) < len(made) or seen & given or (isinstance(result, tuple) and len(made) == 1):
         return None
     return tuple((tuple(each.shape), each.stride(), each.dtype) for each in made)
+
+
+_UNKNOWN = (
+    "the module reads the value of a tensor, which is unknown before it runs: memory that depends "
+    "on it cannot be estimated"
+)
+
+
+class Choices:
+    """The last choice of experts, and what is computed from it.
+
+    Meta tensors have no values, so every expert is assumed to get the same number of tokens.
+    """
+
+    def __init__(self, *, is_cuda: bool) -> None:
+        """Assume operators as on CUDA, or as on the CPU."""
+        self._is_cuda = is_cuda
+        self._count, self._among = 0, 1  # of the choices of all tokens; of the experts
+        self._places: set[int] = set()  # storages of results of `nonzero`
+
+    def result_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+        if func is _aten.nonzero.default:
+            return self._found_in(args[0])
+        if func is _aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
+            return self._read(args[0])
+        result = result_of(func, args, kwargs, is_cuda=self._is_cuda)
+        if func is _aten.topk.default:
+            self._count, self._among = result[1].numel(), args[0].shape[-1]  # type: ignore[index]
+        return result
+
+    def place_in(self, tensor: Tensor) -> int:
+        """Return the place that `nonzero` found: the first one.
+
+        UsageError if the tensor is another number.
+        """
+        if tensor.untyped_storage()._cdata in self._places:
+            return 0
+        raise UsageError(_UNKNOWN)
+
+    def _found_in(self, mask: Tensor) -> Tensor:
+        """Return places of what a mask selects: of all choices those of an expert, else all."""
+        count = mask.numel()
+        if count == self._count:
+            count = -(-count // self._among)
+        found = torch.empty(count, mask.ndim, dtype=torch.int64, device="meta")
+        self._places.add(found.untyped_storage()._cdata)
+        return found
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        """Return assumed numbers of tokens on the CPU, or zeros for a gradient.
+
+        UsageError if the tensor is neither.
+        """
+        if tensor.is_floating_point():
+            return torch.zeros_like(tensor, device="cpu")
+        if tensor.shape != (self._among,):
+            raise UsageError(_UNKNOWN)
+        first = torch.arange(self._among, device="cpu") < self._count % self._among
+        return (self._count // self._among + first).to(tensor.dtype)

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.choices import Choices
 from fsdpctl.estimate.observed_work import work_of
-from fsdpctl.estimate.operators import cpu_nbytes, cuda_workspace, operators_of
+from fsdpctl.estimate.operators import Choices, cpu_nbytes, cuda_workspace, operators_of
 from fsdpctl.models.describe import dtype_name
 from fsdpctl.models.operators import OPERATORS
 from fsdpctl.models.quantized import UNPACK, unpack

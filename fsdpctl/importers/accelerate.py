@@ -40,7 +40,7 @@ def read_accelerate(source: SourceConfig) -> Translation:
     if clip and clip.text.strip() != "auto":
         rows.add(clip, f"optimizer.max_grad_norm={clip.text}")
     why = "of the script: set optimizer.lr, lr_scheduler, data and the length"
-    rows.leave(SourceKey("(training)", "", ()), why)
+    rows.leave(SourceKey("(training)", ""), why)
     found.sort_rest(UNUSED)
     return found
 
@@ -99,7 +99,7 @@ def _read_degrees(found: Translation) -> None:
 def _read_ranks(found: Translation) -> None:
     source = found.source
     ranks, nodes = source.positive("num_processes"), source.positive("num_machines") or 1
-    shown = SourceKey("num_processes, num_machines", f"{ranks}, {nodes}", ())
+    shown = SourceKey("num_processes, num_machines", f"{ranks}, {nodes}")
     if ranks is None:
         return
     if ranks % nodes:

@@ -11,7 +11,6 @@ from fsdpctl.importers.axolotl_training import read_training
 from fsdpctl.importers.defaults import CHANGES_AXOLOTL
 from fsdpctl.importers.shared import (
     TOO_HIGH,
-    UNUSED_OF_FSDP,
     check_degrees,
     check_heads,
     is_expression,
@@ -79,7 +78,7 @@ _UNUSED = (
     "jagged_*", "llmcompressor.*", "gemma4_hybrid_attn_impl", "fused_attn_kernel", "flash_optimum",
     "freeze_mm_modules", "cls_model_config", "lisa_*", "pretrain_multipack_attn", "fp8_*",
     "diffusion.*", "max_packed_sequence_len", "message_*", "unfrozen_parameters", "fp16", "float32",
-    *(f"fsdp_config.{each}" for each in UNUSED_OF_FSDP), "fsdp", "fsdp_final_state_dict_type",
+    "fsdp", "fsdp_final_state_dict_type",
 )  # fmt: skip
 
 
@@ -198,7 +197,7 @@ def _read_adapters(found: Translation) -> bool:
     kind = adapter.text.strip().lower()
     if kind not in ("lora", "qlora"):
         raise source.error(adapter, "expected lora or qlora")
-    shown = SourceKey("adapter, lora_r", f"{kind}, {rank.text if rank else '(not set)'}", ())
+    shown = SourceKey("adapter, lora_r", f"{kind}, {rank.text if rank else '(not set)'}")
     found.map(shown, f"model.lora.rank={rank.text if rank else 8}")
     four, eight, gptq = map(source.take_on, ("load_in_4bit", "load_in_8bit", "gptq"))
     packs = source.take_on("quantize_moe_experts") is not None

@@ -60,7 +60,7 @@ def read_training(found: Translation, *, adapts: bool) -> None:
     for plugin in each.items if (each := rows.value("plugins")) else ():
         name = plugin.rpartition(".")[2]
         if name and name.removesuffix("Plugin") not in _SAME_LOSS:
-            rows.ask(SourceKey("plugins", name, ()), "", "may train something else")
+            rows.ask(SourceKey("plugins", name), "", "may train something else")
     for key in _OTHER_LOSSES:
         if (other := rows.value(key)) and not other.is_off:
             rows.ask(other, "", "trains something else")
@@ -71,7 +71,7 @@ def read_training(found: Translation, *, adapts: bool) -> None:
         rows.plain({"num_epochs": "train.epochs"})
     _read_schedule(rows, steps)
     why = "axolotl averages it over the tokens of each micro-batch, fsdpctl over those of a step"
-    rows.leave(SourceKey("loss", "", ()), why)
+    rows.leave(SourceKey("loss", ""), why)
     _read_data(found, rows)
     rows.comparisons()
 
@@ -107,7 +107,7 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
     of_texts = _paths(texts)
     hides = any(map(hides_text, first_rows(rows, of_texts))) or not all(map(rows.file, of_texts))
     is_text = streams or (hides and len(texts) == len(entries))
-    shown = SourceKey(key, ", ".join(paths), ()) if entries else None
+    shown = SourceKey(key, ", ".join(paths)) if entries else None
     others = sorted(kinds - {*_TEMPLATES, *_TEXTS, *_ALPACA})
     own = f"{key}[].type: {others[0][:80]}: {_OWN_PROMPTS}" if others else ""
     columns = {str(x.get("field") or x.get("text_column") or TEXT) for x in texts} - {TEXT}
@@ -116,10 +116,10 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
         own += ": write rows with the column text, and no other, to a file and set data.path=FILE"
     option = rows.data(shown, paths, is_text=is_text, own=own)
     if alpaca := kinds.intersection(_ALPACA):
-        rows.add(SourceKey(f"{key}[].type", min(alpaca), ()), "data.prompt=alpaca")
+        rows.add(SourceKey(f"{key}[].type", min(alpaca)), "data.prompt=alpaca")
     if is_text:
         why = "fsdpctl reads one stream of tokens, axolotl cuts it at the ends of texts or windows"
-        rows.leave(SourceKey(key, "text", ()), why)
+        rows.leave(SourceKey(key, "text"), why)
     if option == CHAT:
         _read_chats(rows)
         _read_template(rows, [each if each.get(_TEMPLATE) else content for each in entries])
@@ -130,7 +130,7 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
             is_same = name in _OF_FILES or value is None or value in usual
             is_same |= name in _OF_HUB and rows.file(_files(entry)[0]) is None
             if not is_same:
-                rows.leave(SourceKey(f"{key}[].{name}", str(value)[:80], ()), "not followed")
+                rows.leave(SourceKey(f"{key}[].{name}", str(value)[:80]), "not followed")
 
 
 def _read_template(rows: TrainingRows, places: Iterable[Mapping[Any, Any]]) -> None:
@@ -138,12 +138,12 @@ def _read_template(rows: TrainingRows, places: Iterable[Mapping[Any, Any]]) -> N
     found = {(str(x.get(_TEMPLATE) or ""), str(x.get(_JINJA) or "")) for x in places}
     names = ", ".join(sorted(name for name, _ in found if name))
     (name, text), *others = found or {("", "")}
-    value = SourceKey(_TEMPLATE, names, ())
+    value = SourceKey(_TEMPLATE, names)
     if others:
         rows.leave(value, "fsdpctl has one template for all data; set data.template=FILE")
     elif text and name in ("jinja", ""):
         if (file := rows.file(text)) is not None:
-            rows.add(SourceKey(_JINJA, text, ()), f"data.template={file}")
+            rows.add(SourceKey(_JINJA, text), f"data.template={file}")
         else:
             shown = " ".join(text.split())[:40]
             way = "not a file; write the template to one and set data.template=FILE"
@@ -166,7 +166,7 @@ def _read_held_out(found: Translation, rows: TrainingRows) -> None:
     paths = _paths(entries)
     held = rows.known("val_set_size")
     if entries:
-        rows.held_out(SourceKey("test_datasets", ", ".join(paths), ()), paths)
+        rows.held_out(SourceKey("test_datasets", ", ".join(paths)), paths)
     elif held.is_off or not held.text.strip().strip("0.") or is_fraction(held.text):
         rows.add(held, f"data.val_fraction={'0' if held.is_off else held.text}")
     else:

@@ -78,7 +78,7 @@ def read_context(found: Translation, *keys: str) -> None:
     for key in keys:
         count = found.source.whole(key)
         if count is not None and count > 1:
-            found.map(SourceKey(key, str(count), ()), f"train.context_parallel={count}")
+            found.map(SourceKey(key, str(count)), f"train.context_parallel={count}")
 
 
 def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) -> None:
@@ -234,7 +234,7 @@ def read_fsdp(found: Translation, *, version: str, strategy: str = "") -> None:
     if named and named is resharding and (named.is_on or named.is_off):
         word = "full_shard" if named.is_on else "shard_grad_op"
     if word not in _STRATEGIES:
-        named = named or SourceKey("fsdp", word, ())
+        named = named or SourceKey("fsdp", word)
         raise found.source.error(named, f"expected {', '.join(_STRATEGIES)}")
     ours = _STRATEGIES[word]
     engine = "ddp" if ours == "no_shard" else "fsdp2"
@@ -304,12 +304,12 @@ def read_zero(found: Translation, source: SourceConfig, section: str, stage_key:
     stage = source.whole(f"{section}{stage_key}") or 0
     hpz = source.whole(f"{section}zero_hpz_partition_size") or 1
     if stage not in _STAGES:
-        raise source.error(SourceKey(f"{section}{stage_key}", str(stage), ()), "expected 0 to 3")
+        raise source.error(SourceKey(f"{section}{stage_key}", str(stage)), "expected 0 to 3")
     ours: tuple[str, ...] = (f"strategy={_STAGES[stage]}",)
     if stage == 3 and hpz > 1:
         ours = ("strategy=hybrid_shard_optimizer", f"strategy.dp_shard_size={hpz}")
     note = "estimated for fsdpctl's engine, without DeepSpeed's buffers"
-    found.map(SourceKey(f"{section}{stage_key}", str(stage), ()), *ours, note=note)
+    found.map(SourceKey(f"{section}{stage_key}", str(stage)), *ours, note=note)
     for what in ("optimizer", "param"):
         keys = (f"{section}offload_{what}_device", f"{section}offload_{what}.device")
         offload = source.take_used(*keys)
@@ -340,7 +340,7 @@ def map_model(found: Translation, value: SourceKey | None, key: str, revision: s
         found.missing.append(("model", f"{key}: not set; {way_on}"))
         return
     name = f"{value.text.strip()}{revision and '@'}{revision}"
-    found.model = SourceKey(value.key, name, ())
+    found.model = SourceKey(value.key, name)
     try:
         settings = settings_of_model(name)
     except UsageError as error:

@@ -115,7 +115,7 @@ class TrainingRows:
         if (inner := self._found.deepspeed) is None:
             return
         given = {each.key: each for each in inner.all_keys()}
-        clip = given.get("gradient_clipping") or SourceKey("gradient_clipping", "0", ())
+        clip = given.get("gradient_clipping") or SourceKey("gradient_clipping", "0")
         if clip.text.strip() != "auto":
             note = "" if clip.key in given else "the default of DeepSpeed"
             self.add(clip, f"optimizer.max_grad_norm={clip.text}", note=note)
@@ -218,20 +218,17 @@ class TrainingRows:
 
         Its key is `value`. With `own`, the rows must be written otherwise, for that reason.
         """
-        listed = {path: self.found(path, part) for path, part in paths.items()}
         absent = self.absent(paths, "data.path")
-        files = [each for each in listed.values() if each is not None]
+        files = [x for path, part in paths.items() if (x := self.found(path, part)) is not None]
         local = [each for each in files if not each.startswith("hf://")]
         option = TEXT if is_text else (option_of_data(local[0]) if local else CHAT)
-        shown = value or SourceKey("(data)", "", ())
+        shown = value or SourceKey("(data)", "")
         self.add(shown, f"data={option}")
-        if listed and not absent and not own:
+        if paths and not absent and not own:
             self.add(shown, f"data.path={','.join(files)}")
             return option
-        why = f"{shown.key}: not set; set data.path=FILE"
-        if absent:
-            why = f"{shown.key}: {absent}"
-        self.missing("data.path", own or why)
+        why = absent or "not set; set data.path=FILE"
+        self.missing("data.path", own or f"{shown.key}: {why}")
         return option
 
     def comparisons(self) -> None:

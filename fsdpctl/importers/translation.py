@@ -124,25 +124,21 @@ class Translation:
         """Classify all keys that are left; the patterns `unused` don't affect memory."""
         patterns = tuple(unused)
         for value in self.source.rest():
+            last = value.key.rsplit(".", 1)[-1]
+            ours = SYNONYMS.get(value.key, SYNONYMS.get(last, ""))
+            name, reason = ours.partition("=")[0], NOT_SUPPORTED.get(last)
+            is_other = (name in KEYS or name in GROUPS) and not _affects_memory(name)
             if any(fnmatchcase(value.key, pattern) for pattern in patterns):
                 self.no_memory_effect.append(value.key)
+            elif reason is not None:
+                if not value.is_off:
+                    self.exclude(value, f"fsdpctl does not support {reason}")
+            elif ours in KEYS and _affects_memory(ours):
+                self.map(value, f"{ours}={value.text}")
+            elif last in NOT_NEEDED or is_other:
+                self.no_memory_effect.append(value.key)
             else:
-                self._sort(value)
-
-    def _sort(self, value: SourceKey) -> None:
-        last = value.key.rsplit(".", 1)[-1]
-        ours = SYNONYMS.get(value.key, SYNONYMS.get(last, ""))
-        name = ours.partition("=")[0]
-        reason = NOT_SUPPORTED.get(last)
-        if reason is not None:
-            if not value.is_off:
-                self.exclude(value, f"fsdpctl does not support {reason}")
-        elif ours in KEYS and _affects_memory(ours):
-            self.map(value, f"{ours}={value.text}")
-        elif last in NOT_NEEDED or ((name in KEYS or name in GROUPS) and not _affects_memory(name)):
-            self.no_memory_effect.append(value.key)
-        else:
-            self.unrecognized.append(value.key)
+                self.unrecognized.append(value.key)
 
 
 def settings_of(rows: Iterable[TranslationRow]) -> dict[str, str]:

@@ -69,7 +69,7 @@ def read_trl(source: SourceConfig) -> Translation:
     half = source.take_on("fp16")
     narrow = half or source.take("bf16")
     narrow = read_launch_beside(found, narrow)
-    dtype = source.take("dtype", "torch_dtype") or SourceKey("dtype", "float32", ())
+    dtype = source.take("dtype", "torch_dtype") or SourceKey("dtype", "float32")
     precision = _precision(dtype, narrow)
     found.map(narrow, precision, default="bf16")
     recomputes = source.take("gradient_checkpointing")
@@ -95,14 +95,11 @@ def read_trl(source: SourceConfig) -> Translation:
 
 def _read_loss(found: Translation) -> None:
     """Translate the loss, for which TRL 1.16 makes all logits only to smooth labels."""
-    smoothing, loss = (
-        found.source.take_used("label_smoothing_factor"),
-        found.source.take("loss_type"),
-    )
+    smoothing = found.source.take_used("label_smoothing_factor")
     found.whole_logits = smoothing is not None and bool(smoothing.text.strip("0."))
     found.tiled_logits = not found.whole_logits
     note = "logits of parts of the vocabulary; loss_type=nll of TRL before 1.16 makes all at once"
-    found.map(loss, default="loss_type", note=note * found.tiled_logits)
+    found.map(found.source.take("loss_type"), default="loss_type", note=note * found.tiled_logits)
 
 
 def _keep_base_wide(found: Translation, dtype: SourceKey, recomputes: SourceKey | None) -> None:
@@ -139,7 +136,9 @@ def _read_adapters(found: Translation) -> None:
     if targets:
         read_targets(found, targets)
     else:
-        family = _family(found)
+        file = Path(found.model.text if found.model else "") / CONFIG_JSON
+        content = read_json(file, dict[str, Any]) if file.is_file() else {"model_type": "llama"}
+        family = str(content.get("model_type", ""))
         names = next((each for each, of in _OF_PEFT.items() if family in of.split()), "")
         if names:
             words = f"model.lora.targets={names}"
@@ -155,12 +154,6 @@ def _read_adapters(found: Translation) -> None:
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if value := source.take_on(key):
             found.map(value, *quantized(dtype))
-
-
-def _family(found: Translation) -> str:
-    """Return the `model_type` of a local model; that of Llama for names."""
-    file = Path(found.model.text if found.model else "") / CONFIG_JSON
-    return str(read_json(file, dict[str, Any]).get("model_type", "")) if file.is_file() else "llama"
 
 
 def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
@@ -187,7 +180,7 @@ def _read_training(found: Translation) -> None:
     add_schedule(rows, rows.known("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
     if not rows.value("router_aux_loss_coef"):
         why = "TRL takes that of config.json for models with experts; set model.router_aux_loss"
-        rows.leave(SourceKey("router_aux_loss_coef", "(not set)", ()), why)
+        rows.leave(SourceKey("router_aux_loss_coef", "(not set)"), why)
     _read_data(found, rows)
     rows.comparisons()
     if (loss := rows.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
@@ -203,7 +196,7 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
         for each in entries
     }
     data = rows.value("dataset_name")
-    named: SourceKey | None = SourceKey("datasets", ", ".join(paths), ())
+    named: SourceKey | None = SourceKey("datasets", ", ".join(paths))
     if not paths:
         named, paths = named_data(rows, data, "dataset_config", "dataset_train_split")
     firsts = first_rows(rows, paths)
@@ -217,7 +210,7 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
         is_here = rows.file(str(entry.get("path", ""))) is not None
         for key in entry.keys() - ({"path"} if is_here else {"path", "name", "split"}):
             if entry[key] is not None and (key, entry[key]) != ("split", "train"):
-                rows.leave(SourceKey(f"datasets[].{key}", str(entry[key])[:80], ()), "not followed")
+                rows.leave(SourceKey(f"datasets[].{key}", str(entry[key])[:80]), "not followed")
     held = rows.known("eval_strategy")
     test, tested = named_data(rows, data, "dataset_config", "dataset_test_split", "test")
     if held.is_off:
@@ -225,13 +218,13 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
     elif test is None or entries or rows.file(test.text) is not None:
         rows.held_out(held, {})
     else:
-        rows.held_out(SourceKey(f"{held.key}, {test.key}", test.text, ()), tested)
+        rows.held_out(SourceKey(f"{held.key}, {test.key}", test.text), tested)
     _read_template(rows)
     if option == CHAT:
         _read_chats(rows, firsts, is_known=bool(paths) and all(map(rows.file, paths)))
     elif option == TEXT:
         why = "TRL trains on the text of each row alone, fsdpctl on one stream of tokens"
-        rows.leave(named or SourceKey("dataset_name", "", ()), why)
+        rows.leave(named or SourceKey("dataset_name", ""), why)
 
 
 def _read_template(rows: TrainingRows) -> None:

@@ -138,7 +138,8 @@ class RunLock:
             self._file.seek(0)
             text = self._file.read(_MOST_DIGITS).strip()
             launcher = int(text) if text.isdigit() else -1
-            holders = self._holders()
+            own = os.fstat(self._file.fileno())
+            holders = [x for x in psutil.pids() if x != os.getpid() and _has_open(x, own)]
             # Without access to the processes that hold it, trust the number in the file.
             is_alive = launcher in holders if holders else psutil.pid_exists(launcher)
             if is_alive or time.monotonic() > deadline:
@@ -172,11 +173,6 @@ class RunLock:
         except BlockingIOError:
             return False
         return True
-
-    def _holders(self) -> list[int]:
-        """Return the other processes that have the lock file open, as far as /proc is readable."""
-        own = os.fstat(self._file.fileno())
-        return [pid for pid in psutil.pids() if pid != os.getpid() and _has_open(pid, own)]
 
     def _in_use(self, launcher: int, holders: list[int], *, is_alive: bool) -> str:
         where = f"train.run_dir={self._path.parent}"

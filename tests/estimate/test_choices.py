@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.choices import Choices
+from fsdpctl.estimate.operators import Choices
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from tests.commands.run import invoke
 from tests.matrix import fast

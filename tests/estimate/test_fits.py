@@ -12,9 +12,8 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.fit import largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import choose
+from fsdpctl.estimate.search import choose, largest_that_fits
 from fsdpctl.launch.begin import check_fits
 from fsdpctl.resolve.open import fill_on_cluster, plan_on_cluster
 from tests.commands.run import invoke
