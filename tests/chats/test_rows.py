@@ -273,9 +273,8 @@ ROWS: dict[str, tuple[Any, Any]] = {
 
 def unpacked(chat: Chat | Plain) -> object:
     """Return a chat as a template's process receives it."""
-    return msgspec.msgpack.decode(
-        msgspec.msgpack.encode(chat), type=Chat | Plain, ext_hook=from_extension
-    )
+    packed = msgspec.msgpack.encode(chat)
+    return msgspec.msgpack.decode(packed, type=Chat | Plain, ext_hook=from_extension)
 
 
 @pytest.mark.parametrize("name", ROWS)

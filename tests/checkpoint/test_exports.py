@@ -32,9 +32,8 @@ def sharded(family: str, folder: Path) -> CheckpointReader:
     file = folder / "in" / "model.safetensors"
     save_file({name: _at_router(name, each) for name, each in load_file(file).items()}, file)
     config = compose_config(["model=hf", f"model.path={folder / 'in'}"]).config
-    about = About(
-        config=model_words_only(config_words(config)), attachments=assets_beside(folder / "in")
-    )
+    words = model_words_only(config_words(config))
+    about = About(config=words, attachments=assets_beside(folder / "in"))
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))
     shard_weights(weights, folder / "c", num_files=2, about=about)

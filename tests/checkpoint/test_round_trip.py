@@ -189,13 +189,11 @@ def test_empty_parameters_and_buffers_survive(rank: int, world_size: int, tmp_pa
     save(tmp_path / "c", model, ShardedAdamW(model))
     other = shard_model(make(), "no_shard")
     load_into(CheckpointReader(tmp_path / "c"), other, None)
-    assert (
-        largest_difference(
-            {k: v for k, v in model.state_dict().items() if v.numel()},
-            {k: v for k, v in other.state_dict().items() if v.numel()},
-        )
-        == 0.0
+    states = (
+        {name: value for name, value in each.state_dict().items() if value.numel()}
+        for each in (model, other)
     )
+    assert largest_difference(*states) == 0.0
     assert other.state_dict()["nothing"].shape == (0, 4)
 
 

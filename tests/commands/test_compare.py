@@ -143,9 +143,8 @@ def test_an_engine_without_any_of_the_strategies_is_an_error():
 
 
 def rows(folder: Path, *words: str, code: int = 0) -> list[dict[str, Any]]:
-    result = fsdpctl(
-        "compare", *TINY, f"data.path={make_text(folder)}", *words, "--json", cwd=folder
-    )
+    typed = [*TINY, f"data.path={make_text(folder)}", *words]
+    result = fsdpctl("compare", *typed, "--json", cwd=folder)
     assert result.returncode == code, result.stderr
     found: list[dict[str, Any]] = json.loads(result.stdout)
     return found

@@ -94,9 +94,8 @@ ATTACHMENTS = [
 
 @pytest.mark.parametrize("name", some_of(ATTACHMENTS))
 def test_an_attachment_is_a_file_of_the_checkpoint(checkpoint, tmp_path, name):
-    reseal(
-        checkpoint, lambda content: content["attachments"].update({name: {"size": 1, "xxh3": ""}})
-    )
+    about = {name: {"size": 1, "xxh3": ""}}
+    reseal(checkpoint, lambda content: content["attachments"].update(about))
     before = everything_in(tmp_path)
     for code, said in every_reader(checkpoint, tmp_path):
         assert (code, "manifest.json" in said) == (4, True), said
@@ -247,12 +246,9 @@ CONFIGS = {
 @pytest.mark.parametrize("case", some_of(CONFIGS))
 def test_a_config_json_that_nobody_means_is_refused(hugging_face, tmp_path, case):
     change, file = CONFIGS[case], hugging_face / "config.json"
-    whole = (
-        json.dumps(json.loads(file.read_text()) | change).encode()
-        if isinstance(change, dict)
-        else change
-    )
-    file.write_bytes(whole)
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(file.read_text()) | change).encode()
+    file.write_bytes(change)
     code, said = dry_run(tmp_path, "model=hf", f"model.path={hugging_face}")
     assert (code, "\n" in said.strip()) == (2, False), said
     assert str(hugging_face) in said or "model." in said
@@ -263,16 +259,13 @@ def tokenizer_json(**changes: object) -> bytes:
     return json.dumps(content | changes).encode()
 
 
+_WORDS = {"type": "WordLevel"}
 TOKENIZERS = {
     "deep": DEEP,
     "empty": b"{}",
     "panics": tokenizer_json(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-    "lacks its unknown": tokenizer_json(
-        model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"}
-    ),
-    "far token": tokenizer_json(
-        model={"type": "WordLevel", "vocab": {"a": 1 << 31}, "unk_token": "a"}
-    ),
+    "lacks its unknown": tokenizer_json(model=_WORDS | {"vocab": {"a": 0}, "unk_token": "b"}),
+    "far token": tokenizer_json(model=_WORDS | {"vocab": {"a": 1 << 31}, "unk_token": "a"}),
     "twice": b'{"version": "1.0", "version": "1.0"}',
     "no UTF-8": b"\xff\xfe",
 }

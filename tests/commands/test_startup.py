@@ -46,9 +46,8 @@ def imported_by(*arguments: str) -> set[str]:
         "try:\n    runpy.run_module('fsdpctl', run_name='__main__', alter_sys=True)\n"
         "finally:\n    print(*sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
-    )
+    typed = [sys.executable, "-c", code]
+    done = subprocess.run(typed, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     return set(done.stderr.split())
 

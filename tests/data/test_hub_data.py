@@ -108,9 +108,8 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
         "y.jsonl": rows("e"), "t/1.csv": b'text,n\n"a, b",1\nc,2\n', "load.py": b"bad()",
     }  # fmt: skip
     plain = {"data/train-0.jsonl": rows("a"), "data/test-0.jsonl": rows("b"), "x.pkl": b"x"}
-    served = Hub(
-        datasets={"org/cards": files, "org/plain": plain, "org/csv": {"a.csv": b"text\nx\n"}}
-    )
+    table = {"a.csv": b"text\nx\n"}
+    served = Hub(datasets={"org/cards": files, "org/plain": plain, "org/csv": table})
     with serving(served, tmp_path, monkeypatch) as hub:
         for _ in range(2):
             found = find_data("hf://org/cards")

@@ -148,9 +148,8 @@ def test_advised_settings_fit(words):
     assert estimator.estimate(plan).verdict != "fits"
     assert 1 <= len(changes) <= 3
     for change, estimate in changes:
-        kept = [
-            w for w in limited if w.split("=")[0] not in {c.split("=")[0] for c in change.words}
-        ]
+        changed = {each.split("=")[0] for each in change.words}
+        kept = [each for each in limited if each.split("=")[0] not in changed]
         typed = estimated(*kept, *change.words)
         assert (typed.verdict, typed.allocated) == ("fits", estimate.allocated)
 

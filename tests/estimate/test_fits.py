@@ -105,9 +105,8 @@ def test_a_selection_leaves_a_reserve_on_gpus_unless_nothing_does(words):
     sizes = ["train.seq_len=2048", "model.hidden_size=1024", "launch.nproc_per_node=2"]
     names = {word.partition("=")[0] for word in (*sizes, *words)}
     given = [*(w for w in SMALL if w.partition("=")[0] not in names), *words]
-    given += [
-        word for word in sizes if word.partition("=")[0] not in {w.split("=")[0] for w in words}
-    ]
+    typed = {word.partition("=")[0] for word in words}
+    given += [word for word in sizes if word.partition("=")[0] not in typed]
 
     def chosen(memory: float) -> RunEstimate:
         config = fill_on_cluster(compose_config([*given, f"cluster.memory={memory:.9f}"]))

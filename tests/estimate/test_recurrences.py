@@ -63,9 +63,8 @@ def passed(module: Any, length: int) -> Pass:
 def test_operators_do_not_grow_with_the_length_and_memory_does(family):
     module = tiny(family, "meta")
     short, long = (passed(module, length) for length in (256, 2048))
-    counts = [
-        Counter(work.name for each in one.work.values() for work in each) for one in (short, long)
-    ]
+    works = ([work for each in one.work.values() for work in each] for one in (short, long))
+    counts = [Counter(work.name for work in of_one) for of_one in works]
     assert counts[0] == counts[1]
     sizes = [
         sum(each.nbytes for part in one.parts.values() for each in part if isinstance(each, Made))

@@ -51,9 +51,8 @@ def small_disk(folder: Path) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     if os.geteuid() != 0:
         pytest.skip("to mount takes root")
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "none", str(folder)], check=True
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "none", str(folder)]
+    subprocess.run(mount, check=True)
     try:
         yield
     finally:

@@ -179,8 +179,7 @@ def test_grouped_products_are_traced_in_any_dtype(dtype, tmp_path):
     passed = trace(module, [], run, "cpu", None)
     work = [each for of in passed.work.values() for each in of if "grouped" in each.name]
     rows = 2 * LENGTH * 2  # two experts for each token
-    layer = sum(
-        2 * rows * p[0].numel() for n, p in module.named_parameters() if "0.mlp.experts" in n
-    )
+    stacked = [p[0] for n, p in module.named_parameters() if "0.mlp.experts" in n]
+    layer = sum(2 * rows * each.numel() for each in stacked)
     blocks = sum("experts.down_proj" in name for name, _ in module.named_parameters())
     assert (sum(each.flops for each in work), len(work)) == (3 * blocks * layer, 6 * blocks)

@@ -159,10 +159,9 @@ def test_adapters_without_a_model_are_named(tmp_path):
 
 def test_layers_whose_weights_are_read_directly_get_no_adapter(tmp_path):
     save_decoder("jamba", tmp_path)
+    words = ("model.lora.rank=2", "model.lora.targets=[dt_proj,in_proj]")
     with pytest.raises(UsageError, match=r"\[dt_proj,in_proj\]: dt_proj: not supported, because"):
-        build_model(
-            compose(tmp_path, "model.lora.rank=2", "model.lora.targets=[dt_proj,in_proj]").model
-        )
+        build_model(compose(tmp_path, *words).model)
     module = build_model(compose(tmp_path, "model.lora.rank=2", "model.base_dtype=nf4").model)
     left = [name for name, p in module.named_parameters() if "dt_proj" in name]
     assert not any("lora_" in name for name in left)

@@ -66,9 +66,8 @@ def test_codes_are_those_of_bitsandbytes(name):
 def test_halfway_between_two_values_the_lower_one_is_taken():
     values = torch.tensor(VALUES)
     between = (values.double()[1:] + values.double()[:-1]).div(2).float()
-    block = torch.cat(
-        (values, between, torch.nextafter(between, torch.tensor(2.0)), torch.ones(18))
-    )
+    above = torch.nextafter(between, torch.tensor(2.0))
+    block = torch.cat((values, between, above, torch.ones(18)))
     codes = codes_of(NF4.quantize(block), 1)
     assert (codes[:16], codes[16:31], codes[31:46]) == ([*range(16)], [*range(15)], [*range(1, 16)])
 

@@ -194,9 +194,8 @@ def test_blocks_that_two_experts_would_share_are_rejected(tmp_path: Path) -> Non
 
 def test_layers_called_like_matrices_of_experts_leave_experts_as_they_are(tmp_path: Path) -> None:
     save_decoder("deepseek_v3", tmp_path)
-    module = build_model(
-        compose(tmp_path, "model.lora.rank=8", "model.lora.targets=down_proj").model
-    )
+    words = ("model.lora.rank=8", "model.lora.targets=down_proj")
+    module = build_model(compose(tmp_path, *words).model)
     assert not any(isinstance(each, StackedExperts) for each in module.modules())
 
 

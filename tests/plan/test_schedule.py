@@ -150,9 +150,8 @@ def test_a_unit_that_its_slot_still_has_is_not_gathered_again(order, prefetch):
     full = STRATEGIES["full_shard"]
     again = step_events(Schedule(order, full, prefetch, alike(order)))
     events = step_events(Schedule(order, full, prefetch, alike(order), slots))
-    before, after = (
-        [event.unit for event in each if event.kind is K.GATHER] for each in (again, events)
-    )
+    gathers = ((event for event in each if event.kind is K.GATHER) for each in (again, events))
+    before, after = ([event.unit for event in each] for each in gathers)
     # The last unit stays whole; of those before it, as many as there are other slots.
     kept = order.forward[-1 - prefetch.depth : -1]
     saved = [unit for unit in kept if unit not in order.needs_no_backward_gather]

@@ -94,9 +94,8 @@ def test_gradients_and_states_are_sharded_as_in_the_table(rank, world_size, stra
     optimizer = ShardedAdamW(model, lr=1e-2)
     next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
     whole = sum(shard.layout.numel for shard in model.flat_shards())
-    of_grads = [
-        s.grad.untyped_storage().nbytes() for s in model.flat_shards() if s.grad is not None
-    ]
+    grads = [shard.grad for shard in model.flat_shards() if shard.grad is not None]
+    of_grads = [grad.untyped_storage().nbytes() for grad in grads]
     assert sum(of_grads) == 4 * whole // (size if row.shards_grads else 1)
     optimizer.step()
     states = optimizer.memory_bytes() - 4 * len(optimizer.runs)

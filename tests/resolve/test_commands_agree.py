@@ -69,9 +69,8 @@ NAMED = [
 def drawn(count: int, seed: int) -> list[list[str]]:
     draw = random.Random(seed)
     pairs = list(itertools.combinations(VALUES, 2))
-    return [
-        [f"{key}={draw.choice(VALUES[key])}" for key in pair] for pair in draw.sample(pairs, count)
-    ]
+    drawn = draw.sample(pairs, count)
+    return [[f"{key}={draw.choice(VALUES[key])}" for key in pair] for pair in drawn]
 
 
 def refusal(words: list[str], *, trains: bool) -> str:

@@ -32,9 +32,8 @@ from fsdpctl.run.environment import (
 
 def git(folder: Path, *words: str) -> str:
     who = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True
-    )
+    typed = ["git", *who, *words]
+    done = subprocess.run(typed, cwd=folder, check=True, capture_output=True, text=True)
     return done.stdout.strip()
 
 

@@ -89,9 +89,8 @@ def summed_alone(model: Any, rows: Rows, number: int) -> tuple[Tensor, int]:
 def plain_losses(model: Any, config: Config, steps: int) -> list[float]:
     """Of each step of a plain loop in one process over the rows of a resolved run."""
     rows = open_data(config.data, config.train.seed).train.rows(config.train.seq_len)
-    batches = Batches(
-        rows, plan_batches(config.train.global_batch_size, 1), config.train.seed, 1 << 20
-    )
+    plan = plan_batches(config.train.global_batch_size, 1)
+    batches = Batches(rows, plan, config.train.seed, 1 << 20)
     trained = [param for param in model.parameters() if param.requires_grad]
     about = config.optimizer
     groups = [

@@ -103,9 +103,8 @@ def losses_of_peft(config: Config, folder: Path) -> list[float]:
             initialize_parameter(ours, param.data, seed=seed, config=config.model)
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     data = open_data(config.data)
-    batches = Batches(
-        data.train.rows(config.train.seq_len), plan_batches(12, 1), seed, data.vocab_size
-    )
+    rows = data.train.rows(config.train.seq_len)
+    batches = Batches(rows, plan_batches(12, 1), seed, data.vocab_size)
     found = []
     for step in range(STEPS):
         batch = batches.training(step * 12, 0, 0)

@@ -63,9 +63,8 @@ def test_a_step_has_the_loss_of_each_source(tmp_path, more):
     (tmp_path / "other.txt").write_text("zebra " * 400)
     shares = ("a", "words", 0.7), ("b", "other", 0.2), ("c", "other", 0.1)
     path = ",".join(f"{name}={tmp_path}/{file}.txt:{share}" for name, file, share in shares)
-    typed = words(
-        tmp_path, 2, f"data.path={path}", "data=text", "train.loss_chunk_tokens=32", *more
-    )
+    about = (f"data.path={path}", "data=text", "train.loss_chunk_tokens=32", *more)
+    typed = words(tmp_path, 2, *about)
     check_step(world_size=2, typed=[*typed, f"train.run_dir={tmp_path / 'run'}"])
 
 
