@@ -76,7 +76,7 @@ class SourceConfig:
         flat = list(_flatten("", self.content))
         self._left = {each.key: each for each in flat}
         self._all = self.peek()
-        self._null = {each.key for each in flat} - {each.key for each in self._all}
+        self.nulls = {each.key for each in flat} - {each.key for each in self._all}
 
     def __contains__(self, key: str) -> bool:
         """Return whether the file has `key` or a key below it, even if it isn't set."""
@@ -136,9 +136,6 @@ class SourceConfig:
     def peek(self) -> tuple[SourceKey, ...]:
         """Return the keys that are set and not taken."""
         return tuple(x for x in self._left.values() if x.text.strip().lower() not in _UNSET)
-
-    def is_null(self, key: str) -> bool:
-        return key in self._null
 
     def all_keys(self) -> tuple[SourceKey, ...]:
         """Return the keys that are set, also those that are taken."""

@@ -3,7 +3,6 @@
 The errors are in conf/accuracy.json, which `benchmarks/published_steps.py` writes.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +11,7 @@ from itertools import chain
 from fsdpctl.config.recipe import package_folder
 from fsdpctl.estimate.hardware import card_of
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.io.untrusted import read_json
 
 ACCURACY = "accuracy.json"
 _LONG = 1 << 16  # tokens of a sample
@@ -92,6 +92,4 @@ def is_faster(first: tuple[RunEstimate, float], second: tuple[RunEstimate, float
 @cache
 def _errors() -> dict[str, dict[str, list[float]]]:
     """Return the errors of the predicted speeds of published steps, by kind and GPU."""
-    file = package_folder("conf") / ACCURACY
-    found: dict[str, dict[str, list[float]]] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    return read_json(package_folder("conf") / ACCURACY, dict[str, dict[str, list[float]]])

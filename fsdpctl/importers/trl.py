@@ -115,7 +115,7 @@ def _keep_base_wide(found: Translation, dtype: SourceKey, recomputes: SourceKey 
 def _read_length(found: Translation) -> None:
     source = found.source
     length = source.take("max_length", "max_seq_length")
-    if length is None and source.is_null("max_length"):
+    if length is None and "max_length" in source.nulls:
         why = "max_length: null: TRL does not shorten samples; set train.seq_len=N, of the longest"
         found.missing.append(("train.seq_len", why))
     else:

@@ -188,7 +188,6 @@ class Program:
         self._traced_index = {n: number for row in rows for number, n in enumerate(row.traced)}
         self._traced_row = {name: row for row in rows for name in row.traced}
         self._first_key: dict[PassPosition, int] = {}
-        self._sizes: list[int] = []
         self.tensors: list[Tensor] = []  # by key
         self.gradients: dict[str, int] = {}  # by parameter, the key of its gradient
         places = [
@@ -215,7 +214,7 @@ class Program:
     @property
     def num_keys(self) -> int:
         """The number of keys, which count from 0."""
-        return len(self._sizes)
+        return len(self.tensors)
 
     def _source(self, place: PassPosition) -> Sequence[Happening]:
         return self._passed.parts.get(self._traced(place), ())
@@ -228,10 +227,9 @@ class Program:
         return row.traced[row.stand_in(self._index[unit])] if row else unit
 
     def _number(self, place: PassPosition) -> None:
-        self._first_key[place] = len(self._sizes)
+        self._first_key[place] = len(self.tensors)
         for each in self._source(place):
             if isinstance(each, Made):
-                self._sizes.append(each.nbytes)
                 self.tensors.append(Tensor(place, each.what))
 
     def _all_like(self, traced: str) -> tuple[str, ...]:
