@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from fsdpctl.chats import workers  # noqa: E402  # after the environment
 from fsdpctl.data.documents import standard_library  # noqa: E402
-from tests import distributed, ledger  # noqa: E402
+from tests import ledger  # noqa: E402
 
 _BEGAN = time.monotonic()
 _start = workers._start
@@ -67,7 +67,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    distributed.always_fresh = "slow" in item.keywords
     minutes = item.config.getoption("--minutes")
     if minutes and time.monotonic() - _BEGAN > minutes * 60:
         pytest.skip("the time is used")  # the tests took longer than the ledger says

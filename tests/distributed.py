@@ -1,11 +1,9 @@
-"""Runs a test body on several ranks of this machine.
+"""Runs a test body on several ranks of this machine, in a tenth of a second.
 
 They talk by gloo, and if the test asks for that on emulated CUDA devices by NCCL too.
 
 Ranks are forked from a server that has imported torch and never used it: as cheap as a fork of
-pytest itself, which would hang once pytest has used OpenMP. They stay for the next body, which has
-a process group of its own, unless one of them failed, died or compiled something. A body fails if
-it leaves its process in another state than before (tests/at_rest.py).
+pytest itself, which would hang once pytest has used OpenMP.
 """
 
 import faulthandler
@@ -15,14 +13,11 @@ import inspect
 import itertools
 import multiprocessing
 import os
-import random
 import signal
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.forkserver import ForkServer
@@ -55,18 +50,12 @@ def _emulated_server() -> ForkServer:
 
 
 def distributed(
-    world_size: int | None = None,
-    timeout: float = 60.0,
-    *,
-    on_devices: bool = False,
-    fresh: bool = False,
+    world_size: int | None = None, timeout: float = 60.0, *, on_devices: bool = False
 ) -> Callable[[Body], Body]:
     """Run the decorated test on every rank, as `test(rank, world_size, **fixtures)`.
 
     Without a `world_size` the test takes it from its parameters. With `on_devices` each rank has an
-    emulated CUDA device, the fixture `seed` orders its kernels, and a race fails the test. `fresh`
-    ranks have run nothing and run nothing else: for what the process counts or the system holds.
-    Those on devices are, whose streams, clocks and memory are those of the process.
+    emulated CUDA device, the fixture `seed` orders its kernels, and a race fails the test.
     """
 
     def decorate(body: Body) -> Body:
@@ -74,12 +63,12 @@ def distributed(
         def test(**fixtures: Any) -> None:
             ranks = world_size or fixtures.pop("world_size")
             if not on_devices:
-                return _run(body, ranks, timeout, fixtures, fresh=fresh)
+                return _run(body, ranks, timeout, fixtures)
             if reason := emulated.missing():
                 pytest.skip(reason)
             connect = _emulated_server().connect_to_new_process
             with mock.patch.object(forkserver, "connect_to_new_process", connect):
-                return _run(body, ranks, timeout, fixtures, fresh=True)
+                return _run(body, ranks, timeout, fixtures)
 
         hidden = {"rank"} if world_size is None else {"rank", "world_size"}
         signature = inspect.signature(body)
@@ -121,57 +110,34 @@ def in_turn(**factors: Sequence[Any]) -> Callable[[Body], Body]:
     return decorate
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    process: BaseProcess
-    orders: Connection
-
-
-always_fresh = False  # the ranks of the running test: those of slow ones, where a start is nothing
-_waiting: list[_Rank] = []  # for the next body; the first ones of a body are these
-
-
-def _ranks(count: int, *, fresh: bool) -> list[_Rank]:
-    ranks = [] if fresh else [each for each in _waiting if each.process.is_alive()][:count]
-    while len(ranks) < count:
-        ours, theirs = _context.Pipe()
-        process: BaseProcess = _context.Process(target=_rank_main, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        ranks.append(_Rank(process, ours))
-    return ranks
-
-
-def _run(
-    body: Body, world_size: int, timeout: float, fixtures: dict[str, Any], *, fresh: bool
-) -> None:
-    where, fresh = (body.__module__, body.__qualname__), fresh or always_fresh
-    ranks = _ranks(world_size, fresh=fresh)
-    others = [each for each in _waiting if each not in ranks]
-    stay = False
+def _run(body: Body, world_size: int, timeout: float, fixtures: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
+        ranks: list[BaseProcess] = []
+        reports: dict[Connection, int] = {}
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe(duplex=False)
+            where = (body.__module__, body.__qualname__)
+            process: BaseProcess = _context.Process(
+                target=_rank_main,
+                args=(theirs, where, (rank, world_size), Path(scratch), fixtures),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            ranks.append(process)
+            reports[ours] = rank
         try:
-            for number, rank in enumerate(ranks):
-                rank.orders.send((fresh, where, (number, world_size), Path(scratch), fixtures))
-            reports = {each.orders: number for number, each in enumerate(ranks)}
-            stay = _all_stay(reports, time.monotonic() + timeout)
+            _raise_first_failure(reports, time.monotonic() + timeout)
         except TimeoutError as error:
-            processes = [each.process for each in ranks]
-            raise TimeoutError(f"{error}\n{_stacks(processes, Path(scratch))}") from None
+            raise TimeoutError(f"{error}\n{_stacks(ranks, Path(scratch))}") from None
         finally:
-            if not fresh:
-                _waiting[:] = [*ranks, *others] if stay else others
-            for rank in [] if stay else ranks:
-                rank.process.kill()
-                rank.process.join()
+            for process in ranks:
+                process.kill()
+                process.join()
 
 
-def _all_stay(reports: dict[Connection, int], deadline: float) -> bool:
-    """Return whether the ranks may run another body.
-
-    The first rank to fail is the cause; the others fail because of it.
-    """
-    stay = True
+def _raise_first_failure(reports: dict[Connection, int], deadline: float) -> None:
+    """The first rank to fail is the cause; the others fail because of it."""
     pending = dict(reports)
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
@@ -181,13 +147,11 @@ def _all_stay(reports: dict[Connection, int], deadline: float) -> bool:
             assert isinstance(report, Connection)
             rank = pending.pop(report)
             try:
-                failure, stays = report.recv()
-            except (EOFError, ConnectionResetError):
-                failure, stays = "died without a report", False
+                failure = report.recv()
+            except EOFError:
+                failure = "died without a report"
             if failure:
                 raise AssertionError(f"rank {rank}:\n{failure}")
-            stay = stay and stays
-    return stay
 
 
 def _stacks(ranks: list[BaseProcess], scratch: Path) -> str:
@@ -200,48 +164,24 @@ def _stacks(ranks: list[BaseProcess], scratch: Path) -> str:
     return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files)
 
 
-def _rank_main(orders: Connection) -> None:
-    from tests import at_rest
-
-    rest: at_rest.Rest | None = None
-    while True:
-        try:
-            fresh, *order = orders.recv()
-        except EOFError:
-            return
-        module, name = order[0]
-        importlib.import_module(module)
-        if rest is None or rest.modules != len(sys.modules):
-            rest = at_rest.Rest()
-        compiled = at_rest.compiled()
-        failure = _outcome(*order)
-        order.clear()
-        rest.renew()
-        stays = not (fresh or failure or at_rest.compiled() != compiled)
-        if stays and (left := rest.left()):
-            failure = f"{name} leaves in its process:\n" + "\n".join(left[:20])
-        orders.send((failure, stays))
-
-
-def _outcome(
+def _rank_main(
+    report: Connection,
     where: tuple[str, str],
     place: tuple[int, int],
     scratch: Path,
     fixtures: dict[str, Any],
-) -> str | None:
-    """Run the body in a new process group; return the traceback if it fails."""
+) -> None:
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
     rank, world_size = place
-    torch.manual_seed(rank)
-    random.seed(rank)
     on_device = "EMULATED_CUDA" in os.environ
-    if on_device:
-        os.environ["EMULATED_CUDA_SEED"] = str(fixtures.get("seed", 0))
+    os.environ["EMULATED_CUDA_SEED"] = str(fixtures.get("seed", 0))
     stack = (scratch / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
     try:
         store = FileStore(str(scratch / "rendezvous"), world_size)
         backend, device = "gloo", None
@@ -254,18 +194,13 @@ def _outcome(
         module, name = where
         body = getattr(importlib.import_module(module), name).__wrapped__
         body(rank=rank, world_size=world_size, **fixtures)
-        for each in fixtures.values():
-            if isinstance(each, pytest.MonkeyPatch):
-                each.undo()
         if on_device:
             torch.cuda.synchronize()
             problems = torch.cuda.emulated.problems()  # type: ignore[attr-defined]
             assert not problems, problems
         dist.barrier()
         dist.destroy_process_group()
-        return None
     except BaseException:
-        return traceback.format_exc()
-    finally:
-        faulthandler.unregister(signal.SIGUSR1)
-        stack.close()
+        report.send(traceback.format_exc())
+    else:
+        report.send(None)

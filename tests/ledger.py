@@ -45,7 +45,6 @@ _KEPT = {
     "test_what_fits_by_the_estimate_fits_for_train_with_the_same_selection",
     "tests/test_docs.py::test_generated_tables_are_up_to_date",
     "tests/test_language.py::test_all_prose_uses_the_vocabulary",
-    "tests/test_ranks.py::test_what_a_body_leaves_fails_it_by_name_and_reaches_no_other",
     "tests/training/test_context.py::test_packed_chats_whose_answers_are_on_few_ranks",
     "tests/training/test_own.py::test_ranks_train_as_one_process",
 }

@@ -68,7 +68,7 @@ def test_a_checkpoint_has_the_state_of_the_step_it_was_requested_at(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@distributed(world_size=2, fresh=True)
+@distributed(world_size=2)
 def test_a_full_disk_is_an_error_on_every_rank_and_keeps_older_checkpoints(
     rank: int, world_size: int, mode: str, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ def most_held() -> int:
     return 1024 * int(found[1])
 
 
-@distributed(world_size=4, fresh=True)
+@distributed(world_size=4)
 def loads(rank: int, world_size: int, path: Path, size: int) -> None:
     config = as_kept(compose_config(["model=hf", f"model.path={path}"]).config)
     load_weights(open_weights(config.model), make_model(config, torch.device("cpu"), empty=True))

@@ -12,7 +12,7 @@ ALONE = [*FSDP2, "strategy=hybrid_shard", "strategy.dp_shard_size=1"]  # each ra
 TOLERANCE = 1e-6  # of losses in fp32: engines add up ranks' gradients in another order
 
 
-@distributed(timeout=240, fresh=True)
+@distributed(timeout=240)
 def train(rank: int, world_size: int, starts: list[list[str]]) -> None:
     """One run after another, to its end."""
     for typed in starts:

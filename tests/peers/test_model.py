@@ -72,7 +72,7 @@ def reference(batches: list[Tensor], lr: float) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("engine", "ranks_per_replica"), [("fsdp2", 2), ("fsdp2", 1), ("ddp", 1)])
-@distributed(world_size=2, fresh=True)  # torch keeps its meshes and their groups
+@distributed(world_size=2)
 def test_steps_equal_those_of_one_process(rank, world_size, engine, ranks_per_replica):
     batches = [torch.randn(4, 3, generator=torch.Generator().manual_seed(each)) for each in (1, 2)]
     model = made(engine, ranks_per_replica)
@@ -97,7 +97,7 @@ def test_steps_equal_those_of_one_process(rank, world_size, engine, ranks_per_re
 
 
 @pytest.mark.parametrize(("engine", "ranks_per_replica"), [("fsdp2", 1), ("ddp", 1)])
-@distributed(world_size=2, fresh=True)  # torch keeps its meshes and their groups
+@distributed(world_size=2)
 def test_a_replica_that_differs_is_found(rank, world_size, engine, ranks_per_replica):
     model = made(engine, ranks_per_replica)
     model.check_replicas()

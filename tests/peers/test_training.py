@@ -79,7 +79,7 @@ def test_blocks_are_compiled(tmp_path: Path) -> None:
     check(tmp_path, 2, "train.compile=true activation_checkpointing=full", [FSDP2, DDP], 1e-5)
 
 
-@distributed(timeout=240, fresh=True)
+@distributed(timeout=240)
 def train_with_accidents(rank: int, world_size: int, starts: list[list[str]]) -> None:
     for typed in starts:
         trainer = made(typed)

@@ -19,7 +19,7 @@ def resident() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-@distributed(timeout=60, fresh=True)
+@distributed(timeout=60)
 def fragment(rank: int, world_size: int) -> None:
     """Leave holes between small tensors that stay; then only a trim returns their pages."""
     made = [torch.ones(16 << 10) for _ in range(2000)]  # 64 KiB each

@@ -173,7 +173,7 @@ def test_an_export_is_the_model_that_was_trained(tmp_path, trained, family):
     assert invoke("sample", str(folder / "run"), "--tokens", "3")[0] == 0
 
 
-@distributed(world_size=4, fresh=True)
+@distributed(world_size=4)
 def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
     given = ["model=hf", f"model.path={folder}", "model.lora.rank=2", FOUR_BITS]
     config = as_kept(compose_config([*given, "model.lora.targets=q_proj"]).config)

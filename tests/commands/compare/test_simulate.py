@@ -14,7 +14,8 @@ HELD = ["activation_checkpointing=none", "prefetch=both", "train.micro_batch_siz
 def simulated(*words: str) -> tuple[list[Row], list[str]]:
     """Return the rows and the notes."""
     found = variants(words, None, steps=20)
-    return [each.row for each in found], list(dict.fromkeys(predict(found)))
+    notes = list(dict.fromkeys(predict(found)))  # which sets what the rows have
+    return [each.row for each in found], notes
 
 
 def test_changes_that_fit_are_named_if_no_variant_does():
