@@ -67,6 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    os.environ.pop("FSDPCTL_CACHE", None)  # of a run before, if that of the home cannot be written
     minutes = item.config.getoption("--minutes")
     if minutes and time.monotonic() - _BEGAN > minutes * 60:
         pytest.skip("the time is used")  # the tests took longer than the ledger says
