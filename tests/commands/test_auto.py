@@ -42,7 +42,7 @@ def test_every_command_selects_the_same(tmp_path):
     chosen = dict(word.split("=") for word in selected(text).split())
     assert tuple(chosen) == NAMES
     code, text = invoke("estimate-memory", *given, "--json")
-    found = json.loads(text)
+    found = json.loads(text[text.index("{") :])  # behind a note on a machine of one core
     text = " ".join(f"{k}={v}" for k, v in chosen.items())
     assert found["selected"]["ranked"][0]["settings"] == text
     assert (found["strategy"], found["verdict"]) == (chosen["strategy"], "fits")

@@ -162,7 +162,7 @@ def test_the_estimate_shows_the_trained_parameters():
     words = ["estimate-memory", *SMALL, "launch.nproc_per_node=2", "launch.device=cpu"]
     code, said = invoke(*words, "model.lora.rank=4", "--json")
     assert code == 0, said
-    found = json.loads(said)
+    found = json.loads(said[said.index("{") :])  # behind a note on a machine of one core
     expected = sum(
         param.numel()
         for param in build_model(config("model.lora.rank=4")).parameters()

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -135,11 +136,11 @@ def test_a_folder_without_a_commit_has_none(checkout, tmp_path, head):
 def test_programs_that_a_repository_configures_are_not_executed(checkout, tmp_path):
     """git would run all of these; `git status` at the end shows that it does."""
     program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
+    program.write_text(f"#!/bin/sh\ntouch '{tmp_path}/ran'\ncat\n")
     program.chmod(0o755)
     for key in ("core.fsmonitor", "filter.x.clean", "filter.x.smudge", "diff.x.textconv",
                 "diff.x.command", "diff.external", "core.sshCommand", "core.pager"):  # fmt: skip
-        git(checkout, "config", key, str(program))
+        git(checkout, "config", key, shlex.quote(str(program)))
     (checkout / ".gitattributes").write_text("* filter=x diff=x\n")
     (checkout / "file").write_text("two\n")
     assert revision(checkout) is not None
