@@ -44,7 +44,7 @@ class _Index:
     notes: list[str]
 
 
-Opened = tuple[_Index, TokenStream, TokenStream | None]
+_Opened = tuple[_Index, TokenStream, TokenStream | None]
 
 
 def open_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
@@ -93,7 +93,7 @@ def _name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) ->
     return f"texts-{xxhash.xxh3_128_hexdigest(repr(about).encode(errors='surrogateescape'))}"
 
 
-def _mapped(name: str) -> Opened | None:
+def _mapped(name: str) -> _Opened | None:
     """Return tokens that are in the cache whole, and what is known of their text."""
     if (entry := read_cache(name)) is None:
         return None
@@ -114,7 +114,7 @@ def _stream(part: _Part) -> TokenStream | None:
     return TokenStream(entry.arrays["tokens"], part.num_bytes, entry.checksums["tokens"])
 
 
-def _read(found: DataFiles, tokenizer: Tokenizer, config: DataConfig, key: str) -> Opened:
+def _read(found: DataFiles, tokenizer: Tokenizer, config: DataConfig, key: str) -> _Opened:
     texts, passed = read_text(found, key, str(config.path))
     held = list[bytes]()
     if config.takes_validation and found.validation:
@@ -131,7 +131,7 @@ def _encoded(
     held: Sequence[bytes],
     skipped: Sequence[str] = (),
     notes: Sequence[str] = (),
-) -> Opened:
+) -> _Opened:
     """Return the tokens of texts to train on, and of `held` ones or of those it holds out."""
     has_val_files = bool(held)
     if not has_val_files:

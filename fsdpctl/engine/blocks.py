@@ -246,17 +246,22 @@ def checkpoint_block(
 
 
 def checkpoint_blocks(
-    blocks: Sequence[nn.Module], mode: str, *, offload: bool = False, **about: bool
+    blocks: Sequence[nn.Module],
+    mode: str,
+    *,
+    offload: bool = False,
+    keeps_buffers: bool = False,
+    is_random: bool = True,
 ) -> HostInputs:
     """Make `blocks`, in the order of forward, recompute their activations in backward.
 
     With `offload`, their inputs wait in host memory, except that of the last block, which backward
-    needs at once. `about` is that of `checkpoint_block`. Returns these inputs.
+    needs at once. The last two are those of `checkpoint_block`. Returns these inputs.
     """
     inputs = HostInputs(len(blocks))
     for number, block in enumerate(blocks):
         send = partial(inputs.send, number) if offload and len(blocks) > 1 else None
-        checkpoint_block(block, mode, send, **about)
+        checkpoint_block(block, mode, send, keeps_buffers=keeps_buffers, is_random=is_random)
     return inputs
 
 

@@ -46,6 +46,7 @@ class GradPresence:
         self._started, self._sums = (self._runtime.fingerprint, handle), None
 
     def absent_everywhere(self) -> frozenset[str]:
+        """Return the names of trainable parameters that had a gradient on no rank. Collective."""
         if self._num_backwards:
             if self._started is None:
                 self._start()
@@ -108,6 +109,7 @@ def _check_fingerprint(expected: int, found: Tensor) -> None:
 
 @torch.no_grad()
 def check_replicas(runtime: Runtime) -> None:
+    """Compare what several ranks hold by checksums. Collective."""
     mesh = runtime.mesh
     if runtime.strategy.shards_params and mesh.replicas is None:
         return

@@ -71,7 +71,7 @@ def is_first() -> bool:
 
 
 def _frames(stream: IO[str]) -> str:
-    """Return characters that turn, of those in the encoding of a terminal."""
+    """Return the characters of a spinner that the encoding of a terminal has."""
     try:
         _FRAMES.encode(getattr(stream, "encoding", None) or "ascii")
     except UnicodeError:

@@ -79,10 +79,10 @@ def is_joint(error: BaseException | None) -> bool:
 
 @contextmanager
 def joint_collections() -> Iterator[None]:
-    """Leave it to the block when cycles of Python objects are collected, and restore that after it.
+    """Turn off automatic garbage collection within the block, which collects at chosen steps.
 
-    An automatic collection visits all objects, at another step on every rank, and the others wait.
-    What exists before the block is kept without being visited.
+    An automatic collection pauses every rank at another step, and the other ranks wait for it.
+    Objects that exist before the block are frozen, so that no collection visits them.
     """
     was_enabled, freezes = gc.isenabled(), not gc.get_freeze_count()
     gc.collect()
