@@ -25,6 +25,7 @@ def setup(template=template_of("chatml"), most_bytes=2 << 30, seconds=10.0):
     )
 
 
+@pytest.mark.slow
 def test_replies_of_several_processes_are_in_order(monkeypatch):
     monkeypatch.setattr(running, "_BATCH", 4000)
     chats = [(Chat(say("a", str(number)), [True, True]), f"line {number}") for number in range(150)]
@@ -47,6 +48,7 @@ def test_a_process_that_exits_or_replies_something_else_is_an_error(made, monkey
         list(rendered(setup(), "t", PLACES))
 
 
+@pytest.mark.slow
 def test_processes_are_ended_with_the_first_error(monkeypatch):
     started = []
 
@@ -65,6 +67,7 @@ def test_processes_are_ended_with_the_first_error(monkeypatch):
     assert [each.poll() is not None for each in started] == [True] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [ENDLESS, IN_C])
 def test_a_template_has_no_more_time_than_its_limit_whatever_it_computes(template):
     with pytest.raises(UsageError, match="line 1: the template computes for longer than 1 s"):

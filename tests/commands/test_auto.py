@@ -67,6 +67,7 @@ def test_the_other_settings_are_selected_for_each_strategy():
         assert all(kind in line for kind in kinds)  # the heading has what any strategy has
 
 
+@pytest.mark.slow
 def test_if_nothing_fits_train_fails_and_the_estimate_has_a_verdict(tmp_path):
     short = [*OPEN, "cluster.memory=0.2"]
     code, text = invoke("train", *words(tmp_path, *short))

@@ -70,6 +70,7 @@ def test_the_length_of_a_run_is_known_by_its_data_or_the_reason_is_printed(tmp_p
     assert (code, "for estimates and compare --simulate only" in text) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_configuration_that_does_not_fit_has_changes_and_an_exit_code():
     code, text = invoke("estimate-memory", *H100, *LENGTH, "strategy=no_shard", "--require-fit")
     assert (code, "does not fit" in text) == (3, True)
@@ -110,6 +111,7 @@ def test_more_ranks_than_samples_are_supported():
 LLAMA = "NousResearch/Meta-Llama-3.1-8B"
 
 
+@pytest.mark.slow
 def test_a_configuration_of_another_tool_is_translated_and_estimated():
     words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h200"]
     code, text = invoke("estimate-memory", *words)
@@ -134,6 +136,7 @@ def test_a_configuration_of_another_tool_is_translated_and_estimated():
     assert [json.loads(text)[name] for name in alike] == [json.loads(same)[name] for name in alike]
 
 
+@pytest.mark.slow
 def test_settings_that_a_file_of_another_tool_lacks_are_reported():
     file = str(OTHERS / "axolotl-qlora.yml")
     code, text = invoke("estimate-memory", "--from", file, "cluster=h100")
@@ -147,6 +150,7 @@ def test_settings_that_a_file_of_another_tool_lacks_are_reported():
     assert {each["from"]["tool"] for each in json.loads(text)} == {"axolotl"}
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.slow
 def test_host_memory_has_to_fit_too():
@@ -165,6 +169,7 @@ def test_host_memory_has_to_fit_too():
     assert (code, "does not fit" in text, "to spare" in text) == (3, True, False)
 
 
+@pytest.mark.slow
 def test_several_files_of_other_tools_have_a_verdict_each(tmp_path):
     for name in ("axolotl-full.yaml", "axolotl-qlora.yml"):
         shutil.copy(OTHERS / name, tmp_path / name)

@@ -266,6 +266,7 @@ def test_an_estimate_is_of_a_real_length_and_its_advice_names_the_cost():
     assert "every second matrix product" not in said
 
 
+@pytest.mark.slow
 def test_a_run_that_exceeds_a_memory_does_not_start(words):
     wide = [word for word in words if not word.startswith("model.hidden_size")]
     wide += ["model.hidden_size=256", "launch.device=cpu", "strategy.offload=states,gradients"]

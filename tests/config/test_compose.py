@@ -30,6 +30,7 @@ def test_text_is_taken_literally(value):
     assert (config.data.path, config_from_words(config_words(config))) == (value, config)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1)

@@ -27,6 +27,7 @@ def test_every_public_name_exists_and_is_documented():
         assert getattr(fsdpctl, name).__doc__
 
 
+@pytest.mark.slow
 @WHOLE
 @distributed(world_size=4)
 def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(rank, world_size, whole):
@@ -71,6 +72,7 @@ def test_state_dict_and_load_state_dict_use_full_tensors(rank, world_size, strat
         model.load_state_dict({**other, "norm.weight": torch.zeros(3)})
 
 
+@pytest.mark.slow
 @distributed(world_size=4)
 @in_turn(strategy=list(STRATEGIES))
 def test_full_parameters_are_unsharded_and_writable(rank, world_size, strategy):
@@ -116,6 +118,7 @@ def test_unwrap_returns_the_plain_module(rank: int, world_size: int, strategy: s
     plain.to(torch.float64)
 
 
+@pytest.mark.slow
 @distributed(world_size=4)
 @in_turn(strategy=list(STRATEGIES))
 def test_any_elementwise_optimizer_and_clipping_count_each_element_once(rank, world_size, strategy):
@@ -153,6 +156,7 @@ def test_an_impossible_prefetch_raises_an_error(rank: int, world_size: int) -> N
         expected.prefetch_forward_params()
 
 
+@pytest.mark.slow
 @distributed(world_size=4)
 @in_turn(strategy=list(STRATEGIES), bf16=[False, True])
 def test_written_shards_reach_every_replica(rank, world_size, strategy, bf16):

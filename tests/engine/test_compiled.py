@@ -143,6 +143,7 @@ def test_sharded_replicas_stay_compiled(rank: int, world_size: int) -> None:
     check(partial(small, "full"), run_small, "hybrid_shard", dp_shard_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch about itself
 def test_recomputed_decoders_are_compiled():
     """Whatever their attention does to find its mask."""

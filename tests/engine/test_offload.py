@@ -151,6 +151,7 @@ def test_same_bits_of_every_kind(rank, world_size, strategy, mode, **case):
 
 @pytest.mark.slow
 @pytest.mark.slow
+@pytest.mark.slow
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed()
@@ -299,6 +300,7 @@ NARROW = Precision(BF, BF, BF, has_remainders=True)
 
 @pytest.mark.slow
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed()
 @in_turn(mode__strategy__case=[
@@ -326,6 +328,7 @@ def test_what_the_host_cannot_step_is_rejected(sharding, precision):
         model.flat_parameters()
 
 
+@pytest.mark.slow
 @distributed(2)
 @in_turn(mode__strategy__case=[
     ("states", "full_shard", {"precision": BF16, "skipped": 1}),

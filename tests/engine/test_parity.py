@@ -169,6 +169,7 @@ def test_clipping_equals_one_process(rank: int, world_size: int, whole: bool) ->
         assert largest_difference(model.state_dict(), expected) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dp_shard_size", fast(2, slow=[1]))
 @distributed(world_size=4)
 def test_replicas_of_any_size_equal_one_process(rank, world_size, dp_shard_size):

@@ -55,6 +55,7 @@ class Case(parity.Case):
         return state
 
 
+@pytest.mark.slow
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(3, slow=[2, 4, 8]))
 @distributed(timeout=600)

@@ -66,6 +66,7 @@ def mean_gradients(losses_of: list[list[tuple[int, int, int]]]) -> dict[str, Ten
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", fast("full_shard", slow=["shard_grad_op", "shard_optimizer"]))
 @distributed(world_size=2, timeout=60)
 def test_a_rank_may_skip_the_backward_of_many_blocks(rank, world_size, strategy):

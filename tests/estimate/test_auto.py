@@ -65,6 +65,7 @@ def test_the_selection_is_the_same_every_time():
     assert list(describe_ranking(first)) == list(describe_ranking(second))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", fast(0.512, slow=LIMITS))
 def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_one(memory):
     """All of them are estimated and predicted, also those that the search skips."""

@@ -58,6 +58,7 @@ def test_a_memory_limit_changes_only_the_verdict():
     assert (plain.verdict, limited.verdict) == ("fits", "too_large")
 
 
+@pytest.mark.slow
 @matrix(model=["llama3_8b", "openai/gpt-oss-20b"], mode=["none", "selective", "full"])
 def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
     named = ["model=hf", f"model.path={model}"] if "/" in model else [f"model={model}"]
@@ -154,6 +155,7 @@ def test_advised_settings_fit(words):
         assert (typed.verdict, typed.allocated) == ("fits", estimate.allocated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", fast("6GiB", slow=["5GiB", "7GiB"]))
 def test_each_of_several_settings_is_needed(memory):
     words = ["model=llama3_1b", "model.num_layers=6", "cluster=h100", f"cluster.memory={memory}"]
@@ -173,6 +175,7 @@ def test_each_of_several_settings_is_needed(memory):
 
 @pytest.mark.slow
 @pytest.mark.slow
+@pytest.mark.slow
 def test_replicas_that_do_not_fit_are_advised_to_shard_optimizer_states():
     words = ["model=llama3_70b", "cluster=h100", "launch.nnodes=8", "train.seq_len=8192"]
     words += ["train.micro_batch_size=1", "train.global_batch_size=64"]
@@ -183,6 +186,7 @@ def test_replicas_that_do_not_fit_are_advised_to_shard_optimizer_states():
     assert found[("strategy=hybrid_shard_optimizer",)].config.strategy.dp_shard_size == 8
 
 
+@pytest.mark.slow
 def test_changes_are_named_in_the_order_of_their_predicted_time():
     words = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "train.seq_len=512"]
     words += ["train.micro_batch_size=1", "cluster.memory=40GiB"]
@@ -234,6 +238,7 @@ def test_long_samples_are_advised_to_send_inputs_to_the_host():
     assert (sent.host_states, sent.verdict) == (31 * 131072 * 4096 * 2, "fits")
 
 
+@pytest.mark.slow
 def test_hundreds_of_billions_of_parameters_on_thousands_of_ranks():
     found = estimated("model=llama3_405b", "launch.nnodes=2048", "cluster=h100")
     assert (found.num_params, found.tokens_per_step) == (405_853_388_800, 16384 * 4096)
@@ -274,6 +279,7 @@ def test_the_step_on_the_host_is_advised_only_if_it_fits_there():
     assert not any("offload" in each for each in offloads("cluster.host_memory=16GiB"))
 
 
+@pytest.mark.slow
 @matrix(model=["llama3_1b", "llama3_8b"], cluster=["8xh100", "2xa100_80", "l4", "mi300x"])
 def test_quantized_weights_are_never_predicted_faster(model, cluster):
     estimator = Estimator()

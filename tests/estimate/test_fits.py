@@ -97,6 +97,7 @@ def test_the_estimate_shows_what_is_missing_and_what_to_change(words, short):
     assert (code, text.count("does not fit") > 1, " fits\n" in text) == (3, True, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [
     ["activation_checkpointing=auto"], ["strategy=auto", "train.micro_batch_size=auto"],
     ["prefetch=auto", "activation_checkpointing=auto", "launch.nproc_per_node=1"],
@@ -147,6 +148,7 @@ def test_the_verdict_names_the_reserve():
     assert "a selection leaves" not in text
 
 
+@pytest.mark.slow
 def test_what_an_estimate_assumes_is_told(tmp_path):
     _, text = invoke("estimate-memory", "data=chat", "model.vocab_size=1000", *SMALL)
     assert "note    samples of 512 tokens are assumed to hold documents of 256" in text

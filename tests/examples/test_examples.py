@@ -47,6 +47,7 @@ def test_every_example_is_tried() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_check_of_a_repository_fails_as_its_command_does(code: int, tmp_path: Path) -> None:
     *_, step = documents("ci/memory.yaml")[0]["jobs"]["fits"]["steps"]
@@ -120,6 +121,7 @@ def test_the_commands_get_their_node_from_the_cluster(example: str, tmp_path: Pa
     assert port.isdigit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", _VARIABLES)
 def test_the_commands_pass_a_dry_run(example, tmp_path, monkeypatch):
     words = _arguments(example, tmp_path)

@@ -57,6 +57,7 @@ def test_other_urls_and_paths_are_accepted_and_printed_as_they_are(text):
     assert printable(text) == text
 
 
+@pytest.mark.slow
 def test_the_search_takes_no_time():
     began = time.process_time()
     for text in ("://" * 30_000, "://" + "?" * 60_000, "://a:" + "b" * 60_000, ":/a" * 30_000):

@@ -114,6 +114,7 @@ def test_adapters_of_packed_experts_are_those_of_peft(tmp_path, case):
     assert torch.equal(again(batch, use_cache=False).logits, theirs(batch, use_cache=False).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", fast(2, slow=[3]))
 @distributed()
 def test_ranks_train_what_one_process_trains(rank: int, world_size: int, tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def odd_cases(whole: bool) -> list[Case]:
     return cases(shardings, kinds, [*WINDOWS], [*OPTIONS], whole=False)
 
 
+@pytest.mark.slow
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed(timeout=120)

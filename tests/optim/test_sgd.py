@@ -39,6 +39,7 @@ def expected(momentum: float, ranks: int) -> dict[str, torch.Tensor]:
     return copy.deepcopy(module.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", fast(0.9, slow=[0.0]))
 @distributed(world_size=2, timeout=120)
 def test_every_strategy_equals_one_process(rank: int, world_size: int, momentum: float) -> None:

@@ -175,6 +175,7 @@ def resume(rank: int, world_size: int, folder: Path, kind: str) -> None:
     assert_same(save(model, optimizer, folder / "resumed"), expected)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(tmp_path):
     resume(world_size=2, folder=tmp_path)
 

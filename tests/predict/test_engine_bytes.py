@@ -51,6 +51,7 @@ def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
     return model.peak_memory_bytes() + optimizer.memory_bytes()
 
 
+@pytest.mark.slow
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(3, slow=[1, 2, 4]))
 @distributed()

@@ -130,6 +130,7 @@ def sized(seed: int) -> Iterator[list[str]]:
         yield [f"{key}={value}" for key, value in drawn.items() if value is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "seed"), [(9, 1), pytest.param(110, 2, marks=pytest.mark.slow)])
 def test_what_fits_by_the_estimate_fits_for_train_with_the_same_selection(
     count, seed, tmp_path, monkeypatch

@@ -63,6 +63,7 @@ def test_all_ranks_collect_after_the_same_steps(rank, world_size, is_enabled, tm
     assert litter.most == EVERY
 
 
+@pytest.mark.slow
 def test_what_was_alive_is_visited_again_after_the_block():
     gc.unfreeze()
     with joint_collections():

@@ -89,6 +89,7 @@ def test_what_steers_a_terminal_is_not_printed():
     assert printable("a\tb\n\x1b]0;x\x07\x9b") == "a\tb\n�]0;x��"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "unbuffered"), [
     (("--help",), ""), (("list", "--json"), "1"), (("list",), ""),
 ])  # fmt: skip

@@ -70,6 +70,7 @@ def chats(folder: Path, family: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("more", fast(
     ["strategy=hybrid_shard", "strategy.dp_shard_size=2", "activation_checkpointing=full",
      "train.micro_batch_size=1", "accumulation=last", "train.seq_len=100"],
@@ -102,6 +103,7 @@ def train_with_means(rank: int, world_size: int, typed: list[str]) -> None:
     made(typed).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", fast("llama", slow=["qwen3_moe"]))
 def test_packed_chats_whose_answers_are_on_few_ranks(tmp_path, family):
     """A mean over each rank's answers is another loss."""
@@ -131,6 +133,7 @@ def test_any_split_of_the_samples_has_the_same_losses(tmp_path, seed):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_another_number(tmp_path):
     """As closely as rounding allows."""
 

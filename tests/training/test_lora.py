@@ -146,6 +146,7 @@ def trained_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", fast("llama", slow=["gpt2", "qwen3 tied"]))
 def test_an_export_opens_in_peft_and_merged_in_transformers(tmp_path, family, trained_llama):
     trained = trained_llama
@@ -211,6 +212,7 @@ def _double_one_weight(base: Path) -> None:
     save_file(weights, base / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.slow
 def test_another_base_is_rejected(tmp_path):
     run(words(tmp_path, 2), 2, tmp_path / "state")
     base, checkpoint = tmp_path / "base", newest(tmp_path).folder

@@ -53,6 +53,7 @@ def test_the_tokens_of_a_step_that_are_trained_on_are_counted(tmp_path):
     assert [each["tokens"] for each in steps(tmp_path)] == [64 * 12] * 4
 
 
+@pytest.mark.slow
 def test_steps_and_validations_without_a_trained_token_change_nothing(tmp_path):
     typed = settings(tmp_path, np.zeros(COUNT, bool), "data.val_fraction=0.3")
     train(world_size=2, typed=typed, folder=tmp_path)

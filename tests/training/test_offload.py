@@ -138,6 +138,7 @@ def test_compiled_blocks_have_the_bits_of_states_on_the_device(tmp_path, offload
     assert_same(found[1][1], found[0][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", fast(1, slow=[2]))
 def test_a_run_resumes_with_another_dtype_of_moments_and_prints_it(tmp_path, ranks):
     found, before = [], ""

@@ -142,6 +142,7 @@ def as_one_process(rank: int, world_size: int, folder: Path, words: list[str]) -
         assert validated[-1] == pytest.approx(float(loss / count), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_train_as_one_process(ranks: int, strategy: str, tmp_path: Path) -> None:
@@ -400,6 +401,7 @@ def test_commands_that_need_a_decoder_reject_the_run_of_a_script() -> None:
         config_of_checkpoint({"model": name}, "runs/a")
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.slow
 def test_a_mistake_ends_a_script_in_one_line(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def test_only_files_older_than_the_start_are_left_over(tmp_path):
     assert not (tmp_path / SAVE).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", fast(3, slow=[2]))
 @distributed()
 def test_a_validation_ends_on_all_ranks_after_the_same_batch(rank, world_size, tmp_path):

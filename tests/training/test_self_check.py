@@ -111,11 +111,13 @@ def check(rank: int, world_size: int, typed: list[str], folder: str, names: list
     assert read_starts(Path(folder, "none"))[-1]["record"]["self_check"] == []
 
 
+@pytest.mark.slow
 def test_mistakes_are_found(tmp_path):
     more = ["train.steps=2", "train.self_check=auto"]
     check(world_size=2, typed=words(tmp_path, 2, *more), folder=str(tmp_path), names=list(TEXT))
 
 
+@pytest.mark.slow
 def test_mistakes_are_found_where_ranks_share_samples(tmp_path):
     more = ["train.steps=2", "train.self_check=auto", "train.context_parallel=2",
             "train.seq_len=128"]  # fmt: skip
@@ -180,6 +182,7 @@ def check_unchanged(rank: int, world_size: int, typed: list[str], folder: str) -
         assert found == list(map(str, expected)), name
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.slow
 def test_a_step_that_changes_no_weight_has_a_warning(tmp_path):

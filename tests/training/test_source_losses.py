@@ -57,6 +57,7 @@ def test_losses_of_tokens_change_no_bit_of_a_gradient(chunk):
     assert of_one.equal(of_other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("train.context_parallel=2",)])
 def test_a_step_has_the_loss_of_each_source(tmp_path, more):
     make_text(tmp_path)
