@@ -165,6 +165,7 @@ def _heading(estimates: Sequence[RunEstimate]) -> list[str]:
         " or ".join(dict.fromkeys(texts)) for texts in zip(*map(_selected, estimates), strict=True)
     ]
     recomputations += ", inputs in host memory" if config.activation_checkpointing.offload else ""
+    products = " with TF32 products" * config.uses_tf32
     compiled = "; estimated without torch.compile" if config.train.compile else ""
     base = "" if config.model.base_dtype is None else f", {config.model.base_dtype} linear layers"
     samples, given = first.batches.global_batch_size, config.train.global_batch_size
@@ -174,7 +175,7 @@ def _heading(estimates: Sequence[RunEstimate]) -> list[str]:
         f"ranks   {config.num_ranks} on {launch.device}{nodes}, "
         f"{format_bytes(first.memory_bytes)} each (cluster={config.cluster.name}), "
         f"engine {config.engine.name}",
-        f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
+        f"dtypes  {precision.param_dtype} compute{products}, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} master weights{base}",
         f"step    {first.tokens_per_step:,} tokens{raised}: each {who} {batches} samples of "
         f"{config.train.seq_len}; accumulation {config.accumulation.name}; "

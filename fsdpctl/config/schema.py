@@ -17,7 +17,7 @@ from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
 from fsdpctl.plan.optimizers import MATRICES, NS_STEPS, STATE_DTYPES
 from fsdpctl.plan.owners import OWNER_MAPS
-from fsdpctl.plan.precision import SPLIT, Precision
+from fsdpctl.plan.precision import SPLIT, TF32, Precision
 from fsdpctl.plan.step import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Offload
 
@@ -206,6 +206,11 @@ class Config:
     def num_groups(self) -> int:
         """The number of groups of ranks that share samples, of a placed configuration."""
         return self.num_ranks // self.train.context_parallel
+
+    @property
+    def uses_tf32(self) -> bool:
+        """Whether ranks round the operands of float32 matrix products to TF32."""
+        return self.precision.name == TF32 and self.launch.device != "cpu"
 
     @property
     def compares_losses(self) -> bool:

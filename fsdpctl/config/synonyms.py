@@ -159,6 +159,7 @@ precision.reduce_dtype | mixed_precision_reduce
 precision=bf16 | bf16
 precision=bf16_true | bfloat16
 precision=fp32 | fp32
+precision=tf32, without bf16 | tf32
 prefetch | fsdp_backward_prefetch fsdp_forward_prefetch
 prefetch=backward | backward_prefetch
 shard_grad_op | SHARD_GRAD_OP
@@ -265,7 +266,6 @@ code of models, which it never executes | trust_remote_code
 noise in embeddings | neftune_noise_alpha
 plugins of other tools | plugins
 ReLoRA; set model.lora.rank=16 for LoRA | relora relora_steps
-TF32; set precision=bf16 | tf32
 label smoothing | label_smoothing label_smoothing_factor
 loggers other than log.tensorboard and log.wandb | comet mlflow swanlab trackio
 losses other than cross-entropy | loss_type

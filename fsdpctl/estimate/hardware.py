@@ -26,6 +26,9 @@ _EXPERTS = {"hopper": {"grouped": 0.5, "indexed": 0.3}}
 # small models; fsdpctl by the ratio of both in benchmarks/results/host-time.json.
 _UNIT = {FSDP2: 1.1e-3, FSDPCTL: 0.3e-3}
 _LONG_GAIN = {"hopper": {CUDNN: 0.14}}  # by four published steps with samples of 2**20 tokens
+# Of the bf16 FLOP/s, by the data sheets of NVIDIA's GPUs since the A100 (312 and 156 TFLOP/s). For
+# older ones without TF32, those of fp32 are more.
+_TF32_SHARE = 1 / 2
 _FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set
 
 
@@ -37,11 +40,14 @@ def device_of(config: Settled) -> DataSheet:
     generation, kernel = cluster.architecture or _USUAL, str(kernel_of(config))
     bf16 = cluster.flops * _TERA
     fp32 = bf16 * _FP32_SHARE if cluster.flops_fp32 is None else cluster.flops_fp32 * _TERA
+    attention, tf32 = _attention(config), max(fp32, bf16 * _TF32_SHARE)
+    if config.uses_tf32:  # not of attention, whose float32 kernels are as fast as before
+        attention = {name: share * fp32 / tf32 for name, share in attention.items()}
     return DataSheet(
-        {2: bf16, 4: fp32},
+        {2: bf16, 4: tf32 if config.uses_tf32 else fp32},
         cluster.memory_bandwidth * _GIGA,
         matmul=cluster.matmul_efficiency,
-        attention=_attention(config),
+        attention=attention,
         in_step=cluster.step_efficiency,
         **_EXPERTS.get(generation, {}),
         fuses=config.train.compile,

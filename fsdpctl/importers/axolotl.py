@@ -63,7 +63,7 @@ _UNUSED = (
     "lr_*", "embedding_lr*", "cosine_*", "warmup_*", "adam_*", "max_grad_norm", "loraplus_*",
     "special_tokens*", "added_tokens_overrides*", "tokenizer_*", "base_model_config",
     "is_*_derived_model", "trust_remote_code", "chat_template*", "default_system_message",
-    "train_on_*", "hub_*", "hf_*", "push_*", "strict", "tf32", "resume_from_checkpoint",
+    "train_on_*", "hub_*", "hf_*", "push_*", "strict", "resume_from_checkpoint",
     "auto_resume_from_checkpoints", "group_by_length", "curriculum_sampling", "local_rank",
     "world_size", "gradient_checkpointing_kwargs*", "attention",
     "attn_implementation", "flash_attention", "xformers_attention", "sdp_attention",
@@ -152,6 +152,7 @@ def _read_precision(found: Translation, narrow: SourceKey | None, *, keeps_maste
     mixed = "precision=bf16" if keeps_masters else "precision=bf16_true"
     loaded = "" if keeps_masters else "the weights are loaded in this dtype"
     pure, half = source.take_on("bfloat16"), source.take_on("fp16", "float16")
+    tf32 = source.take_on("tf32")
     if eight := source.take_used("fp8"):
         found.exclude(eight, "matrix products are estimated in bf16")
         narrow = narrow or eight
@@ -162,7 +163,7 @@ def _read_precision(found: Translation, narrow: SourceKey | None, *, keeps_maste
     elif narrow is None or not narrow.is_off:
         found.map(narrow, mixed, default="bf16", note=loaded)
     else:
-        found.map(narrow, "precision=fp32")
+        found.map(narrow, f"precision={'tf32' if tf32 else 'fp32'}")
 
 
 def _read_recomputation(found: Translation) -> None:

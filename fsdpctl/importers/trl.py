@@ -46,7 +46,7 @@ _UNUSED = (
     "dataset_*", "datasets*", "dataloader_*", "logging_*", "save_*", "eval_*", "lr_scheduler_*",
     "warmup_*", "adam_*", "max_grad_norm", "overwrite_output_dir", "push_to_hub",
     "hub_*", "remove_unused_columns", "gradient_checkpointing_kwargs*",
-    "attn_implementation", "trust_remote_code", "tf32", "packing_strategy", "lora_dropout",
+    "attn_implementation", "trust_remote_code", "packing_strategy", "lora_dropout",
     "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*", "eos_token",
     "bf16_full_eval", "ddp_*", "lora_task_type",
 )  # fmt: skip
@@ -71,6 +71,8 @@ def read_trl(source: SourceConfig) -> Translation:
     narrow = read_launch_beside(found, narrow)
     dtype = source.take("dtype", "torch_dtype") or SourceKey("dtype", "float32")
     precision = _precision(dtype, narrow)
+    if source.take_on("tf32") and precision == "precision=fp32":
+        precision = "precision=tf32"
     found.map(narrow, precision, default="bf16")
     recomputes = source.take("gradient_checkpointing")
     if precision == "precision=bf16":

@@ -102,7 +102,10 @@ def _dtypes(opened: Opened) -> str:
     if reduce == master:
         others = {master: f"{master} reduction and master weights"}
     others.pop(param, None)
-    return ", ".join([f"{param}{_origin(opened, 'precision.param_dtype')}", *others.values()])
+    products = " with TF32 products" * opened.config.uses_tf32
+    return ", ".join(
+        [f"{param}{products}{_origin(opened, 'precision.param_dtype')}", *others.values()]
+    )
 
 
 def _experts(opened: Opened) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4, MATH, THEIRS
+from fsdpctl.plan.precision import TF32
 
 _TWO_BYTES = (torch.bfloat16, torch.float16)
 _WIDEST = 256  # heads that flash and cuDNN kernels support
@@ -87,6 +88,20 @@ def assuming(device: str, kernel: str | None) -> Iterator[None]:
     plain = kernel in (EFFICIENT, MATH)
     with _settings(assumed=device, takes_masks=plain, repeats=kernel == EFFICIENT):
         yield
+
+
+@contextmanager
+def rounded_products(*, to_tf32: bool) -> Iterator[None]:
+    """If `to_tf32`, round the operands of float32 products on CUDA to TF32 in a block."""
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    if to_tf32:  # the older allow_tf32 fails after this, and this after it
+        products.fp32_precision = TF32
+    try:
+        yield
+    finally:
+        if to_tf32:
+            products.fp32_precision = before
 
 
 @contextmanager

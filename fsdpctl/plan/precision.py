@@ -7,6 +7,7 @@ from functools import cache
 from fsdpctl.errors import EngineError, UsageError, nearest
 
 _KNOWN = ("float32", "bfloat16", "float16", "float64")
+TF32 = "tf32"  # the precision of float32 whose products round their operands to 10 bits
 SPLIT = "bfloat16+int8"  # master weights of 24 bits: a bf16 half, and a remainder of 8 bits
 
 

@@ -13,6 +13,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.control_group import host_memory
 from fsdpctl.io.cores import num_cores, threads_of_rank
 from fsdpctl.plan.optimizers import MATRICES, MUON
+from fsdpctl.plan.precision import TF32
 from fsdpctl.plan.strategy import (
     FSDPCTL,
     STRATEGIES,
@@ -22,7 +23,7 @@ from fsdpctl.plan.strategy import (
     strategies_of,
 )
 from fsdpctl.resolve.launchers import Place
-from fsdpctl.resolve.usual import OF_PLACE, filled
+from fsdpctl.resolve.usual import OF_PLACE, filled, has_bf16
 
 LOCAL = "local"
 _GIB = 1 << 30
@@ -146,6 +147,16 @@ def notes_on_cores(config: Config) -> tuple[str, ...]:
         return ()
     who = f"{counted(ranks, 'rank')} x {counted(threads, 'thread')} on {counted(cores, 'core')}"
     return (f"{who} wait for one another; set launch.nproc_per_node or OMP_NUM_THREADS",)
+
+
+def notes_on_products(config: Config) -> tuple[str, ...]:
+    """Return a line if float32 products could be faster, or `precision=tf32` changes nothing."""
+    has_tf32 = config.launch.device != "cpu" and has_bf16()  # of the same GPUs, and later ones
+    if config.precision.name == TF32 and not has_tf32:
+        return (f"precision={TF32}: not supported by {_machine(config)}; products are in float32",)
+    if not has_tf32 or config.precision.param_dtype != "float32" or config.uses_tf32:
+        return ()
+    return (f"matrix products are in float32; precision={TF32} is faster, with 10 bits of each",)
 
 
 def make_room_for_files(ranks: int) -> None:

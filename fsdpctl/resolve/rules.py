@@ -25,7 +25,7 @@ from fsdpctl.plan.optimizers import (
     get_optimizer,
     is_muons,
 )
-from fsdpctl.plan.precision import SPLIT
+from fsdpctl.plan.precision import SPLIT, TF32
 from fsdpctl.plan.strategy import (
     DDP,
     FSDPCTL,
@@ -70,7 +70,7 @@ def checked(config: C, typed: Collection[str] = ()) -> C:
 def _broken(config: Config, typed: Collection[str]) -> Iterator[str]:
     yield from _keys_of_others(config, typed)
     sections = {name: getattr(config, name) for name in SECTIONS}
-    about = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "ranks": config.num_ranks}
+    about = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "TF32": TF32, "ranks": config.num_ranks}
     for rule in RULES:
         if found := rule.is_broken(config):
             yield rule.message.replace("{found}", str(found)).format(**sections, **about)
@@ -166,6 +166,10 @@ RULES = (
         "precision.master_dtype={SPLIT}: requires precision.param_dtype=bfloat16, got "
         "{precision.param_dtype}",
         lambda c: c.precision.master_dtype == SPLIT and c.precision.param_dtype != "bfloat16",
+    ),
+    Rule(
+        "precision={TF32}: requires precision.param_dtype=float32, got {precision.param_dtype}",
+        lambda c: c.precision.name == TF32 and c.precision.param_dtype != "float32",
     ),
     Rule(
         "precision.master_dtype={SPLIT}: only valid with optimizer=adamw",

@@ -64,11 +64,15 @@ def filled(
 # ---- on a machine or cluster -------------------------------------------------------------------
 
 
+def has_bf16() -> bool:
+    """Return whether GPUs, those of this machine if it has any, compute in bf16 in hardware."""
+    is_here = torch.cuda.is_available()
+    return not is_here or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def _compute_dtype(c: Config, f: Facts) -> str:
     """bfloat16 on GPUs, except those that only emulate it and are many times slower with it."""
-    on_gpu = c.launch.device == "cuda" and (
-        not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-    )
+    on_gpu = c.launch.device == "cuda" and has_bf16()
     is_split = c.precision.master_dtype == SPLIT  # of which the bf16 half is gathered
     return "bfloat16" if on_gpu or is_split else "float32"
 

@@ -141,23 +141,23 @@ def _train(
 def _run(
     plan: "RunPlan", world: "World", started: float, task: "Task | None", *, only_measures: bool
 ) -> None:
-    from fsdpctl.models.kernels import using
+    from fsdpctl.models.kernels import rounded_products, using
     from fsdpctl.training.assemble import make_trainer
     from fsdpctl.training.callbacks.profiling import keep_snapshot
     from fsdpctl.training.step import LaunchContext
 
     context = LaunchContext(lambda: _stop_signal is not None, started, _handle_signals)
     about = {"shows": not only_measures, "only_measures": only_measures}
-    trainer = None
+    trainer, config = None, plan.config
     try:
-        with using(plan.config.model.attention):
+        with using(config.model.attention), rounded_products(to_tf32=config.uses_tf32):
             trainer = make_trainer(plan, world, context, task=task, **about)
             trainer.run()
         for number in STOP_SIGNALS:  # the run is complete, and must not fail because of a late one
             signal.signal(number, signal.SIG_IGN)
     except Exception as error:
         if not only_measures:
-            keep_snapshot(error, Path(str(plan.config.train.run_dir)), world.rank)
+            keep_snapshot(error, Path(str(config.train.run_dir)), world.rank)
         report(error)  # before anything that may have to wait
         if trainer is not None:
             trainer.leave()

@@ -83,6 +83,7 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
     ("comm.init_timeout_seconds=9", ["not needed: launch.timeout"]),
     ("parallelism_config_tp_size=2", ["does not support tensor parallelism"]),
     ("load-in-4bit=true", ["model.base_dtype=nf4"]), ("fp16=true", ["precision=bf16"]),
+    ("tf32=true", ["use precision=tf32"]),
     ("parallelism.enable_async_tensor_parallel=true", ["not support tensor parallelism"]),
     ("trust_remote_code=true", ["which it never executes"]),
     ("special_tokens.pad_token=x", ["not needed: padding"]),

@@ -241,6 +241,8 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
     (AXOLOTL, "batch_size: 8", {"train.global_batch_size": 8 * 8}),
     (AXOLOTL, "fsdp_config:\n  sharding_strategy: '2'", {"strategy": "shard_grad_op"}),
     (AXOLOTL, "fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD", {"strategy": "no_shard"}),
+    (AXOLOTL, "bf16: false\ntf32: true", {"precision": "tf32"}),
+    (AXOLOTL, "bf16: true\ntf32: true", {"precision": "bf16"}),
     # The masters of FSDP 2 are the weights as they are loaded.
     (AXOLOTL, "fsdp_version: 2", {"precision": "bf16_true"}),
     (AXOLOTL, "fsdp_config:\n  activation_checkpointing: true",
@@ -282,6 +284,7 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
         "use_peft: true\nlora_target_modules: [c_attn]": 256,
         "label_smoothing_factor: 0.0\nuse_liger_kernel: true": None}.items()),
     (TRL, "", {"model.base_dtype": "float32"}),
+    (TRL, "bf16: false\ntf32: true", {"precision": "tf32"}),
     (TRL, "dtype: bfloat16", {"model.base_dtype": None}),
     (TRL, "bf16: false", {"model.base_dtype": None}),
     (TRL, "load_in_4bit: true", {"model.base_dtype": "nf4"}),

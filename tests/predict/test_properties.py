@@ -7,6 +7,7 @@ import pytest
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
+from fsdpctl.estimate.hardware import device_of
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import NET, NODE, CollectiveKind, Group
@@ -104,6 +105,15 @@ def test_more_bandwidth_is_never_slower(strategy):
         for rate in (1, 10)
     )
     assert fast.seconds <= slow.seconds
+
+
+@pytest.mark.parametrize(("cluster", "gain"), [("h100", 989 / 2 / 67), ("a100_80", 8), ("t4", 1)])
+def test_tf32_is_faster_in_products_alone(cluster, gain):
+    config = planned(f"cluster={cluster}", "precision=fp32").config
+    ieee, tf32 = device_of(config), device_of(config.changed({"precision": "tf32"}))
+    assert tf32.flops[4] == pytest.approx(gain * ieee.flops[4])
+    for name, share in ieee.attention.items():
+        assert tf32.attention[name] * tf32.flops[4] == pytest.approx(share * ieee.flops[4])
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "shard_grad_op"])

@@ -29,7 +29,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "optimizer.state_dtype": STATE_DTYPES,
     "strategy.offload": ("none", "states", "states,gradients", "states,params", "params", "all"),
     "optimizer.nesterov": ("false",), "optimizer.beta1": (0.5,),
-    "precision": ("fp32", "bf16", "bf16_true"),
+    "precision": ("fp32", "tf32", "bf16", "bf16_true"),
     "precision.master_dtype": ("float32", "bfloat16", SPLIT),
     "precision.reduce_dtype": ("float32", "bfloat16"),
     "activation_checkpointing": ("none", "selective", "full"),

@@ -1,11 +1,19 @@
 """What is chosen for a machine by itself."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
+from fsdpctl.comm.world import World
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.place import notes_on_cluster, on_this_machine, place
+from fsdpctl.launch.run_lines import _dtypes
+from fsdpctl.resolve.open import Opened
+from fsdpctl.resolve.place import notes_on_cluster, notes_on_products, on_this_machine, place
+from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.training.worker import _run
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -22,6 +30,46 @@ def test_bf16_is_selected_only_if_the_card_supports_it(monkeypatch, native):
     config = compose_config(["launch.device=cuda"]).config
     placed = place(config, (config.launch, None))
     assert placed.precision.param_dtype == ("bfloat16" if native else "float32")
+
+
+@pytest.mark.parametrize(("words", "native", "noted"), [
+    ("precision=fp32", True, ("precision=tf32 is faster", "in float32")),
+    ("precision=tf32", True, ()), ("precision=bf16", True, ()), ("precision=fp32", False, ()),
+    ("precision=tf32", False, ("precision=tf32: not supported by V100",)),
+    ("precision=tf32 cpu", True, ("precision=tf32: not supported by a CPU of ",)),
+    ("precision=fp32 cpu", True, ()),
+])  # fmt: skip
+def test_float32_names_tf32_and_a_card_without_it_is_named(words, native, noted, monkeypatch):
+    device = "cpu" if "cpu" in words else "cuda"
+    config = compose_config([words.split()[0]]).config.changed({"launch.device": device})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "V100")
+    (note,) = notes_on_products(config) or ("",)
+    assert bool(note) == bool(noted)
+    assert all(text in note for text in noted)
+    dtypes = _dtypes(cast("Opened", SimpleNamespace(config=config, automatic=())))
+    is_tf32 = "precision=tf32" in words and "cpu" not in words
+    assert dtypes.startswith("float32 with TF32 products") == is_tf32
+
+
+@pytest.mark.parametrize("words", ["precision=tf32", "precision=fp32"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_cuda_ranks_train_in_tf32_and_leave_the_process_as_it_was(device, words, monkeypatch):
+    products, seen = torch.backends.cuda.matmul, []
+    plan = SimpleNamespace(config=compose_config([words, f"launch.device={device}"]).config)
+
+    def fails(*about: object, **more: object) -> None:
+        seen.append(products.fp32_precision)
+        raise UsageError("of the data")
+
+    monkeypatch.setattr("fsdpctl.training.assemble.make_trainer", fails)
+    before, about = products.fp32_precision, SimpleNamespace(rank=0)
+    with pytest.raises(UsageError):
+        _run(cast("RunPlan", plan), cast("World", about), 0.0, None, only_measures=True)
+    is_tf32 = (device, words) == ("cuda", "precision=tf32")
+    assert seen == ["tf32" if is_tf32 else before]
+    assert products.fp32_precision == before
 
 
 def test_host_memory_is_that_of_this_machine_or_of_a_known_cluster(monkeypatch):

@@ -10,10 +10,12 @@ from fsdpctl.estimate.accuracy import SHORT
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.duration import run_time
 from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.hardware import device_of
 from fsdpctl.estimate.planned_steps import sent_in_step
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import decide
 from fsdpctl.launch.begin import change_lines
+from fsdpctl.plan.precision import Dtype
 from fsdpctl.resolve.open import fill_on_cluster
 from fsdpctl.resolve.place import notes_on_memory
 from fsdpctl.run.flops import flops_per_token
@@ -22,7 +24,6 @@ _SHORT_STEPS = (
     "The host limits steps of GPUs below 100 ms, and data sheets do not describe it: such steps "
     "can take several times as long as predicted."
 )
-_TERA = 1e12
 
 
 def with_memory(row: Row, estimate: RunEstimate) -> Row:
@@ -92,10 +93,8 @@ def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
 
 def _utilization(speed: float, estimate: RunEstimate) -> float | None:
     config = estimate.config
-    peak = config.cluster.flops
-    if config.precision.param_dtype != "bfloat16":
-        peak = config.cluster.flops_fp32
-    if peak is None or estimate.num_trained < estimate.num_params:
+    peak = device_of(config).flops[Dtype(config.precision.param_dtype).itemsize]
+    if estimate.num_trained < estimate.num_params:
         return None
     per_token = flops_per_token(config.model, estimate.num_active, config.train.seq_len)
-    return per_token * speed / (peak * _TERA * config.num_ranks)
+    return per_token * speed / (peak * config.num_ranks)
