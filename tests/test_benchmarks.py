@@ -36,6 +36,7 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
     ("little_memory", ["--seeds", "1", "--steps", "30"]),
     ("update_time", ["--rounds", "1", "--width", "64"]),
     ("waiting", ["--rounds", "1", "--steps", "6"]), ("corpus", ["--mib", "1", "17"]),
+    ("base_reads", []),
 ])  # fmt: skip
 def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words: list[str]) -> None:
     report = run(module, tmp_path / "report.json", *words)

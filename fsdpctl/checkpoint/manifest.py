@@ -181,6 +181,7 @@ class BaseInfo:
 
     path: str  # a Hugging Face directory or a checkpoint
     xxh3: str  # over all weights there, as stored
+    sampled: str  # over 1 MiB of each of them, which every start reads
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fsdpctl.checkpoint.base import Ranks
+from fsdpctl.checkpoint.base import OnBytes, Ranks
 from fsdpctl.checkpoint.load import (
     ShardedOptimizer,
     StatePiece,
@@ -31,8 +31,6 @@ from fsdpctl.comm.shards import Sharded, trainable_shards
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.run_files import MANIFEST
 from fsdpctl.plan.layout import ParamSpec, Piece, Span
-
-OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)

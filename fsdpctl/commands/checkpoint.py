@@ -8,7 +8,7 @@ import typer
 from fsdpctl.checkpoint.consolidate import consolidate, shard_weights
 from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
 from fsdpctl.checkpoint.gguf_file import write_gguf
-from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
+from fsdpctl.checkpoint.pretrained import assets_beside, open_base, open_weights
 from fsdpctl.checkpoint.publish import About, check_destination
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import open_checkpoint
@@ -56,13 +56,14 @@ def opened_checkpoint(source: str, *, best: bool = False) -> CheckpointReader:
 
 def verify_base(reader: CheckpointReader) -> None:
     """Verify the model that has the untrained weights of a checkpoint, if there is one."""
-    if reader.manifest.base is None:
+    info = reader.manifest.base
+    if info is None:
         return
-    from fsdpctl.checkpoint.base import checked_weights
+    from fsdpctl.checkpoint.base import Base
     from fsdpctl.comm.base import Collectives
 
     with doing("verifying the base model"):
-        checked_weights(reader, Collectives())
+        Base(info, open_base(info, reader), str(reader)).verified(Collectives())
 
 
 def consolidate_checkpoint(  # noqa: PLR0913  # each is an option

@@ -91,7 +91,7 @@ def _evaluated(opened: Opened) -> ValidationLoss:
     folder = weights_folder(config.model)
     with doing(f"loading {folder}"):
         model = make_model(config, device, strategy=strategy_alone(config), empty=True)
-        base = pretrained_weights(config.model, folder, model.collectives)
+        base, _ = pretrained_weights(config.model, folder, model.collectives)
         load_weights(first_weights(config.model, model.module, config.train.seed, base), model)
     vocab_size = data.vocab_size or vocabulary_of(config, data)
     batches = Batches(stream.rows(config.train.seq_len), plan.batches, 0, vocab_size)

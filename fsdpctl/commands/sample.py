@@ -195,4 +195,4 @@ def _opened(source: Path) -> tuple[Config, Tensors, dict[str, bytes]]:
         return config, open_weights(config.model), read_assets(source)
     reader = CheckpointReader(source)
     config = config_of_checkpoint(reader.manifest.config, str(reader))
-    return config, checked_weights(reader, Collectives()), attached_files(reader)
+    return config, checked_weights(reader, Collectives())[0], attached_files(reader)

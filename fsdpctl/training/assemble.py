@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.base import base_info, checked_weights, first_weights, pretrained_weights
+from fsdpctl.checkpoint.base import Base, checked_weights, first_weights, pretrained_weights
 from fsdpctl.checkpoint.folders import newest_checkpoint, way_on
 from fsdpctl.checkpoint.load import load_into, load_weights
-from fsdpctl.checkpoint.manifest import BaseInfo, Progress
+from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange, collectives_for
@@ -217,7 +217,7 @@ def make_trainer(
     devices = ranks.gather_objects(device_name(world.device))
     if is_main:
         add_start(run_dir, describe_start(run_dir, devices))
-    parts, done, base = _load(plan, run_dir, world, ranks, task)
+    parts, done, bases = _load(plan, run_dir, world, ranks, task)
     journal = Journal(config, run_dir, done.step, is_main=is_main, shows=shows)
     if reason := parts.model.collectives.not_shared:
         journal.warn(f"ranks do not share memory: {reason}")
@@ -229,7 +229,7 @@ def make_trainer(
             journal,
             [RunReporter(journal, None), EstimateReport(run_dir, done.step)],
         )
-    checkpoints = Checkpoints(config, ranks, journal, base, uploads=shows and is_main)
+    checkpoints = Checkpoints(config, ranks, journal, bases, uploads=shows and is_main)
     callbacks = [  # in the order of their hooks, at the end too
         SelfCheck(config.train.self_check, done.step, sharding_of(config)),
         Validation(config, has_data=parts.val_batches is not None),
@@ -247,8 +247,8 @@ def make_trainer(
 
 def _load(
     plan: RunPlan, run_dir: Path, world: World, ranks: ObjectExchange, task: Task | None
-) -> tuple[TrainingParts, Progress, BaseInfo | None]:
-    """Return the objects of a run, its progress, and the base that its checkpoints leave out."""
+) -> tuple[TrainingParts, Progress, list[Base]]:
+    """Return the objects of a run, its progress, and the weights to verify before it saves."""
     config, batches = plan.config, plan.batches
     train, data = config.train, _data(config) if task is None else task.data
     if len(set(ranks.gather_objects(data.fingerprint))) > 1:
@@ -264,7 +264,7 @@ def _load(
         own=None if task is None else task.module,
     )
     optimizer = make_optimizer(config, model)
-    done, base = _fill(config, model, optimizer, newest)
+    done, bases = _fill(config, model, optimizer, newest)
     # All ranks have read: the slowest may take longer than NCCL waits in a first collective.
     ranks.gather_objects(None)
     RANK_STATUS.at("ready")
@@ -281,7 +281,7 @@ def _load(
         ),
         device=world.device,
     )
-    return parts, done, base
+    return parts, done, bases
 
 
 def _data(config: Settled) -> DataSet:
@@ -294,30 +294,30 @@ def _data(config: Settled) -> DataSet:
 
 def _fill(
     config: Settled, model: TrainedModel, optimizer: Optimizer, newest: Path | None
-) -> tuple[Progress, BaseInfo | None]:
-    """Load the newest checkpoint or pretrained weights; return the progress and any base."""
+) -> tuple[Progress, list[Base]]:
+    """Load the newest checkpoint or pretrained weights; return the progress and any bases."""
     if newest is not None:
         return _resume(newest, model, optimizer)
     if not config.model.is_pretrained:
-        return Progress(), None
+        return Progress(), []
     # Rank 0 decides: `model.path` may be a run that saves checkpoints meanwhile.
     (found, *_) = model.collectives.gather_objects(str(weights_folder(config.model)))
     folder = Path(found)
-    weights = pretrained_weights(config.model, folder, model.collectives)
+    weights, below = pretrained_weights(config.model, folder, model.collectives)
+    bases = [replace(below, is_named=False)] if below is not None else []
+    if not all(shard.trainable for shard in model.flat_shards()):
+        bases.append(Base.new(folder, weights, model.collectives))
     load_weights(first_weights(config.model, model.module, config.train.seed, weights), model)
-    trains_all = all(shard.trainable for shard in model.flat_shards())
-    return Progress(), None if trains_all else base_info(folder, weights, model.collectives)
+    return Progress(), bases
 
 
-def _resume(
-    newest: Path, model: TrainedModel, optimizer: Optimizer
-) -> tuple[Progress, BaseInfo | None]:
+def _resume(newest: Path, model: TrainedModel, optimizer: Optimizer) -> tuple[Progress, list[Base]]:
     try:
         reader = CheckpointReader(newest)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{way_on(newest)}") from None
-    weights = checked_weights(reader, model.collectives)
+    weights, base = checked_weights(reader, model.collectives)
     try:
-        return load_into(reader, model, optimizer, weights), reader.manifest.base
+        return load_into(reader, model, optimizer, weights), [base] if base is not None else []
     except CheckpointError as error:
         raise CheckpointError(f"{error}{way_on(newest)}") from None

@@ -1,7 +1,7 @@
 """Whenever a save is killed, there is a complete newest checkpoint, and one can go on from it."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from fsdpctl.checkpoint.base import Base
 from fsdpctl.checkpoint.folders import newest_checkpoint, passed_over, remove_unfinished
 from fsdpctl.checkpoint.load import load_into
 from fsdpctl.checkpoint.manifest import Progress
@@ -30,11 +31,13 @@ from tests.distributed import distributed
 MODES = ("sync", "async")
 
 
-def make_saver(folder: Path, mode: str, keep_last: int = 1) -> Checkpoints:
+def make_saver(
+    folder: Path, mode: str, keep_last: int = 1, bases: Sequence[Base] = ()
+) -> Checkpoints:
     config = replace(Config(), checkpoint=CheckpointConfig(mode=mode, keep_last=keep_last))
     (folder / CHECKPOINTS).mkdir(exist_ok=True)
     journal = Mock(run_dir=folder)
-    return Checkpoints(config, ObjectExchange(), journal, None, uploads=False)
+    return Checkpoints(config, ObjectExchange(), journal, bases, uploads=False)
 
 
 def at(model: ShardedModel, optimizer: ShardedAdamW, step: int) -> Any:

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.base import base_info, checked_weights, pretrained_weights
+from fsdpctl.checkpoint.base import Base, checked_weights, pretrained_weights
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.load import load_into, load_weights
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, BaseInfo, Progress
@@ -65,7 +65,7 @@ def test_buffers_come_from_the_checkpoint_and_frozen_parameters_from_the_base(
         model(torch.randn(8, 4)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    part = save(tmp_path / "part", model, About(base=BaseInfo("base", "0" * 32)))
+    part = save(tmp_path / "part", model, About(base=BaseInfo("base", "0", "0")))
     assert "frozen.weight" not in part.names(PARAMETER)
     assert set(part.names(BUFFER)) == {
         "largest", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"
@@ -92,12 +92,13 @@ def test_a_partial_run_resumes_evaluates_and_exports_its_biases(tmp_path: Path) 
     expected = model.state_dict()
     assert biases
     assert all(name.endswith("e_score_correction_bias") for name in biases)
-    info = base_info(tmp_path / "base", open_weights(config.model), ranks)
-    about = About(Progress(1), config_words(config), base=info)
+    base = Base.new(tmp_path / "base", open_weights(config.model), ranks)
+    about = About(Progress(1), config_words(config), base=base.verified(ranks))
     reader = save(tmp_path / "step-00000001", model, about)
     resumed, evaluated = load(config), load(config)
-    load_into(reader, resumed, None, checked_weights(reader, ranks))
-    load_weights(pretrained_weights(config.model, reader.folder, ranks), evaluated)
+    load_into(reader, resumed, None, checked_weights(reader, ranks)[0])
+    weights, _ = pretrained_weights(config.model, reader.folder, ranks)
+    load_weights(weights, evaluated)
     for other in (resumed, evaluated):
         assert all(torch.equal(expected[name], found) for name, found in other.state_dict().items())
     consolidate(reader, tmp_path / "export")

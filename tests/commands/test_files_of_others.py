@@ -96,7 +96,7 @@ def test_no_setting_of_a_manifest_or_recipe_connects(here, requests, url):
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_bases_of_one_another_are_refused_in_one_line(here, length):
     for number in range(length):
-        base = {"path": f"c{(number + 1) % length}", "xxh3": "0" * 32}
+        base = {"path": f"c{(number + 1) % length}", "xxh3": "0", "sampled": "0"}
         make_checkpoint(here / f"c{number}")
         reseal(here / f"c{number}", partial(put, name="base", value=base))
     for words in (

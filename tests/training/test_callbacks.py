@@ -63,7 +63,7 @@ def test_ranks_end_together_once_the_upload_is_done(
     monkeypatch.setattr(checkpoints_module, "remote_of", lambda config: SlowStore())
     config = configured()
     journal, ranks = journal_in(tmp_path, config, rank=rank), ObjectExchange()
-    checkpoints = Checkpoints(config, ranks, journal, None, uploads=rank == 0)
+    checkpoints = Checkpoints(config, ranks, journal, (), uploads=rank == 0)
     heartbeat = Heartbeat(tmp_path, ranks, is_on=rank == 0)
     if rank == 0:
         journal.write({"step": 7, "loss": 1.0})

@@ -2,15 +2,15 @@
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.checkpoint.base import Base
 from fsdpctl.checkpoint.folders import complete_checkpoints, point_to, step_folder, step_of
-from fsdpctl.checkpoint.manifest import BaseInfo
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.checkpoint.save import Snapshot, rank_pieces, take_snapshot, write_checkpoint
@@ -29,6 +29,7 @@ from fsdpctl.training.journal import Journal
 from fsdpctl.training.requests import SAVE, RequestFlags
 from fsdpctl.training.trainer import Callback, Trainer, is_joint
 
+_TOLD_SECONDS = 2.0  # that a save may wait for the base without a line
 _REPORTED = 5.0  # seconds; a faster save is not worth a line
 _POLL_SECONDS = 0.5
 _OTHERS_SECONDS = 1800.0  # that other ranks may take longer to write than this one
@@ -73,19 +74,21 @@ class Checkpoints(Callback):
         config: Config,
         ranks: ObjectExchange,
         journal: Journal,
-        base: BaseInfo | None,
+        bases: Sequence[Base],
         *,
         uploads: bool,
     ) -> None:
-        """Save as configured, without the weights that `base` has; report to `journal`.
+        """Save as configured, without the weights of the base that is named; report to `journal`.
 
-        A thread uses the collectives of `ranks` during training. `uploads`: whether this rank does,
-        if the run has an object store.
+        A thread uses the collectives of `ranks` during training: it also reads all `bases`, before
+        the first save. `uploads`: whether this rank does, if the run has an object store.
         """
         about, run_dir = config.checkpoint, journal.run_dir
         self._every, self._last = about.every, config.train.steps
         self._keeps_best = about.keep_best
-        self._ranks, self._journal, self._base = ranks, journal, base
+        self._ranks, self._journal, self._bases = ranks, journal, bases
+        self._base = next((each.info for each in bases if each.is_named), None)
+        self._reading: Save | None = None  # of the bases
         self._folder = run_dir / CHECKPOINTS
         self._settings = config_words(config)
         self._staging = Staging() if about.mode == "async" else None
@@ -111,8 +114,16 @@ class Checkpoints(Callback):
             return None
         return current.written / current.num_bytes if current.num_bytes else 1.0
 
+    @property
+    def _moved(self) -> int:
+        """The bytes that the thread has read and written, to detect a lack of progress."""
+        return sum(each.written for each in (self._reading, self._current) if each is not None)
+
     def begin(self, run: Trainer) -> None:
-        """Begin with the checkpoint that the run resumes from, if any."""
+        """Begin with the checkpoint that the run resumes from, if any; verify the bases."""
+        if self._bases:
+            self._reading = Save(run.step, 0, time.perf_counter())
+            self._reading.done = self._writer.submit(self._verify, self._reading)
         self._saved_step = run.step if run.step else -1
         if self._keeps_best and run.best is not None:
             self._keep_best(run.best.step)
@@ -160,7 +171,15 @@ class Checkpoints(Callback):
             self._writer.submit(self._keep_best, run.step)
         self._is_awaited |= was_requested
 
+    def _verify(self, reading: Save) -> None:
+        for each in self._bases:
+            info = each.verified(self._ranks, reading.advance)
+            self._base = info if each.is_named else self._base
+
     def _write(self, snapshot: Snapshot, save: Save) -> None:
+        if self._reading is not None:
+            self._reading.done.result()  # raises the error
+            snapshot = replace(snapshot, about=replace(snapshot.about, base=self._base))
         folder = step_folder(self._folder, save.step)
         write_checkpoint(folder, snapshot, self._ranks, save.advance)
         if self._ranks.rank == 0:
@@ -188,15 +207,20 @@ class Checkpoints(Callback):
             self._journal.warn(why, step)
 
     def _wait(self, save: Save) -> None:
-        since, shown = time.perf_counter(), 0.0
+        reading = self._reading
+        if reading is not None and wait([reading.done], _TOLD_SECONDS).not_done:
+            what = f"waiting for the checksum of base model {self._bases[-1].info.path}"
+            self._journal.remark(f"step {save.step}: {what}")
+        since, shown, moved = time.perf_counter(), 0.0, self._moved
         with doing("waiting for the checkpoint", "%") as advance:
             while not wait([save.done], _POLL_SECONDS).done:
-                share = self.share_written or 0.0
-                # A rank that has written its part may wait for others; without progress it hangs.
-                if share != shown:
+                share, before, moved = self.share_written or 0.0, moved, self._moved
+                # A rank that has done its part may wait for others; without progress it hangs.
+                if moved != before:
                     since = time.perf_counter()
-                waits = share == 1 and time.perf_counter() - since < _OTHERS_SECONDS
-                if waits or share != shown:
+                is_over = share == 1 or (reading is not None and not reading.done.done())
+                waits = is_over and time.perf_counter() - since < _OTHERS_SECONDS
+                if waits or moved != before:
                     RANK_STATUS.at("saving")
                 advance(int(100 * share) - int(100 * shown))
                 shown = share
@@ -208,7 +232,12 @@ class Checkpoints(Callback):
         self.idle(run)
 
     def idle(self, run: Trainer) -> None:
-        """Report a checkpoint that has become complete, and remove the request for it."""
+        """Report a checkpoint that has become complete, and remove the request for it.
+
+        CheckpointError if a base has changed: no step more than necessary is lost.
+        """
+        if self._reading is not None and self._reading.done.done():
+            self._reading.done.result()
         saved = self._current
         if saved is not None and saved.done.done():
             self._current = None
@@ -242,10 +271,10 @@ class Checkpoints(Callback):
         current = self._current
         if current is None:
             return
-        written, since = current.written, time.perf_counter()
+        moved, since = self._moved, time.perf_counter()
         while time.perf_counter() - since < _LEAVING_SECONDS:
             if wait([current.done], _POLL_SECONDS).done:
                 return
-            if current.written != written:
+            if self._moved != moved:
                 RANK_STATUS.at("completing a checkpoint")
-                written, since = current.written, time.perf_counter()
+                moved, since = self._moved, time.perf_counter()
