@@ -35,7 +35,7 @@ from fsdpctl.models.registry import build_plain
 from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.run.flops import ModelFlops, flops_per_token
+from fsdpctl.run.step_metrics import ModelFlops, flops_per_token
 
 WARM_UP = 4
 BYTES_OF_STATE = 8  # of a parameter: value, gradient and two moments in bf16

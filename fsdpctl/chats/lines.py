@@ -42,11 +42,8 @@ def lines_of(
     """Return the format of a file, and its rows, each with its content as bytes.
 
     Rows without text are passed over, and counted as `empty`. `prompt` is `data.prompt`, or COLUMN
-    to read the column `text` alone.
-
-    Raises:
-        UsageError: Also during iteration: if the file has no rows, or if a row can't be trained
-            on. The message names the file and the line, row or element.
+    to read the column `text` alone. UsageError, also during iteration, if the file has no rows, or
+    a row can't be trained on. The message names the file and the line, row or element.
     """
     found = _objects(path)
     first = next(found, None)

@@ -52,11 +52,8 @@ def samples_of(
     """Return the samples of a chat, in the first of its spellings that the template supports.
 
     Arguments of calls are tried as objects and as JSON text, content in parts as it is and as one
-    text.
-
-    Raises:
-        RenderError: If the template rejects the conversation.
-        TurnError: If the boundaries of an assistant message aren't certain.
+    text. RenderError if the template rejects the conversation. TurnError if the boundaries of an
+    assistant message aren't certain.
     """
     errors: list[RenderError] = []
     for spelled in _spellings(chat, renderer.takes_text):

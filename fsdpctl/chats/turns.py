@@ -35,9 +35,7 @@ class Turn:
 def find_turn(talk: Conversation, index: int, count: int) -> Turn:
     """Locate message `index` in the rendering of the first `count` messages.
 
-    Raises:
-        TurnError: If its boundaries aren't certain.
-        RenderError: If the template rejects the messages.
+    TurnError if its boundaries aren't certain. RenderError if the template rejects the messages.
     """
     if talk.renderer.has_marks:
         return _marked(talk, index, count)

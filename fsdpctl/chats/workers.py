@@ -33,7 +33,7 @@ from fsdpctl.chats.turns import TurnError
 from fsdpctl.chats.values import from_extension
 from fsdpctl.errors import UsageError
 from fsdpctl.io.cores import num_cores
-from fsdpctl.io.units import batches
+from fsdpctl.io.texts import batches
 from fsdpctl.io.untrusted import MIB
 
 MOST_SECONDS, MOST_BYTES = 10.0, 2 << 30  # per chat; most need less than a hundredth

@@ -11,14 +11,22 @@ from pathlib import Path
 from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.checkpoint.publish import new_directory
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.config.model_path import CHECKPOINTS, is_hugging_face
+from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import nearest_run, read_regular, runs_in
-from fsdpctl.io.run_files import BEST, MANIFEST, RUN_CONFIG, STEP, check_own, check_steps
-from fsdpctl.io.run_files import LATEST as LATEST
+from fsdpctl.io.run_files import (
+    BEST,
+    CHECKPOINTS,
+    LATEST,
+    MANIFEST,
+    RUN_CONFIG,
+    STEP,
+    check_own,
+    check_steps,
+)
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # of a path, which has no empty names
 _MOST_PASSED_OVER = 3  # in full

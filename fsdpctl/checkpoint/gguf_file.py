@@ -27,12 +27,13 @@ from fsdpctl.config.any_decoder import CONFIG_OF, content_of, family_of, read_co
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import FileTokenizer
-from fsdpctl.data.tokenizer_files import CONFIG_JSON, NO_MERGES, TOKENIZER_JSON, VOCABULARIES
+from fsdpctl.data.tokenizer_files import NO_MERGES, TOKENIZER_JSON, VOCABULARIES
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, Advance, doing
 from fsdpctl.io.files import refusing, replacing
 from fsdpctl.io.gguf_header import GGUF_TOKENIZER, OWN_CONFIG
 from fsdpctl.io.packages import load
+from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.plan.layout import Span
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import FileTensors, Overlay, Tensors
 from fsdpctl.checkpoint.tensor_file import TensorFile, open_tensor_file
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, is_hugging_face
+from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import BYTES
 from fsdpctl.data.tokenizer_files import has_tokenizer, read_files
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import plain_name
 from fsdpctl.io.gguf_header import is_gguf
-from fsdpctl.io.run_files import RUN_ASSETS as RUN_ASSETS
+from fsdpctl.io.run_files import CHECKPOINTS, RUN_ASSETS, RUN_CONFIG
 from fsdpctl.io.untrusted import read_json
 
 _SINGLE = "model.safetensors"

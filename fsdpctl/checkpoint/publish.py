@@ -18,12 +18,11 @@ from fsdpctl.checkpoint.manifest import (
     checksum,
 )
 from fsdpctl.checkpoint.tensor_file import open_tensor_file, sync, write_synced
-from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import refusing
 from fsdpctl.io.packages import versions
-from fsdpctl.io.run_files import CHECKSUMS, MANIFEST
+from fsdpctl.io.run_files import CHECKPOINTS, CHECKSUMS, MANIFEST
 
 _SPARE_BYTES = 1 << 20  # for the manifest and directory entries
 WRITTEN = {"fsdpctl": "consolidated"}  # in the metadata of exported tensor files

@@ -30,13 +30,12 @@ from fsdpctl.checkpoint.tensor_file import (
     sync,
 )
 from fsdpctl.config.schema import Config
-from fsdpctl.config.sources import is_remote
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import MOST_BYTES
 from fsdpctl.io.run_files import MANIFEST, STEP
-from fsdpctl.io.stores import StoredFile, asked, open_store
+from fsdpctl.io.stores import StoredFile, asked, is_remote, open_store
 
 _BLOCK, _LEAST_BLOCK = 8 << 20, 256 << 10  # bytes of a request
 _HELD = 512 << 20  # bytes of blocks that a reader keeps

@@ -72,11 +72,11 @@ COMMANDS = {
         ("shard-checkpoint DIR my_checkpoint --world-size 8",),
     ),
     "inspect-checkpoint": CommandInfo(
-        "inspection", False, "Show a checkpoint's run, files and tensors.",
+        "checkpoint", False, "Show a checkpoint's run, files and tensors.",
         ("inspect-checkpoint runs/latest",),
     ),
     "verify-checkpoint": CommandInfo(
-        "inspection", False, "Verify the checksums of a checkpoint or an export.",
+        "checkpoint", False, "Verify the checksums of a checkpoint or an export.",
         ("verify-checkpoint runs/latest",),
     ),
     "tokenize": CommandInfo(

@@ -20,7 +20,7 @@ from fsdpctl.estimate.run_estimate import RESERVE, RunEstimate
 from fsdpctl.estimate.search import Fit, estimates_of, largest_that_fits
 from fsdpctl.importers.recipe import read_others
 from fsdpctl.io.activity import doing
-from fsdpctl.io.units import figure, format_bytes
+from fsdpctl.io.texts import figure, format_bytes
 from fsdpctl.launch.begin import change_lines, describe_ranking, sized_for
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 from fsdpctl.resolve.place import notes_on_cores, notes_on_memory

@@ -19,7 +19,7 @@ from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import last_line, latest_run
 from fsdpctl.io.run_files import CHECKPOINTS, LOGS, MANIFEST, METRICS, RUN_CONFIG, RUNS
-from fsdpctl.io.units import format_bytes
+from fsdpctl.io.texts import format_bytes
 from fsdpctl.io.untrusted import MIB
 from fsdpctl.run.environment import StartRecord, read_records, read_settings
 from fsdpctl.run.heartbeat import (

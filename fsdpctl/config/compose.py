@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdpctl.config.auto import unset
-from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_model, with_model
 from fsdpctl.config.hub import hub_models
 from fsdpctl.config.keys import Value
 from fsdpctl.config.model import NO_DECODER, OWN
+from fsdpctl.config.model_path import FROM_PATH, values_of_adapters, values_of_model, with_model
 from fsdpctl.config.overrides import gathered
 from fsdpctl.config.recipe import (
     cards_with,

@@ -1,23 +1,38 @@
-"""The model in `model.path`."""
+"""The settings of the model in `model.path`, or of a named one, and of `model.lora.path`."""
 
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.any_decoder import words_of_content
+from fsdpctl.config.any_decoder import (
+    NAMES,
+    family_in,
+    read_configuration,
+    resized,
+    words_of_content,
+)
 from fsdpctl.config.gguf_model import config_of_gguf
-from fsdpctl.config.hub import hub_models
+from fsdpctl.config.hub import hub_models, local_model
+from fsdpctl.config.keys import Value
 from fsdpctl.config.model import NO_DECODER, OWN
-from fsdpctl.config.overrides import read_run_config
-from fsdpctl.config.peft import has_adapters
+from fsdpctl.config.overrides import OVERRIDES, merged, read_run_config
+from fsdpctl.config.peft import ADAPTER_KEYS, adapter_words, has_adapters
+from fsdpctl.config.recipe import package_folder
+from fsdpctl.config.schema import KEYS
 from fsdpctl.config.sealed import read_sealed
+from fsdpctl.config.serialize import known_key
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.gguf_header import is_gguf
-from fsdpctl.io.run_files import CHECKPOINTS as CHECKPOINTS
-from fsdpctl.io.run_files import CONFIG_JSON, MANIFEST
-from fsdpctl.io.run_files import RUN_CONFIG as RUN_CONFIG
-from fsdpctl.io.untrusted import as_type, read_json
+from fsdpctl.io.run_files import CHECKPOINTS, CONFIG_JSON, MANIFEST, RUN_CONFIG
+from fsdpctl.io.untrusted import as_type, parse_json, read_json
 
+MODEL_CONFIG = "model.config_json"
+_SIZES = tuple(f"model.{name}" for name in NAMES)
+_DROPOUT = "model.lora.dropout"
+_FREE = "model.max_seq_len"  # which weights do not determine
+FROM_PATH = "hf"  # the option for a model that a directory describes
 LORA_KEYS = (
     "model.lora.rank", "model.lora.alpha", "model.lora.rslora", "model.lora.targets",
     "model.base_dtype",
@@ -27,6 +42,127 @@ _NOT_THE_MODELS = (
     "model.path", "model.init", "model.overrides", "model.trainable", "model.lora.path",
     "model.attention", "model.first_new_token",
 )  # fmt: skip
+
+
+def with_model(pairs: list[tuple[str, str]], *, of_run: bool) -> list[tuple[str, str]]:
+    """Replace a name on the Hub in `model.path` by a directory with its configuration.
+
+    Unless it is `of_run`, one that is in the table keeps its name: estimates need no more.
+    """
+    if dict(pairs).get("model") != FROM_PATH:
+        return pairs
+    return [
+        (name, local_model(text, "config", table=not of_run) if name == "model.path" else text)
+        for name, text in pairs
+    ]
+
+
+def values_of_model(
+    choices: Mapping[str, str], given: Mapping[str, str], named: Value
+) -> dict[str, Value]:
+    """Return the settings of the model in `model.path`, or in the file `named` in conf/model."""
+    path, option = given.get("model.path"), choices.get("model")
+    if option == FROM_PATH:
+        if path is None:
+            raise UsageError(f"model={option}: model.path is required, such as model.path=DIR")
+        file, where = Path(str(KEYS["model.path"].parse(path))), f"model.path={path}"
+        words = model_words(str(file))
+    else:
+        for name in ("path", "init"):
+            if given.get(f"model.{name}") not in (None, "auto", "random"):
+                raise UsageError(
+                    f"model.{name}={given[f'model.{name}']}: only valid with model={FROM_PATH}"
+                )
+        file = package_folder("conf") / "model" / str(named)
+        words, where = words_of_file(file), f"model={file.stem}"
+    is_random = option != FROM_PATH or given.get("model.init") == "random"
+    changed = {**words, **_changed(words, given, where)}
+    try:
+        values = {name: known_key(name).parse(text) for name, text in changed.items()}
+    except UsageError as error:
+        refusal = CheckpointError if is_checkpoint(file) else UsageError
+        raise refusal(f"{where}: {error}") from None
+    if not is_random:
+        _check_weights(given, words, changed, where)
+    _check_sizes(given, values, where)
+    if option != FROM_PATH and "vocab_size" not in json.loads(str(values[MODEL_CONFIG])):
+        values["model.vocab_size"] = None  # that of the data
+    return values
+
+
+def _changed(words: Mapping[str, str], given: Mapping[str, str], where: str) -> dict[str, str]:
+    """Return the settings that follow from config.json with the given sizes and overrides."""
+    content = parse_json(words[MODEL_CONFIG], dict[str, Any], f"{where}: {MODEL_CONFIG}")
+    sizes = {name: KEYS[name].parse(given[name]) for name in _SIZES if name in given}
+    if not sizes and OVERRIDES not in given:
+        return {}
+    sizes = {name.removeprefix("model."): value for name, value in sizes.items()}
+    content = resized(content, sizes, where)
+    if OVERRIDES in given:
+        content = merged(content, str(KEYS[OVERRIDES].parse(given[OVERRIDES])), where)
+        where = f"{where}, {OVERRIDES}"
+    found = words_of_content(content, where)
+    return {f"model.{name}": text for name, text in found.items()}
+
+
+def _check_weights(
+    given: Mapping[str, str], words: Mapping[str, str], changed: Mapping[str, str], where: str
+) -> None:
+    of_lora = LORA_KEYS if "model.lora.rank" in words else ()
+    # Of a run that has added rows to the embeddings.
+    free = (_FREE, "model.vocab_size") if "model.first_new_token" in given else (_FREE,)
+    for name in (*(each for each in _SIZES if each not in free), *of_lora):
+        text, known = {**changed, **given}.get(name, ""), words.get(name)
+        value = KEYS[name].default if known is None else KEYS[name].parse(known)
+        if text and value != KEYS[name].parse(text):
+            raise UsageError(
+                f"{name}={text}: conflicts with the weights in {where} of "
+                f"{known or 'another value'}; set model.init=random to ignore them"
+            )
+
+
+def _check_sizes(given: Mapping[str, str], values: Mapping[str, Value], where: str) -> None:
+    """Check that the model has all given sizes, and the given config.json."""
+    family = family_in(str(values[MODEL_CONFIG]))
+    for name in _SIZES:
+        wanted = KEYS[name].parse(given[name]) if name in given else None
+        if wanted is not None and values.get(name) != wanted:
+            raise UsageError(f"{name}={given[name]}: {where}: {family} has no such size")
+    names = ("num_heads", "num_kv_heads", "head_dim")
+    heads, groups, width = (int(str(values.get(f"model.{name}") or 0)) for name in names)
+    if "model.num_kv_heads" in given and heads % groups:
+        raise UsageError(f"model.num_kv_heads={groups}: must divide the {heads} heads of num_heads")
+    if width % 2 and any(name in given for name in _SIZES):
+        raise UsageError(f"model.head_dim={width}: rotary embeddings need an even width")
+    if MODEL_CONFIG in given:  # of a run, which may name what others leave out
+        texts = (given[MODEL_CONFIG], str(values[MODEL_CONFIG]))
+        one, other = (parse_json(text, dict[str, Any], MODEL_CONFIG) for text in texts)
+        if read_configuration(one, MODEL_CONFIG) != read_configuration(other, where):
+            raise UsageError(f"{MODEL_CONFIG}: not that of {where}; leave it out")
+
+
+def values_of_adapters(
+    choices: Mapping[str, str], given: Mapping[str, str], typed: Collection[str]
+) -> dict[str, Value]:
+    """Return the settings of the adapters in `model.lora.path`, if it is set.
+
+    They replace those of a recipe, except for the dropout, and conflict with `typed` ones.
+    """
+    path = given.get("model.lora.path")
+    if path is None:
+        return {}
+    if choices.get("model") != FROM_PATH:
+        raise UsageError(f"model.lora.path={path}: only valid with model={FROM_PATH}")
+    words = adapter_words(str(KEYS["model.lora.path"].parse(path)))
+    try:
+        values = {name: KEYS[name].parse(text) for name, text in words.items()}
+    except UsageError as error:
+        raise UsageError(f"model.lora.path={path}: {error}") from None
+    for name in ADAPTER_KEYS:
+        if name in typed and values[name] != KEYS[name].parse(given[name]):
+            raise UsageError(f"{name}={given[name]}: model.lora.path={path} has {words[name]}")
+    kept = {*typed, _DROPOUT} & given.keys()
+    return {name: value for name, value in values.items() if name not in kept}
 
 
 def model_words(path: str) -> dict[str, str]:
@@ -67,7 +203,7 @@ def model_words(path: str) -> dict[str, str]:
         raise UsageError(
             f"model.path={path}: no model found; expected {CONFIG_JSON}, a run, or a checkpoint"
         )
-    if "model.config_json" not in words:
+    if MODEL_CONFIG not in words:
         raise UsageError(
             f"model.path={path}: model.config_json: missing; written by another version"
         )

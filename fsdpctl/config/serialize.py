@@ -58,9 +58,8 @@ def config_of_checkpoint(
 ) -> Config:
     """Create the configuration in a manifest, which is at `where`.
 
-    Raises:
-        CheckpointError: If `config_from_words` fails.
-        UsageError: If it must be that of a decoder, and is not.
+    CheckpointError if `config_from_words` fails. UsageError if it must be that of a decoder, and is
+    not.
     """
     if is_decoder and words.get("model", "").startswith(OWN):
         raise UsageError(f"{where}: {NO_DECODER}")

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fsdpctl.errors import UsageError
-from fsdpctl.io.stores import is_remote as is_remote
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from fsdpctl.data.packing import Flags
 from fsdpctl.data.tokenizer import Encoded, FileTokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import CONVERSATIONS, Advance, doing
-from fsdpctl.io.units import batches
+from fsdpctl.io.texts import batches
 
 PARTS = ("train", "val")
 _FAR = np.iinfo(np.int64).max  # behind all characters

@@ -56,8 +56,7 @@ class DataSet:
 def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> DataSet:
     """Return the data of several sources; without shares, each has that of its tokens.
 
-    Raises:
-        UsageError: If two have one name, or are of other tokenizers.
+    UsageError if two have one name, or are of other tokenizers.
     """
     first, names = found[0], [each.name for each in sources]
     if twice := [name for name in names if names.count(name) > 1]:

@@ -74,8 +74,7 @@ def documents(
 def read_text(found: DataFiles, key: str, path: str) -> tuple[list[bytes], PassedOver]:
     """Read the documents of files whole, and what was passed over.
 
-    Raises:
-        UsageError: As for `documents`, or if there is no text.
+    UsageError as for `documents`, or if there is no text.
     """
     passed = PassedOver()
     texts = [each.text.encode() for each in documents(found, key, passed)]

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.data_files import DataFiles, data_files, kind_of, select_files
-from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
 from fsdpctl.io.fetch import Repository, is_offline
 from fsdpctl.io.files import check_inside, read_regular
+from fsdpctl.io.stores import is_remote
 from fsdpctl.io.untrusted import parse_yaml
 
 HUB, _CARD, _DEFAULT = "hf://", "README.md", "default"

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
-from fsdpctl.data.tokenizer_files import CONFIG_JSON, guarded
+from fsdpctl.data.tokenizer_files import guarded
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file
+from fsdpctl.io.run_files import CONFIG_JSON
 
 
 def tokenizer_of(config: DataConfig) -> Tokenizer:

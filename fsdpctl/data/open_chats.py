@@ -73,8 +73,7 @@ class Rendering:
 def rendering_of(config: DataConfig, seed: int) -> Rendering:
     """Open the tokenizer and the template of the section `data`.
 
-    Raises:
-        UsageError: If one of them can't be used.
+    UsageError if one of them can't be used.
     """
     if config.tokenizer in (None, BYTES):
         raise UsageError(
@@ -90,8 +89,7 @@ def rendering_of(config: DataConfig, seed: int) -> Rendering:
 def open_chats(rendering: Rendering, config: DataConfig, key: str = "data.path") -> DataSet:
     """Open the conversations at `config.path`, which `key` names.
 
-    Raises:
-        UsageError: If a file, a line or the template can't be used.
+    UsageError if a file, a line or the template can't be used.
     """
     found = find_data(str(config.path), key, CHAT)
     files = replace(found, validation=found.validation if config.takes_validation else ())
@@ -231,7 +229,11 @@ def _notes(
         lines += _about_template(config, counts, template, today)
     for (name, part), chats in zip(parts, ("chats", "val_chats"), strict=False):
         if part is not None:
-            lines.append(_about_part(name, part, counts.get(chats, 0)))
+            lines.append(
+                f"{name}: {counted(counts.get(chats, 0), 'conversation')}, "
+                f"{counted(len(part), 'sample')}, {part.num_tokens:,} tokens, "
+                f"{part.num_trained / part.num_tokens:.0%} of them trained on"
+            )
         elif config.held_out:
             lines.append(
                 f"no validation: data.val_fraction={config.held_out:g} selects none of the "
@@ -260,13 +262,6 @@ def _about_template(
     if template.tells_date:
         lines.append(f"date given to the template: {today} (data.date)")
     return lines
-
-
-def _about_part(name: str, part: DocumentSet, chats: int) -> str:
-    return (
-        f"{name}: {counted(chats, 'conversation')}, {counted(len(part), 'sample')}, "
-        f"{part.num_tokens:,} tokens, {part.num_trained / part.num_tokens:.0%} of them trained on"
-    )
 
 
 def _notes_on_files(

@@ -23,8 +23,7 @@ _PATH, _VAL_PATH = "data.path", "data.val_path"
 def open_data(config: DataConfig, seed: int = 0) -> DataSet:
     """Read the data of a run, or open its token files; `seed` decides what shares a sequence.
 
-    Raises:
-        UsageError: If the data is missing, empty or corrupted, or if a key doesn't apply to it.
+    UsageError if the data is missing, empty or corrupted, or if a key doesn't apply to it.
     """
     check_chat_keys(config)
     if config.path is None and config.name != OWN:

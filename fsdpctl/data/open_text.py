@@ -17,7 +17,7 @@ from fsdpctl.data.token_cache import read_cache, write_cache
 from fsdpctl.data.tokenizer import BATCH, ByteTokenizer, TextPiece, Tokenizer
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.activity import doing
-from fsdpctl.io.units import batches
+from fsdpctl.io.texts import batches
 from fsdpctl.io.untrusted import MIB, Count, as_type
 
 OWN = "python_stdlib"
@@ -50,8 +50,7 @@ _Opened = tuple[_Index, TokenStream, TokenStream | None]
 def open_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
     """Return the tokens of text. Of files, only sizes and times are read if the cache has them.
 
-    Raises:
-        UsageError: If there is no text, or none to train on.
+    UsageError if there is no text, or none to train on.
     """
     files = tuple[Path, ...]()
     if config.name == OWN:

@@ -48,9 +48,8 @@ class RemoteShard(Shard):
     def read(self, start: int, stop: int) -> Values:
         """Return tokens, which may have been fetched before.
 
-        Raises:
-            FsdpctlError: If the store does not answer after several attempts.
-            UsageError: If the file has changed since it was listed.
+        FsdpctlError if the store does not answer after several attempts. UsageError if the file has
+        changed since it was listed.
         """
         with self.lock:
             known = self.ahead.pop((start, stop), None)

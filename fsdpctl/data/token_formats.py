@@ -15,14 +15,13 @@ from msgspec import Meta
 from fsdpctl.config.data import LOSS, TOKEN_FORMATS, TOKEN_SUFFIXES, TOKENS
 from fsdpctl.config.data_files import DataFiles, select_files
 from fsdpctl.config.model import MOST_TOKENS
-from fsdpctl.config.sources import is_remote
 from fsdpctl.data.find_data import find_data
 from fsdpctl.data.remote_tokens import RemoteShard, describe_remote
 from fsdpctl.data.token_reads import Index, Shard, ShardTokens, stamp_of
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import open_regular, refusing
-from fsdpctl.io.stores import StoredFile
+from fsdpctl.io.stores import StoredFile, is_remote
 from fsdpctl.io.untrusted import as_type, check_version, read_json
 
 OURS = "fsdpctl-tokens", 1  # format and version in NAME.json

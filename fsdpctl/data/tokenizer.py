@@ -19,7 +19,6 @@ from tokenizers.models import BPE
 
 from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.data.tokenizer_files import (
-    CONFIG_JSON,
     TEMPLATES,
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
@@ -30,6 +29,7 @@ from fsdpctl.data.tokenizer_files import (
     read_files,
 )
 from fsdpctl.errors import UsageError
+from fsdpctl.io.run_files import CONFIG_JSON
 
 BYTES = "bytes"
 CONTEXT = 1 << 15  # characters around a piece of text that are tokenized with it

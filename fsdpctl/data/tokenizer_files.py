@@ -19,7 +19,7 @@ from fsdpctl.config.gguf_model import config_of_gguf
 from fsdpctl.errors import FsdpctlError, SignalError, UsageError
 from fsdpctl.io.files import plain_name, read_regular, silenced_errors
 from fsdpctl.io.gguf_header import GGUF_TOKENIZER, TOKENS, is_gguf, read_header
-from fsdpctl.io.run_files import CONFIG_JSON as CONFIG_JSON
+from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
 
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -101,8 +101,7 @@ def _files_of_gguf(path: Path, changed: int) -> dict[str, bytes]:
 def asset_name(name: str, where: str, refusal: type[FsdpctlError]) -> str:
     """Return `name` if it can be that of a file with the weights: of data, in this directory.
 
-    Raises:
-        FsdpctlError: Of type `refusal`, if it isn't.
+    An error of type `refusal` if it isn't.
     """
     kinds = r".*\.(jinja|json|model|txt|spm|codes|tokenizer)"
     if name.startswith(_TEMPLATE_PIECE):

@@ -28,7 +28,7 @@ from fsdpctl.data.tokenizer import BATCH, TextPiece, Tokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import open_own, refusing, replace
-from fsdpctl.io.units import batches
+from fsdpctl.io.texts import batches
 from fsdpctl.io.untrusted import read_json
 
 _PIECES = "3"  # increase it if the same files give other pieces

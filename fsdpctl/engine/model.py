@@ -58,9 +58,8 @@ class ShardedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's result.
 
-        Raises:
-            EngineError: If the module uses a unit's parameters without calling its module, or
-                writes to parameters.
+        EngineError if the module uses a unit's parameters without calling its module, or writes to
+        parameters.
         """
         try:
             return self.module(*args, **kwargs)
@@ -113,17 +112,15 @@ class ShardedModel(nn.Module):
     def absent_everywhere(self) -> frozenset[str]:
         """Return the names of trainable parameters that had a gradient on no rank. Collective.
 
-        Raises:
-            EngineError: If the ranks did not gather the same units in the same order.
+        EngineError if the ranks did not gather the same units in the same order.
         """
         return self._presence.absent_everywhere()
 
     def check_replicas(self) -> None:
         """Compare what several ranks hold by checksums. Collective.
 
-        Raises:
-            EngineError: If a parameter differs; the message names it and the rank. Also if the
-                ranks did not gather the same units in the same order in the last step.
+        EngineError if a parameter differs; the message names it and the rank. Also if the ranks did
+        not gather the same units in the same order in the last step.
         """
         self._presence.settle()
         self._runtime.param_sync.finish()
@@ -141,8 +138,7 @@ class ShardedModel(nn.Module):
     def sync_gradients(self) -> None:
         """Reduce the gradients that `no_sync` held back, if any.
 
-        Raises:
-            EngineError: If there was no backward since gradients were dropped, or it failed.
+        EngineError if there was no backward since gradients were dropped, or it failed.
         """
         self._runtime.sync_gradients()
 
@@ -157,8 +153,7 @@ class ShardedModel(nn.Module):
     def prefetch_forward_params(self) -> None:
         """Start to gather the first units of the next forward.
 
-        Raises:
-            EngineError: If the strategy has nothing to gather, or this was called already.
+        EngineError if the strategy has nothing to gather, or this was called already.
         """
         self._runtime.prefetch_forward()
 
@@ -220,9 +215,8 @@ class ShardedModel(nn.Module):
     def flat_parameters(self) -> list[nn.Parameter]:
         """Return this rank's trainable shards, for elementwise optimizers and torch.nn.utils.
 
-        Raises:
-            EngineError: If the shards are in host memory, or masters have remainders, which only
-                fsdpctl's optimizers step.
+        EngineError if the shards are in host memory, or masters have remainders, which only
+        fsdpctl's optimizers step.
         """
         shards = list(trainable_shards(self))
         if self._runtime.host is not None:
@@ -302,8 +296,7 @@ class GradAccumulator:
     ) -> None:
         """Accumulate over windows of `steps` micro-steps.
 
-        Raises:
-            EngineError: If `steps` is below 1, or `reduce` is neither value.
+        EngineError if `steps` is below 1, or `reduce` is neither value.
         """
         if steps < 1:
             raise EngineError(f"GradAccumulator: steps={steps}: expected at least 1")

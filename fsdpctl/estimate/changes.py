@@ -8,7 +8,7 @@ from typing import Any
 from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.duration import RunTime
-from fsdpctl.io.units import figure
+from fsdpctl.io.texts import figure
 from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, get_strategy, sharded_over_replicas
 from fsdpctl.resolve.settle import RunPlan, settle

@@ -10,7 +10,7 @@ from fsdpctl.estimate.accuracy import Band, band_of
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.estimate.hardware import ASSUMED, with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.io.units import figure
+from fsdpctl.io.texts import figure
 from fsdpctl.models.row_documents import ASSUMED_TOKENS
 from fsdpctl.resolve.data import notes_on_epochs
 from fsdpctl.resolve.usual import total_steps

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.config.schema import Settled
-from fsdpctl.io.units import format_bytes
+from fsdpctl.io.texts import format_bytes
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.predict.peak import StepEstimate
 from fsdpctl.resolve.settle import RunPlan

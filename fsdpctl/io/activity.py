@@ -15,8 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
-from fsdpctl.io.texts import one_line
-from fsdpctl.io.units import format_bytes
+from fsdpctl.io.texts import format_bytes, one_line
 
 QUIET = "FSDPCTL_QUIET"  # set if no progress is shown, here and in the workers
 BYTES, CONVERSATIONS = "bytes", "conversations"

@@ -1,18 +1,20 @@
 """The cores that this process may use, and the threads of ranks that share them."""
 
+import contextlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from fsdpctl.errors import UsageError
-from fsdpctl.io.control_group import OWN, ROOT, group_files
 
 CPUS = Path("/sys/devices/system/cpu")
 # A rank's, unless OMP_NUM_THREADS is set: threads that sleep are woken one after another, and
 # PyTorch divides the operators of small models among few.
 _MOST_THREADS = 16
+ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def allowed_cpus() -> set[int]:
@@ -54,3 +56,36 @@ def threads_of_rank(ranks: int) -> int:
     if not (found := re.fullmatch(r"\s*([1-9]\d{0,3})\s*(,[\d, ]*)?", text, re.ASCII)):
         raise UsageError(f"OMP_NUM_THREADS={text:.40}: expected a number of threads, 1 to 9999")
     return int(found[1])
+
+
+def group_files(v2: str, v1: str, root: Path = ROOT, cgroup: Path = OWN) -> Iterator[Path]:
+    """Yield a file of a controller by its name in either version.
+
+    The innermost group comes first. Within a container, only the outermost may exist.
+    """
+    controller = v2.partition(".")[0]
+    with contextlib.suppress(OSError):
+        for line in os.fsdecode(cgroup.read_bytes()).splitlines():
+            number, controllers, path = line.split(":", 2)
+            top, name = root, v2
+            if number != "0":
+                top, name = root / controller, v1
+                if controller not in controllers.split(","):
+                    continue
+            group = top / path.lstrip("/")
+            while group != top:
+                yield group / name
+                group = group.parent
+            yield top / name
+
+
+def host_memory(root: Path = ROOT, cgroup: Path = OWN) -> int:
+    """Return the bytes of this machine's memory that the processes of this group may use."""
+    import psutil  # takes a moment
+
+    limits = [int(psutil.virtual_memory().total)]
+    for file in group_files("memory.max", "memory.limit_in_bytes", root, cgroup):
+        with contextlib.suppress(OSError):
+            text = file.read_text().strip()
+            limits += [int(text)] if text.isdecimal() else []  # otherwise max
+    return min(limits)

@@ -25,8 +25,7 @@ from fsdpctl.io.hub_answers import (
     checked_answers,
     is_below,
 )
-from fsdpctl.io.texts import printable
-from fsdpctl.io.units import format_bytes
+from fsdpctl.io.texts import format_bytes, printable
 from fsdpctl.io.untrusted import MIB
 
 Choose = Callable[[Collection[str]], Collection[str]]

@@ -1,6 +1,8 @@
-"""Names and values of others: printed without control characters and secrets, or refused."""
+"""Text for terminals: numbers with units, names and values of others; and items in batches."""
 
 import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from fsdpctl.errors import UsageError
 
@@ -20,6 +22,8 @@ _SECRET = re.compile(
 _SNAPSHOT = re.compile(
     r"(?:[^\s:,()=]*/)?(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{7})[0-9a-f]{33}"
 )
+_GIB, _MIB = 1 << 30, 1 << 20
+T = TypeVar("T")
 
 
 def by_name(text: str) -> str:
@@ -54,3 +58,27 @@ def refuse_secret(text: str, where: str) -> None:
             f"{where}: a URL with a user, password, token or signature, which would be recorded; "
             "give credentials to the store's driver, in the environment or its own files"
         )
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes in GiB or MiB."""
+    sign, size = "-" * (count < 0), abs(count)
+    return f"{sign}{size / _GIB:.2f} GiB" if size >= _GIB else f"{sign}{size / _MIB:.1f} MiB"
+
+
+def figure(amount: float) -> str:
+    """Format a number with three digits, or all before the point."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:#.3g}"
+
+
+def batches(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Yield items in order, as many as have `least` together; the last ones may have less."""
+    batch, total = list[T](), 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= least:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch

@@ -13,7 +13,6 @@ from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.comm.base import Collectives
 from fsdpctl.config.auto import Selection, kept_names, left_open, opened
 from fsdpctl.config.compose import Composed
-from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Filled, Settled
 from fsdpctl.errors import DoesNotFitError
@@ -24,7 +23,8 @@ from fsdpctl.estimate.estimator import Estimator, write_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import decide
 from fsdpctl.io.activity import Talk, doing
-from fsdpctl.io.units import format_bytes
+from fsdpctl.io.run_files import CHECKPOINTS, RUN_CONFIG
+from fsdpctl.io.texts import format_bytes
 from fsdpctl.launch.run_lines import describe_run
 from fsdpctl.resolve.launchers import Place
 from fsdpctl.resolve.open import Opened, open_run, open_task
@@ -70,11 +70,8 @@ def begin(
     """Lock and prepare the run directory; return None if the run is finished.
 
     `settings` are recorded; `resume` is the value of `--resume`. `task` is that of a script, which
-    has no estimate.
-
-    Raises:
-        UsageError: If the run is invalid; nothing remains of a directory that was created here.
-        DoesNotFitError: If its memory does not suffice; likewise.
+    has no estimate. UsageError if the run is invalid; nothing remains of a directory that was
+    created here. DoesNotFitError if its memory does not suffice; likewise.
     """
     if task is None:
         found = open_run(composed, where, resume)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.errors import STOP_SIGNALS, ExitCode, InterruptError, StoppedError, first_of
-from fsdpctl.io.control_group import OWN, ROOT, group_files
+from fsdpctl.errors import STOP_SIGNALS, ExitCode, first_of
+from fsdpctl.io.cores import OWN, ROOT, group_files
 
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
 # Of collectives and of the store of ranks, whose peers have exited or are unreachable.
@@ -121,13 +121,6 @@ class Outcome:
             ended[own].failed_at,
             ended[own].were_ended,
         )
-
-    def raise_if_stopped(self, before: str) -> None:
-        """Raise InterruptError or StoppedError if this launcher was stopped `before` something."""
-        if self.stop_signal == signal.SIGINT:
-            raise InterruptError(f"interrupted before {before}")
-        if self.stop_signal is not None:
-            raise StoppedError(f"stopped before {before}")
 
     @property
     def has_failed(self) -> bool:

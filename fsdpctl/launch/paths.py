@@ -6,11 +6,12 @@ from pathlib import Path
 from fsdpctl.config.data import TOKENS, DataConfig
 from fsdpctl.config.recipe import find_recipe, first_comment, recipe_names
 from fsdpctl.config.schema import Config
-from fsdpctl.config.sources import is_remote, sources_in
+from fsdpctl.config.sources import sources_in
 from fsdpctl.data.find_data import HUB, find_data
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import check_is_no_file
+from fsdpctl.io.stores import is_remote
 from fsdpctl.resolve.launchers import check_nodes
 
 

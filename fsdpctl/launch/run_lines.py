@@ -16,8 +16,7 @@ from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.cores import num_cores, threads_of_rank
 from fsdpctl.io.packages import versions
-from fsdpctl.io.texts import by_name
-from fsdpctl.io.units import format_bytes
+from fsdpctl.io.texts import by_name, format_bytes
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active

@@ -52,11 +52,8 @@ def launch_workers(
     """Run the worker with `args` on the ranks of this node until all have exited.
 
     It gets its rank from torchrun's environment variables. If `is_last`, stop requests are ignored
-    afterwards. `number` counts the rounds of this launch.
-
-    Raises:
-        UsageError: If several nodes are configured without `nodes`.
-        FsdpctlError: If torch's agent fails.
+    afterwards. `number` counts the rounds of this launch. UsageError if several nodes are
+    configured without `nodes`. FsdpctlError if torch's agent fails.
     """
     if nodes is None and (launch.nnodes > 1 or launch.name == "env"):
         raise UsageError(

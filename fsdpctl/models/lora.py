@@ -5,15 +5,16 @@ the parameter names of PEFT.
 """
 
 import math
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.peft import UP
-from fsdpctl.config.selection import ALL_LINEAR, NameFilter
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, nearest
 from fsdpctl.models import stacked_experts
 from fsdpctl.models.dropped import dropped_linear
 from fsdpctl.models.products import is_transposed, read_elsewhere
@@ -21,6 +22,10 @@ from fsdpctl.models.quantized import PACKINGS, FrozenLinear, Packing, Projection
 
 TARGETS, TRAINABLE, ALSO = "model.lora.targets", "model.trainable", "model.lora.also"
 _EXPERTS = "experts"
+ALL_LINEAR = "all_linear"
+_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
+_QUANTIFIER = re.compile(r"\{\d*,?\d*\}")
+_IS_LIST = re.compile(r"\[[^][]*\]|.*[\s,;'\"].*", re.DOTALL)
 
 
 class LoraLinear(FrozenLinear):
@@ -174,3 +179,76 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, each in module.named_modules():
         if each is not head and is_transposed(each) is not None:
             yield name, each
+
+
+@dataclass(frozen=True, slots=True)
+class NameFilter:
+    """A list of names or a pattern, and the setting that it is the value of.
+
+    A list has commas or is in brackets, as in YAML. Every other text is a regular expression that
+    is searched in the names.
+    """
+
+    key: str
+    text: str
+    patterns: Mapping[str, re.Pattern[str]]  # by the names of the list, or the pattern itself
+
+    @staticmethod
+    def of(key: str, text: str, *, ends: bool = False) -> "NameFilter":
+        """Read the value of a setting.
+
+        `ends`: a name of a list is the end of a matching name, not any part of it. UsageError if it
+        is neither a list of names nor a regular expression.
+        """
+        if _IS_LIST.fullmatch(_QUANTIFIER.sub("", text.strip())):
+            names = _listed(key, text)
+            return NameFilter(key, text, {x: re.compile(_pattern_for(x, ends)) for x in names})
+        try:
+            return NameFilter(key, text, {text: re.compile(text)})
+        except (re.error, OverflowError, RecursionError) as error:
+            raise UsageError(f"{key}={text}: not a regular expression: {error}") from None
+
+    def without_all_linear(self) -> tuple["NameFilter | None", bool]:
+        """Return the rest, if any, and whether the list has all_linear, in any spelling."""
+        spelled = {each: each.lower().replace("-", "_") for each in self.patterns}
+        rest = {x: each for x, each in self.patterns.items() if spelled[x] != ALL_LINEAR}
+        return (replace(self, patterns=rest) if rest else None), len(rest) < len(spelled)
+
+    def matches(self, name: str) -> bool:
+        return any(each.search(name) for each in self.patterns.values())
+
+    def matches_by(self, word: str, name: str) -> bool:
+        """Return whether what is found in a name needs `word` there."""
+        masked = name.replace(word, "")
+        found = [(each.search(name), each.search(masked)) for each in self.patterns.values()]
+        return any(a and (b is None or a[0].replace(word, "") != b[0]) for a, b in found)
+
+    def check(self, names: Collection[str], what: str, known: str, words: Collection[str]) -> None:
+        """Check that each name of the list, or the pattern, matches one of `names`.
+
+        UsageError if one does not: it has `what` a name is, the nearest of `words`, and `known`.
+        """
+        for part, pattern in self.patterns.items():
+            if not any(map(pattern.search, names)):
+                shown = f"{part} " if part != self.text else ""
+                hint = nearest(part, words)
+                raise UsageError(f"{self.key}={self.text}: {shown}matches no {what}{hint}; {known}")
+
+
+def _listed(key: str, text: str) -> list[str]:
+    names = [each.strip(" \t'\"") for each in text.strip().strip("[]").split(",")]
+    if names := list(dict.fromkeys(filter(None, names))):
+        if (other := next((x for x in names if not _NAME.fullmatch(x)), None)) is None:
+            return names
+        problem = f"{other} in a list"
+    raise UsageError(
+        f"{key}={text}: {problem if names else 'empty'}; expected names such as q_proj,v_proj, or "
+        "one regular expression such as q_proj|v_proj"
+    )
+
+
+def _pattern_for(name: str, ends: bool) -> str:
+    if ends:
+        return rf"(?:^|\.){re.escape(name)}$"
+    whole = r"(?<!\d)" * name[0].isdigit() + re.escape(name)
+    return whole + r"(?!\d)" * name[-1].isdigit()  # layers.1 does not match layers.10

@@ -299,8 +299,10 @@ class TransformersDecoder(nn.Module):
         loss: Tensor = head(hidden, targets, chunk_tokens, outputs)
         if targets is None or not adds:
             return loss
-        data = _data_of(targets, documents).expand_as(targets)
-        return loss + (targets != -100).sum() * self._balance(hidden, outputs, data)
+        # The tokens that are data, not what fills a batch; (batch, length) or (batch, 1).
+        data = (targets != -100).any(-1, keepdim=True) if documents is None else documents.own_data
+        factor = self._balance(hidden, outputs, data.expand_as(targets))
+        return loss + (targets != -100).sum() * factor
 
     def _balance(self, hidden: Tensor, outputs: Any, data: Tensor) -> Tensor:
         """Return the auxiliary loss of the routers with its factor, over the tokens in `data`."""
@@ -312,11 +314,6 @@ class TransformersDecoder(nn.Module):
         head = self.get_output_embeddings()
         settings = {"output_router_logits": True, "attention_mask": mask}
         return factor * head.run(hidden[:, -1:], outputs, **settings).aux_loss  # type: ignore[no-any-return]  # transformers'
-
-
-def _data_of(targets: Tensor, documents: Documents | None) -> Tensor:
-    """Return whether tokens are data, not what fills a batch; (batch, length) or (batch, 1)."""
-    return (targets != -100).any(-1, keepdim=True) if documents is None else documents.own_data
 
 
 def _can_cache(config: Any) -> bool:

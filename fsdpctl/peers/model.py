@@ -13,8 +13,7 @@ from fsdpctl.comm.collectives import Mesh, collectives_for
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.comm.shards import FlatShard, as_integers, compare_replicas, persistent_buffers
 from fsdpctl.comm.waits import Seconds
-from fsdpctl.models.describe import dtype_name
-from fsdpctl.models.roles import parameter_roles
+from fsdpctl.models.describe import dtype_name, parameter_roles
 from fsdpctl.peers.fully import FullyShard
 from fsdpctl.peers.replicated import Replicated
 from fsdpctl.peers.setup import Draw, Local, PeerSetup, Values

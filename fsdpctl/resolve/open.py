@@ -18,7 +18,6 @@ from fsdpctl.config.gguf_model import notes_on_gguf
 from fsdpctl.config.hub import announce_weights, local_model, part_of_run
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.model import OWN
-from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.peft import notes_on_adapters
 from fsdpctl.config.schema import SIZES, C, Config, Filled, Placed
@@ -29,7 +28,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.files import keep_cache, read_text_file
 from fsdpctl.io.gguf_header import is_gguf
-from fsdpctl.io.run_files import CACHE, OVERRIDES, RUNS
+from fsdpctl.io.run_files import CACHE, OVERRIDES, RUN_CONFIG, RUNS
 from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model

@@ -10,8 +10,7 @@ from fsdpctl.config.compose import Composed
 from fsdpctl.config.recipe import known_gpu
 from fsdpctl.config.schema import KEYS, C, Config, Placed
 from fsdpctl.errors import UsageError
-from fsdpctl.io.control_group import host_memory
-from fsdpctl.io.cores import num_cores, threads_of_rank
+from fsdpctl.io.cores import host_memory, num_cores, threads_of_rank
 from fsdpctl.plan.optimizers import MATRICES, MUON
 from fsdpctl.plan.precision import TF32
 from fsdpctl.plan.strategy import (

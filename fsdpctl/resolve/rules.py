@@ -12,9 +12,9 @@ from typing import NamedTuple
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.placement import OURS
 from fsdpctl.config.schema import KEYS, SECTIONS, C, Config
-from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import UsageError
 from fsdpctl.io.packages import lacking
+from fsdpctl.io.stores import is_remote
 from fsdpctl.models.decoder_check import check_shared_rows
 from fsdpctl.plan.optimizers import (
     ADAMW,

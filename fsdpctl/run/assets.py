@@ -6,21 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint.manifest import GENERATION_CONFIG, OF_THE_MODEL
-from fsdpctl.checkpoint.pretrained import RUN_ASSETS, assets_beside, read_assets
+from fsdpctl.checkpoint.pretrained import assets_beside, read_assets
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.tokenizer import FileTokenizer, Tokenizer
-from fsdpctl.data.tokenizer_files import (
-    CONFIG_JSON,
-    TEMPLATE_FILE,
-    TEMPLATE_JSON,
-    TEMPLATES,
-    class_keys,
-)
+from fsdpctl.data.tokenizer_files import TEMPLATE_FILE, TEMPLATE_JSON, TEMPLATES, class_keys
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import replace
+from fsdpctl.io.run_files import CONFIG_JSON, RUN_ASSETS
 from fsdpctl.io.untrusted import parse_json
 
 # Sections of config.json that can be those of the text model; see transformers' get_text_config.

@@ -10,7 +10,6 @@ from enum import Enum, auto
 from pathlib import Path
 
 from fsdpctl.checkpoint.folders import (
-    LATEST,
     complete_checkpoints,
     copy_checkpoint,
     find_checkpoint,
@@ -25,12 +24,10 @@ from fsdpctl.checkpoint.folders import (
 )
 from fsdpctl.checkpoint.load import state_kinds
 from fsdpctl.checkpoint.manifest import Progress, read_manifest
-from fsdpctl.checkpoint.pretrained import RUN_ASSETS
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint, remote_of
-from fsdpctl.config.from_path import CONFIG_JSON
 from fsdpctl.config.model import OWN
-from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
+from fsdpctl.config.model_path import MODEL_CONFIG
 from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.schema import Config, Filled, Settled
 from fsdpctl.config.serialize import (
@@ -39,21 +36,25 @@ from fsdpctl.config.serialize import (
     config_to_yaml,
     config_words,
 )
-from fsdpctl.config.sources import is_remote
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import files
 from fsdpctl.io.run_files import (
     CACHE,
+    CHECKPOINTS,
     DATA,
     HEARTBEAT,
+    LATEST,
     LOCK,
+    LOGS,
+    METRICS,
     OVERRIDES,
+    RUN_ASSETS,
+    RUN_CONFIG,
     RUNS,
     check_is_no_file,
     check_own,
 )
-from fsdpctl.io.run_files import LOGS as LOGS
-from fsdpctl.io.run_files import METRICS as METRICS
+from fsdpctl.io.stores import is_remote
 from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.resolve.attention_kernel import with_run_kernel
 from fsdpctl.resolve.open import decides_losses
@@ -330,8 +331,8 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """
     names = sorted({*before, *now} - {*_WHERE})
     found = [name for name in names if before.get(name) != now.get(name)]
-    others = [name for name in found if name.startswith("model.") and name != CONFIG_JSON]
-    return [name for name in found if name != CONFIG_JSON or not others]
+    others = [name for name in found if name.startswith("model.") and name != MODEL_CONFIG]
+    return [name for name in found if name != MODEL_CONFIG or not others]
 
 
 def prepare_run_dir(

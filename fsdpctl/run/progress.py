@@ -12,8 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fsdpctl.io.activity import DISPLAY, QUIET, doing
 from fsdpctl.io.console import PatientConsole, journal, wrapped
-from fsdpctl.io.texts import printable
-from fsdpctl.io.units import format_bytes
+from fsdpctl.io.texts import format_bytes, printable
 
 if TYPE_CHECKING:
     from fsdpctl.run.step_metrics import PeakMemory, StepMetrics

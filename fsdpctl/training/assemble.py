@@ -18,7 +18,6 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange, collectives_for
 from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.comm.world import World
-from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Settled
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
@@ -28,6 +27,7 @@ from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.run_files import CHECKPOINTS
 from fsdpctl.models.context import use_exchange
 from fsdpctl.models.describe import block_names, torch_dtype
 from fsdpctl.models.quantized import packing_of, quantized_shapes
@@ -222,13 +222,8 @@ def make_trainer(
     if reason := parts.model.collectives.not_shared:
         journal.warn(f"ranks do not share memory: {reason}")
     if only_measures:
-        return Trainer(
-            parts,
-            done,
-            context,
-            journal,
-            [RunReporter(journal, None), EstimateReport(run_dir, done.step)],
-        )
+        reports = [RunReporter(journal, None), EstimateReport(run_dir, done.step)]
+        return Trainer(parts, done, context, journal, reports)
     checkpoints = Checkpoints(config, ranks, journal, bases, uploads=shows and is_main)
     callbacks = [  # in the order of their hooks, at the end too
         SelfCheck(config.train.self_check, done.step, sharding_of(config)),

@@ -15,10 +15,7 @@ from pathlib import Path
 import torch
 
 from fsdpctl.comm.base import AsyncHostCopy, Collectives, raised
-from fsdpctl.io.run_files import PROFILE as PROFILE
-from fsdpctl.io.run_files import RUN_CONFIG
-from fsdpctl.io.run_files import SAVE as SAVE
-from fsdpctl.io.run_files import STOP as STOP
+from fsdpctl.io.run_files import PROFILE, RUN_CONFIG, SAVE, STOP
 
 REQUESTS = (STOP, SAVE, PROFILE)  # files in the run directory
 _INTERVAL = 1.0  # seconds between looks at files: each is a request to a cluster's file system

@@ -18,8 +18,7 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, LocalStepStats, StepRecord, record_step
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.batch import tokens_per_rank
-from fsdpctl.run.flops import ModelFlops
-from fsdpctl.run.step_metrics import StepClock, StepMetrics, peak_memory
+from fsdpctl.run.step_metrics import ModelFlops, StepClock, StepMetrics, peak_memory
 from fsdpctl.training.learning_rate import lr_factor
 from fsdpctl.training.loss import SourceLosses, own_loss, reseed, summed_loss
 

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.errors import NonFiniteError, SelfCheckError, StoppedError
+from fsdpctl.io.run_files import STOP
 from fsdpctl.optim.record import LocalStepStats
-from fsdpctl.run.flops import model_flops
-from fsdpctl.run.step_metrics import StepMetrics
+from fsdpctl.run.step_metrics import StepMetrics, model_flops
 from fsdpctl.training.journal import Journal
 from fsdpctl.training.narrow import refusing_dtypes
 from fsdpctl.training.rejected_steps import GradientProbe, RejectionRule
-from fsdpctl.training.requests import STOP, RequestCollector, RequestFlags, RequestSync, TimeLimit
+from fsdpctl.training.requests import RequestCollector, RequestFlags, RequestSync, TimeLimit
 from fsdpctl.training.step import (
     LaunchContext,
     LaunchedStep,

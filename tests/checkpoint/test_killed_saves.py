@@ -18,10 +18,10 @@ from fsdpctl.checkpoint.load import load_into
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.io.run_files import CHECKPOINTS
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from tests.checkpoint.killer import Killer

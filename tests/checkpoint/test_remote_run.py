@@ -31,8 +31,8 @@ from fsdpctl.io.run_files import CHECKPOINTS, MANIFEST, RUN_CONFIG
 from fsdpctl.launch import begin
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.directory import Standing, look, prepare_run_dir
-from fsdpctl.training.callbacks import uploads as uploads_module
-from fsdpctl.training.callbacks.uploads import UploadOutcome, Uploads
+from fsdpctl.training.callbacks import checkpoints as checkpoints_module
+from fsdpctl.training.callbacks.checkpoints import UploadOutcome, Uploads
 from tests.commands.test_interruptions import wait_for
 from tests.hostile import TINY_MODEL, make_checkpoint, reseal
 
@@ -312,7 +312,7 @@ def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypa
     assert complete_checkpoints(run / CHECKPOINTS) == [  # it is busy with the first
         step_folder(run / CHECKPOINTS, step) for step in (10, 30, 40)
     ]
-    monkeypatch.setattr(uploads_module, "_REPORT_INTERVAL", 0.05)
+    monkeypatch.setattr(checkpoints_module, "_REPORT_INTERVAL", 0.05)
 
     def go_on(line: str) -> None:
         assert line.startswith("waiting for checkpoint.remote: 0 s")

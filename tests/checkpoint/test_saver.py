@@ -13,7 +13,6 @@ import torch
 
 from fsdpctl.checkpoint import manifest
 from fsdpctl.checkpoint.folders import (
-    LATEST,
     complete_checkpoints,
     find_checkpoint,
     newest_checkpoint,
@@ -24,10 +23,9 @@ from fsdpctl.checkpoint.folders import (
 )
 from fsdpctl.checkpoint.publish import lack_of_space
 from fsdpctl.comm.rank_status import RANK_STATUS
-from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
-from fsdpctl.io.run_files import MANIFEST
+from fsdpctl.io.run_files import CHECKPOINTS, LATEST, MANIFEST
 from tests.checkpoint.test_killed_saves import MODES, at, make_saver
 from tests.checkpoint.test_killed_saves import save as save_now
 from tests.checkpoint.test_round_trip import read_everything, train_on, trained, whole_tensors

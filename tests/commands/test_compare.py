@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fsdpctl.commands.compare import measure
-from fsdpctl.commands.compare.row import NOT_REACHED, OK
+from fsdpctl.commands.compare.report import NOT_REACHED, OK
 from fsdpctl.commands.compare.vary import possible, variants
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.io.console import wrapped
-from fsdpctl.io.units import format_bytes
+from fsdpctl.io.texts import format_bytes
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.commands.run import invoke
 

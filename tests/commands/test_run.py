@@ -15,11 +15,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM
 
-from fsdpctl.commands.outcome import _show_failure
+from fsdpctl.commands.train import _show_failure
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.serialize import config_to_yaml
+from fsdpctl.io.run_files import RUN_CONFIG
 from fsdpctl.launch.outcome import Failure, Outcome
 from fsdpctl.launch.run_lines import _strategy
 from fsdpctl.resolve.place import place

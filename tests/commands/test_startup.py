@@ -34,7 +34,6 @@ SLOW = {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich", "psutil", "msgsp
 OWN = {
     "fsdpctl", "fsdpctl.__main__", "fsdpctl.commands", "fsdpctl.commands.app", "fsdpctl.errors",
     "fsdpctl.io", "fsdpctl.io.activity", "fsdpctl.io.output", "fsdpctl.io.texts",
-    "fsdpctl.io.units",
 }  # fmt: skip
 
 

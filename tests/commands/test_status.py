@@ -11,9 +11,16 @@ import pytest
 
 from fsdpctl.commands import status
 from fsdpctl.commands.status import read_status
-from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.run_files import ENVIRONMENT, HEARTBEAT, LOCK, LOGS, METRICS
+from fsdpctl.io.run_files import (
+    CHECKPOINTS,
+    ENVIRONMENT,
+    HEARTBEAT,
+    LOCK,
+    LOGS,
+    METRICS,
+    RUN_CONFIG,
+)
 from fsdpctl.run.environment import add_start, write_record
 from fsdpctl.run.heartbeat import HeartbeatRecord, pid_namespace, record_cause
 from fsdpctl.run.metrics import MetricsLine

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from fsdpctl.commands.compare.row import OK, TOO_LARGE
-from fsdpctl.commands.compare.simulate import predict
+from fsdpctl.commands.compare.measure import predict
+from fsdpctl.commands.compare.report import OK, TOO_LARGE
 from fsdpctl.commands.compare.vary import variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError

@@ -21,8 +21,8 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.decoder_check import with_decoder
-from fsdpctl.models.norms import fuse_norms
 from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.transformers_build import fuse_norms
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.layout import Span
 from fsdpctl.resolve.attention_kernel import check_attention

@@ -8,8 +8,8 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaWe
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.operators import operators_of
-from fsdpctl.models.norms import fuse_norms
 from fsdpctl.models.registry import build_plain
+from fsdpctl.models.transformers_build import fuse_norms
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from tests.matrix import fast
 from tests.models.decoders import drawn, save_decoder

@@ -5,9 +5,8 @@ import torch
 import transformers
 from torch import nn
 
-from fsdpctl.models.describe import divide_module
+from fsdpctl.models.describe import divide_module, parameter_roles
 from fsdpctl.models.products import read_elsewhere
-from fsdpctl.models.roles import parameter_roles
 from fsdpctl.plan.layout import decay_group
 from fsdpctl.plan.optimizers import is_muons
 from tests.models.tiny import make_tiny

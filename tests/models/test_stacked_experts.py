@@ -22,7 +22,7 @@ from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.stacked_experts import StackedExperts
 from fsdpctl.optim.sgd import ShardedSGD
-from fsdpctl.run.flops import model_flops
+from fsdpctl.run.step_metrics import model_flops
 from fsdpctl.training.assemble import make_model
 from tests.distributed import distributed
 from tests.matrix import fast

@@ -6,10 +6,11 @@ from importlib.util import find_spec
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, model_words
+from fsdpctl.config.model_path import model_words
 from fsdpctl.config.schema import Filled
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
+from fsdpctl.io.run_files import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.resolve.attention_kernel import (
     check_attention,
     kernel_of,

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint.folders import step_folder
-from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
-from fsdpctl.io.run_files import HEARTBEAT, LOGS, METRICS
+from fsdpctl.io.run_files import CHECKPOINTS, HEARTBEAT, LOGS, METRICS, RUN_CONFIG
 from fsdpctl.run.heartbeat import HeartbeatRecord
 from tests.hostile import make_checkpoint
 

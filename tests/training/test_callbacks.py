@@ -93,7 +93,7 @@ def test_values_reach_the_loggers_and_a_failed_logger_is_lines(tmp_path, monkeyp
     def fail(run_dir: Path, step: int) -> Any:
         raise ValueError("no room")
 
-    monkeypatch.setattr("fsdpctl.training.loggers._TensorBoard", fail)
+    monkeypatch.setattr("fsdpctl.training.journal._TensorBoard", fail)
     journal = journal_in(tmp_path, configured(log=replace(Config().log, tensorboard=True)), 5)
     sent: list[Any] = []
     monkeypatch.setattr(journal.loggers, "line", sent.append)

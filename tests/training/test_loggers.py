@@ -16,8 +16,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import TENSORBOARD, WANDB_ID
 from fsdpctl.resolve import rules as besides
 from fsdpctl.resolve.rules import check_preflight
-from fsdpctl.training import loggers
-from fsdpctl.training.loggers import Loggers
+from fsdpctl.training import journal
+from fsdpctl.training.journal import Loggers
 
 BOTH = replace(Config(), log=LogConfig(tensorboard=True, wandb=True))
 LINE = {"step": 3, "loss": 0.5, "mfu": None, "state": "done", "tokens": 7, "flag": True}
@@ -45,8 +45,8 @@ class Heard:
 def tools(monkeypatch):
     """Both tools, of which W&B may be made to fail."""
     one, other = Heard(), Heard()
-    monkeypatch.setattr(loggers, "_TensorBoard", lambda run_dir, step: one)
-    monkeypatch.setattr(loggers, "_Wandb", lambda config, run_dir: other)
+    monkeypatch.setattr(journal, "_TensorBoard", lambda run_dir, step: one)
+    monkeypatch.setattr(journal, "_Wandb", lambda config, run_dir: other)
     return one, other
 
 
@@ -65,7 +65,7 @@ def test_a_failing_logger_is_reported_once_and_the_other_continues(
     one, other = tools
     other.fails_at = where
     if where == "start":
-        monkeypatch.setattr(loggers, "_Wandb", lambda config, run_dir: 1 / 0)
+        monkeypatch.setattr(journal, "_Wandb", lambda config, run_dir: 1 / 0)
     said: list[str] = []
     both = Loggers(BOTH, tmp_path, 0, said.append)
     both.line(LINE)
@@ -79,7 +79,7 @@ def test_a_failing_logger_is_reported_once_and_the_other_continues(
 
 
 def test_a_logger_that_does_not_close_is_abandoned(tmp_path, tools, monkeypatch):
-    monkeypatch.setattr(loggers, "_LEAVING_SECONDS", 0.05)
+    monkeypatch.setattr(journal, "_LEAVING_SECONDS", 0.05)
     never = threading.Event()
     tools[1].close = lambda *, well: never.wait(5)
     said: list[str] = []

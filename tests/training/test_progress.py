@@ -7,9 +7,15 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import known_gpu
 from fsdpctl.optim.record import StepFigures
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.run.flops import ModelFlops, flops_per_token, model_flops
 from fsdpctl.run.progress import RunProgress
-from fsdpctl.run.step_metrics import PeakMemory, StepMetrics, StepTimes
+from fsdpctl.run.step_metrics import (
+    ModelFlops,
+    PeakMemory,
+    StepMetrics,
+    StepTimes,
+    flops_per_token,
+    model_flops,
+)
 from fsdpctl.training.assemble import make_model
 
 

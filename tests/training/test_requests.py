@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 
-from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.open_data import open_data
 from fsdpctl.errors import FsdpctlError
+from fsdpctl.io.run_files import RUN_CONFIG, SAVE, STOP
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.training import requests
 from fsdpctl.training.assemble import make_model
 from fsdpctl.training.callbacks.sample import Sampling, generate
 from fsdpctl.training.loss import validation_loss
 from fsdpctl.training.requests import (
-    SAVE,
-    STOP,
     RequestCollector,
     RequestFlags,
     RequestSync,

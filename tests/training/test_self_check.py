@@ -17,7 +17,7 @@ from fsdpctl.models.context import to_tokens
 from fsdpctl.models.row_documents import Documents
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.run.environment import read_starts
-from fsdpctl.training import assemble, loss, small_run, step
+from fsdpctl.training import assemble, loss, step
 from fsdpctl.training.callbacks import self_check
 from fsdpctl.training.learning_rate import lr_factor
 from tests.commands.run import make_text
@@ -51,7 +51,7 @@ def _divided(*about: Any, plain: Any = loss.summed_loss) -> Any:
 def _divided_everywhere() -> Iterator[None]:
     """The loss is divided in the function itself."""
     with ExitStack() as stack:
-        for module in (loss, step, self_check, small_run):
+        for module in (loss, step, self_check):
             stack.enter_context(mock.patch.object(module, "summed_loss", _divided))
         yield
 

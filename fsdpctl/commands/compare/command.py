@@ -10,17 +10,21 @@ from typing import Annotated
 
 import typer
 
-from fsdpctl.commands.compare.measure import measure
+from fsdpctl.commands.compare.measure import measure, predict
 from fsdpctl.commands.compare.report import (
     BY,
+    FIGURES,
+    NOT_REACHED,
+    OK,
+    REFUSED,
+    cells,
     losses,
+    names_of,
     ordered,
     rows_as_json,
     title_of,
     write_report,
 )
-from fsdpctl.commands.compare.row import FIGURES, NOT_REACHED, OK, REFUSED, cells, names_of
-from fsdpctl.commands.compare.simulate import predict
 from fsdpctl.commands.compare.vary import (
     OVER_GLOO,
     Variant,

@@ -1,28 +1,47 @@
-"""Comparison of variants by measurement: each runs once, as `train` would run it."""
+"""Comparison of variants by measurement, or by prediction on hardware that need not exist.
 
-from collections.abc import Mapping, Sequence
+To measure, each runs once, as `train` would run it.
+"""
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from fsdpctl.commands.compare.row import FAILED, OK, REFUSED, Row
-from fsdpctl.commands.compare.simulate import with_memory
+from fsdpctl.commands.compare.report import FAILED, OK, REFUSED, TOO_LARGE, Row
 from fsdpctl.commands.compare.vary import Variant
 from fsdpctl.commands.console import note
+from fsdpctl.config.schema import Settled
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
+from fsdpctl.estimate.accuracy import SHORT
+from fsdpctl.estimate.advice import advice
+from fsdpctl.estimate.duration import run_time
 from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.hardware import device_of
 from fsdpctl.estimate.planned_steps import sent_in_step
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import decide
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
-from fsdpctl.launch.begin import decide_run
-from fsdpctl.launch.short_run import run_briefly
+from fsdpctl.launch.begin import change_lines, decide_run
+from fsdpctl.launch.workers import launch_workers
 from fsdpctl.models.describe import divide_module
-from fsdpctl.resolve.open import Opened, open_run
+from fsdpctl.plan.precision import Dtype
+from fsdpctl.resolve.open import Opened, fill_on_cluster, open_run
+from fsdpctl.resolve.place import notes_on_memory
 from fsdpctl.run.assets import collect_assets
-from fsdpctl.run.directory import Look, look
+from fsdpctl.run.directory import Look, look, prepare_run_dir
+from fsdpctl.run.heartbeat import lock_run_dir
 from fsdpctl.run.metrics import read_metrics
+from fsdpctl.run.step_metrics import flops_per_token
+from fsdpctl.training.worker import MEASURE
 
 _WARM_UP = 0.25  # share of the steps that are ignored
+_SHORT_STEPS = (
+    "The host limits steps of GPUs below 100 ms, and data sheets do not describe it: such steps "
+    "can take several times as long as predicted."
+)
 
 
 def measure(variants: Sequence[Variant], folder: Path, *, is_kept: bool) -> None:
@@ -108,3 +127,99 @@ def _exposed(seconds: float, times: Sequence[tuple[float, float | None]]) -> flo
     known = [part for _, part in times if part is not None]
     total = sum(step for step, _ in times)
     return seconds * sum(known) / total if len(known) == len(times) else None
+
+
+def run_briefly(
+    seen: Look, config: Settled, settings: str, assets: Mapping[str, bytes]
+) -> str | None:
+    """Run the steps of a new run, without validation, checkpoints and samples.
+
+    `config` is what was settled for the configuration of `seen`; `settings` and `assets` are
+    written into the run directory. Returns the reason of a failure. StoppedError if a signal
+    stopped it.
+    """
+    lock = lock_run_dir(seen.run_dir, lambda: None)
+    try:
+        prepare_run_dir(seen, config, [settings], assets)
+        outcome = launch_workers([str(seen.run_dir), MEASURE], config.launch)
+    finally:
+        lock.release()
+    if outcome.stop_signal == signal.SIGINT:
+        raise InterruptError("interrupted before all variants had run")
+    if outcome.stop_signal is not None:
+        raise StoppedError("stopped before all variants had run")
+    return None if outcome.cause is None else outcome.cause.cause
+
+
+def with_memory(row: Row, estimate: RunEstimate) -> Row:
+    """Return `row` with its estimated memory and its status; what does not fit has no length."""
+    status = OK
+    if found := estimate.shortages:
+        status = f"{TOO_LARGE}{'; '.join(found)}"
+        row = replace(row, hours=None, gpu_hours=None, cost=None)
+    return replace(
+        row,
+        estimated_peak_tensor_bytes=estimate.allocated,
+        estimated_peak_reserved_bytes=estimate.peak_reserved,
+        memory_bytes=estimate.available,
+        status=status,
+    )
+
+
+def predict(variants: Sequence[Variant]) -> Iterator[str]:
+    """Predict all variants, of which nothing runs; yield notes on the predictions, a line each."""
+    estimator = Estimator()
+    for each in variants:
+        yield from notes_on_memory(each.composed.config)
+        try:
+            yield from _predict(estimator, each)
+        except UsageError as error:
+            each.row = replace(each.row, status=f"{REFUSED}{error}")
+    plans = [each.plan for each in variants if each.plan is not None]
+    if plans and all(each.row.status != OK for each in variants):
+        yield "no variant fits; changes that make the nearest fit:"
+        nearest = max(plans, key=lambda plan: estimator.estimate(plan).margin)
+        yield from change_lines(advice(estimator, nearest))
+    if any((each.row.step_seconds or SHORT) < SHORT for each in variants):
+        yield _SHORT_STEPS
+
+
+def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
+    placed = fill_on_cluster(each.composed, estimator.data_of)
+    if placed.launch.device == "cpu":
+        raise UsageError(
+            "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or compare by "
+            "runs without --simulate"
+        )
+    estimate, ranking = decide(estimator, placed, each.composed.unset)
+    if ranking is not None and ranking.defaults and ranking.ranked:
+        yield f"{each.row.label}: {ranking.summary}"
+    each.plan = plan = estimate.plan
+    each.row = replace(each.row, strategy=plan.config.strategy.name)
+    step, units = estimator.predict(plan), estimator.traced_model(plan).units
+    time = run_time(estimator, estimate, step)
+    yield from (*filter(None, [time.unknown]), *time.notes)
+    row = replace(
+        each.row,
+        world_size=time.num_ranks,
+        tokens_per_second=time.tokens_per_second,
+        step_seconds=step.seconds,
+        error_band=time.band,
+        exposed_communication_seconds=step.exposed_communication,
+        mfu=_utilization(time.tokens_per_second, estimate),
+        steps=time.steps,
+        sent_bytes_per_step=sent_in_step(
+            plan.config, units, estimate.batches.num_micro_batches
+        ).total,
+        **time.of_run,
+    )
+    each.row = with_memory(row, estimate)
+
+
+def _utilization(speed: float, estimate: RunEstimate) -> float | None:
+    config = estimate.config
+    peak = device_of(config).flops[Dtype(config.precision.param_dtype).itemsize]
+    if estimate.num_trained < estimate.num_params:
+        return None
+    per_token = flops_per_token(config.model, estimate.num_active, config.train.seq_len)
+    return per_token * speed / (peak * config.num_ranks)

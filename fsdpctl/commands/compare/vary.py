@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from fsdpctl.commands.compare.row import Row
+from fsdpctl.commands.compare.report import Row
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, Config

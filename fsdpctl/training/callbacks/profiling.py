@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, schedule
 
-from fsdpctl.io.run_files import PROFILES
+from fsdpctl.io.run_files import PROFILE, PROFILES
 from fsdpctl.io.texts import one_line
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.training.journal import Journal
-from fsdpctl.training.requests import PROFILE, RequestFlags
+from fsdpctl.training.requests import RequestFlags
 from fsdpctl.training.step import TrainedModel
 from fsdpctl.training.trainer import Callback, Trainer
 

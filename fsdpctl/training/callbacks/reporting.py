@@ -18,7 +18,7 @@ from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.data.mixture import MixedRows
 from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT
-from fsdpctl.io.units import format_bytes
+from fsdpctl.io.texts import format_bytes
 from fsdpctl.run.environment import Restart, SavedEstimate, read_estimate
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord, pid_namespace
 from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory

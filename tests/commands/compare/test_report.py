@@ -7,8 +7,17 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from fsdpctl.commands.compare.report import losses, ordered, write_report
-from fsdpctl.commands.compare.row import FAILED, FIGURES, NOT_REACHED, Row, cells, names_of
+from fsdpctl.commands.compare.report import (
+    FAILED,
+    FIGURES,
+    NOT_REACHED,
+    Row,
+    cells,
+    losses,
+    names_of,
+    ordered,
+    write_report,
+)
 from fsdpctl.estimate.accuracy import Band
 
 MIB = 1 << 20

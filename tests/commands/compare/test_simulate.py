@@ -1,7 +1,7 @@
 """Simulated comparisons: a suggestion if none of the variants fits, and short steps."""
 
-from fsdpctl.commands.compare.row import OK, TOO_LARGE, Row, cells
-from fsdpctl.commands.compare.simulate import predict
+from fsdpctl.commands.compare.measure import predict
+from fsdpctl.commands.compare.report import OK, TOO_LARGE, Row, cells
 from fsdpctl.commands.compare.vary import variants
 
 WORDS = ["model.num_layers=2", "strategy=no_shard,full_shard", "launch.nproc_per_node=2",
