@@ -9,6 +9,9 @@ which the first is not counted: it finds the processor's caches full of what ano
 
 With `--device cuda` the device sleeps while the host works, so that only the host is timed. Then a
 step must have fewer than the 1,024 launches that a stream queues: pass `--blocks 4`.
+
+With `--vocabulary 8192`, the embedding and the head are larger than a block: their gradients are
+collected and reduced in pieces, each of which has a part of every rank.
 """
 
 import statistics
@@ -63,12 +66,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """The blocks between an embedding and a head: 197 parameters with 12 blocks."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, vocabulary: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits."""
@@ -113,11 +116,12 @@ class Setting:
 
     device: torch.device
     blocks: int
+    vocabulary: int
 
     def net(self) -> Net:
         """Return the model, on the device."""
         with self.device:
-            return Net(self.blocks)
+            return Net(self.blocks, self.vocabulary)
 
 
 def _timed(
@@ -195,7 +199,7 @@ def measure(world_size: int, rounds: int, setting: Setting) -> dict[str, Any]:
     added = {name: each["passes"] - medians["plain"]["passes"] for name, each in medians.items()}
     return {
         "world_size": world_size,
-        "parameters": sum(1 for _ in Net(setting.blocks).parameters()),
+        "parameters": sum(1 for _ in setting.net().parameters()),
         "parameters_per_unit": sum(1 for _ in Block().parameters()),
         "passes_added_over_fsdp2_added": round(added["fsdpctl"] / added["fsdp2"], 4),
         "update_over_fsdp2_update": round(
@@ -224,14 +228,15 @@ def _on_device(
 
 def main() -> None:
     """Run what the command line asks for."""
-    words = arguments(world_sizes=(8, 64), rounds=150, device="cpu", blocks=12)
+    words = arguments(world_sizes=(8, 64), rounds=150, device="cpu", blocks=12, vocabulary=WIDTH)
     torch.set_num_threads(1)
     if words.device == "cuda":
         torch.cuda.set_device(DEVICE)
-    setting = Setting(DEVICE if words.device == "cuda" else torch.device("cpu"), words.blocks)
+    device = DEVICE if words.device == "cuda" else torch.device("cpu")
+    setting = Setting(device, words.blocks, words.vocabulary)
     results = [measure(size, words.rounds, setting) for size in words.world_sizes]
     print(*results, sep="\n")
-    about = {"backend": "fake", "rounds": words.rounds}
+    about = {"backend": "fake", "rounds": words.rounds, "vocabulary": words.vocabulary}
     if words.device == "cuda":
         about["device"] = torch.cuda.get_device_name()
     write_report(words.out, "host_time", results, **about)

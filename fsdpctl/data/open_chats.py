@@ -23,7 +23,7 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.find_data import find_data
 from fsdpctl.data.new_tokens import tokenizer_of
 from fsdpctl.data.packing import DocumentSet, Packing
-from fsdpctl.data.token_cache import CacheEntry, read_cache, write_cache
+from fsdpctl.data.token_cache import CacheEntry, name_of, read_cache, write_cache
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular
@@ -192,7 +192,7 @@ def _entry_name(config: DataConfig, files: DataFiles, rendering: Rendering) -> s
     template = rendering.known
     parts = [
         str(_ENCODING),
-        *map(_checksum, (files.train, files.validation)),
+        *_checksums(files),
         rendering.tokenizer.checksum,
         "" if template is None else template.checksum,
         rendering.today if template is not None and template.tells_date else "",
@@ -202,6 +202,14 @@ def _entry_name(config: DataConfig, files: DataFiles, rendering: Rendering) -> s
         "" if files.validation else repr(config.held_out),
     ]
     return f"chats-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}"
+
+
+def _checksums(files: DataFiles) -> list[str]:
+    """Return those of both parts, which the cache keeps while the sizes and times are the same."""
+    parts = files.train, files.validation
+    name = name_of("sums", len(files.train), (*files.train, *files.validation))
+    entry = read_cache(name) or write_cache(name, {}, {"sums": [*map(_checksum, parts)]})
+    return [str(each) for each in entry.facts["sums"]]
 
 
 def _checksum(files: Sequence[Path]) -> str:

@@ -13,7 +13,7 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.documents import hold_out, left_out, read_text, standard_library
 from fsdpctl.data.find_data import find_data
 from fsdpctl.data.streams import TokenStream
-from fsdpctl.data.token_cache import read_cache, write_cache
+from fsdpctl.data.token_cache import name_of, read_cache, write_cache
 from fsdpctl.data.tokenizer import BATCH, ByteTokenizer, TextPiece, Tokenizer
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.activity import doing
@@ -85,11 +85,8 @@ def _own(config: DataConfig) -> list[bytes]:
 
 def _name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) -> str:
     """Return the index's name in the cache, by the sizes and times of the files."""
-    about = [f"{_ENCODING} {tokenizer.checksum} {config.held_out} {config.takes_validation}"]
-    for file in files:
-        state = file.stat()
-        about.append(f"{file.absolute()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}")
-    return f"texts-{xxhash.xxh3_128_hexdigest(repr(about).encode(errors='surrogateescape'))}"
+    about = _ENCODING, tokenizer.checksum, config.held_out, config.takes_validation
+    return name_of("texts", about, files)
 
 
 def _mapped(name: str) -> _Opened | None:

@@ -1,13 +1,15 @@
 """The user's cache of tokens, in a directory per entry that is named after its input.
 
 An entry has a NumPy file per array, and a header with their checksums. It is written to a temporary
-directory and then renamed. An entry that doesn't agree with its header is ignored.
+directory and then renamed. An entry that doesn't agree with its header is ignored. Files with the
+sizes and times of when they were written are not read for that: each rank would read all of them.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from fsdpctl.io.files import cache_folder
 from fsdpctl.io.untrusted import read_json
 
 _HEADER = "header.json"
-_VERSION = 2
+_VERSION = 3
 _CHUNK = 1 << 24  # elements
 Arrays = dict[str, NDArray[Any]]
 
@@ -44,8 +46,9 @@ def read_cache(name: str) -> CacheEntry | None:
         header = read_json(folder / _HEADER, dict[str, Any])
         if header["version"] != _VERSION:
             return None
-        checksums = dict(header["checksums"])
-        if any(_checksum(_read(folder, each)) != known for each, known in checksums.items()):
+        checksums, states = dict(header["checksums"]), header["states"]
+        changed = [x for x in checksums if _state(folder, x) != states[x]]
+        if any(_checksum(_read(folder, each)) != checksums[each] for each in changed):
             return None
         # Mapped again, since the check has made all pages resident.
         arrays = {each: _read(folder, each) for each in checksums}
@@ -65,7 +68,7 @@ def write_cache(name: str, arrays: Arrays, facts: Mapping[str, Any]) -> CacheEnt
     """Store an entry and return it: mapped from the cache, or as it is if it can't be written."""
     checksums = {each: _checksum(array) for each, array in arrays.items()}
     folder = cache_folder(name)
-    scratch = folder.with_name(f"{name}.tmp-{os.getpid()}")
+    scratch, second = folder.with_name(f"{name}.tmp-{os.getpid()}"), int(time.time())
     try:
         scratch.mkdir(parents=True, exist_ok=True)
         for each, array in arrays.items():
@@ -73,7 +76,10 @@ def write_cache(name: str, arrays: Arrays, facts: Mapping[str, Any]) -> CacheEnt
                 np.save(file, array, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
-        header = {"version": _VERSION, "checksums": checksums, "facts": facts}
+            # A whole second: no later write leaves it, however soon.
+            os.utime(scratch / f"{each}.npy", (second, second))
+        states = {each: _state(scratch, each) for each in arrays}
+        header = {"version": _VERSION, "checksums": checksums, "states": states, "facts": facts}
         (scratch / _HEADER).write_text(json.dumps(header, indent=1) + "\n")
         if folder.exists() and read_cache(name) is None:  # corrupted
             shutil.rmtree(folder, ignore_errors=True)
@@ -84,6 +90,19 @@ def write_cache(name: str, arrays: Arrays, facts: Mapping[str, Any]) -> CacheEnt
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return read_cache(name) or CacheEntry(dict(arrays), checksums, dict(facts))
+
+
+def name_of(kind: str, about: object, files: Iterable[Path]) -> str:
+    """Return the name of an entry of files by their sizes and times."""
+    states = [(str(each.absolute()), each.stat()) for each in files]
+    found = [(path, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for path, x in states]
+    text = repr((about, found)).encode(errors="surrogateescape")
+    return f"{kind}-{xxhash.xxh3_128_hexdigest(text)}"
+
+
+def _state(folder: Path, name: str) -> list[int]:
+    about = (folder / f"{name}.npy").stat()
+    return [about.st_size, about.st_mtime_ns]
 
 
 def _checksum(array: NDArray[Any]) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.data import chat_tokens
+from fsdpctl.data import chat_tokens, open_chats, token_cache
 from fsdpctl.data.chat_preview import histogram, preview
 from fsdpctl.data.documents import is_held_out
 from fsdpctl.data.open_data import open_data
@@ -35,7 +35,11 @@ def kept_folder():
 def test_tokens_are_mapped_from_the_cache(tmp_path, monkeypatch):
     first = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
     monkeypatch.setattr(chat_tokens, "rendered", None)  # would be called to render again
-    again = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
+    with monkeypatch.context() as same:  # files, which are not read again
+        same.setattr("tests.chats.opened.write_lines", lambda file, rows: file)
+        for module in (token_cache, open_chats):
+            same.setattr(module, "_checksum", None)
+        again = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
     assert isinstance(again.train.tokens, np.memmap)
     assert (again.fingerprint, again.notes) == (first.fingerprint, first.notes)
     assert (again.end_tokens, again.train.trained.dtype) == (first.end_tokens, np.bool_)
