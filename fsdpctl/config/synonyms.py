@@ -227,7 +227,7 @@ padding is never a target, and has no token | pad_token
 repeated blocks are detected | fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap
 the control token that ends a message is detected | eot_tokens
 the directory's config.json determines it | model_type
-Python's garbage collector keeps its defaults | gc_freq gc_steps
+all ranks collect garbage together, every 50 steps | gc_freq gc_steps
 the directory's tokenizer is used | tokenizer_type
 the first line determines the format | conversation_column dataset_text_field field_messages
   text_column text_field
