@@ -31,6 +31,7 @@ from fsdpctl.predict.compute import (
     PassPosition,
     Work,
 )
+from fsdpctl.predict.hardware import UNPACKING
 from fsdpctl.predict.memory_recorder import without_gc
 
 
@@ -97,7 +98,9 @@ class _Recorder(TorchDispatchMode):
         before = len(found)
         with self:
             unpack(target.chunk(times)[0], rows.chunk(times)[0], blocks, 1, packing)
-        found += found[before:] * (times - 1)
+        found[before:] = times * [
+            each._replace(name=UNPACKING + packing) for each in found[before:]
+        ]
 
     def _assumed(self, tensor: Tensor) -> bool | int:
         """Return what a module reads: `all` is true, `any` is false, the place of an expert is 0.

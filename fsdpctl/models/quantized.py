@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fsdpctl.models.fused import fuses, run_fused
 from fsdpctl.models.kernels import device_type
 from fsdpctl.models.operators import operator
 
@@ -93,16 +94,20 @@ class Packing(ABC):
                 UNPACK(weights[start * GROUP : stop * GROUP], rows, _BLOCKS, times, self.name)
         if rest := numel % GROUP:
             last = packed[groups * size :].view(1, -1)
-            self.dequantize_into(weights[groups * GROUP :], last, -(-rest // BLOCK))
+            values = pairs(packed.device)
+            self.dequantize_into(weights[groups * GROUP :], last, -(-rest // BLOCK), values)
         return weights[:numel].view(shape)
+
+    def dequantize_groups(self, target: Tensor, packed: Tensor, values: Tensor) -> None:
+        self.dequantize_into(target, packed.view(-1, self.group_bytes), _BLOCKS, values)
 
     @abstractmethod
     def _quantized(self, weights: Tensor) -> Tensor:
         """Return the bytes of groups, (groups, blocks, 64)."""
 
     @abstractmethod
-    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
-        """Write the weights of rows of bytes, of `blocks` each."""
+    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int, values: Tensor) -> None:
+        """Write the weights of rows of bytes, of `blocks` each; `values` are those of `pairs`."""
 
 
 class _Nf4(Packing):
@@ -126,13 +131,13 @@ class _Nf4(Packing):
         constants = torch.cat((low, step), -1).view(torch.uint8)
         return torch.cat((constants, packed.flatten(1), levels.to(torch.uint8)), -1)
 
-    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
+    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int, values: Tensor) -> None:
         constants = rows[:, : self._constants].reshape(-1).view(torch.float32).view(-1, 2)
         codes = rows[:, self._constants : -blocks].int()
-        values = F.embedding(codes, pairs(rows.device)).view(len(rows), blocks, BLOCK)
+        weights = F.embedding(codes, values).view(len(rows), blocks, BLOCK)
         roots = rows[:, -blocks:] * constants[:, 1:] + constants[:, :1]
         squares = roots * roots
-        target.view(values.shape).copy_(values.mul_((squares * squares).unsqueeze(-1)))
+        target.view(weights.shape).copy_(weights.mul_((squares * squares).unsqueeze(-1)))
 
 
 class _Int8(Packing):
@@ -145,11 +150,11 @@ class _Int8(Packing):
         codes = torch.where(known > 0, codes, 0.0).to(torch.int8).view(torch.uint8)
         return torch.cat((codes.flatten(1), scales.view(torch.uint8)), -1)
 
-    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
+    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int, values: Tensor) -> None:
         codes, scales = rows[:, : blocks * BLOCK], rows[:, blocks * BLOCK :]
-        values = codes.view(torch.int8).float().view(len(rows), blocks, BLOCK)
+        weights = codes.view(torch.int8).float().view(len(rows), blocks, BLOCK)
         known = scales.reshape(-1).view(torch.bfloat16).view(len(rows), blocks, 1)
-        target.view(values.shape).copy_(values.mul_(known))
+        target.view(weights.shape).copy_(weights.mul_(known))
 
 
 class _Float32(Packing):
@@ -158,7 +163,7 @@ class _Float32(Packing):
     def _quantized(self, weights: Tensor) -> Tensor:
         return weights.flatten(1).contiguous().view(torch.uint8)
 
-    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
+    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int, values: Tensor) -> None:
         target.view(len(rows), -1).copy_(rows.view(torch.float32))
 
 
@@ -173,9 +178,16 @@ def pairs(device: torch.device) -> Tensor:
 
 
 def unpack(target: Tensor, rows: Tensor, blocks: int, times: int, packing: str) -> None:
-    """Write the weights of rows of bytes, of `blocks` each, in `times` equal parts."""
+    """Write the weights of rows of bytes, of `blocks` each, in `times` equal parts.
+
+    A fused kernel needs no memory for parts.
+    """
+    values = pairs(rows.device)
+    if fuses(rows.device) and len(rows) > 1 and packing in (NF4.name, INT8.name):
+        run_fused(PACKINGS[packing].dequantize_groups, target, rows.view(-1), values)
+        return
     for weights, part in zip(target.chunk(times), rows.chunk(times), strict=True):
-        PACKINGS[packing].dequantize_into(weights, part, blocks)
+        PACKINGS[packing].dequantize_into(weights, part, blocks, values)
 
 
 # ---- operators ---------------------------------------------------------------------------

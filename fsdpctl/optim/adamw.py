@@ -159,7 +159,8 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         stepped = [
             (run, run.param.grad, group) for run, group in self.runs if run.param.grad is not None
         ]
-        tiled = TiledStep([run for run, *_ in stepped], self.grad_scale, self.found_inf)
+        given = [run for run, *_ in stepped]
+        tiled = TiledStep(given, self.grad_scale, self.found_inf, is_fused=True)
         for run, gradient, number in stepped:
             group, state = self.param_groups[number], self.state[run.param]
             if not state:

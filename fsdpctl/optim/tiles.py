@@ -4,19 +4,19 @@ No tensor of a whole run is made: a tile is read, stepped in float32 and written
 is computed alike on any number of ranks; see `codes`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsdpctl.comm.codes import Moment, moment_of, put, split, widen
-from fsdpctl.comm.shards import FlatShard
+from fsdpctl.models.fused import fuses, run_fused
 from fsdpctl.optim.sharded import SteppedRun
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.optimizers import NUM_TILES, TILE
+from fsdpctl.plan.optimizers import BLOCK, NUM_TILES, TILE
 
 Scalar = (
     Any  # a number on the CPU; on other devices a scalar tensor, which the host never waits for
@@ -34,12 +34,12 @@ class Factors:
     rate: Scalar  # learning rate, corrected for the zeros that the first moment began with
     root: Scalar  # of the second moment's square root, the same
     bound: Scalar  # of the quotient of the moments
-    share: float  # of the gradient in the first moment
+    share: Scalar  # of the gradient in the first moment
     unit: float  # of the second moment's part of a gradient's square, over the share's square
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], count: Scalar) -> "Factors":
-        """Return the factors of step `count`, in double precision.
+    def of(cls, group: Mapping[str, Any], count: Scalar, scale: Scalar) -> "Factors":
+        """Return the factors of step `count` with gradients times `scale`, in double precision.
 
         By the Cauchy-Schwarz inequality no history of gradients gives AdamW a larger quotient than
         `bound`, so only errors of rounding are cut off by it.
@@ -58,20 +58,36 @@ class Factors:
             second**-0.5,
             # In units of the uncorrected first moment.
             bound * second**0.5 if beta2 else float("inf"),
-            1 - beta1,
+            (1 - beta1) * scale,
             (1 - beta2) / (1 - beta1) ** 2,
         )
+
+    def as_tensors(self, device: torch.device) -> "Factors":
+        """Return factors that change between steps as tensors: Dynamo guards numbers."""
+        given = {name: getattr(self, name) for name in ("kept", "rate", "root", "bound", "share")}
+        tensors: dict[str, Any] = {
+            name: torch.full((), value, dtype=torch.float64, device=device)
+            for name, value in given.items()
+            if not isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 class TiledStep:
     """Steps runs one after another, with one set of tiles."""
 
     def __init__(
-        self, runs: list[SteppedRun], grad_scale: Tensor | None, found_inf: Tensor | None
+        self,
+        runs: list[SteppedRun],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        *,
+        is_fused: bool = False,
     ) -> None:
-        """Prepare steps of `runs`; gradients are divided by `grad_scale`."""
+        """Prepare steps of `runs`, in fused kernels if they may be; divide by `grad_scale`."""
         largest = max((run.span.numel for run in runs), default=0)
         self._device = runs[0].param.device if runs else torch.device("cpu")
+        self._fuses = is_fused and fuses(self._device)
         self._size = min(largest, TILE.get(self._device.type, TILE["cuda"]))
         # A scalar on the CPU is read without waiting.
         on_cpu = self._device.type == "cpu"
@@ -93,65 +109,85 @@ class TiledStep:
     ) -> None:
         """Step a run with its gradient; `written` is called with each span that is stepped."""
         count = state["step"] + 1
-        factors = Factors.of(group, float(count) if count.device.type == "cpu" else count.double())
+        number = float(count) if count.device.type == "cpu" else count.double()
+        factors = Factors.of(group, number, self._scale)
+        if self._fuses:
+            factors = factors.as_tensors(self._device)
         first, second = moment_of(state, "exp_avg"), moment_of(state, "exp_avg_sq")
         for start in range(0, run.span.numel, self._size):
             span = Span(start, min(start + self._size, run.span.numel))
             part = gradient[span.start : span.stop]
-            self._tile(run, span, part, (first.window(span), second.window(span)), factors)
-            written(span.shift(run.span.start))
+            inside, shard = span.shift(run.span.start), run.shard
+            master, low = shard.view(shard.param.detach(), inside), shard.remainder
+            weights = Weights(master, None if low is None else shard.view(low, inside))
+            tile = (part, first.window(span), second.window(span), weights, factors, self._skip)
+            if self._fuses and span.numel > BLOCK:
+                run_fused(_step_tile, *tile)
+            else:
+                _step_tile(*tile, self._tiles[:, : span.numel].unbind())
+            written(inside)
         put(state["step"], count, self._skip)
 
     @cached_property
     def _tiles(self) -> Tensor:
         return torch.empty(NUM_TILES, self._size, device=self._device)
 
-    def _tile(
-        self,
-        run: SteppedRun,
-        span: Span,
-        gradient: Tensor,
-        moments: tuple[Moment, Moment],
-        by: Factors,
-    ) -> None:
-        m, v, work, grad = self._tiles[:, : span.numel].unbind()
-        first, second = moments
-        # Factors of whole tiles join those of the gradient or of blocks, so that fewer passes over
-        # a tile remain: gradients have the unit of the first moment, v that of their squares.
-        share = by.share * self._scale
-        if gradient.dtype == torch.float32:
-            torch.mul(gradient, share, out=grad)
-        else:
-            grad.copy_(gradient).mul_(share)
-        first.read(m, work, by.beta1)
-        m.add_(grad)
-        unit = by.unit if second.has_roots else 1.0
-        second.read(v, work, by.beta2 / unit)
-        torch.mul(grad, grad, out=work)
-        v.add_(work if second.has_roots else work.mul_(by.unit))
-        if not second.has_roots:
-            second.write(v, work, self._skip)
-        # torch's square root on CPUs, MKL's, is not always the nearest one; that of doubles is.
-        v.copy_(v.double().sqrt_()) if v.device.type == "cpu" else v.sqrt_()
-        root = by.root * unit**0.5
-        torch.add(v, by.eps / root, out=work)
-        update = torch.div(m, work, out=work)
-        update.clamp_(-by.bound * root, by.bound * root).mul_(by.rate / root)
-        _update(run.shard, span.shift(run.span.start), update, grad, by.kept, self._skip)
-        first.write(m, work, self._skip)
-        if second.has_roots:
-            second.write(v, work, self._skip, unit**0.5)
+
+class Weights(NamedTuple):
+    """A window into master weights, and into their remainders of 24 bits."""
+
+    master: Tensor
+    remainder: Tensor | None
+
+
+def _step_tile(
+    gradient: Tensor,
+    first: Moment,
+    second: Moment,
+    weights: Weights,
+    by: Factors,
+    skip: Tensor | None,
+    tiles: Sequence[Tensor] = (),
+) -> None:
+    """Step a tile, in the memory of `tiles` or its own."""
+    # One by one: Dynamo would fix the size of parts of a tensor.
+    if not tiles:
+        tiles = [torch.empty_like(gradient, dtype=torch.float32) for _ in range(NUM_TILES)]
+    m, v, work, grad = tiles
+    # Factors of whole tiles join those of the gradient or of blocks, so that fewer passes over
+    # a tile remain: gradients have the unit of the first moment, v that of their squares.
+    if gradient.dtype == torch.float32:
+        torch.mul(gradient, by.share, out=grad)
+    else:
+        grad.copy_(gradient).mul_(by.share)
+    first.read(m, work, by.beta1)
+    m.add_(grad)
+    unit = by.unit if second.has_roots else 1.0
+    second.read(v, work, by.beta2 / unit)
+    torch.mul(grad, grad, out=work)
+    v.add_(work if second.has_roots else work.mul_(by.unit))
+    if not second.has_roots:
+        second.write(v, work, skip)
+    # torch's square root on CPUs, MKL's, is not always the nearest one; that of doubles is.
+    v.copy_(v.double().sqrt_()) if v.device.type == "cpu" else v.sqrt_()
+    root = by.root * unit**0.5
+    torch.add(v, by.eps / root, out=work)
+    update = torch.div(m, work, out=work)
+    update.clamp_(-by.bound * root, by.bound * root).mul_(by.rate / root)
+    _update(weights, update, grad, by.kept, skip)
+    first.write(m, work, skip)
+    if second.has_roots:
+        second.write(v, work, skip, unit**0.5)
 
 
 def _update(
-    shard: FlatShard, span: Span, update: Tensor, work: Tensor, kept: Scalar, skip: Tensor | None
+    given: Weights, update: Tensor, work: Tensor, kept: Scalar, skip: Tensor | None
 ) -> None:
     """Subtract an update from weights that have decayed to `kept`."""
-    master, remainder = shard.view(shard.param.detach(), span), shard.remainder
+    master, remainder = given
     if remainder is not None:
-        low = shard.view(remainder, span)
-        weights = widen(master, low, work).mul_(kept).sub_(update)
-        split(weights, master, low, skip)
+        weights = widen(master, remainder, work).mul_(kept).sub_(update)
+        split(weights, master, remainder, skip)
     elif skip is None and master.itemsize >= work.itemsize:
         master.mul_(kept).sub_(update)
     else:

@@ -14,6 +14,7 @@ from fsdpctl.predict.fsdpctl_update import (
     allocate_states,
     step_in_tiles,
     step_matrices,
+    tiled_traffic,
 )
 from fsdpctl.predict.hardware import CollectiveKind, HostQueue
 from fsdpctl.predict.recorder import (
@@ -299,7 +300,9 @@ class FsdpctlSteps:
             self._host.step()
         else:
             held = sum(step.held(layout).numel for layout in step.all_trained())
-            recorder.optimize(held - by_muon, plan.dtypes.master.itemsize, plan.states.moments)
+            numel, states = held - by_muon, plan.states
+            stored = None if states.dtype is None else tiled_traffic(plan, numel)
+            recorder.optimize(numel, plan.dtypes.master.itemsize, states.moments, stored)
         for event in self._update:
             self._renew(event)
         recorder.end_step()

@@ -137,6 +137,13 @@ def step_in_tiles(plan: TrainingPlan, recorder: Recorder) -> None:
     recorder.pass_through(tile_bytes(max(runs, default=0), device, plan.states.dtype))
 
 
+def tiled_traffic(plan: TrainingPlan, numel: int) -> float:
+    """Return the bytes of gradients, weights and states that a fused step reads and writes."""
+    dtypes = plan.dtypes
+    weight = dtypes.master.itemsize + dtypes.has_remainder
+    return numel * (dtypes.gradient.itemsize + 2 * weight) + 2 * plan.states_bytes
+
+
 def step_matrices(plan: TrainingPlan, recorder: Recorder) -> int:
     """Update the matrices of a rank by Muon, if it does; return their elements.
 

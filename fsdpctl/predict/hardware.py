@@ -138,7 +138,7 @@ class DataSheet:
         if self.indexed is not None and work.name.rstrip("_") in _INDEXING:
             return work.nbytes / (self.bandwidth * self.indexed) / self.in_step + _LAUNCH
         if work.kind is WorkKind.MEMORY:
-            share = _FUSED if self.fuses else 1.0
+            share = _FUSED_UNPACKING.get(work.name, _FUSED) if self.fuses else 1.0
             return self.copy_seconds(work.nbytes * share) + _LAUNCH * share
         rate = self.flops[work.itemsize] * self._share(work)
         moved = work.nbytes / (self.bandwidth * _streaming(work.nbytes))
@@ -156,6 +156,10 @@ class DataSheet:
     def optimizer_seconds(self, nbytes: float, moments: int) -> float:
         """Price one kernel: it reads all, and writes all except the gradient."""
         return self.copy_seconds((3 + 2 * moments) * nbytes)
+
+    def tiles_seconds(self, numel: float, stored: float) -> float:
+        """Price a step of `numel` weights in tiles; a fused kernel moves what is `stored`."""
+        return self.copy_seconds(stored if self.fuses else _TILES * numel)
 
     def _attention(self, work: Work) -> float:
         """Return the efficiency of the kernel that torch runs; float32 has a peak of its own."""
@@ -179,6 +183,13 @@ _INDEXING = (
     "index", "index_put", "index_add", "index_select", "scatter", "scatter_add", "gather",
 )  # fmt: skip
 _TWO_BYTES = 2
+# Bytes per weight of AdamW in tiles with 8-bit moments, by the operators in optim/tiles.py, of
+# which each reads and writes float32. Fused, 16: gradient 4, weight 2 * 4, moments 2 * 2.
+_TILES = 310
+UNPACKING = "unpack "  # and a packing: the operators that dequantize weights
+# Bytes per weight in bf16 of a fused kernel, which reads a weight's bits and writes it, by those of
+# the operators that a trace counts.
+_FUSED_UNPACKING = {"unpack nf4": 2.5 / 27.0, "unpack int8": 3.0 / 21.1}
 _FUSED = 0.4  # share of the bytes of single operators that remains after fusion
 _ISSUING = 9e-6  # seconds
 _LAUNCH = 2e-6  # seconds: the shortest kernel

@@ -132,8 +132,13 @@ class Recorder:
     def norm(self, nbytes: float) -> None:
         """Compute the norm of gradients of `nbytes`, and exchange it with other ranks."""
 
-    def optimize(self, numel: float, itemsize: int, moments: int) -> None:
-        """Compute the gradient norm and update `numel` elements with `moments` per element."""
+    def optimize(
+        self, numel: float, itemsize: int, moments: int, stored: float | None = None
+    ) -> None:
+        """Compute the gradient norm and update `numel` elements with `moments` per element.
+
+        A step in tiles reads and writes `stored` bytes of gradients, weights and states.
+        """
 
     def update(self, works: Sequence[Work], label: str) -> None:
         """Run operators of the optimizer's step."""
@@ -279,9 +284,15 @@ class TaskRecorder(Recorder):
             kind, world = CollectiveKind.ALL_REDUCE, RankGroup.WORLD
             self.wait(self.start(kind, RECORD_BYTES, world, "record", queue=GATHERS))
 
-    def optimize(self, numel: float, itemsize: int, moments: int) -> None:
+    def optimize(
+        self, numel: float, itemsize: int, moments: int, stored: float | None = None
+    ) -> None:
         self.norm(numel * itemsize)
-        seconds = self._machine.device.optimizer_seconds(numel * itemsize, moments)
+        device = self._machine.device
+        if stored is None:
+            seconds = device.optimizer_seconds(numel * itemsize, moments)
+        else:
+            seconds = device.tiles_seconds(numel, stored)
         self._spend(seconds, "optimizer", "optimizer")
 
     def update(self, works: Sequence[Work], label: str) -> None:

@@ -141,6 +141,7 @@ def _train(
 def _run(
     plan: "RunPlan", world: "World", started: float, task: "Task | None", *, only_measures: bool
 ) -> None:
+    from fsdpctl.models.fused import fusing
     from fsdpctl.models.kernels import rounded_products, using
     from fsdpctl.training.assemble import make_trainer
     from fsdpctl.training.callbacks.profiling import keep_snapshot
@@ -150,7 +151,11 @@ def _run(
     about = {"shows": not only_measures, "only_measures": only_measures}
     trainer, config = None, plan.config
     try:
-        with using(config.model.attention), rounded_products(to_tf32=config.uses_tf32):
+        with (
+            using(config.model.attention),
+            rounded_products(to_tf32=config.uses_tf32),
+            fusing(config.launch.device if config.train.compile else None),
+        ):
             trainer = make_trainer(plan, world, context, task=task, **about)
             trainer.run()
         for number in STOP_SIGNALS:  # the run is complete, and must not fail because of a late one

@@ -13,6 +13,7 @@ from fsdpctl.checkpoint.quantized import DequantizedTensors, QuantizedTensors
 from fsdpctl.checkpoint.tensors import DTYPE_NAMES, tensor_bytes
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.models.fused import fusing
 from fsdpctl.models.quantized import (
     BLOCK,
     GROUP,
@@ -26,6 +27,8 @@ from fsdpctl.models.quantized import (
 )
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.layout import Span
+from tests.fused import fused_by
+from tests.matrix import fast
 
 # By quantize_4bit(quant_type="nf4", blocksize=64) of bitsandbytes 0.50.2, two blocks each.
 THEIRS = {
@@ -113,6 +116,21 @@ def test_in_eight_bits_an_error_is_at_most_half_a_code(dtype):
     again = INT8.dequantize(INT8.quantize(ours), tuple(flat.shape), torch.float32)
     assert dtype != torch.float32 or (again - ours).abs().max() <= largest.max() * 2**-8
     assert INT8.packed_bytes(numel := 4096 * 14336) == numel * 66 / 64
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@pytest.mark.parametrize("backend", fast("eager", slow=["inductor"]))
+@pytest.mark.parametrize(("packing", "dtype"), [
+    (NF4, torch.bfloat16), (INT8, torch.float32), (PACKINGS["float32"], torch.bfloat16),
+])  # fmt: skip
+def test_one_fused_kernel_gives_the_same_bits_for_all_shapes(packing, dtype, backend):
+    with fused_by(backend) as graphs:
+        for numel in (3 * GROUP + 100, 2 * GROUP, 200 * GROUP, 5, GROUP, 130 * GROUP + 64):
+            packed = packing.quantize(torch.randn(numel))
+            fused = packing.dequantize(packed, (numel,), dtype)
+            with fusing(None):
+                assert torch.equal(packing.dequantize(packed, (numel,), dtype), fused)
+        assert graphs() == int(packing in (NF4, INT8))
 
 
 @pytest.mark.parametrize("packing", PACKINGS.values())

@@ -1,5 +1,6 @@
 """Optimizer states in 8 bits and weights in 24: their codes, and the same bits on any ranks."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.precision import Precision
 from tests.checkpoint.test_round_trip import whole_tensors
 from tests.distributed import distributed, in_turn
+from tests.fused import fused_by
 
 WIDTH, WORDS, ROWS = 65, 71, 4  # of odd sizes, so that blocks end within parameters
 STEPS = 4
@@ -204,6 +206,29 @@ def test_moments_are_converted_once_when_another_dtype_resumes(tmp_path):
         assert ((found - wanted).abs().view(-1) <= scales / 64).all(), key
         assert not torch.equal(last[key], value)
         assert ((codes != 0) == (last[key] != 0)).all()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@pytest.mark.parametrize(("kind", "backend"), [
+    ("int8", "eager"),
+    *(pytest.param(kind, "inductor", marks=SLOW) for kind in EXPECTED),
+])  # fmt: skip
+@distributed(world_size=2, timeout=300)
+def test_fused_steps_have_the_same_bits_and_a_graph_for_each_kind_of_moments(
+    rank: int, world_size: int, tmp_path: Path, kind: str, backend: str
+) -> None:
+    found = []
+    for name, strategy in (("eager", "full_shard"), ("fused", "full_shard"), ("all", "no_shard")):
+        model, optimizer = made(strategy, kind)
+        is_fused = nullcontext() if name == "eager" else fused_by(backend)
+        with is_fused as graphs:
+            losses = train(model, optimizer, range(STEPS))
+            assert graphs is None or 1 <= graphs() <= 1 + ("int8" in kind)
+        found.append((losses, save(model, optimizer, tmp_path / name)))
+    (losses, expected), *others = found
+    for other_losses, other in others:
+        assert other_losses == losses
+        assert_same(other, expected)
 
 
 def numbers(kind: str) -> Tensor:

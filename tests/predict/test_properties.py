@@ -116,6 +116,22 @@ def test_tf32_is_faster_in_products_alone(cluster, gain):
         assert tf32.attention[name] * tf32.flops[4] == pytest.approx(share * ieee.flops[4])
 
 
+@pytest.mark.parametrize(("plain", "narrow"), [
+    ([], ["optimizer.state_dtype=int8"]), ([], ["precision.master_dtype=bfloat16+int8"]),
+    *((["model.lora.rank=2"], ["model.lora.rank=2", f"model.base_dtype={each}"])
+      for each in ("nf4", "int8")),
+])  # fmt: skip
+def test_narrow_states_and_weights_cost_a_fifth_of_their_time_in_fused_kernels(plain, narrow):
+    def cost(*more: str) -> float:
+        size = ("model.hidden_size=8192", "model.intermediate_size=16384", "train.seq_len=2048")
+        words = ("launch.nnodes=1", "strategy=no_shard", *size, *more)
+        return step(*words, *narrow).seconds - step(*words, *plain).seconds
+
+    eager = cost()
+    assert eager > 0
+    assert cost("train.compile=true") < 0.2 * eager
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "shard_grad_op"])
 def test_more_prefetch_is_never_slower(strategy):
     times = [

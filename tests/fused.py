@@ -1,0 +1,28 @@
+"""Kernels of CPU tensors, fused by a backend of Dynamo."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo.utils import counters
+
+from fsdpctl.models.fused import compiled, fusing
+
+
+@contextmanager
+def fused_by(backend: str) -> Iterator[Callable[[], int]]:
+    """Fuse them in a block; yield a function that returns the number of graphs made."""
+    compile_with = torch.compile
+
+    def by_backend(function: Any, *, dynamic: bool, options: dict[str, Any]) -> Any:
+        given: dict[str, Any] = {"options": options} if backend == "inductor" else {}
+        return compile_with(function, dynamic=dynamic, backend=backend, fullgraph=True, **given)
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled.cache_clear()
+    with mock.patch.object(torch, "compile", by_backend), fusing("cpu"):
+        yield lambda: counters["stats"]["unique_graphs"]
+    compiled.cache_clear()
