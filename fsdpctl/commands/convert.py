@@ -58,13 +58,12 @@ def lines_about(recipe: ConvertedRecipe) -> list[str]:
 
 def converted(files: Sequence[Path], words: list[str]) -> ConvertedRecipe:
     """Return the recipe for one or two files of other tools, with settings of the command line."""
-    from fsdpctl.resolve.place import ranks_here
+    from fsdpctl.resolve.place import ranks_of
 
     if len(files) > 2:
         raise UsageError(f"{files[2]}: expected a training file and one of accelerate at most")
     typed = dict(checked_settings(words))
-    ranks = ranks_here(typed.get("launch.device", "auto"))
-    return to_recipe(read_others(*files), typed, ranks)
+    return to_recipe(read_others(*files), typed, ranks_of(typed))
 
 
 def words_beside(source: Path, asked: ConfigArguments) -> list[str]:

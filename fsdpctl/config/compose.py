@@ -41,7 +41,7 @@ _MOST_TOLD = 10  # mistakes of a command
 T = TypeVar("T")
 
 # Keys that apply to every option of their group.
-_FOR_ANY_OPTION = ("model.lora.", "model.base_dtype", "data.val_fraction", "strategy.offload")
+FOR_ANY_OPTION = ("model.lora.", "model.base_dtype", "data.val_fraction", "strategy.offload")
 
 Pair = tuple[str, str]
 First = Callable[[Config, str | None], None]
@@ -146,6 +146,11 @@ def checked_settings(words: Sequence[str]) -> list[Pair]:
     return typed
 
 
+def with_short_forms(typed: Mapping[str, str]) -> dict[str, str]:
+    """Return settings of the command line with those that their short forms stand for."""
+    return dict(expanded([*typed.items()], [("data", "")], _ranks_per_node))
+
+
 def _checked(word: str) -> Pair:
     pair = _split(word)
     pairs, _ = with_own_strategy(gathered(expanded([pair], [("data", "")], _ranks_per_node)))
@@ -188,7 +193,7 @@ def _below(base: list[Pair], given: set[str]) -> tuple[list[Pair], tuple[str, ..
         name
         for name, _ in base
         if "." in name and name.split(".")[0] in chosen
-        if name not in given and not name.startswith(_FOR_ANY_OPTION)
+        if name not in given and not name.startswith(FOR_ANY_OPTION)
     )
     return [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped], dropped
 

@@ -75,8 +75,9 @@ class SourceConfig:
             self.content = {**self.content, **others}
         flat = list(_flatten("", self.content))
         self._left = {each.key: each for each in flat}
-        self._all = self.peek()
-        self.nulls = {each.key for each in flat} - {each.key for each in self._all}
+        self._all = {each.key: each for each in self.peek()}
+        self.nulls = self._left.keys() - self._all.keys()
+        self.seen: set[str] = set()  # keys that are read, and have no effect on memory
 
     def __contains__(self, key: str) -> bool:
         """Return whether the file has `key` or a key below it, even if it isn't set."""
@@ -86,6 +87,12 @@ class SourceConfig:
         """Remove all of `keys`, and return the first one that is set."""
         found = [value for key in keys if (value := self._left.pop(key, None)) is not None]
         return next((each for each in found if each.text.strip().lower() not in _UNSET), None)
+
+    def value(self, *keys: str) -> SourceKey | None:
+        """Return the first of `keys` that is set, also if it is taken; the others are not left."""
+        given = [self._all[key] for key in keys if key in self._all]
+        self.seen |= {each.key for each in given if self._left.pop(each.key, None)}
+        return next(iter(given), None)
 
     def take_on(self, *keys: str) -> SourceKey | None:
         """Take keys, and return the first one that is set if its value is true."""
@@ -139,7 +146,7 @@ class SourceConfig:
 
     def all_keys(self) -> tuple[SourceKey, ...]:
         """Return the keys that are set, also those that are taken."""
-        return self._all
+        return tuple(self._all.values())
 
     def rest(self) -> Iterator[SourceKey]:
         left, self._left = self.peek(), {}

@@ -6,6 +6,7 @@ stores a second copy, and asks the Hub at each start.
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -40,13 +41,20 @@ _NAME = re.compile(
 def find_data(path: str, key: str = "data.path", option: str | None = None) -> DataFiles:
     """Return the files of `data_files`, or of a data set on the Hugging Face Hub."""
     if path.startswith(HUB):
-        return _hub_files(path, key, option)
+        return _hub_files(path, key, option, may_fetch=not is_offline())
     if is_remote(path, f"{key}={path}"):
         raise UsageError(f"{key}={path}: only data=tokens reads from object stores")
     return data_files(path, key, option)
 
 
-def _hub_files(path: str, key: str, option: str | None) -> DataFiles:
+def is_fetched(path: str) -> bool:
+    """Return whether the files of a data set on the Hub are in the cache."""
+    with suppress(UsageError):
+        return bool(_hub_files(path, "data.path", None, may_fetch=False).train)
+    return False
+
+
+def _hub_files(path: str, key: str, option: str | None, *, may_fetch: bool) -> DataFiles:
     """Return the files of `hf://ORG/NAME[@REVISION][:CONFIG][/SPLIT]`, fetched if need be.
 
     Its card names the files of a configuration and a split. If it does not, both are words in the
@@ -58,7 +66,6 @@ def _hub_files(path: str, key: str, option: str | None) -> DataFiles:
         raise UsageError(f"{where}: expected hf://ORG/NAME[@REVISION][:CONFIG][/SPLIT]")
     name, revision, *words = match.groups()
     repository = Repository(name, revision, "dataset", where)
-    may_fetch = not is_offline()
     if may_fetch and not repository.names():
         with repository.alone():
             repository.fetch(lambda names: [each for each in names if each == _CARD])

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fsdpctl.config.schema import LENGTHS, Config, Settled
+from fsdpctl.data.find_data import HUB
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import Band, band_of
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
@@ -12,7 +13,7 @@ from fsdpctl.estimate.hardware import ASSUMED, with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.texts import figure
 from fsdpctl.models.row_documents import ASSUMED_TOKENS
-from fsdpctl.resolve.data import notes_on_epochs
+from fsdpctl.resolve.data import is_here, notes_on_epochs
 from fsdpctl.resolve.usual import total_steps
 
 _HOUR = 3600
@@ -122,6 +123,8 @@ def _steps(config: Settled, tokens: int, estimator: Estimator) -> tuple[int | No
     if train.epochs is None:
         return train.steps or -(-(train.tokens or 0) // tokens), ""
     try:
+        if HUB in str(config.data.path) and not is_here(config.data):
+            raise UsageError(f"data.path={config.data.path}: not fetched")
         return total_steps(config, estimator.data_of(config)), ""
     except UsageError as error:
         text = f"train.epochs={train.epochs:g}: size of the data unknown; set train.tokens"

@@ -1,4 +1,4 @@
-"""Completion of an imported configuration by the command line and the hardware."""
+"""The estimate of another tool's file: of its recipe, with what that tool does to memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from fsdpctl.config.compose import Composed, compose_config
+from fsdpctl.config.compose import Composed, compose_config, with_short_forms
 from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.recipe import rows_of_ranks
-from fsdpctl.importers.translation import RankDegrees, Translation, TranslationRow, settings_of
+from fsdpctl.importers.recipe import rows_of
+from fsdpctl.importers.translation import Translation, TranslationRow, affects_memory, settings_of
 from fsdpctl.plan.strategy import FSDPCTL
-from fsdpctl.resolve.place import place
+from fsdpctl.resolve.place import place, ranks_of
 from fsdpctl.resolve.rules import checked
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
-_PACKS = "data.packing=true"
+_PROGRAM = "engine.program"
 _TILE = 4096  # tokens whose logits of a part of the vocabulary take what a 16th of them take here
 
 
@@ -26,7 +26,7 @@ class ImportedConfig:
 
     composed: Composed
     translation: Translation
-    rows: tuple[TranslationRow, ...]
+    rows: tuple[TranslationRow, ...]  # that affect memory
     typed: dict[str, str]
     own_engine: str  # why the estimate is for fsdpctl's engine
 
@@ -60,7 +60,9 @@ def _differs(composed: Composed, name: str, text: str) -> bool:
 def completed(translation: Translation, arguments: Sequence[str]) -> ImportedConfig:
     """Combine a translated file with the command line, which takes precedence.
 
-    UsageError if a required setting is missing, or the combination is invalid.
+    It is the configuration of the recipe, with what the other program does to memory unless
+    `engine.program` is typed. UsageError if a required setting is missing, or the combination is
+    invalid.
     """
     pairs = (word.partition("=") for word in arguments)
     typed = {name.strip(): text for name, _, text in pairs}
@@ -68,40 +70,45 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
         if name not in typed:
             raise UsageError(f"{translation.file}: {why}")
     compose_config(arguments)  # a mistake in these is not the file's
-    dropped = {"engine"} if typed.get("engine") == FSDPCTL else set()
-    if typed.get("strategy") in ("no_shard", "ddp") or "optimizer" in typed:
-        dropped.add("strategy.offload")  # every rank would step everything, or nothing is there
+    hardware = _hardware(translation, typed)
+    about = settings_of(hardware) | with_short_forms(typed)
+    rows = [*rows_of(translation, about, ranks_of(about)).values(), *hardware]
 
-    def composed(rows: Sequence[TranslationRow]) -> Composed:
-        kept = [pair for pair in settings_of(rows).items() if pair[0] not in dropped]
+    def composed(words: Mapping[str, str]) -> Composed:
         try:
-            return compose_config(arguments, converted=kept)
+            return compose_config(arguments, converted=[*words.items()])
         except UsageError as error:
             raise UsageError(f"{translation.file}: {error}") from None
 
-    rows = [*map(_packed, translation.rows), *_hardware(translation, typed)]
-    rows += _as_there(translation)
-    rows += _longer(composed(rows).config)
-    rows += _ranks(composed(rows), translation.degrees)
-    words = settings_of(rows) | typed
-    rows += rows_of_ranks(translation, words, place(composed(rows).config).num_ranks)
-    rows += _of_passes(translation, place(composed(rows).config))
-    found, own_engine = composed(rows), ""
-    if found.config.engine.name != FSDPCTL and "engine" not in typed:
+    found, own_engine = composed(settings_of(rows)), ""
+    if _PROGRAM not in typed:
+        rows += _of_program(translation, place(found.config))
+        words = settings_of(rows)
+        found = composed(words)
         try:
-            checked(place(found.config))
+            if "engine" in words.keys() - typed:
+                checked(place(found.config))
         except UsageError as error:
-            dropped.add("engine")
             got = f": requires engine={FSDPCTL}, got engine="
-            found, own_engine = composed(rows), str(error).replace(got, " requires it instead of ")
-    found = replace(found, unset=())  # as the other tool runs it
-    return ImportedConfig(found, translation, tuple(rows), typed, own_engine)
+            own_engine = str(error).replace(got, " requires it instead of ")
+            found = composed({name: text for name, text in words.items() if name != "engine"})
+        found = replace(found, unset=())  # as the other tool runs it
+    return ImportedConfig(found, translation, tuple(_shown(translation, rows)), typed, own_engine)
 
 
-def _packed(row: TranslationRow) -> TranslationRow:
-    """Return a row of a tool that packs even if its model mixes the documents of a sequence."""
-    words = ("data.packing=auto" if word == _PACKS else word for word in row.settings)
-    return replace(row, settings=tuple(words))
+def _shown(found: Translation, rows: Sequence[TranslationRow]) -> Iterator[TranslationRow]:
+    """Yield the rows that affect memory, with all settings of a value in one."""
+    of_values: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        names = settings_of([row])
+        is_shown = any(affects_memory(name) or name in _SHOWN for name in names)
+        if (is_shown or not names) and row.key not in found.source.seen:
+            of_values.setdefault((row.key, row.value, row.note), []).extend(row.settings)
+    for (key, value, note), settings in of_values.items():
+        yield TranslationRow(key, value, tuple(settings), note)
+
+
+_SHOWN = ("optimizer", "data.new_tokens", "cluster", "train.loss_chunk_tokens")
 
 
 def _hardware(translation: Translation, typed: Mapping[str, str]) -> list[TranslationRow]:
@@ -114,47 +121,33 @@ def _hardware(translation: Translation, typed: Mapping[str, str]) -> list[Transl
     return [TranslationRow("(hardware)", "", (f"cluster={_ASSUMED}",), note)]
 
 
-def _as_there(found: Translation) -> Iterator[TranslationRow]:
-    """Yield what the other tool does without a key."""
+def _of_program(found: Translation, config: Config) -> Iterator[TranslationRow]:
+    """Yield what the other program does to memory, where fsdpctl would train otherwise."""
+    yield from found.program
+    if found.uses_torch:
+        engine = "ddp" if config.strategy.name == "no_shard" else "fsdp2"
+        yield TranslationRow("(engine)", "", (f"engine={engine}",))
+        if engine == "fsdp2" and config.precision.name.startswith("bf16"):
+            note = "accelerate reduces gradients in the dtype that it computes in"
+            yield TranslationRow("(FSDP)", "", ("precision.reduce_dtype=bfloat16",), note)
+    if config.data.packing:
+        note = "also if the model mixes the documents of a sequence"
+        yield TranslationRow("(packing)", "", ("data.packing=auto",), note)
+    micro, train, lora = config.train.micro_batch_size or 1, config.train, config.model.lora
+    if found.whole_gradients and train.global_batch_size > micro * config.num_groups:
+        note = "gradients stay unsharded between micro-batches"
+        yield TranslationRow(*found.shown_batch, ("accumulation=last",), note)
+    if (declared := config.model.max_seq_len) < train.seq_len:
+        note = f"above the model's {declared} tokens; estimated for samples of that length"
+        words = (f"model.max_seq_len={train.seq_len}",)
+        yield TranslationRow("(length)", str(train.seq_len), words, note)
     if found.whole_logits:
         note = "of all tokens at once, as that tool computes it"
         yield TranslationRow("(loss)", "", ("train.loss_chunk_tokens=0",), note)
     if (wide := found.wide_base) is not None:
         note = "frozen weights are loaded in float32; embeddings are estimated in bf16"
         yield TranslationRow(wide.key, wide.text, ("model.base_dtype=float32",), note)
-    is_narrow = found.settings.get("precision", "").startswith("bf16")
-    if found.settings.get("engine") == "fsdp2" and is_narrow:
-        note = "accelerate reduces gradients in the dtype that it computes in"
-        yield TranslationRow("(FSDP)", "", ("precision.reduce_dtype=bfloat16",), note)
-
-
-def _longer(config: Config) -> Iterator[TranslationRow]:
-    """Yield a row for samples that are longer than the model declares."""
-    length, declared = config.train.seq_len, config.model.max_seq_len
-    if length > declared:
-        note = f"above the model's {declared} tokens; estimated for samples of that length"
-        words = (f"model.max_seq_len={length}",)
-        yield TranslationRow("(length)", str(length), words, note)
-
-
-def _ranks(composed: Composed, degrees: RankDegrees | None) -> Iterator[TranslationRow]:
-    """Yield the number of nodes by the degrees, unless a number of ranks is set."""
-    if degrees is None or degrees.total is None or composed.config.launch.nproc_per_node:
-        return
-    node = place(composed.config).launch.nproc_per_node or 1
-    total = degrees.total * composed.config.train.context_parallel
-    nodes = total // node if total > node and total % node == 0 else 1
-    words = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
-    yield TranslationRow(*degrees.shown, words, f"on nodes of {node}" if nodes > 1 else "")
-
-
-def _of_passes(found: Translation, config: Config) -> Iterator[TranslationRow]:
-    """Yield what the other tool does between micro-batches, and for their logits."""
-    micro, step = config.train.micro_batch_size or 1, config.train.global_batch_size
-    if found.whole_gradients and step > micro * config.num_groups:
-        note = "gradients stay unsharded between micro-batches"
-        yield TranslationRow(*found.shown_batch, ("accumulation=last",), note)
-    tokens = micro * config.train.seq_len // config.train.context_parallel
-    if found.tiled_logits and found.has_frozen_head:
+    tokens = micro * train.seq_len // train.context_parallel
+    if found.tiled_logits and lora.rank is not None and "head" not in str(lora.also):
         chunk = -(-max(min(tokens, _TILE), tokens // 8) // 16)
         yield TranslationRow("(loss)", "", (f"train.loss_chunk_tokens={chunk}",))

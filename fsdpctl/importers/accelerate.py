@@ -1,5 +1,7 @@
 """Translation of the YAML file of `accelerate config`: the ranks, and how they shard."""
 
+from dataclasses import replace
+
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.importers.shared import (
     UNUSED_OF_FSDP,
@@ -9,8 +11,8 @@ from fsdpctl.importers.shared import (
     read_fsdp,
     read_zero,
 )
-from fsdpctl.importers.training import TrainingRows
-from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation, TranslationRow
+from fsdpctl.importers.training import read_inner_deepspeed
+from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation
 
 UNUSED = (
     "compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank",
@@ -34,13 +36,12 @@ def read_accelerate(source: SourceConfig) -> Translation:
     inner = read_launch(found)
     _read_precision(found, inner)
     _read_batch(found, inner)
-    rows = TrainingRows(found, {})
-    rows.deepspeed()
-    clip = rows.value("deepspeed_config.gradient_clipping")
+    read_inner_deepspeed(found)
+    clip = found.value("deepspeed_config.gradient_clipping")
     if clip and clip.text.strip() != "auto":
-        rows.add(clip, f"optimizer.max_grad_norm={clip.text}")
+        found.add(clip, f"optimizer.max_grad_norm={clip.text}")
     why = "of the script: set optimizer.lr, lr_scheduler, data and the length"
-    rows.leave(SourceKey("(training)", ""), why)
+    found.leave(SourceKey("(training)", ""), why)
     found.sort_rest(UNUSED)
     return found
 
@@ -82,7 +83,7 @@ def read_launch_beside(found: Translation, narrow: SourceKey | None) -> SourceKe
     others += [each for each in launch.peek() if each.key.partition(".")[0] in source.decided]
     for each in others:
         if (each.key, each.text) != ("gradient_accumulation_steps", "1"):
-            found.left_out.append(TranslationRow(each.key, each.text[:80], note=why))
+            found.leave(replace(each, text=each.text[:80]), why)
     return narrow
 
 
@@ -125,7 +126,8 @@ def _read_sharding(found: Translation) -> SourceConfig | None:
             return None
         return read_deepspeed(found, file)
     elif name in (*_MANY, "MULTI_CPU"):
-        found.map(kind, "strategy=no_shard", "engine=ddp")
+        found.map(kind, "strategy=no_shard")
+        found.uses_torch = True
     elif name == "NO":
         found.map(kind, "strategy=no_shard", "launch.nproc_per_node=1", default="distributed_type")
     else:
@@ -150,8 +152,7 @@ def _read_precision(found: Translation, inner: SourceConfig | None) -> None:
     ours = "fp32" if name in ("no", "false") else "bf16"
     found.map(value, f"precision={ours}", note="same size as fp16" * (name == "fp16"))
     if name == "fp16":
-        why = "trained in bf16, without scaling of the loss"
-        found.left_out.append(TranslationRow(value.key, value.text, note=why))
+        found.leave(value, "trained in bf16, without scaling of the loss")
     if name == "fp8":
         found.exclude(value, "matrix products are estimated in bf16")
 

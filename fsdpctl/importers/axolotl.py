@@ -8,7 +8,7 @@ from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.accelerate import UNUSED, read_launch_beside
 from fsdpctl.importers.axolotl_training import read_training
-from fsdpctl.importers.defaults import CHANGES_AXOLOTL
+from fsdpctl.importers.defaults import AXOLOTL, CHANGES_AXOLOTL
 from fsdpctl.importers.shared import (
     TOO_HIGH,
     check_degrees,
@@ -57,34 +57,25 @@ _FUSED_LOSSES = (
 )  # fmt: skip
 _CROSS_ENTROPY = "CutCrossEntropyPlugin"  # on unless `cut_cross_entropy` turns it off
 _UNUSED = (
-    "dataset*", "test_dataset*", "pretraining_dataset*", "shuffle_*", "skip_prepare_dataset",
-    "dataloader_*", "wandb_*", "mlflow_*", "use_mlflow", "comet_*", "use_comet", "swanlab*",
-    "trackio*", "gradio_*", "ray_*", "use_ray", "use_tensorboard", "eval*", "do_*eval", "save*",
-    "lr_*", "embedding_lr*", "cosine_*", "warmup_*", "adam_*", "max_grad_norm", "loraplus_*",
-    "special_tokens*", "added_tokens_overrides*", "tokenizer_*", "base_model_config",
-    "is_*_derived_model", "trust_remote_code", "chat_template*", "default_system_message",
-    "train_on_*", "hub_*", "hf_*", "push_*", "strict", "resume_from_checkpoint",
-    "auto_resume_from_checkpoints", "group_by_length", "curriculum_sampling", "local_rank",
-    "world_size", "gradient_checkpointing_kwargs*", "attention",
-    "attn_implementation", "flash_attention", "xformers_attention", "sdp_attention",
-    "flex_attention", "flex_attn*", "flash_attn_*", "sample_packing_*", "min_sample_len",
-    "remove_unused_columns", "loss_watchdog_*", "profiler_*", "processor_type", "tokens.*",
-    "resize_token_embeddings_to_32x", "experimental_skip_move_*",
-    "model_config.output_router_logits", "use_kernels", "include_t*", "low_cpu_mem_usage",
-    "device_map", "device", "ddp*", "accelerator_config*", "lora_model_dir", "lora_fan_in_fan_out",
-    "lora_on_cpu", "merge_lora", "peft.loftq*", "neftune_*", "torch_compile_*", "torchao_*",
-    "bnb_config_kwargs*", "telemetry*", "micro_batch_size", "model_quantization_config_kwargs.*",
-    "eta_min", "reinit_weights", "use_eaft", "eaft_*", "streaming_*", "use_otel_metrics", "otel_*",
-    "jagged_*", "llmcompressor.*", "gemma4_hybrid_attn_impl", "fused_attn_kernel", "flash_optimum",
-    "freeze_mm_modules", "cls_model_config", "lisa_*", "pretrain_multipack_attn", "fp8_*",
-    "diffusion.*", "max_packed_sequence_len", "message_*", "unfrozen_parameters", "fp16", "float32",
-    "fsdp", "fsdp_final_state_dict_type",
+    "dataset*", "dataloader_*", "wandb_*", "mlflow_*", "use_mlflow", "comet_*", "use_comet",
+    "swanlab*", "trackio*", "gradio_*", "ray_*", "use_ray", "eval*", "do_*eval", "save*", "lr_*",
+    "adam_*", "special_tokens*", "tokenizer_*", "base_model_config", "is_*_derived_model",
+    "trust_remote_code", "train_on_*", "hub_*", "hf_*", "push_*", "strict",
+    "auto_resume_from_checkpoints", "local_rank", "world_size", "gradient_checkpointing_kwargs*",
+    "flash_attention", "xformers_attention", "sdp_attention", "flex_attention", "flex_attn*",
+    "flash_attn_*", "sample_packing_*", "profiler_*", "experimental_skip_move_*", "use_kernels",
+    "include_t*", "low_cpu_mem_usage", "device_map", "device", "ddp*", "accelerator_config*",
+    "lora_fan_in_fan_out", "lora_on_cpu", "merge_lora", "torch_compile_*",
+    "model_quantization_config_kwargs.*", "eta_min", "use_otel_metrics", "otel_*",
+    "gemma4_hybrid_attn_impl", "fused_attn_kernel", "flash_optimum", "cls_model_config", "fp8_*",
+    "diffusion.*", "max_packed_sequence_len", "message_*", "float32", "fsdp", "fp16",
+    "fsdp_final_state_dict_type",
 )  # fmt: skip
 
 
 def read_axolotl(source: SourceConfig) -> Translation:
     """Translate a configuration; UsageError if its training can't be estimated."""
-    found = Translation("axolotl", source)
+    found = Translation("axolotl", source, AXOLOTL, CHANGES_AXOLOTL)
     _check_training(source)
     _read_model(found)
     _read_length(found)
@@ -98,7 +89,6 @@ def read_axolotl(source: SourceConfig) -> Translation:
     read_optimizer(found, source.take("optimizer"), "optimizer")
     _read_without(found)
     read_training(found, adapts=adapts)
-    found.changes = CHANGES_AXOLOTL
     found.sort_rest((*_UNUSED, *UNUSED))
     return found
 
@@ -131,11 +121,7 @@ def _read_model(found: Translation) -> None:
 def _read_length(found: Translation) -> None:
     length = found.source.take("sequence_len")
     found.map(length, f"train.seq_len={length.text if length else 512}", default="sequence_len")
-    packing = found.source.take("sample_packing")
-    if packing and packing.is_on:
-        words = ("data=chat", "data.packing=true") if found.source.content.get("datasets") else ()
-        found.map(packing, *words)
-    elif packing:
+    if (packing := found.source.take("sample_packing")) and packing.is_off:
         found.map(packing, note="each sample is estimated with sequence_len tokens")
     micro = found.source.positive("micro_batch_size")
     passes = found.source.positive("gradient_accumulation_steps")
@@ -184,7 +170,7 @@ def _read_adapters(found: Translation) -> bool:
     """Translate the adapters, and return whether there are any."""
     source = found.source
     adapter = source.take("adapter")
-    rank, alpha = source.take("lora_r"), source.take("lora_alpha")
+    rank = source.take("lora_r")
     if adapter is None:
         parts = source.take("unfrozen_parameters")
         if parts:
@@ -192,8 +178,7 @@ def _read_adapters(found: Translation) -> bool:
                 ("model.trainable", f"unfrozen_parameters: {parts.text[:80]}: regular expressions "
                  "are not read from files; add model.trainable=REGEX")
             )  # fmt: skip
-        unused = [each.key for each in source.peek() if each.key.startswith("lora_")]
-        found.no_memory_effect += [each for each in unused if source.take(each)]
+        source.value(*(each.key for each in source.peek() if each.key.startswith("lora_")))
         return False
     kind = adapter.text.strip().lower()
     if kind not in ("lora", "qlora"):
@@ -209,8 +194,6 @@ def _read_adapters(found: Translation) -> bool:
     elif eight:
         note = "linear layers of blocks take 1.03 bytes per weight"
         found.map(eight, *quantized("int8", experts=packs), note=note)
-    if alpha:
-        found.map(alpha, f"model.lora.alpha={alpha.text}")
     _read_targets(found)
     read_modules_to_save(found)
     if scaled := source.take_on("peft_use_rslora"):
@@ -235,7 +218,7 @@ def _read_targets(found: Translation) -> None:
         found.map(linear, "model.lora.targets=all_linear")
     elif not found.source.text("lora_model_dir"):
         why = "lora_target_modules: required by axolotl; set model.lora.targets"
-        found.missing_for_training.append(("model.lora.targets", why))
+        found.require("model.lora.targets", why)
 
 
 def _read_sharding(found: Translation) -> bool:
@@ -257,7 +240,8 @@ def _read_sharding(found: Translation) -> bool:
         read_fsdp_of_transformers(found, version)
         shards = "FSDP"
     elif source.launch is None:
-        found.map(None, "strategy=no_shard", "engine=ddp", default="fsdp, deepspeed")
+        found.map(None, "strategy=no_shard", default="fsdp, deepspeed")
+        found.uses_torch = True
         return False
     else:
         shards = str(source.launch.content.get("distributed_type")).upper()

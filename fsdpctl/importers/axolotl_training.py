@@ -5,14 +5,15 @@ from typing import Any
 
 from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.source_config import SourceKey
-from fsdpctl.importers.defaults import AXOLOTL
 from fsdpctl.importers.schedules import NO_LIMIT, add_schedule
 from fsdpctl.importers.training import (
-    TrainingRows,
     first_rows,
     hides_text,
     is_fraction,
     part_of_hub,
+    read_comparisons,
+    read_data,
+    read_held_out,
     read_hugging_face_training,
 )
 from fsdpctl.importers.translation import Translation
@@ -56,47 +57,46 @@ _OTHER_LOSSES = ("trainer_cls", "use_eaft", "scaling_softmax", "processor_type",
 
 
 def read_training(found: Translation, *, adapts: bool) -> None:
-    rows = TrainingRows(found, AXOLOTL)
-    for plugin in each.items if (each := rows.value("plugins")) else ():
+    for plugin in each.items if (each := found.value("plugins")) else ():
         name = plugin.rpartition(".")[2]
         if name and name.removesuffix("Plugin") not in _SAME_LOSS:
-            rows.ask(SourceKey("plugins", name), "", "may train something else")
+            found.ask(SourceKey("plugins", name), "", "may train something else")
     for key in _OTHER_LOSSES:
-        if (other := rows.value(key)) and not other.is_off:
-            rows.ask(other, "", "trains something else")
+        if (other := found.value(key)) and not other.is_off:
+            found.ask(other, "", "trains something else")
     if adapts:
-        rows.plain({"lora_alpha": "model.lora.alpha"})
-    steps = read_hugging_face_training(rows, adapts=adapts)
+        found.plain({"lora_alpha": "model.lora.alpha"})
+    steps = read_hugging_face_training(found, adapts=adapts)
     if steps is None:
-        rows.plain({"num_epochs": "train.epochs"})
-    _read_schedule(rows, steps)
+        found.plain({"num_epochs": "train.epochs"})
+    _read_schedule(found, steps)
     why = "axolotl averages it over the tokens of each micro-batch, fsdpctl over those of a step"
-    rows.leave(SourceKey("loss", ""), why)
-    _read_data(found, rows)
-    rows.comparisons()
+    found.leave(SourceKey("loss", ""), why)
+    _read_data(found)
+    read_comparisons(found)
 
 
-def _read_schedule(rows: TrainingRows, steps: int | None) -> None:
-    schedule, lowest = rows.known("lr_scheduler"), rows.value("cosine_min_lr_ratio")
+def _read_schedule(found: Translation, steps: int | None) -> None:
+    schedule, lowest = found.known("lr_scheduler"), found.value("cosine_min_lr_ratio")
     for key in _OWN_SCHEDULES:
-        if (value := rows.value(key)) and not value.is_off:
-            rows.ask(value, "lr_scheduler", "not supported")
-    warmup, share = rows.value("warmup_steps"), rows.known("warmup_ratio")
-    most = 100 if rows.value("warmup_ratio") is None else NO_LIMIT
+        if (value := found.value(key)) and not value.is_off:
+            found.ask(value, "lr_scheduler", "not supported")
+    warmup, share = found.value("warmup_steps"), found.known("warmup_ratio")
+    most = 100 if found.value("warmup_ratio") is None else NO_LIMIT
     if warmup is None and steps is None:
-        rows.leave(share, "if that is 1 step, axolotl warms up over 2 steps, fsdpctl over 1")
+        found.leave(share, "if that is 1 step, axolotl warms up over 2 steps, fsdpctl over 1")
         words = f"lr_scheduler.warmup_ratio={share.text} {_FLOOR}={most}"
-        add_schedule(rows, schedule, (share, words))
+        add_schedule(found, schedule, (share, words))
     else:
         of_share = 0 if warmup else min(int(float(share.text) * (steps or 0)), most)
         count = warmup.text.strip() if warmup else str(of_share)
         count = str(_FEWEST) if count == "1" else count
-        add_schedule(rows, schedule, (warmup or share, f"{_FLOOR}={count}"))
+        add_schedule(found, schedule, (warmup or share, f"{_FLOOR}={count}"))
     if lowest and not lowest.is_off and schedule.text.strip().lower() == "cosine":
-        rows.add(lowest, f"lr_scheduler.min_lr_ratio={lowest.text}")
+        found.add(lowest, f"lr_scheduler.min_lr_ratio={lowest.text}")
 
 
-def _read_data(found: Translation, rows: TrainingRows) -> None:
+def _read_data(found: Translation) -> None:
     content = found.source.content
     key = "datasets" if content.get("datasets") else "pretraining_dataset"
     streams = key != "datasets"
@@ -105,7 +105,8 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
     kinds = {str(entry.get("type")) for entry in entries} - {"None"}
     texts = [each for each in entries if streams or str(each.get("type")) in _TEXTS]
     of_texts = _paths(texts)
-    hides = any(map(hides_text, first_rows(rows, of_texts))) or not all(map(rows.file, of_texts))
+    firsts = first_rows(found, of_texts)
+    hides = any(map(hides_text, firsts)) or not all(map(found.path_of, of_texts))
     is_text = streams or (hides and len(texts) == len(entries))
     shown = SourceKey(key, ", ".join(paths)) if entries else None
     others = sorted(kinds - {*_TEMPLATES, *_TEXTS, *_ALPACA})
@@ -114,63 +115,63 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
     if columns or (hides and not is_text):
         own = f"{key}[].field: {min(columns)[:80]}" if columns else f"{key}[].type: completion"
         own += ": write rows with the column text, and no other, to a file and set data.path=FILE"
-    option = rows.data(shown, paths, is_text=is_text, own=own)
+    option = read_data(found, shown, paths, is_text=is_text, own=own)
     if alpaca := kinds.intersection(_ALPACA):
-        rows.add(SourceKey(f"{key}[].type", min(alpaca)), "data.prompt=alpaca")
+        found.add(SourceKey(f"{key}[].type", min(alpaca)), "data.prompt=alpaca")
     if is_text:
         why = "fsdpctl reads one stream of tokens, axolotl cuts it at the ends of texts or windows"
-        rows.leave(SourceKey(key, "text"), why)
+        found.leave(SourceKey(key, "text"), why)
     if option == CHAT:
-        _read_chats(rows)
-        _read_template(rows, [each if each.get(_TEMPLATE) else content for each in entries])
-    _read_held_out(found, rows)
+        _read_chats(found)
+        _read_template(found, [each if each.get(_TEMPLATE) else content for each in entries])
+    _read_held_out(found)
     for entry in entries:
         for name, value in entry.items():
             usual = _AS_HERE.get(name, ("false", False))
             is_same = name in _OF_FILES or value is None or value in usual
-            is_same |= name in _OF_HUB and rows.file(_files(entry)[0]) is None
+            is_same |= name in _OF_HUB and found.path_of(_files(entry)[0]) is None
             if not is_same:
-                rows.leave(SourceKey(f"{key}[].{name}", str(value)[:80]), "not followed")
+                found.leave(SourceKey(f"{key}[].{name}", str(value)[:80]), "not followed")
 
 
-def _read_template(rows: TrainingRows, places: Iterable[Mapping[Any, Any]]) -> None:
+def _read_template(found: Translation, places: Iterable[Mapping[Any, Any]]) -> None:
     """Translate the chat template, whose name and Jinja text each data set may have."""
-    found = {(str(x.get(_TEMPLATE) or ""), str(x.get(_JINJA) or "")) for x in places}
-    names = ", ".join(sorted(name for name, _ in found if name))
-    (name, text), *others = found or {("", "")}
+    given = {(str(x.get(_TEMPLATE) or ""), str(x.get(_JINJA) or "")) for x in places}
+    names = ", ".join(sorted(name for name, _ in given if name))
+    (name, text), *others = given or {("", "")}
     value = SourceKey(_TEMPLATE, names)
     if others:
-        rows.leave(value, "fsdpctl has one template for all data; set data.template=FILE")
+        found.leave(value, "fsdpctl has one template for all data; set data.template=FILE")
     elif text and name in ("jinja", ""):
-        if (file := rows.file(text)) is not None:
-            rows.add(SourceKey(_JINJA, text), f"data.template={file}")
+        if (file := found.path_of(text)) is not None:
+            found.add(SourceKey(_JINJA, text), f"data.template={file}")
         else:
             shown = " ".join(text.split())[:40]
             way = "not a file; write the template to one and set data.template=FILE"
-            rows.missing("data.template", f"{_JINJA}: {shown}: {way}")
+            found.require("data.template", f"{_JINJA}: {shown}: {way}")
     elif name and not name.startswith("tokenizer_default"):
         why = "axolotl's own; the tokenizer's is used; for another one, set data.template=FILE"
-        rows.leave(value, why)
+        found.leave(value, why)
 
 
-def _read_chats(rows: TrainingRows) -> None:
-    packing, inputs = rows.known("sample_packing"), rows.known("train_on_inputs")
-    rows.add(packing, f"data.packing={str(packing.is_on).lower()}")
-    rows.add(inputs, f"data.train_on={'all' if inputs.is_on else 'assistant'}")
-    long = rows.known("excess_length_strategy")
-    rows.add(long, f"data.too_long={long.text}")
+def _read_chats(found: Translation) -> None:
+    packing, inputs = found.known("sample_packing"), found.known("train_on_inputs")
+    found.add(packing, f"data.packing={str(packing.is_on).lower()}")
+    found.add(inputs, f"data.train_on={'all' if inputs.is_on else 'assistant'}")
+    long = found.known("excess_length_strategy")
+    found.add(long, f"data.too_long={long.text}")
 
 
-def _read_held_out(found: Translation, rows: TrainingRows) -> None:
+def _read_held_out(found: Translation) -> None:
     entries = list(_entries(found.source.content.get("test_datasets")))
     paths = _paths(entries)
-    held = rows.known("val_set_size")
+    held = found.known("val_set_size")
     if entries:
-        rows.held_out(SourceKey("test_datasets", ", ".join(paths)), paths)
+        read_held_out(found, SourceKey("test_datasets", ", ".join(paths)), paths)
     elif held.is_off or not held.text.strip().strip("0.") or is_fraction(held.text):
-        rows.add(held, f"data.val_fraction={'0' if held.is_off else held.text}")
+        found.add(held, f"data.val_fraction={'0' if held.is_off else held.text}")
     else:
-        rows.ask(held, "data.val_fraction", "a number of samples, not a share")
+        found.ask(held, "data.val_fraction", "a number of samples, not a share")
 
 
 def _entries(content: object) -> Iterator[Mapping[str, Any]]:

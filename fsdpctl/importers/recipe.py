@@ -4,11 +4,12 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import wrap
 
+from fsdpctl.config.compose import FOR_ANY_OPTION, with_short_forms
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.recipe import MISSING, OF_MISSING
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, SIZES
@@ -27,9 +28,7 @@ _FUSED_NORMS = ("liger_rms_norm", "use_liger_kernel")
 _EXPECTED = "expected the YAML file of axolotl, accelerate or TRL"
 NOT_NEEDED = "not needed: "
 _WIDTH = 100  # of a line
-# What a translation sets so that an estimate is that of the other tool.
-_OF_ESTIMATES = ("engine", "cluster", "train.loss_chunk_tokens", "accumulation")
-_OF_MODEL = ("model", "model.path", "model.init")
+_RANKS_OF_NODE = 8
 HAVE_DEFAULTS = ("checkpoint.every", "train.eval_every")  # even if a file sets them
 _PLAIN = re.compile(r"[\w./+][\w./+-]*")
 Rows = dict[str, TranslationRow]  # of one setting each, by its name
@@ -52,8 +51,9 @@ def read_others(path: Path, beside: Path | None = None) -> Translation:
         source = SourceConfig(source.file, source.content, second)
     fused = any(each.key in _FUSED_NORMS and each.is_on for each in source.peek())
     found = _READERS[tool](source)
-    if not fused and "engine.program" not in found.settings:
-        found.map(None, "engine.program=transformers", default="(norms of transformers)")
+    if not fused and "engine.program" not in settings_of(found.program):
+        row = TranslationRow("(norms)", "", ("engine.program=transformers",), "of transformers")
+        found.program.append(row)
     return found
 
 
@@ -98,77 +98,84 @@ class ConvertedRecipe:
         return list(settings_of(self.rows).items())
 
 
-def convert(found: Translation, typed: Mapping[str, str], num_ranks: int) -> ConvertedRecipe:
+def convert(found: Translation, given: Mapping[str, str], num_ranks: int) -> ConvertedRecipe:
     """Return a recipe that trains what a file describes; UsageError if none can.
 
-    Settings `typed` on the command line take precedence. There are `num_ranks` ranks if neither
+    Settings `given` on the command line take precedence. There are `num_ranks` ranks if neither
     these nor the file have their number.
     """
-    kept = _by_setting([*found.rows, *found.training])
-    if found.model is not None:
-        kept = {name: row for name, row in kept.items() if name not in _OF_MODEL}
-        path = found.model.text.strip()
-        named = ("model=hf", f"model.path={path}")
-        kept |= _by_setting([TranslationRow(found.model.key, path, named)])
-    words = settings_of(kept.values()) | dict(typed)
-    kept |= _by_setting(rows_of_ranks(found, words, *_ranks(found, words, num_ranks)))
-    chosen = {name for name in typed if name in GROUPS and name != "model"}
-    if any(name in typed for name in SIZES):
-        chosen |= {*SIZES}
-    kept = {x: row for x, row in kept.items() if chosen.isdisjoint((x, x.split(".")[0]))}
-    ours = [TranslationRow("command line", "", (f"{name}={text}",)) for name, text in typed.items()]
+    typed = with_short_forms(given)
+    kept = rows_of(found, typed, num_ranks)
+    replaced = {*typed, *(SIZES if typed.keys() & SIZES else ())}
+    groups = tuple(f"{name}." for name in typed if name in GROUPS)
+    kept = {
+        name: row
+        for name, row in kept.items()
+        if name not in replaced
+        if name.startswith(FOR_ANY_OPTION) or not name.startswith(groups)
+    }
+    ours = [TranslationRow("command line", "", (f"{name}={text}",)) for name, text in given.items()]
     kept |= _by_setting(ours)
-    if refused := [why for name, why in found.refused if name not in {*typed, *chosen}]:
+    if refused := [why for name, why in found.refused if name not in typed]:
         raise UsageError(f"{found.file}: {refused[0]}")
     order = {name: number for number, name in enumerate(SECTIONS)}
     names = sorted(kept, key=lambda name: (order.get(name.split(".")[0], 0), "." in name))
-    has_model = found.model is not None
     missing = tuple(
         each
         for each in (*found.missing, *found.missing_for_training)
-        if each[0] not in typed and not (has_model and each[0] == "model")
+        if each[0] not in typed and not (found.model is not None and each[0] == "model")
         if each[0] != "data.train_on" or typed.get("data", CHAT) == CHAT
     )
     rows = tuple(kept[name] for name in names)
     return ConvertedRecipe(found.tool, rows, tuple(_left_out(found)), missing)
 
 
+def rows_of(found: Translation, typed: Mapping[str, str], num_ranks: int) -> Rows:
+    """Return a row for each setting of the training that a file describes, by its name.
+
+    Settings `typed` on the command line are not among them, but decide what follows from them.
+    """
+    kept = _by_setting(found.rows)
+    if typed.get("strategy") in ("no_shard", "ddp") or "optimizer" in typed:
+        kept.pop("strategy.offload", None)  # every rank would step everything, or nothing is there
+    kept |= _by_setting(_rows_of_ranks(found, {**settings_of(kept.values()), **typed}, num_ranks))
+    return kept
+
+
 def _by_setting(rows: Iterable[TranslationRow]) -> Rows:
-    """Return a row for each setting of a training; later ones take precedence."""
-    found = {}
-    for row in rows:
-        note = "" if "estimate" in row.note else row.note
-        for setting in row.settings:
-            name = setting.partition("=")[0]
-            if name.split(".")[0] not in _OF_ESTIMATES and name not in _OF_ESTIMATES:
-                found[name] = TranslationRow(row.key, row.value, (setting,), note)
-    return found
+    """Return a row for each setting; later ones take precedence."""
+    return {
+        setting.partition("=")[0]: replace(row, settings=(setting,))
+        for row in rows
+        for setting in row.settings
+    }
 
 
-def _ranks(found: Translation, words: Mapping[str, str], num_ranks: int) -> tuple[int, str]:
-    """Return the number of ranks, and where it comes from."""
-    per_node, degrees = words.get("launch.nproc_per_node", ""), found.degrees
-    origin = " in the file or on the command line"
-    if per_node.isdecimal():
-        return int(per_node) * int(words.get("launch.nnodes", "1")), origin
-    if degrees is not None and degrees.total is not None:
-        return degrees.total * int(words.get("train.context_parallel", "1")), origin
-    return num_ranks, " on this machine; change it for others"
-
-
-def rows_of_ranks(
-    found: Translation, words: Mapping[str, str], ranks: int, origin: str = ""
+def _rows_of_ranks(
+    found: Translation, words: dict[str, str], num_ranks: int
 ) -> Iterator[TranslationRow]:
     """Yield what depends on the number of ranks: replicas, and the samples of a step.
 
     `words` are the settings of the file and of the command line. UsageError if the replicas do not
     divide the ranks.
     """
+    shared = int(words.get("train.context_parallel", "1"))
+    if found.degrees is not None:
+        is_known = "cluster" in words and "launch.nnodes" not in words
+        on_node = num_ranks if is_known else _RANKS_OF_NODE
+        for row in _launched(found.degrees, words, shared, on_node):
+            words = settings_of([row]) | words
+            yield row
+    ranks, origin = num_ranks, " on this machine; change it for others"
+    if (per_node := words.get("launch.nproc_per_node", "")).isdecimal():
+        ranks = int(per_node) * int(words.get("launch.nnodes", "1"))
+    if per_node.isdecimal() or "cluster" in words:
+        origin = " in the file or on the command line"
     if found.degrees is not None:
         yield _arranged(found, found.degrees, ranks)
     if (batch := found.batch) is None:
         return
-    groups = max(1, ranks // int(words.get("train.context_parallel", "1")))
+    groups = max(1, ranks // shared)
     typed, steps = _whole(words, "train.micro_batch_size"), _whole(words, "accumulation.steps")
     micro, passes = typed or batch.micro or batch.usual, steps or batch.accumulation or 1
     shown, note = found.shown_batch, ""
@@ -183,6 +190,19 @@ def rows_of_ranks(
     yield TranslationRow(*found.shown_batch, (f"train.global_batch_size={total}",), note)
 
 
+def _launched(
+    degrees: RankDegrees, words: Mapping[str, str], shared: int, on_node: int
+) -> Iterator[TranslationRow]:
+    """Yield the number of ranks, of which `shared` have each sample, unless it is set."""
+    if degrees.shard < 1 or "launch.nproc_per_node" in words:
+        return
+    total = degrees.replicate * degrees.shard * shared
+    nodes = 1 if total % on_node else total // on_node
+    settings = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
+    note = f"on nodes of {on_node}" if nodes > 1 else ""
+    yield TranslationRow(*degrees.shown, settings, note)
+
+
 def _arranged(found: Translation, degrees: RankDegrees, ranks: int) -> TranslationRow:
     replicate, shard = degrees.replicate, degrees.shard
     if replicate < 1 or ranks % replicate:
@@ -191,12 +211,12 @@ def _arranged(found: Translation, degrees: RankDegrees, ranks: int) -> Translati
             "the number of ranks, such as launch.nproc_per_node=8 launch.nnodes=4"
         )
     kept = "_grad_op" if found.settings.get("strategy") == "shard_grad_op" else ""
-    words: tuple[str, ...] = (f"strategy={'shard' if kept else 'full_shard'}{kept}", "engine=fsdp2")
+    words: tuple[str, ...] = (f"strategy={'shard' if kept else 'full_shard'}{kept}",)
     if shard == 1 or ranks == replicate:
-        words = ("strategy=no_shard", "engine=ddp")
+        words = ("strategy=no_shard",)
     elif replicate > 1:
         size = f"strategy.dp_shard_size={ranks // replicate}"
-        words = (f"strategy=hybrid_shard{kept}", size, "engine=fsdp2")
+        words = (f"strategy=hybrid_shard{kept}", size)
     return TranslationRow(*degrees.shown, words, f"of {ranks} ranks")
 
 
@@ -213,7 +233,7 @@ def _left_out(found: Translation) -> Iterator[str]:
         yield f"{row.key}={row.value}: {why}"
     if found.unrecognized:
         yield f"unknown: {', '.join(found.unrecognized)}"
-    rows = (*found.training, *found.left_out, *found.rows, *found.excluded)
+    rows = (*found.left_out, *found.rows, *found.program, *found.excluded)
     named = {key.strip() for row in rows for key in row.key.split(",")}
     named |= {why.partition(":")[0] for _, why in found.missing_for_training}
     left = [each for each in found.source.all_keys() if each.key not in named]
@@ -243,7 +263,8 @@ def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
     for row in recipe.rows:
         name, _, text = row.settings[0].partition("=")
         origin = row.key if not row.value or row.value == text else f"{row.key}: {row.value}"
-        about = _one_line("; ".join(each for each in (origin, row.note) if each))
+        notes = (origin, "" if "estimate" in row.note else row.note)
+        about = _one_line("; ".join(each for each in notes if each))
         shown = text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
         whole = f"{f'{name}: {shown}':<44}  # {about}"
         lines += [whole] if len(whole) <= _WIDTH else [*_comment(about), f"{name}: {shown}"]

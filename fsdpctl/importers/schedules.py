@@ -4,37 +4,38 @@ import json
 from collections.abc import Mapping
 
 from fsdpctl.config.source_config import SourceKey, as_whole
-from fsdpctl.importers.training import TrainingRows
+from fsdpctl.importers.translation import Translation
 
 NO_LIMIT = 1_000_000  # steps: with a share of the steps as warmup, which is then rounded down
 
 
-def add_schedule(rows: TrainingRows, value: SourceKey, warmup: tuple[SourceKey, str]) -> None:
+def add_schedule(found: Translation, value: SourceKey, warmup: tuple[SourceKey, str]) -> None:
     """Translate a schedule of transformers with its arguments; rates are the same in each step.
 
     `value` is its name, `warmup` the key and the settings of its warmup.
     """
-    given = {x: each for x, each in rows.keys.items() if x.startswith("lr_scheduler_kwargs")}
+    keys = found.source.all_keys()
+    given = {each.key: each for each in keys if each.key.startswith("lr_scheduler_kwargs")}
     arguments = _arguments(given)
     if given:
         value = SourceKey(", ".join((value.key, *given)), value.text, ())
     name = value.text.strip().lower()
-    words = _schedule_words(rows, value, arguments)
+    words = _schedule_words(found, value, arguments)
     if words is None:
         return
     if arguments:
         names = ", ".join(f"{key}={text}" for key, text in arguments.items())
-        rows.ask(value, "lr_scheduler", f"arguments that fsdpctl does not have: {names[:80]}")
+        found.ask(value, "lr_scheduler", f"arguments that fsdpctl does not have: {names[:80]}")
         return
-    rows.add(value, *words)
+    found.add(value, *words)
     key, settings = warmup
     for word in ("lr_scheduler.warmup_steps=0",) if name == "constant" else settings.split():
         is_free = word.endswith(f"warmup_steps={NO_LIMIT}")
-        rows.add(key, word, note="no limit: the share of all steps, rounded down" * is_free)
+        found.add(key, word, note="no limit: the share of all steps, rounded down" * is_free)
 
 
 def _schedule_words(
-    rows: TrainingRows, value: SourceKey, arguments: dict[str, str]
+    found: Translation, value: SourceKey, arguments: dict[str, str]
 ) -> list[str] | None:
     """Return the settings of a schedule, and take its arguments; None if it isn't supported."""
     name = value.text.strip().lower()
@@ -42,10 +43,10 @@ def _schedule_words(
     start, last = "lr_scheduler.start_lr_ratio=0", "lr_scheduler.reaches_min=false"
     lowest = arguments.pop("min_lr_rate", None) or arguments.pop("min_lr_ratio", None)
     if absolute := arguments.pop("min_lr", None):
-        lowest = ratio(absolute, rows.known("learning_rate").text)
+        lowest = ratio(absolute, found.known("learning_rate").text)
     floor = f"lr_scheduler.min_lr_ratio={lowest or 0}"
     if name == "cosine_with_min_lr" and lowest is None:
-        rows.ask(value, "lr_scheduler", "requires min_lr or min_lr_rate")
+        found.ask(value, "lr_scheduler", "requires min_lr or min_lr_rate")
         return None
     if name in ("cosine", "cosine_with_min_lr"):
         if arguments.get("num_cycles") == "0.5":
@@ -57,16 +58,16 @@ def _schedule_words(
         return ["lr_scheduler=constant", start]
     if name == "warmup_stable_decay" and arguments.pop("warmup_type", "linear") == "linear":
         kind = arguments.pop("decay_type", "cosine")
-        limit, decay = rows.value("max_steps"), arguments.pop("num_decay_steps", "")
+        limit, decay = found.value("max_steps"), arguments.pop("num_decay_steps", "")
         share = []
         if limit and (steps := as_whole(limit.text)):
             share = [f"lr_scheduler.decay_ratio={ratio(decay, str(steps))}"]
         else:
-            rows.ask(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
+            found.ask(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
         return ["lr_scheduler=wsd", floor, start.replace("=0", f"={lowest or 0}"), last,
                 f"lr_scheduler.decay_type={kind}", *share]  # fmt: skip
     why = "not supported; expected linear, cosine, cosine_with_min_lr, constant, "
-    rows.ask(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
+    found.ask(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
     return None
 
 

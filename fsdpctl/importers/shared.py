@@ -14,7 +14,7 @@ from fsdpctl.config.model_path import model_words
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.config.synonyms import NOT_SUPPORTED
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.translation import Translation
+from fsdpctl.importers.translation import Translation, TranslationRow
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import read_json
 from fsdpctl.plan.strategy import Offload, get_strategy
@@ -155,9 +155,10 @@ def read_optimizer(found: Translation, value: SourceKey | None, default: str) ->
     """Translate an optimizer by transformers' name; `default` is the key if it isn't set."""
     name = "adamw_torch_fused" if value is None else value.text.strip().lower()
     if name in _ADAMW:
-        is_known = "engine.program" in found.settings
-        words = ("engine.program=transformers_foreach",) * (name in _UNFUSED and not is_known)
-        found.map(value, "optimizer=adamw", *words, default=default)
+        found.map(value, "optimizer=adamw", default=default)
+        if name in _UNFUSED:
+            row = TranslationRow("(AdamW)", name, ("engine.program=transformers_foreach",))
+            found.program.append(row)
         if value is not None and name in _LIKE_ADAMW:
             found.refused.append(("optimizer", _other_optimizer(value)))
     elif name == "sgd":
@@ -237,11 +238,10 @@ def read_fsdp(found: Translation, *, version: str, strategy: str = "") -> None:
         named = named or SourceKey("fsdp", word)
         raise found.source.error(named, f"expected {', '.join(_STRATEGIES)}")
     ours = _STRATEGIES[word]
-    engine = "ddp" if ours == "no_shard" else "fsdp2"
     # Between micro-batches, transformers calls no_sync, which exists in FSDP 1 only.
-    found.whole_gradients = version == "1"
+    found.whole_gradients, found.uses_torch = version == "1", True
     old = "" if version == "2" else "estimated as FSDP 2"
-    found.map(named, f"strategy={ours}", f"engine={engine}", default="fsdp_config", note=old)
+    found.map(named, f"strategy={ours}", default="fsdp_config", note=old)
     _read_prefetch(found, take("backward_prefetch"), take("forward_prefetch"))
     recomputes, leaves = take("activation_checkpointing"), take("activation_checkpointing_offload")
     if recomputes and recomputes.is_on:
@@ -314,23 +314,22 @@ def read_zero(found: Translation, source: SourceConfig, section: str, stage_key:
         keys = (f"{section}offload_{what}_device", f"{section}offload_{what}.device")
         offload = source.take_used(*keys)
         if offload and what == "param" and stage < 3:
-            found.no_memory_effect.append(offload.key)
+            found.source.seen.add(offload.key)
         elif offload:
             read_offload(found, offload, *_OF_ZERO[what])
 
 
-def settings_of_model(name: str) -> tuple[str, ...]:
-    """Return the settings for a directory or a name on the Hub, empty if the name is unknown."""
-    folder, by_name = Path(os.path.expanduser(name)), ("model=hf", f"model.path={name}")
+def _is_known(name: str) -> bool:
+    """Return whether a model is in a directory or on the Hub; UsageError if it has no settings."""
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         if not (folder / CONFIG_JSON).is_file():
             raise UsageError(f"{name}: {CONFIG_JSON} not found")
         model_words(str(folder))
-        return by_name
+        return True
     with suppress(UsageError):  # not on the Hub, or not to be fetched here
-        if name.partition("@")[0] in hub_models() or local_model(name, "config") != name:
-            return by_name
-    return ()
+        return name.partition("@")[0] in hub_models() or local_model(name, "config") != name
+    return False
 
 
 def map_model(found: Translation, value: SourceKey | None, key: str, revision: str = "") -> None:
@@ -342,11 +341,10 @@ def map_model(found: Translation, value: SourceKey | None, key: str, revision: s
     name = f"{value.text.strip()}{revision and '@'}{revision}"
     found.model = SourceKey(value.key, name)
     try:
-        settings = settings_of_model(name)
+        is_known = _is_known(name)
     except UsageError as error:
         raise UsageError(f"{found.file}: {value.key}: {error}") from None
-    if settings:
-        found.map(found.model, *settings)
-        return
-    why = "not a directory, a known name, or one on the Hugging Face Hub"
-    found.missing.append(("model", f"{value.key}: {name}: {why}; {way_on}"))
+    found.map(found.model, "model=hf", f"model.path={name}")
+    if not is_known:
+        why = "not a directory, a known name, or one on the Hugging Face Hub"
+        found.missing.append(("model", f"{value.key}: {name}: {why}; {way_on}"))

@@ -1,7 +1,6 @@
-"""Settings of other tools that matter for a training, but not for its memory."""
+"""Settings that trainers of transformers share, which mostly don't matter for memory."""
 
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -12,11 +11,10 @@ from fsdpctl.chats.formats import detect_format, parse_row
 from fsdpctl.chats.lines import first_row
 from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.data_files import option_of_data
-from fsdpctl.config.schema import KEYS
 from fsdpctl.config.source_config import SourceKey, as_whole
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.defaults import OF_DEEPSPEED, Defaults
-from fsdpctl.importers.translation import SourceBatch, Translation, TranslationRow, settings_of
+from fsdpctl.importers.defaults import OF_DEEPSPEED
+from fsdpctl.importers.translation import SourceBatch, Translation
 
 # The names of transformers' TrainingArguments, which axolotl and TRL share, and ours.
 _PLAIN = {
@@ -47,220 +45,6 @@ _LOSSES = ("loss", "eval_loss")
 _BY_DATA = "the number of steps depends on the data; set"
 
 
-class TrainingRows:
-    """Collects the rows of a translation that only matter for a training."""
-
-    def __init__(self, found: Translation, defaults: Defaults) -> None:
-        self._found = found
-        self._defaults = defaults
-        self.tool = found.tool
-        self.keys = {each.key: each for each in found.source.all_keys()}
-        self.settings: set[str] = set()  # their names, so far
-
-    def value(self, *keys: str) -> SourceKey | None:
-        """Return the first of `keys` that is set."""
-        return next((self.keys[key] for key in keys if key in self.keys), None)
-
-    def known(self, key: str) -> SourceKey:
-        """Return the value of a key, else the tool's default."""
-        text = self._defaults[key]
-        return self.value(key) or SourceKey(key, text, (text,))
-
-    def add(self, value: SourceKey, *settings: str, note: str = "", decides: bool = True) -> None:
-        """Add a row for a value, unless its setting is rejected.
-
-        Then the file is rejected too if the value `decides` the training.
-        """
-        for setting in settings:
-            name, _, text = setting.partition("=")
-            try:
-                if name in KEYS:
-                    KEYS[name].parse(text)
-            except UsageError as error:
-                if decides:
-                    self.ask(value, name, str(error))
-                else:
-                    self.leave(value, str(error))
-                return
-        self.settings |= {setting.partition("=")[0] for setting in settings}
-        shown = value.text
-        if value.key in self._defaults and value.key not in self.keys:
-            shown, note = "(not set)", note or f"the default of {self.tool}"
-        self._found.training.append(TranslationRow(value.key, shown, settings, note))
-
-    def steps(self, key: str) -> int | None:
-        """Add the number of steps; None if the file leaves it out, or has 0 or -1 for that."""
-        if (value := self.value(key)) is None:
-            return None
-        if (found := as_whole(value.text)) is None:
-            self.ask(value, "train.steps", "expected a whole number")
-        elif found > 0:
-            self.add(value, f"train.steps={found}")
-            return found
-        return None
-
-    def file(self, path: str) -> Path | None:
-        """Return a path in the working directory or next to the file; None if it is absent."""
-        places = (Path(os.path.expanduser(path)), self._found.file.parent / path)
-        try:
-            return next((each for each in places if path and each.exists()), None)
-        except OSError:  # too long for a name
-            return None
-
-    def deepspeed(self) -> None:
-        """Add what a file of DeepSpeed decides: clipping, and schedules and optimizers of its own.
-
-        Source: transformers 5.23, integrations/deepspeed.py, for values that are `auto`.
-        """
-        if (inner := self._found.deepspeed) is None:
-            return
-        given = {each.key: each for each in inner.all_keys()}
-        clip = given.get("gradient_clipping") or SourceKey("gradient_clipping", "0")
-        if clip.text.strip() != "auto":
-            note = "" if clip.key in given else "the default of DeepSpeed"
-            self.add(clip, f"optimizer.max_grad_norm={clip.text}", note=note)
-        if (kind := given.get("scheduler.type")) is not None:
-            self.ask(kind, "lr_scheduler", "schedules of DeepSpeed are not supported")
-        kind = given.get("optimizer.type")
-        if kind is not None and kind.text.lower() not in ("adam", "adamw"):
-            self.ask(kind, "optimizer", "expected AdamW")
-        params = {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"}
-        for key, ours in params.items():
-            value = given.get(f"optimizer.params.{key}")
-            if value is not None and value.text.strip() != "auto":
-                self.add(value, f"optimizer.{ours}={value.text}")
-        betas = given.get("optimizer.params.betas")
-        if betas is not None and len(betas.items) == 2:
-            one, two = betas.items
-            self.add(betas, f"optimizer.beta1={one}", f"optimizer.beta2={two}")
-        batch = self._found.batch or SourceBatch((), None)
-        micro, passes = batch.micro or batch.usual, batch.accumulation or 1
-        keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-        for key, size in zip(keys, (micro, passes, batch.samples), strict=True):
-            value = given.get(key)
-            if value is not None and value.text.strip() not in ("auto", str(size)):
-                self.leave(value, f"{self._found.file.name} decides it")
-        for key, value in given.items():
-            is_usual = value.is_on if key.startswith("optimizer.") else value.is_off
-            is_usual = is_usual or value.text.strip() == "auto"
-            if not is_usual and any(fnmatchcase(key, x) for x in OF_DEEPSPEED):
-                self.leave(value, "changes the training, without a counterpart")
-
-    def leave(self, value: SourceKey, why: str) -> None:
-        self._found.left_out.append(TranslationRow(value.key, value.text, note=why))
-
-    def missing(self, name: str, why: str) -> None:
-        """Require the setting `name`, without which `train` does not accept the recipe."""
-        self._found.missing_for_training.append((name, why))
-
-    def ask(self, value: SourceKey, name: str, why: str) -> None:
-        """Refuse a recipe because of a value, unless the setting `name` is on the command line."""
-        way = f"; set {name}" if name else ""
-        shown = value.key if not value.text else f"{value.key}: {value.text[:80]}"
-        self._found.refused.append((name, f"{shown}: {why}{way}"))
-
-    def plain(self, names: Mapping[str, str]) -> None:
-        """Add the values of keys that have a counterpart with the same meaning."""
-        for theirs, ours in names.items():
-            value = self.value(theirs) if theirs not in self._defaults else self.known(theirs)
-            if value is None or ours in self.settings:
-                continue
-            if not value.text or ("$" in value.text and theirs in self._defaults):
-                why = f"required by {self.tool}"
-                why = f"{value.text[:80]}: a variable that is not known" if value.text else why
-                self.missing(ours, f"{value.key}: {why}; set {ours}")
-            else:
-                self.add(value, f"{ours}={value.text}", decides=theirs in self._defaults)
-
-    def found(self, path: str, part: str) -> str | None:
-        """Return a path that exists, or the name of a data set on the Hub; else None.
-
-        `part` follows the name, as in `data.path`: a revision, a configuration, a split.
-        """
-        if (file := self.file(path)) is not None:
-            return str(file)
-        # A path of a file that is missing could be a name too.
-        is_name = _ON_HUB.fullmatch(f"{path}{part}") and not Path(path).parent.exists()
-        return f"hf://{path}{part}" if is_name and not path.endswith(_OF_FILES) else None
-
-    def absent(self, paths: Mapping[str, str], name: str) -> str:
-        """Return why the setting `name` can't have `paths`, each with its part; empty if it can.
-
-        If only a part of a split is asked for, the message has the names of whole splits.
-        """
-        lost, splits, known = [], [], []
-        for path, part in paths.items():
-            at, _, split = part.rpartition("/")
-            if (here := self.found(path, part)) is not None:
-                known.append(here)
-                continue
-            names = _SPLIT.findall(split) or ["train"]
-            whole = [x for each in names if (x := self.found(path, f"{at}/{each}")) is not None]
-            known += whole
-            splits += [f"{path}: {split}"] if whole else []
-            lost += [] if whole else [path]
-        if lost:
-            return (
-                f"{', '.join(lost)[:200]}: not found here, nor a name on the Hub; set {name}=FILE"
-            )
-        why = "part of a split, or a sum of splits, is not supported; for all rows, set"
-        return f"{', '.join(splits)[:200]}: {why} {name}={','.join(known)}" if splits else ""
-
-    def data(
-        self,
-        value: SourceKey | None,
-        paths: Mapping[str, str],
-        *,
-        is_text: bool = False,
-        own: str = "",
-    ) -> str:
-        """Add the data if all of `paths` are found, each with its part; return its option.
-
-        Its key is `value`. With `own`, the rows must be written otherwise, for that reason.
-        """
-        absent = self.absent(paths, "data.path")
-        files = [x for path, part in paths.items() if (x := self.found(path, part)) is not None]
-        local = [each for each in files if not each.startswith("hf://")]
-        option = TEXT if is_text else (option_of_data(local[0]) if local else CHAT)
-        shown = value or SourceKey("(data)", "")
-        self.add(shown, f"data={option}")
-        if paths and not absent and not own:
-            self.add(shown, f"data.path={','.join(files)}")
-            return option
-        why = absent or "not set; set data.path=FILE"
-        self.missing("data.path", own or f"{shown.key}: {why}")
-        return option
-
-    def comparisons(self) -> None:
-        """Add early stopping and the best checkpoint, which compare the losses of validations."""
-        given = [each for key in _BY_LOSS if (each := self.value(key)) and not each.is_off]
-        given = [each for each in given if each.key != "save_strategy" or each.text == "best"]
-        metric, high = self.value("metric_for_best_model"), self.value("greater_is_better")
-        is_other = metric is not None and metric.text not in _LOSSES
-        other = metric if is_other else high if high and high.is_on else None
-        words = settings_of(self._found.training)
-        asked = {name for name, _ in self._found.refused}
-        validates = words.get("data.val_fraction", "0").strip("0.") or "data.val_path" in words
-        for each in given:
-            ours = [word.format(each.text) for word in _BY_LOSS[each.key]]
-            if other is not None:
-                why = "fsdpctl compares validation losses, and the lowest is the best"
-                self.ask(other, ours[0].partition("=")[0], why)
-            elif validates or "data.val_fraction" in asked:
-                self.add(each, *ours, "train.eval_batches=0", note="of all data held out")
-            else:
-                self.leave(each, f"nothing is held out; set data.val_path=FILE {' '.join(ours)}")
-
-    def held_out(self, value: SourceKey, paths: Mapping[str, str]) -> None:
-        """Add the data to validate on if all of `paths`, one at least, are found."""
-        files = [self.found(path, part) for path, part in paths.items()]
-        if why := self.absent(paths, "data.val_path") if paths else "set data.val_path=FILE":
-            self.leave(value, f"the data to validate on: {why}")
-            self.add(value, "data.val_fraction=0", note="left out, see below")
-        else:
-            self.add(value, f"data.val_path={','.join(map(str, files))}")
-
-
 def part_of_hub(config: object, split: object, revision: object = None) -> str:
     """Return what follows the name of a data set on the Hub in `data.path`."""
     at = f"@{revision}" if revision else ""
@@ -268,54 +52,54 @@ def part_of_hub(config: object, split: object, revision: object = None) -> str:
 
 
 def named_data(
-    rows: TrainingRows, name: SourceKey | None, config: str, split: str, usual: str = "train"
+    found: Translation, name: SourceKey | None, config: str, split: str, usual: str = "train"
 ) -> tuple[SourceKey | None, dict[str, str]]:
     """Return the key and the paths of a data set of which other keys have the two parts."""
-    parts = [rows.value(config), rows.value(split)]
+    parts = [found.value(config), found.value(split)]
     part = part_of_hub(parts[0] and parts[0].text, parts[1].text if parts[1] else usual)
-    if name is None or rows.file(name.text) is not None:
+    if name is None or found.path_of(name.text) is not None:
         return name, dict.fromkeys(name.items if name else (), part)
     keys = ", ".join(each.key for each in (name, *parts) if each)
     return SourceKey(keys, name.text, name.items), dict.fromkeys(name.items, part)
 
 
-def read_hugging_face_training(rows: TrainingRows, *, adapts: bool) -> int | None:
+def read_hugging_face_training(found: Translation, *, adapts: bool) -> int | None:
     """Translate the names of transformers' TrainingArguments; return the steps, if it has them."""
-    epochs = "num_epochs" if rows.value("num_epochs") else "num_train_epochs"
-    steps = rows.steps("max_steps")
-    if steps is not None and (unused := rows.value(epochs)) is not None:
-        rows.leave(unused, "max_steps decides the length")
-    _read_loggers(rows)
-    half = rows.value("fp16", "float16")
+    epochs = "num_epochs" if found.value("num_epochs") else "num_train_epochs"
+    steps = _read_steps(found)
+    if steps is not None and (unused := found.value(epochs)) is not None:
+        found.leave(unused, "max_steps decides the length")
+    _read_loggers(found)
+    half = found.value("fp16", "float16")
     if half is not None and half.is_on:
-        rows.leave(half, "trained in bf16, without scaling of the loss")
-    rows.deepspeed()
+        found.leave(half, "trained in bf16, without scaling of the loss")
+    read_inner_deepspeed(found)
     for interval in _INTERVALS:
-        _read_interval(rows, steps, *interval)
-    rows.plain({**_PLAIN, **({"lora_dropout": "model.lora.dropout"} if adapts else {})})
+        _read_interval(found, steps, *interval)
+    found.plain({**_PLAIN, **({"lora_dropout": "model.lora.dropout"} if adapts else {})})
     return steps
 
 
-def _read_loggers(rows: TrainingRows) -> None:
-    usual = rows.value("use_wandb", "wandb_project")
+def _read_loggers(found: Translation) -> None:
+    usual = found.value("use_wandb", "wandb_project")
     if usual and not usual.is_off:
-        rows.add(usual, "log.wandb=true", decides=False)
-    if given := rows.value("report_to"):
+        found.add(usual, "log.wandb=true", decides=False)
+    if given := found.value("report_to"):
         named = {*re.findall(r"\w+", given.text.lower())}
         for name in _LOGGERS:
             if named & {name, "all"}:
-                rows.add(given, f"log.{name}=true", decides=False)
+                found.add(given, f"log.{name}=true", decides=False)
         if others := named - {*_LOGGERS, "all", "none"}:
-            rows.leave(given, f"{', '.join(sorted(others))[:80]}: not supported")
-    label = rows.value("run_name", "wandb_name")
-    if label and "log.wandb" in rows.settings:
-        rows.leave(label, "in Weights & Biases, a run has the name of train.run_dir")
+            found.leave(given, f"{', '.join(sorted(others))[:80]}: not supported")
+    label = found.value("run_name", "wandb_name")
+    if label and "log.wandb" in found.settings:
+        found.leave(label, "in Weights & Biases, a run has the name of train.run_dir")
 
 
-def first_rows(rows: TrainingRows, paths: Iterable[str]) -> list[dict[str, Any]]:
+def first_rows(found: Translation, paths: Iterable[str]) -> list[dict[str, Any]]:
     """Return the first row of each local file, or of the first file in each directory."""
-    found = [file for path in paths if (file := rows.file(path)) is not None]
-    files = [sorted(each.rglob("*.*"))[:1] if each.is_dir() else [each] for each in found]
+    here = [file for path in paths if (file := found.path_of(path)) is not None]
+    files = [sorted(each.rglob("*.*"))[:1] if each.is_dir() else [each] for each in here]
     return [first_row(str(file)) for each in files for file in each]
 
 
@@ -329,50 +113,50 @@ def hides_text(row: Mapping[str, Any]) -> bool:
 
 
 def _read_interval(
-    rows: TrainingRows, steps: int | None, key: str, per_epoch: str, ours: str
+    found: Translation, steps: int | None, key: str, per_epoch: str, ours: str
 ) -> None:
-    value, count = rows.value(key), rows.value(per_epoch)
+    value, count = found.value(key), found.value(per_epoch)
     if count is not None and not count.is_off:
         value = count
-    elif _by_strategy(rows, value, key, ours):
+    elif _by_strategy(found, value, key, ours):
         return
     elif value is None or not is_fraction(value.text):
-        rows.plain({key: ours})
+        found.plain({key: ours})
         return
-    epochs = rows.value("num_epochs")
+    epochs = found.value("num_epochs")
     try:
         share = float(value.text)
         if value is count:  # as axolotl converts it
             share = 1 / (share * float(epochs.text if epochs else 1))
     except (ValueError, ZeroDivisionError):
         share = 0
-    held = rows.value("test_datasets", "val_set_size", "eval_strategy")
+    held = found.value("test_datasets", "val_set_size", "eval_strategy")
     if not 0 < share < math.inf:
-        rows.leave(value, f"expected a number above 0; set {ours}")
+        found.leave(value, f"expected a number above 0; set {ours}")
     elif key == "eval_steps" and (held is None or held.is_off or not held.text.strip("0.")):
-        rows.leave(value, "nothing is held out")
+        found.leave(value, "nothing is held out")
     elif steps is not None:
         every = min(steps, math.ceil(steps * share))
-        rows.add(value, f"{ours}={every}", note=f"of {steps} steps", decides=False)
+        found.add(value, f"{ours}={every}", note=f"of {steps} steps", decides=False)
     else:
-        rows.missing(ours, f"{value.key}: {value.text}: {_BY_DATA} {ours}")
+        found.require(ours, f"{value.key}: {value.text}: {_BY_DATA} {ours}")
 
 
-def _by_strategy(rows: TrainingRows, value: SourceKey | None, key: str, ours: str) -> bool:
+def _by_strategy(found: Translation, value: SourceKey | None, key: str, ours: str) -> bool:
     """Add an interval that isn't the number of steps `value`, and return whether there is one."""
-    strategy = rows.value(key.replace("steps", "strategy"))
-    if strategy is None or (value is not None and rows.tool == "axolotl"):
+    strategy = found.value(key.replace("steps", "strategy"))
+    if strategy is None or (value is not None and found.tool == "axolotl"):
         return False
     how = strategy.text.strip().lower()
     if how == "epoch":
-        rows.missing(ours, f"{strategy.key}: epoch: {_BY_DATA} {ours}")
+        found.require(ours, f"{strategy.key}: epoch: {_BY_DATA} {ours}")
     elif how == "best" or strategy.is_off:
-        rows.add(strategy, f"{ours}=0", decides=False)
+        found.add(strategy, f"{ours}=0", decides=False)
     else:
-        log = (rows.known if rows.tool == "TRL" else rows.value)("logging_steps")
+        log = (found.known if found.tool == "TRL" else found.value)("logging_steps")
         if log is None or value is not None or key != "eval_steps":
             return False
-        rows.add(log, f"{ours}={log.text}", note="eval_steps is not set", decides=False)
+        found.add(log, f"{ours}={log.text}", note="eval_steps is not set", decides=False)
     return True
 
 
@@ -382,3 +166,146 @@ def is_fraction(text: str) -> bool:
         return 0 < float(text) < 1
     except ValueError:
         return False
+
+
+def _read_steps(found: Translation) -> int | None:
+    """Add the number of steps; None if the file leaves it out, or has 0 or -1 for that."""
+    if (value := found.value("max_steps")) is None:
+        return None
+    if (steps := as_whole(value.text)) is None:
+        found.ask(value, "train.steps", "expected a whole number")
+    elif steps > 0:
+        found.add(value, f"train.steps={steps}")
+        return steps
+    return None
+
+
+def read_inner_deepspeed(found: Translation) -> None:
+    """Add what a file of DeepSpeed decides: clipping, and schedules and optimizers of its own.
+
+    Source: transformers 5.23, integrations/deepspeed.py, for values that are `auto`.
+    """
+    if (inner := found.deepspeed) is None:
+        return
+    given = {each.key: each for each in inner.all_keys()}
+    clip = given.get("gradient_clipping") or SourceKey("gradient_clipping", "0")
+    if clip.text.strip() != "auto":
+        note = "" if clip.key in given else "the default of DeepSpeed"
+        found.add(clip, f"optimizer.max_grad_norm={clip.text}", note=note)
+    if (kind := given.get("scheduler.type")) is not None:
+        found.ask(kind, "lr_scheduler", "schedules of DeepSpeed are not supported")
+    kind = given.get("optimizer.type")
+    if kind is not None and kind.text.lower() not in ("adam", "adamw"):
+        found.ask(kind, "optimizer", "expected AdamW")
+    params = {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"}
+    for key, ours in params.items():
+        value = given.get(f"optimizer.params.{key}")
+        if value is not None and value.text.strip() != "auto":
+            found.add(value, f"optimizer.{ours}={value.text}")
+    betas = given.get("optimizer.params.betas")
+    if betas is not None and len(betas.items) == 2:
+        one, two = betas.items
+        found.add(betas, f"optimizer.beta1={one}", f"optimizer.beta2={two}")
+    batch = found.batch or SourceBatch((), None)
+    micro, passes = batch.micro or batch.usual, batch.accumulation or 1
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    for key, size in zip(keys, (micro, passes, batch.samples), strict=True):
+        value = given.get(key)
+        if value is not None and value.text.strip() not in ("auto", str(size)):
+            found.leave(value, f"{found.file.name} decides it")
+    for key, value in given.items():
+        is_usual = value.is_on if key.startswith("optimizer.") else value.is_off
+        is_usual = is_usual or value.text.strip() == "auto"
+        if not is_usual and any(fnmatchcase(key, x) for x in OF_DEEPSPEED):
+            found.leave(value, "changes the training, without a counterpart")
+
+
+def _place_of(found: Translation, path: str, part: str) -> str | None:
+    """Return a path that exists, or the name of a data set on the Hub; else None.
+
+    `part` follows the name, as in `data.path`: a revision, a configuration, a split.
+    """
+    if (file := found.path_of(path)) is not None:
+        return str(file)
+    # A path of a file that is missing could be a name too.
+    is_name = _ON_HUB.fullmatch(f"{path}{part}") and not Path(path).parent.exists()
+    return f"hf://{path}{part}" if is_name and not path.endswith(_OF_FILES) else None
+
+
+def _absent(found: Translation, paths: Mapping[str, str], name: str) -> str:
+    """Return why the setting `name` can't have `paths`, each with its part; empty if it can.
+
+    If only a part of a split is asked for, the message has the names of whole splits.
+    """
+    lost, splits, known = [], [], []
+    for path, part in paths.items():
+        at, _, split = part.rpartition("/")
+        if (here := _place_of(found, path, part)) is not None:
+            known.append(here)
+            continue
+        names = _SPLIT.findall(split) or ["train"]
+        whole = [x for each in names if (x := _place_of(found, path, f"{at}/{each}")) is not None]
+        known += whole
+        splits += [f"{path}: {split}"] if whole else []
+        lost += [] if whole else [path]
+    if lost:
+        return f"{', '.join(lost)[:200]}: not found here, nor a name on the Hub; set {name}=FILE"
+    why = "part of a split, or a sum of splits, is not supported; for all rows, set"
+    return f"{', '.join(splits)[:200]}: {why} {name}={','.join(known)}" if splits else ""
+
+
+def read_data(
+    found: Translation,
+    value: SourceKey | None,
+    paths: Mapping[str, str],
+    *,
+    is_text: bool = False,
+    own: str = "",
+) -> str:
+    """Add the data if all of `paths` are found, each with its part; return its option.
+
+    Its key is `value`. With `own`, the rows must be written otherwise, for that reason.
+    """
+    absent = _absent(found, paths, "data.path")
+    files = [x for path, part in paths.items() if (x := _place_of(found, path, part)) is not None]
+    local = [each for each in files if not each.startswith("hf://")]
+    option = TEXT if is_text else (option_of_data(local[0]) if local else CHAT)
+    shown = value or SourceKey("(data)", "")
+    found.add(shown, f"data={option}")
+    if paths and not absent and not own:
+        found.add(shown, f"data.path={','.join(files)}")
+        return option
+    why = absent or "not set; set data.path=FILE"
+    found.require("data.path", own or f"{shown.key}: {why}")
+    return option
+
+
+def read_comparisons(found: Translation) -> None:
+    """Add early stopping and the best checkpoint, which compare the losses of validations."""
+    given = [each for key in _BY_LOSS if (each := found.value(key)) and not each.is_off]
+    given = [each for each in given if each.key != "save_strategy" or each.text == "best"]
+    metric, high = found.value("metric_for_best_model"), found.value("greater_is_better")
+    is_other = metric is not None and metric.text not in _LOSSES
+    other = metric if is_other else high if high and high.is_on else None
+    words = found.settings
+    asked = {name for name, _ in found.refused}
+    validates = words.get("data.val_fraction", "0").strip("0.") or "data.val_path" in words
+    for each in given:
+        ours = [word.format(each.text) for word in _BY_LOSS[each.key]]
+        if other is not None:
+            why = "fsdpctl compares validation losses, and the lowest is the best"
+            found.ask(other, ours[0].partition("=")[0], why)
+        elif validates or "data.val_fraction" in asked:
+            found.add(each, *ours, "train.eval_batches=0", note="of all data held out")
+        else:
+            found.leave(each, f"nothing is held out; set data.val_path=FILE {' '.join(ours)}")
+
+
+def read_held_out(found: Translation, value: SourceKey, paths: Mapping[str, str]) -> None:
+    """Add the data to validate on if all of `paths`, one at least, are found."""
+    files = [_place_of(found, path, part) for path, part in paths.items()]
+    if why := _absent(found, paths, "data.val_path") if paths else "set data.val_path=FILE":
+        found.leave(value, f"the data to validate on: {why}")
+        found.add(value, "data.val_fraction=0", note="left out, see below")
+    else:
+        found.add(value, f"data.val_path={','.join(map(str, files))}")

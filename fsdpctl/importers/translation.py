@@ -1,6 +1,7 @@
 """The translation of another tool's configuration: settings of fsdpctl, and what remains."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.config.synonyms import NOT_NEEDED, NOT_SUPPORTED, SYNONYMS
+from fsdpctl.errors import UsageError
 
 # Settings of fsdpctl that affect the memory estimate; a section includes all of its keys.
 _AFFECT_MEMORY = (
@@ -52,35 +54,35 @@ class RankDegrees:
     def shown(self) -> tuple[str, str]:
         return ", ".join(self.keys), f"{self.replicate}, {self.shard}"
 
-    @property
-    def total(self) -> int | None:
-        """The number of ranks, if both degrees are set."""
-        return self.replicate * self.shard if self.shard > 0 else None
-
 
 @dataclass(slots=True)
 class Translation:
-    """The configuration of another tool, as far as fsdpctl recognizes it."""
+    """The configuration of another tool, as far as fsdpctl recognizes it.
+
+    `defaults` are values of the tool for keys that decide the training.
+    """
 
     tool: str
     source: SourceConfig
-    rows: list[TranslationRow] = field(default_factory=list)
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    changes: tuple[str, ...] = ()  # patterns of keys that change the training
+    rows: list[TranslationRow] = field(default_factory=list)  # of the recipe
+    # What the other program does to memory: settings of an estimate alone, and notes.
+    program: list[TranslationRow] = field(default_factory=list)
     excluded: list[TranslationRow] = field(default_factory=list)  # not estimated; see the note
-    no_memory_effect: list[str] = field(default_factory=list)
+    left_out: list[TranslationRow] = field(default_factory=list)  # of the training
     unrecognized: list[str] = field(default_factory=list)
-    # Settings that must be given on the command line, and the reason.
+    # Settings that must be given on the command line, and the reason: for estimates and trainings,
+    # and for trainings alone.
     missing: list[tuple[str, str]] = field(default_factory=list)
-    # What only matters if the file is trained, not if it is estimated.
-    training: list[TranslationRow] = field(default_factory=list)
-    left_out: list[TranslationRow] = field(default_factory=list)
     missing_for_training: list[tuple[str, str]] = field(default_factory=list)
     # Values that no recipe can have: a setting that replaces each, or none, and the reason.
     refused: list[tuple[str, str]] = field(default_factory=list)
-    changes: tuple[str, ...] = ()  # patterns of keys that change the training
     deepspeed: SourceConfig | None = None  # the file that replaces parts of the training
     model: SourceKey | None = None  # the directory or name of the pretrained weights
     batch: SourceBatch | None = None
     degrees: RankDegrees | None = None
+    uses_torch: bool = False  # PyTorch's engines shard or replicate the model
     whole_gradients: bool = False  # gradients stay unsharded until the last micro-batch
     whole_logits: bool = True  # the logits of all tokens of a micro-batch exist at once
     tiled_logits: bool = False  # a part of the vocabulary at a time, of up to 4,096 tokens
@@ -95,9 +97,8 @@ class Translation:
         return settings_of(self.rows)
 
     @property
-    def has_frozen_head(self) -> bool:
-        words = self.settings
-        return "model.lora.rank" in words and "head" not in words.get("model.lora.also", "")
+    def no_memory_effect(self) -> list[str]:
+        return sorted(self.source.seen)
 
     @property
     def shown_batch(self) -> tuple[str, str]:
@@ -110,33 +111,97 @@ class Translation:
     def map(
         self, value: SourceKey | None, *settings: str, default: str = "", note: str = ""
     ) -> None:
-        """Add a row for `value`, or for the key `default` that isn't set."""
-        if value is None:
-            self.rows.append(TranslationRow(default, "(not set)", settings, note))
-        else:
-            self.rows.append(TranslationRow(value.key, value.text, settings, note))
+        """Add a row for `value`, or for the key `default` that isn't set.
+
+        Without settings, it is a note on the estimate. Settings with another value are missing.
+        """
+        shown = (default, "(not set)") if value is None else (value.key, value.text)
+        for name, why in _invalid(settings):
+            self.missing.append((name, f"{shown[0]}: {why}"))
+            return
+        rows = self.rows if settings else self.program
+        rows.append(TranslationRow(*shown, settings, note))
+
+    def add(self, value: SourceKey, *settings: str, note: str = "", decides: bool = True) -> None:
+        """Add a row for a value of the training, unless its setting is rejected.
+
+        Then the file is rejected too if the value `decides` the training.
+        """
+        for name, why in _invalid(settings):
+            if decides:
+                self.ask(value, name, why)
+            else:
+                self.leave(value, why)
+            return
+        is_usual = value.key in self.defaults and self.value(value.key) is None
+        note = note or f"the default of {self.tool}" * is_usual
+        self.map(None if is_usual else value, *settings, default=value.key, note=note)
+
+    def plain(self, names: Mapping[str, str]) -> None:
+        """Add the values of keys that have a counterpart with the same meaning."""
+        for theirs, ours in names.items():
+            value = self.known(theirs) if theirs in self.defaults else self.value(theirs)
+            if value is None or ours in self.settings:
+                continue
+            if not value.text or ("$" in value.text and theirs in self.defaults):
+                why = f"required by {self.tool}"
+                why = f"{value.text[:80]}: a variable that is not known" if value.text else why
+                self.require(ours, f"{value.key}: {why}; set {ours}")
+            else:
+                self.add(value, f"{ours}={value.text}", decides=theirs in self.defaults)
+
+    def value(self, *keys: str) -> SourceKey | None:
+        """Return the first of `keys` that is set, for the training."""
+        return self.source.value(*keys)
+
+    def known(self, key: str) -> SourceKey:
+        """Return the value of a key, else the tool's default."""
+        text = self.defaults[key]
+        return self.value(key) or SourceKey(key, text, (text,))
 
     def exclude(self, value: SourceKey, why: str) -> None:
         """Record that the estimate doesn't include `value`."""
         self.excluded.append(TranslationRow(value.key, value.text, note=why))
 
+    def leave(self, value: SourceKey, why: str) -> None:
+        """Record that the training doesn't follow `value`."""
+        self.left_out.append(TranslationRow(value.key, value.text, note=why))
+
+    def require(self, name: str, why: str) -> None:
+        """Require the setting `name`, without which `train` does not accept the recipe."""
+        self.missing_for_training.append((name, why))
+
+    def ask(self, value: SourceKey, name: str, why: str) -> None:
+        """Refuse a recipe because of a value, unless the setting `name` is on the command line."""
+        way = f"; set {name}" if name else ""
+        shown = value.key if not value.text else f"{value.key}: {value.text[:80]}"
+        self.refused.append((name, f"{shown}: {why}{way}"))
+
+    def path_of(self, path: str) -> Path | None:
+        """Return a path in the working directory or next to the file; None if it is absent."""
+        places = (Path(os.path.expanduser(path)), self.file.parent / path)
+        try:
+            return next((each for each in places if path and each.exists()), None)
+        except OSError:  # too long for a name
+            return None
+
     def sort_rest(self, unused: Iterable[str]) -> None:
-        """Classify all keys that are left; the patterns `unused` don't affect memory."""
-        patterns = tuple(unused)
+        """Classify all keys that are left; those of `unused` and `changes` don't affect memory."""
+        patterns = (*unused, *self.changes)
         for value in self.source.rest():
             last = value.key.rsplit(".", 1)[-1]
             ours = SYNONYMS.get(value.key, SYNONYMS.get(last, ""))
             name, reason = ours.partition("=")[0], NOT_SUPPORTED.get(last)
-            is_other = (name in KEYS or name in GROUPS) and not _affects_memory(name)
+            is_other = (name in KEYS or name in GROUPS) and not affects_memory(name)
             if any(fnmatchcase(value.key, pattern) for pattern in patterns):
-                self.no_memory_effect.append(value.key)
+                self.source.seen.add(value.key)
             elif reason is not None:
                 if not value.is_off:
                     self.exclude(value, f"fsdpctl does not support {reason}")
-            elif ours in KEYS and _affects_memory(ours):
+            elif ours in KEYS and affects_memory(ours):
                 self.map(value, f"{ours}={value.text}")
             elif last in NOT_NEEDED or is_other:
-                self.no_memory_effect.append(value.key)
+                self.source.seen.add(value.key)
             else:
                 self.unrecognized.append(value.key)
 
@@ -147,5 +212,16 @@ def settings_of(rows: Iterable[TranslationRow]) -> dict[str, str]:
     return {name: text for name, _, text in pairs}
 
 
-def _affects_memory(name: str) -> bool:
+def _invalid(settings: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names of settings whose values are not allowed, and why."""
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        try:
+            if name in KEYS:
+                KEYS[name].parse(text)
+        except UsageError as error:
+            yield name, str(error)
+
+
+def affects_memory(name: str) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in _AFFECT_MEMORY)

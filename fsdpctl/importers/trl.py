@@ -20,12 +20,14 @@ from fsdpctl.importers.shared import (
     read_targets,
 )
 from fsdpctl.importers.training import (
-    TrainingRows,
     first_rows,
     hides_text,
     is_fraction,
     named_data,
     part_of_hub,
+    read_comparisons,
+    read_data,
+    read_held_out,
     read_hugging_face_training,
 )
 from fsdpctl.importers.translation import SourceBatch, Translation
@@ -43,18 +45,16 @@ _OF_PEFT = {
 }
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
 _UNUSED = (
-    "dataset_*", "datasets*", "dataloader_*", "logging_*", "save_*", "eval_*", "lr_scheduler_*",
-    "warmup_*", "adam_*", "max_grad_norm", "overwrite_output_dir", "push_to_hub",
-    "hub_*", "remove_unused_columns", "gradient_checkpointing_kwargs*",
-    "attn_implementation", "trust_remote_code", "packing_strategy", "lora_dropout",
-    "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*", "eos_token",
-    "bf16_full_eval", "ddp_*", "lora_task_type",
+    "dataset_*", "dataloader_*", "logging_*", "save_*", "eval_*", "adam_*", "overwrite_output_dir",
+    "push_to_hub", "hub_*", "gradient_checkpointing_kwargs*", "trust_remote_code",
+    "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*", "bf16_full_eval", "ddp_*",
+    "lora_task_type",
 )  # fmt: skip
 
 
 def read_trl(source: SourceConfig) -> Translation:
     """Translate a configuration; UsageError if its training can't be estimated."""
-    found = Translation("TRL", source)
+    found = Translation("TRL", source, TRL, CHANGES_TRL)
     for key in _OTHER_TRAININGS:
         if key in source:
             raise UsageError(f"{source.file}: {key}: expected the file of `trl sft`")
@@ -86,11 +86,11 @@ def read_trl(source: SourceConfig) -> Translation:
         read_fsdp_of_transformers(found)
     elif source.launch is None:
         note = "accelerate's configuration decides it; pass that file too, or set strategy"
-        found.map(None, "strategy=no_shard", "engine=ddp", default="(ranks)", note=note)
+        found.map(None, "strategy=no_shard", default="(ranks)", note=note)
+        found.uses_torch = True
     read_optimizer(found, source.take("optim"), "optim")
     _read_loss(found)
     _read_training(found)
-    found.changes = CHANGES_TRL
     found.sort_rest((*_UNUSED, *UNUSED))
     return found
 
@@ -122,8 +122,7 @@ def _read_length(found: Translation) -> None:
         found.missing.append(("train.seq_len", why))
     else:
         found.map(length, f"train.seq_len={length.text if length else 1024}", default="max_length")
-    if packing := source.take_on("packing"):
-        found.map(packing, "data=chat", "data.packing=true")
+    source.take("packing")
 
 
 def _read_adapters(found: Translation) -> None:
@@ -147,9 +146,7 @@ def _read_adapters(found: Translation) -> None:
             found.map(None, words, default="lora_target_modules", note="the default of peft")
         else:
             why = f"peft has no default for {family}; set model.lora.targets"
-            found.missing_for_training.append(
-                ("model.lora.targets", f"lora_target_modules: not set: {why}")
-            )
+            found.require("model.lora.targets", f"lora_target_modules: not set: {why}")
     read_modules_to_save(found)
     if scaled := source.take_on("use_rslora"):
         found.map(scaled, "model.lora.rslora=true")
@@ -165,31 +162,31 @@ def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
 
 
 def _read_training(found: Translation) -> None:
-    rows, adapts = TrainingRows(found, TRL), "model.lora.rank" in found.settings
-    steps = read_hugging_face_training(rows, adapts=adapts)
+    adapts = "model.lora.rank" in found.settings
+    steps = read_hugging_face_training(found, adapts=adapts)
     if steps is None:
-        note = "" if rows.value("num_train_epochs") else "the default of TRL"
+        note = "" if found.value("num_train_epochs") else "the default of TRL"
         note = f"{note}; TRL ends each epoch with a smaller step".removeprefix("; ")
-        epochs = rows.known("num_train_epochs")
-        rows.add(epochs, f"train.epochs={epochs.text}", note=note)
-    share, warmup = rows.value("warmup_ratio"), rows.known("warmup_steps")
+        epochs = found.known("num_train_epochs")
+        found.add(epochs, f"train.epochs={epochs.text}", note=note)
+    share, warmup = found.value("warmup_ratio"), found.known("warmup_steps")
     if share and not warmup.text.strip("0."):
         warmup = share
     elif share:
-        rows.leave(share, "warmup_steps decides")
+        found.leave(share, "warmup_steps decides")
     is_share = warmup.key == "warmup_ratio" or is_fraction(warmup.text)
     name = "lr_scheduler.warmup_ratio" if is_share else "lr_scheduler.warmup_steps"
-    add_schedule(rows, rows.known("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
-    if not rows.value("router_aux_loss_coef"):
+    add_schedule(found, found.known("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
+    if not found.value("router_aux_loss_coef"):
         why = "TRL takes that of config.json for models with experts; set model.router_aux_loss"
-        rows.leave(SourceKey("router_aux_loss_coef", "(not set)"), why)
-    _read_data(found, rows)
-    rows.comparisons()
-    if (loss := rows.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
-        rows.ask(loss, "", "another loss")
+        found.leave(SourceKey("router_aux_loss_coef", "(not set)"), why)
+    _read_data(found)
+    read_comparisons(found)
+    if (loss := found.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
+        found.ask(loss, "", "another loss")
 
 
-def _read_data(found: Translation, rows: TrainingRows) -> None:
+def _read_data(found: Translation) -> None:
     content = found.source.content.get("datasets")
     listed = content if isinstance(content, list) else []
     entries = [each for each in listed if isinstance(each, dict)]
@@ -197,50 +194,50 @@ def _read_data(found: Translation, rows: TrainingRows) -> None:
         str(each.get("path", "")): part_of_hub(each.get("name"), each.get("split"))
         for each in entries
     }
-    data = rows.value("dataset_name")
+    data = found.value("dataset_name")
     named: SourceKey | None = SourceKey("datasets", ", ".join(paths))
     if not paths:
-        named, paths = named_data(rows, data, "dataset_config", "dataset_train_split")
-    firsts = first_rows(rows, paths)
-    field, own = rows.value("dataset_text_field"), ""
+        named, paths = named_data(found, data, "dataset_config", "dataset_train_split")
+    firsts = first_rows(found, paths)
+    field, own = found.value("dataset_text_field"), ""
     if field and field.text != TEXT and any(_trains_column(field.text, row) for row in firsts):
         own = f"{field.key}: {field.text[:80]}: fsdpctl reads the column text; rename it in a file "
         own += "and set data.path=FILE"
     is_text = any(_trains_column(TEXT, row) and hides_text(row) for row in firsts)
-    option = rows.data(named, paths, is_text=is_text, own=own)
+    option = read_data(found, named, paths, is_text=is_text, own=own)
     for entry in entries:
-        is_here = rows.file(str(entry.get("path", ""))) is not None
+        is_here = found.path_of(str(entry.get("path", ""))) is not None
         for key in entry.keys() - ({"path"} if is_here else {"path", "name", "split"}):
             if entry[key] is not None and (key, entry[key]) != ("split", "train"):
-                rows.leave(SourceKey(f"datasets[].{key}", str(entry[key])[:80]), "not followed")
-    held = rows.known("eval_strategy")
-    test, tested = named_data(rows, data, "dataset_config", "dataset_test_split", "test")
+                found.leave(SourceKey(f"datasets[].{key}", str(entry[key])[:80]), "not followed")
+    held = found.known("eval_strategy")
+    test, tested = named_data(found, data, "dataset_config", "dataset_test_split", "test")
     if held.is_off:
-        rows.add(held, "data.val_fraction=0")
-    elif test is None or entries or rows.file(test.text) is not None:
-        rows.held_out(held, {})
+        found.add(held, "data.val_fraction=0")
+    elif test is None or entries or found.path_of(test.text) is not None:
+        read_held_out(found, held, {})
     else:
-        rows.held_out(SourceKey(f"{held.key}, {test.key}", test.text), tested)
-    _read_template(rows)
+        read_held_out(found, SourceKey(f"{held.key}, {test.key}", test.text), tested)
+    _read_template(found)
     if option == CHAT:
-        _read_chats(rows, firsts, is_known=bool(paths) and all(map(rows.file, paths)))
+        _read_chats(found, firsts, is_known=bool(paths) and all(map(found.path_of, paths)))
     elif option == TEXT:
         why = "TRL trains on the text of each row alone, fsdpctl on one stream of tokens"
-        rows.leave(named or SourceKey("dataset_name", ""), why)
+        found.leave(named or SourceKey("dataset_name", ""), why)
 
 
-def _read_template(rows: TrainingRows) -> None:
-    if (value := rows.value("chat_template_path")) is None:
+def _read_template(found: Translation) -> None:
+    if (value := found.value("chat_template_path")) is None:
         return
-    file = rows.file(value.text)
+    file = found.path_of(value.text)
     if file is not None and file.is_dir():
-        file = rows.file(f"{file}/chat_template.jinja")
-        rows.leave(value, "fsdpctl adds no tokens of that tokenizer; set data.new_tokens")
+        file = found.path_of(f"{file}/chat_template.jinja")
+        found.leave(value, "fsdpctl adds no tokens of that tokenizer; set data.new_tokens")
     if file is not None:
-        rows.add(value, f"data.template={file}")
+        found.add(value, f"data.template={file}")
     else:
         way = "no Jinja file; set data.template=FILE"
-        rows.missing("data.template", f"{value.key}: {value.text[:80]}: {way}")
+        found.require("data.template", f"{value.key}: {value.text[:80]}: {way}")
 
 
 def _trains_column(name: str, row: Mapping[str, Any]) -> bool:
@@ -250,23 +247,23 @@ def _trains_column(name: str, row: Mapping[str, Any]) -> bool:
     return name in row and not is_shared and not row.keys() & {"prompt", "messages"}
 
 
-def _read_chats(rows: TrainingRows, found: Sequence[Mapping[str, Any]], *, is_known: bool) -> None:
-    packing, long = rows.known("packing"), rows.known("truncation_mode")
-    rows.add(packing, f"data.packing={str(packing.is_on).lower()}")
+def _read_chats(found: Translation, firsts: Sequence[Mapping[str, Any]], *, is_known: bool) -> None:
+    packing, long = found.known("packing"), found.known("truncation_mode")
+    found.add(packing, f"data.packing={str(packing.is_on).lower()}")
     if long.text == "keep_start":
-        rows.add(long, "data.too_long=truncate")
+        found.add(long, "data.too_long=truncate")
     else:
-        rows.ask(long, "data.too_long", "fsdpctl keeps the start of a sample")
-    only = rows.known("assistant_only_loss")
-    completion = rows.value("completion_only_loss")
+        found.ask(long, "data.too_long", "fsdpctl keeps the start of a sample")
+    only = found.known("assistant_only_loss")
+    completion = found.value("completion_only_loss")
     if only.is_on or (completion and completion.is_on):
-        rows.add(only if only.is_on else completion or only, "data.train_on=assistant")
+        found.add(only if only.is_on else completion or only, "data.train_on=assistant")
     elif completion is None and not is_known:
         why = "of rows with prompt and completion TRL trains on the completion, of others on all"
         way = "set data.train_on=assistant or all, or data=text for rows with text and other keys"
-        rows.missing("data.train_on", f"dataset_name: {why}; {way}")
-    elif completion is None and all("completion" in row for row in found):
+        found.require("data.train_on", f"dataset_name: {why}; {way}")
+    elif completion is None and all("completion" in row for row in firsts):
         note = "rows with prompt and completion: TRL trains on the completion"
-        rows.add(only, "data.train_on=assistant", note=note)
+        found.add(only, "data.train_on=assistant", note=note)
     else:
-        rows.add(completion or only, "data.train_on=all", note="TRL trains on all tokens")
+        found.add(completion or only, "data.train_on=all", note="TRL trains on all tokens")

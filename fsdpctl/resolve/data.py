@@ -9,6 +9,7 @@ from fsdpctl.config.data import DataConfig
 from fsdpctl.config.schema import C, Config
 from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.data_set import DataSet, contents_of
+from fsdpctl.data.find_data import HUB, is_fetched
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import PackedRows
 from fsdpctl.data.token_formats import TokenFile, check_tokens
@@ -121,7 +122,10 @@ def notes_on_epochs(config: Config, data: DataSet, steps: int) -> tuple[str, ...
 
 
 def is_here(data: DataConfig) -> bool:
-    """Return whether the data is in files of this machine."""
+    """Return whether the data is in files of this machine, fetched ones too."""
     given = {"data.path": data.path, "data.val_path": data.val_path}
     paths = [x.path for key, text in given.items() if text for x in sources_in(text, key)]
-    return bool(paths) and all(glob(each) or os.path.exists(each) for each in paths)
+    return bool(paths) and all(
+        is_fetched(each) if each.startswith(HUB) else glob(each) or os.path.exists(each)
+        for each in paths
+    )

@@ -1,12 +1,13 @@
 """The place of a configuration: this machine or, for estimates, a specified cluster."""
 
 import resource
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from fsdpctl.chats.values import counted
-from fsdpctl.config.compose import Composed
+from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.recipe import known_gpu
 from fsdpctl.config.schema import KEYS, C, Config, Placed
 from fsdpctl.errors import UsageError
@@ -70,6 +71,12 @@ def _here(config: Config, where: Place) -> Config:
 def ranks_here(device: str = "auto") -> int:
     """Return the ranks on this machine if none are set: one per CUDA device, or CPU ranks."""
     return (torch.cuda.device_count() if device != "cpu" else 0) or min(_CPU_RANKS, num_cores())
+
+
+def ranks_of(words: Mapping[str, str]) -> int:
+    """Return the number of ranks by settings of `launch` and `cluster`, here if there are none."""
+    pairs = (each for each in words.items() if each[0].startswith(("launch.", "cluster")))
+    return place(compose_config([f"{name}={text}" for name, text in pairs]).config).num_ranks
 
 
 def on_cluster(config: C) -> C:

@@ -112,7 +112,7 @@ LLAMA = "NousResearch/Meta-Llama-3.1-8B"
 
 
 @pytest.mark.slow
-def test_a_configuration_of_another_tool_is_translated_and_estimated():
+def test_a_configuration_of_another_tool_is_translated_and_estimated(tmp_path):
     words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h200"]
     code, text = invoke("estimate-memory", *words)
     assert code == 0
@@ -126,14 +126,18 @@ def test_a_configuration_of_another_tool_is_translated_and_estimated():
     (row,) = (each for each in found["from"]["rows"] if each["key"] == "base_model")
     assert row["settings"] == ["model=hf", f"model.path={LLAMA}"]
     code, text = invoke("estimate-memory", *words, "--json")
-    by_hand = ["engine=fsdp2", "strategy=full_shard", "prefetch=backward", "accumulation=last"]
-    by_hand += ["train.micro_batch_size=2", "train.global_batch_size=64", "precision=bf16"]
-    by_hand += ["activation_checkpointing=full", "data=chat", "data.packing=true"]
-    by_hand += ["train.loss_chunk_tokens=0", "train.seq_len=4096", f"model={LLAMA}"]
-    by_hand += ["precision.reduce_dtype=bfloat16"]
-    _, same = invoke("estimate-memory", *by_hand, "cluster=h200", "--json")
-    alike = ("peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_step")
-    assert [json.loads(text)[name] for name in alike] == [json.loads(same)[name] for name in alike]
+    recipe = str(tmp_path / "recipe.yaml")
+    assert invoke("convert", words[1], "cluster=h200", "data.path=x.jsonl", "--out", recipe)[0] == 0
+    program = ["engine=fsdp2", "accumulation=last", "precision.reduce_dtype=bfloat16"]
+    program += ["train.loss_chunk_tokens=0", "data.packing=auto"]
+    ours = "engine.program=fsdpctl"
+    _, alone = invoke("estimate-memory", *words, "data.path=x.jsonl", ours, "--json")
+    for each, added in ((text, program), (alone, [])):
+        code, same = invoke("estimate-memory", recipe, *added, "--json")
+        assert (code, json.loads(same)) == (
+            0,
+            {k: v for k, v in json.loads(each).items() if k != "from"},
+        )
 
 
 @pytest.mark.slow

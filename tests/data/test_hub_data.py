@@ -11,6 +11,7 @@ from fsdpctl.data.find_data import find_data
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError
+from fsdpctl.resolve.data import is_here
 from tests.hub_server import SHA, Hub, serving
 
 BYTES = ByteTokenizer()
@@ -111,12 +112,15 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
     table = {"a.csv": b"text\nx\n"}
     served = Hub(datasets={"org/cards": files, "org/plain": plain, "org/csv": table})
     with serving(served, tmp_path, monkeypatch) as hub:
+        assert not is_here(about := DataConfig(name="text", path="hf://org/cards"))
+        assert hub.requests == []  # as an estimate asks
         for _ in range(2):
             found = find_data("hf://org/cards")
             assert [x.name for x in found.train] == ["1.jsonl", "2.jsonl"]
             assert [x.name for x in found.validation] == ["y.jsonl"]
             assert hub.fetched() == {"README.md", "x/1.jsonl", "x/z/2.jsonl", "y.jsonl"}
             count = len(hub.requests)
+        assert (is_here(about), len(hub.requests)) == (True, count)
         assert names("hf://org/cards:sft/test_sft") == ["y.jsonl"]
         assert [x.name for x in find_data("hf://org/cards", "data.val_path").train] == ["y.jsonl"]
         assert (len(hub.requests), names("hf://org/plain")) == (count, ["train-0.jsonl"])
