@@ -4,14 +4,17 @@ import resource
 import shutil
 import signal
 import threading
+import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fsdpctl.checkpoint import manifest
+from fsdpctl.checkpoint.base import OnBytes, Ranks
 from fsdpctl.checkpoint.folders import (
     complete_checkpoints,
     find_checkpoint,
@@ -21,11 +24,14 @@ from fsdpctl.checkpoint.folders import (
     remove_old,
     step_folder,
 )
+from fsdpctl.checkpoint.manifest import BaseInfo
 from fsdpctl.checkpoint.publish import lack_of_space
+from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io.run_files import CHECKPOINTS, LATEST, MANIFEST
+from fsdpctl.training.callbacks import checkpoints
 from tests.checkpoint.test_killed_saves import MODES, at, make_saver
 from tests.checkpoint.test_killed_saves import save as save_now
 from tests.checkpoint.test_round_trip import read_everything, train_on, trained, whole_tensors
@@ -162,3 +168,40 @@ def test_a_save_that_training_waits_for_reports_its_progress(tmp_path, monkeypat
     monkeypatch.setattr(manifest, "write_tensor_file", write_slowly)
     make_saver(tmp_path, "sync").save(at(model, optimizer, 2))
     assert beats.count("saving") >= 2
+
+
+class _Slow:
+    """A base whose checksum takes half a second."""
+
+    info, is_named, error = BaseInfo("base", "", "0"), True, ""
+
+    def verified(self, ranks: Ranks, on_bytes: OnBytes) -> BaseInfo:
+        time.sleep(0.5)
+        if self.error:
+            raise CheckpointError(self.error)
+        return BaseInfo("base", "1", "0")
+
+
+@pytest.mark.parametrize("error", ["", "base model base has changed"])
+def test_a_save_waits_for_the_checksum_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    monkeypatch.setattr(checkpoints, "_TOLD_SECONDS", 0.1)
+    monkeypatch.setattr(_Slow, "error", error)
+    model, optimizer = trained("full_shard", steps=1)
+    slow: Any = _Slow()
+    saver, run = make_saver(tmp_path, "async", bases=[slow]), at(model, optimizer, 2)
+    saver.begin(at(model, optimizer, 1))
+    saver.save(run)
+    if error:
+        with pytest.raises(CheckpointError, match=error):
+            saver.finish(run)
+    else:
+        saver.finish(run)
+    found = complete_checkpoints(tmp_path / CHECKPOINTS)
+    assert len(found) == (not error)
+    for folder in found:
+        assert CheckpointReader(folder).manifest.base == BaseInfo("base", "1", "0")
+    journal: Any = saver._journal
+    said = [each.args[0] for each in journal.remark.call_args_list]
+    assert said == ["step 2: waiting for the checksum of base model base"]
