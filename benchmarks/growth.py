@@ -23,7 +23,7 @@ from tests.commands.run import environment
 
 RANKS, SEQ_LEN = 2, 64
 FIRST, EVERY, WINDOW = 200, 1000, 100  # steps
-PATIENCE = 120.0  # seconds without a step
+PATIENCE = 900.0  # seconds without a step; the first one waits until data is open
 
 
 Read = tuple[int, list[int], list[int]]  # a step; each rank's own bytes, those of mapped files
