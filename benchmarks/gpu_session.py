@@ -4,8 +4,8 @@
     python -m benchmarks.gpu_session --half 2
 
 Each part has processes of its own and a time limit. If a part fails or takes too long, the others
-still run. After each part its output is printed and gpu-session.json is written. `--small` runs the
-same parts on sizes that take no time.
+still run, and the exit code is 1. After each part its output is printed and gpu-session.json is
+written. `--small` runs the same parts on sizes that take no time.
 """
 
 import argparse
@@ -73,6 +73,7 @@ def halves(scratch: Path, *, small: bool) -> tuple[list[Part], list[Part]]:
     rounds = sized("--rounds 1", "--rounds 30")
     host = ("benchmarks.host_time", *asleep, *rounds, *out("gpu-host-time"))
     sizes = sized("--small", "")
+    compiled = ("benchmarks.gpu_compiled", *sizes, *out("gpu-compiled"))
     engine, others = _tests(small=small)
     sanitized = {"TORCH_CUDA_SANITIZER": "1"}
     first = [
@@ -88,6 +89,8 @@ def halves(scratch: Path, *, small: bool) -> tuple[list[Part], list[Part]]:
         Part("the largest model", (largest,), 40),
         Part("attention", (("benchmarks.gpu_attention", *sizes, *out("gpu-attention")),), 20),
         Part("host time", (host,), 20),
+        # In the time that was left of five minutes: no other part has less than before.
+        Part("compiled, fused, collected", (compiled,), 60),
     ]
     return first, second
 
@@ -167,8 +170,8 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def run(parts: list[Part], scratch: Path, out: Path) -> None:
-    """Run parts; keep the answers of parts that another call has run."""
+def run(parts: list[Part], scratch: Path, out: Path) -> list[str]:
+    """Run parts, keep the answers of parts that another call has run; return those that failed."""
     import torch
 
     from benchmarks.report import write_report
@@ -185,6 +188,7 @@ def run(parts: list[Part], scratch: Path, out: Path) -> None:
         print(json.dumps(found, indent=2), flush=True)
         chip = torch.cuda.get_device_name()
         write_report(file, "gpu_session", list(answers.values()), device=chip)
+    return [part.name for part in parts if answers[part.name]["code"]]
 
 
 def main() -> None:
@@ -205,7 +209,9 @@ def main() -> None:
         chosen = [each for each in chosen if words.only in each.name]
         if words.small:  # an emulated device has no time to be measured
             chosen = [replace(each, seconds=_PATIENCE) for each in chosen]
-        run(chosen, Path(folder), words.out)
+        failed = run(chosen, Path(folder), words.out)
+    if failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import pytest
 
+from benchmarks import gpu_session
 from benchmarks.report import PAIRS
 from docs import measured
 from tests import emulated
@@ -52,10 +54,24 @@ def test_all_parts_that_a_gpu_runs_run_in_small_on_an_emulated_device(tmp_path: 
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "gpu-session.json").read_text())["results"]
-    assert len(parts) == 10
+    assert len(parts) == 11
     assert {each["code"] for each in parts} == {0}, parts
-    for name in ("fake8", "memory", "nccl1", "largest", "attention", "host-time"):
+    for name in ("fake8", "memory", "nccl1", "largest", "attention", "host-time", "compiled"):
         assert json.loads((tmp_path / f"gpu-{name}.json").read_text())["results"]
+
+
+def test_a_part_that_fails_ends_a_session_with_its_name(tmp_path: Path, monkeypatch: Any) -> None:
+    def answer(part: gpu_session.Part) -> dict[str, object]:
+        return {"part": part.name, "code": int(part.name.startswith("compiled"))}
+
+    monkeypatch.setattr(gpu_session, "missing", list)
+    monkeypatch.setattr(gpu_session, "answer", answer)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(sys, "argv", ["gpu_session", "--half", "2", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="failed: compiled, fused, collected"):
+        gpu_session.main()
+    parts = json.loads((tmp_path / "gpu-session.json").read_text())["results"]
+    assert len(parts) == 6
 
 
 @pytest.mark.parametrize(("name", "groups"), [("step-time-cpu", 2), ("step-time-cpu-ddp", 1)])

@@ -169,7 +169,10 @@ def install():
     cuda.Stream, cuda.Event, cuda.ExternalStream = (
         streams.Stream, streams.Event, streams.ExternalStream,
     )  # fmt: skip
-    cuda._exchange_device = cuda._maybe_exchange_device = c.exchange_device
+    cuda._exchange_device = c.exchange_device
+    cuda._maybe_exchange_device = lambda device: c.exchange_device(
+        device
+    )  # Dynamo tells them apart
     cuda._lazy_init = lambda: None
     cuda._initialized = True
     cuda._get_device_properties = lambda _: _H100
