@@ -43,7 +43,9 @@ class Renderer:
         """
         from transformers.utils import chat_template_utils  # takes half a second
 
-        self._source, self._special_tokens = source, dict(special_tokens)
+        # Transformers shares the environment of a text, and with it the globals: the date is given.
+        of_day = datetime.strptime(today, "%Y-%m-%d").strftime
+        self._source, self._given = source, {**special_tokens, "strftime_now": of_day}
         # Annotated as the text alone.
         self._render: Callable[..., Any] = chat_template_utils.render_jinja_template
         self.takes_text = _TAKES_TEXT.search(source) is not None
@@ -53,7 +55,6 @@ class Renderer:
         except Exception as error:  # also SyntaxError and RecursionError
             raise RenderError(_one_line(error)) from None
         self.has_marks = any(isinstance(x.call.node, nodes.ExtensionAttribute) for x in blocks)
-        environment.globals["strftime_now"] = datetime.strptime(today, "%Y-%m-%d").strftime
         environment.unsafe_undefined = _refuse
 
     def render(
@@ -75,7 +76,7 @@ class Renderer:
                 chat_template=self._source,
                 return_assistant_tokens_mask=True,
                 add_generation_prompt=prompted,
-                **{**self._special_tokens, **(options or {})},
+                **{**self._given, **(options or {})},
             )
         except Exception as error:  # templates raise more than TemplateError
             raise RenderError(_one_line(error)) from None

@@ -117,6 +117,14 @@ def test_errors_of_a_template_name_the_line(tmp_path):
         opened(tmp_path, "gemma2", rows)
 
 
+def test_a_template_of_two_days_has_the_date_of_each():
+    source = "{{ strftime_now('%d %b %Y') }}"
+    one, other = (Renderer(source, {}, today) for today in ("2026-01-31", "2025-06-01"))
+    assert [each.render([]).text for each in (one, other, one)] == [
+        "31 Jan 2026", "01 Jun 2025", "31 Jan 2026",
+    ]  # fmt: skip
+
+
 def test_templates_get_the_configured_date(tmp_path):
     rows = [{"messages": TALK}]
     first = opened(tmp_path, "llama32", rows)
