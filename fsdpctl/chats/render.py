@@ -43,9 +43,8 @@ class Renderer:
         """
         from transformers.utils import chat_template_utils  # takes half a second
 
-        # Transformers shares the environment of a text, and with it the globals: the date is given.
-        of_day = datetime.strptime(today, "%Y-%m-%d").strftime
-        self._source, self._given = source, {**special_tokens, "strftime_now": of_day}
+        self._source, self._special_tokens = source, dict(special_tokens)
+        self._strftime = datetime.strptime(today, "%Y-%m-%d").strftime
         # Annotated as the text alone.
         self._render: Callable[..., Any] = chat_template_utils.render_jinja_template
         self.takes_text = _TAKES_TEXT.search(source) is not None
@@ -56,6 +55,7 @@ class Renderer:
             raise RenderError(_one_line(error)) from None
         self.has_marks = any(isinstance(x.call.node, nodes.ExtensionAttribute) for x in blocks)
         environment.unsafe_undefined = _refuse
+        self._globals = environment.globals
 
     def render(
         self,
@@ -69,6 +69,8 @@ class Renderer:
 
         RenderError if the template rejects the messages or fails. The message is one line.
         """
+        # The environment of a text is shared with all who render it, also for other days.
+        clock, self._globals["strftime_now"] = self._globals["strftime_now"], self._strftime
         try:
             (text,), (marks,) = self._render(
                 [messages],
@@ -76,10 +78,12 @@ class Renderer:
                 chat_template=self._source,
                 return_assistant_tokens_mask=True,
                 add_generation_prompt=prompted,
-                **{**self._given, **(options or {})},
+                **{**self._special_tokens, **(options or {})},
             )
         except Exception as error:  # templates raise more than TemplateError
             raise RenderError(_one_line(error)) from None
+        finally:
+            self._globals["strftime_now"] = clock
         return Rendered(text, marks)
 
 
