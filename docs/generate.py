@@ -5,6 +5,7 @@ picture shows the memory that the plan replays, the other one a simulated compar
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -151,6 +152,7 @@ TABLES: dict[str, Callable[[], str] | str] = {
     "step_time_of_shared_memory": measured.step_time_of_shared_memory_table,
     "peak_memory": measured.peak_memory_table,
     "host_time": measured.host_time_table,
+    "host_time_of_pieces": partial(measured.host_time_table, "host-time-pieces"),
     "estimate_errors": measured.estimate_errors_table,
     "published_runs": measured.published_runs_table,
     "published_steps": measured.published_steps_table,
