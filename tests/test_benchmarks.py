@@ -70,8 +70,6 @@ def test_a_part_that_fails_ends_a_session_with_its_name(tmp_path: Path, monkeypa
     monkeypatch.setattr(sys, "argv", ["gpu_session", "--half", "2", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="failed: compiled, fused, collected"):
         gpu_session.main()
-    parts = json.loads((tmp_path / "gpu-session.json").read_text())["results"]
-    assert len(parts) == 6
 
 
 @pytest.mark.parametrize(("name", "groups"), [("step-time-cpu", 2), ("step-time-cpu-ddp", 1)])

@@ -98,9 +98,8 @@ class _Recorder(TorchDispatchMode):
         before = len(found)
         with self:
             unpack(target.chunk(times)[0], rows.chunk(times)[0], blocks, 1, packing)
-        found[before:] = times * [
-            each._replace(name=UNPACKING + packing) for each in found[before:]
-        ]
+        part = [each._replace(name=UNPACKING + packing) for each in found[before:]]
+        found[before:] = times * part
 
     def _assumed(self, tensor: Tensor) -> bool | int:
         """Return what a module reads: `all` is true, `any` is false, the place of an expert is 0.

@@ -22,7 +22,7 @@ from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy
 from fsdpctl.resolve.open import Opened
-from fsdpctl.resolve.place import shares_memory, strategy_that_runs
+from fsdpctl.resolve.place import note_on_products, shares_memory, strategy_that_runs
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.directory import Look, Standing, changes
 from fsdpctl.run.environment import newest_versions
@@ -55,6 +55,7 @@ def describe_run(
         ("run", _run(seen)),
         ("experts", "" if estimate is None else _experts(opened)),
         ("note", "" if estimate is None else _in_float32(opened)),
+        ("note", note_on_products(opened.config)),
         ("blocks", _blocks(plan.config)),
         *(("note", text) for text in (*opened.notes, *seen.notes)),
         *(("changed", text) for text in changes(seen, plan.config)),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 # Triton would else contract a product and a sum, and divide with an error of two units.
-_AS_EAGER = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
+_AS_EAGER: Any = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
 _device_type: str | None = None
 
 
@@ -38,5 +38,4 @@ def run_fused(function: Callable[..., None], *args: Any) -> None:
 
 @cache
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    options: dict[str, Any] = {**_AS_EAGER}
-    return torch.compile(function, dynamic=True, options=options)
+    return torch.compile(function, dynamic=True, options=_AS_EAGER)

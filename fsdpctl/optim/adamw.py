@@ -54,7 +54,7 @@ def _update(
         scalars = scalars._replace(grad_scale=None)
     runs = of_shard.get(shard, ())
     if in_tiles:
-        tiled = TiledStep([each.run for each in runs], *scalars)
+        tiled = TiledStep([each.run for each in runs], scalars)
         for run, state, options in () if tiled.is_skipped else runs:
             tiled.step(run, shard.view(gradient, run.span), options, state, written)
         return
@@ -159,8 +159,8 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         stepped = [
             (run, run.param.grad, group) for run, group in self.runs if run.param.grad is not None
         ]
-        given = [run for run, *_ in stepped]
-        tiled = TiledStep(given, self.grad_scale, self.found_inf, is_fused=True)
+        scalars = HostScalars(self.grad_scale, self.found_inf)
+        tiled = TiledStep([run for run, *_ in stepped], scalars, is_fused=True)
         for run, gradient, number in stepped:
             group, state = self.param_groups[number], self.state[run.param]
             if not state:

@@ -7,20 +7,19 @@ is computed alike on any number of ranks; see `codes`.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdpctl.comm.codes import Moment, moment_of, put, split, widen
+from fsdpctl.comm.shards import HostScalars
 from fsdpctl.models.fused import fuses, run_fused
 from fsdpctl.optim.sharded import SteppedRun
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.optimizers import BLOCK, NUM_TILES, TILE
 
-Scalar = (
-    Any  # a number on the CPU; on other devices a scalar tensor, which the host never waits for
-)
+Scalar = Any  # a number on the CPU; elsewhere a scalar tensor, which the host never waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +63,10 @@ class Factors:
 
     def as_tensors(self, device: torch.device) -> "Factors":
         """Return factors that change between steps as tensors: Dynamo guards numbers."""
-        given = {name: getattr(self, name) for name in ("kept", "rate", "root", "bound", "share")}
         tensors: dict[str, Any] = {
             name: torch.full((), value, dtype=torch.float64, device=device)
-            for name, value in given.items()
-            if not isinstance(value, Tensor)
+            for name in ("kept", "rate", "root", "bound", "share")
+            if not isinstance(value := getattr(self, name), Tensor)
         }
         return replace(self, **tensors)
 
@@ -76,15 +74,9 @@ class Factors:
 class TiledStep:
     """Steps runs one after another, with one set of tiles."""
 
-    def __init__(
-        self,
-        runs: list[SteppedRun],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        *,
-        is_fused: bool = False,
-    ) -> None:
+    def __init__(self, runs: list[SteppedRun], by: HostScalars, *, is_fused: bool = False) -> None:
         """Prepare steps of `runs`, in fused kernels if they may be; divide by `grad_scale`."""
+        grad_scale, found_inf = by
         largest = max((run.span.numel for run in runs), default=0)
         self._device = runs[0].param.device if runs else torch.device("cpu")
         self._fuses = is_fused and fuses(self._device)
@@ -119,8 +111,9 @@ class TiledStep:
             part = gradient[span.start : span.stop]
             inside, shard = span.shift(run.span.start), run.shard
             master, low = shard.view(shard.param.detach(), inside), shard.remainder
-            weights = Weights(master, None if low is None else shard.view(low, inside))
-            tile = (part, first.window(span), second.window(span), weights, factors, self._skip)
+            low = None if low is None else shard.view(low, inside)
+            moments, weights = (first.window(span), second.window(span)), (master, low)
+            tile = (part, moments, weights, factors, self._skip)
             if self._fuses and span.numel > BLOCK:
                 run_fused(_step_tile, *tile)
             else:
@@ -133,18 +126,10 @@ class TiledStep:
         return torch.empty(NUM_TILES, self._size, device=self._device)
 
 
-class Weights(NamedTuple):
-    """A window into master weights, and into their remainders of 24 bits."""
-
-    master: Tensor
-    remainder: Tensor | None
-
-
 def _step_tile(
     gradient: Tensor,
-    first: Moment,
-    second: Moment,
-    weights: Weights,
+    moments: tuple[Moment, Moment],
+    weights: tuple[Tensor, Tensor | None],
     by: Factors,
     skip: Tensor | None,
     tiles: Sequence[Tensor] = (),
@@ -154,6 +139,7 @@ def _step_tile(
     if not tiles:
         tiles = [torch.empty_like(gradient, dtype=torch.float32) for _ in range(NUM_TILES)]
     m, v, work, grad = tiles
+    first, second = moments
     # Factors of whole tiles join those of the gradient or of blocks, so that fewer passes over
     # a tile remain: gradients have the unit of the first moment, v that of their squares.
     if gradient.dtype == torch.float32:
@@ -174,17 +160,16 @@ def _step_tile(
     torch.add(v, by.eps / root, out=work)
     update = torch.div(m, work, out=work)
     update.clamp_(-by.bound * root, by.bound * root).mul_(by.rate / root)
-    _update(weights, update, grad, by.kept, skip)
+    _update(*weights, update, grad, by.kept, skip)
     first.write(m, work, skip)
     if second.has_roots:
         second.write(v, work, skip, unit**0.5)
 
 
 def _update(
-    given: Weights, update: Tensor, work: Tensor, kept: Scalar, skip: Tensor | None
+    master: Tensor, remainder: Tensor | None, update: Tensor, work: Tensor, kept: Scalar, skip: Any
 ) -> None:
     """Subtract an update from weights that have decayed to `kept`."""
-    master, remainder = given
     if remainder is not None:
         weights = widen(master, remainder, work).mul_(kept).sub_(update)
         split(weights, master, remainder, skip)

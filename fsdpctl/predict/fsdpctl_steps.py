@@ -300,9 +300,9 @@ class FsdpctlSteps:
             self._host.step()
         else:
             held = sum(step.held(layout).numel for layout in step.all_trained())
-            numel, states = held - by_muon, plan.states
-            stored = None if states.dtype is None else tiled_traffic(plan, numel)
-            recorder.optimize(numel, plan.dtypes.master.itemsize, states.moments, stored)
+            numel, moments = held - by_muon, plan.states.moments
+            stored = tiled_traffic(plan, numel)
+            recorder.optimize(numel, plan.dtypes.master.itemsize, moments, stored)
         for event in self._update:
             self._renew(event)
         recorder.end_step()

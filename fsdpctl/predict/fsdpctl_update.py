@@ -138,7 +138,9 @@ def step_in_tiles(plan: TrainingPlan, recorder: Recorder) -> None:
 
 
 def tiled_traffic(plan: TrainingPlan, numel: int) -> float:
-    """Return the bytes of gradients, weights and states that a fused step reads and writes."""
+    """Return the bytes that a fused step in tiles reads and writes; 0 for other steps."""
+    if plan.states.dtype is None:
+        return 0
     dtypes = plan.dtypes
     weight = dtypes.master.itemsize + dtypes.has_remainder
     return numel * (dtypes.gradient.itemsize + 2 * weight) + 2 * plan.states_bytes

@@ -132,9 +132,7 @@ class Recorder:
     def norm(self, nbytes: float) -> None:
         """Compute the norm of gradients of `nbytes`, and exchange it with other ranks."""
 
-    def optimize(
-        self, numel: float, itemsize: int, moments: int, stored: float | None = None
-    ) -> None:
+    def optimize(self, numel: float, itemsize: int, moments: int, stored: float = 0) -> None:
         """Compute the gradient norm and update `numel` elements with `moments` per element.
 
         A step in tiles reads and writes `stored` bytes of gradients, weights and states.
@@ -284,14 +282,11 @@ class TaskRecorder(Recorder):
             kind, world = CollectiveKind.ALL_REDUCE, RankGroup.WORLD
             self.wait(self.start(kind, RECORD_BYTES, world, "record", queue=GATHERS))
 
-    def optimize(
-        self, numel: float, itemsize: int, moments: int, stored: float | None = None
-    ) -> None:
+    def optimize(self, numel: float, itemsize: int, moments: int, stored: float = 0) -> None:
         self.norm(numel * itemsize)
         device = self._machine.device
-        if stored is None:
-            seconds = device.optimizer_seconds(numel * itemsize, moments)
-        else:
+        seconds = device.optimizer_seconds(numel * itemsize, moments)
+        if stored:
             seconds = device.tiles_seconds(numel, stored)
         self._spend(seconds, "optimizer", "optimizer")
 

@@ -45,13 +45,7 @@ from fsdpctl.resolve.data import (
 )
 from fsdpctl.resolve.launchers import Place, place_of
 from fsdpctl.resolve.own import Task
-from fsdpctl.resolve.place import (
-    notes_on_cluster,
-    notes_on_cores,
-    notes_on_products,
-    on_this_machine,
-    place,
-)
+from fsdpctl.resolve.place import notes_on_cluster, notes_on_cores, on_this_machine, place
 from fsdpctl.resolve.rules import check_preflight, check_trained, checked
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.resolve.usual import OF_DATA, OF_MODEL, OF_STEP, Facts, filled, total_steps
@@ -199,7 +193,6 @@ def _opened(
 ) -> Opened:
     others = dict.fromkeys(("train.epochs", "train.tokens", "train.global_batch_tokens"))
     steps = total_steps(config, data)
-    notes += notes_on_products(config)
     notes += () if config.model.is_own else notes_on_epochs(config, data, steps)
     config = config.changed({"train.steps": steps, **others})
     config = filled(config, OF_MODEL, Facts(data, module), composed.automatic)

@@ -155,14 +155,14 @@ def notes_on_cores(config: Config) -> tuple[str, ...]:
     return (f"{who} wait for one another; set launch.nproc_per_node or OMP_NUM_THREADS",)
 
 
-def notes_on_products(config: Config) -> tuple[str, ...]:
+def note_on_products(config: Config) -> str:
     """Return a line if float32 products could be faster, or `precision=tf32` changes nothing."""
     has_tf32 = config.launch.device != "cpu" and has_bf16()  # of the same GPUs, and later ones
-    if config.precision.name == TF32 and not has_tf32:
-        return (f"precision={TF32}: not supported by {_machine(config)}; products are in float32",)
-    if not has_tf32 or config.precision.param_dtype != "float32" or config.uses_tf32:
-        return ()
-    return (f"matrix products are in float32; precision={TF32} is faster, with 10 bits of each",)
+    if config.precision.name == TF32:
+        here = f"precision={TF32}: not supported by {_machine(config)}; products are in float32"
+        return "" if has_tf32 else here
+    faster = f"matrix products are in float32; precision={TF32} is faster, with 10 bits of each"
+    return faster if has_tf32 and config.precision.param_dtype == "float32" else ""
 
 
 def make_room_for_files(ranks: int) -> None:

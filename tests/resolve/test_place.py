@@ -11,7 +11,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.run_lines import _dtypes
 from fsdpctl.resolve.open import Opened
-from fsdpctl.resolve.place import notes_on_cluster, notes_on_products, on_this_machine, place
+from fsdpctl.resolve.place import note_on_products, notes_on_cluster, on_this_machine, place
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.training.worker import _run
 
@@ -45,7 +45,7 @@ def test_float32_names_tf32_and_a_card_without_it_is_named(words, native, noted,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "V100")
-    (note,) = notes_on_products(config) or ("",)
+    note = note_on_products(config)
     assert bool(note) == bool(noted)
     assert all(text in note for text in noted)
     dtypes = _dtypes(cast("Opened", SimpleNamespace(config=config, automatic=())))
