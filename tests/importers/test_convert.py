@@ -4,13 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.config.compose import compose_config, with_short_forms
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.from_others import completed
 from fsdpctl.importers.recipe import ConvertedRecipe, convert, read_others, recipe_text
-from fsdpctl.importers.translation import settings_of
-from fsdpctl.resolve.place import ranks_of
 
 FILES = Path(__file__).parent / "files"
 
@@ -84,82 +80,6 @@ def test_the_command_line_takes_precedence():
         assert dict(recipe.missing)[name].startswith(key)
         assert f"{name}: ???" not in text  # it has a default
         assert key not in text.partition("not needed")[2]
-
-
-def test_a_recipe_composes_with_the_data_and_the_model_here():
-    words = dict(converted("trl-sft.yaml").words) | {"data.path": "chats.jsonl"}
-    words |= {"model": "llama_tiny"}
-    del words["model.path"]
-    composed = compose_config([], str(FILES / "trl-sft.yaml"), converted=[*words.items()])
-    assert composed.recipe == "trl-sft"
-    config = composed.config
-    assert (config.train.steps, config.train.epochs) == (300, None)
-    assert config.lr_scheduler.decay_ratio == 1
-
-
-_AXOLOTL = "base_model: Qwen/Qwen3-4B\nlearning_rate: 1e-4\nmicro_batch_size: 2\n"
-_CHATS = f"{_AXOLOTL}datasets: [{{path: chats.jsonl, type: chat_template}}]\n"
-_LORA = f"{_CHATS}adapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_linear: true\n"
-_TRL = "model_name_or_path: Qwen/Qwen3-4B\ndataset_name: chats.jsonl\n"
-_FSDP = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 16\nnum_machines: 2\n"
-_ZERO = "zero_optimization: {stage: %s, offload_optimizer: {device: cpu}}"
-_DEGREES = "parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 4"
-KINDS = [
-    _CHATS, f"{_CHATS}fsdp: [full_shard]\ngradient_accumulation_steps: 4\nsample_packing: true\n",
-    f"{_CHATS}fsdp_version: 2\nfsdp_config: {{reshard_after_forward: false}}\nbf16: true\n",
-    f"{_CHATS}deepspeed: {{{_ZERO % 1}}}\noptimizer: muon\n",
-    f"{_CHATS}deepspeed: {{{_ZERO % 3}, gradient_clipping: 0.2}}\ngradient_checkpointing: true\n",
-    f"{_CHATS}fsdp: [full_shard]\ndp_replicate_size: 2\ndp_shard_size: 8\n",
-    f"{_CHATS}fsdp: [full_shard]\ndp_shard_size: 2\ncontext_parallel_size: 2\n",
-    f"{_CHATS}optimizer: adamw_torch\nsequence_len: 65536\nfsdp: [full_shard, offload]\n",
-    f"{_CHATS}optimizer: adamw_bnb_8bit\nliger_rms_norm: true\nbatch_size: 8\nbf16: false\n",
-    f"{_CHATS}optimizer: sgd\ntensor_parallel_size: 1\ncut_cross_entropy: true\n",
-    f"{_AXOLOTL}pretraining_dataset: [{{path: a/b}}]\nmax_steps: 9\ntokens: [<a>]\n",
-    _LORA, f"{_LORA}load_in_4bit: true\nfsdp: [full_shard]\ngradient_checkpointing: offload\n",
-    f"{_LORA}lora_modules_to_save: [lm_head]\nload_in_8bit: true\nlora_dropout: 0.1\n",
-    _TRL, f"{_TRL}use_peft: true\npacking: true\n", f"{_TRL}label_smoothing_factor: 0.1\n",
-    f"{_TRL}use_peft: true\ndtype: bfloat16\nper_device_train_batch_size: 1\nmax_steps: 9\n",
-    f"{_TRL}use_liger_kernel: true\ngradient_checkpointing: false\nfsdp: shard_grad_op\n",
-    f"{_TRL}bf16: false\noptim: adamw_torch\ngradient_accumulation_steps: 8\n",
-    f"{_FSDP}fsdp_config: {{fsdp_version: 2, fsdp_activation_checkpointing: true}}\n",
-    f"{_FSDP}fsdp_config: {{fsdp_sharding_strategy: HYBRID_SHARD, fsdp_offload_params: true}}\n",
-    f"{_FSDP.replace(': 16', ': 8')}parallelism_config: {{{_DEGREES}}}\n",
-    "distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precision: fp16\n",
-    "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2, gradient_clipping: 1}\n",
-    "compute_environment: LOCAL_MACHINE\nuse_cpu: true\n",
-]  # fmt: skip
-# What another program does to memory, where fsdpctl would train otherwise.
-_OF_PROGRAM = {
-    "engine", "engine.program", "accumulation", "train.loss_chunk_tokens", "data.packing",
-    "precision.reduce_dtype", "model.base_dtype", "model.max_seq_len",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("text", [*KINDS, *(x.read_text() for x in FILES.iterdir())])
-@pytest.mark.parametrize("typed", [
-    {"cluster": "8xh100", "model": "llama3_1b"},
-    {"cluster": "h200", "model": "gpt2", "strategy": "ddp", "train.micro_batch_size": "1"},
-])  # fmt: skip
-def test_the_estimate_of_a_file_is_that_of_its_recipe_and_of_its_program(text, typed, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    Path("run.yml").write_text(text)
-    words = [f"{name}={value}" for name, value in typed.items()]
-    recipe = convert(read_others(Path("run.yml")), typed, ranks_of(with_short_forms(typed)))
-    alone = completed(read_others(Path("run.yml")), [*words, "engine.program=fsdpctl"]).composed
-    known = {name: value for name, value in recipe.words if name not in typed}
-    expected = compose_config(words, converted=[*known.items()])
-    assert (alone.config, alone.unset) == (expected.config, expected.unset)
-    whole = completed(read_others(Path("run.yml")), words)
-    program = {
-        name: value
-        for name, value in settings_of(whole.rows).items()
-        if f"{name}={value}" not in whole.overridden and known.get(name) != value
-        if name not in typed and name in _OF_PROGRAM
-    }
-    added = [f"{name}={value}" for name, value in program.items()]
-    assert (
-        compose_config([*words, *added], converted=[*known.items()]).config == whole.composed.config
-    )
 
 
 def test_replicas_are_those_of_the_file(tmp_path):

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.from_others import ImportedConfig, completed
-from fsdpctl.importers.recipe import read_others
-from fsdpctl.importers.translation import Translation
+from fsdpctl.importers.recipe import convert, read_others
+from fsdpctl.importers.translation import Translation, settings_of
 from tests.hostile import make_checkpoint, make_hugging_face
 
 FILES = Path(__file__).parent / "files"
@@ -27,6 +28,29 @@ def read(name: str) -> Translation:
 
 def asked(source: str | Path, *typed: str) -> ImportedConfig:
     return completed(read_others(FILES / source), [H100, *typed])
+
+
+# What another program does to memory, where fsdpctl would train otherwise.
+PROGRAM = {
+    "engine", "engine.program", "accumulation", "train.loss_chunk_tokens", "data.packing",
+    "precision.reduce_dtype", "model.base_dtype", "model.max_seq_len",
+}  # fmt: skip
+
+
+def check_recipe(file: Path, *typed: str) -> None:
+    """Check that the estimate of a file is that of its recipe, with what its program does."""
+    words = [H100, *typed]
+    given = dict(word.split("=", 1) for word in words)
+    known = dict(convert(read_others(file), given, 8).words)
+    recipe = [(name, text) for name, text in known.items() if name not in given]
+    alone = asked(file, *typed, "engine.program=fsdpctl").composed
+    expected = compose_config(words, converted=recipe)
+    assert (alone.config, alone.unset) == (expected.config, expected.unset)
+    whole = asked(file, *typed)
+    pairs = settings_of(whole.rows).items()
+    added = [f"{x}={text}" for x, text in pairs if x in PROGRAM - given.keys()]
+    added = [each for each in added if each not in whole.overridden]
+    assert compose_config([*words, *added], converted=recipe).config == whole.composed.config
 
 
 def written(folder: Path, text: str, name: str = "file.yaml") -> Path:
@@ -287,8 +311,17 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
 ])  # fmt: skip
 def test_values_are_those_of_the_tools(tmp_path, base, lines, expected):
     words = ["strategy=ddp"] * ("_or_path" in base) + ["model=gpt2"] * ("base_model" not in base)
-    found = asked(written(tmp_path, f"{base}{lines}\n"), *words)
+    file = written(tmp_path, f"{base}{lines}\n")
+    found = asked(file, *words)
     assert {key: found.composed.config.value(key) for key in expected} == expected
+    if lines != "optimizer: muon" or base == UNSHARDED:  # others can't be trained
+        check_recipe(file, *words)
+
+
+@pytest.mark.parametrize("name", [each.name for each in FILES.iterdir()])
+def test_the_estimate_of_a_file_is_that_of_its_recipe_and_of_its_program(name):
+    for typed in (["strategy=full_shard", "train.micro_batch_size=1"], ["optimizer=adamw"]):
+        check_recipe(FILES / name, "model=llama3_1b", *typed)
 
 
 @pytest.mark.parametrize(("text", "targets"), [
