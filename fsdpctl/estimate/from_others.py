@@ -17,6 +17,7 @@ from fsdpctl.resolve.rules import checked
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
 _PROGRAM = "engine.program"
+_SHOWN = ("optimizer", "data.new_tokens", "cluster", "train.loss_chunk_tokens")
 _TILE = 4096  # tokens whose logits of a part of the vocabulary take what a 16th of them take here
 
 
@@ -72,7 +73,7 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
     compose_config(arguments)  # a mistake in these is not the file's
     hardware = _hardware(translation, typed)
     about = settings_of(hardware) | with_short_forms(typed)
-    rows = [*rows_of(translation, about, ranks_of(about)).values(), *hardware]
+    rows = [*rows_of(translation, about, ranks_of(about)), *hardware]
 
     def composed(words: Mapping[str, str]) -> Composed:
         try:
@@ -93,22 +94,14 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
             own_engine = str(error).replace(got, " requires it instead of ")
             found = composed({name: text for name, text in words.items() if name != "engine"})
         found = replace(found, unset=())  # as the other tool runs it
-    return ImportedConfig(found, translation, tuple(_shown(translation, rows)), typed, own_engine)
+    shown = (row for row in rows if row.key not in translation.source.seen and _is_shown(row))
+    return ImportedConfig(found, translation, tuple(shown), typed, own_engine)
 
 
-def _shown(found: Translation, rows: Sequence[TranslationRow]) -> Iterator[TranslationRow]:
-    """Yield the rows that affect memory, with all settings of a value in one."""
-    of_values: dict[tuple[str, str, str], list[str]] = {}
-    for row in rows:
-        names = settings_of([row])
-        is_shown = any(affects_memory(name) or name in _SHOWN for name in names)
-        if (is_shown or not names) and row.key not in found.source.seen:
-            of_values.setdefault((row.key, row.value, row.note), []).extend(row.settings)
-    for (key, value, note), settings in of_values.items():
-        yield TranslationRow(key, value, tuple(settings), note)
-
-
-_SHOWN = ("optimizer", "data.new_tokens", "cluster", "train.loss_chunk_tokens")
+def _is_shown(row: TranslationRow) -> bool:
+    """Return whether a row affects memory, or is a note."""
+    names = settings_of([row])
+    return not names or any(affects_memory(name) or name in _SHOWN for name in names)
 
 
 def _hardware(translation: Translation, typed: Mapping[str, str]) -> list[TranslationRow]:
@@ -144,9 +137,6 @@ def _of_program(found: Translation, config: Config) -> Iterator[TranslationRow]:
     if found.whole_logits:
         note = "of all tokens at once, as that tool computes it"
         yield TranslationRow("(loss)", "", ("train.loss_chunk_tokens=0",), note)
-    if (wide := found.wide_base) is not None:
-        note = "frozen weights are loaded in float32; embeddings are estimated in bf16"
-        yield TranslationRow(wide.key, wide.text, ("model.base_dtype=float32",), note)
     tokens = micro * train.seq_len // train.context_parallel
     if found.tiled_logits and lora.rank is not None and "head" not in str(lora.also):
         chunk = -(-max(min(tokens, _TILE), tokens // 8) // 16)

@@ -33,9 +33,9 @@ def read_accelerate(source: SourceConfig) -> Translation:
         ("model", "names no model; add model=llama3_8b, or model=hf model.path=DIR, and "
          "train.seq_len=N train.micro_batch_size=N")
     )  # fmt: skip
-    inner = read_launch(found)
-    _read_precision(found, inner)
-    _read_batch(found, inner)
+    read_launch(found)
+    _read_precision(found)
+    _read_batch(found)
     read_inner_deepspeed(found)
     clip = found.value("deepspeed_config.gradient_clipping")
     if clip and clip.text.strip() != "auto":
@@ -46,18 +46,18 @@ def read_accelerate(source: SourceConfig) -> Translation:
     return found
 
 
-def read_launch(found: Translation) -> SourceConfig | None:
-    """Translate the ranks and how they shard; return the file of DeepSpeed if there is one."""
+def read_launch(found: Translation) -> None:
+    """Translate the ranks and how they shard."""
     source = found.source
     place = source.take("compute_environment")
     if place is not None and place.text.strip() != "LOCAL_MACHINE":
         raise source.error(place, "expected LOCAL_MACHINE")
-    _read_degrees(found)
     _read_ranks(found)
     compiled = source.take("dynamo_config.dynamo_backend", "dynamo_backend")
     if compiled and compiled.text.lower() != "no":
         found.exclude(compiled, "estimated without compilation, which usually needs more memory")
-    return None if source.launch and source.shards else _read_sharding(found)
+    if not (source.launch and source.shards):
+        _read_sharding(found)
 
 
 def read_launch_beside(found: Translation, narrow: SourceKey | None) -> SourceKey | None:
@@ -87,7 +87,7 @@ def read_launch_beside(found: Translation, narrow: SourceKey | None) -> SourceKe
     return narrow
 
 
-def _read_degrees(found: Translation) -> None:
+def _read_ranks(found: Translation) -> None:
     source, prefix = found.source, "parallelism_config.parallelism_config_"
     check_degrees(source, {"tensor": (f"{prefix}tp_size",)})
     read_context(found, f"{prefix}cp_size", f"{prefix}sp_size")
@@ -95,10 +95,6 @@ def _read_degrees(found: Translation) -> None:
     replicate, shard = map(source.positive, keys)
     if replicate or shard:
         found.degrees = RankDegrees(keys, replicate or 1, shard or 1)
-
-
-def _read_ranks(found: Translation) -> None:
-    source = found.source
     ranks, nodes = source.positive("num_processes"), source.positive("num_machines") or 1
     shown = SourceKey("num_processes, num_machines", f"{ranks}, {nodes}")
     if ranks is None:
@@ -109,8 +105,7 @@ def _read_ranks(found: Translation) -> None:
     found.map(shown, *settings)
 
 
-def _read_sharding(found: Translation) -> SourceConfig | None:
-    """Translate the sharding, and return the configuration of DeepSpeed if there is one."""
+def _read_sharding(found: Translation) -> None:
     source = found.source
     kind = source.take("distributed_type")
     name = kind.text.strip().upper() if kind else "NO"
@@ -120,11 +115,10 @@ def _read_sharding(found: Translation) -> SourceConfig | None:
     if name == "FSDP":
         read_fsdp(found, version=source.text("fsdp_config.fsdp_version", default="1"))
     elif name == "DEEPSPEED":
-        file = source.take("deepspeed_config.deepspeed_config_file")
-        if file is None:
+        if file := source.take("deepspeed_config.deepspeed_config_file"):
+            read_deepspeed(found, file)
+        else:
             read_zero(found, source, "deepspeed_config.", "zero_stage")
-            return None
-        return read_deepspeed(found, file)
     elif name in (*_MANY, "MULTI_CPU"):
         found.map(kind, "strategy=no_shard")
         found.uses_torch = True
@@ -133,11 +127,10 @@ def _read_sharding(found: Translation) -> SourceConfig | None:
     else:
         assert kind is not None
         raise source.error(kind, "expected NO, FSDP, DEEPSPEED, MULTI_GPU or MULTI_CPU")
-    return None
 
 
-def _read_precision(found: Translation, inner: SourceConfig | None) -> None:
-    source = found.source
+def _read_precision(found: Translation) -> None:
+    source, inner = found.source, found.deepspeed
     value = source.take("mixed_precision")
     if value is None and inner is not None:
         for name in ("bf16", "fp16"):
@@ -157,8 +150,8 @@ def _read_precision(found: Translation, inner: SourceConfig | None) -> None:
         found.exclude(value, "matrix products are estimated in bf16")
 
 
-def _read_batch(found: Translation, inner: SourceConfig | None) -> None:
-    source = found.source
+def _read_batch(found: Translation) -> None:
+    source, inner = found.source, found.deepspeed
     passes = source.positive("deepspeed_config.gradient_accumulation_steps")
     passes = source.positive("gradient_accumulation_steps") or passes
     micro = total = None

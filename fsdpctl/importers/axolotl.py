@@ -18,12 +18,10 @@ from fsdpctl.importers.shared import (
     quantized,
     read_activation_offload,
     read_context,
-    read_deepspeed,
-    read_fsdp_of_transformers,
     read_modules_to_save,
     read_optimizer,
+    read_sharding,
     read_targets,
-    read_zero,
 )
 from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation
 
@@ -172,12 +170,9 @@ def _read_adapters(found: Translation) -> bool:
     adapter = source.take("adapter")
     rank = source.take("lora_r")
     if adapter is None:
-        parts = source.take("unfrozen_parameters")
-        if parts:
-            found.missing.append(
-                ("model.trainable", f"unfrozen_parameters: {parts.text[:80]}: regular expressions "
-                 "are not read from files; add model.trainable=REGEX")
-            )  # fmt: skip
+        if parts := source.take("unfrozen_parameters"):
+            why = "regular expressions are not read from files; add model.trainable=REGEX"
+            found.lack("model.trainable", parts, why)
         source.value(*(each.key for each in source.peek() if each.key.startswith("lora_")))
         return False
     kind = adapter.text.strip().lower()
@@ -205,8 +200,8 @@ def _read_targets(found: Translation) -> None:
     names = ("linear", "modules", "parameters")
     linear, targets, stacked = (found.source.take(f"lora_target_{each}") for each in names)
     if stacked and targets and is_expression(targets):
-        text = f"{targets.key}: {targets.text[:80]}: with lora_target_parameters"
-        found.missing.append(("model.lora.targets", f"{text}; add model.lora.targets=[NAMES]"))
+        why = "with lora_target_parameters; add model.lora.targets=[NAMES]"
+        found.lack("model.lora.targets", targets, why)
     elif stacked:
         layers = ("all_linear",) if linear and linear.is_on else targets.items if targets else ()
         words = f"model.lora.targets=[{','.join((*layers, *stacked.items))}]"
@@ -226,29 +221,11 @@ def _read_sharding(found: Translation) -> bool:
 
     FSDP 1 and DeepSpeed make those; axolotl's patched FSDP 2 leaves the weights as they are.
     """
-    source = found.source
-    shards = "DEEPSPEED"
-    version = source.text("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
-    deepspeed = source.take("deepspeed")
-    replicate, shard = source.positive("dp_replicate_size"), source.positive("dp_shard_size")
-    if deepspeed:
-        read_deepspeed(found, deepspeed)
-    elif "deepspeed.zero_optimization" in source:
-        found.deepspeed = SourceConfig(source.file, source.content["deepspeed"])
-        read_zero(found, source, "deepspeed.zero_optimization.", "stage")
-    elif source.shards:
-        read_fsdp_of_transformers(found, version)
-        shards = "FSDP"
-    elif source.launch is None:
-        found.map(None, "strategy=no_shard", default="fsdp, deepspeed")
-        found.uses_torch = True
-        return False
-    else:
-        shards = str(source.launch.content.get("distributed_type")).upper()
-    if replicate or shard:
-        found.degrees = RankDegrees(
-            ("dp_replicate_size", "dp_shard_size"), replicate or 1, shard or -1
-        )
+    keys = ("dp_replicate_size", "dp_shard_size")
+    replicate, shard = map(found.source.positive, keys)
+    shards = read_sharding(found, "fsdp, deepspeed")
+    if shards and (replicate or shard):
+        found.degrees = RankDegrees(keys, replicate or 1, shard or -1)
     return shards == "DEEPSPEED" or (shards == "FSDP" and found.whole_gradients)
 
 

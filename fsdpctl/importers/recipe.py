@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -31,7 +31,6 @@ _WIDTH = 100  # of a line
 _RANKS_OF_NODE = 8
 HAVE_DEFAULTS = ("checkpoint.every", "train.eval_every")  # even if a file sets them
 _PLAIN = re.compile(r"[\w./+][\w./+-]*")
-Rows = dict[str, TranslationRow]  # of one setting each, by its name
 
 
 def read_others(path: Path, beside: Path | None = None) -> Translation:
@@ -52,8 +51,7 @@ def read_others(path: Path, beside: Path | None = None) -> Translation:
     fused = any(each.key in _FUSED_NORMS and each.is_on for each in source.peek())
     found = _READERS[tool](source)
     if not fused and "engine.program" not in settings_of(found.program):
-        row = TranslationRow("(norms)", "", ("engine.program=transformers",), "of transformers")
-        found.program.append(row)
+        found.emulate("(norms)", "", "engine.program=transformers", "of transformers")
     return found
 
 
@@ -105,17 +103,17 @@ def convert(found: Translation, given: Mapping[str, str], num_ranks: int) -> Con
     these nor the file have their number.
     """
     typed = with_short_forms(given)
-    kept = rows_of(found, typed, num_ranks)
     replaced = {*typed, *(SIZES if typed.keys() & SIZES else ())}
     groups = tuple(f"{name}." for name in typed if name in GROUPS)
     kept = {
-        name: row
-        for name, row in kept.items()
-        if name not in replaced
+        name: replace(row, settings=(setting,))
+        for row in rows_of(found, typed, num_ranks)
+        for setting in row.settings
+        if (name := setting.partition("=")[0]) not in replaced
         if name.startswith(FOR_ANY_OPTION) or not name.startswith(groups)
     }
-    ours = [TranslationRow("command line", "", (f"{name}={text}",)) for name, text in given.items()]
-    kept |= _by_setting(ours)
+    for name, text in given.items():
+        kept[name] = TranslationRow("command line", "", (f"{name}={text}",))
     if refused := [why for name, why in found.refused if name not in typed]:
         raise UsageError(f"{found.file}: {refused[0]}")
     order = {name: number for number, name in enumerate(SECTIONS)}
@@ -130,25 +128,16 @@ def convert(found: Translation, given: Mapping[str, str], num_ranks: int) -> Con
     return ConvertedRecipe(found.tool, rows, tuple(_left_out(found)), missing)
 
 
-def rows_of(found: Translation, typed: Mapping[str, str], num_ranks: int) -> Rows:
-    """Return a row for each setting of the training that a file describes, by its name.
+def rows_of(found: Translation, typed: Mapping[str, str], num_ranks: int) -> list[TranslationRow]:
+    """Return the settings of the training that a file describes; later rows take precedence.
 
     Settings `typed` on the command line are not among them, but decide what follows from them.
     """
-    kept = _by_setting(found.rows)
+    rows = found.rows
     if typed.get("strategy") in ("no_shard", "ddp") or "optimizer" in typed:
-        kept.pop("strategy.offload", None)  # every rank would step everything, or nothing is there
-    kept |= _by_setting(_rows_of_ranks(found, {**settings_of(kept.values()), **typed}, num_ranks))
-    return kept
-
-
-def _by_setting(rows: Iterable[TranslationRow]) -> Rows:
-    """Return a row for each setting; later ones take precedence."""
-    return {
-        setting.partition("=")[0]: replace(row, settings=(setting,))
-        for row in rows
-        for setting in row.settings
-    }
+        # Every rank would step everything, or nothing is there.
+        rows = [each for each in rows if not each.settings[0].startswith("strategy.offload=")]
+    return [*rows, *_rows_of_ranks(found, {**settings_of(rows), **typed}, num_ranks)]
 
 
 def _rows_of_ranks(

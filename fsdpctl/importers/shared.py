@@ -5,7 +5,6 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from fsdpctl.config.model_path import model_words
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.config.synonyms import NOT_SUPPORTED
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.translation import Translation, TranslationRow
+from fsdpctl.importers.translation import Translation
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import read_json
 from fsdpctl.plan.strategy import Offload, get_strategy
@@ -30,14 +29,12 @@ _LIKE_ADAMW = ("adopt_adamw", "schedule_free_adamw")  # in memory only
 # Those of torch's default, with a temporary copy of the second moments.
 _UNFUSED = ("adamw_torch", "adamw", "adopt_adamw", "schedule_free_adamw")
 # With two states of about one byte per parameter, of bitsandbytes and torchao.
-_EIGHT_BITS = ("*adamw*8bit*", "*adamw*fp8*")
-_FOUR_BITS = ("*adamw*4bit*",)
-_NARROW = (*_EIGHT_BITS, *_FOUR_BITS)
+_NARROW = re.compile(r"(?!.*galore).*adamw.*(8bit|fp8|4bit).*")
 # With fewer or smaller states.
-_SMALLER = (
-    "*8bit*", "*4bit*", "*fp8*", "adafactor", "*lion*", "*muon*", "*dion*", "*lomo*", "*galore*",
-    "*apollo*", "came*", "rmsprop*", "adagrad", "schedule_free_sgd",
-)  # fmt: skip
+_SMALLER = re.compile(
+    ".*(8bit|4bit|fp8|lion|muon|dion|lomo|galore|apollo).*|adafactor|came.*|rmsprop.*|adagrad|"
+    "schedule_free_sgd"
+)
 # Linear layers of a decoder, and where its blocks are in a model, also with images.
 _LAYERS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -114,8 +111,7 @@ def read_targets(found: Translation, value: SourceKey) -> None:
     names = [name for layers in _LAYERS.values() for name in layers if any(name in x for x in each)]
     if not names:
         why = "matches no usual name" if expression else "not a regular expression"
-        text = f"{value.key}: {text[:80]}: {why}; add model.lora.targets=REGEX"
-        found.missing.append(("model.lora.targets", text))
+        found.lack("model.lora.targets", value, f"{why}; add model.lora.targets=REGEX")
         return
     note = "these names in the text model; others that it matches have no adapters"
     found.map(value, f"model.lora.targets=[{','.join(names)}]", note=note)
@@ -138,8 +134,8 @@ def check_heads(found: Translation, value: SourceKey | None) -> None:
     """Refuse recipes with adapters of the head or of embeddings, which `train` does not accept."""
     names = value.items if value else ()
     if heads := [each for each in names if each.rpartition(".")[2].strip("*") in _HEADS]:
-        why = "has no adapters here; set model.lora.targets"
-        found.refused.append(("model.lora.targets", f"{value and value.key}: {heads[0]}: {why}"))
+        shown = SourceKey(value.key if value else "", heads[0])
+        found.ask(shown, "model.lora.targets", "has no adapters here")
 
 
 def _matched(expression: re.Pattern[str], number: int) -> tuple[str, ...]:
@@ -154,46 +150,32 @@ def _matched(expression: re.Pattern[str], number: int) -> tuple[str, ...]:
 def read_optimizer(found: Translation, value: SourceKey | None, default: str) -> None:
     """Translate an optimizer by transformers' name; `default` is the key if it isn't set."""
     name = "adamw_torch_fused" if value is None else value.text.strip().lower()
+    shown, expected = value or SourceKey(default, name), "expected AdamW, SGD or Muon"
     if name in _ADAMW:
         found.map(value, "optimizer=adamw", default=default)
         if name in _UNFUSED:
-            row = TranslationRow("(AdamW)", name, ("engine.program=transformers_foreach",))
-            found.program.append(row)
-        if value is not None and name in _LIKE_ADAMW:
-            found.refused.append(("optimizer", _other_optimizer(value)))
+            found.emulate("(AdamW)", name, "engine.program=transformers_foreach")
+        if name in _LIKE_ADAMW:
+            found.ask(shown, "optimizer", expected)
     elif name == "sgd":
         found.map(value, "optimizer=sgd", "optimizer.momentum=0")
-    elif value is not None and "galore" not in name and _is_one_of(name, _NARROW):
-        _read_small_states(found, value, name)
+    elif _NARROW.fullmatch(name):
+        note = "moments of matrices take 1.03 bytes per element"
+        if "paged" in name:
+            note += ", without paging; strategy.offload=states keeps them in host memory"
+        elif name in ("adamw_bnb_8bit", "adamw_8bit"):
+            note += "; transformers keeps those of embeddings in fp32"
+        found.map(value, "optimizer=adamw", "optimizer.state_dtype=int8", note=note)
+        if "4bit" in name:
+            found.exclude(shown, f"states are estimated in 8 bits, not in 4; {TOO_HIGH}")
     elif name == "muon" and found.settings.get("strategy") in ("no_shard", "shard_optimizer"):
         found.map(value, "optimizer=muon")
-    elif value is not None and _is_one_of(name, _SMALLER):
-        found.exclude(value, f"estimated with AdamW's two states in fp32; {TOO_HIGH}")
-        found.refused.append(("optimizer", _other_optimizer(value)))
-    elif value is not None:
-        found.missing.append(
-            ("optimizer", f"{value.key}: {name}: unknown optimizer states; add optimizer=adamw or "
-             "optimizer=sgd to estimate it as one of these")
-        )  # fmt: skip
-
-
-def _other_optimizer(value: SourceKey) -> str:
-    return f"{value.key}: {value.text[:80]}: expected AdamW, SGD or Muon; set optimizer"
-
-
-def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, each) for each in patterns)
-
-
-def _read_small_states(found: Translation, value: SourceKey, name: str) -> None:
-    note = "moments of matrices take 1.03 bytes per element"
-    if "paged" in name:
-        note += ", without paging; strategy.offload=states keeps them in host memory"
-    elif _is_one_of(name, ("adamw_bnb_8bit", "adamw_8bit")):
-        note += "; transformers keeps those of embeddings in fp32"
-    found.map(value, "optimizer=adamw", "optimizer.state_dtype=int8", note=note)
-    if _is_one_of(name, _FOUR_BITS):
-        found.exclude(value, f"states are estimated in 8 bits, not in 4; {TOO_HIGH}")
+    elif _SMALLER.fullmatch(name):
+        found.exclude(shown, f"estimated with AdamW's two states in fp32; {TOO_HIGH}")
+        found.ask(shown, "optimizer", expected)
+    else:
+        way = "add optimizer=adamw or optimizer=sgd to estimate it as one of these"
+        found.lack("optimizer", shown, f"unknown optimizer states; {way}")
 
 
 def read_offload(
@@ -262,13 +244,36 @@ def read_fsdp(found: Translation, *, version: str, strategy: str = "") -> None:
         found.exclude(wrap, "estimated with one unit per block")
 
 
-def read_fsdp_of_transformers(found: Translation, version: str = "") -> None:
-    """Translate `fsdp`, a list or text of modes, and `fsdp_config`, of TrainingArguments."""
-    modes = found.source.take("fsdp")
+def read_sharding(found: Translation, default: str, note: str = "") -> str:
+    """Translate `deepspeed`, or `fsdp` and `fsdp_config`, of TrainingArguments.
+
+    Returns what shards, as accelerate names it; empty if it is replicated, for want of `default`.
+    """
+    source = found.source
+    if file := source.take("deepspeed"):
+        read_deepspeed(found, file)
+    elif "deepspeed.zero_optimization" in source:
+        found.deepspeed = SourceConfig(source.file, source.content["deepspeed"])
+        read_zero(found, source, "deepspeed.zero_optimization.", "stage")
+    elif source.shards:
+        _read_fsdp_of_transformers(found)
+        return "FSDP"
+    elif source.launch is not None:
+        return str(source.launch.content.get("distributed_type")).upper()
+    else:
+        found.map(None, "strategy=no_shard", default=default, note=note)
+        found.uses_torch = True
+        return ""
+    return "DEEPSPEED"
+
+
+def _read_fsdp_of_transformers(found: Translation) -> None:
+    modes = found.source.take("fsdp")  # a list or text
     words = re.findall(r"\w+", modes.text.lower()) if modes else []
     known = [each for each in words if each not in ("auto_wrap", "offload", "true")]
-    version = version or found.source.text("fsdp_config.fsdp_version", "fsdp_config.version")
-    read_fsdp(found, version=version or "1", strategy=next(iter(known), ""))
+    keys = ("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
+    version = found.source.text(*keys, default="1")
+    read_fsdp(found, version=version, strategy=next(iter(known), ""))
     if modes and "offload" in words:
         read_offload(found, modes, OF_FSDP)
 
@@ -284,19 +289,15 @@ def _read_prefetch(
         found.map(backward or forward, "prefetch=backward")
 
 
-def read_deepspeed(found: Translation, value: SourceKey) -> SourceConfig | None:
-    """Translate the ZeRO of the file that `value` names; return it, or None if it is absent."""
+def read_deepspeed(found: Translation, value: SourceKey) -> None:
+    """Translate the ZeRO of the file that `value` names."""
     places = (Path(value.text), found.source.file_of(value.key).parent / value.text)
     file = next((each for each in places if each.is_file()), None)
-    if file is not None:
-        found.deepspeed = SourceConfig(file, read_json(file, dict[str, Any]))
-        read_zero(found, found.deepspeed, "zero_optimization.", "stage")
-        return found.deepspeed
-    found.missing.append(
-        ("strategy", f"{value.key}: {value.text}: not found; add the stage of ZeRO, such as "
-         "strategy=zero3")
-    )  # fmt: skip
-    return None
+    if file is None:
+        found.lack("strategy", value, "not found; add the stage of ZeRO, such as strategy=zero3")
+        return
+    found.deepspeed = SourceConfig(file, read_json(file, dict[str, Any]))
+    read_zero(found, found.deepspeed, "zero_optimization.", "stage")
 
 
 def read_zero(found: Translation, source: SourceConfig, section: str, stage_key: str) -> None:
@@ -347,4 +348,4 @@ def map_model(found: Translation, value: SourceKey | None, key: str, revision: s
     found.map(found.model, "model=hf", f"model.path={name}")
     if not is_known:
         why = "not a directory, a known name, or one on the Hugging Face Hub"
-        found.missing.append(("model", f"{value.key}: {name}: {why}; {way_on}"))
+        found.lack("model", found.model, f"{why}; {way_on}")

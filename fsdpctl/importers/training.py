@@ -197,11 +197,10 @@ def read_inner_deepspeed(found: Translation) -> None:
     kind = given.get("optimizer.type")
     if kind is not None and kind.text.lower() not in ("adam", "adamw"):
         found.ask(kind, "optimizer", "expected AdamW")
-    params = {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"}
-    for key, ours in params.items():
+    for key in ("lr", "eps", "weight_decay"):
         value = given.get(f"optimizer.params.{key}")
         if value is not None and value.text.strip() != "auto":
-            found.add(value, f"optimizer.{ours}={value.text}")
+            found.add(value, f"optimizer.{key}={value.text}")
     betas = given.get("optimizer.params.betas")
     if betas is not None and len(betas.items) == 2:
         one, two = betas.items

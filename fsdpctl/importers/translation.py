@@ -86,7 +86,6 @@ class Translation:
     whole_gradients: bool = False  # gradients stay unsharded until the last micro-batch
     whole_logits: bool = True  # the logits of all tokens of a micro-batch exist at once
     tiled_logits: bool = False  # a part of the vocabulary at a time, of up to 4,096 tokens
-    wide_base: SourceKey | None = None  # why weights that adapters freeze are in float32
 
     @property
     def file(self) -> Path:
@@ -113,7 +112,7 @@ class Translation:
     ) -> None:
         """Add a row for `value`, or for the key `default` that isn't set.
 
-        Without settings, it is a note on the estimate. Settings with another value are missing.
+        Without settings, it is a note on the estimate. Settings whose value is wrong are missing.
         """
         shown = (default, "(not set)") if value is None else (value.key, value.text)
         for name, why in _invalid(settings):
@@ -121,6 +120,10 @@ class Translation:
             return
         rows = self.rows if settings else self.program
         rows.append(TranslationRow(*shown, settings, note))
+
+    def emulate(self, key: str, value: str, setting: str, note: str = "") -> None:
+        """Add what the tool does to memory, to estimates alone."""
+        self.program.append(TranslationRow(key, value, (setting,), note))
 
     def add(self, value: SourceKey, *settings: str, note: str = "", decides: bool = True) -> None:
         """Add a row for a value of the training, unless its setting is rejected.
@@ -166,6 +169,10 @@ class Translation:
     def leave(self, value: SourceKey, why: str) -> None:
         """Record that the training doesn't follow `value`."""
         self.left_out.append(TranslationRow(value.key, value.text, note=why))
+
+    def lack(self, name: str, value: SourceKey, why: str) -> None:
+        """Require the setting `name`, also for an estimate, because of a value."""
+        self.missing.append((name, f"{value.key}: {value.text[:80]}: {why}"))
 
     def require(self, name: str, why: str) -> None:
         """Require the setting `name`, without which `train` does not accept the recipe."""

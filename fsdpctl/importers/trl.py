@@ -13,10 +13,9 @@ from fsdpctl.importers.schedules import add_schedule
 from fsdpctl.importers.shared import (
     map_model,
     quantized,
-    read_deepspeed,
-    read_fsdp_of_transformers,
     read_modules_to_save,
     read_optimizer,
+    read_sharding,
     read_targets,
 )
 from fsdpctl.importers.training import (
@@ -79,15 +78,8 @@ def read_trl(source: SourceConfig) -> Translation:
         _keep_base_wide(found, dtype, recomputes)
     if recomputes is None or recomputes.is_on:
         found.map(recomputes, "activation_checkpointing=full", default="gradient_checkpointing")
-    deepspeed = source.take("deepspeed")
-    if deepspeed:
-        read_deepspeed(found, deepspeed)
-    elif source.shards:
-        read_fsdp_of_transformers(found)
-    elif source.launch is None:
-        note = "accelerate's configuration decides it; pass that file too, or set strategy"
-        found.map(None, "strategy=no_shard", default="(ranks)", note=note)
-        found.uses_torch = True
+    note = "accelerate's configuration decides it; pass that file too, or set strategy"
+    read_sharding(found, "(ranks)", note)
     read_optimizer(found, source.take("optim"), "optim")
     _read_loss(found)
     _read_training(found)
@@ -108,7 +100,8 @@ def _keep_base_wide(found: Translation, dtype: SourceKey, recomputes: SourceKey 
     """Keep weights that adapters freeze in float32, unless they are quantized."""
     if "model.lora.rank" not in found.settings or "model.base_dtype" in found.settings:
         return
-    found.wide_base = dtype
+    note = "frozen weights are loaded in float32; embeddings are estimated in bf16"
+    found.emulate(dtype.key, dtype.text, "model.base_dtype=float32", note)
     if recomputes and recomputes.is_off:
         why = "autocast keeps copies of frozen weights in bf16 for backward, which are not counted"
         found.exclude(recomputes, why)

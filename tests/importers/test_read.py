@@ -105,14 +105,6 @@ def test_an_accelerate_file_needs_a_model_on_the_command_line():
     assert (config.train.global_batch_size, found.translation.unrecognized) == (2 * 16, [])
 
 
-def test_a_stage_of_deepspeed_is_a_strategy():
-    found = asked("accelerate-deepspeed.yaml", "model=llama3_1b")
-    config = found.composed.config
-    assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdpctl")
-    assert (config.precision.name, config.train.global_batch_size) == ("fp32", 8 * 4)
-    assert (config.strategy.offload, found.translation.excluded) == ("states,gradients", [])
-
-
 def test_the_deepspeed_file_that_a_configuration_names_is_read(tmp_path):
     inner = {
         "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}},
@@ -306,6 +298,9 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
     (TRL, "bf16: false", {"model.base_dtype": None}),
     (TRL, "load_in_4bit: true", {"model.base_dtype": "nf4"}),
     (DEGREES, "", {"strategy": "hybrid_shard_grad_op", "strategy.dp_shard_size": 4}),
+    ((FILES / "accelerate-deepspeed.yaml").read_text(), "", {"strategy": "full_shard",
+     "engine": "fsdpctl", "precision": "fp32", "strategy.offload": "states,gradients",
+     "train.global_batch_size": 8 * 4}),
     ("compute_environment: LOCAL_MACHINE\n", "use_cpu: true",
      {"launch.nproc_per_node": 1, "launch.device": "cpu", "precision": "fp32"}),
 ])  # fmt: skip
