@@ -83,7 +83,8 @@ def _read_schedule(found: Translation, steps: int | None) -> None:
             found.ask(value, "lr_scheduler", "not supported")
     warmup, share = found.value("warmup_steps"), found.known("warmup_ratio")
     most = 100 if found.value("warmup_ratio") is None else NO_LIMIT
-    if warmup is None and steps is None:
+    is_share = is_fraction(share.text) or not share.text.strip("0.")
+    if warmup is None and (steps is None or not is_share):
         found.leave(share, "if that is 1 step, axolotl warms up over 2 steps, fsdpctl over 1")
         words = f"lr_scheduler.warmup_ratio={share.text} {_FLOOR}={most}"
         add_schedule(found, schedule, (share, words))

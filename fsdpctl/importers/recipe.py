@@ -18,7 +18,13 @@ from fsdpctl.errors import UsageError
 from fsdpctl.importers.accelerate import read_accelerate
 from fsdpctl.importers.axolotl import read_axolotl
 from fsdpctl.importers.defaults import HARMLESS
-from fsdpctl.importers.translation import RankDegrees, Translation, TranslationRow, settings_of
+from fsdpctl.importers.translation import (
+    RankDegrees,
+    SourceBatch,
+    Translation,
+    TranslationRow,
+    settings_of,
+)
 from fsdpctl.importers.trl import read_trl
 from fsdpctl.io.untrusted import read_yaml
 
@@ -148,23 +154,31 @@ def _rows_of_ranks(
     `words` are the settings of the file and of the command line. UsageError if the replicas do not
     divide the ranks.
     """
-    shared = int(words.get("train.context_parallel", "1"))
-    if found.degrees is not None:
+    shared, degrees = int(words.get("train.context_parallel", "1")), found.degrees
+    if degrees and degrees.shard > 0 and "launch.nproc_per_node" not in words:
         is_known = "cluster" in words and "launch.nnodes" not in words
         on_node = num_ranks if is_known else _RANKS_OF_NODE
-        for row in _launched(found.degrees, words, shared, on_node):
-            words = settings_of([row]) | words
-            yield row
+        total = degrees.replicate * degrees.shard * shared  # which have parts of each sample
+        nodes = 1 if total % on_node else total // on_node
+        settings = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
+        note = f"on nodes of {on_node}" if nodes > 1 else ""
+        yield (row := TranslationRow(*degrees.shown, settings, note))
+        words = settings_of([row]) | words
     ranks, origin = num_ranks, " on this machine; change it for others"
     if (per_node := words.get("launch.nproc_per_node", "")).isdecimal():
         ranks = int(per_node) * int(words.get("launch.nnodes", "1"))
     if per_node.isdecimal() or "cluster" in words:
         origin = " in the file or on the command line"
-    if found.degrees is not None:
-        yield _arranged(found, found.degrees, ranks)
-    if (batch := found.batch) is None:
-        return
-    groups = max(1, ranks // shared)
+    if degrees:
+        yield _arranged(found, degrees, ranks)
+    if found.batch is not None:
+        yield from _batch(found, found.batch, words, max(1, ranks // shared), origin)
+
+
+def _batch(
+    found: Translation, batch: SourceBatch, words: Mapping[str, str], groups: int, origin: str
+) -> Iterator[TranslationRow]:
+    """Yield the samples of a micro-batch and of a step, in which `groups` have micro-batches."""
     typed, steps = _whole(words, "train.micro_batch_size"), _whole(words, "accumulation.steps")
     micro, passes = typed or batch.micro or batch.usual, steps or batch.accumulation or 1
     shown, note = found.shown_batch, ""
@@ -179,19 +193,6 @@ def _rows_of_ranks(
     yield TranslationRow(*found.shown_batch, (f"train.global_batch_size={total}",), note)
 
 
-def _launched(
-    degrees: RankDegrees, words: Mapping[str, str], shared: int, on_node: int
-) -> Iterator[TranslationRow]:
-    """Yield the number of ranks, of which `shared` have each sample, unless it is set."""
-    if degrees.shard < 1 or "launch.nproc_per_node" in words:
-        return
-    total = degrees.replicate * degrees.shard * shared
-    nodes = 1 if total % on_node else total // on_node
-    settings = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
-    note = f"on nodes of {on_node}" if nodes > 1 else ""
-    yield TranslationRow(*degrees.shown, settings, note)
-
-
 def _arranged(found: Translation, degrees: RankDegrees, ranks: int) -> TranslationRow:
     replicate, shard = degrees.replicate, degrees.shard
     if replicate < 1 or ranks % replicate:
@@ -199,14 +200,14 @@ def _arranged(found: Translation, degrees: RankDegrees, ranks: int) -> Translati
             f"{found.file}: {degrees.keys[0]}: {replicate}: does not divide the {ranks} ranks; set "
             "the number of ranks, such as launch.nproc_per_node=8 launch.nnodes=4"
         )
-    kept = "_grad_op" if found.settings.get("strategy") == "shard_grad_op" else ""
-    words: tuple[str, ...] = (f"strategy={'shard' if kept else 'full_shard'}{kept}",)
+    keeps = found.settings.get("strategy") == "shard_grad_op"
+    words = ["strategy=shard_grad_op" if keeps else "strategy=full_shard"]
     if shard == 1 or ranks == replicate:
-        words = ("strategy=no_shard",)
+        words = ["strategy=no_shard"]
     elif replicate > 1:
-        size = f"strategy.dp_shard_size={ranks // replicate}"
-        words = (f"strategy=hybrid_shard{kept}", size)
-    return TranslationRow(*degrees.shown, words, f"of {ranks} ranks")
+        words = [f"strategy=hybrid_shard{'_grad_op' * keeps}"]
+        words += [f"strategy.dp_shard_size={ranks // replicate}"]
+    return TranslationRow(*degrees.shown, tuple(words), f"of {ranks} ranks")
 
 
 def _whole(words: Mapping[str, str], name: str) -> int | None:

@@ -193,8 +193,8 @@ class Translation:
             return None
 
     def sort_rest(self, unused: Iterable[str]) -> None:
-        """Classify all keys that are left; those of `unused` and `changes` don't affect memory."""
-        patterns = (*unused, *self.changes)
+        """Classify all keys that are left; the patterns `unused` don't affect memory."""
+        patterns = tuple(unused)
         for value in self.source.rest():
             last = value.key.rsplit(".", 1)[-1]
             ours = SYNONYMS.get(value.key, SYNONYMS.get(last, ""))

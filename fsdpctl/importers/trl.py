@@ -44,10 +44,11 @@ _OF_PEFT = {
 }
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
 _UNUSED = (
-    "dataset_*", "dataloader_*", "logging_*", "save_*", "eval_*", "adam_*", "overwrite_output_dir",
-    "push_to_hub", "hub_*", "gradient_checkpointing_kwargs*", "trust_remote_code",
-    "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*", "bf16_full_eval", "ddp_*",
-    "lora_task_type",
+    "dataset_*", "dataloader_*", "logging_*", "save_*", "eval_*", "lr_scheduler_*", "adam_*",
+    "overwrite_output_dir", "push_to_hub", "hub_*", "remove_unused_columns",
+    "gradient_checkpointing_kwargs*", "attn_implementation", "trust_remote_code",
+    "packing_strategy", "lora_dropout", "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*",
+    "eos_token", "bf16_full_eval", "ddp_*", "lora_task_type",
 )  # fmt: skip
 
 

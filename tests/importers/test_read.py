@@ -240,6 +240,7 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
     (AXOLOTL, "bf16: false", {"precision": "fp32", "precision.reduce_dtype": "float32"}),
     (AXOLOTL, "bf16: true", {"precision.reduce_dtype": "bfloat16"}),
     (AXOLOTL, "bfloat16: true", {"precision": "bf16_true"}),
+    (AXOLOTL, "attn_implementation: sdpa\nattention: x", {"model.attention": None}),
     (AXOLOTL, "fp16: true", {"precision": "bf16"}),
     (AXOLOTL, "optimizer: sgd", {"optimizer": "sgd", "engine": "fsdpctl"}),
     (AXOLOTL, "adapter: lora\nlora_r: 4", {"engine": "fsdpctl"}),

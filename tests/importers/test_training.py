@@ -221,6 +221,8 @@ def test_a_warmup_without_a_key_is_axolotls_share_with_its_limit(steps, count):
     ("TRL", {"optim": "galore_adamw_8bit"}, "optim: galore_adamw_8bit: expected AdamW"),
     ("TRL", {"max_steps": "${N}"}, "max_steps: .*expected a whole number; set train.steps"),
     ("TRL", {"lr_scheduler_type": "cosine_with_min_lr"}, "requires min_lr"),
+    *(("axolotl", {"max_steps": 9, "warmup_ratio": text}, "warmup_ratio: .*; set lr_scheduler.warm")
+      for text in ("x", "1e999", ["a"])),
     ("TRL", {"lr_scheduler_type": "one_cycle"}, "one_cycle: not supported; expected linear"),
     ("axolotl", {"lr_scheduler": "rex"}, "rex: not supported; .*; set lr_scheduler"),
     ("axolotl", {**_STOPS, "metric_for_best_model": "accuracy"},
@@ -284,6 +286,7 @@ def test_held_out_files_are_validated_on():
     ("TRL", {"warmup_ratio": 0.1, "warmup_steps": 5}, {"lr_scheduler.warmup_steps": "5"}),
     ("TRL", {"warmup_ratio": 0.1, "warmup_steps": 0}, {"lr_scheduler.warmup_ratio": "0.1"}),
     ("TRL", {"use_rslora": True}, {"model.lora.rslora": "true"}),
+    ("TRL", {"router_aux_loss_coef": 0.01}, {"model.router_aux_loss": None}),
     ("TRL", {"lr_scheduler_type": "cosine_with_min_lr",
      "lr_scheduler_kwargs": '{"min_lr_rate": 0.2}'}, {"lr_scheduler.min_lr_ratio": "0.2"}),
     ("axolotl", {"deepspeed": {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.2}},
