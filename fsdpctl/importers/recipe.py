@@ -170,7 +170,7 @@ def _rows_of_ranks(
     if per_node.isdecimal() or "cluster" in words:
         origin = " in the file or on the command line"
     if degrees:
-        yield _arranged(found, degrees, ranks)
+        yield _arranged(found, degrees, shared, ranks)
     if found.batch is not None:
         yield from _batch(found, found.batch, words, max(1, ranks // shared), origin)
 
@@ -193,8 +193,8 @@ def _batch(
     yield TranslationRow(*found.shown_batch, (f"train.global_batch_size={total}",), note)
 
 
-def _arranged(found: Translation, degrees: RankDegrees, ranks: int) -> TranslationRow:
-    replicate, shard = degrees.replicate, degrees.shard
+def _arranged(found: Translation, degrees: RankDegrees, shared: int, ranks: int) -> TranslationRow:
+    replicate, shard = degrees.replicate, degrees.shard * shared  # over those of a sample too
     if replicate < 1 or ranks % replicate:
         raise UsageError(
             f"{found.file}: {degrees.keys[0]}: {replicate}: does not divide the {ranks} ranks; set "

@@ -247,7 +247,7 @@ def read_fsdp(found: Translation, *, version: str, strategy: str = "") -> None:
 def read_sharding(found: Translation, default: str, note: str = "") -> str:
     """Translate `deepspeed`, or `fsdp` and `fsdp_config`, of TrainingArguments.
 
-    Returns what shards, as accelerate names it; empty if it is replicated, for want of `default`.
+    Returns what shards, as accelerate names it; empty if the keys `default` are not set.
     """
     source = found.source
     if file := source.take("deepspeed"):

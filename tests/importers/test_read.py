@@ -299,6 +299,8 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
     (TRL, "bf16: false", {"model.base_dtype": None}),
     (TRL, "load_in_4bit: true", {"model.base_dtype": "nf4"}),
     (DEGREES, "", {"strategy": "hybrid_shard_grad_op", "strategy.dp_shard_size": 4}),
+    (DEGREES.replace("dp_shard_size: 4", "cp_size: 4"), "", {"train.context_parallel": 4,
+     "strategy": "hybrid_shard_grad_op", "strategy.dp_shard_size": 4}),  # ranks that share samples
     ((FILES / "accelerate-deepspeed.yaml").read_text(), "", {"strategy": "full_shard",
      "engine": "fsdpctl", "precision": "fp32", "strategy.offload": "states,gradients",
      "train.global_batch_size": 8 * 4}),
