@@ -155,8 +155,6 @@ def test_settings_that_a_file_of_another_tool_lacks_are_reported():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 def test_host_memory_has_to_fit_too():
     words = [*H100, "strategy.offload=states"]
     code, text = invoke("estimate-memory", *words, "--require-fit")

@@ -324,8 +324,6 @@ def test_dry_run_shows_the_plan_and_writes_nothing(words, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 def test_dry_run_of_a_large_model_needs_no_memory(words):
     code, said = invoke("train", "--dry-run", "model=llama3_405b", "launch.nproc_per_node=8",
                      "data=text", f"data.path={Path('words.txt').resolve()}",

@@ -75,8 +75,6 @@ def test_the_table_of_commands_repeats_what_each_says(name):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 def test_advice_estimates_no_settings_together_if_one_suffices(monkeypatch):
     """Each estimate of a large model takes as long as a start."""
     plan = plan_on_cluster(compose_config(

@@ -234,8 +234,6 @@ def test_nothing_is_left_in_the_padding_of_unsharded_gradients(rank, world_size,
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 @distributed(world_size=4)
 @in_turn(called=[True, False], strategy__owners=[
     ("shard_optimizer", "even"), ("shard_optimizer", "round_robin"),

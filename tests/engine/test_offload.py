@@ -150,8 +150,6 @@ def test_same_bits_of_every_kind(rank, world_size, strategy, mode, **case):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed()
@@ -298,8 +296,6 @@ CODED = {"state_dtype": torch.int8, "module": _Wide}
 NARROW = Precision(BF, BF, BF, has_remainders=True)
 
 
-@pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed()

@@ -174,8 +174,6 @@ def test_each_of_several_settings_is_needed(memory):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 def test_replicas_that_do_not_fit_are_advised_to_shard_optimizer_states():
     words = ["model=llama3_70b", "cluster=h100", "launch.nnodes=8", "train.seq_len=8192"]
     words += ["train.micro_batch_size=1", "train.global_batch_size=64"]

@@ -44,8 +44,6 @@ def _greet(server: socket.socket) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["silent", "talking", "closed"])
 def test_a_wrong_endpoint_is_an_error_of_one_line(kind, tmp_path):
     said = {"closed": "node 0 not reachable within 2 s (launch.timeout): Connection refused; start"}

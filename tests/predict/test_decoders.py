@@ -40,8 +40,6 @@ def test_the_peak_of_all_tensors_is_within_a_percent(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("family", fast("qwen3_moe", slow=["mixtral", "deepseek_v3", "gpt_oss"]))
 @distributed(world_size=2, timeout=240)
 @in_turn(mode=["none", "full"], rests=["none", "params"])

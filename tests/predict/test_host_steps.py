@@ -235,8 +235,6 @@ CASES = (
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 @distributed(2)
 @in_turn(words=CASES)
 def test_the_engine_copies_the_bytes_that_are_priced(rank: int, world_size: int, words: str):

@@ -133,8 +133,6 @@ def test_estimates_are_exact_over_nccl(ranks: int, whole: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3, 4]))
 @distributed(timeout=600)

@@ -47,8 +47,6 @@ def test_a_lower_loss_is_better_and_others_are_counted():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(3,), (8,), (2, 4, 5, 9)], ids=str)
 def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
     ends = {}

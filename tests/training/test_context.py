@@ -69,8 +69,6 @@ def chats(folder: Path, family: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("more", fast(
     ["strategy=hybrid_shard", "strategy.dp_shard_size=2", "activation_checkpointing=full",
      "train.micro_batch_size=1", "accumulation=last", "train.seq_len=100"],

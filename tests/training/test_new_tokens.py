@@ -81,8 +81,6 @@ def test_new_rows_are_the_mean_of_the_others(tmp_path, family):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("family", fast("qwen3 tied", slow=["llama"]))
 @pytest.mark.parametrize("more", fast(LORA, slow=[[]]))
 def test_a_stopped_run_resumes_bit_for_bit_and_its_exports_agree(tmp_path, family, more):

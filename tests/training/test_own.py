@@ -402,8 +402,6 @@ def test_commands_that_need_a_decoder_reject_the_run_of_a_script() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 def test_a_mistake_ends_a_script_in_one_line(tmp_path: Path) -> None:
     code = """
 import fsdpctl

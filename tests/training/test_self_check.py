@@ -183,8 +183,6 @@ def check_unchanged(rank: int, world_size: int, typed: list[str], folder: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 def test_a_step_that_changes_no_weight_has_a_warning(tmp_path):
     typed = words(tmp_path, 2, "train.steps=3", "train.self_check=auto")
     check_unchanged(world_size=2, typed=typed, folder=str(tmp_path))
