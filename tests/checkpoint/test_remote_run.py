@@ -1,14 +1,18 @@
 """Checkpoints in an object store, with its faults; the store is fsspec's, in memory."""
 
 import filecmp
-import random
+import shutil
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
@@ -38,11 +42,13 @@ from tests.hostile import TINY_MODEL, make_checkpoint, reseal
 
 URL = "memory://bucket/runs/run"
 STEPS = (10, 20, 30, 40)
-FAULTS = ("error", "denied", "lost", "changed", "dropped", "killed")
 
 
 class Killed(BaseException):
     """The process ends here."""
+
+
+ERRORS = {"killed": Killed, "denied": PermissionError, "lost": FileNotFoundError}
 
 
 @pytest.fixture
@@ -190,88 +196,56 @@ def test_what_is_damaged_there_is_named_by_its_url(run, tmp_path, name, change, 
             list(open_checkpoint(URL).verify())
 
 
-def faulty(monkeypatch, rng: random.Random, rate: float, planted: Counter[str]) -> None:
-    """Make calls of the store fail at random."""
+@contextmanager
+def fault_at(number: int, kind: str) -> Iterator[list[str]]:
+    """Have one call of the store fail, and all after it if they are denied; yield the calls."""
+    calls: list[str] = []
 
-    def wrap(name: str, kinds: tuple[str, ...]) -> None:
+    def failing(name: str) -> Any:
         plain = getattr(MemoryFileSystem, name)
 
         def call(self, path, *given, **about):
-            kind = rng.choice(kinds) if rng.random() < rate else ""
-            planted[kind] += 1
-            if kind == "killed":
-                raise Killed
-            if kind in ("error", "denied", "lost"):
-                raise {"error": OSError, "denied": PermissionError, "lost": FileNotFoundError}[
-                    kind
-                ](kind)
-            if kind == "dropped":
+            calls.append(name)
+            is_due = len(calls) == number or (kind == "denied" and len(calls) > number)
+            if is_due and kind in ERRORS:
+                raise ERRORS[kind](kind)
+            if is_due and kind == "dropped" and name in ("put_file", "rm"):
                 return None
             found = plain(self, path, *given, **about)
-            target = given[0] if name == "put_file" else path
-            if kind == "changed" and name == "cat_file" and found:
-                return bytes([found[0] ^ 1]) + found[1:]
-            if kind == "changed" and name == "put_file":
-                content = plain_cat(self, target)
-                self.store[self._strip_protocol(target)].seek(0)
-                self.store[self._strip_protocol(target)].write(bytes([content[0] ^ 1]))
+            if is_due and kind == "damaged" and name == "put_file":
+                self.pipe_file(given[0], b"damaged")
             return found
 
-        monkeypatch.setattr(MemoryFileSystem, name, call)
+        return mock.patch.object(MemoryFileSystem, name, call)
 
-    plain_cat = MemoryFileSystem.cat_file
-    wrap("put_file", FAULTS)
-    wrap("cat_file", tuple(each for each in FAULTS if each != "dropped"))
-    wrap("rm", ("error", "denied", "dropped", "killed"))
-    wrap("ls", ("error", "denied", "killed"))
-    wrap("info", ("error", "lost", "killed"))
+    with ExitStack() as stack:
+        for name in ("put_file", "cat_file", "rm", "ls", "info"):
+            stack.enter_context(failing(name))
+        yield calls
 
 
-def test_no_fault_makes_a_checkpoint_that_is_wrong_or_lost(run, tmp_path, monkeypatch):
-    rng = random.Random(5)
-    planted: Counter[str] = Counter()
-    keep = CheckpointConfig(keep_last=2)
-    whole = {each.name: {f.name: f.read_bytes() for f in each.iterdir()} for each in folders(run)}
-    outcomes: Counter[str] = Counter()
-    for number in range(40):
-        place = f"/bucket/{number}/run"
-        for folder in rng.sample(folders(run), 3):
-            with monkeypatch.context() as planting:
-                faulty(planting, rng, rng.choice([0.02, 0.1, 0.3]), planted)
-                there = RemoteCheckpoints(f"memory:/{place}")
-                try:
-                    there.upload(folder)
-                    outcomes["uploaded"] += 1
-                    there.remove_old(keep, folder)
-                    outcomes["tidied"] += 1
-                except (FsdpctlError, Killed) as error:
-                    outcomes[type(error).__name__] += 1
-                try:
-                    copy_checkpoint(open_checkpoint(f"memory:/{place}"), tmp_path / "copy")
-                except (FsdpctlError, Killed) as error:
-                    outcomes[f"read: {type(error).__name__}"] += 1
-            if (tmp_path / "copy").exists():
-                outcomes["read"] += 1
-                step = CheckpointReader(tmp_path / "copy").manifest.progress.step
-                assert are_equal(step_folder(run / CHECKPOINTS, step), tmp_path / "copy")
-                (tmp_path / "copy").rename(tmp_path / f"{number}-{folder.name}")
-            store = MemoryFileSystem()
-            for each in RemoteCheckpoints(f"memory:/{place}").complete():
-                found = {
-                    Path(file).name: store.cat_file(file)
-                    for file in store.find(f"{place}/{each.name}")
-                }
-                damaged_manifest = found[MANIFEST] != whole[each.name][MANIFEST]
-                assert damaged_manifest or found == whole[each.name]
-                outcomes["damaged manifest"] += damaged_manifest
-        there = RemoteCheckpoints(f"memory:/{place}")
-        there.upload(folders(run)[-1])
-        newest = there.newest()
-        assert newest is not None
-        assert newest.url.endswith(folders(run)[-1].name)
-    assert sum(planted.values()) - planted[""] > 150, planted
-    assert min(outcomes["uploaded"], outcomes["read"], outcomes["Killed"]) > 5, outcomes
-    assert outcomes["damaged manifest"] < 5, outcomes
+@pytest.mark.parametrize("kind", [*ERRORS, "dropped", "damaged"])
+def test_no_fault_makes_a_checkpoint_that_is_wrong_or_lost(run, tmp_path, kind):
+    older, newer, *_ = folders(run)
+    whole = {each.name: {f.name: f.read_bytes() for f in each.iterdir()} for each in (older, newer)}
+    there, copy = RemoteCheckpoints(URL), tmp_path / "copy"
+    for number in count(1):
+        MemoryFileSystem.store.clear()
+        there.upload(older)
+        with fault_at(number, kind) as calls, suppress(FsdpctlError, Killed):
+            there.upload(newer)
+            there.remove_old(CheckpointConfig(keep_last=1), newer)
+            copy_checkpoint(open_checkpoint(URL), copy)
+        left = [each.name for each in there.complete()]
+        assert left
+        assert all(files_of(name) == whole[name] for name in left), (number, calls)
+        if copy.exists():
+            assert are_equal(newer, copy)
+            shutil.rmtree(copy)
+        there.upload(newer)
+        assert files_of(newer.name) == whole[newer.name]
+        if len(calls) < number:
+            return
 
 
 def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monkeypatch):

@@ -157,19 +157,6 @@ def test_an_interrupted_run_resumes_bit_for_bit(finished, tmp_path, how):
 
 
 @pytest.mark.slow
-def test_a_second_launcher_does_not_disturb_the_first(tmp_path):
-    process = start(tmp_path, 100_000)
-    wait_for(has_stepped(tmp_path))
-    try:
-        second = fsdpctl("train", *words(tmp_path, STEPS, "train.steps=100000"), cwd=tmp_path)
-        assert (second.returncode, "in use by a running launcher" in second.stderr) == (2, True)
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-    assert process.returncode == 75
-
-
-@pytest.mark.slow
 def test_the_tokenizer_is_kept_with_the_run(tmp_path):
     vocabulary = {"?": 0, "and": 1, "is": 2, "line": 3}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="?"))

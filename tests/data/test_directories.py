@@ -342,17 +342,6 @@ def test_token_files_are_validated_on_those_that_are_called_so(tmp_path):
         open_data(DataConfig("tokens", str(tmp_path)))
 
 
-def test_texts_are_validated_on_files_that_are_called_so(tmp_path):
-    for name in ("train/a.txt", "dev/a.txt", "test/a.txt"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(name)
-    found = open_data(DataConfig("text", str(tmp_path)))
-    assert bytes(found.train.rows(8)[0].tokens.tolist()) == b"train/a."
-    assert found.val is not None
-    assert found.val.num_tokens == len("dev/a.txt")
-    assert found.description.endswith("2 files of 3, 1 of them to validate; left out: 1 test")
-
-
 def test_files_that_turn_out_not_to_be_text_are_not_counted_as_used(tmp_path):
     for name, content in (("train/a.py", b"a"), ("train/b.py", b"\xe9"), ("val/c.py", b"c"),
                           ("val/d.py", b"\0")):  # fmt: skip

@@ -114,7 +114,7 @@ class Leading(Spare):
 class Stack(nn.Module):
     """Four or more blocks one after another."""
 
-    def __init__(self, *blocks: type[OddBlock]) -> None:
+    def __init__(self, *blocks: type[nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
         of = blocks or (OddBlock,)

@@ -308,8 +308,11 @@ NARROW = Precision(BF, BF, BF, has_remainders=True)
     ("states", "shard_optimizer contiguous", CODED),
     ("states", "full_shard", {"precision": SPLIT, "module": in_four_bits}),
     ("states", "full_shard", {"state_dtype": F32, "precision": Precision(BF, BF, BF)}),
+    *(("params", "hybrid_shard", {"size": size, "module": _in_part}) for size in (1, 2)),
 ])  # fmt: skip
-def test_same_bits_of_compressed_states(rank, world_size, mode, strategy, case):
+def test_same_bits_of_compressed_states_and_of_replicas(rank, world_size, mode, strategy, case):
+    if world_size % case.get("size", 1):
+        return
     _check_alike(rank, mode, strategy=strategy, **case)
 
 
@@ -322,16 +325,3 @@ def test_what_the_host_cannot_step_is_rejected(sharding, precision):
             make(model, lr=0.1)
     with pytest.raises(EngineError, match="flat_parameters: not supported"):
         model.flat_parameters()
-
-
-@pytest.mark.slow
-@distributed(2)
-@in_turn(mode__strategy__case=[
-    ("states", "full_shard", {"precision": BF16, "skipped": 1}),
-    (GRADIENTS, "shard_grad_op", {}),
-    (GRADIENTS, "shard_optimizer", {"precision": BF16, "holds": True}),
-    ("states", "shard_optimizer contiguous", {"precision": BF16}),  # of units with one owner
-    *(("params", "hybrid_shard", {"size": size, "module": _in_part}) for size in (1, 2)),
-])  # fmt: skip
-def test_same_bits(rank, world_size, mode, strategy, case):
-    _check_alike(rank, mode, strategy=strategy, **case)

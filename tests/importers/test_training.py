@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import TrainingArguments, get_scheduler
+from transformers import TrainingArguments
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import KEYS, LrSchedulerConfig
@@ -20,6 +19,7 @@ from fsdpctl.importers.recipe import ConvertedRecipe, convert, recipe_text
 from fsdpctl.importers.translation import Translation
 from fsdpctl.importers.trl import read_trl
 from fsdpctl.training.learning_rate import lr_factor
+from tests.training.test_learning_rate import rates_of_transformers
 
 Reader = Callable[[SourceConfig], Translation]
 AXOLOTL: dict[str, Any] = {
@@ -49,13 +49,6 @@ def beside_data(tmp_path, monkeypatch):
 
 def converted(tool: str, content: dict[str, Any], **typed: str) -> ConvertedRecipe:
     return convert(TOOLS[tool][0](SourceConfig(Path("run.yml"), content)), typed, 1)
-
-
-def refused_or_converted(tool: str, content: dict[str, Any]) -> ConvertedRecipe | str:
-    try:
-        return converted(tool, content)
-    except UsageError as error:
-        return str(error)
 
 
 def settings(tool: str, **changes: Any) -> dict[str, str]:
@@ -91,16 +84,6 @@ def test_defaults_of_transformers_are_those_of_its_arguments():
     for key, text in {**defaults.HUGGING_FACE, **{key: defaults.TRL[key] for key in names}}.items():
         theirs = fields[key].default
         assert theirs == (text if isinstance(theirs, str) else float(text))
-
-
-@pytest.mark.parametrize(("tool", "key"), CASES)
-def test_another_value_of_each_of_these_keys_is_followed_or_refused_by_name(tool, key):
-    recipe = refused_or_converted(tool, {**TOOLS[tool][1], key: "0.125"})
-    if isinstance(recipe, str):
-        assert key in recipe
-        return
-    named = [line for line in recipe.left_out if not line.startswith("not needed")]
-    assert keys_of(recipe).get(key, "(not set)") != "(not set)" or any(key in x for x in named)
 
 
 # The keys of axolotl 0.18.0 and TRL 1.10 with transformers 5.23 that decide what is trained, by
@@ -139,17 +122,19 @@ DECIDING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("tool", "key"), [(tool, key) for tool, keys in DECIDING.items() for key in keys.split()]
-)
-def test_a_key_that_changes_the_training_is_never_said_not_to_be_needed(tool, key):
-    recipe = refused_or_converted(tool, {**TOOLS[tool][1], key: "x"})
-    if isinstance(recipe, str):
-        assert key in recipe
-        return
-    named = [line for line in recipe.left_out if not line.startswith("not needed")]
-    missing = [why for _, why in recipe.missing]
-    assert key in keys_of(recipe) or any(key in line for line in (*named, *missing))
+@pytest.mark.parametrize(("tool", "key", "value"), [
+    *((tool, key, "0.125") for tool, key in CASES),
+    *((tool, key, "x") for tool, keys in DECIDING.items() for key in keys.split()),
+])  # fmt: skip
+def test_a_key_that_changes_the_training_is_followed_or_named(tool, key, value):
+    try:
+        recipe = converted(tool, {**TOOLS[tool][1], key: value})
+        is_followed = keys_of(recipe).get(key, "(not set)") != "(not set)"
+        lines = [each for each in recipe.left_out if not each.startswith("not needed")]
+        lines += [why for _, why in recipe.missing]
+    except UsageError as error:
+        is_followed, lines = False, [str(error)]
+    assert is_followed or any(key in each for each in lines)
 
 
 def rates(words: dict[str, str], steps: int) -> list[float]:
@@ -180,14 +165,8 @@ def test_rates_are_those_of_transformers_in_each_step(tool, name, more, warmup):
     count = {"axolotl": 4, "TRL": 5}[tool] if key == "warmup_ratio" else int(warmup)
     given = {kind: name, "lr_scheduler_kwargs": more or None, key: warmup, "max_steps": steps}
     found = rates(settings(tool, learning_rate=1e-3, **given), steps)
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
-    theirs = get_scheduler(name, optimizer, count, steps, scheduler_specific_kwargs=more)
-    expected = []
-    for _ in range(steps):
-        expected.append(optimizer.param_groups[0]["lr"] / 1e-3)
-        optimizer.step()
-        theirs.step()
-    assert found == pytest.approx(expected, abs=1e-9)
+    expected = rates_of_transformers(name, count, steps, more, lr=1e-3)
+    assert found == pytest.approx([each / 1e-3 for each in expected], abs=1e-9)
 
 
 @pytest.mark.parametrize(("steps", "count"), [(30, 0), (60, 1), (2000, 60), (9000, 100)])

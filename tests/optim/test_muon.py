@@ -25,7 +25,7 @@ from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import checked
 from tests.distributed import distributed
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
-from tests.engine.odd import KINDS, Kind
+from tests.engine.odd import KINDS, Kind, Stack
 from tests.engine.test_parity import largest_difference
 from tests.matrix import WHOLE, cases, fast
 from tests.models.decoders import their_loss, tiny_config
@@ -110,18 +110,6 @@ class Experts(nn.Module):
         return x + self.down(torch.tanh(torch.einsum("bi,eio,be->bo", x, self.experts, odds)))
 
 
-class Mixture(nn.Module):
-    """Two blocks with experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.Sequential(Experts(), Experts())
-
-    def forward(self, x):
-        return self.blocks(x)
-
-
 def decoder(family: str) -> nn.Module:
     """Of its layers, some are fused, and each is one matrix."""
     torch.manual_seed(0)
@@ -130,7 +118,8 @@ def decoder(family: str) -> nn.Module:
 
 
 OF_MUON = {
-    "gpt2": Kind(partial(decoder, "gpt2"), token_batches, their_loss), "experts": Kind(Mixture),
+    "gpt2": Kind(partial(decoder, "gpt2"), token_batches, their_loss),
+    "experts": Kind(partial(Stack, Experts)),
     **{name: KINDS[name] for name in ("tied embedding", "used on some ranks")},
     **{name: KINDS[name] for name in ("never used", "recomputed", "used later")},
     **{name: Kind(partial(decoder, name), token_batches, their_loss) for name in ("phi3", "qwen3")},
@@ -185,12 +174,6 @@ def test_a_run_resumes_bit_for_bit_elsewhere(rank: int, world_size: int, tmp_pat
         assert largest_difference(again.state_dict(), wanted) == 0.0
 
 
-def test_experts_are_matrices_of_their_own_and_routers_are_not() -> None:
-    optimizer = ShardedMuon(shard_model(Mixture()), lr=LR)
-    stepped = {run.alone.name for run, _ in optimizer.runs if run.alone is not None}
-    assert stepped == {f"blocks.{i}.{n}" for i in (0, 1) for n in ("experts", "down.weight")}
-
-
 def test_a_skipped_step_changes_nothing_and_a_scale_divides_the_gradient() -> None:
     states = []
     for scale in (None, torch.full((), 4.0)):
@@ -235,7 +218,6 @@ def test_matrices_go_whole_to_ranks_with_like_work() -> None:
     (["engine=fsdp2", "strategy=full_shard"], "optimizer=muon: requires engine=fsdpctl"),
     (["model.lora.rank=4"], "use optimizer=adamw"),
     (["optimizer=sgd", "optimizer.nesterov=false"], "only valid with optimizer=muon"),
-    (["optimizer=adamw", "optimizer.momentum=0.8"], "only valid with optimizer=sgd or muon"),
 ])  # fmt: skip
 def test_what_muon_cannot_do_is_rejected_first(words: list[str], said: str) -> None:
     given = {word.split("=")[0] for word in words}

@@ -161,27 +161,6 @@ def test_the_same_batches_give_the_same_bits_on_one_two_and_four_ranks(tmp_path)
         train_same(world_size=ranks, folder=tmp_path)
 
 
-@distributed(timeout=90)
-@in_turn(kind=list(EXPECTED))
-def resume(rank: int, world_size: int, folder: Path, kind: str) -> None:
-    """An interrupted run has the bits of one that was not."""
-    folder = folder / kind
-    model, optimizer = made("full_shard", kind)
-    train(model, optimizer, range(2))
-    save(model, optimizer, folder / "early")
-    losses = train(model, optimizer, range(2, 6))
-    expected = save(model, optimizer, folder / "late")
-    model, optimizer = made("full_shard", kind)
-    load_into(CheckpointReader(folder / "early"), model, optimizer)
-    assert train(model, optimizer, range(2, 6)) == losses
-    assert_same(save(model, optimizer, folder / "resumed"), expected)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_same_bits(tmp_path):
-    resume(world_size=2, folder=tmp_path)
-
-
 def test_moments_are_converted_once_when_another_dtype_resumes(tmp_path):
     """To codes from the numbers, and to numbers that the codes stand for; nothing else changes."""
     stages = []

@@ -22,8 +22,10 @@ CASES: dict[str, tuple[LrSchedulerConfig, dict]] = {
 }  # fmt: skip
 
 
-def rates_of_transformers(name: str, warmup: int, steps: int, more: dict) -> list[float]:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+def rates_of_transformers(
+    name: str, warmup: int, steps: int, more: dict, lr: float = 1.0
+) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
     scheduler = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=more)
     rates = []
     for _ in range(steps):

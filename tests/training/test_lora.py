@@ -23,12 +23,10 @@ from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.open_data import open_data
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.schedule import EventKind
-from fsdpctl.resolve.open import plan_on_cluster
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.training.assemble import make_model
@@ -170,33 +168,6 @@ def test_an_export_opens_in_peft_and_merged_in_transformers(tmp_path, family, tr
 
 
 @pytest.mark.slow
-def test_checkpoints_contain_the_trained_parameters_and_have_the_estimated_size(tmp_path):
-    typed = words(tmp_path, 2)
-    run(typed, 2, tmp_path / "state")
-    reader = newest(tmp_path)
-    assert all("lora_" in key for key in reader.manifest.tensors)
-    assert reader.manifest.base is not None
-    assert reader.manifest.base.path == str(tmp_path / "base")
-    estimate = Estimator().estimate(plan_on_cluster(compose_config(typed)))
-    stored = sum(reader.info(key).nbytes for key in reader.manifest.tensors)
-    assert stored == estimate.checkpoint_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", fast(2, slow=[1, 3]))
-def test_a_stopped_run_resumes_bit_for_bit(tmp_path, ranks):
-    """With dropout, and at the same number of ranks bit for bit."""
-    typed = words(tmp_path, ranks, "model.lora.dropout=0.2")
-    whole = run(typed, ranks, tmp_path / "whole")
-    expected = losses(tmp_path)
-    shutil.rmtree(tmp_path / "run")
-    run(words(tmp_path, ranks, "model.lora.dropout=0.2", THREE), ranks, tmp_path / "first")
-    resumed = run(typed, ranks, tmp_path / "resumed")
-    assert losses(tmp_path) == expected
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
-
-
-@pytest.mark.slow
 def test_validation_changes_nothing(tmp_path):
     """Not even with dropout."""
     typed = words(tmp_path, 2, "model.lora.dropout=0.2", "data.val_fraction=0.1")
@@ -273,17 +244,20 @@ def test_only_trained_parameters_are_saved(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["model.base_dtype=nf4"]], ids=["whole", "nf4"])
-def test_a_stopped_run_resumes_at_any_number_of_ranks(tmp_path, more):
+@pytest.mark.parametrize(("more", "others"), [
+    ([], [1, 3]), (["model.base_dtype=nf4"], [1, 3]), (["model.lora.dropout=0.2"], []),
+])  # fmt: skip
+def test_a_stopped_run_resumes_at_any_number_of_ranks(tmp_path, more, others):
+    """Bit for bit on as many as before, where dropout too draws the same."""
     whole = run(words(tmp_path, 2, *more), 2, tmp_path / "whole")
     expected = losses(tmp_path)
     shutil.rmtree(tmp_path / "run")
     run(words(tmp_path, 2, THREE, *more), 2, tmp_path / "first")
     shutil.move(tmp_path / "run", tmp_path / "stopped")
-    for ranks in (1, 2, 3):
+    for ranks in (2, *others):
         shutil.copytree(tmp_path / "stopped", tmp_path / "run", symlinks=True)
         resumed = run(words(tmp_path, ranks, *more), ranks, tmp_path / "second")
-        assert losses(tmp_path) == pytest.approx(expected, abs=1e-5)
+        assert losses(tmp_path) == pytest.approx(expected, abs=0 if ranks == 2 else 1e-5)
         for name, value in whole.items():
             if value.dtype == torch.uint8 or ranks == 2:
                 assert torch.equal(resumed[name], value), name

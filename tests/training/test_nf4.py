@@ -194,11 +194,3 @@ def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
 @pytest.mark.slow
 def test_a_rank_holds_its_part_in_four_bits_while_it_loads(tmp_path):
     loads(folder=tmp_path, size=save_large_model(tmp_path))
-
-
-@pytest.mark.slow
-def test_engines_of_pytorch_are_rejected(tmp_path):
-    words_of = ["model.lora.rank=2", FOUR_BITS, "launch.device=cpu", "train.steps=2"]
-    for engine in ("fsdp2", "ddp"):
-        code, said = invoke("train", *words_of, f"engine={engine}", "strategy=no_shard")
-        assert ((code, len(said.splitlines())), f"engine={engine}" in said) == ((2, 1), True), said

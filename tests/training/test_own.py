@@ -106,8 +106,15 @@ def trained(
     return state
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @distributed()
-def as_one_process(rank: int, world_size: int, folder: Path, words: list[str]) -> None:
+def test_ranks_train_as_one_process(
+    rank: int, world_size: int, strategy: str, tmp_path: Path
+) -> None:
+    words = [f"strategy={strategy}", "train.micro_batch_size=2", "accumulation=last"]
+    folder = tmp_path / "run"
     torch.manual_seed(0)
     module, data = Model(16, 2), Measurements(37, seed=1)
     plain = copy.deepcopy(module)
@@ -142,22 +149,15 @@ def as_one_process(rank: int, world_size: int, folder: Path, words: list[str]) -
         assert validated[-1] == pytest.approx(float(loss / count), rel=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_train_as_one_process(ranks: int, strategy: str, tmp_path: Path) -> None:
-    words = [f"strategy={strategy}", "train.micro_batch_size=2", "accumulation=last"]
-    as_one_process(world_size=ranks, folder=tmp_path / "run", words=words)
-
-
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @distributed()
-def interrupted(rank: int, world_size: int, folder: Path, words: list[str]) -> None:
+def test_an_interruption_changes_no_bit(rank: int, world_size: int, tmp_path: Path) -> None:
     def begin() -> nn.Module:
         torch.manual_seed(rank)  # the values of rank 0 count
         return Changing()
 
     data, looks = Noisy(37, seed=1), 0
-    expected = trained(folder / "whole", begin(), data, *words)
+    expected = trained(tmp_path / "whole", begin(), data, "checkpoint.keep_best=true")
 
     def soon() -> bool:
         nonlocal looks
@@ -165,20 +165,15 @@ def interrupted(rank: int, world_size: int, folder: Path, words: list[str]) -> N
         return looks >= 2 + world_size  # after the third step, or before a validation
 
     for stop in (soon, bool):
-        found = trained(folder / "cut", begin(), data, *words, stop=stop)
+        found = trained(tmp_path / "cut", begin(), data, "checkpoint.keep_best=true", stop=stop)
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
     if rank == 0:
         whole, cut = (
-            [(x["step"], x.get("loss"), x.get("val_loss")) for x in lines(folder / name)]
+            [(x["step"], x.get("loss"), x.get("val_loss")) for x in lines(tmp_path / name)]
             for name in ("whole", "cut")
         )
         assert whole == cut
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_an_interruption_changes_no_bit(ranks: int, tmp_path: Path) -> None:
-    interrupted(world_size=ranks, folder=tmp_path, words=["checkpoint.keep_best=true"])
 
 
 GOOD: dict[str, Any] = {
@@ -353,8 +348,8 @@ def in_bf16(module: nn.Module, folder: Path) -> dict[str, Tensor]:
     return trained(folder, module, Measurements(37, seed=1), *words, loss=summed)
 
 
-@distributed()
-def keeping_buffers(rank: int, world_size: int, folder: Path) -> None:
+@distributed(world_size=1)
+def test_bf16_leaves_buffers_as_they_are(rank: int, world_size: int, tmp_path: Path) -> None:
     norms: tuple[Callable[[], nn.Module], ...] = (
         lambda: nn.BatchNorm1d(4),
         lambda: nn.LayerNorm(4),
@@ -365,7 +360,7 @@ def keeping_buffers(rank: int, world_size: int, folder: Path) -> None:
     for number, norm in enumerate(norms):
         module = Tabled(norm(), nn.GroupNorm(2, 4))
         before = {name: each.clone() for name, each in module.named_buffers()}
-        found = in_bf16(module, folder / str(number))
+        found = in_bf16(module, tmp_path / str(number))
         assert {name: found[name].dtype for name in before} == {
             name: each.dtype for name, each in before.items()
         }
@@ -373,23 +368,17 @@ def keeping_buffers(rank: int, world_size: int, folder: Path) -> None:
             assert torch.equal(found[name], before[name])
 
 
-def test_bf16_leaves_buffers_as_they_are(tmp_path: Path) -> None:
-    keeping_buffers(world_size=1, folder=tmp_path)
-
-
-@distributed()
-def refused(rank: int, world_size: int, folder: Path) -> None:
+@distributed(world_size=1)
+def test_bf16_that_a_module_cannot_have_is_refused_with_what_helps(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     sources = (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Bilinear(4, 4, 4))
     for number, then in enumerate(sources):
         module = Tabled(nn.Identity(), then)
         if number:
             module.then.forward = lambda x, then=nn.Bilinear.forward: then(sources[1], x, x)
         with pytest.raises(UsageError, match=r"param_dtype=bfloat16: .*; set precision=fp32, or "):
-            in_bf16(module, folder / str(number))
-
-
-def test_bf16_that_a_module_cannot_have_is_refused_with_what_helps(tmp_path: Path) -> None:
-    refused(world_size=1, folder=tmp_path)
+            in_bf16(module, tmp_path / str(number))
 
 
 def test_commands_that_need_a_decoder_reject_the_run_of_a_script() -> None:
