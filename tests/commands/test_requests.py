@@ -249,27 +249,6 @@ def test_a_time_limit_is_kept_with_all_that_is_saved(run, mode, monkeypatch):
     assert run.checkpoints()[-1] == f"step-{step:08d}"
 
 
-def test_a_file_stops_every_node(tmp_path):
-    from tests.launch.hosts import hosts
-
-    with hosts(2) as there:
-        run = Run(tmp_path)
-        endpoint = f"{there.addresses[0]}:29500"
-        more = ["launch.nnodes=2", "launch.nproc_per_node=1", f"launch.rdzv_endpoint={endpoint}"]
-        typed = [words(run.folder, LONG, *more, f"launch.node_rank={node}") for node in range(2)]
-        nodes = [there.start(each, "train", *typed[each], cwd=tmp_path) for each in range(2)]
-        try:
-            wait_for(has_stepped(run.folder))
-            (run.dir / "STOP").touch()
-            for process in nodes:
-                code, said = ended(process)
-                assert (code, "requested by run/STOP" in said) == (75, True), said
-        finally:
-            for process in nodes:
-                process.kill()
-        assert not (run.dir / "STOP").exists()
-
-
 def test_non_finite_steps_exit_with_76(tmp_path):
     run = Run(tmp_path)
     more = ["optimizer.lr=1e30", "lr_scheduler.warmup_steps=0", "optimizer.max_grad_norm=0"]

@@ -165,13 +165,6 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
     assert found.tokens_per_second == whole.tokens_per_second
 
 
-def test_an_incomplete_last_line_is_skipped(tmp_path):
-    run = make_run(tmp_path / "run", done=3)
-    with (run / METRICS).open("a") as file:
-        file.write('{"step": 4, "lo')
-    assert read_status(run).step == 3
-
-
 def test_a_checkpoint_of_the_wrong_size_is_reported(tmp_path):
     run = make_run(tmp_path / "run", done=3)
     with (save(run, 3) / "rank-00000.safetensors").open("ab") as file:

@@ -21,11 +21,6 @@ def planted(rank: int, world_size: int, name: str, seed: int) -> None:
     case.check(rank, world_size)
 
 
-@distributed(timeout=60, on_devices=True)
-def checked(rank: int, world_size: int, case: Case) -> None:
-    case.check(rank, world_size)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("name", FAULTS)
@@ -37,6 +32,9 @@ def test_a_planted_fault_is_found(name: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", list(dict.fromkeys(case for case, _ in FAULTS.values())), ids=str)
-def test_without_it_nothing_is_found(case: Case) -> None:
-    checked(world_size=ranks_for(case), case=case)
+@pytest.mark.parametrize(
+    ("case", "world_size"), {case: ranks_for(case) for case, _ in FAULTS.values()}.items(), ids=str
+)
+@distributed(timeout=60, on_devices=True)
+def test_without_it_nothing_is_found(rank: int, world_size: int, case: Case) -> None:
+    case.check(rank, world_size)

@@ -273,14 +273,20 @@ def test_several_hosts_train_like_one_machine(tmp_path, nodes, ranks, strategy):
 
 
 @pytest.mark.slow
-def test_a_stop_request_on_one_node_saves_and_stops_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["signal", "file"])
+def test_a_stop_request_on_one_node_saves_and_stops_all(tmp_path: Path, way: str) -> None:
+    file = tmp_path / "run" / "STOP"
     with hosts(2) as found:
         started = _start(found, tmp_path, "launch.nproc_per_node=1", "train.steps=100000")
         wait_for(has_stepped(tmp_path, 1))
-        started[1].send_signal(signal.SIGTERM)
+        if way == "file":
+            file.touch()
+        else:
+            started[1].send_signal(signal.SIGTERM)
         ends = list(map(ended, started))
     assert [code for code, _ in ends] == [75, 75], ends
     assert all("saved" in text for _, text in ends)
+    assert (all("STOP" in text for _, text in ends), file.exists()) == (way == "file", False)
 
 
 @pytest.mark.slow

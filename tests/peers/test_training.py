@@ -1,14 +1,12 @@
 """Training with PyTorch's engines has the losses of training with fsdpctl's."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.distributed import distributed
 from tests.peers.runs import ALONE, DDP, FSDP2, HYBRID, TOLERANCE, begin, losses, train
-from tests.training.ranks import made, plant
+from tests.training.ranks import lines, made, plant
 
 KEEPS = [*FSDP2, "strategy=shard_grad_op"]
 # By what is special: ranks, words of all, and of each run that is compared with one of ours.
@@ -36,11 +34,8 @@ CASES: dict[str, tuple[int, str, list[list[str]]]] = {
     "recomputed in part": (2, "activation_checkpointing=selective", [FSDP2, DDP]),
     "far prefetch": (2, "prefetch.forward=2 prefetch.backward=2", [FSDP2]),
     "sgd": (2, "optimizer=sgd optimizer.lr=1e-2", [FSDP2, DDP]),
+    "bf16": (2, "precision=bf16", [FSDP2, KEEPS]),
 }  # fmt: skip
-
-
-def lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def check(folder: Path, ranks: int, words: str, runs: list[list[str]], off: float) -> None:
@@ -58,11 +53,6 @@ def check(folder: Path, ranks: int, words: str, runs: list[list[str]], off: floa
 @pytest.mark.slow
 def test_losses_equal_those_of_fsdpctl(case: str, tmp_path: Path) -> None:
     check(tmp_path, *CASES[case], TOLERANCE)
-
-
-@pytest.mark.slow
-def test_bf16_losses_equal_those_of_fsdpctl(tmp_path: Path) -> None:
-    check(tmp_path, 2, "precision=bf16", [FSDP2, KEEPS], TOLERANCE)
 
 
 @pytest.mark.slow

@@ -168,20 +168,24 @@ UNCHANGED: dict[str, tuple[list[Callable[[], Any]], str, list[int]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@distributed(world_size=2, timeout=150)
-def test_a_step_that_changes_no_weight_has_a_warning(rank, world_size, tmp_path):
-    typed = words(tmp_path, 2, "train.steps=3", "train.self_check=auto")
+@distributed(timeout=150)
+def check_unchanged(rank: int, world_size: int, typed: list[str], folder: str) -> None:
     for number, (name, (plants, more, expected)) in enumerate(UNCHANGED.items()):
         with ExitStack() as stack:
             for plant in plants:
                 stack.enter_context(plant())
             last = dict(word.split("=", 1) for word in [*typed, *more.split()])
             settings = [f"{key}={value}" for key, value in last.items()]
-            assert not _found(settings, str(tmp_path / str(number)), mock.patch.dict({})), name
-        written = read_starts(tmp_path / str(number))[-1]["record"].get("self_check", [])
+            assert not _found(settings, f"{folder}/{number}", mock.patch.dict({})), name
+        written = read_starts(Path(folder, str(number)))[-1]["record"].get("self_check", [])
         found = [each.split()[2] for each in written if "changed no weight" in each]
         assert found == list(map(str, expected)), name
+
+
+@pytest.mark.slow
+def test_a_step_that_changes_no_weight_has_a_warning(tmp_path):
+    typed = words(tmp_path, 2, "train.steps=3", "train.self_check=auto")
+    check_unchanged(world_size=2, typed=typed, folder=str(tmp_path))
 
 
 @distributed(world_size=1)
