@@ -66,6 +66,8 @@ def killed(rank: int, world_size: int, typed: list[str], last: int, slow: float)
         trainer.run()
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("case", fast(
     (1, 6, ["strategy.offload=all"]),
     slow=[
