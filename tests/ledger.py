@@ -162,7 +162,8 @@ def mark(function: str, root: Path) -> None:
     for each in ast.parse("".join(lines)).body:
         if isinstance(each, ast.FunctionDef) and each.name == name:
             line = min([each.lineno, *(first.lineno for first in each.decorator_list)])
-            lines.insert(line - 1, "@pytest.mark.slow\n")
+            if "@pytest.mark.slow\n" not in lines[line - 1 : each.lineno]:
+                lines.insert(line - 1, "@pytest.mark.slow\n")
     (root / file).write_text("".join(lines))
 
 

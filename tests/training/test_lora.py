@@ -178,7 +178,6 @@ def test_validation_changes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize(("place", "passes"), [(0, ()), (100_000, ("sample", "evaluate"))])
 def test_another_base_is_rejected(tmp_path, monkeypatch, place, passes):
     """At the latest before a save, if the byte is between the samples that others compare."""
@@ -326,7 +325,6 @@ def test_a_merge_rounds_once(tmp_path):
         assert torch.equal(merged[name], whole[name].to(torch.bfloat16)), name
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_slice_of_a_merged_weight_equals_the_slice_of_the_whole(trained_llama):
     weights = exported_weights(newest(trained_llama), None, merges=True)

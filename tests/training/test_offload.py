@@ -67,7 +67,6 @@ def killed(rank: int, world_size: int, typed: list[str], last: int, slow: float)
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("case", fast(
     (1, 6, ["strategy.offload=all"]),
     slow=[

@@ -77,7 +77,6 @@ SEEN = [each for each in range(STEPS) if each != BAD]
 
 # With a lag of 1, as on CUDA, the next step is under way when this one is looked at.
 @pytest.mark.slow
-@pytest.mark.slow
 @matrix(what=["loss", "gradient"], lag=[0, 1])
 @pytest.mark.parametrize("ranks", fast(2, slow=[3]))
 def test_the_weights_are_those_of_one_process_without_the_rejected_step(tmp_path, ranks, what, lag):
@@ -201,7 +200,6 @@ def test_the_help_and_the_page_tell_the_window():
     assert f"below {LEAST} steps there is no threshold" in page
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_the_samples_of_a_bad_step_are_shown_as_text(tmp_path):
     typed = typed_for(tmp_path, 2, "train.on_nonfinite=skip", "strategy=shard_grad_op")
