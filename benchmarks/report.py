@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 
-from fsdpctl.io.cores import num_cores
+from fsdpctl.io.resources import num_cores
 
 PAIRS = {  # ours, and the engine of PyTorch's that keeps as much
     "full_shard": "fsdp2",

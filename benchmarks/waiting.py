@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.report import arguments, write_report
-from fsdpctl.io.cores import num_cores
+from fsdpctl.io.resources import num_cores
 
 PASSIVE = "passive"
 WAYS = {  # of libgomp

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from docs import evidence, measured
 from docs.rooms import rooms_picture
 from fsdpctl.commands.app import app
-from fsdpctl.commands.compare.measure import predict
+from fsdpctl.commands.compare.figures import predict
 from fsdpctl.commands.compare.report import draw_rows, ordered
 from fsdpctl.commands.compare.vary import variants
 from fsdpctl.config.compose import compose_config

@@ -32,7 +32,7 @@ from fsdpctl.chats.samples import ChatSample, ChatSamples, LossPolicy, samples_o
 from fsdpctl.chats.turns import TurnError
 from fsdpctl.chats.values import from_extension
 from fsdpctl.errors import UsageError
-from fsdpctl.io.cores import num_cores
+from fsdpctl.io.resources import num_cores
 from fsdpctl.io.texts import batches
 from fsdpctl.io.untrusted import MIB
 

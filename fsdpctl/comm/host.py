@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.errors import EngineError, FsdpctlError, ModuleError
-from fsdpctl.io.cores import allowed_cpus, core_of, is_bound, num_cores
+from fsdpctl.io.resources import allowed_cpus, core_of, is_bound, num_cores
 from fsdpctl.plan.step import pinned_groups
 
 T = TypeVar("T")

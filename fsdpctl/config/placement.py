@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from fsdpctl.config.keys import auto_key, key, optional_key
-from fsdpctl.io.cores import threads_of_rank
+from fsdpctl.io.resources import threads_of_rank
 from fsdpctl.plan.attention_kernels import ARCHITECTURES
 
 _MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times the largest clusters

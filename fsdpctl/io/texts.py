@@ -1,4 +1,4 @@
-"""Text for terminals: numbers with units, names and values of others; and items in batches."""
+"""Text: numbers with units, names and values of others for terminals; and texts in batches."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.errors import STOP_SIGNALS, ExitCode, first_of
-from fsdpctl.io.cores import OWN, ROOT, group_files
+from fsdpctl.io.resources import OWN, ROOT, group_files
 
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
 # Of collectives and of the store of ranks, whose peers have exited or are unreachable.

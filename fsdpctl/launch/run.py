@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import Talk, doing
-from fsdpctl.io.cores import is_bound
+from fsdpctl.io.resources import is_bound
 from fsdpctl.resolve.launchers import LauncherRank, Place, endpoint_of, place_of, rank_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.own import OwnData
 from fsdpctl.estimate.recurrences import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.io.cores import num_cores, threads_of_rank
 from fsdpctl.io.packages import versions
+from fsdpctl.io.resources import num_cores, threads_of_rank
 from fsdpctl.io.texts import by_name, format_bytes
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes

@@ -11,7 +11,7 @@ from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.recipe import known_gpu
 from fsdpctl.config.schema import KEYS, C, Config, Placed
 from fsdpctl.errors import UsageError
-from fsdpctl.io.cores import host_memory, num_cores, threads_of_rank
+from fsdpctl.io.resources import host_memory, num_cores, threads_of_rank
 from fsdpctl.plan.optimizers import MATRICES, MUON
 from fsdpctl.plan.precision import TF32
 from fsdpctl.plan.strategy import (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fsdpctl.commands.compare.measure import predict
+from fsdpctl.commands.compare.figures import predict
 from fsdpctl.commands.compare.report import OK, TOO_LARGE
 from fsdpctl.commands.compare.vary import variants
 from fsdpctl.config.compose import compose_config

@@ -8,7 +8,7 @@ from fsdpctl.comm.host import host_cpus
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.io import cores
+from fsdpctl.io import resources
 from fsdpctl.resolve.place import notes_on_cores, place
 
 V1 = {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}
@@ -28,7 +28,7 @@ def host(tmp_path, monkeypatch):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(text)
         for name, value in {"CPUS": "cpus", "ROOT": "", "OWN": "own"}.items():
-            monkeypatch.setattr(cores, name, tmp_path / value)
+            monkeypatch.setattr(resources, name, tmp_path / value)
         monkeypatch.setattr("os.cpu_count", lambda: machine)
         monkeypatch.setattr("os.sched_getaffinity", lambda thread: set(allowed))
         for name in ("OMP_NUM_THREADS", "SLURM_CPUS_ON_NODE", "FSDPCTL_LAUNCHER"):
@@ -66,7 +66,7 @@ def test_a_run_gets_the_ranks_and_threads_that_its_cores_allow(host, name):
     placed = place(config, (config.launch, None))
     ranks = placed.launch.nproc_per_node or 0
     threads = int(placed.launch.rank_environment(ranks)["OMP_NUM_THREADS"])
-    assert (cores.num_cores(), ranks, threads) == picks
+    assert (resources.num_cores(), ranks, threads) == picks
     assert place(config).launch.nproc_per_node == ranks  # as is estimated
     assert notes_on_cores(placed) == ()
 
@@ -98,7 +98,7 @@ def test_ranks_share_the_cores_unless_their_launcher_has_divided_them(
 ):
     host(allowed, 2, machine=8, LOCAL_WORLD_SIZE="2", LOCAL_RANK="1", **environ)
     assert host_cpus(None) == rank_1
-    assert cores.is_bound() == (len(allowed) == 2)
+    assert resources.is_bound() == (len(allowed) == 2)
 
 
 @pytest.mark.parametrize(("ranks", "limits", "after"), [

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fsdpctl.commands.compare.measure import measure, predict
+from fsdpctl.commands.compare.figures import measure, predict
 from fsdpctl.commands.compare.report import (
     BY,
     FIGURES,

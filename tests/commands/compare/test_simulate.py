@@ -1,6 +1,6 @@
 """Simulated comparisons: a suggestion if none of the variants fits, and short steps."""
 
-from fsdpctl.commands.compare.measure import predict
+from fsdpctl.commands.compare.figures import predict
 from fsdpctl.commands.compare.report import OK, TOO_LARGE, Row, cells
 from fsdpctl.commands.compare.vary import variants
 

@@ -1,4 +1,4 @@
-"""Comparison of variants by measurement, or by prediction on hardware that need not exist.
+"""The figures of variants: measured, or predicted for hardware that need not exist.
 
 To measure, each runs once, as `train` would run it.
 """

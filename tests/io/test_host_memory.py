@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from fsdpctl.io.cores import host_memory
+from fsdpctl.io.resources import host_memory
 
 GIB = 1 << 30
 

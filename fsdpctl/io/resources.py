@@ -1,6 +1,5 @@
-"""The cores that this process may use, and the threads of ranks that share them."""
+"""What processes here may use of their host: its cores, threads of ranks, and its memory."""
 
-import contextlib
 import os
 import re
 import sys
@@ -64,7 +63,7 @@ def group_files(v2: str, v1: str, root: Path = ROOT, cgroup: Path = OWN) -> Iter
     The innermost group comes first. Within a container, only the outermost may exist.
     """
     controller = v2.partition(".")[0]
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for line in os.fsdecode(cgroup.read_bytes()).splitlines():
             number, controllers, path = line.split(":", 2)
             top, name = root, v2
@@ -85,7 +84,7 @@ def host_memory(root: Path = ROOT, cgroup: Path = OWN) -> int:
 
     limits = [int(psutil.virtual_memory().total)]
     for file in group_files("memory.max", "memory.limit_in_bytes", root, cgroup):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             text = file.read_text().strip()
             limits += [int(text)] if text.isdecimal() else []  # otherwise max
     return min(limits)
