@@ -8,7 +8,6 @@ allowed at a time. If a kernel doesn't support a shape, its row has the reason.
 
 import statistics
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.one_gpu import DEVICE
+from benchmarks.one_gpu import DEVICE, device_seconds
 from benchmarks.report import arguments, write_report
 
 KERNELS = {
@@ -70,7 +69,7 @@ def measure(shape: Shape, kernel: str, rounds: int) -> dict[str, Any]:
     before = torch.cuda.memory_allocated()
     try:
         with sdpa_kernel(KERNELS[kernel]), warnings.catch_warnings(record=True):
-            seconds = [_seconds(lambda: _pass(*tensors)) for _ in range(WARM_UP + rounds)]
+            seconds = [device_seconds(lambda: _pass(*tensors)) for _ in range(WARM_UP + rounds)]
     except (RuntimeError, torch.OutOfMemoryError) as error:
         return {**row, "failed": str(error).splitlines()[0]}
     median = statistics.median(seconds[WARM_UP:])
@@ -86,15 +85,6 @@ def _pass(query: Tensor, key: Tensor, value: Tensor) -> None:
     grouped = query.shape[1] != key.shape[1]
     found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
     torch.autograd.grad(found, (query, key, value), found.detach())
-
-
-def _seconds(run: Callable[[], None]) -> float:
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    run()
-    ended.record()
-    torch.cuda.synchronize()
-    return float(began.elapsed_time(ended)) / 1000
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 import fsdpctl
 from benchmarks.contestants import Step, loss_of
 from benchmarks.gpu import SIZES, Size, make_model, ours
-from benchmarks.one_gpu import DEVICE, draw, joined, sharded
+from benchmarks.one_gpu import DEVICE, device_seconds, draw, joined, sharded
 from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
@@ -33,7 +34,7 @@ from fsdpctl.engine.blocks import compile_block
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.models.describe import block_names
 from fsdpctl.models.fused import fusing
-from fsdpctl.models.quantized import INT8, NF4, Packing
+from fsdpctl.models.quantized import INT8, NF4
 from fsdpctl.training.trainer import joint_collections
 
 BLOCKS, STEPS, WORLD_SIZE = 12, 3, 8
@@ -51,9 +52,8 @@ def _batch(size: Size) -> tuple[Tensor, Tensor]:
 
 def graphs(size: Size) -> Iterator[Row]:
     """Count the graphs of compiled blocks under full_shard, after each step."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler = BufferingHandler(capacity=1000)
+    handler.setLevel(logging.WARNING)
     LOGGER.addHandler(handler)
     found = []
     with joined(WORLD_SIZE, fake=True) as nccl:
@@ -66,6 +66,7 @@ def graphs(size: Size) -> Iterator[Row]:
             step(*_batch(size))
             found.append(counters["stats"]["unique_graphs"])
     LOGGER.removeHandler(handler)
+    said = [record.getMessage() for record in handler.buffer]
     yield {"what": "graphs after each step", "found": found, "exactly": [1] * STEPS}
     yield {"what": "reasons why Dynamo gave up", "found": said, "exactly": []}
 
@@ -131,17 +132,13 @@ def _launched(group: Any) -> int:
 def bases(numel: int, rounds: int) -> Iterator[Row]:
     """Dequantize frozen weights by separate operators and by a fused kernel."""
     for packing in (NF4, INT8):
-        packed = _packed(packing, numel)
+        packed = packing.quantize(torch.randn(numel, device=DEVICE))
         unpack = partial(packing.dequantize, packed, (numel,), torch.bfloat16)
         yield from _beside(packing.name, numel, unpack, rounds)
         with fusing("cuda"):
             fused = unpack()
         what = f"{packing.name}: the same bits"
         yield {"what": what, "found": torch.equal(fused, unpack()), "exactly": True}
-
-
-def _packed(packing: Packing, numel: int) -> Tensor:
-    return packing.quantize(torch.randn(numel, device=DEVICE))
 
 
 def moments(width: int, rounds: int) -> Iterator[Row]:
@@ -188,18 +185,9 @@ def _beside(name: str, numel: int, run: Callable[[], object], rounds: int) -> It
         rate = compose_config([f"cluster={gpu.cluster}"]).config.cluster.memory_bandwidth
     for way, device, moved in zip(("eager", "fused"), (None, "cuda"), MOVED[name], strict=True):
         with fusing(device):
-            seconds = statistics.median([_seconds(run) for _ in range(3 + rounds)][3:])
+            seconds = statistics.median([device_seconds(run) for _ in range(3 + rounds)][3:])
         about = None if rate is None else moved * numel / (rate * 1e9 * STREAMING)
         yield {"what": f"{name}, {way}: seconds", "found": seconds, "about": about}
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    run()
-    ended.record()
-    torch.cuda.synchronize()
-    return float(began.elapsed_time(ended)) / 1000
 
 
 def pauses(size: Size) -> Iterator[Row]:

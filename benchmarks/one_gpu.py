@@ -42,6 +42,16 @@ class FakeNccl(NcclCollectives):
         return Handle(lambda: handle.wait().mul_(self.size))
 
 
+def device_seconds(run: Callable[[], object]) -> float:
+    """Return the seconds that the device takes for what a function launches."""
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    run()
+    ended.record()
+    torch.cuda.synchronize()
+    return float(began.elapsed_time(ended)) / 1000
+
+
 @contextmanager
 def joined(world_size: int, *, fake: bool) -> Iterator[NcclCollectives]:
     """Join a process group as rank 0: torch's fake one, or NCCL's with this rank alone."""
