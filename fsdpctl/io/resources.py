@@ -1,4 +1,4 @@
-"""What processes here may use of their host: its cores, threads of ranks, and its memory."""
+"""Resources of this host that its processes may use: cores, threads of ranks, and memory."""
 
 import os
 import re
