@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdpctl.commands.compare import measure
+from fsdpctl.commands.compare import figures
 from fsdpctl.commands.compare.report import NOT_REACHED, OK
 from fsdpctl.commands.compare.vary import possible, variants
 from fsdpctl.errors import UsageError
@@ -107,8 +107,8 @@ def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
         seen.run_dir.mkdir(parents=True)
         write_lines(seen.run_dir, *(step_line(step) for step in range(1, 5)))
 
-    monkeypatch.setattr(measure, "run_briefly", run)
-    monkeypatch.setattr(measure, "note", lambda *lines: said.extend(lines))
+    monkeypatch.setattr(figures, "run_briefly", run)
+    monkeypatch.setattr(figures, "note", lambda *lines: said.extend(lines))
     monkeypatch.setattr(
         "fsdpctl.run.directory.with_run_kernel",
         lambda config, kept=None: config.changed({"model.attention": "math"}),
@@ -118,7 +118,7 @@ def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
     (tmp_path / "r.yaml").write_text(f"{recipe}train.seed: 3\n")
     words = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
     found = variants(words, str(tmp_path / "r.yaml"), steps=4)
-    measure.measure(found, tmp_path, is_kept=True)
+    figures.measure(found, tmp_path, is_kept=True)
     assert (ran, [each.row.status for each in found]) == (["math"] * 2, [OK] * 2)
     assert (said.count("why"), any("h100" in line for line in said)) == (len(noted), bool(recipe))
 
