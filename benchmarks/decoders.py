@@ -42,7 +42,7 @@ from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.models.decoder_check import check_decoder, with_attention
+from fsdpctl.models.decoder_check import attention_of, check_decoder
 from fsdpctl.models.registry import build_plain
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.training.assemble import make_module
@@ -218,7 +218,7 @@ def _compared(family: str, name: str, folder: Path) -> Tried:
     try:
         config = compose_config(["model=hf", f"model.path={folder}"]).config
         packs = check_decoder(config.model).isolates
-        config = as_kept(replace(config, model=with_attention(config.model)))
+        config = as_kept(config.changed({"model.attention": attention_of(config.model)}))
         weights = open_weights(config.model)
         build_plain(config.model)
     except FsdpctlError as error:

@@ -7,7 +7,7 @@ all bytes while it trains, before it saves. The whole of a large base takes as l
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
@@ -136,7 +136,7 @@ class Base:
         self.check(ranks, on_bytes)
         if self.info.xxh3 not in ("", xxh3):
             raise self._changed()
-        return replace(self.info, xxh3=xxh3)
+        return BaseInfo(self.info.path, xxh3, self.info.sampled)
 
     def _changed(self) -> CheckpointError:
         since = "the checkpoint was trained on" if self.source else "the run has loaded"

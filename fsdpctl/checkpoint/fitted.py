@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, tensor_key
 from fsdpctl.checkpoint.source import Tensors, read_floats
 from fsdpctl.checkpoint.tensor_file import cast
-from fsdpctl.config.any_decoder import canonical, content_of, with_sizes
+from fsdpctl.config.any_decoder import content_of, with_content, with_sizes
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import model_words
 from fsdpctl.models.describe import vocabulary_shapes
@@ -34,7 +33,7 @@ def as_stored(model: ModelConfig, folder: Path) -> ModelConfig:
     content.pop(TIED, None)
     theirs = json.loads(words["model.config_json"])
     content |= {TIED: theirs[TIED]} if TIED in theirs else {}
-    stored = replace(model, config_json=canonical(content))
+    stored = with_content(model, content)
     return with_sizes(stored, vocab_size=int(words["model.vocab_size"]))
 
 

@@ -166,7 +166,7 @@ class Progress:
         if math.isfinite(loss) and (best is None or loss < best.loss):
             best = BestValidation(loss, self.step)
         elif best is not None:
-            best = replace(best, unimproved=best.unimproved + 1)
+            best = BestValidation(best.loss, best.step, best.unimproved + 1)
         return replace(self, best=best, owes_validation=False)
 
     def is_over(self, steps: int, patience: int | None) -> bool:

@@ -72,7 +72,7 @@ def take_snapshot(
     pieces = list(rank_pieces(model, optimizer, rank, trained_only=about.base is not None))
     values = [each.values.detach() for each in pieces]
     copies = [each.cpu() for each in values] if staging is None else staging.copies(values)
-    pieces = [replace(each, values=copy) for each, copy in zip(pieces, copies, strict=True)]
+    pieces = [StatePiece(x.key, x.piece, copy) for x, copy in zip(pieces, copies, strict=True)]
     return Snapshot(pieces, optimizer_steps(optimizer) if optimizer else {}, about)
 
 
@@ -176,11 +176,12 @@ def _publish(scratch: Path, folder: Path, results: list[_RankResult], about: Abo
     usual = max(steps.values(), default=0)
     unusual = {name: step for name, step in steps.items() if step != usual}
     progress = replace(about.progress, optimizer_step=usual, optimizer_steps=unusual)
+    about = About(progress, about.config, about.attachments, about.base)
     files = {each.file: each.info for each in results if each.info is not None}
     try:
         if folder.is_dir() and not (folder / MANIFEST).exists():  # incomplete, and not read
             folder.rename(scratch.with_name(scratch.name.replace(".tmp-", ".incomplete-")))
-        write_manifest(scratch, replace(about, progress=progress), files, tensors, len(results))
+        write_manifest(scratch, about, files, tensors, len(results))
         put_in_place(scratch, folder)
     except Exception as error:
         return _reason(error)

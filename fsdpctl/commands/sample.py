@@ -34,7 +34,7 @@ from fsdpctl.data.tokenizer_files import VOCABULARIES
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import DISPLAY, doing
 from fsdpctl.io.texts import printable
-from fsdpctl.models.decoder_check import with_attention
+from fsdpctl.models.decoder_check import attention_of
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.assets import end_tokens
 from fsdpctl.training.assemble import make_model, strategy_alone
@@ -108,9 +108,8 @@ class TextGenerator:
         """Load the model, to generate at most `count` tokens."""
         config, weights, files = _opened(source)
         # Compiling takes longer than it saves on a few tokens.
-        train = replace(config.train, compile=False)
-        model = with_attention(config.model)
-        self.config = as_kept(replace(config, train=train, model=model))
+        changed = {"train.compile": False, "model.attention": attention_of(config.model)}
+        self.config = as_kept(config.changed(changed))
         self.source, self._count = source, count
         model, self._context = config.model, config.train.seq_len
         if model.is_pretrained:  # the model knows longer texts than those it was fine-tuned on
@@ -120,7 +119,7 @@ class TextGenerator:
         self.tokenizer: Tokenizer = (
             ByteTokenizer() if config.data.tokenizer == BYTES else FileTokenizer(str(source), files)
         )
-        self.sampling = replace(sampling, ends=end_tokens(files, None, str(source)))
+        self._sampling, self.ends = sampling, end_tokens(files, None, str(source))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with doing(f"loading {source}"), self._in_memory():
             strategy = strategy_alone(self.config)
@@ -138,11 +137,10 @@ class TextGenerator:
                 prompt,
                 range(self._count),
                 context=self._context,
-                sampling=self.sampling,
+                sampling=replace(self._sampling, ends=self.ends),
                 device=self._device,
             )
-            ends = self.sampling.ends
-            yield from self.tokenizer.pieces((x for x in tokens if x not in ends), before)
+            yield from self.tokenizer.pieces((x for x in tokens if x not in self.ends), before)
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
@@ -172,8 +170,7 @@ def _chat(source: Path, questions: Iterable[str], count: int, sampling: Sampling
     if not isinstance(tokenizer, FileTokenizer):
         raise UsageError(f"{source}: --chat: requires a model with its own tokenizer")
     if tokenizer.end is not None:
-        ends = (*generator.sampling.ends, tokenizer.end)
-        generator.sampling = replace(generator.sampling, ends=ends)
+        generator.ends = (*generator.ends, tokenizer.end)
     for question in questions:
         _check_text(question)
         messages.append({"role": "user", "content": question})

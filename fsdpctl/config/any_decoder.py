@@ -113,8 +113,11 @@ def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> di
 
 
 def with_sizes(model: ModelConfig, **sizes: Any) -> ModelConfig:
-    content = canonical(resized(content_of(model), sizes, CONFIG_OF))
-    return replace(model, **sizes, config_json=content)
+    return with_content(model, resized(content_of(model), sizes, CONFIG_OF), **sizes)
+
+
+def with_content(model: ModelConfig, content: Mapping[str, Any], **sizes: Any) -> ModelConfig:
+    return replace(model, **sizes, config_json=canonical(content))
 
 
 def resized(content: Mapping[str, Any], sizes: Mapping[str, Any], where: str) -> dict[str, Any]:

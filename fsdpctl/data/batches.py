@@ -125,7 +125,8 @@ class Batches:
         if not isinstance(self.rows, MixedRows):
             return {"": self}
         of_part = zip(self.rows.parts, self.rows.of_part, strict=True)
-        return {part.name: replace(self, rows=rows) for part, rows in of_part}
+        about = self.plan, self.seed, self.vocab_size
+        return {part.name: Batches(rows, *about) for part, rows in of_part}
 
     def _gather(self, samples: Indices, rank: int, num_rows: int) -> MicroBatch:
         context = self.plan.context(rank)

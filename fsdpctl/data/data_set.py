@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpctl.config.sources import DataSource
@@ -80,11 +80,13 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
         return tuple(MixedSource(s.name, share, each) for s, share, each in about if each)
 
     val = part("val")
-    return replace(
-        first,
-        train=Mixture(part("train"), "" if key == "data.path" else f" ({key})"),
-        val=Mixture(val, " (data.val_fraction)") if val else None,
-        description=", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
+    return DataSet(
+        Mixture(part("train"), "" if key == "data.path" else f" ({key})"),
+        Mixture(val, " (data.val_fraction)") if val else None,
+        first.tokenizer,
+        first.vocab_size,
+        ", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
+        prompt=first.prompt,
         files=tuple(file for each in found for file in each.files),
         token_files=tuple(file for each in found for file in each.token_files),
         notes=(*_on_weights([each.weight or 0 for each in sources]), *_notes(names, found)),

@@ -7,7 +7,6 @@ stores a second copy, and asks the Hub at each start.
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -106,7 +105,8 @@ def _selected(
     are_csv = all(each.suffix in _CSV for each in files)
     option = TEXT if are_csv else option
     found = select_files(files, snapshot, where, option, is_folder=words == [None, None])
-    return replace(found, option=CHAT) if are_csv else found
+    about = found.train, found.validation, found.left_out
+    return DataFiles(CHAT if are_csv else found.option, *about)
 
 
 def _of_card(

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,8 @@ def open_chats(rendering: Rendering, config: DataConfig, key: str = "data.path")
     UsageError if a file, a line or the template can't be used.
     """
     found = find_data(str(config.path), key, CHAT)
-    files = replace(found, validation=found.validation if config.takes_validation else ())
+    held = found.validation if config.takes_validation else ()
+    files = DataFiles(found.option, found.train, held)
     for each in (*files.train, *files.validation) if config.is_inferred else ():
         check_is_clear(str(each))
     entry = _entry(config, files, rendering, key)

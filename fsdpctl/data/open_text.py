@@ -1,7 +1,7 @@
 """Text as data: one process reads and tokenizes it, and others map the tokens from the cache."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -114,7 +114,7 @@ def _read(found: DataFiles, tokenizer: Tokenizer, config: DataConfig, key: str) 
     texts, passed = read_text(found, key, str(config.path))
     held = list[bytes]()
     if config.takes_validation and found.validation:
-        of_val = replace(found, train=found.validation)
+        of_val = DataFiles(found.option, found.validation)
         held, more = read_text(of_val, key, first_of([*map(str, of_val.train)]))
         passed.skipped += more.skipped
     return _encoded(tokenizer, config, texts, held, passed.skipped, passed.notes())

@@ -1,7 +1,7 @@
 """Streams of tokens, and their samples."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -36,11 +36,9 @@ class TokenStream:
     def cut(self, at: int) -> tuple["TokenStream", "TokenStream"]:
         """Return the first `at` tokens and the others; a known checksum need not read them."""
         checksum = None if self.checksum is None else f"{self.checksum}/{at}"
-        first, rest = (
-            replace(self, tokens=part, num_bytes=None, checksum=checksum)
-            for part in (_part(self.tokens, 0, at), _part(self.tokens, at, self.num_tokens))
-        )
-        return first, rest
+        about = None, checksum, self.origin, self.isolates
+        rest = TokenStream(_part(self.tokens, at, self.num_tokens), *about)
+        return TokenStream(_part(self.tokens, 0, at), *about), rest
 
     def rows(self, seq_len: int) -> "StreamRows":
         """Split the stream into samples of `seq_len` tokens, each with the token after it."""

@@ -91,7 +91,9 @@ class _Opened:
     def error(self, problem: str) -> UsageError:
         return UsageError(f"{self.where}: {problem}")
 
-    def shard(self, dtype: Any, offset: int = 0, count: int | None = None) -> Shard:
+    def shard(
+        self, dtype: Any, offset: int = 0, count: int | None = None, index: Index | None = None
+    ) -> Shard:
         """Return the tokens after `offset` bytes; `count`: as many as a header promises."""
         dtype = np.dtype(dtype)
         found, rest = divmod(self.size - offset, dtype.itemsize)
@@ -100,7 +102,7 @@ class _Opened:
             raise self.error(f"cut: expected {told}{dtype.itemsize} bytes each, got {self.size}")
         if not found:
             raise self.error("contains no tokens")
-        return Shard(self.path, dtype, found, offset, self.stamp)
+        return Shard(self.path, dtype, found, offset, self.stamp, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,9 +286,9 @@ def _megatron(file: _Opened) -> TokenFile:
     if ends[:1] != [0] or ends[-1] != sequences or ends != sorted(ends):
         raise UsageError(f"{path}: damaged: its documents are not those of {sequences} sequences")
     dtype = np.dtype(_MEGATRON_DTYPES[code])
-    shard = file.shard(dtype, 0, int(lengths.sum(dtype=np.int64)))
     about = Index(path, pointers, sequences, dtype.itemsize, (places, documents))
-    return TokenFile(replace(shard, index=about), "megatron", file.checksum)
+    shard = file.shard(dtype, 0, int(lengths.sum(dtype=np.int64)), about)
+    return TokenFile(shard, "megatron", file.checksum)
 
 
 def _datatrove(file: _Opened) -> TokenFile:
@@ -306,7 +308,7 @@ def _datatrove(file: _Opened) -> TokenFile:
         with open(open_regular(about, follows=True), "rb") as metadata:
             line = metadata.readline(4096).decode("utf-8", "replace").strip()
         name = line.rpartition("|")[0] or line
-    shard = replace(file.shard(f"<u{each}", 0, count), index=Index(path, 0, size // 8, 1))
+    shard = file.shard(f"<u{each}", 0, count, Index(path, 0, size // 8, 1))
     name = None if name == "Unknown Tokenizer" else name
     return TokenFile(shard, "datatrove", file.checksum, tokenizer=name)
 

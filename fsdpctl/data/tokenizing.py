@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from dataclasses import replace as replace_fields
 from itertools import islice
 from pathlib import Path
 
@@ -26,8 +25,9 @@ from fsdpctl.data.find_data import find_data
 from fsdpctl.data.token_formats import OURS
 from fsdpctl.data.tokenizer import BATCH, TextPiece, Tokenizer, Tokens
 from fsdpctl.errors import UsageError
+from fsdpctl.io import files
 from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.files import open_own, refusing, replace
+from fsdpctl.io.files import open_own, refusing
 from fsdpctl.io.texts import batches
 from fsdpctl.io.untrusted import read_json
 
@@ -97,7 +97,8 @@ def tokenize_files(
     UsageError if there is no text, if a row has none, or if a file cannot be written.
     """
     found = find_data(source, "SRC", TOKENIZE)
-    found = replace_fields(found, train=tuple(x for x in found.train if not output.owns(x)))
+    train = tuple(each for each in found.train if not output.owns(each))
+    found = DataFiles(found.option, train, found.validation, found.left_out)
     passed = PassedOver()
     known, about = None, _about(found, output, tokenizer)
     if output.state.exists():
@@ -204,7 +205,7 @@ class _Writer:
         self._output.state.unlink(missing_ok=True)
 
     def _save(self, state: _State) -> None:
-        replace(self._output.state, json.dumps(asdict(state)) + "\n", durable=True)
+        files.replace(self._output.state, json.dumps(asdict(state)) + "\n", durable=True)
 
     def _complete(self) -> None:
         path, size = self._output.file(self._state.files), None
@@ -238,4 +239,4 @@ def write_header(
         "num_bytes": num_bytes,
         "xxh3": xxh3,
     }
-    replace(path.with_suffix(".json"), json.dumps(header, indent=2) + "\n")
+    files.replace(path.with_suffix(".json"), json.dumps(header, indent=2) + "\n")

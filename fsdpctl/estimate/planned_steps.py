@@ -1,6 +1,6 @@
 """The training plan of a configuration, and the steps of each engine."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fsdpctl.config.schema import Settled
 from fsdpctl.plan.optimizers import ADAMW, KeptStates, Muon, get_optimizer, tiled_dtype
@@ -132,7 +132,8 @@ def sent_in_step(config: Settled, units: tuple[UnitSpec, ...], num_micro_batches
     """Return what a rank sends for a resolved configuration, whose model has these units."""
     plan = plan_run(config, units, num_micro_batches)
     every = config.accumulation.name == "every"
-    plan = replace(plan, reduces=reducing_passes(num_micro_batches, every=every))
+    reduces = reducing_passes(num_micro_batches, every=every)
+    plan = TrainingPlan(plan.step, reduces, plan.states)
     recorder, place = TrafficRecorder(), plan.step.place
     planned_steps(config, units, plan, recorder).step()
     return SentBytes(

@@ -230,7 +230,7 @@ class TracedModel:
         module = deepcopy(built.short.module)
         self.packages = packages_of(module) if config.launch.device == "cuda" else ()
         self._traced_module = TracedModule(
-            replace(built.short, module=module),
+            ShortModule(module, built.short.rows),
             lambda: _make(self._model, chunk_tokens, plain_norms),
             self.units,
             checkpointing=config.activation_checkpointing,

@@ -1,7 +1,5 @@
 """Translation of the YAML file of `accelerate config`: the ranks, and how they shard."""
 
-from dataclasses import replace
-
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.importers.shared import (
     UNUSED_OF_FSDP,
@@ -83,7 +81,7 @@ def read_launch_beside(found: Translation, narrow: SourceKey | None) -> SourceKe
     others += [each for each in launch.peek() if each.key.partition(".")[0] in source.decided]
     for each in others:
         if (each.key, each.text) != ("gradient_accumulation_steps", "1"):
-            found.leave(replace(each, text=each.text[:80]), why)
+            found.leave(SourceKey(each.key, each.text[:80]), why)
     return narrow
 
 

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import wrap
@@ -112,7 +112,7 @@ def convert(found: Translation, given: Mapping[str, str], num_ranks: int) -> Con
     replaced = {*typed, *(SIZES if typed.keys() & SIZES else ())}
     groups = tuple(f"{name}." for name in typed if name in GROUPS)
     kept = {
-        name: replace(row, settings=(setting,))
+        name: TranslationRow(row.key, row.value, (setting,), row.note)
         for row in rows_of(found, typed, num_ranks)
         for setting in row.settings
         if (name := setting.partition("=")[0]) not in replaced

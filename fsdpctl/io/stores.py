@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,7 +56,8 @@ class StoredFile:
 
     def inside(self, name: str) -> "StoredFile":
         """Return the file `name` below this one."""
-        return replace(self, url=f"{self.url}/{name}", path=f"{self.path}/{name}")
+        url, path = f"{self.url}/{name}", f"{self.path}/{name}"
+        return StoredFile(self.store, url, path, self.refusal)
 
     def read(self, start: int, stop: int) -> bytes:
         """Return a range of its bytes; an answer that is too short is asked for again."""

@@ -21,7 +21,8 @@ import fsdpctl
 from fsdpctl.comm.world import PrefixStore, Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.files import read_text_file, refusing, replace
+from fsdpctl.io import files
+from fsdpctl.io.files import read_text_file, refusing
 from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import HANDSHAKE
 
@@ -69,7 +70,7 @@ class Handshake:
             nproc_per_node, members=self.count,
         )  # fmt: skip
         with refusing(token):
-            replace(token, plan.token)
+            files.replace(token, plan.token)
         self._send("plan", plan)
         self._has_invited = True
         answers = [self._receive(key, str) for key in self._of_others("ready")]

@@ -116,7 +116,7 @@ def attend(
         return _attend(q, k, v, mask, scores)
     if scores.sinks is not None:
         own = scores.sinks.chunk(mask.context.size)[mask.context.index]
-        scores = replace(scores, sinks=own)
+        scores = Scores(scores.scale, scores.softcap, own, scores.dropout)
     return to_tokens(_attend(*to_heads(q, k, v, mask.context), mask, scores), mask.context)
 
 

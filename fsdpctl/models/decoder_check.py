@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fsdpctl.config.any_decoder import canonical, content_of, family_of
+from fsdpctl.config.any_decoder import content_of, family_of, with_content
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import C, Config
 from fsdpctl.errors import UsageError
@@ -59,7 +59,8 @@ def with_decoder(config: C) -> tuple[C, tuple[str, ...]]:
     UsageError if the model sees later tokens, or documents would be mixed.
     """
     found, family = check_decoder(config.model), family_of(config.model)
-    config, notes = replace(config, model=with_attention(config.model)), list[str]()
+    config = config.changed({"model.attention": attention_of(config.model)})
+    notes = list[str]()
     if found.problem:
         notes.append(f"model.attention={THEIRS} (auto): {family}: {found.problem}")
     if config.data.holds_documents:
@@ -77,16 +78,16 @@ def with_decoder(config: C) -> tuple[C, tuple[str, ...]]:
             notes.append(
                 f"data.packing=false (auto): {family} would mix the documents of a sequence"
             )
-            config = replace(config, data=replace(config.data, packing=False))
+            config = config.changed({"data.packing": False})
     return config, tuple(notes)
 
 
-def with_attention(model: ModelConfig) -> ModelConfig:
-    """Return the model with the attention of transformers if ours does not compute the same."""
+def attention_of(model: ModelConfig) -> str | None:
+    """Return `model.attention`, which is that of transformers if ours does not compute the same."""
     problem = check_decoder(model).problem
     if problem and model.attention not in (None, THEIRS):
         raise UsageError(f"model.attention={model.attention}: {problem}; set it to {THEIRS}")
-    return replace(model, attention=THEIRS) if problem else model
+    return THEIRS if problem else model.attention
 
 
 def check_decoder(model: ModelConfig) -> Found:
@@ -253,7 +254,7 @@ def _with_short_ranges(model: ModelConfig) -> ModelConfig:
 
     content = content_of(model)
     switches = any(kind in str(content) for kind in _SWITCHING)
-    return replace(model, config_json=canonical(short(content)))
+    return with_content(model, short(content))
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

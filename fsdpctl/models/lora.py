@@ -7,7 +7,7 @@ the parameter names of PEFT.
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -212,7 +212,8 @@ class NameFilter:
         """Return the rest, if any, and whether the list has all_linear, in any spelling."""
         spelled = {each: each.lower().replace("-", "_") for each in self.patterns}
         rest = {x: each for x, each in self.patterns.items() if spelled[x] != ALL_LINEAR}
-        return (replace(self, patterns=rest) if rest else None), len(rest) < len(spelled)
+        left = NameFilter(self.key, self.text, rest) if rest else None
+        return left, len(rest) < len(spelled)
 
     def matches(self, name: str) -> bool:
         return any(each.search(name) for each in self.patterns.values())

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.config.any_decoder import CONFIG_OF, canonical, content_of, read_configuration, resized
+from fsdpctl.config.any_decoder import (
+    CONFIG_OF,
+    content_of,
+    read_configuration,
+    resized,
+    with_content,
+)
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import block_names, replace_meta_parameters
@@ -70,7 +76,7 @@ def _small(content: Mapping[str, Any], model: ModelConfig) -> _Copy | None:
     """Return the first copy of narrower parts that is small, and runs; None if there is none."""
     for make in (_narrow, None, *(partial(_divided, by=each) for each in _DIVISIONS)):
         try:
-            shrunk = replace(model, config_json=canonical(make(content) if make else content))
+            shrunk = with_content(model, make(content) if make else content)
             module = _cut(shrunk, "meta")
             if _count(module) > _MOST:
                 continue

@@ -9,7 +9,7 @@ that collectives and fused kernels always see 16-byte-aligned memory, at any num
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, overload
 
@@ -242,6 +242,7 @@ def optimizer_runs(
         if runs and runs[-1].group == group and runs[-1].alone is None is alone:
             continue
         if runs:
-            runs[-1] = replace(runs[-1], span=Span(runs[-1].span.start, piece.in_flat.start))
+            span = Span(runs[-1].span.start, piece.in_flat.start)
+            runs[-1] = Run(span, runs[-1].group, runs[-1].alone)
         runs.append(Run(Span(piece.in_flat.start, within.stop), group, alone))
     return tuple(runs)

@@ -4,7 +4,7 @@ The engine allocates and runs what a `StepPlan` says, and estimates price it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum, auto
 from functools import cached_property
 from statistics import median
@@ -198,6 +198,10 @@ class StepPlan:
     dtypes: Precision = Precision()
     prefetch: Prefetch = Prefetch()
     offload: Offload = Offload.NONE
+
+    def at(self, rank: int, replica: int = 0) -> "StepPlan":
+        """Return the plan of another rank."""
+        return replace(self, place=replace(self.place, rank=rank, replica=replica))
 
     @cached_property
     def order(self) -> UnitOrder:

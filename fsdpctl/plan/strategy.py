@@ -1,6 +1,6 @@
 """The sharding strategies, a row each: what a rank keeps, and for how long; what is on its host."""
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from enum import Flag, auto
 from functools import reduce
 from operator import or_
@@ -91,10 +91,7 @@ def get_strategy(name: str) -> Strategy:
 
 
 def _row_like(wanted: Strategy) -> Strategy | None:
-    for row in _TABLE:
-        if replace(row, name=wanted.name, known_as=wanted.known_as) == wanted:
-            return row
-    return None
+    return next((row for row in _TABLE if astuple(row)[2:] == astuple(wanted)[2:]), None)
 
 
 def sharded_over_replicas(strategy: Strategy) -> Strategy | None:
@@ -126,11 +123,10 @@ def effective_strategy(
     has_replicas = replica_size < world_size and (replica_size > 1 or offloads_params)
     if not strategy.replicates or has_replicas:
         return strategy, replica_size
-    alike = replace(strategy, replicates=False, shards_over_replicas=False)
     if replica_size < world_size:
-        shares = strategy.shards_over_replicas
-        alike = replace(alike, shards_params=False, reshard_after_forward=False)
-        alike = replace(alike, shards_grads=shares, shards_optimizer=shares)
+        name = "shard_optimizer" if strategy.shards_over_replicas else "no_shard"
+        return STRATEGIES[name], world_size
+    alike = replace(strategy, replicates=False, shards_over_replicas=False)
     return _row_like(alike) or alike, world_size
 
 

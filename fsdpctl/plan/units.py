@@ -185,7 +185,7 @@ def lay_out(
         owners = owner_map.fitted_to(sizes, num_parts)
     parts = iter(owners.parts)
     return {
-        name: tuple(replace(layout, parts=next(parts)) for layout in layouts)
+        name: tuple(FlatLayout(x.placements, x.numel, next(parts), x.shares) for x in layouts)
         for name, layouts in uncut.items()
     }
 

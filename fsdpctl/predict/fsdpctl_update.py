@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from math import prod
 
 from fsdpctl.plan.layout import ParamSpec, optimizer_runs
@@ -178,7 +177,7 @@ def _matrices(step: StepPlan) -> Iterator[ParamSpec]:
 def _most_matrices(step: StepPlan) -> Iterator[ParamSpec]:
     place = step.place
     ranks = range(place.size) if step.strategy.shards_optimizer else [place.rank]
-    steps = [replace(step, place=replace(place, rank=rank)) for rank in ranks]
+    steps = (step.at(rank, place.replica) for rank in ranks)
     return _matrices(max(steps, key=lambda each: sum(map(muon_flops, _matrices(each)))))
 
 

@@ -1,7 +1,7 @@
 """A run's steps as estimates see them, and what an optimizer keeps and needs in them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fsdpctl.plan.layout import FlatLayout, optimizer_runs
 from fsdpctl.plan.optimizers import OF_ADAMW, KeptStates
@@ -23,8 +23,7 @@ class TrainingPlan:
         return self.step.usual
 
     def at(self, rank: int, replica: int = 0) -> "TrainingPlan":
-        place = replace(self.step.place, rank=rank, replica=replica)
-        return replace(self, step=replace(self.step, place=place))
+        return TrainingPlan(self.step.at(rank, replica), self.reduces, self.states)
 
     def states_of(self, layout: FlatLayout) -> int:
         kept, held = self.states, self.step.held(layout)

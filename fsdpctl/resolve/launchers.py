@@ -80,12 +80,13 @@ def rank_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Pl
 
     UsageError if the variables are missing, contradict `launch`, or are another launcher's.
     """
-    if launch.name == "local" and _RANKS[0] in environ:
-        launch = replace(launch, name="env")
-    if launch.name == "local" and _above_one("SLURM_STEP_NUM_TASKS", environ):
-        launch = replace(launch, name="slurm")
-    if launch.name != "local":
-        return place_of(launch, environ, are_ranks=True)
+    name = launch.name
+    if name == "local" and _RANKS[0] in environ:
+        name = "env"
+    elif name == "local" and _above_one("SLURM_STEP_NUM_TASKS", environ):
+        name = "slurm"
+    if name != "local":
+        return place_of(replace(launch, name=name), environ, are_ranks=True)
     _check_alone(launch, environ)
     count = (launch.nproc_per_node or 1) * launch.nnodes
     if count > 1 or launch.node_rank or launch.rdzv_endpoint:
@@ -224,9 +225,8 @@ def _of_slurm(launch: LaunchConfig, environ: Mapping[str, str], *, are_ranks: bo
         job, step = (_number(f"SLURM_{name}_ID", environ) for name in ("JOB", "STEP"))
         endpoint = f"{first_host(environ)}:{_FIRST_PORT + (7 * job + step) % _PORTS}"
     if tasks == nodes and not are_ranks:
-        if nodes == 1:
-            return replace(launch, rdzv_endpoint=None), None
-        return replace(launch, nnodes=nodes, node_rank=node, rdzv_endpoint=endpoint), None
+        node_rank, endpoint = (node, endpoint) if nodes > 1 else (None, None)
+        return replace(launch, nnodes=nodes, node_rank=node_rank, rdzv_endpoint=endpoint), None
     return launch, LauncherRank(task, tasks, local, tasks // nodes, *host_and_port(endpoint))
 
 

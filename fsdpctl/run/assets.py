@@ -14,7 +14,7 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.tokenizer import FileTokenizer, Tokenizer
 from fsdpctl.data.tokenizer_files import TEMPLATE_FILE, TEMPLATE_JSON, TEMPLATES, class_keys
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import replace
+from fsdpctl.io import files
 from fsdpctl.io.run_files import CONFIG_JSON, RUN_ASSETS
 from fsdpctl.io.untrusted import parse_json
 
@@ -123,7 +123,7 @@ def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:
             if folder.is_symlink():
                 raise UsageError(f"{folder}: expected a directory, got a link")
             folder.mkdir(exist_ok=True)
-        replace(file, content)
+        files.replace(file, content)
 
 
 def read_run_assets(run_dir: Path) -> dict[str, bytes]:

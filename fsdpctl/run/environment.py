@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import nearest_run, read_text_file, replace
+from fsdpctl.io import files
+from fsdpctl.io.files import nearest_run, read_text_file
 from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, OVERRIDES, RUN_CONFIG, check_own
 from fsdpctl.io.untrusted import Count, as_type, read_json
@@ -78,7 +79,7 @@ def write_record(run_dir: Path, record: Mapping[str, Any]) -> None:
 
 def _write(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> None:
     with contextlib.suppress(OSError):
-        replace(run_dir / ENVIRONMENT, json.dumps({"starts": starts}, indent=1) + "\n")
+        files.replace(run_dir / ENVIRONMENT, json.dumps({"starts": starts}, indent=1) + "\n")
 
 
 @dataclass(frozen=True, slots=True)

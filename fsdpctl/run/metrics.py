@@ -16,7 +16,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.files import leads_to, open_own, open_regular, refusing, replace
+from fsdpctl.io import files
+from fsdpctl.io.files import leads_to, open_own, open_regular, refusing
 from fsdpctl.io.untrusted import Count
 
 _MAX_LINE = 1 << 20  # bytes
@@ -120,7 +121,7 @@ class MetricsFile:
             if path.is_file():  # nothing else records rejected steps
                 lines = _read(path)
                 kept = [text for text, x in lines if x.step <= step or x.rejected_step is not None]
-                replace(path, b"".join(text.rstrip(b"\n") + b"\n" for text in kept))
+                files.replace(path, b"".join(text.rstrip(b"\n") + b"\n" for text in kept))
             self._file = open_own(path, "ab")
 
     def write(self, line: dict[str, Any]) -> None:

@@ -299,7 +299,7 @@ def _fill(
     (found, *_) = model.collectives.gather_objects(str(weights_folder(config.model)))
     folder = Path(found)
     weights, below = pretrained_weights(config.model, folder, model.collectives)
-    bases = [replace(below, is_named=False)] if below is not None else []
+    bases = [Base(below.info, below.weights, below.source, is_named=False)] if below else []
     if not all(shard.trainable for shard in model.flat_shards()):
         bases.append(Base.new(folder, weights, model.collectives))
     load_weights(first_weights(config.model, model.module, config.train.seed, weights), model)

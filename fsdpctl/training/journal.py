@@ -12,7 +12,8 @@ from typing import Any
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import LOST, FsdpctlError, UsageError
-from fsdpctl.io.files import plain_name, read_text_file, replace
+from fsdpctl.io import files
+from fsdpctl.io.files import plain_name, read_text_file
 from fsdpctl.io.packages import lacking
 from fsdpctl.io.run_files import LOG, METRICS, RUN_CONFIG, TENSORBOARD, WANDB_ID
 from fsdpctl.run.environment import read_records, write_record
@@ -211,5 +212,5 @@ class Loggers:
 def _wandb_id(run_dir: Path) -> str:
     path = run_dir / WANDB_ID
     if not path.exists():
-        replace(path, f"{secrets.token_hex(4)}\n")
+        files.replace(path, f"{secrets.token_hex(4)}\n")
     return plain_name(read_text_file(path).strip(), _ID, str(path), UsageError)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -115,13 +115,14 @@ def run_passes(
     """Run the passes of a step, as `launch_step`; return its record with gradients. Collective."""
     loss_sum, tokens, nominal, by_source = _run_micro_steps(parts, step, samples, clock)
     parts.model.sync_gradients()
+    added = own()
     return record_step(
         parts.model,
         loss_sum=loss_sum,
         tokens=tokens,
         nominal_tokens=nominal * parts.model.collectives.size,
         max_grad_norm=parts.config.optimizer.max_grad_norm,
-        own=replace(own(), by_source=by_source),
+        own=LocalStepStats(added.flags, added.grad_norm, by_source),
         limits=limits,
     )
 

@@ -100,8 +100,10 @@ def test_a_killed_run_continues_to_the_same_bytes(tmp_path, source, monkeypatch,
 
         return made
 
-    for name in ("replace", "write_header", "open_own"):
-        monkeypatch.setattr(tokenizing, name, dying(getattr(tokenizing, name)))
+    for room, name in (
+        (tokenizing.files, "replace"), (tokenizing, "write_header"), (tokenizing, "open_own")
+    ):  # fmt: skip
+        monkeypatch.setattr(room, name, dying(getattr(room, name)))
     while True:
         left[0] = int(rng.integers(0, 5)) if kills < 20 else -9
         try:

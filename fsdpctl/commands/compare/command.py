@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -96,7 +95,8 @@ def _report(
 ) -> None:  # fmt: skip
     """Print the results, with `notes` on predictions; None: they are measured."""
     rows = ordered([each.row for each in found], by)
-    rows = [replace(x, status=NOT_REACHED) if x.status == OK and not x.speed else x for x in rows]
+    for row in rows:
+        row.status = NOT_REACHED if row.status == OK and not row.speed else row.status
     if rows and all(row.status.startswith(REFUSED) for row in rows):
         others = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
         raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{others}")

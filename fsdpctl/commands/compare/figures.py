@@ -53,7 +53,7 @@ def measure(variants: Sequence[Variant], folder: Path, *, is_kept: bool) -> None
         try:
             opened, seen = _prepare(estimator, each, run_dir)
         except UsageError as error:
-            each.row = replace(each.row, status=f"{REFUSED}{error}")
+            each.row.status = f"{REFUSED}{error}"
             continue
         note(*(line for line in opened.notes if line not in noted))
         noted |= dict.fromkeys(opened.notes)
@@ -64,7 +64,7 @@ def measure(variants: Sequence[Variant], folder: Path, *, is_kept: bool) -> None
         with doing(f"running {each.row.label}"):
             _run(each, seen, assets)
         if each.row.status == OK and is_kept:
-            each.row = replace(each.row, run_dir=str(seen.run_dir.relative_to(folder)))
+            each.row.run_dir = str(seen.run_dir.relative_to(folder))
 
 
 def _prepare(estimator: Estimator, each: Variant, run_dir: Path) -> tuple[Opened, Look]:
@@ -74,13 +74,10 @@ def _prepare(estimator: Estimator, each: Variant, run_dir: Path) -> tuple[Opened
     seen = look(opened.config, "auto")
     each.plan, estimate, _ = decide_run(opened, seen, estimator, note)
     units, config = divide_module(opened.module, None), each.plan.config
-    row = replace(
-        each.row,
-        strategy=config.strategy.name,
-        world_size=config.num_ranks,
-        sent_bytes_per_step=sent_in_step(config, units, each.plan.batches.num_micro_batches).total,
-    )
-    each.row = with_memory(row, estimate)
+    sent = sent_in_step(config, units, each.plan.batches.num_micro_batches)
+    each.row.strategy, each.row.world_size = config.strategy.name, config.num_ranks
+    each.row.sent_bytes_per_step = sent.total
+    _add_memory(each.row, estimate)
     return opened, seen
 
 
@@ -90,16 +87,16 @@ def _run(each: Variant, seen: Look, assets: Mapping[str, bytes]) -> None:
         failure = run_briefly(seen, each.plan.config, each.row.label, assets)
         if failure is not None:
             raise FsdpctlError(failure)
-        each.row = measured(each.row, seen.run_dir)
+        _add_measured(each.row, seen.run_dir)
     except (InterruptError, StoppedError):
         raise
     except FsdpctlError as error:
         kind = REFUSED if isinstance(error, UsageError) else FAILED
-        each.row = replace(each.row, status=f"{kind}{error}")
+        each.row.status = f"{kind}{error}"
 
 
-def measured(row: Row, run_dir: Path) -> Row:
-    """Return `row` with medians of the metrics in `run_dir`; FsdpctlError if there are too few."""
+def _add_measured(row: Row, run_dir: Path) -> None:
+    """Add the medians of the metrics in `run_dir`; FsdpctlError if there are too few."""
     file = run_dir / METRICS
     steps = [line for line in read_metrics(file) if line.is_step]
     timed = steps[int(len(steps) * _WARM_UP) :]
@@ -108,18 +105,14 @@ def measured(row: Row, run_dir: Path) -> Row:
     seconds = median(line.seconds or 0.0 for line in timed)
     last, mfus = steps[-1], [line.mfu for line in timed if line.mfu is not None]
     on_device = last.peak_allocated_bytes is not None
-    return replace(
-        row,
-        tokens_per_second=median(line.tokens_per_second or 0.0 for line in timed),
-        step_seconds=seconds,
-        mfu=median(mfus) if len(mfus) == len(timed) else None,
-        peak_tensor_bytes=last.peak_allocated_bytes,
-        peak_reserved_bytes=last.peak_reserved_bytes if on_device else None,
-        final_loss=last.loss if isinstance(last.loss, float) else None,
-        exposed_communication_seconds=_exposed(
-            seconds, [(x.seconds or 0.0, x.exposed_communication_seconds) for x in timed]
-        ),
-    )
+    row.tokens_per_second = median(line.tokens_per_second or 0.0 for line in timed)
+    row.step_seconds = seconds
+    row.mfu = median(mfus) if len(mfus) == len(timed) else None
+    row.peak_tensor_bytes = last.peak_allocated_bytes
+    row.peak_reserved_bytes = last.peak_reserved_bytes if on_device else None
+    row.final_loss = last.loss if isinstance(last.loss, float) else None
+    times = [(x.seconds or 0.0, x.exposed_communication_seconds) for x in timed]
+    row.exposed_communication_seconds = _exposed(seconds, times)
 
 
 def _exposed(seconds: float, times: Sequence[tuple[float, float | None]]) -> float | None:
@@ -151,19 +144,15 @@ def run_briefly(
     return None if outcome.cause is None else outcome.cause.cause
 
 
-def with_memory(row: Row, estimate: RunEstimate) -> Row:
-    """Return `row` with its estimated memory and its status; what does not fit has no length."""
-    status = OK
+def _add_memory(row: Row, estimate: RunEstimate) -> None:
+    """Add the estimated memory and the status; a variant that does not fit has no length."""
+    row.status = OK
     if found := estimate.shortages:
-        status = f"{TOO_LARGE}{'; '.join(found)}"
-        row = replace(row, hours=None, gpu_hours=None, cost=None)
-    return replace(
-        row,
-        estimated_peak_tensor_bytes=estimate.allocated,
-        estimated_peak_reserved_bytes=estimate.peak_reserved,
-        memory_bytes=estimate.available,
-        status=status,
-    )
+        row.status = f"{TOO_LARGE}{'; '.join(found)}"
+        row.hours = row.gpu_hours = row.cost = None
+    row.estimated_peak_tensor_bytes = estimate.allocated
+    row.estimated_peak_reserved_bytes = estimate.peak_reserved
+    row.memory_bytes = estimate.available
 
 
 def predict(variants: Sequence[Variant]) -> Iterator[str]:
@@ -174,7 +163,7 @@ def predict(variants: Sequence[Variant]) -> Iterator[str]:
         try:
             yield from _predict(estimator, each)
         except UsageError as error:
-            each.row = replace(each.row, status=f"{REFUSED}{error}")
+            each.row.status = f"{REFUSED}{error}"
     plans = [each.plan for each in variants if each.plan is not None]
     if plans and all(each.row.status != OK for each in variants):
         yield "no variant fits; changes that make the nearest fit:"
@@ -195,25 +184,18 @@ def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
     if ranking is not None and ranking.defaults and ranking.ranked:
         yield f"{each.row.label}: {ranking.summary}"
     each.plan = plan = estimate.plan
-    each.row = replace(each.row, strategy=plan.config.strategy.name)
+    row = each.row
+    row.strategy = plan.config.strategy.name
     step, units = estimator.predict(plan), estimator.traced_model(plan).units
     time = run_time(estimator, estimate, step)
     yield from (*filter(None, [time.unknown]), *time.notes)
-    row = replace(
-        each.row,
-        world_size=time.num_ranks,
-        tokens_per_second=time.tokens_per_second,
-        step_seconds=step.seconds,
-        error_band=time.band,
-        exposed_communication_seconds=step.exposed_communication,
-        mfu=_utilization(time.tokens_per_second, estimate),
-        steps=time.steps,
-        sent_bytes_per_step=sent_in_step(
-            plan.config, units, estimate.batches.num_micro_batches
-        ).total,
-        **time.of_run,
-    )
-    each.row = with_memory(row, estimate)
+    sent = sent_in_step(plan.config, units, estimate.batches.num_micro_batches)
+    row.mfu, row.sent_bytes_per_step = _utilization(time.tokens_per_second, estimate), sent.total
+    row.world_size, row.steps = time.num_ranks, time.steps
+    row.tokens_per_second, row.error_band = time.tokens_per_second, time.band
+    row.step_seconds, row.exposed_communication_seconds = step.seconds, step.exposed_communication
+    row.hours, row.gpu_hours, row.cost = map(time.of_run.get, ("hours", "gpu_hours", "cost"))
+    _add_memory(row, estimate)
 
 
 def _utilization(speed: float, estimate: RunEstimate) -> float | None:

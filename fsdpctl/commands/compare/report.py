@@ -34,9 +34,9 @@ OK, REFUSED, TOO_LARGE, FAILED = "ok", "cannot run: ", "does not fit: ", "failed
 NOT_REACHED = "not measured: the comparison was stopped first"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """One variant; None for unknown values.
+    """One variant, as far as it is known; None for unknown values.
 
     Measured speeds and times are medians over the steps after warm-up; times are those of rank 0.
     """

@@ -278,7 +278,8 @@ class Checkpoints(Callback):
     def _write(self, snapshot: Snapshot, save: Save) -> None:
         if self._reading is not None:
             self._reading.done.result()  # raises the error
-            snapshot = replace(snapshot, about=replace(snapshot.about, base=self._base))
+            about = replace(snapshot.about, base=self._base)
+            snapshot = Snapshot(snapshot.pieces, snapshot.steps, about)
         folder = step_folder(self._folder, save.step)
         write_checkpoint(folder, snapshot, self._ranks, save.advance)
         if self._ranks.rank == 0:

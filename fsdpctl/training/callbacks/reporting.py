@@ -152,9 +152,7 @@ class Heartbeat(Callback):
     ) -> None:
         """Write the first heartbeat and start the thread, if this rank `is_on`."""
         self._path, self._ranks, self._is_on, self._every = run_dir / HEARTBEAT, ranks, is_on, every
-        self._record = HeartbeatRecord(
-            socket.gethostname(), os.getpid(), time.time(), namespace=pid_namespace()
-        )
+        self._facts: dict[str, Any] = {"namespace": pid_namespace()}
         self._first: tuple[int, float] | None = None  # the first step, and when it was completed
         self._has_ended = threading.Event()
         self._writing = threading.Lock()
@@ -169,7 +167,7 @@ class Heartbeat(Callback):
             self._first = step, now
         first, began = self._first
         each = (now - began) / (step - first) if step > first else None
-        self._record = replace(self._record, step=step, seconds_per_step=each)
+        self._facts = {**self._facts, "step": step, "seconds_per_step": each}
         if is_first:  # readers shall see at once that the run is no longer starting
             self._write()
 
@@ -181,7 +179,7 @@ class Heartbeat(Callback):
         else:
             state, message = FAILED, f"{type(error).__name__}: {error}"
         self._has_ended.set()
-        self._record = replace(self._record, state=state, message=message[:_LONGEST])
+        self._facts = {**self._facts, "state": state, "message": message[:_LONGEST]}
         self._write()
 
     def _run(self) -> None:
@@ -193,5 +191,6 @@ class Heartbeat(Callback):
             with self._writing, contextlib.suppress(OSError):
                 if is_periodic and self._has_ended.is_set():
                     return  # it waited while the last one was written
-                record = replace(self._record, time=time.time())
+                host, now = socket.gethostname(), time.time()
+                record = HeartbeatRecord(host, os.getpid(), now, **self._facts)
                 files.replace(self._path, json.dumps(asdict(record)) + "\n")

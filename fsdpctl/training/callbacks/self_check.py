@@ -227,12 +227,10 @@ def _small_config(config: Config) -> Config:
     shared, chunk = config.train.context_parallel, config.train.loss_chunk_tokens
     # Every rank that shares a sample has a part of it, if that is possible.
     length = min(tokens_per_rank(_LENGTH, shared) * shared, config.train.seq_len)
-    train = replace(
-        config.train, seq_len=length, compile=False, mlp_chunk_tokens=0,
-        loss_chunk_tokens=_LENGTH // 2 if chunk else 0,
-    )  # fmt: skip
-    model = replace(config.model, router_aux_loss="none")
-    return replace(config, model=model, train=train)
+    changed = {"seq_len": length, "compile": False, "mlp_chunk_tokens": 0}
+    changed["loss_chunk_tokens"] = _LENGTH // 2 if chunk else 0
+    values = {f"train.{name}": value for name, value in changed.items()}
+    return config.changed({**values, "model.router_aux_loss": "none"})
 
 
 def _stream(config: Config, num_tokens: int) -> TokenStream:
