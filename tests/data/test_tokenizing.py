@@ -13,6 +13,7 @@ from fsdpctl.data.token_formats import check_tokens, open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer, open_tokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError
+from fsdpctl.io import files
 from tests.data.token_file import encoded
 
 TEXTS = [f"document {number} é " + "a b " * (number % 7) for number in range(60)]
@@ -101,7 +102,7 @@ def test_a_killed_run_continues_to_the_same_bytes(tmp_path, source, monkeypatch,
         return made
 
     for room, name in (
-        (tokenizing.files, "replace"), (tokenizing, "write_header"), (tokenizing, "open_own")
+        (files, "replace"), (tokenizing, "write_header"), (tokenizing, "open_own")
     ):  # fmt: skip
         monkeypatch.setattr(room, name, dying(getattr(room, name)))
     while True:
@@ -112,11 +113,11 @@ def test_a_killed_run_continues_to_the_same_bytes(tmp_path, source, monkeypatch,
         except KilledError:
             kills += 1
     assert kills > 1
-    files = [
+    written = [
         {each.name: each.read_bytes() for each in one.path.parent.iterdir()}
         for one in (whole, output)
     ]
-    assert files[0] == files[1]
+    assert written[0] == written[1]
     pattern = "t.bin" if shard_tokens is None else "t-*.bin"
     assert bytes(tokens_at(output.path.parent / pattern)).decode() == "".join(TEXTS)
 
