@@ -238,9 +238,7 @@ def _on_host(
     offload = plan.offload
     if not offload:
         return None, None
-    if refusal := offload.refusal(plan.strategy, plan.strategy, mesh.world.size):
-        raise UsageError(f"strategy.offload={offload}: {refusal}")
-    offload.check_rests(trains_all=plan.trained == plan.layouts)
+    plan.check_offload()
     worker = HostWorker(device)
     params = HostParams(worker, plan.host.params) if Offload.PARAMS in offload else None
     return HostStates(worker, plan.host) if plan.steps_on_host else None, params

@@ -108,13 +108,11 @@ def shard_from(
             raise UsageError(
                 "shard_model: the module is sharded already; call model.unwrap() first"
             )
-        row, asked = requested_strategy(sharding), sharding.owner_map
+        row = requested_strategy(sharding)
         replica_size = ranks_per_replica(row, world.size, sharding.dp_shard_size)
-        if asked != "even" and not (row.has_owner_map or sharding.share_memory):
-            raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
         units = units_of(module, sharding)
         about = {"shares_memory": world.shares_memory, "offloads_params": on_host}
-        return row, divide(units, row, world.size, replica_size, asked, **about)
+        return row, divide(units, row, world.size, replica_size, sharding.owner_map, **about)
 
     def described(made: tuple[Strategy, Division]) -> Iterator[str]:
         return _described(*made, sharding, dict(module.named_buffers()))
@@ -126,10 +124,13 @@ def shard_from(
 
 
 def requested_strategy(sharding: Sharding) -> Strategy:
-    asked = sharding.strategy
-    if isinstance(asked, Strategy):
-        return asked
-    return get_strategy(str(getattr(asked, "name", asked)))  # torch's has names too
+    """Return the row of a strategy's name, or that is given; UsageError if it has no owner map."""
+    row = sharding.strategy
+    if not isinstance(row, Strategy):
+        row = get_strategy(str(getattr(row, "name", row)))  # torch's has names too
+    if sharding.owner_map != "even" and not (row.has_owner_map or sharding.share_memory):
+        raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
+    return row
 
 
 def units_of(module: nn.Module, sharding: Sharding) -> tuple[UnitSpec, ...]:

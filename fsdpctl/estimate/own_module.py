@@ -24,7 +24,7 @@ from fsdpctl.estimate.traced import ShortModule, TracedModule
 from fsdpctl.models.describe import dtype_name, torch_dtype
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step import StepPlan
-from fsdpctl.plan.strategy import ENGINES, FSDPCTL, ranks_per_replica
+from fsdpctl.plan.strategy import ENGINES, FSDPCTL, Offload, ranks_per_replica
 from fsdpctl.plan.units import UnitSpec, divide
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import ALLOCATORS, StepEstimate, estimate_steps
@@ -60,6 +60,7 @@ class MemoryEstimate:
     num_params: int
     rank: int
     step: StepEstimate
+    host_states: int  # bytes of states in host memory, by `Sharding.offload`
 
     @property
     def peak_allocated(self) -> int:
@@ -85,7 +86,8 @@ class MemoryEstimate:
         return self.step.verdict(available)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"num_parameters": self.num_params, "rank": self.rank, **self.step.to_dict()}
+        about = {"num_parameters": self.num_params, "rank": self.rank}
+        return {**about, "host_states_bytes": self.host_states, **self.step.to_dict()}
 
 
 def estimate_memory(
@@ -143,7 +145,7 @@ def estimate_memory(
     step = estimate_steps(
         recorder, steps, device=assumed.device, allocator=assumed.allocator, draws=False
     )
-    return MemoryEstimate(num_params, plan.step.place.rank, step)
+    return MemoryEstimate(num_params, plan.step.place.rank, step, plan.host_states_bytes)
 
 
 def _check(assumed: Assumed, world_size: int) -> None:
@@ -213,11 +215,18 @@ def _precision(module: nn.Module, precision: Precision, engine: str) -> Precisio
 def _plan(
     units: tuple[UnitSpec, ...], given: Sharding, world_size: int, assumed: Assumed
 ) -> TrainingPlan:
-    strategy = requested_strategy(given)
+    strategy, on_host = requested_strategy(given), given.on_host
     size = ranks_per_replica(strategy, world_size, given.dp_shard_size)
-    shares = given.share_memory and world_size > 1 and assumed.device == "cpu"
-    division = divide(units, strategy, world_size, size, given.owner_map, shares_memory=shares)
+    rests = Offload.PARAMS in on_host
+    shares = given.share_memory and world_size > 1 and assumed.device == "cpu" and not rests
+    about = {"shares_memory": shares, "offloads_params": rests}
+    division = divide(units, strategy, world_size, size, given.owner_map, **about)
     place = first_place(division, world_size, assumed.device, shares_memory=shares)
     passes = min(assumed.num_micro_batches, REPEATING)
     reduces = reducing_passes(passes, every=assumed.reduce == "every")
-    return TrainingPlan(StepPlan(division, place, given.precision, given.prefetch), reduces)
+    if on_host and assumed.engine != FSDPCTL:
+        problem = f"requires engine={FSDPCTL}, got engine={assumed.engine}"
+        raise UsageError(f"strategy.offload={on_host}: {problem}")
+    step = StepPlan(division, place, given.precision, given.prefetch, on_host)
+    step.check_offload()
+    return TrainingPlan(step, reduces)

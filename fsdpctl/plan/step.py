@@ -9,6 +9,7 @@ from enum import Enum, StrEnum, auto
 from functools import cached_property
 from statistics import median
 
+from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.precision import BufferDtypes, Dtype, Precision
 from fsdpctl.plan.strategy import Offload, Strategy
@@ -222,6 +223,13 @@ class StepPlan:
             name: tuple(layout for layout in of_unit if layout.trainable)
             for name, of_unit in self.layouts.items()
         }
+
+    def check_offload(self) -> None:
+        """Check that these states can be in host memory; UsageError says why not."""
+        ranks = self.place.size * self.place.num_replicas
+        if refusal := self.offload.refusal(self.strategy, self.strategy, ranks):
+            raise UsageError(f"strategy.offload={self.offload}: {refusal}")
+        self.offload.check_rests(trains_all=self.trained == self.layouts)
 
     def all_trained(self) -> Iterator[FlatLayout]:
         return (each for of_unit in self.trained.values() for each in of_unit)

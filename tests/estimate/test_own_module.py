@@ -77,6 +77,13 @@ def estimated(**about: object) -> fsdpctl.MemoryEstimate:
     return estimate_memory(net, lambda: torch.empty(32, 64), **given)  # type: ignore[arg-type]  # what each test is about
 
 
+def test_states_in_host_memory_are_not_on_the_device():
+    plain, there = estimated(), estimated(sharding=fsdpctl.Sharding(offload="states"))
+    assert there.breakdown["optimizer_states"] < 512  # counters
+    moved = plain.breakdown["optimizer_states"] + plain.breakdown["parameters"]
+    assert there.host_states > moved > plain.host_states == 0
+
+
 def test_a_verdict_accepts_any_size():
     found = estimated()
     assert (found.verdict("80GiB"), found.verdict(1000)) == ("fits", "too_large")
@@ -172,6 +179,11 @@ def test_unused_parameters_have_no_states(rank: int, world_size: int) -> None:
     ({"loss_fn": lambda y: y.sum().detach()}, "cannot run on the meta device"),
     ({"loss_fn": lambda y: y.sum() * y.sum().item()}, "reads the value"),
     ({"sharding": fsdpctl.Sharding("hybrid_shard", dp_shard_size=3)}, "must divide"),
+    ({"sharding": fsdpctl.Sharding(owner_map="matrices")}, "only valid with shard_optimizer"),
+    ({"sharding": fsdpctl.Sharding(offload="params")}, "params: "),
+    ({"sharding": fsdpctl.Sharding("no_shard", offload="states")}, "not supported with strategy"),
+    ({"sharding": fsdpctl.Sharding(offload="states"), "assumed": fsdpctl.Assumed(engine="fsdp2")},
+     "requires engine=fsdpctl"),
 ])  # fmt: skip
 def test_errors_are_one_line(about, part):
     with pytest.raises(UsageError, match=".+") as error:
