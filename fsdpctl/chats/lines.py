@@ -30,10 +30,11 @@ from fsdpctl.io.untrusted import MIB, parse_json
 
 _JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines within our line
 _ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # or a frame to skip, as of pzstd
+_GZIP = b"\x1f\x8b"
 _TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
 _WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _EXPECTED = "expected one JSON object per line (.jsonl), a JSON array of objects, or .parquet"
-_Places = Iterator[tuple[str, dict[str, Any]]]  # such as `line 3`, and the object there
+Places = Iterator[tuple[str, dict[str, Any]]]  # such as `line 3`, and the object there
 
 
 def lines_of(
@@ -53,7 +54,8 @@ def lines_of(
         name = detect_format(first[1], prompt)
     except UsageError as error:
         raise UsageError(f"{path}, {first[0]}: {shown(error)}") from None
-    return name, _lines(path, name, chain([first], found), Counter() if counts is None else counts)
+    counts = Counter() if counts is None else counts
+    return name, lines_among(path, name, chain([first], found), counts)
 
 
 def first_row(path: str) -> dict[str, Any]:
@@ -76,9 +78,10 @@ def check_is_clear(path: str) -> None:
         raise UsageError(f"{path}: its first row {what}; set data=text or data=chat")
 
 
-def _lines(
-    path: str, name: str, found: _Places, counts: Counter[str]
+def lines_among(
+    path: str, name: str, found: Places, counts: Counter[str]
 ) -> Iterator[tuple[ChatLine, bytes]]:
+    """Yield the rows of a file of the format `name` among its objects, as `lines_of`."""
     for place, fields in found:
         where = f"{path}, {place}"
         try:
@@ -95,34 +98,58 @@ def _lines(
         yield line, as_bytes
 
 
-def _objects(path: str) -> _Places:
+def _objects(path: str) -> Places:
     with open(open_regular(Path(path), follows=True), "rb") as raw:
-        start = raw.peek(8)[:8]
-        if start.startswith(_TABLES):
-            yield from objects_of_table(path, raw, is_parquet=start.startswith(b"PAR1"))
-            return
-        if path.endswith((".csv", ".tsv")):
-            yield from rows_of_csv(path, raw)
-            return
-        file: IO[bytes] = raw
-        if start.startswith(b"\x1f\x8b"):
-            file = BufferedReader(gzip.GzipFile(fileobj=raw))
-        elif _ZSTD.match(start):
-            file = BufferedReader(load("pyarrow", path).CompressedInputStream(raw, "zstd"))
-        read = _Reader(path, file)
-        start = read.call("peek", 64)
-        if start.startswith(_WIDE):
-            raise UsageError(f"{path}: UTF-16: not supported; expected UTF-8")
-        is_array = start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-        for place, content in _elements(read) if is_array else _text_lines(read):
-            yield place, _object(content, f"{path}, {place}")
+        yield from objects_in(path, raw)
+
+
+def objects_in(path: str, raw: BufferedReader, after: str = "") -> Places:
+    """Yield the objects of a file from its position on, which the text `after` tells."""
+    start = raw.peek(8)[:8]
+    if start.startswith(_TABLES):
+        yield from objects_of_table(path, raw, is_parquet=start.startswith(b"PAR1"))
+        return
+    if path.endswith((".csv", ".tsv")):
+        yield from rows_of_csv(path, raw)
+        return
+    read = _Reader(path, unpacked(path, raw), after)
+    start = read.call("peek", 64)
+    if start.startswith(_WIDE):
+        raise UsageError(f"{path}: UTF-16: not supported; expected UTF-8")
+    for place, content in _elements(read) if is_array(start) else _text_lines(read):
+        yield place, object_in(content, f"{path}, {place}")
+
+
+def is_array(start: bytes) -> bool:
+    """Return whether a file of JSON that begins with these bytes has an array."""
+    return start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def is_packed(start: bytes) -> bool:
+    """Return whether a file that begins with these bytes is compressed."""
+    return start.startswith(_GZIP) or _ZSTD.match(start) is not None
+
+
+def is_table(path: str, start: bytes) -> bool:
+    """Return whether a file that begins with these bytes is a table."""
+    return start.startswith(_TABLES) or path.endswith((".csv", ".tsv"))
+
+
+def unpacked(path: str, raw: BufferedReader) -> BufferedReader:
+    """Return the content of a file that may be compressed."""
+    start = raw.peek(8)[:8]
+    if start.startswith(_GZIP):
+        return BufferedReader(gzip.GzipFile(fileobj=raw))
+    if _ZSTD.match(start):
+        return BufferedReader(load("pyarrow", path).CompressedInputStream(raw, "zstd"))
+    return raw
 
 
 class _Reader:
     """A file, compressed or not, whose errors name the place in it."""
 
-    def __init__(self, path: str, file: Any) -> None:
-        self.path, self.place, self._file = path, "line 1", file
+    def __init__(self, path: str, file: Any, after: str = "") -> None:
+        self.path, self.place, self.after, self._file = path, "line 1", after, file
 
     def call(self, method: str, size: int) -> bytes:
         try:
@@ -140,7 +167,7 @@ class _Reader:
 
 def _text_lines(read: _Reader) -> Iterator[tuple[str, str]]:
     for number in count(1):
-        read.place = f"line {number}"
+        read.place = f"line {number}{read.after}"
         line = read.call("readline", MOST_BYTES + 1)
         if not line:
             return
@@ -169,7 +196,8 @@ def _elements(read: _Reader) -> Iterator[tuple[str, str]]:
         raise read.error(f"not JSON: {error}") from None
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
+def object_in(text: str, where: str) -> dict[str, Any]:
+    """Return the object that a text has; UsageError, at `where`, if it has none."""
     try:
         return parse_json(text, dict[str, Any], "")
     except UsageError as error:
@@ -183,16 +211,16 @@ _BATCH = 64  # rows that are read at a time
 
 
 def objects_of_table(
-    path: str, raw: IO[bytes], *, is_parquet: bool
+    path: str, raw: IO[bytes], *, is_parquet: bool, group: int | None = None, number: int = 0
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a table with their numbers, starting at 1.
+    """Yield the rows of a table, or of a row group, with their numbers after `number`.
 
     Unused columns have the value True in all rows, so that their names can be reported. UsageError
     if the file is damaged.
     """
-    arrow, number = load("pyarrow", path), 0
+    arrow = load("pyarrow", path)
     try:
-        names, batches = _parquet(raw) if is_parquet else _stream(arrow, raw)
+        names, batches = _parquet(raw, group) if is_parquet else _stream(arrow, raw)
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise UsageError(f"{path}: column {twice[0]}: appears twice; rename one of them")
         unused = {name: True for name in names if not is_used(name)}
@@ -222,13 +250,15 @@ def rows_of_csv(path: str, raw: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]
         raise UsageError(f"{path}, line {rows.line_num + 1}: cannot be read: {error}") from None
 
 
-def _parquet(raw: IO[bytes]) -> tuple[list[str], Iterator[Any]]:
+def _parquet(raw: IO[bytes], group: int | None) -> tuple[list[str], Iterator[Any]]:
     """Return the names of all columns, and batches of those that are used."""
     from pyarrow.parquet import ParquetFile
 
-    file = ParquetFile(raw)
+    # Of a row group, its first pages are read, and not all of a column.
+    groups, buffered = (None, 0) if group is None else ([group], MIB)
+    file = ParquetFile(raw, buffer_size=buffered)
     names = file.schema_arrow.names
-    return names, file.iter_batches(_BATCH, columns=[name for name in names if is_used(name)])
+    return names, file.iter_batches(_BATCH, groups, [name for name in names if is_used(name)])
 
 
 def _stream(arrow: Any, raw: IO[bytes]) -> tuple[list[str], Iterator[Any]]:

@@ -98,19 +98,20 @@ class Building:
     def _add(self, file: Path, part: str | None = None) -> str:
         """Add a file's samples to `part`, or as each line's hash decides; return its format."""
         name, lines = lines_of(str(file), self._counts, self._plan.prompt)
-        placed = self._placed(lines, part)
-        first = next(placed, None)
-        if first is None:
-            return name
-        rows = chain([first], placed)
-        if isinstance(first[0].content, Plain):
-            texts = ((line.content, to) for line, to in rows if isinstance(line.content, Plain))
-            made = self._encoder.texts(texts)
-        else:
-            made = self._encoder.samples(self._rendered(rows))
-        for tokens, trained, destination in made:
+        for tokens, trained, destination in self.samples(self._placed(lines, part)):
             self._take(tokens, trained, destination)
         return name
+
+    def samples(self, rows: Iterator[tuple[ChatLine, Any]]) -> Iterator[tuple[Tokens, Flags, Any]]:
+        """Yield the tokens of rows of one kind, whether each is trained on, and the row's label."""
+        if (first := next(rows, None)) is None:
+            return
+        rows = chain([first], rows)
+        if isinstance(first[0].content, Plain):
+            texts = ((line.content, to) for line, to in rows if isinstance(line.content, Plain))
+            yield from self._encoder.texts(texts)
+        else:
+            yield from self._encoder.samples(self._rendered(rows))
 
     def _placed(
         self, lines: Iterator[tuple[ChatLine, bytes]], part: str | None
@@ -126,8 +127,8 @@ class Building:
             self._counts["val_chats" if to == "val" else "chats"] += 1
             yield line, to
 
-    def _rendered(self, rows: Iterator[tuple[ChatLine, str]]) -> Iterator[tuple[ChatSample, str]]:
-        parts: deque[str] = deque()
+    def _rendered(self, rows: Iterator[tuple[ChatLine, Any]]) -> Iterator[tuple[ChatSample, Any]]:
+        parts = deque[Any]()
 
         def chats() -> Iterator[tuple[Chat, str]]:
             for line, part in rows:

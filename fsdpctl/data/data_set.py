@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpctl.config.sources import DataSource
+from fsdpctl.data.estimated import Estimated
 from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture
 from fsdpctl.data.own import OwnData
 from fsdpctl.data.packing import DocumentSet
@@ -15,10 +16,11 @@ from fsdpctl.data.token_formats import TokenFile
 from fsdpctl.data.tokenizer import Tokenizer
 from fsdpctl.errors import UsageError
 
-Corpus = TokenStream | DocumentSet | Mixture | OwnData
+Content = TokenStream | DocumentSet | OwnData | Estimated
+Corpus = Content | Mixture
 
 
-def contents_of(corpus: Corpus) -> tuple[TokenStream | DocumentSet | OwnData, ...]:
+def contents_of(corpus: Corpus) -> tuple[Content, ...]:
     """Return the contents of the sources of a mixture, or that of one source."""
     return tuple(x.content for x in corpus.parts) if isinstance(corpus, Mixture) else (corpus,)
 
@@ -46,6 +48,12 @@ class DataSet:
     def has_text(self) -> bool:
         """Whether the tokenizer of its tokens is known."""
         return self.tokenizer.vocab_size == self.vocab_size
+
+    @property
+    def spread(self) -> float:
+        """The standard error of the tokens to train on, of one; 0 if they are counted."""
+        parts = [each for each in contents_of(self.train) if isinstance(each, Estimated)]
+        return math.hypot(*(x.spread * x.num_tokens for x in parts)) / self.train.num_tokens
 
     @property
     def fingerprint(self) -> str:

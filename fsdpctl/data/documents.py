@@ -208,7 +208,7 @@ def _parts(content: IO[bytes], most: int | None) -> Iterator[bytes]:
         if most is None or len(part) < most:
             yield part
             return
-        at = _text_start(part) or _character_end(part)
+        at = _text_start(part) or character_end(part)
         rest = part[at:]
         yield part[:at]
 
@@ -223,7 +223,8 @@ def _text_start(part: bytes) -> int:
     return 0
 
 
-def _character_end(part: bytes) -> int:
+def character_end(part: bytes) -> int:
+    """Return where the last character begins, which may be cut."""
     at = len(part) - 1
     while at > len(part) - 4 and part[at] & 0xC0 == 0x80:
         at -= 1

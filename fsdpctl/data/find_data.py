@@ -37,19 +37,21 @@ _NAME = re.compile(
 )
 
 
-def find_data(path: str, key: str = "data.path", option: str | None = None) -> DataFiles:
+def find_data(
+    path: str, key: str = "data.path", option: str | None = None, *, fetches: bool = True
+) -> DataFiles:
     """Return the files of `data_files`, or of a data set on the Hugging Face Hub."""
     if path.startswith(HUB):
-        return _hub_files(path, key, option, may_fetch=not is_offline())
+        return _hub_files(path, key, option, may_fetch=fetches and not is_offline())
     if is_remote(path, f"{key}={path}"):
         raise UsageError(f"{key}={path}: only data=tokens reads from object stores")
     return data_files(path, key, option)
 
 
-def is_fetched(path: str) -> bool:
+def is_fetched(path: str, key: str = "data.path") -> bool:
     """Return whether the files of a data set on the Hub are in the cache."""
     with suppress(UsageError):
-        return bool(_hub_files(path, "data.path", None, may_fetch=False).train)
+        return bool(_hub_files(path, key, None, may_fetch=False).train)
     return False
 
 

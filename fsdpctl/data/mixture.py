@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from fsdpctl.data.estimated import Estimated
 from fsdpctl.data.order import Indices, mixed_bits, samples_at
 from fsdpctl.data.packing import DocumentSet, Rows, Sample
 from fsdpctl.data.streams import TokenStream
@@ -71,7 +72,7 @@ class MixedSource:
 
     name: str
     share: float
-    content: TokenStream | DocumentSet
+    content: TokenStream | DocumentSet | Estimated
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,12 +86,17 @@ def rendering_of(config: DataConfig, seed: int) -> Rendering:
     return Rendering(config, seed, tokenizer, _template(config, tokenizer), today)
 
 
-def open_chats(rendering: Rendering, config: DataConfig, key: str = "data.path") -> DataSet:
-    """Open the conversations at `config.path`, which `key` names.
+def open_chats(
+    rendering: Rendering,
+    config: DataConfig,
+    key: str = "data.path",
+    found: DataFiles | None = None,
+) -> DataSet:
+    """Open the conversations at `config.path`, which `key` names, in files that may be `found`.
 
     UsageError if a file, a line or the template can't be used.
     """
-    found = find_data(str(config.path), key, CHAT)
+    found = found or find_data(str(config.path), key, CHAT)
     held = found.validation if config.takes_validation else ()
     files = DataFiles(found.option, found.train, held)
     for each in (*files.train, *files.validation) if config.is_inferred else ():
@@ -123,6 +128,12 @@ def open_chats(rendering: Rendering, config: DataConfig, key: str = "data.path")
         prompt=_first_prompt(val or train),
         has_val_files=bool(files.validation),
     )
+
+
+def has_read_chats(rendering: Rendering, config: DataConfig, files: DataFiles) -> bool:
+    """Return whether the cache has the tokens of files, without reading those."""
+    known = read_cache(_name_of_sums(files))
+    return known is not None and read_cache(_entry_name(config, files, rendering)) is not None
 
 
 def _entry(config: DataConfig, files: DataFiles, rendering: Rendering, key: str) -> CacheEntry:
@@ -207,10 +218,13 @@ def _entry_name(config: DataConfig, files: DataFiles, rendering: Rendering) -> s
 
 def _checksums(files: DataFiles) -> list[str]:
     """Return those of both parts, which the cache keeps while the sizes and times are the same."""
-    parts = files.train, files.validation
-    name = name_of("sums", len(files.train), (*files.train, *files.validation))
+    parts, name = (files.train, files.validation), _name_of_sums(files)
     entry = read_cache(name) or write_cache(name, {}, {"sums": [*map(_checksum, parts)]})
     return [str(each) for each in entry.facts["sums"]]
+
+
+def _name_of_sums(files: DataFiles) -> str:
+    return name_of("sums", len(files.train), (*files.train, *files.validation))
 
 
 def _checksum(files: Sequence[Path]) -> str:

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from fsdpctl.config.data import CHAT, LOSS, MOST_HELD_OUT, TOKENS, DataConfig, check_chat_keys
 from fsdpctl.config.sources import sources_in
 from fsdpctl.data.data_set import DataSet, check_alike, mix
 from fsdpctl.data.new_tokens import tokenizer_of
-from fsdpctl.data.open_chats import open_chats, rendering_of
+from fsdpctl.data.open_chats import Rendering, open_chats, rendering_of
 from fsdpctl.data.open_text import OWN, open_text
 from fsdpctl.data.streams import stream_of
 from fsdpctl.data.token_formats import TokenFile, open_token_files
@@ -20,7 +21,14 @@ from fsdpctl.errors import UsageError
 _PATH, _VAL_PATH = "data.path", "data.val_path"
 
 
-def open_data(config: DataConfig, seed: int = 0) -> DataSet:
+class Readers(NamedTuple):
+    """The functions that read one source of a kind, whose path the key names."""
+
+    chats: Callable[[Rendering, DataConfig, str], DataSet] = open_chats
+    text: Callable[[Tokenizer, DataConfig, str], DataSet] = open_text
+
+
+def open_data(config: DataConfig, seed: int = 0, readers: Readers = Readers()) -> DataSet:
     """Read the data of a run, or open its token files; `seed` decides what shares a sequence.
 
     UsageError if the data is missing, empty or corrupted, or if a key doesn't apply to it.
@@ -30,9 +38,9 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSet:
         raise UsageError(f"data={config.name}: data.path is required: a file, directory or glob")
     open_one: Callable[[DataConfig, str], DataSet] = _from_token_files
     if config.name == CHAT:
-        open_one = partial(open_chats, rendering_of(config, seed))
+        open_one = partial(readers.chats, rendering_of(config, seed))
     elif config.name != TOKENS:
-        open_one = partial(open_text, tokenizer_of(config))
+        open_one = partial(readers.text, tokenizer_of(config))
     if config.name == OWN:
         return open_one(config, _PATH)
     if config.val_path is None:

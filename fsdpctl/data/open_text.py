@@ -47,8 +47,12 @@ class _Index:
 _Opened = tuple[_Index, TokenStream, TokenStream | None]
 
 
-def open_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
-    """Return the tokens of text. Of files, only sizes and times are read if the cache has them.
+def open_text(
+    tokenizer: Tokenizer, config: DataConfig, key: str, found: DataFiles | None = None
+) -> DataSet:
+    """Return the tokens of text, in files that may have been `found`.
+
+    Of files, only sizes and times are read if the cache has the tokens.
 
     UsageError if there is no text, or none to train on.
     """
@@ -59,7 +63,7 @@ def open_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
         about = f"Python's standard library, {len(texts)} files"
     else:
         path, validates = str(config.path), config.takes_validation
-        found = find_data(path, key, TEXT)
+        found = found or find_data(path, key, TEXT)
         files = (*found.train, *(found.validation if validates else ()))
         name = _name_of(files, tokenizer, config)
         if (opened := _mapped(name)) is None:
@@ -73,6 +77,11 @@ def open_text(tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
         train, val, tokenizer, tokenizer.vocab_size, about, files=files, notes=(*index.notes,),
         has_val_files=index.has_val_files,
     )  # fmt: skip
+
+
+def has_read_text(tokenizer: Tokenizer, config: DataConfig, files: DataFiles) -> bool:
+    """Return whether the cache has the tokens of files."""
+    return _mapped(_name_of((*files.train, *files.validation), tokenizer, config)) is not None
 
 
 def _own(config: DataConfig) -> list[bytes]:

@@ -11,6 +11,7 @@ from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.data_set import DataSet, contents_of
 from fsdpctl.data.find_data import HUB, is_fetched
 from fsdpctl.data.open_data import open_data
+from fsdpctl.data.open_estimated import open_estimated
 from fsdpctl.data.packing import PackedRows
 from fsdpctl.data.token_formats import TokenFile, check_tokens
 from fsdpctl.errors import UsageError
@@ -29,6 +30,13 @@ def checked_data(config: Config) -> DataSet:
     for file in data.token_files if is_quick(data.token_files) else ():
         if file.is_local:
             check_tokens(file, config.model.vocab_size)
+    check_validation(config, data)
+    return data
+
+
+def estimated_data(config: Config) -> DataSet:
+    """Open the data of an estimate, whose tokens are counted or estimated; nothing is fetched."""
+    data = open_estimated(config.data, config.train.seed)
     check_validation(config, data)
     return data
 
