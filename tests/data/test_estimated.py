@@ -86,7 +86,7 @@ DATA: dict[str, tuple[str, dict[str, bytes]]] = {
 }
 
 
-FAST = ("one text", "rows of text", "chats", "chats, compressed")
+FAST = ("one text", "rows of text", "chats, compressed")
 KINDS = [
     pytest.param(*about, id=name, marks=() if name in FAST else pytest.mark.slow)
     for name, about in DATA.items()
@@ -127,7 +127,7 @@ def test_estimated_tokens_and_rows_are_those_of_a_run(kind, files, tokenizer, tm
     assert near(found.train.num_tokens, exact.train.num_tokens, found.spread)
     assert near(len(found.train.rows(512)), len(exact.train.rows(512)), 2 * found.spread)
     assert found.val.num_tokens == pytest.approx(found.train.num_tokens * 0.02 / 0.98, abs=1)
-    assert 0 < found.spread < 0.03
+    assert 0 < found.spread < 0.06
     assert found.notes[-1].endswith(f" in {size:,} bytes (estimated from 64 places)")
     again = open_estimated(config)  # the cache has the tokens now
     assert (again.fingerprint, again.spread) == (exact.fingerprint, 0)
