@@ -117,10 +117,8 @@ def system_message(text: str, messages: Sequence[Message], key: str) -> list[Mes
 
 def _renamed(message: Message, lower: str, where: str) -> Message:
     """Return the message with `role`, `content` and `tool_calls`, whatever their names are."""
-    names = (
-        "role" if "role" in message else "from",
-        "content" if "content" in message else "value",
-    )
+    speaker = "role" if "role" in message else "from"
+    names = speaker, "content" if "content" in message else "value"
     rest = {key: value for key, value in message.items() if key not in names}
     role, content = (message.get(name) for name in names)
     known = _ROLE_SYNONYMS.get(lower, lower)

@@ -209,11 +209,8 @@ def doomed(complete: Sequence[Path], keep: CheckpointConfig, spared: Collection[
     """Return those of a run's checkpoints, oldest first, that neither `keep` nor `spared` keeps."""
     old = complete[: -keep.keep_last] if keep.keep_last else ()
     every = keep.keep_every
-    return [
-        each
-        for each in old
-        if each.name not in spared and not (every and step_of(each) % every == 0)
-    ]
+    left = [each for each in old if each.name not in spared]
+    return [each for each in left if not (every and step_of(each) % every == 0)]
 
 
 def remove_old(checkpoints: Path, keep: CheckpointConfig, spared: Collection[str] = ()) -> None:

@@ -92,10 +92,7 @@ def write_manifest(
     world_size: int,
 ) -> None:
     """Write the attachments and the manifest of the tensor files in `folder`."""
-    attached = {
-        name: FileInfo(len(content), checksum(content))
-        for name, content in about.attachments.items()
-    }
+    attached = {name: FileInfo(len(x), checksum(x)) for name, x in about.attachments.items()}
     manifest = Manifest(
         files=dict(files),
         attachments=attached,

@@ -59,11 +59,8 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> 
     content: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for entry in entries:
-        content[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [end, end + entry.nbytes],
-        }
+        about = {"dtype": entry.dtype, "shape": list(entry.shape)}
+        content[entry.name] = about | {"data_offsets": [end, end + entry.nbytes]}
         end += entry.nbytes
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start on a multiple of 8

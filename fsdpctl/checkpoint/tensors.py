@@ -85,10 +85,8 @@ class Staging:
         if [each.numel() for each in self._chunks] != filled:
             self._chunks = []  # frees the old chunks before new ones are allocated
             self._chunks = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in filled]
-        return [
-            self._chunks[chunk][start : start + size]
-            for (chunk, start), size in zip(starts, sizes, strict=True)
-        ]
+        places = zip(starts, sizes, strict=True)
+        return [self._chunks[chunk][start : start + size] for (chunk, start), size in places]
 
 
 def _sizes(tensors: Sequence[Tensor]) -> list[int]:

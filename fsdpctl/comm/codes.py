@@ -139,10 +139,8 @@ def new_moment(name: str, numel: int, like: Tensor, dtype: torch.dtype) -> dict[
     """Return the tensors of a moment of zeros; with dtype int8 or uint8 codes and scales."""
     if dtype.is_floating_point:
         return {name: like.new_zeros(numel, dtype=dtype)}
-    return {
-        name + CODES: like.new_zeros(numel, dtype=dtype),
-        name + SCALES: like.new_zeros(numel // BLOCK, dtype=torch.bfloat16),
-    }
+    scales = like.new_zeros(numel // BLOCK, dtype=torch.bfloat16)
+    return {name + CODES: like.new_zeros(numel, dtype=dtype), name + SCALES: scales}
 
 
 # ---- weights of 24 bits: 16 bits of float32 rounded to nearest, and a signed remainder ----------

@@ -92,10 +92,8 @@ def exchange(value: T, group: dist.ProcessGroup) -> list[T]:
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
     found = zip(_all_gather(padded, group), sizes, strict=True)
-    return [
-        msgspec.msgpack.decode(each[: int(size)].cpu().numpy().tobytes(), type=type(value))
-        for each, size in found
-    ]
+    texts = (each[: int(size)].cpu().numpy().tobytes() for each, size in found)
+    return [msgspec.msgpack.decode(each, type=type(value)) for each in texts]
 
 
 def _all_gather(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

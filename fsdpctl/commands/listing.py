@@ -61,10 +61,8 @@ def _described(section: str, default: Config) -> dict[str, Any]:
 
 def _list_everything(default: Config) -> None:
     firsts = {group: getattr(default, group).name for group in GROUPS}
-    groups = [
-        (group, ", ".join(dict.fromkeys([first, *choices_of(group)])))
-        for group, first in firsts.items()
-    ]
+    names = {group: dict.fromkeys([first, *choices_of(group)]) for group, first in firsts.items()}
+    groups = [(group, ", ".join(each)) for group, each in names.items()]
     show_table(("group", "options (default first)"), groups)
     say(f"\nsections without options: {', '.join(s for s in SECTIONS if s not in GROUPS)}\n")
     folder = package_folder("recipes")

@@ -24,9 +24,7 @@ class MicroBatch:
 
     tokens: Tensor
     targets: Tensor
-    lengths: tuple[
-        tuple[int, ...], ...
-    ] = ()  # of documents and padding in each row; () if rows are full
+    lengths: tuple[tuple[int, ...], ...] = ()  # of documents and padding; (): rows are full
     context: ContextParallel | None = None
     holds_documents: bool = False  # which do not see one another
     ends: tuple[int, ...] = ()  # where padding begins in each row
@@ -115,9 +113,8 @@ class Batches:
 
         At most `at_most` of each source, unless that is 0.
         """
-        needed = [
-            -(-each.num_samples // self.plan.global_batch_size) for each in self.parts().values()
-        ]
+        size = self.plan.global_batch_size
+        needed = [-(-each.num_samples // size) for each in self.parts().values()]
         return sum(min(each, at_most) if at_most else each for each in needed)
 
     def parts(self) -> dict[str, "Batches"]:

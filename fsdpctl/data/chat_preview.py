@@ -24,10 +24,8 @@ def preview(
     chats: DocumentSet, tokenizer: FileTokenizer, *, count: int = 2, color: bool = True
 ) -> list[Text]:
     """Return the first `count` samples as text, with trained tokens in color or in brackets."""
-    return [
-        _sample_text(chats, tokenizer, number, color=color)
-        for number in range(min(count, len(chats)))
-    ]
+    shown = range(min(count, len(chats)))
+    return [_sample_text(chats, tokenizer, number, color=color) for number in shown]
 
 
 def _sample_text(chats: DocumentSet, tokenizer: FileTokenizer, number: int, *, color: bool) -> Text:

@@ -72,10 +72,8 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
     for source, other in zip(sources, found, strict=True):
         check_alike(sources[0].path, first, source.path, other)
     total = sum(each.train.num_tokens for each in found)
-    shares = [
-        one.train.num_tokens / total if each.share is None else each.share
-        for each, one in zip(sources, found, strict=True)
-    ]
+    pairs = zip(sources, found, strict=True)
+    shares = [y.train.num_tokens / total if x.share is None else x.share for x, y in pairs]
     if least := next((n for n, x in zip(names, shares, strict=True) if x * PERIOD < 0.5), None):
         raise UsageError(
             f"{key}: {least}: its share is less than one of {PERIOD:,} samples; give it "

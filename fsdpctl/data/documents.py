@@ -126,9 +126,8 @@ def hold_out(texts: Sequence[bytes], fraction: float) -> tuple[list[bytes], list
         if len(texts[index]) <= left:
             held.add(index)
             left -= len(texts[index])
-    is_held = [index in held for index in range(len(texts))]
-    kept = [each for each, held_out in zip(texts, is_held, strict=True) if not held_out]
-    return kept, [each for each, held_out in zip(texts, is_held, strict=True) if held_out]
+    kept = [each for index, each in enumerate(texts) if index not in held]
+    return kept, [each for index, each in enumerate(texts) if index in held]
 
 
 def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:

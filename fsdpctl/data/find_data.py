@@ -119,10 +119,9 @@ def _of_card(
     chosen = split or ("train" if "train" in splits else next(iter(splits)))
     if where.startswith("data.val_path") and split is None:
         chosen = held or chosen
-    held = None if held == chosen else held
     if chosen not in splits or (split is None and len(splits) > 1 and chosen not in _USUAL):
         raise UsageError(f"{where}: name a split after a /, of {', '.join(splits)}")
-    held = None if split else held
+    held = None if split or held == chosen else held
     for each in (chosen, *([held] if held else [])):
         if lacks := next((x for x, files in splits[each].items() if not files), None):
             raise UsageError(f"{where}: {lacks} in the card of the data set matches no file")
@@ -206,10 +205,8 @@ def _matches(name: str, pattern: str) -> bool:
         else:
             ends = {n + 1 for n in ends if n < len(parts) and fnmatchcase(parts[n], part)}
     described = parts[-1] in _DESCRIPTIONS and parts[-1] != wanted[-1]
-    counts = [
-        (sum(x[:1] == "." for x in each), sum(x[:2] == "__" for x in each[:-1]))
-        for each in (parts, wanted)
-    ]
+    both = parts, wanted
+    counts = [(sum(x[:1] == "." for x in y), sum(x[:2] == "__" for x in y[:-1])) for y in both]
     return len(parts) in ends and not described and counts[0] == counts[1]
 
 

@@ -37,12 +37,9 @@ def _period(shares: Sequence[float]) -> NDArray[np.intp]:
         counts[int(np.argmax(np.where(counts + step > 0, step * (due - counts), -np.inf)))] += step
     sources = np.repeat(np.arange(len(counts)), counts)
     numbers = np.concatenate([np.arange(each) for each in counts])
-    jitter = (
-        mixed_bits((sources * PERIOD + numbers).astype(np.uint64), 1).astype(np.float64) / 2.0**64
-    )
-    found: NDArray[np.intp] = sources[
-        np.argsort((numbers + jitter) / counts[sources], kind="stable")
-    ]
+    bits = mixed_bits((sources * PERIOD + numbers).astype(np.uint64), 1)
+    places = (numbers + bits.astype(np.float64) / 2.0**64) / counts[sources]
+    found: NDArray[np.intp] = sources[np.argsort(places, kind="stable")]
     return found
 
 
@@ -151,26 +148,19 @@ class MixedRows(Rows):
         sources, before = self.schedule.sources(position, length), self.schedule.counts(position)
         result = np.empty(length, dtype=np.uint64)
         for part in np.unique(sources).tolist():
-            found = samples_at(
-                int(before[part]),
-                int((sources == part).sum()),
-                len(self.of_part[part]),
-                seed + (part << 40),
-            )
-            result[sources == part] = found + np.uint64(self._begins[part])
+            is_of, count = sources == part, len(self.of_part[part])
+            found = samples_at(int(before[part]), int(is_of.sum()), count, seed + (part << 40))
+            result[is_of] = found + np.uint64(self._begins[part])
         return result
 
     def count_tokens(self, numbers: Sequence[int]) -> int:
-        places = map(self._place, numbers)
-        return sum(rows.count_tokens([place]) for rows, place in places)
+        return sum(rows.count_tokens([place]) for rows, place in map(self._place, numbers))
 
     def epochs(self, position: int) -> Mapping[str, float]:
         """Return how often each source has been trained on before a position."""
         counts = self.schedule.counts(position).tolist()
-        return {
-            part.name: count / len(rows)
-            for part, count, rows in zip(self.parts, counts, self.of_part, strict=True)
-        }
+        about = zip(self.parts, counts, self.of_part, strict=True)
+        return {part.name: count / len(rows) for part, count, rows in about}
 
     def begun(self, before: int, after: int) -> list[str]:
         """Describe the sources that began again between two positions."""

@@ -11,6 +11,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file
 from fsdpctl.io.run_files import CONFIG_JSON
 
+_CONTROL = re.compile(r"<\|.+\|>")
+
 
 def tokenizer_of(config: DataConfig) -> Tokenizer:
     """Open `data.tokenizer`, and add the new tokens that it lacks.
@@ -32,7 +34,9 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
     if config.template is not None:
         template = read_text_file(Path(config.template), follows=True) or template
     added = [
-        AddedToken(text, normalized=False, special=text in template or _is_control(text))
+        AddedToken(
+            text, normalized=False, special=text in template or _CONTROL.fullmatch(text) is not None
+        )
         for text in config.added
         if text not in known
     ]
@@ -50,7 +54,3 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
         raise UsageError(f"{where}: the tokenizer {found.name} cannot get these tokens")
     made.first_new = size if ids else None
     return made
-
-
-def _is_control(text: str) -> bool:
-    return re.fullmatch(r"<\|.+\|>", text) is not None

@@ -186,17 +186,9 @@ def setup_of(
     template: ChatTemplate, tokenizer: FileTokenizer, today: str, config: DataConfig = DataConfig()
 ) -> TemplateSetup:
     """Return what a process needs to render conversations."""
-    return TemplateSetup(
-        template.text,
-        template.tool_text,
-        template.special_tokens,
-        control_pattern(tokenizer),
-        today,
-        config.train_on,
-        config.rewritten_turns,
-        MOST_SECONDS,
-        MOST_BYTES,
-    )
+    about = template.text, template.tool_text, template.special_tokens, control_pattern(tokenizer)
+    rules = config.train_on, config.rewritten_turns
+    return TemplateSetup(*about, today, *rules, MOST_SECONDS, MOST_BYTES)
 
 
 def _entry_name(config: DataConfig, files: DataFiles, rendering: Rendering) -> str:
@@ -231,11 +223,9 @@ def _checksum(files: Sequence[Path]) -> str:
     digest = xxhash.xxh3_128()
     for path in files:
         with open(open_regular(path, follows=True), "rb") as file:
-            size = 0
             while part := file.read(_CHUNK_BYTES):
                 digest.update(part)
-                size += len(part)
-        digest.update(size.to_bytes(8, "little"))
+            digest.update(file.tell().to_bytes(8, "little"))
     return digest.hexdigest()
 
 

@@ -65,7 +65,8 @@ def open_text(
         path, validates = str(config.path), config.takes_validation
         found = found or find_data(path, key, TEXT)
         files = (*found.train, *(found.validation if validates else ()))
-        name = _name_of(files, tokenizer, config)
+        state = _ENCODING, tokenizer.checksum, config.held_out, validates
+        name = name_of("texts", state, files)
         if (opened := _mapped(name)) is None:
             opened = _read(found, tokenizer, config, key)
             if all(part is None or part.name for part in (opened[0].train, opened[0].val)):
@@ -90,12 +91,6 @@ def _own(config: DataConfig) -> list[bytes]:
         kinds = "data=chat, data=text" if is_chat else "data=text, data=chat"
         raise UsageError(f"data.path={config.path}: only valid with {kinds} or data=tokens")
     return standard_library()
-
-
-def _name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) -> str:
-    """Return the index's name in the cache, by the sizes and times of the files."""
-    about = _ENCODING, tokenizer.checksum, config.held_out, config.takes_validation
-    return name_of("texts", about, files)
 
 
 def _mapped(name: str) -> _Opened | None:

@@ -210,10 +210,8 @@ class FileTokenizer:
         """
         assert piece.span is not None
         assert self._backend is not None
-        whole, (start, stop) = (
-            self._backend.encode(piece.text, add_special_tokens=False),
-            piece.span,
-        )
+        whole = self._backend.encode(piece.text, add_special_tokens=False)
+        start, stop = piece.span
         ids: list[int] = whole.ids
         first = 0 if piece.begins else self._token_at(whole, ids, piece.text, start)
         last = len(ids) if piece.ends else self._token_at(whole, ids, piece.text, stop)

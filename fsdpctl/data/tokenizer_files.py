@@ -167,11 +167,8 @@ def guarded(where: str) -> Iterator[None]:
 
 def _copied(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
     """Return the files that transformers may read, after the checks that it doesn't make."""
-    known = {
-        name: content
-        for name, content in files.items()
-        if name in TOKENIZER_FILES or name.startswith(_TEMPLATE_PIECE)
-    }
+    own = (x for x in files if x in TOKENIZER_FILES or x.startswith(_TEMPLATE_PIECE))
+    known = {name: files[name] for name in own}
     parsed = {
         name: parse_json(content, dict[str, Any], f"{where}: {name}")
         for name, content in files.items()

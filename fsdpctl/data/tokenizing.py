@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -50,11 +50,8 @@ class Output:
         """Return whether a file is one of these, which may be next to the input."""
         is_here = os.path.realpath(file.parent) == os.path.realpath(self.path.parent)
         name = re.escape(self.path.stem)
-        return (
-            is_here
-            and re.fullmatch(rf"{name}(?:-\d{{5}})?\.(?:bin|json|part|progress\.json)", file.name)
-            is not None
-        )
+        names = rf"{name}(?:-\d{{5}})?\.(?:bin|json|part|progress\.json)"
+        return is_here and re.fullmatch(names, file.name) is not None
 
     @property
     def part(self) -> Path:
@@ -149,18 +146,11 @@ def _encoded(
 ) -> Iterator[tuple[list[TextPiece], Tokens]]:
     """Yield batches with their tokens; the next one is tokenized meanwhile."""
 
-    def encode(batch: list[TextPiece]) -> Tokens:
-        return tokenizer.encode_pieces(batch)
-
     with ThreadPoolExecutor(1) as pool:
-        before: tuple[list[TextPiece], Future[Tokens]] | None = None
-        for batch in batches(pieces, lambda piece: piece.size, BATCH):
-            now = batch, pool.submit(encode, batch)
-            if before is not None:
-                yield before[0], before[1].result()
-            before = now
-        if before is not None:
-            yield before[0], before[1].result()
+        found = batches(pieces, lambda piece: piece.size, BATCH)
+        begun = ((each, pool.submit(tokenizer.encode_pieces, each)) for each in found)
+        for (batch, tokens), _ in pairwise(chain(begun, [([], Future[Tokens]())])):
+            yield batch, tokens.result()
 
 
 class _Writer:
@@ -208,7 +198,7 @@ class _Writer:
         files.replace(self._output.state, json.dumps(asdict(state)) + "\n", durable=True)
 
     def _complete(self) -> None:
-        path, size = self._output.file(self._state.files), None
+        path = self._output.file(self._state.files)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -216,8 +206,7 @@ class _Writer:
             self._save(_State(self._state.about))  # so that a later run may replace this file
         path.with_suffix(".json").unlink(missing_ok=True)  # of other tokens
         self._output.part.replace(path)
-        if self._output.shard_tokens is None:
-            size = self._state.num_bytes
+        size = self._state.num_bytes if self._output.shard_tokens is None else None
         write_header(path, self._tokenizer, self._count, self._digest.hexdigest(), size)
         self._state.files += 1
         self._save(self._state)

@@ -101,10 +101,8 @@ class UnitBuffer:
 
     def param_views(self, flat: Tensor) -> list[Tensor]:
         """Return a window into `flat`, a tensor like the whole buffer, for each parameter."""
-        return [
-            flat[placement.span.start : placement.span.stop].view(placement.param.shape)
-            for placement in self.layout.placements
-        ]
+        places = self.layout.placements
+        return [flat[x.span.start : x.span.stop].view(x.param.shape) for x in places]
 
     def point_to_slot(self) -> None:
         for param, view in self._unsharded:
@@ -121,11 +119,8 @@ class UnitBuffer:
         Missing gradients are zero. The parameters keep theirs.
         """
         size = self.layout.owned_parts[0].numel  # parts are even if reductions are in pieces
-        flat = torch.zeros(
-            (len(self.layout.owned_parts), share.numel),
-            dtype=self.reduce_dtype,
-            device=self.whole.device,
-        )
+        shape, dtype = (len(self.layout.owned_parts), share.numel), self.reduce_dtype
+        flat = torch.zeros(shape, dtype=dtype, device=self.whole.device)
         targets, sources = [], []
         for placement, param in zip(self.layout.placements, self.params, strict=True):
             gradient, span = arrived_gradient(param), placement.span

@@ -93,11 +93,8 @@ def load_full_state(module: nn.Module, runtime: Runtime, state: Mapping[str, Any
     values = {names[name]: value for name, value in state.items() if name in names}
     shards = [buffer.shard for buffer in runtime.buffers]
     # Everything is checked before anything is written, on every rank.
-    full = {
-        param.name: _checked(values, param.name, param.shape)
-        for shard in shards
-        for param in shard.layout.params
-    }
+    params = (param for shard in shards for param in shard.layout.params)
+    full = {each.name: _checked(values, each.name, each.shape) for each in params}
     sources = {name: _checked(state, name, tuple(each.shape)) for name, each in buffers.items()}
     runtime.mesh.shard.meet()
     for shard in shards:

@@ -68,11 +68,8 @@ class GradPresence:
             own = self._all_present.clone()
             own[-1:].fill_(fingerprint)
             return own
-        present = [
-            float(index in buffer.present)
-            for buffer in runtime.trained_buffers
-            for index in range(len(buffer.params))
-        ]
+        buffers = runtime.trained_buffers
+        present = [float(index in x.present) for x in buffers for index in range(len(x.params))]
         bits = torch.tensor([*present, fingerprint], dtype=torch.float64)
         is_on_cuda = runtime.device.type == "cuda"
         return (bits.pin_memory() if is_on_cuda else bits).to(runtime.device, non_blocking=True)

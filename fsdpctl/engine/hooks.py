@@ -29,11 +29,8 @@ def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
     """
     if not torch.is_grad_enabled():
         return []
-    return [
-        leaf
-        for leaf in _leaves(outputs)
-        if isinstance(leaf, Tensor) and leaf.requires_grad and not inputs.has_untouched(leaf)
-    ]
+    tensors = (leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor))
+    return [x for x in tensors if x.requires_grad and not inputs.has_untouched(x)]
 
 
 def _leaves(value: object) -> list[object]:
@@ -50,11 +47,8 @@ class _Inputs:
 
     def __init__(self, values: object = ()) -> None:
         leaves = _leaves(values) if torch.is_grad_enabled() else ()
-        self._versions = {
-            id(leaf): leaf._version
-            for leaf in leaves
-            if isinstance(leaf, Tensor) and not leaf.is_inference()
-        }
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        self._versions = {id(x): x._version for x in tensors if not x.is_inference()}
 
     def has_untouched(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is an input that was not written to since."""

@@ -200,10 +200,8 @@ class HostStates:
         if after is not None and any(each.buffer.rests_on_host for each in steps):
             after.synchronize()  # copies of the parameters may read what the step writes
         fetched = self._fetched(steps, after)
-        found = (
-            None if value is None else self._fetch_scalar(number, value, after)
-            for number, value in enumerate(scalars)
-        )
+        pairs = enumerate(scalars)
+        found = (None if x is None else self._fetch_scalar(n, x, after) for n, x in pairs)
         on_host = HostScalars(*found)
         for step, gradient in zip(steps, fetched, strict=True):
             ready = None

@@ -125,10 +125,8 @@ class ShardedParameters:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def remember(self, module: nn.Module, *, gathers: bool) -> None:
-        self._places = [
-            (name, owner._parameters, key, param)
-            for name, owner, key, param in all_named_parameters(module)
-        ]
+        found = all_named_parameters(module)
+        self._places = [(name, x._parameters, key, param) for name, x, key, param in found]
         self._modules = [(n, each) for n, each in module.named_modules() if gathers]
 
     def check(self) -> None:

@@ -184,10 +184,8 @@ def _read_data(found: Translation) -> None:
     content = found.source.content.get("datasets")
     listed = content if isinstance(content, list) else []
     entries = [each for each in listed if isinstance(each, dict)]
-    paths = {
-        str(each.get("path", "")): part_of_hub(each.get("name"), each.get("split"))
-        for each in entries
-    }
+    parts = (part_of_hub(each.get("name"), each.get("split")) for each in entries)
+    paths = dict(zip((str(each.get("path", "")) for each in entries), parts, strict=True))
     data = found.value("dataset_name")
     named: SourceKey | None = SourceKey("datasets", ", ".join(paths))
     if not paths:

@@ -124,10 +124,8 @@ class Repository:
 
         constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, _PART)
         at = self.snapshot()
-        about: dict[str, Any] = {
-            "repo_type": self.kind,
-            "revision": at.name if at else self.revision,
-        }
+        revision = at.name if at else self.revision
+        about: dict[str, Any] = {"repo_type": self.kind, "revision": revision}
 
         def ask() -> tuple[list[str], list[Any]]:
             # Without a network, the first of these fails at once.

@@ -98,10 +98,8 @@ def own_address(towards: str, interface: str | None) -> tuple[str, str]:
     is no such interface, or no route.
     """
     if interface is not None:
-        addresses = {
-            name: [each for each in found if _is_6(each) == _is_6(towards)]
-            for name, found in _addresses().items()
-        }
+        kind = _is_6(towards)
+        addresses = {name: [x for x in y if _is_6(x) == kind] for name, y in _addresses().items()}
         if not addresses.get(interface):
             raise UsageError(
                 f"launch.interface={interface}: no {'IPv6' if _is_6(towards) else 'IPv4'} address "

@@ -169,11 +169,8 @@ class Outcome:
         first = dict[str, int]()  # by host, because the clocks of hosts may differ
         for each in self.failures:
             first[each.host] = min(each.timestamp, first.get(each.host, each.timestamp))
-        early = [
-            each
-            for each in self.failures
-            if each.timestamp <= first[each.host] + _SAME_ACCIDENT_SECONDS
-        ]
+        within = _SAME_ACCIDENT_SECONDS
+        early = [x for x in self.failures if x.timestamp <= first[x.host] + within]
         own = [each for each in early if each.message or each.exit_code != -signal.SIGTERM]
         killed = [each for each in own if each.was_killed]
         spoken = [each for each in own if not _BROKEN.search(each.message)]

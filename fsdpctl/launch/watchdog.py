@@ -199,10 +199,8 @@ class Watchdog:
         time.sleep(_STACK_SECONDS)
         while time.monotonic() < until and None in map(self._pages.answer, asked):
             time.sleep(_POLL_SECONDS)
-        return [
-            self._state(local, _letter(pid) if local in ranks else GONE)
-            for local, pid in sorted(self._running().items())
-        ]
+        running = sorted(self._running().items())
+        return [self._state(x, _letter(pid) if x in ranks else GONE) for x, pid in running]
 
     def _state(self, local: int, letter: str | None = None) -> RankState:
         """Return the state of a rank; with the letter of its process, if it was asked, too."""

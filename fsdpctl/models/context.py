@@ -64,10 +64,8 @@ def to_heads(
     sent = [each.unflatten(1, (context.size, -1)).permute(1, 3, 0, 2, 4) for each in heads]
     rows = _exchanged(torch.cat([each.flatten(3) for each in sent], -1), context).flatten(0, 1)
     parts = rows.split([each.shape[3] * each.shape[4] for each in sent], -1)
-    q, k, v = (
-        part.unflatten(-1, each.shape[3:]).permute(1, 2, 0, 3)
-        for part, each in zip(parts, sent, strict=True)
-    )
+    pairs = zip(parts, sent, strict=True)
+    q, k, v = (x.unflatten(-1, y.shape[3:]).permute(1, 2, 0, 3) for x, y in pairs)
     return q, k, v
 
 

@@ -149,11 +149,8 @@ def _try(model: ModelConfig) -> Found:
     elif _differ(whole, module.full_logits(tokens)):
         rejection = "not supported; its logits depend on more than the last hidden states"
     else:
-        alone = [
-            module(tokens[row : row + 1, start:end])
-            for row, lengths in enumerate(_LENGTHS)
-            for start, end in spans(lengths)
-        ]
+        places = ((row, *x) for row, lengths in enumerate(_LENGTHS) for x in spans(lengths))
+        alone = [module(tokens[row : row + 1, start:end]) for row, start, end in places]
         problem = "" if model.attention == THEIRS else _problem(module, tokens, whole)
         packed = module(tokens, documents=make_documents(_LENGTHS, _CPU)).flatten(0, 1)
         pairs = zip(packed.split([*chain(*_LENGTHS)]), alone, strict=True)

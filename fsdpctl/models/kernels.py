@@ -50,11 +50,8 @@ def _prefer(kernel: str, behind: tuple[str, ...], stack: ExitStack) -> None:
 
     if kernel in _IMPLEMENTATIONS:
         stack.callback(_activate(kernel))
-    backends: dict[str, Any] = {
-        CUDNN: SDPBackend.CUDNN_ATTENTION,
-        EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
-        MATH: SDPBackend.MATH,
-    }
+    of: Any = SDPBackend
+    backends = {CUDNN: of.CUDNN_ATTENTION, EFFICIENT: of.EFFICIENT_ATTENTION, MATH: of.MATH}
     order = [backends.get(name, SDPBackend.FLASH_ATTENTION) for name in (kernel, *behind)]
     stack.enter_context(sdpa_kernel(order, set_priority=True))
 

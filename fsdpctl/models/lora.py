@@ -159,11 +159,8 @@ def _targets(
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     known = f"linear layers except the output head are {', '.join(leaves)}"
     chosen.check(names, "linear layer", known, [*leaves, ALL_LINEAR])
-    found = {
-        name: layer
-        for name, layer in layers.items()
-        if chosen.matches(name) or (has_all_linear and name not in read)
-    }
+    fits = (x for x in layers if chosen.matches(x) or (has_all_linear and x not in read))
+    found = {name: layers[name] for name in fits}
     if without_effect := sorted({name.rpartition(".")[2] for name in found if name in read}):
         raise UsageError(
             f"{TARGETS}={config.targets}: {', '.join(without_effect)}: not supported, because the "

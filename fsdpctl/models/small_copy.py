@@ -164,11 +164,8 @@ def _cut(model: ModelConfig, device: str) -> TransformersDecoder:
     blocks, count = module.get_submodule(names[0].rpartition(".")[0] if names else ""), len(names)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) != count:
         return module
-    lists = {
-        key: value
-        for key, value in vars(config).items()
-        if isinstance(value, list) and len(value) == count
-    }
+    values = vars(config).items()
+    lists = {key: x for key, x in values if isinstance(x, list) and len(x) == count}
     kinds: dict[object, int] = {}
     for number, block in enumerate(blocks):
         shapes = tuple((name, tuple(each.shape)) for name, each in block.named_parameters())

@@ -121,12 +121,8 @@ class StackedExperts(PackedWeights):
         counted = numbers.float() if numbers.device.type == "cpu" else numbers.int()
         counts = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
-        rows = self._product(
-            "gate_up_proj" if this.has_gate else "up_proj",
-            hidden_states[order // top],
-            numbers,
-            ends,
-        )
+        name = "gate_up_proj" if this.has_gate else "up_proj"
+        rows = self._product(name, hidden_states[order // top], numbers, ends)
         rows = this._apply_gate(rows) if this.has_gate else this.act_fn(rows)
         rows = self._product("down_proj", rows, numbers, ends)
         if this.has_post_expert_norm:

@@ -155,8 +155,7 @@ def _chunks(
     if max(map(max, lengths)) <= size:
         return documents
     split = tuple(
-        tuple(min(size, each - at) for each in row for at in range(0, each, size))
-        for row in lengths
+        tuple(min(size, x - at) for x in row for at in range(0, x, size)) for row in lengths
     )
     device = torch.device(about["device"])
     if documents is None:

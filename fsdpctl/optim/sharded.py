@@ -156,12 +156,8 @@ class ShardedSteps(torch.optim.Optimizer):
 
     def memory_bytes(self) -> int:
         """Return the bytes of this rank's optimizer states."""
-        return sum(
-            value.nbytes
-            for state in self.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
+        values = (value for state in self.state.values() for value in state.values())
+        return sum(each.nbytes for each in values if isinstance(each, Tensor))
 
     def isolate(self, names: Collection[str]) -> None:
         """Step each of the named parameters as a tensor of its own from now on.
@@ -216,11 +212,8 @@ def _group_numbers(
                 'param_groups: expected {"names": [...], ...} with names of parameters, got the '
                 f"keys {', '.join(map(str, group))}"
             )
-    group_of = {
-        name: number
-        for number, group in enumerate(param_groups, start=2)
-        for name in group["names"]
-    }
+    groups = enumerate(param_groups, start=2)
+    group_of = {name: number for number, group in groups for name in group["names"]}
     known = {param.name for shard in trainable_shards(model) for param in shard.layout.params}
     for name in group_of:
         if name not in known:

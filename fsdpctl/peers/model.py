@@ -80,11 +80,8 @@ class PeerModel(nn.Module):
 
     def absent_everywhere(self) -> frozenset[str]:
         """Return the trainable parameters without a gradient, which are the same on all ranks."""
-        return frozenset(
-            each.name
-            for each in self._runner.locals
-            if each.param.requires_grad and each.param.grad is None
-        )
+        trained = (each for each in self._runner.locals if each.param.requires_grad)
+        return frozenset(each.name for each in trained if each.param.grad is None)
 
     host = None  # the optimizer steps on the device
 

@@ -39,10 +39,8 @@ class OwnerMap:
     def even(sizes: Sequence[int], world_size: int) -> "OwnerMap":
         """Cut every block into equal parts, rounded up to multiples of 64 elements."""
         _check(len(sizes), world_size)
-        parts = [
-            tuple(share_of(Span(0, size), rank, world_size) for rank in range(world_size))
-            for size in sizes
-        ]
+        ranks = range(world_size)
+        parts = [tuple(share_of(Span(0, x), rank, world_size) for rank in ranks) for x in sizes]
         return OwnerMap(tuple(sizes), tuple(parts))
 
     @staticmethod

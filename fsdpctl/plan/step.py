@@ -117,10 +117,8 @@ def share_of_parts(layout: FlatLayout, piece: int, pieces: int) -> Span:
 
 def _num_pieces(layouts: Sequence[FlatLayout], asked: int) -> int:
     """Return how many of `asked` pieces are not empty."""
-    return max(
-        sum(share_of_parts(layout, piece, asked).numel > 0 for piece in range(asked))
-        for layout in layouts
-    )
+    pieces = range(asked)
+    return max(sum(share_of_parts(x, i, asked).numel > 0 for i in pieces) for x in layouts)
 
 
 class Memory(Enum):
@@ -219,10 +217,7 @@ class StepPlan:
     @cached_property
     def trained(self) -> Mapping[str, tuple[FlatLayout, ...]]:
         """The flat buffers whose parameters are trained, of every unit."""
-        return {
-            name: tuple(layout for layout in of_unit if layout.trainable)
-            for name, of_unit in self.layouts.items()
-        }
+        return {name: tuple(x for x in xs if x.trainable) for name, xs in self.layouts.items()}
 
     def check_offload(self) -> None:
         """Check that these states can be in host memory; UsageError says why not."""
@@ -366,11 +361,8 @@ class StepPlan:
         widest = max((each.reduce.itemsize for each in trained), default=4)
         blocks = self.order.blocks if strategy.shards_params and place.size > 1 else ()
         largest = max((nbytes[name] for name in blocks), default=0) or max(nbytes.values())
-        pieces = {
-            name: _num_pieces(self.trained[name], -(-size // largest))
-            for name, size in nbytes.items()
-            if size > largest
-        }
+        counts = {name: -(-size // largest) for name, size in nbytes.items() if size > largest}
+        pieces = {name: _num_pieces(self.trained[name], count) for name, count in counts.items()}
         budget = largest * (1 if widest > 2 else 2)
         same = all(each.reduce == each.gradient for each in trained)
         # Over NCCL, replicas are summed on streams of their own.

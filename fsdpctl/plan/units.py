@@ -171,10 +171,8 @@ def lay_out(
     The blocks of `owner_map` are the flat buffers in order.
     """
     if owner_map == "even":
-        return {
-            unit.name: tuple(flat_layout(group, num_parts, shares) for group in unit.param_groups())
-            for unit in units
-        }
+        groups = {unit.name: unit.param_groups() for unit in units}
+        return {x: tuple(flat_layout(y, num_parts, shares) for y in groups[x]) for x in groups}
     uncut = {unit.name: [flat_layout(g, 1) for g in unit.param_groups()] for unit in units}
     sizes = [layout.numel for layouts in uncut.values() for layout in layouts]
     if owner_map == MATRICES:

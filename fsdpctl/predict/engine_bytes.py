@@ -111,10 +111,8 @@ def _unlike_layouts(plan: TrainingPlan) -> Iterator[tuple[FlatLayout, int]]:
     """Yield one of each kind of trained flat buffers with equal states, and their number."""
     alike: dict[object, list[FlatLayout]] = {}
     for layout in plan.step.all_trained():
-        cut = [
-            (x.span, plan.states.key(x.param), plan.states.is_alone(x.param))
-            for x in layout.placements
-        ]
+        states = plan.states
+        cut = [(x.span, states.key(x.param), states.is_alone(x.param)) for x in layout.placements]
         alike.setdefault((layout.numel, *cut), []).append(layout)
     yield from ((layouts[0], len(layouts)) for layouts in alike.values())
 

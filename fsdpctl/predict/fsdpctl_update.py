@@ -127,11 +127,8 @@ def step_in_tiles(plan: TrainingPlan, recorder: Recorder) -> None:
     step = plan.step
     if plan.states.dtype is None or step.steps_on_host:
         return
-    runs = (
-        run.span.numel
-        for layout in step.all_trained()
-        for run in optimizer_runs(layout, step.held(layout), plan.states.key)
-    )
+    key, layouts = plan.states.key, step.all_trained()
+    runs = (run.span.numel for x in layouts for run in optimizer_runs(x, step.held(x), key))
     device = "cuda" if step.place.transport is Transport.NCCL else "cpu"
     recorder.pass_through(tile_bytes(max(runs, default=0), device, plan.states.dtype))
 

@@ -56,11 +56,8 @@ def _files_of(
     exported = {**_parsed(found, CONFIG_JSON, "the model"), "model_type": kind}
     here = class_keys(tokenizer.model_config)
     configs = [json.dumps(exported).encode(), found.get(CONFIG_JSON)]
-    places = [
-        {} if config is None else {CONFIG_JSON: config}
-        for config in configs
-        if class_keys(config) != here
-    ]
+    others = (config for config in configs if class_keys(config) != here)
+    places = [{} if config is None else {CONFIG_JSON: config} for config in others]
     for attempt in (tokenizer.files, tokenizer.saved):
         files = attempt()
         read = (FileTokenizer(tokenizer.name, {**files, **place}) for place in places)

@@ -105,11 +105,8 @@ def _num_frozen(module: Any) -> int:
     looked_up = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
     looked_up -= {id(each.weight) for each in module.modules() if isinstance(each, nn.Linear)}
     counts, params = count_weights(module), dict(module.named_parameters())
-    frozen = sum(
-        counts[name]
-        for name, param in params.items()
-        if not param.requires_grad and id(param) not in looked_up
-    )
+    left = (name for name, param in params.items() if id(param) not in looked_up)
+    frozen = sum(counts[name] for name in left if not params[name].requires_grad)
     return frozen - idle_parameters(module.transformers_model, only_frozen=True)
 
 

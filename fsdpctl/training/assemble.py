@@ -264,19 +264,10 @@ def _load(
     ranks.gather_objects(None)
     RANK_STATUS.at("ready")
     val, vocab_size = data.val, data.vocab_size or vocabulary_of(config, data)
-    parts = TrainingParts(
-        config=config,
-        run_dir=run_dir,
-        data=data,
-        model=model,
-        optimizer=optimizer,
-        train_batches=Batches(data.train.rows(train.seq_len), batches, train.seed, vocab_size),
-        val_batches=(
-            None if val is None else Batches(val.rows(train.seq_len), batches, 0, vocab_size)
-        ),
-        device=world.device,
-    )
-    return parts, done, bases
+    trained = Batches(data.train.rows(train.seq_len), batches, train.seed, vocab_size)
+    held = None if val is None else Batches(val.rows(train.seq_len), batches, 0, vocab_size)
+    made = data, model, optimizer, trained, held
+    return TrainingParts(config, run_dir, *made, world.device), done, bases
 
 
 def _data(config: Settled) -> DataSet:

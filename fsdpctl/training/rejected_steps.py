@@ -93,10 +93,8 @@ class RejectionRule:
         if factor is None or len(known) < LEAST:
             return Limits()
         log_norm = _threshold([each.log_grad_norm for each in known], factor)
-        return Limits(
-            loss=_threshold([each.loss for each in known], factor),
-            grad_norm=math.exp(min(log_norm, _MOST_LOG)),
-        )
+        loss = _threshold([each.loss for each in known], factor)
+        return Limits(loss, math.exp(min(log_norm, _MOST_LOG)))
 
     def judge(self, step: int, figures: StepFigures, limits: Limits) -> RejectedStep | None:
         """Count and return a step that these limits rejected; None if it was applied."""

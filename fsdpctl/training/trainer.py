@@ -234,14 +234,8 @@ class Trainer:
             flags = self.requests.look(time.perf_counter() - began).flags
             return LocalStepStats(flags, self._probe.take())
 
-        launched = launch_step(
-            self.parts,
-            self.step,
-            self.samples,
-            limits=self._rule.limits(self.step + 1),
-            own=own,
-            is_traced=self.is_traced,
-        )
+        limits, place = self._rule.limits(self.step + 1), (self.step, self.samples)
+        launched = launch_step(self.parts, *place, limits=limits, own=own, is_traced=self.is_traced)
         self.step, self.samples = launched.step, launched.samples
         self._queue.append(launched)
         self._each(lambda callback: callback.launched(self))

@@ -232,10 +232,8 @@ class Checkpoints(Callback):
     def prepare(self, run: Trainer) -> None:
         """Allocate pinned host memory for the copies of the first save, in a thread."""
         if self._staging is not None:
-            trained_only, parts = self._base is not None, run.parts
-            pieces = rank_pieces(
-                parts.model, parts.optimizer, self._ranks.rank, trained_only=trained_only
-            )
+            about, rank = (run.parts.model, run.parts.optimizer), self._ranks.rank
+            pieces = rank_pieces(*about, rank, trained_only=self._base is not None)
             self._staging.prepare([each.values.detach() for each in pieces])
 
     def is_due(self, step: int) -> bool:
@@ -257,9 +255,8 @@ class Checkpoints(Callback):
             gc.collect()  # so that cycles do not hold memory while copies of the state need it
             model.check_replicas()  # each replica writes a share of the checkpoint
             about = About(run.progress(), self._settings, self._assets, self._base)
-            snapshot = take_snapshot(
-                model, run.parts.optimizer, self._ranks.rank, about, self._staging
-            )
+            rank, optimizer = self._ranks.rank, run.parts.optimizer
+            snapshot = take_snapshot(model, optimizer, rank, about, self._staging)
             save = self._current = Save(run.step, snapshot.num_bytes, began)
             save.done = self._writer.submit(self._write, snapshot, save)
             if self._staging is None:

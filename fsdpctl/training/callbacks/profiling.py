@@ -38,10 +38,8 @@ class Profiling(Callback):
         self, model: TrainedModel, run_dir: Path, rank: int, *, at_start: bool = False
     ) -> None:
         """Trace into `run_dir`; with `at_start` also without a request."""
-        self._model = model
+        self._model, self._rank, self._at_start = model, rank, at_start
         self._folder = run_dir / PROFILES
-        self._rank = rank
-        self._at_start = at_start
         self._profile: profile | None = None
         self._is_written = False
 

@@ -46,8 +46,7 @@ class SelfCheck(Callback):
 
     def __init__(self, mode: str, first_step: int, sharding: Sharding) -> None:
         """Check the step after `first_step`; `mode` is the value of `train.self_check`."""
-        self._sharding = sharding
-        self._mode = mode
+        self._sharding, self._mode = sharding, mode
         self._at = first_step + 1 if mode != "off" else -1
         self._norms: dict[str, Tensor] = {}  # of the gradients, by unit
         self._tokens = 0
@@ -248,10 +247,8 @@ def _gradients(parts: TrainingParts) -> dict[str, Tensor]:
     tokens = torch.from_numpy(stream.tokens[:].astype(np.int64)).unsqueeze(0)
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
     summed_loss(module, batch, parts.device, config.train.loss_chunk_tokens or 0).backward()
-    return {
-        name: torch.zeros_like(param) if param.grad is None else param.grad
-        for name, param in module.named_parameters()
-    }
+    found = module.named_parameters()
+    return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in found}
 
 
 def _alone(config: Config, stream: TokenStream, device: torch.device) -> float:
